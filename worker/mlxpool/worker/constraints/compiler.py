@@ -1,7 +1,7 @@
-"""Compiles formats into constraints, in a thread of its own, and knows those that can be compiled.
+"""Compiles formats into constraints, in a separate thread, and keeps the texts of their grammars.
 
-Every answer has a grammar of its own: copies of one share the states of their lexer, and so one
-answer would use up the states of another.
+Every answer has its own compiled grammar: copies of a grammar share the states of their lexer, so
+one answer would use up the states of another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mlxpool.worker.constraints.numbers import NumberBound, NumberTokens
 from mlxpool.worker.constraints.vocabulary import words_of
 
 MAX_GRAMMARS = 64  # texts that are kept
-SMALL_GRAMMAR = 16 * 1024  # characters; a text of so many is tokenised in some 4 ms
+SMALL_GRAMMAR = 16 * 1024  # characters; a text of this length is tokenised in some 4 ms
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -30,7 +30,7 @@ log = logging.getLogger("mlxpool.worker")
 class Compiler:
     """Makes constraints for one model. `load` gives its vocabulary.
 
-    `vocabulary` names it in digests. A format has passed `grammar.check` before it comes here.
+    `vocabulary` is its name in digests. A format has passed `grammar.check` before it comes here.
     """
 
     def __init__(
@@ -51,18 +51,18 @@ class Compiler:
         self._thread: threading.Thread | None = None
 
     def digest(self, format: Mapping[str, Any]) -> str:
-        """Returns the digest that a resume compares."""
+        """Returns the digest that is compared at a resume."""
         return grammar.digest_of(format, self._vocabulary)
 
     def knows(self, format: Mapping[str, Any]) -> bool:
-        """Whether the format was compiled before. Any thread may ask."""
+        """Returns whether the format was compiled before. Any thread may call it."""
         return self.digest(format) in self._grammars
 
     def load(self) -> None:
-        """Loads the vocabulary, if that was not done. Called by the thread alone.
+        """Loads the vocabulary, once. Only the thread of the compiler calls it.
 
-        The library holds Python's lock meanwhile, with a large vocabulary for a second or two: so
-        it is done before the first stream, or while there is none; else streams wait for it.
+        The library holds Python's lock meanwhile, with a large vocabulary for a second or two. So
+        call it before the first stream, or while there is no stream; otherwise streams wait for it.
         """
         if self._tokenizer is None:
             tokenizer = self._tokenizer = self._load()
@@ -70,7 +70,7 @@ class Compiler:
             self._numbers = NumberTokens.of(pieces, self._ends.others.size)
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Has the thread call a function, which may use `constraint`; it must not raise."""
+        """Calls a function in the thread. It may use `constraint` and must not raise."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
             self._thread.start()
@@ -84,9 +84,9 @@ class Compiler:
                 log.exception("a format could not be prepared")
 
     def constraint(self, format: Mapping[str, Any]) -> Constraint:
-        """Returns a new constraint of a format. Raises BadRequest for one that cannot be followed.
+        """Returns a new constraint of a format. Raises BadRequest if it cannot be followed.
 
-        Called by the thread alone.
+        Only the thread of the compiler calls it.
         """
         self.load()
         assert self._tokenizer is not None and self._numbers is not None

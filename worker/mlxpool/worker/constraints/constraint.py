@@ -1,6 +1,6 @@
-"""The constraint of one answer: which tokens may follow its ids.
+"""The constraint of one answer: the tokens that may follow its ids.
 
-Its state depends on the grammar and the ids alone, so a resumed answer is constrained as before.
+Its state depends only on the grammar and the ids, so a resumed answer is constrained as before.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Words: TypeAlias = npt.NDArray[np.uint32]
 class EndTokens(Struct, frozen=True, eq=False):
     """The tokens of a model that end an answer, and all others.
 
-    `ends` [ceil(vocabulary / 32)] has the bits of those that end an answer, `others` those of all
-    other tokens. `columns`: the numbers of the words in which `others` lacks a bit.
+    `ends` [ceil(vocabulary / 32)] has the bits of the tokens that end an answer, `others` the bits
+    of all other tokens. `columns`: the numbers of the words in which `others` lacks a bit.
     """
 
     ends: Words
@@ -41,15 +41,15 @@ class EndTokens(Struct, frozen=True, eq=False):
 
     @classmethod
     def of(cls, ends: Words, others: Words) -> EndTokens:
-        """Returns the tokens of these bits."""
+        """Returns the tokens with these bits."""
         return cls(ends, others, np.flatnonzero(others != np.uint32(2**WORD_BITS - 1)))
 
 
 class MaskRecord(Struct, eq=False):
-    """What `masks.Masks` notes of a constraint: it alone reads and writes it.
+    """The state of a constraint in `masks.Masks`, which alone reads and writes it.
 
-    `quick`: quick masks in a row. `late`: a mask was late since the last quick one. `making`: what
-    makes its mask.
+    `quick`: quick masks in a row. `late`: a mask was late since the last quick mask. `making`: the
+    batch or thread that makes its mask.
     """
 
     quick: int = 0
@@ -58,10 +58,11 @@ class MaskRecord(Struct, eq=False):
 
 
 class Constraint:
-    """Used by one thread at a time. Tokens that end an answer are allowed where it is complete.
+    """The constraint of one answer, used by one thread at a time.
 
-    Where the format leaves no choice of text, the next tokens are forced: they are found together,
-    because the library tokenises the whole text for each one that is asked for.
+    Tokens that end an answer are allowed if it is complete. If the format leaves no choice of text,
+    the next tokens are forced. They are found together, because the library tokenises the whole
+    text for each token that is asked for.
     """
 
     def __init__(
@@ -75,46 +76,45 @@ class Constraint:
         small: bool = True,
         numbers: NumberBound | None = None,
     ) -> None:
-        """`tokens`: of the library's vocabulary. `canonical`: the library knows the tokens of a
-        forced text. `small`: no text of the format takes long to tokenise. `numbers`: bounds those
-        of the answer, which has no token yet; None: they have no bound.
+        """`tokens`: the size of the library's vocabulary. `canonical`: the library knows the tokens
+        of a forced text. `small`: every text of the format is tokenised quickly. `numbers`: the
+        bound of the answer's numbers, before its first token; None: no bound.
         """
         self.matcher = matcher  # others give it tokens and ask it for masks, see mask_batch.py
         self.end_tokens = ends
         self.ends, self.others = ends.ends, ends.others
         self._canonical = canonical
         self._forced: deque[int] = deque()  # tokens that follow, which the matcher has not taken
-        self._sought = False  # whether forced tokens were looked for behind the newest token
-        self._accepts: bool | None = None  # at the newest token; None: the matcher was not asked
+        self._sought = False  # whether forced tokens were looked for after the newest token
+        self._accepts: bool | None = None  # after the newest token; None: the matcher was not asked
         self._finished: bool | None = None  # the same
-        self._error: Exception | None = None  # that `take` raises
-        self._ahead: int | None = None  # a token that the matcher has, and `take` was not told
+        self._error: Exception | None = None  # the error that `take` raises
+        self._ahead: int | None = None  # a token that the matcher has and that `take` did not get
         self._thoughts: Thoughts | None = None  # None: they have ended
         self._numbers = numbers
         self.digest = digest
         self.tokens = tokens
         self.small = small
-        self.ended = False  # set by who ends the answer: no token follows, and no mask is asked for
+        self.ended = False  # set by the code that ends the answer: it needs no token and no mask
         self.record = MaskRecord()
 
     def begin_in_thoughts(self, thoughts: Thoughts) -> None:
-        """The answer begins with thoughts: until they end, any token but an end may follow, as far
-        as they have no bound. The format holds from the token behind the mark.
+        """Begins the answer with thoughts. Until they end, any token but an end may follow.
+
+        Their bound, if any, forces tokens. The format holds after the mark that ends the thoughts.
         """
         self._thoughts = thoughts
 
     def mask(self) -> Words:
         """Returns [1, ceil(vocabulary / 32)] with the bits of the tokens that may follow.
 
-        Raises BadRequest where no token may, and where the bounds of the library are exceeded.
+        Raises BadRequest if no token may, or if the bounds of the library are exceeded.
         """
         known = self.known_mask()
         if known is not None:
             return known
-        found = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint32)
-        words = (
-            found[: self.others.size] & self.others
-        )  # ends are allowed by other rules than there
+        bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint32)
+        words = bits[: self.others.size] & self.others  # ends are allowed by our own rule, below
         if self.accepts:
             words |= self.ends
         self.bound_numbers(words)
@@ -122,12 +122,12 @@ class Constraint:
         return words[None]
 
     def bound_numbers(self, words: Words) -> None:
-        """Takes digits out of a mask [words] where a number has as many as it may have."""
+        """Takes digits out of a mask [words] if the answer ends with a number of full length."""
         if self._numbers is not None:
             self._numbers.limit(words)
 
     def known_mask(self) -> Words | None:
-        """Returns the mask where the library need not be asked for it."""
+        """Returns the mask if it is known without the library, else None."""
         if self.allows_all:
             return self.others[None]
         token = self.forced_token()
@@ -135,17 +135,17 @@ class Constraint:
 
     @property
     def allows_all(self) -> bool:
-        """Whether any token of `others` may follow: inside thoughts, below their bound."""
+        """Whether any token of `others` may follow, inside of thoughts and below their bound."""
         return self._thoughts is not None and not self._thoughts.forced
 
     def forced_token(self) -> int | None:
-        """Returns the next token if it is forced."""
+        """Returns the next token if it is forced, else None."""
         if self._thoughts is not None:
             return next(iter(self._thoughts.forced), None)
         return self._forced[0] if self._forced or self._find_forced() else None
 
     def require_tokens(self, words: Words) -> None:
-        """Raises as `mask` where the mask of these words could not be made or is empty."""
+        """Raises as `mask` if the mask of these words could not be made or is empty."""
         if self.matcher.is_error():
             raise self._failed()
         if not words.any():
@@ -153,14 +153,14 @@ class Constraint:
 
     @property
     def takes_ahead(self) -> bool:
-        """Whether the matcher may be given a token before `take` is."""
+        """Whether the matcher may get a token before `take` does."""
         return self._thoughts is None and self._ahead is None
 
     def taken_ahead(self, token: int, *, find: bool) -> None:
-        """Notes that the matcher has taken a token, which `take` will be told; the next one.
+        """Notes that the matcher has taken the next token, which `take` will get later.
 
-        Afterwards nothing asks the matcher until `take`, so that a mask can be made meanwhile.
-        `find`: forced tokens are found at once.
+        Until then, nothing asks the matcher, so that a mask can be made meanwhile. `find`: forced
+        tokens are found at once.
         """
         matcher, forced = self.matcher, self._forced  # for many rows in every step: few calls
         self._ahead = token
@@ -178,14 +178,14 @@ class Constraint:
             forced.extend(matcher.compute_ff_tokens())
 
     def fail(self, error: Exception) -> None:
-        """Has `take` raise: whether the matcher has the next token is not known."""
+        """Makes `take` raise: it is unknown whether the matcher has the next token."""
         self._error = error
 
     def goes_on(self, token: int, least: int) -> bool:
-        """Appends a token that was taken ahead, where the answer goes on with a drawn token.
+        """Appends a token that was taken ahead, if the answer goes on with a drawn token.
 
-        Returns False and does nothing where it does not: the answer is complete, `least` or more
-        tokens are forced, or the token was not taken ahead. Then `take` appends the token.
+        Otherwise returns False and does nothing: if the answer is complete, `least` or more tokens
+        are forced, or the token was not taken ahead. Then `take` appends the token.
         """
         if self._ahead != token or self._error or self._finished or len(self._forced) >= least:
             return False
@@ -193,11 +193,11 @@ class Constraint:
         return True
 
     def draws_next(self, least: int) -> bool:
-        """Whether the next token is drawn: fewer than `least` are forced, and one may follow."""
+        """Returns whether a drawn token follows: the answer goes on, and `least` are not forced."""
         return not self._finished and len(self._forced) < least
 
     def give_back(self) -> None:
-        """Takes back a token that was taken ahead, if one was: it will not be appended."""
+        """Takes back the token that was taken ahead, if any: it will not be appended."""
         if self._ahead is None:
             return
         self._ahead = None
@@ -205,13 +205,13 @@ class Constraint:
         self._forget()
         if self._numbers is not None:
             self._numbers.give_back()
-        self.matcher.rollback(1)  # where it fails, so does the next mask
-        self._finished = self.finished  # `accepts` as well: asked before another mask is begun
+        self.matcher.rollback(1)  # if it fails, so does the next mask
+        self._finished = self.finished  # as `accepts`, read before another mask is begun
 
     def forced(self, *, find: bool) -> list[int]:
         """Returns the next tokens as far as the format forces them, at most MAX_RUN.
 
-        Without `find`, only those that `mask` has found.
+        Without `find`, returns only the tokens that `mask` has found.
         """
         if self._thoughts is not None:
             return [*islice(self._thoughts.forced, MAX_RUN)]
@@ -220,7 +220,7 @@ class Constraint:
         return [*islice(self._forced, MAX_RUN)]
 
     def take(self, token: int) -> None:
-        """Appends a token. Raises BadRequest for one that may not follow, or see `fail`."""
+        """Appends a token. Raises BadRequest if it may not follow, or the error of `fail`."""
         if self._error is not None:
             raise self._error
         if self._ahead is not None:
@@ -250,17 +250,17 @@ class Constraint:
             self._numbers.take_all(run)
 
     def _behind_token(self) -> None:
-        """Forgets what was known before the token that the matcher has taken."""
+        """Forgets the state before the token that the matcher has taken."""
         self._forget()
         if self._forced:
-            self._forced.popleft()  # it is the token: no other one may follow
+            self._forced.popleft()  # it is the token: no other token may follow
 
     def _forget(self) -> None:
         self._accepts, self._finished, self._sought = None, None, False
 
     def copy(self) -> Constraint:
-        """Returns a constraint with the same state, which takes tokens by itself."""
-        made = Constraint(
+        """Returns an independent constraint with the same state."""
+        copy = Constraint(
             self.matcher.deep_copy(),
             self.end_tokens,
             self.digest,
@@ -269,35 +269,34 @@ class Constraint:
             small=self.small,
             numbers=None if self._numbers is None else self._numbers.copy(),
         )
-        made._forced.extend(self._forced)
-        made._sought = self._sought
-        made._thoughts = None if self._thoughts is None else self._thoughts.copy()
-        return made
+        copy._forced.extend(self._forced)
+        copy._sought = self._sought
+        copy._thoughts = None if self._thoughts is None else self._thoughts.copy()
+        return copy
 
     def masks_behind(self, mask: Words, drafts: Sequence[int]) -> Words:
-        """Returns [1 + drafts, words]: `mask`, which is that of the next token, and one behind
-        each draft.
+        """Returns [1 + drafts, words]: `mask`, which the next token has, and one after each draft.
 
-        It allows no token where the drafts before it cannot be the answer's, and behind an error,
-        which the mask of the answer itself will raise.
+        A mask allows no token if the drafts before it cannot follow in the answer, or after an
+        error, which the mask of the answer itself will raise.
         """
         lines = np.zeros((1 + len(drafts), mask.size), dtype=np.uint32)
         lines[0] = mask
-        behind: Constraint | None = None
+        copy: Constraint | None = None
         for number, token in enumerate(drafts):
             word, bit = divmod(token, WORD_BITS)
             if not lines[number, word] >> bit & 1 or self.ends[word] >> bit & 1:
-                break  # what follows an end is dropped
-            behind = behind or self.copy()
+                break  # tokens after an end are dropped
+            copy = copy or self.copy()
             try:
-                behind.take(token)
-                lines[number + 1] = behind.mask()
+                copy.take(token)
+                lines[number + 1] = copy.mask()
             except BadRequest:
                 break
         return lines
 
     def replay(self, tokens: Sequence[int]) -> None:
-        """Appends the ids of a resumed answer. Raises BadRequest naming the first that is wrong."""
+        """Appends the ids of a resumed answer. Raises BadRequest that names the first wrong id."""
         begin = 0
         while self._thoughts is not None and begin < len(tokens):
             self._think(tokens[begin])
@@ -312,7 +311,7 @@ class Constraint:
             self._numbers.take_all(tokens[begin:])
 
     def _think(self, token: int) -> None:
-        """Appends a token of the thoughts, which it may end."""
+        """Appends a token of the thoughts; it may end them."""
         assert self._thoughts is not None
         self._forget()
         self._thoughts.take(token)
@@ -323,7 +322,7 @@ class Constraint:
     def accepts(self) -> bool:
         """Whether the answer is complete, though it may go on.
 
-        After it was asked once behind a token, any thread may ask, also while a mask is made.
+        After its first use for a token, any thread may read it, also while a mask is made.
         """
         if self._accepts is None:
             self._accepts = self._thoughts is None and self.matcher.is_accepting()
@@ -333,16 +332,16 @@ class Constraint:
     def finished(self) -> bool:
         """Whether the answer is complete and no token but the end may follow.
 
-        As `accepts`, it may be asked while a mask is made.
+        As `accepts`, it may be read while a mask is made.
         """
         if self._finished is None:
             self._finished = self.accepts and self.matcher.is_stopped()
         return self._finished
 
     def _find_forced(self) -> bool:
-        """Finds the tokens that are forced, unless some are known. Returns whether there are any.
+        """Finds the forced tokens, unless some are known. Returns whether there are any.
 
-        An error is found by the next mask.
+        The next mask finds an error.
         """
         if not self._forced and not self._sought and self._canonical and not self.accepts:
             self._sought = True

@@ -1,6 +1,6 @@
 """Grammars of formats: their text for llguidance, their digest, and whether they can be compiled.
 
-A compilation may take any time and memory: `check` is called in a process that has bounds, see
+A compilation may take any time and memory: `check` is called in a process with bounds, see
 worker/preparation.
 """
 
@@ -20,19 +20,19 @@ from mlxpool.common.errors import BadRequest
 from mlxpool.worker.constraints.numbers import MAX_DIGITS, MAX_EXPONENT
 from mlxpool.worker.constraints.refusals import member_of, reason, rule_of
 
-# Of one mask. The library's default is five times that; at a third patterns with classes of Unicode
-# such as \p{L} fail in the middle of an answer.
+# The fuel of one mask. The library's default is five times as much. With a third of it, patterns
+# with classes of Unicode such as \p{L} fail in the middle of an answer.
 STEP_LEXER_FUEL = 40_000
-MAX_LEXER_STATES = 20_000  # of one answer, of 1 to 2 kB each
+MAX_LEXER_STATES = 20_000  # of one answer; a state has 1 to 2 kB
 MAX_GRAMMAR_SIZE = 500_000  # symbols
-# White space in JSON is at most one space behind a comma or a colon: it cannot go on for ever.
+# White space in JSON is at most one space after a comma or a colon: it cannot go on for ever.
 JSON_OPTIONS: Any = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
     "key_separator": ": ?",
 }
 OWN_OPTIONS = "x-guidance"  # a key by which a schema could change JSON_OPTIONS
-_DATA = ("const", "default", "enum", "examples")  # keys whose values are no schemas
+_DATA = ("const", "default", "enum", "examples")  # keys whose values are not schemas
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 
 LIMITS = LLParserLimits(
@@ -44,7 +44,7 @@ LIMITS = LLParserLimits(
 
 
 def digest_of(format: Mapping[str, Any], vocabulary: str) -> str:
-    """Returns what decides which ids a format allows: itself, llguidance, the vocabulary."""
+    """Returns a digest of all that decides which ids may follow: format, llguidance, vocabulary."""
     bounds = f"{MAX_DIGITS} {MAX_EXPONENT}" if has_json(format) else ""
     options = json.dumps(JSON_OPTIONS) + bounds
     parts = text_of(format), llguidance.get_version(), options, vocabulary
@@ -53,7 +53,7 @@ def digest_of(format: Mapping[str, Any], vocabulary: str) -> str:
 
 
 def has_json(format: Mapping[str, Any]) -> bool:
-    """Whether an answer has numbers of JSON."""
+    """Returns whether an answer of this format has JSON numbers."""
     return format["type"].startswith("json") or "%json" in format.get("grammar", "")
 
 
@@ -85,24 +85,24 @@ def _json_grammar(schema: Mapping[str, Any] | bool) -> str:
 
 
 def _require_one_meaning(schema: Mapping[str, Any]) -> None:
-    """Raises BadRequest for a `$ref` beside an `$id`, whose base differs between drafts.
+    """Raises BadRequest for a `$ref` beside an `$id`, because its base differs between drafts.
 
-    At the root a reference into the schema itself means the same in all of them.
+    At the root, a reference into the schema itself means the same in all drafts.
     """
     unread: list[Any] = [schema]
     while unread:
-        one = unread.pop()
-        if isinstance(one, Mapping):
-            reference = one.get("$ref")
-            inside = one is schema and isinstance(reference, str) and reference.startswith("#")
-            if isinstance(reference, str) and isinstance(one.get("$id"), str) and not inside:
+        part = unread.pop()
+        if isinstance(part, Mapping):
+            reference = part.get("$ref")
+            inside = part is schema and isinstance(reference, str) and reference.startswith("#")
+            if isinstance(reference, str) and isinstance(part.get("$id"), str) and not inside:
                 raise BadRequest(
                     "format: the schema cannot be followed: it has '$ref' beside '$id', which"
                     " drafts of JSON Schema read in different ways"
                 )
-            unread += [value for key, value in one.items() if key not in _DATA]
-        elif isinstance(one, list | tuple):
-            unread += one
+            unread += [value for key, value in part.items() if key not in _DATA]
+        elif isinstance(part, list | tuple):
+            unread += part
 
 
 def _literal(text: str) -> str:
@@ -121,7 +121,7 @@ def check(format: Mapping[str, Any]) -> None:
 
 
 def _error_of(text: str) -> str:
-    """Returns why a grammar cannot be compiled; "" for one that can."""
+    """Returns why a grammar cannot be compiled; "" if it can."""
     matcher = LLMatcher(LLTokenizer("byte"), text, limits=LIMITS, log_level=0)
     if not matcher.is_error():
         matcher.compute_bitmask()
@@ -129,7 +129,7 @@ def _error_of(text: str) -> str:
 
 
 def _located(format: Mapping[str, Any], error: str) -> str:
-    """Returns the message of a format that cannot be followed, with the place of what cannot."""
+    """Returns the message of a format that cannot be followed, with the place of the reason."""
     schema, what = format.get("schema"), ""
     if format["type"] == "lark":
         rule = rule_of(format["grammar"], error)
@@ -137,7 +137,7 @@ def _located(format: Mapping[str, Any], error: str) -> str:
             return refused(format, error)
         what, schema, error = rule
     member = member_of(schema, _fails)
-    place = " at ".join(one for one in (what, member) if one)
+    place = " at ".join(part for part in (what, member) if part)
     return refused(format, f"{place}: {error}" if place else error)
 
 

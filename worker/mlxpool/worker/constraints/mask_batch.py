@@ -20,18 +20,18 @@ from mlxpool.worker.constraints.mask_table import MaskTable, only
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
-SHARE = 2  # of the cores, one in so many: others run the steps, and wait less for each other
+SHARE = 2  # one of this many cores makes masks: the others run the steps, and wait less
 MAX_THREADS = 8  # more make no mask sooner
-MANY = 16  # tokens that are taken with Python's lock free
+MANY = 16  # the least tokens that are taken with Python's lock free
 FIRST_WORDS = 16  # of a mask; nearly all masks have a bit there
 
 
 class FilledTable(Struct, frozen=True):
     """The masks of several constraints.
 
-    `lines`: the line of each in the table, or what `only` gives for a token that is forced.
+    `lines`: the line of each in the table, or the value of `only` for a forced token.
     `used`: the lines of the table that have a mask. `failed`: the places of constraints whose mask
-    could not be made, and why.
+    could not be made, and the errors.
     """
 
     lines: list[int]
@@ -42,14 +42,15 @@ class FilledTable(Struct, frozen=True):
 def take_together(tokens: Sequence[tuple[Constraint, int]], *, find: bool) -> list[Constraint]:
     """Gives constraints a token before their `take` is called, see Constraint.taken_ahead.
 
-    Returns those that took it; of the others `take` raises, also where the library has failed.
+    Returns the constraints that took it. `take` of the others raises, also if the library failed.
     """
     if len(tokens) >= MANY:
         try:
-            taken = executor().consume_token_par([(one.matcher, token) for one, token in tokens])
+            pairs = [(constraint.matcher, token) for constraint, token in tokens]
+            taken = executor().consume_token_par(pairs)
         except BaseException as error:
-            for one, _ in tokens:
-                one.fail(as_exception(error))
+            for constraint, _ in tokens:
+                constraint.fail(as_exception(error))
             return []
         if not all(taken):
             tokens = [pair for pair, was_right in zip(tokens, taken, strict=True) if was_right]
@@ -58,25 +59,25 @@ def take_together(tokens: Sequence[tuple[Constraint, int]], *, find: bool) -> li
 
 
 def as_exception(error: BaseException) -> Exception:
-    """Returns what the library raised as an error of a request: a panic of it is no Exception."""
+    """Returns an error of the library as an Exception: its panics are not Exceptions."""
     return (
         error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
     )
 
 
-def _taken(one: Constraint, token: int) -> bool:
+def _taken(constraint: Constraint, token: int) -> bool:
     try:
-        return one.matcher.consume_token(token)
+        return constraint.matcher.consume_token(token)
     except BaseException as error:
-        one.fail(as_exception(error))
+        constraint.fail(as_exception(error))
         return False
 
 
-def _noted(one: Constraint, token: int, *, find: bool) -> bool:
+def _noted(constraint: Constraint, token: int, *, find: bool) -> bool:
     try:
-        one.taken_ahead(token, find=find)
+        constraint.taken_ahead(token, find=find)
     except BaseException as error:
-        one.fail(as_exception(error))
+        constraint.fail(as_exception(error))
         return False
     return True
 
@@ -88,30 +89,30 @@ def fill_table(
 ) -> FilledTable:
     """Writes the masks of constraints that have one vocabulary into a table.
 
-    It has a line for each, of the words of the library's vocabulary. Nobody may use the constraints
-    meanwhile. `begins` is called before the library makes masks, and with that gives up Python's
-    lock.
+    The table has a line for each constraint, with the words of the library's vocabulary. Nothing
+    else may use the constraints meanwhile. `begins` is called just before the library makes masks
+    and releases Python's lock.
     """
     lines: list[int] = []
-    places: list[int] = []  # of the constraints whose mask the library makes
+    places: list[int] = []  # the places of the constraints whose mask the library makes
     matchers: list[tuple[LLMatcher, int]] = []
     accepts: list[bool] = []
     failed: dict[int, Exception] = {}
     thinking: list[int] = []
-    for place, one in enumerate(constraints):
-        if one.allows_all:
+    for place, constraint in enumerate(constraints):
+        if constraint.allows_all:
             thinking.append(place)
             lines.append(0)
             continue
-        token = one.forced_token()
+        token = constraint.forced_token()
         if token is not None:
             lines.append(only(token))
             continue
         line = len(places)
         lines.append(line)
         places.append(place)
-        matchers.append((one.matcher, line))
-        accepts.append(one.accepts)
+        matchers.append((constraint.matcher, line))
+        accepts.append(constraint.accepts)
     begins()
     if matchers:
         from llguidance.numpy import fill_next_token_bitmask_par
@@ -137,27 +138,26 @@ def fill_table(
     return FilledTable(lines, used, failed)
 
 
-def _set_ends(one: Constraint, masks: Words, accepts: Sequence[bool]) -> None:
-    """Allows ends in masks [masks, words] of the library by our rules, where answers are complete.
+def _set_ends(constraint: Constraint, masks: Words, accepts: Sequence[bool]) -> None:
+    """Allows ends in masks [masks, words] of the library by our rule: if answers are complete.
 
-    `one` is any of the constraints: they have the same vocabulary. Few words have other bits than
-    the library gave.
+    `constraint` is any of the constraints: they have the same vocabulary. Only few words change.
     """
-    columns = one.end_tokens.columns
-    ends = np.where(np.array(accepts)[:, None], one.ends[columns], np.uint32(0))
-    masks[:, columns] = masks[:, columns] & one.others[columns] | ends
+    columns = constraint.end_tokens.columns
+    ends = np.where(np.array(accepts)[:, None], constraint.ends[columns], np.uint32(0))
+    masks[:, columns] = masks[:, columns] & constraint.others[columns] | ends
 
 
 @cache
 def threads() -> int:
-    """Returns how many threads the library makes masks in."""
+    """Returns the number of threads in which the library makes masks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(MAX_THREADS, (cores or 1) // SHARE))
 
 
 @cache
 def executor() -> LLExecutor:
-    """Returns the threads, which all models of the process share."""
+    """Returns the threads that make masks; all models of the process share them."""
     from llguidance import LLExecutor
 
     return LLExecutor(threads())

@@ -1,6 +1,6 @@
-"""What makes masks: of many constraints together, of one by itself; and the thread for the former.
+"""Jobs that make masks: of many constraints together or of one; and the thread for the former.
 
-Each has the masks in a table, and says where, when it is made.
+A finished job has its masks in a table, and their lines.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from mlxpool.worker.constraints.constraint import Constraint, Words
 from mlxpool.worker.constraints.mask_batch import FilledTable
 from mlxpool.worker.constraints.mask_table import MaskTable
 
-# Processor seconds of masks that are made together, of which none is called slow: the library's
-# bounds of one are of that size. USUAL: of each of them, where they are many.
+# Processor seconds of masks that are made together without one of them counting as slow: one mask
+# may take about as long within the library's bounds. USUAL: seconds of each of many masks.
 TOGETHER = 0.005
 USUAL = 0.0002
 Found = Words | int | Exception  # a mask [1, words], the line of a row without one, or an error
@@ -32,8 +32,8 @@ Found = Words | int | Exception  # a mask [1, words], the line of a row without 
 class MadeMasks(Struct, frozen=True):
     """The masks that were made: the line of each constraint in `table`, or see mask_table.only.
 
-    `used`: the lines of the table that have a mask. `failed`: what making one raised. `late`: the
-    constraints that are late, of which some have a mask now.
+    `used`: the lines of the table that have a mask. `failed`: the errors of masks that could not be
+    made. `late`: the constraints that are late; some of them have a mask now.
     """
 
     table: MaskTable
@@ -44,11 +44,11 @@ class MadeMasks(Struct, frozen=True):
 
 
 class Batch:
-    """Constraints that take a token each, and whose masks are made together then.
+    """Constraints that take a token each; then their masks are made together.
 
-    One thread does so: the first that calls `run`, `run_take` or `run_fill`; the others wait for
-    it. The one that made the batch reads the attributes afterwards: `constraints`, those whose
-    masks are made, the `seconds` that this took, and the `error` that made all of them fail.
+    The first thread that calls `run`, `run_take` or `run_fill` does it; the others wait for it. The
+    thread that made the batch reads the attributes afterwards: `constraints`, whose masks are made,
+    the `seconds` that this took, and the `error` that made all masks fail.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class Batch:
         least: int = 0,
         made: Callable[[], None] = lambda: None,
     ) -> None:
-        """Either `constraints` or `tokens` are given.
+        """Takes either `constraints` or `tokens`.
 
-        With these, the masks behind them are made, except where the answer is complete or `least`
-        or more tokens are forced. `made` is called in the thread that has made them.
+        With `tokens`, the masks after them are made, unless the answer is complete or `least` or
+        more tokens are forced. `made` is called in the thread that has made the masks.
         """
         self.table = table
         self.constraints = constraints
@@ -103,11 +103,11 @@ class Batch:
         self._fill(begins)
 
     def is_made(self) -> bool:
-        """Whether all masks are made."""
+        """Returns whether all masks are made."""
         return not self._filling.locked()
 
     def wait(self, end: float) -> bool:
-        """Waits until the masks are made, at most until a time. Returns whether they are."""
+        """Waits until the masks are made, at most until `end`. Returns whether they are."""
         if not self._filling.locked():
             return True
         if not self._filling.acquire(timeout=max(0.0, end - monotonic())):
@@ -116,21 +116,21 @@ class Batch:
         return True
 
     def has_room(self, others: int) -> bool:
-        """Whether the table has room for so many masks behind its own."""
+        """Returns whether the table has room for `others` masks after its own."""
         return self.error is None and self.filled.used + others <= len(self.table.words)
 
     def result(self) -> MadeMasks:
-        """Returns all masks, when they are made."""
+        """Returns all masks, after they were made."""
         if self.error is not None:
             return MadeMasks(self.table, failed=dict.fromkeys(self.constraints, self.error))
         lines = dict(zip(self.constraints, self.filled.lines, strict=True))
         failed = {self.constraints[at]: error for at, error in self.filled.failed.items()}
-        for one in failed:
-            del lines[one]
+        for constraint in failed:
+            del lines[constraint]
         return MadeMasks(self.table, self.filled.used, lines, failed)
 
     def found(self, place: int) -> Found:
-        """Returns the mask of the constraint at a place; it is good while the table is."""
+        """Returns the mask of the constraint at a place; it is valid as long as the table."""
         if self.error is not None:
             return self.error
         failed = self.filled.failed.get(place)
@@ -143,7 +143,9 @@ class Batch:
         try:
             if self.tokens:
                 taken = mask_batch.take_together(self.tokens, find=True)
-                self.constraints = [one for one in taken if one.draws_next(self._least)]
+                self.constraints = [
+                    constraint for constraint in taken if constraint.draws_next(self._least)
+                ]
         finally:
             self._taking.release()
 
@@ -160,8 +162,8 @@ class Batch:
     def _fill_table(self, begins: Callable[[], None]) -> None:
         """Makes the masks.
 
-        The seconds are those that one may have taken: where the process has worked far too long for
-        all of them, each has to show that it is quick by itself.
+        `seconds` is the time that one mask may have taken. It is 0 unless the process has worked
+        far too long for all of them; then each constraint has to prove again that it is quick.
         """
         if len(self.constraints) == 1:
             begins()
@@ -175,24 +177,24 @@ class Batch:
 
 
 class SingleMask:
-    """The mask of one constraint, which a thread makes by itself, or which was made before."""
+    """The mask of one constraint, which a thread makes alone, or which was made before."""
 
     def __init__(self, made: Future[tuple[Found, float]]) -> None:
         self._future = made
 
     @classmethod
-    def kept(cls, found: Found) -> SingleMask:
-        """Returns a mask that is made."""
+    def kept(cls, mask: Found) -> SingleMask:
+        """Returns a mask that is made already."""
         future: Future[tuple[Found, float]] = Future()
-        future.set_result((found.copy() if isinstance(found, np.ndarray) else found, 0.0))
+        future.set_result((mask.copy() if isinstance(mask, np.ndarray) else mask, 0.0))
         return cls(future)
 
     def is_made(self) -> bool:
-        """Whether it is made."""
+        """Returns whether it is made."""
         return self._future.done()
 
     def wait(self, end: float) -> bool:
-        """Waits until the mask is made, at most until a time. Returns whether it is."""
+        """Waits until the mask is made, at most until `end`. Returns whether it is."""
         try:
             self._future.exception(max(0.0, end - monotonic()))
         except TimeoutError:
@@ -208,34 +210,34 @@ def timed_mask(constraint: Constraint) -> tuple[Found, float]:
     """Returns the mask of one constraint, and the seconds of processor time that it took."""
     began = thread_time()
     try:
-        found: Found = constraint.mask()
+        mask: Found = constraint.mask()
     except BaseException as error:
-        found = mask_batch.as_exception(error)
-    return found, thread_time() - began
+        mask = mask_batch.as_exception(error)
+    return mask, thread_time() - began
 
 
 def _filled_by(constraint: Constraint, table: MaskTable) -> tuple[FilledTable, float]:
     """Writes the mask of one constraint into a table. Returns also the seconds that it took."""
-    found, seconds = timed_mask(constraint)
-    if isinstance(found, Exception):
-        return FilledTable([0], 0, {0: found}), seconds
-    assert isinstance(found, np.ndarray)
-    table.masks[0, : found.size] = found[0]
+    mask, seconds = timed_mask(constraint)
+    if isinstance(mask, Exception):
+        return FilledTable([0], 0, {0: mask}), seconds
+    assert isinstance(mask, np.ndarray)
+    table.masks[0, : mask.size] = mask[0]
     return FilledTable([0], 1), seconds
 
 
 class _Helper:
-    """A thread that does what it is given, one after the other."""
+    """A thread that runs its jobs one after the other."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="mask batches", daemon=True)
         self._thread.start()
-        # The library must not ask for Python's lock when the interpreter is gone.
+        # The library must not ask for Python's lock after the interpreter has ended.
         atexit.register(self._stop)
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Has the thread call a function, which must not raise."""
+        """Calls a function in the thread; it must not raise."""
         self._jobs.put(job)
 
     def _run(self) -> None:
@@ -249,5 +251,5 @@ class _Helper:
 
 @cache
 def helper() -> _Helper:
-    """Returns the thread that makes masks together; it is one for all models of the process."""
+    """Returns the thread that makes masks together; all models of the process share it."""
     return _Helper()

@@ -1,11 +1,12 @@
-"""Makes the masks of a step, so that a constraint which takes long delays no other row.
+"""Makes the masks of a step, so that a slow constraint delays no other row.
 
-While the masks of a constraint are quick, it is given its tokens together with others, and their
-masks are made together on several cores: by the calling thread, if there are few, otherwise while
-that goes on. All others are made in threads of their own. A step waits for a bounded time.
+While the masks of a constraint are quick, it takes its tokens together with others, and their masks
+are made together on several cores. If they are few, the calling thread makes them; otherwise it
+goes on meanwhile. The mask of each other constraint is made in a separate thread. A step waits for
+a bounded time.
 
-Whenever masks are begun, no pass that draws with a table of masks may be in flight: the memory of
-tables that were handed out is used again.
+No pass that draws with a table of masks may be in flight when masks are begun, because the memory
+of earlier tables is used again.
 """
 
 from __future__ import annotations
@@ -30,39 +31,39 @@ from mlxpool.worker.constraints.mask_jobs import (
 )
 from mlxpool.worker.constraints.mask_table import MaskTable, new_table, words_of_mask
 
-QUICK = 0.001  # seconds of processor time; most masks take a hundredth of that
-QUICK_MASKS = 4  # one after the other, after which a constraint is taken to be quick
-MAX_WAIT = 0.005  # seconds that a step waits for masks; the library's bounds are of that size
-IDLE_WAIT = 0.02  # seconds that are waited for a mask when there is nothing else to do
-BEGIN_WAIT = 0.001  # seconds that are waited for another thread to begin
+QUICK = 0.001  # seconds of processor time; most masks take a hundredth of it
+QUICK_MASKS = 4  # quick masks in a row, after which a constraint counts as quick
+MAX_WAIT = 0.005  # seconds that a step waits for masks; the library's bounds are about as long
+IDLE_WAIT = 0.02  # seconds of a wait for a mask if there is nothing else to do
+BEGIN_WAIT = 0.001  # seconds of a wait for another thread to begin
 THREADS = 4
 FEW = 2  # quick constraints whose masks are made in the calling thread, or as many as cores
 LEAST_LINES = 8  # of a table
 
 
 class Masks:
-    """Used by one thread. Each constraint has at most one mask that is being made."""
+    """Makes masks for one thread. Each constraint has at most one mask that is being made."""
 
     def __init__(self, memory: Callable[[int], MaskTable | None] = lambda lines: None) -> None:
-        """`memory` returns memory for so many masks that a device addresses, if it has some."""
+        """`memory` returns a table for `lines` masks that the device addresses, or None."""
         self._memory = memory
         self._free: list[MaskTable] = []
-        self._unread: list[Batch] = []  # whose masks nobody has asked for yet
+        self._unread: list[Batch] = []  # batches with masks that were not read yet
         self._ahead: Batch | None = None  # tokens that constraints take before they are committed
         self._threads: ThreadPoolExecutor | None = None
         self._news = threading.Event()  # a mask was made since `wait` looked
 
     def is_quick(self, constraint: Constraint) -> bool:
-        """Whether it takes tokens together with others, and its forced tokens are found then."""
+        """Returns whether it takes tokens together with others, which also finds forced tokens."""
         return constraint.record.quick >= QUICK_MASKS and constraint.small
 
     def is_made(self, constraint: Constraint) -> bool:
-        """Whether no mask of the constraint is being made."""
+        """Returns whether the constraint's mask, if any, is made."""
         making = constraint.record.making
         return making is None or making.is_made()
 
     def begin(self, constraint: Constraint) -> None:
-        """Begins to make a mask in another thread; until it is made, nobody uses the constraint."""
+        """Begins a mask in another thread; nothing else may use the constraint until it is made."""
         if constraint.record.making is not None:
             return
         if self._threads is None:
@@ -76,8 +77,8 @@ class Masks:
     def take_ahead(self, tokens: Sequence[tuple[Constraint, int]], least: int) -> None:
         """Begins to give quick constraints their tokens ahead of `take`, in another thread.
 
-        The masks behind them are begun as well, except where the answer is complete or `least` or
-        more tokens are forced. Until `take` was called, nobody uses the constraints.
+        It also begins the masks after them, unless the answer is complete or `least` or more tokens
+        are forced. Until `take` is called, nothing else may use the constraints.
         """
         quick = self._taking(tokens)
         if quick:
@@ -87,30 +88,30 @@ class Masks:
                 least=least,
                 made=self._news.set,
             )
-            for one, _ in quick:
-                one.record.making = batch
+            for constraint, _ in quick:
+                constraint.record.making = batch
             helper().submit(batch.run)
 
     def take(self, tokens: Sequence[tuple[Constraint, int]], least: int) -> None:
-        """Gives quick constraints their tokens ahead of Constraint.take, if they have not got them.
+        """Gives quick constraints their tokens before Constraint.take, unless they have them.
 
-        Then begins their masks as `take_ahead` does, if they are too many for the calling thread.
+        Then begins their masks like `take_ahead`, if they are too many for the calling thread.
         """
         batch, self._ahead = self._ahead, None
         if batch is not None:
             fill = batch.run_take()
-            for one, _ in batch.tokens:
-                one.record.making = None
+            for constraint, _ in batch.tokens:
+                constraint.record.making = None
             self._begin(batch, fill=fill)
             return
         quick = self._taking(tokens)
         taken = mask_batch.take_together(quick, find=True) if quick else []
-        drawing = [one for one in taken if one.draws_next(least)]
+        drawing = [constraint for constraint in taken if constraint.draws_next(least)]
         if len(drawing) > few():
             self._begin_batch(drawing)
 
     def give_back(self) -> None:
-        """Takes tokens back that constraints got by `take_ahead`: these will not be committed."""
+        """Takes back the tokens of `take_ahead` from constraints: they will not be committed."""
         batch, self._ahead = self._ahead, None
         if batch is None:
             return
@@ -120,12 +121,12 @@ class Masks:
         while not batch.wait(monotonic() + MAX_WAIT):
             pass  # the library's bounds end it
         self._free.append(batch.table)
-        for one, _ in batch.tokens:
-            one.record.making = None
-            one.give_back()
+        for constraint, _ in batch.tokens:
+            constraint.record.making = None
+            constraint.give_back()
 
     def _taking(self, tokens: Sequence[tuple[Constraint, int]]) -> list[tuple[Constraint, int]]:
-        """Returns the tokens that constraints take together, and the constraints."""
+        """Returns the constraints that take their tokens together, with these tokens."""
         return [
             pair
             for pair in tokens
@@ -138,34 +139,38 @@ class Masks:
     # ---- masks -----------------------------------------------------------------------------------
 
     def begin_early(self, constraints: Sequence[Constraint]) -> None:
-        """Begins the masks of quick constraints, which are wanted after the next pass was begun.
+        """Begins the masks of quick constraints that are needed after the next pass has begun.
 
-        The other thread begins when this one waits for something.
+        The other thread begins when the calling thread waits for something.
         """
-        wanted = [one for one in constraints if one.record.making is None and self.is_quick(one)]
-        if wanted:
-            self._begin_batch(wanted, waits=False)
+        early = [
+            constraint
+            for constraint in constraints
+            if constraint.record.making is None and self.is_quick(constraint)
+        ]
+        if early:
+            self._begin_batch(early, waits=False)
 
     def make(self, constraints: Sequence[Constraint]) -> MadeMasks:
-        """Returns the masks of these constraints; those that are not made in time are left out.
+        """Returns the masks of these constraints, without masks that are not made in time.
 
-        They are good until masks are begun again.
+        They are valid until masks are begun again.
         """
         here: list[Constraint] = []
-        for one in constraints:
-            if one.record.making is None:
-                if self.is_quick(one):
-                    here.append(one)
+        for constraint in constraints:
+            if constraint.record.making is None:
+                if self.is_quick(constraint):
+                    here.append(constraint)
                 else:
-                    self.begin(one)
+                    self.begin(constraint)
         if here:
             self._begin_batch(here, here=len(here) <= few())
         end = monotonic() + MAX_WAIT
         makers = dict.fromkeys([one.record.making for one in constraints])
         made = {maker: maker.wait(end) for maker in makers}
-        found = self._collected(constraints, made)
+        masks = self._collected(constraints, made)
         late = [one for one in constraints if one.record.late]
-        return replace(found, late=late) if late else found
+        return replace(masks, late=late) if late else masks
 
     def wait(self) -> None:
         """Waits until one more mask is made, for a bounded time."""
@@ -175,15 +180,15 @@ class Masks:
     def _begin_batch(
         self, constraints: list[Constraint], *, here: bool = False, waits: bool = True
     ) -> None:
-        """Has masks made together, by this thread (`here`) or another.
+        """Makes masks together, in this thread (`here`) or another.
 
-        `waits`: the other one is given Python's lock until it has begun.
+        `waits`: the other thread gets Python's lock until it has begun.
         """
         table = self._table(constraints[0], len(constraints))
         batch = Batch(table, constraints=constraints, made=self._news.set)
         self._unread.append(batch)
-        for one in constraints:
-            one.record.making = batch
+        for constraint in constraints:
+            constraint.record.making = batch
         if here:
             batch.run()
         elif waits:
@@ -192,9 +197,9 @@ class Masks:
             helper().submit(batch.run)
 
     def _begin(self, batch: Batch, *, fill: bool) -> None:
-        """Notes which masks a batch makes whose tokens were taken; `fill`: they are not begun."""
-        for one in batch.constraints:
-            one.record.making = batch
+        """Notes the masks of a batch after its tokens were taken; `fill`: begins the masks."""
+        for constraint in batch.constraints:
+            constraint.record.making = batch
         if not batch.constraints:
             self._free.append(batch.table)
             return
@@ -203,7 +208,7 @@ class Masks:
             self._run_elsewhere(batch.run_fill)
 
     def _run_elsewhere(self, run: Callable[[Callable[[], None]], None]) -> None:
-        """Has the other thread make masks, and gives it Python's lock until it has begun."""
+        """Makes masks in the other thread, and gives it Python's lock until it has begun."""
         begun = allocate_lock()
         begun.acquire()
 
@@ -217,25 +222,25 @@ class Masks:
         helper().submit(make)
         begun.acquire(timeout=BEGIN_WAIT)  # the library may be busy with masks that take long
 
-    def _table(self, one: Constraint, lines: int) -> MaskTable:
-        """Returns memory for masks of the vocabulary that a constraint has."""
+    def _table(self, constraint: Constraint, lines: int) -> MaskTable:
+        """Returns memory for `lines` masks of a constraint's vocabulary."""
         self._drop_unwanted()
-        words = words_of_mask(one.tokens)
+        words = words_of_mask(constraint.tokens)
         for place, table in enumerate(self._free):
             if len(table.words) >= lines and table.words.shape[1] == words:
                 return self._free.pop(place)
-        found = self._memory(lines)
-        if found is not None and found.words.shape[1] == words:
-            return found
+        device_table = self._memory(lines)
+        if device_table is not None and device_table.words.shape[1] == words:
+            return device_table
         return new_table(max(LEAST_LINES, 1 << (lines - 1).bit_length()), words)
 
     def _drop_unwanted(self) -> None:
-        """Drops masks that nobody will ask for, because all answers that they are of have ended.
+        """Drops the batches whose answers have all ended: nothing will read their masks.
 
         Otherwise each such batch would keep its table, and the grammars of these answers.
         """
         for batch in [*self._unread]:
-            if batch.is_made() and all(one.ended for one in batch.constraints):
+            if batch.is_made() and all(constraint.ended for constraint in batch.constraints):
                 self._read(batch)
 
     def _collected(
@@ -292,30 +297,30 @@ class Masks:
     ) -> Iterator[tuple[Constraint, Found]]:
         """Yields the masks of constraints, as far as they are made."""
         places = {
-            one: at
+            constraint: at
             for maker in made
             if isinstance(maker, Batch)
-            for at, one in enumerate(maker.constraints)
+            for at, constraint in enumerate(maker.constraints)
         }
-        for one in constraints:
-            record = one.record
+        for constraint in constraints:
+            record = constraint.record
             maker = record.making
             if not made[maker]:
                 record.late = True
             elif isinstance(maker, Batch):
-                yield one, maker.found(places[one])
+                yield constraint, maker.found(places[constraint])
             else:
-                found, seconds = maker.result()
-                yield one, found
+                mask, seconds = maker.result()
+                yield constraint, mask
                 record.making = None
                 self._judge(record, quick=seconds <= QUICK)
 
     def _read(self, batch: Batch) -> None:
-        """Notes that the masks of a batch were read: no constraint waits for it."""
+        """Notes that the masks of a batch were read, so its constraints do not wait for it."""
         self._unread.remove(batch)
         quick = batch.seconds <= QUICK and batch.error is None
-        for one in batch.constraints:
-            record = one.record
+        for constraint in batch.constraints:
+            record = constraint.record
             record.making = None
             if record.late or not quick:
                 self._judge(record, quick=quick)
@@ -329,18 +334,18 @@ class Masks:
 def _kept(
     batches: Sequence[Batch], asked: Collection[Constraint]
 ) -> list[tuple[Constraint, SingleMask]]:
-    """Returns the masks that batches made for constraints which may still ask for them."""
+    """Returns copies of the masks of constraints that may still ask for them."""
     return [
-        (one, SingleMask.kept(batch.found(place)))
+        (constraint, SingleMask.kept(batch.found(place)))
         for batch in batches
-        for place, one in enumerate(batch.constraints)
-        if one not in asked and not one.ended
+        for place, constraint in enumerate(batch.constraints)
+        if constraint not in asked and not constraint.ended
     ]
 
 
 def few() -> int:
-    """Returns for how many quick constraints the calling thread waits until their masks are made.
+    """Returns the most quick constraints whose masks the calling thread makes.
 
-    No more than there are threads to make them, so that it waits for one mask of each.
+    It is at most the number of threads, so that the calling thread waits for one mask of each.
     """
     return max(FEW, mask_batch.threads())

@@ -1,7 +1,7 @@
-"""The bound of numbers in JSON: grammars allow any number of digits, and a model may write no end.
+"""The bound of JSON numbers: grammars allow any number of digits, and a model may never stop.
 
-Where a number has all the digits that it may have, no token that begins with another digit may
-follow, unless the grammar allows nothing else. What is allowed depends on the ids of an answer.
+After a number of full length, no token that begins with another digit may follow, unless the
+grammar allows nothing else. The allowed tokens depend only on the ids of an answer.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ Words: TypeAlias = npt.NDArray[np.uint32]
 MAX_DIGITS = 40  # in a row: 128 bits have 39
 MAX_EXPONENT = 2  # digits of an exponent, so that a number is finite as a double
 _OF_NUMBERS = b"0123456789+-.eE"
-_KEPT = 64  # bytes of a number that are looked at
+_KEPT = 64  # bytes at the end of a number that are examined
 _FULL = re.compile(rb"(?:[0-9]{%d,}|[0-9.][eE][+-]?[0-9]{%d,})$" % (MAX_DIGITS, MAX_EXPONENT))
-_EXPONENT = re.compile(rb"[0-9.][eE][+-]?[0-9]?$")  # which has room for one digit, or for two
-# Of JSON outside of strings only e and E follow a number: other letters show a string.
+_EXPONENT = re.compile(rb"[0-9.][eE][+-]?[0-9]?$")  # with room for one digit or two
+# Outside of strings, only the letters e and E follow a JSON number: other letters show a string.
 _LETTERS = frozenset(b"abcdfghijklmnopqrstuvwxyzABCDFGHIJKLMNOPQRSTUVWXYZ")
 _DIGITS = frozenset(b"0123456789")
 
 
 class NumberTokens(Struct, frozen=True, eq=False):
-    """The tokens of a vocabulary, as far as numbers concern them.
+    """The parts of a vocabulary's tokens that may belong to numbers.
 
-    `tails`: the bytes at the end of a token that may be of a number; `whole`: tokens that have no
-    others. `digits` and `letters` [words] have the bits of those that begin with one, `runs` of
-    those that begin with several digits.
+    `tails`: the bytes at the end of a token that may belong to a number. `whole`: tokens that have
+    no other bytes. `digits` and `letters` [words] have the bits of tokens that begin with a digit
+    or a letter, `runs` of tokens that begin with several digits.
     """
 
     tails: Mapping[int, bytes]
@@ -43,7 +43,7 @@ class NumberTokens(Struct, frozen=True, eq=False):
 
     @classmethod
     def of(cls, pieces: Sequence[bytes], words: int) -> NumberTokens:
-        """Reads the bytes of all tokens; `words`: of a mask, of 32 tokens each."""
+        """Reads the bytes of all tokens; `words`: the words of a mask, of 32 tokens each."""
         tails: dict[int, bytes] = {}
         whole: list[int] = []
         digits, runs, letters = (np.zeros(words, np.uint32) for _ in range(3))
@@ -66,7 +66,7 @@ class NumberTokens(Struct, frozen=True, eq=False):
 
 
 class NumberBound:
-    """What an answer ends with that may be a number."""
+    """The end of an answer, as far as it may be a number."""
 
     def __init__(self, tokens: NumberTokens) -> None:
         self._tokens = tokens
@@ -88,13 +88,13 @@ class NumberBound:
         self._tail = self._before
 
     def copy(self) -> NumberBound:
-        """Returns what notes further tokens by itself."""
-        made = NumberBound(self._tokens)
-        made._tail, made._before = self._tail, self._before
-        return made
+        """Returns an independent copy."""
+        copy = NumberBound(self._tokens)
+        copy._tail, copy._before = self._tail, self._before
+        return copy
 
     def limit(self, words: npt.NDArray[Any]) -> None:
-        """Takes digits out of a mask [words] behind a number that is full; not inside a string."""
+        """Takes digits out of a mask [words] after a number of full length, outside of strings."""
         if len(self._tail) < 2:
             return
         if _FULL.search(self._tail):
@@ -105,6 +105,6 @@ class NumberBound:
             return
         mask = words[: refused.size]
         if not (mask & self._tokens.letters).any():
-            kept = mask & ~refused
-            if kept.any():
-                mask[:] = kept
+            allowed = mask & ~refused
+            if allowed.any():
+                mask[:] = allowed

@@ -1,7 +1,7 @@
-"""Which tool and which member of a schema a grammar cannot follow, for the message of its refusal.
+"""Finds the tool and the schema member that a grammar cannot follow, for an error message.
 
-It compiles parts of a schema by themselves, so it is called where a format is checked, in a process
-that has bounds.
+It compiles parts of a schema separately, so it is called in the process with bounds that checks
+formats.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_TRIES = 64  # parts of a schema that are compiled
 Fails = Callable[[Mapping[str, Any] | bool], bool]  # whether a schema cannot be compiled
 
 _RULE = re.compile(r"^at (\d+)\(\d+\): ")  # the line of a grammar in llguidance's errors
-_SOURCE = re.compile(r"\n +\d+ \| ")  # behind it come lines of the grammar
+_SOURCE = re.compile(r"\n +\d+ \| ")  # lines of the grammar follow it
 _OF_SCHEMA = "failed to compile JSON schema: "
 _COMMENT = "//"
 _NOT_VERBOSE = "<non-verbose/>"  # llguidance appends it to its errors
@@ -31,25 +31,29 @@ def reason(error: str) -> str:
 
 
 def member_of(schema: Any, fails: Fails) -> str:
-    """The innermost part of a schema that fails by itself, as properties.a.items; "" for all."""
+    """Returns the innermost part of a schema that fails alone, as properties.a.items, or ""."""
     if not isinstance(schema, Mapping):
         return ""
-    known = {key: schema[key] for key in _DEFINITIONS if key in schema}
-    place, one, tries = "", schema, 0
+    definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
+    place, inner, tries = "", schema, 0
     while True:
-        for name, part in _parts(one):
+        for name, part in _parts(inner):
             tries += 1
             if tries > MAX_TRIES:
                 return place
-            whole = {**known, **part} if isinstance(part, Mapping) and one is not schema else part
+            whole = (
+                {**definitions, **part}
+                if isinstance(part, Mapping) and inner is not schema
+                else part
+            )
             if name.startswith(_DEFINITIONS):
                 whole = part
             if fails(whole):
-                place, one = f"{place}.{name}" if place else name, part
+                place, inner = f"{place}.{name}" if place else name, part
                 break
         else:
             return place
-        if not isinstance(one, Mapping):
+        if not isinstance(inner, Mapping):
             return place
 
 
@@ -67,19 +71,19 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def rule_of(grammar: str, error: str) -> tuple[str, Any, str] | None:
-    """The comment in front of the rule that an error is about, its schema, and the error itself.
+    """Returns the comment before the rule of an error, the rule's schema, and the error itself.
 
-    None: the error names no line. The schema is None where the rule has none. A comment in front of
-    several rules is that of all.
+    None: the error names no line. The schema is None for a rule without a schema. A comment before
+    several rules belongs to all of them.
     """
-    found = _RULE.match(error)
+    match = _RULE.match(error)
     lines = grammar.splitlines()
-    if found is None or not 1 <= int(found[1]) <= len(lines):
+    if match is None or not 1 <= int(match[1]) <= len(lines):
         return None
-    number = int(found[1]) - 1
+    number = int(match[1]) - 1
     before = (line for line in reversed(lines[:number]) if line.startswith(_COMMENT))
     comment = next(before, "").removeprefix(_COMMENT).strip()
-    why = _SOURCE.split(error[found.end() :], maxsplit=1)[0].strip()
+    why = _SOURCE.split(error[match.end() :], maxsplit=1)[0].strip()
     schema = None
     if why.startswith(_OF_SCHEMA):
         try:

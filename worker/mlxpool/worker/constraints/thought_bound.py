@@ -1,7 +1,7 @@
 """The constraint of an answer without a format whose thoughts have a bound.
 
-It allows any token but where it ends the thoughts. So a row needs it only near the bound: until
-then its steps are those of other rows, and behind the thoughts as well.
+It allows any token except at the bound, where it ends the thoughts. So a row needs it only near the
+bound: before that and after the thoughts, its steps are those of other rows.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mlxpool.worker.prompt.thoughts import Thoughts
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-NEAR = 32  # tokens: more than a step checks of a row, with those of the step that is in flight
+NEAR = 32  # tokens: more than a step and the step in flight together check of a row
 
 
 class ThoughtBound(Constraint):
-    """Used as a constraint is, and only while its thoughts last."""
+    """A constraint that is used only while the thoughts last."""
 
     def __init__(self, thoughts: Thoughts, vocab_size: int) -> None:
         matcher = cast("LLMatcher", _AnyToken(vocab_size))
@@ -50,17 +50,17 @@ class ThoughtBound(Constraint):
 
     @property
     def accepts(self) -> bool:
-        """No format is complete."""
+        """False: no format is complete."""
         return False
 
     @property
     def finished(self) -> bool:
-        """No format ends the answer."""
+        """False: no format ends the answer."""
         return False
 
 
 class _AnyToken:
-    """What a constraint asks of a matcher, behind the thoughts."""
+    """The methods of a matcher that a constraint uses after the thoughts; all tokens may follow."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size

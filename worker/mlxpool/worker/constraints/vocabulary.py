@@ -1,7 +1,7 @@
 """The vocabulary of a model for llguidance: the bytes of its tokens, and its own tokenizer.
 
-Where a grammar leaves no choice of bytes, llguidance allows only the ids that the tokenizer gives
-those bytes, as a model has learnt to write them.
+If a grammar leaves no choice of bytes, llguidance allows only the ids that the tokenizer gives
+those bytes, because a model has learnt to write these ids.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from mlxpool.worker.prompt.tokenizer import read_tokenizer
 
 Encode = Callable[[str], Sequence[int]]
 
-KEPT_TEXTS = 4096  # that a format forces and whose ids are kept: answers repeat their keys
-KEPT_LENGTH = 64  # characters of such a text, at most
+KEPT_TEXTS = 4096  # forced texts whose ids are kept: answers repeat their keys
+KEPT_LENGTH = 64  # the most characters of such a text
 
 # The library keeps the set of the tokens of each of these patterns. A state that allows the whole
-# pattern takes the set and need not try its tokens: so a string of JSON that has room for eight
-# more characters tries the tokens of more than eight alone. Each costs a few MB.
+# pattern takes the set and does not try its tokens. So a JSON string with room for eight more
+# characters tries only the tokens of more than eight. Each pattern costs a few MB.
 _CHARACTER = r'[^"\\\x00-\x1F\x7F]'
 _LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 30)
 SLICES = [
@@ -42,7 +42,7 @@ def load_vocabulary(
     tokenizer, _ = read_tokenizer(Path(source.tokenizer))
     add_tokens(tokenizer, source.added)
     added = tokenizer.get_added_tokens_decoder()
-    special = [token for token, one in added.items() if one.special and token < len(pieces)]
+    special = [token for token, entry in added.items() if entry.special and token < len(pieces)]
 
     def encode(text: str) -> Sequence[int]:
         ids: Sequence[int] = tokenizer.encode(text, add_special_tokens=False).ids
@@ -54,17 +54,17 @@ def load_vocabulary(
 def make_vocabulary(
     pieces: Sequence[bytes], eos: Collection[int], special: Collection[int], encode: Encode
 ) -> LLTokenizer:
-    """Makes llguidance's tokenizer of the bytes of tokens. `special` tokens are no text."""
+    """Makes llguidance's tokenizer from the bytes of tokens. `special` tokens are not text."""
     ends = sorted(token for token in eos if token < len(pieces))
     marked = sorted({*special, *ends})
     wrapper = _Wrapper(list(pieces), ends[0] if ends else None, marked, encode)
-    found = LLTokenizer(wrapper, eos_token=ends or None, slices=SLICES)  # type: ignore[arg-type]
-    wrapper.greedy = found.greedy_tokenize
-    return found
+    tokenizer = LLTokenizer(wrapper, eos_token=ends or None, slices=SLICES)  # type: ignore[arg-type]
+    wrapper.greedy = tokenizer.greedy_tokenize
+    return tokenizer
 
 
 def words_of(tokens: Iterable[int], vocab_size: int) -> Words:
-    """Returns [ceil(vocabulary / 32)] with the bits of these tokens, as far as there are rows."""
+    """Returns [ceil(vocabulary / 32)] with the bits of these tokens, if below `vocab_size`."""
     words = np.zeros(-(-vocab_size // 32), dtype=np.uint32)
     for token in tokens:
         if token < vocab_size:
@@ -73,7 +73,7 @@ def words_of(tokens: Iterable[int], vocab_size: int) -> Words:
 
 
 class _Wrapper:
-    """What LLTokenizer reads of a tokenizer; it calls it for the ids of a text."""
+    """The attributes of a tokenizer that LLTokenizer reads; a call returns the ids of a text."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -93,14 +93,14 @@ class _Wrapper:
         return self._kept(text) if len(text) <= KEPT_LENGTH else self._ids_of(text)
 
     def _ids_of(self, text: str) -> list[int]:
-        """The tokenizer's ids where they are exactly this text, else the longest tokens.
+        """Returns the tokenizer's ids if they are exactly this text, else the longest tokens.
 
-        Some tokenizers begin each text with a space. A text that names a special token is no such
-        token: only text is allowed.
+        Some tokenizers begin each text with a space. The name of a special token in a text does not
+        become that token: only text is allowed.
         """
         ids = list(self._encode(text))
-        if all(one < len(self.tokens) and one not in self._special for one in ids):
-            found = b"".join([self.tokens[one] for one in ids])
-            if found == text.encode("utf-8", "replace"):
+        if all(token < len(self.tokens) and token not in self._special for token in ids):
+            text_of_ids = b"".join([self.tokens[token] for token in ids])
+            if text_of_ids == text.encode("utf-8", "replace"):
                 return ids
         return list(self.greedy(text))
