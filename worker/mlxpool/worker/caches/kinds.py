@@ -49,7 +49,7 @@ class RecurrentRow(LayeredRow[A], Protocol[A]):
     """The further operations on a row that has layers of kind StateCache."""
 
     def state(self, layer: int) -> tuple[A, ...]:
-        """The state after `offset` tokens."""
+        """Returns the state after `offset` tokens."""
 
     def put_state(self, layer: int, state: tuple[A, ...]) -> None:
         """Fills an empty layer with a result of `state`."""
@@ -68,7 +68,7 @@ class WindowCache(Struct, frozen=True):
     size: int
 
     def first(self, end: int) -> int:
-        """The first token that the token at `end` sees."""
+        """Returns the first token that the token at `end` sees."""
         return max(0, end - self.size + 1)
 
 
@@ -82,7 +82,7 @@ CacheKind = FullCache | WindowCache | StateCache
 
 
 def lowest_rewind(kind: CacheKind, end: int) -> int:
-    """The shortest length to which a cache of `end` tokens can be cut.
+    """Returns the shortest length to which a cache of `end` tokens can be cut.
 
     A window that has dropped nothing yet can be cut to 0.
     """
@@ -92,5 +92,5 @@ def lowest_rewind(kind: CacheKind, end: int) -> int:
 
 
 def can_rewind(kind: CacheKind, offset: int, to: int) -> bool:
-    """Whether a row of `offset` tokens can drop those from `to` on."""
+    """Returns whether a row of `offset` tokens can drop those from `to` on."""
     return to >= offset or lowest_rewind(kind, offset) <= to

@@ -31,7 +31,7 @@ class KeyValueSpec(Struct, frozen=True):
     window: int = 0
 
     def stored(self, kv: str = AUTO) -> tuple[StoredArray, ...]:
-        """The arrays that the layer stores, where the setting `kv` has this value."""
+        """Returns the arrays that the layer stores, where the setting `kv` has this value."""
         return keys_and_values(self.heads, self.key_dim, self.value_dim, kv)
 
     def token_bytes(self, item: int, kv: str = AUTO) -> int:

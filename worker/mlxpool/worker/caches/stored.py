@@ -62,7 +62,7 @@ class StoredArray(Struct, frozen=True):
 def keys_and_values(
     heads: int, key_dim: int, value_dim: int, kv: str = AUTO
 ) -> tuple[StoredArray, ...]:
-    """The arrays of a layer of keys and values, where the setting `kv` has this value."""
+    """Returns the arrays of a layer of keys and values, where the setting `kv` has this value."""
     if kv != INT8:
         return StoredArray("keys", heads, key_dim), StoredArray("values", heads, value_dim)
     return (

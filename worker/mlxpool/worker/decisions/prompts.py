@@ -198,7 +198,7 @@ class Form(Struct, frozen=True):
 
 
 def worded(question: Question, *, chat: bool) -> str:
-    """The text that follows the shared text; `chat`: a chat template follows it.
+    """Returns the text that follows the shared text; `chat`: a chat template follows it.
 
     The question is its end, so that questions with the same labels begin alike.
     """
@@ -217,7 +217,7 @@ def worded(question: Question, *, chat: bool) -> str:
 
 
 def forms(question: Question, *, chat: bool) -> list[Form]:
-    """The ways in which models write the answers; the first is the one that is expected."""
+    """Returns the ways in which models write the answers; the first is the one that is expected."""
     if question.choices:
         plain = [tuple(ascii_uppercase[: len(question.choices)])]
     elif question.scale is not None:

@@ -87,7 +87,7 @@ def check(
     memory_limit: int = 0,
     tell: Tell | None = None,
 ) -> dict[str, Any]:
-    """The report on a model; never raises for the contents of its files.
+    """Returns the report on a model; never raises for the contents of its files.
 
     `memory_limit` is the pool's, in bytes; 0: the usual share of the machine's memory. `tell` gets
     what its weights say, before its tokenizer is read.
@@ -199,7 +199,7 @@ def _check_encoder(
     machine: bool,
     memory_limit: int,
 ) -> dict[str, Any]:
-    """The report on an encoder model; only its first problem is found."""
+    """Returns the report on an encoder model; only its first problem is found."""
     files = open_files(location)
     _check_plain(report, problems, config, A_MODEL_OF_TEXTS)
     found = problems.attempt(inspect_encoder, files, config.task, config.context)
@@ -317,7 +317,7 @@ def memory_problems(need: MemoryEstimate, limit: int, pool: int, floor: int) -> 
 
 
 def answer(line: str, tell: Tell | None = None) -> dict[str, Any]:
-    """The report on the model in a line of input; see `check`."""
+    """Returns the report on the model in a line of input; see `check`."""
     query: Mapping[str, Any] = json.loads(line)
     config = ModelConfig.from_table(query["model"])
     rest = {key: query[key] for key in ("machine", "memory_limit") if key in query}

@@ -107,7 +107,7 @@ def _check_files(location: Path | ModelFiles, problems: Problems) -> None:
 
 
 def _files(location: Path | ModelFiles, problems: Problems) -> ModelFiles | None:
-    """The files that exist, None where `location` is no model folder."""
+    """Returns the files that exist, None where `location` is no model folder."""
     if isinstance(location, ModelFiles):
         return location
     folder_problems = Problems()
@@ -121,7 +121,7 @@ def _files(location: Path | ModelFiles, problems: Problems) -> ModelFiles | None
 
 
 def _plan(config: Mapping[str, Any], problems: Problems) -> ModelPlan | None:
-    """The plan of a valid config; else None, and every unusable key is a problem."""
+    """Returns the plan of a valid config; else None, and every unusable key is a problem."""
     try:
         return models.plan(config)
     except ModelLoadFailed as error:

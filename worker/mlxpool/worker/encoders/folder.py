@@ -63,7 +63,7 @@ class EncoderFolder(Struct, frozen=True):
 
 
 def is_encoder(files: ModelFiles, task: str = "") -> bool:
-    """Whether the files are those of an encoder model; `task`: see ModelConfig.
+    """Returns whether the files are those of an encoder model; `task`: see ModelConfig.
 
     Raises ModelLoadFailed for a config.json that cannot be read.
     """
@@ -123,7 +123,7 @@ def inspect_encoder(files: ModelFiles, task: str = "", context: int = 0) -> Enco
 
 
 def _task(files: ModelFiles, config: Mapping[str, Any], wanted: str) -> Task:
-    """The task of a model, as its files or the setting have it."""
+    """Returns the task of a model, as its files or the setting have it."""
     labels = label_count(config)
     if labels:
         found: Task = "rerank" if labels == 1 else "classify"
@@ -150,7 +150,7 @@ def _task(files: ModelFiles, config: Mapping[str, Any], wanted: str) -> Task:
 
 
 def _answers(files: ModelFiles, tokenizer: Tokenizer) -> Answers:
-    """The answers that are compared: those that the files name, or "yes" and "no"."""
+    """Returns the answers that are compared: those that the files name, or "yes" and "no"."""
     if asks_a_question(files):
         return Answers(*answer_ids(files))
     return require_answers(tokenizer.token_to_id("yes"), tokenizer.token_to_id("no"))
@@ -163,7 +163,7 @@ def _settings(files: ModelFiles, task: Task) -> VectorSettings:
 
 
 def _labels(config: Mapping[str, Any], count: int) -> tuple[str, ...]:
-    """The names in id2label; LABEL_0 and so on where there are none."""
+    """Returns the names in id2label; LABEL_0 and so on where there are none."""
     listed = config.get("id2label") or {}
     return tuple(str(listed.get(str(index), f"LABEL_{index}")) for index in range(count))
 

@@ -77,7 +77,7 @@ class VectorSettings(Struct, frozen=True):
 
 
 def has_modules(files: ModelFiles) -> bool:
-    """Whether sentence-transformers' list of steps is there."""
+    """Returns whether sentence-transformers' list of steps is there."""
     return (files / MODULES).is_file()
 
 
@@ -101,7 +101,7 @@ def answer_ids(files: ModelFiles) -> tuple[int, int]:
 
 
 def pair_settings(files: ModelFiles) -> VectorSettings:
-    """The settings of a model that rates pairs: only its prompts."""
+    """Returns the settings of a model that rates pairs: only its prompts."""
     return VectorSettings(**_prompts(optional_json(files / PROMPTS)))
 
 
@@ -140,7 +140,7 @@ def vector_settings(files: ModelFiles) -> VectorSettings:
 
 
 def _listed(files: ModelFiles) -> list[tuple[str, str]]:
-    """The kind and folder of each step, whether it is supported or not."""
+    """Returns the kind and folder of each step, whether it is supported or not."""
     return [
         (str(entry.get("type", "")).rpartition(".")[2], str(entry.get("path", "")))
         for entry in read_json_list(files / MODULES)
@@ -148,7 +148,7 @@ def _listed(files: ModelFiles) -> list[tuple[str, str]]:
 
 
 def _modules(files: ModelFiles) -> list[tuple[str, str]]:
-    """The kind and folder of each step of an embedding model, the model itself first."""
+    """Returns the kind and folder of each step of an embedding model, the model itself first."""
     found = []
     for kind, path in _listed(files):
         if kind == "Transformer":

@@ -74,7 +74,7 @@ class EncoderText:
             raise ModelLoadFailed(f"{source.tokenizer} has changed since the model was loaded")
 
     def encode_inputs(self, job: EncodeInputs) -> list[EncoderInput]:
-        """The inputs of the texts or pairs of a job; raises as `encode_texts`."""
+        """Returns the inputs of the texts or pairs of a job; raises as `encode_texts`."""
         if job.pairs:
             pairs = [(first, second) for first, second in job.pairs]
             prompt = job.prompt
@@ -98,7 +98,7 @@ class EncoderText:
         truncate: bool = False,
         first: int = 0,
     ) -> list[EncoderInput]:
-        """The input of each text, behind `prompt` or else the prompt of that name.
+        """Returns the input of each text, behind `prompt` or else the prompt of that name.
 
         Raises ContextExceeded naming the text that is too long, counted from `first`, unless
         `truncate`; BadRequest for an unknown name and for text that is not Unicode.
@@ -117,7 +117,7 @@ class EncoderText:
         truncate: bool = False,
         first: int = 0,
     ) -> list[EncoderInput]:
-        """The input of each pair, of a query and a document; raises as `encode_texts`.
+        """Returns the input of each pair, of a query and a document; raises as `encode_texts`.
 
         `prompt`, or else the model's default prompt, is put in front of the first text; a model
         that is asked about pairs takes it as its instruction.
@@ -135,11 +135,11 @@ class EncoderText:
         ]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text with the special tokens around it, without a prompt."""
+        """Returns the ids of a text with the special tokens around it, without a prompt."""
         return list(self._encoding(self._words(text), None, 0).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids, as the tokenizer joins them."""
+        """Returns the text of these ids, as the tokenizer joins them."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def _prompt(self, name: str) -> str:
@@ -181,7 +181,7 @@ class EncoderText:
         return EncoderInput((*begin, *ids[: max(most, 0)], *end))
 
     def _plain(self, text: str) -> list[int]:
-        """The ids of a text without special tokens around it."""
+        """Returns the ids of a text without special tokens around it."""
         return list(self._encoding(text, None, 0, special=False).ids)
 
     def _encoding(self, text: str, pair: str | None, most: int, special: bool = True) -> Encoding:

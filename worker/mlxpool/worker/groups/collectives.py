@@ -1,4 +1,4 @@
-"""What the ranks of a group compute together: sums and concatenations over all of them."""
+"""Operations that the ranks of a group compute together: sums and concatenations over all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AUTO, NCCL = "auto", "nccl"  # values of device_sums
 def _environment(**variables: str) -> Iterator[None]:
     """Sets environment variables that MLX reads when it joins a group, and restores them.
 
-    A process that is started later would take them for those of its own group.
+    A process that is started later would take them for the variables of its own group.
     """
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -45,9 +45,9 @@ class RankLost(RuntimeError):
 
 
 class Collectives:
-    """The operations of a group; each rank calls the same ones in the same order.
+    """The operations of a group; each rank calls the same operations in the same order.
 
-    Those of one evaluation must be a chain, see peer_sums.py.
+    The operations of one evaluation must be a chain, see peer_sums.py.
     """
 
     def __init__(self, group: mx.distributed.Group) -> None:
@@ -60,8 +60,8 @@ class Collectives:
     def join(cls, meeting: Meeting, sums: str = NCCL) -> Self:
         """Waits without end for all ranks: NCCL between GPUs, else a ring of connections.
 
-        `sums`: what adds up between CUDA GPUs, a value of device_sums. Raises RuntimeError, which
-        names the addresses, where the back end cannot begin.
+        `sums`: the method of sums between CUDA GPUs, a value of device_sums. Raises RuntimeError
+        with the addresses if the back end cannot begin.
         """
         backend = "nccl" if device.on_gpu() else "ring"
         with _environment(
@@ -72,9 +72,9 @@ class Collectives:
             NCCL_PORT=str(meeting.port),
         ):
             try:
-                found = cls(mx.distributed.init(strict=True, backend=backend))
+                collectives = cls(mx.distributed.init(strict=True, backend=backend))
                 # Connections are made before the first is needed.
-                mx.eval(found.all_sum(mx.zeros((1,))))
+                mx.eval(collectives.all_sum(mx.zeros((1,))))
             except RuntimeError as error:
                 places = meeting.nccl_places if backend == "nccl" else meeting.ring_places
                 raise RuntimeError(
@@ -83,8 +83,8 @@ class Collectives:
                     " other ports"
                 ) from error
         if backend == "nccl":
-            found.connect_gpus(meeting.wait_limit, sums)
-        return found
+            collectives.connect_gpus(meeting.wait_limit, sums)
+        return collectives
 
     def connect_gpus(
         self,
@@ -94,14 +94,14 @@ class Collectives:
         open_memory: Callable[[], PeerMemory] = CudaPeerMemory,
         limits: Limits | None = None,
     ) -> None:
-        """Adds up by kernels over the memory of peers from now on, where that works on all ranks.
+        """Adds up by kernels over the memory of peers from now on, if that works on all ranks.
 
-        A GPU waits `wait_limit` seconds for a peer in a sum. With NCCL in `sums` it adds up alone.
-        `limits` None: those of so many ranks.
+        A GPU waits `wait_limit` seconds for a peer in a sum. If `sums` is NCCL, NCCL computes all
+        sums. `limits` None: the limits for this number of ranks.
         """
         self._peers = None
         if sums == NCCL:
-            log.info("sums between the GPUs of the group are NCCL's", extra={"device_sums": NCCL})
+            log.info("NCCL computes the sums between the GPUs", extra={"device_sums": NCCL})
             return
 
         def shape_of(lines: bool) -> BufferShape:
@@ -111,8 +111,8 @@ class Collectives:
             peers = peer_exchange.connect(self, open_memory, shape_of)
         except PeerMemoryError as error:
             log.warning(
-                "sums between the GPUs of the group are NCCL's, which takes several times as long"
-                " for small ones: they cannot use the memory of each other",
+                "NCCL computes the sums between the GPUs, because they cannot use the memory of"
+                " each other; small sums take several times as long",
                 extra={"why": str(error)},
             )
             return
@@ -129,11 +129,11 @@ class Collectives:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the GPU that the sums have beside MLX's."""
+        """Bytes of GPU memory that the sums have besides MLX's memory."""
         return 0 if self._peers is None else self._peers.shape.size
 
     def check(self) -> None:
-        """Raises RankLost when a sum has given up a peer: no result counts since then."""
+        """Raises RankLost if a sum has given up a peer: no result counts since then."""
         lost = None if self._peers is None else self._peers.lost
         if lost is not None:
             raise RankLost(
@@ -143,27 +143,27 @@ class Collectives:
             )
 
     def all_sum(self, x: mx.array) -> mx.array:
-        """The sum of the ranks' arrays, the same bits on every rank."""
-        found = None if self._peers is None else self._peers.sum(x)
-        return mx.distributed.all_sum(x, group=self._group) if found is None else found
+        """Returns the sum of the ranks' arrays, the same bits on every rank."""
+        total = None if self._peers is None else self._peers.sum(x)
+        return mx.distributed.all_sum(x, group=self._group) if total is None else total
 
     def adds(self, size: int, dtype: mx.Dtype) -> bool:
-        """Whether `sum_onto` takes arrays of `size` bytes."""
+        """Returns whether `sum_onto` takes arrays of `size` bytes."""
         return self._peers is not None and self._peers.takes(size, dtype)
 
     def sum_onto(self, residual: mx.array, x: mx.array) -> mx.array:
-        """`residual` plus the sum of the ranks' x, which is rounded once where `adds` says so."""
-        found = None if self._peers is None else self._peers.sum(x, residual)
-        return residual + self.all_sum(x) if found is None else found
+        """Returns `residual` plus the sum of the ranks' x, rounded once if `adds` returns True."""
+        total = None if self._peers is None else self._peers.sum(x, residual)
+        return residual + self.all_sum(x) if total is None else total
 
     def gathered(self, own: bytes) -> list[bytes]:
-        """The bytes of every rank, as many of each and a multiple of 4, at once."""
+        """Returns the bytes of every rank, at once; all have the same length, a multiple of 4."""
         mine = mx.array(np.frombuffer(own, dtype=np.int32))
         every = mx.distributed.all_gather(mine, group=self._group)
-        return [bytes(one) for one in np.array(every).reshape(self.ranks, -1)]
+        return [bytes(part) for part in np.array(every).reshape(self.ranks, -1)]
 
     def least(self, number: int) -> int:
-        """The least of the ranks' numbers, at once."""
+        """Returns the least of the ranks' numbers, at once."""
         own = mx.array([number], dtype=mx.int64)
         found: Any = mx.distributed.all_min(own, group=self._group).item()
         return int(found)

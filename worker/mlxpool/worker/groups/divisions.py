@@ -1,7 +1,7 @@
-"""How the weights of each architecture are divided between the ranks of a group. No MLX.
+"""The division of each architecture's weights between the ranks of a group. No MLX.
 
 Attention is divided by heads, feed-forwards and experts by width, embedding and output head by
-tokens of the vocabulary. What is not in a table is whole on every rank.
+tokens of the vocabulary. Weights that are not in a table are whole on every rank.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _LAYER = re.compile(r"^model\.layers\.\d+\.")
 
 
 class Share(Enum):
-    """Which part of a module's tensors a rank has."""
+    """The part of a module's tensors that a rank has."""
 
     WHOLE = "whole"
-    OUTPUTS = "outputs"  # rows of the weight [..., out, in], and as much of the bias
-    INPUTS = "inputs"  # columns of the weight; the ranks' products are added up behind it
-    PARTIAL = "partial"  # as INPUTS, but the layer around it adds up
-    ENTRIES = "entries"  # of the first axis
+    OUTPUTS = "outputs"  # rows of the weight [..., out, in], and the same rows of the bias
+    INPUTS = "inputs"  # columns of the weight; the module adds up the ranks' products
+    PARTIAL = "partial"  # as INPUTS, but the layer around the module adds up
+    ENTRIES = "entries"  # entries of the first axis
 
 
 _ATTENTION = {
@@ -60,7 +60,7 @@ _VOCABULARY = {EMBEDDING: Share.OUTPUTS, HEAD: Share.OUTPUTS}
 
 
 def _experts(name: str) -> dict[str, Share]:
-    """A rank has a part of each expert, so that all ranks have as much to compute."""
+    """Returns the shares of experts: a part of each expert, so that all ranks have equal work."""
     return {
         f"{name}.gate_proj": Share.OUTPUTS,
         f"{name}.up_proj": Share.OUTPUTS,
@@ -69,7 +69,7 @@ def _experts(name: str) -> dict[str, Share]:
 
 
 class Division(Struct, frozen=True):
-    """How an architecture is divided.
+    """The division of an architecture.
 
     `numbers` are the keys of config.json that are divided by the number of ranks: a rank's part is
     the model that the divided config describes. `shares` has modules, or single tensors, by their
@@ -115,7 +115,7 @@ DIVISIONS: Mapping[str, Division] = {
 
 
 def division_of(folder: ModelFolder) -> Division:
-    """The division of a model's architecture; raises ModelLoadFailed where it has none."""
+    """Returns the division of a model's architecture. Raises ModelLoadFailed without a division."""
     why = "" if folder.model_type in DIVISIONS else "is not"
     if folder.uses_mlx_lm:
         why = "is computed by mlx-lm's code, which is not"
@@ -130,17 +130,17 @@ def division_of(folder: ModelFolder) -> Division:
 
 
 def share_of(division: Division, name: str) -> Share:
-    """The share of a module or a tensor, by its whole name."""
+    """Returns the share of the module or tensor with this whole name."""
     inner = _LAYER.sub("", name)
-    found = division.shares.get(inner)
-    return found or division.shares.get(inner.rpartition(".")[0], Share.WHOLE)
+    share = division.shares.get(inner)
+    return share or division.shares.get(inner.rpartition(".")[0], Share.WHOLE)
 
 
 class Part(Struct, frozen=True):
-    """What rank `rank` of `ranks` has of a model.
+    """The part of a model that rank `rank` of `ranks` has.
 
     `folder` describes the model that the rank builds: its own heads and widths, with the whole
-    vocabulary and context. `cuts` has the weights of which it has a part.
+    vocabulary and context. `cuts` has the weights that the rank has only a part of.
     """
 
     rank: int
@@ -161,10 +161,10 @@ class Part(Struct, frozen=True):
 
 
 def part_of(folder: ModelFolder, rank: int, ranks: int) -> Part:
-    """The part of a rank.
+    """Returns the part of a rank.
 
-    Raises ModelLoadFailed naming what cannot be divided: the architecture, a key of config.json, a
-    tensor, or groups of quantised numbers.
+    Raises ModelLoadFailed with the part that cannot be divided: the architecture, a key of
+    config.json, a tensor, or groups of quantised numbers.
     """
     division = division_of(folder)
     plan = _plan_of_part(folder, division, ranks)
@@ -197,13 +197,13 @@ def _plan_of_part(folder: ModelFolder, division: Division, ranks: int) -> ModelP
         if key == "num_key_value_heads":
             count = integer(folder.config, key, integer(folder.config, "num_attention_heads"))
         elif folder.config.get(key) is None:
-            continue  # of layers that the model has not
+            continue  # the key belongs to layers that this model does not have
         else:
             count = integer(folder.config, key)
         if count % ranks:
             raise ModelLoadFailed(
-                f"devices is {ranks}, but config.json has {key} {count}, which is no multiple of"
-                f" it: set devices to a divisor of {count}"
+                f"devices is {ranks}, but config.json has {key} {count}, which is not a multiple of"
+                f" {ranks}: set devices to a divisor of {count}"
             )
         config[key] = count // ranks
     return models.plan(config)
@@ -229,18 +229,18 @@ def _shapes(plan: ModelPlan, division: Division, ranks: int) -> Iterator[tuple[s
 def _require_whole_groups(
     division: Division, module: str, layout: QuantLayout, shape: Shape, ranks: int
 ) -> None:
-    """Raises ModelLoadFailed where a rank's rows of `shape` had parts of quantised groups."""
+    """Raises ModelLoadFailed if a rank's rows of `shape` would have parts of quantised groups."""
     cut = share_of(division, module) in (Share.INPUTS, Share.PARTIAL)
     if cut and not layout.divides(shape[-1]):
         raise ModelLoadFailed(
             f"devices is {ranks}, which leaves {shape[-1]} numbers of each row of {module!r} to a"
-            f" device: no multiple of {layout.group_size}, the group size of its quantisation;"
+            f" device, not a multiple of {layout.group_size}, the group size of its quantisation;"
             " set fewer devices"
         )
 
 
 def _axis(share: Share, name: str) -> int | None:
-    """The axis along which a tensor is divided; None: it is not."""
+    """Returns the axis along which a tensor is divided; None: it is not divided."""
     kind = name.rpartition(".")[2]
     if kind in GLOBAL_SCALES and share is not Share.ENTRIES:
         return None

@@ -1,4 +1,4 @@
-"""The engine of rank 0, which the compute thread uses as any other."""
+"""The engine of rank 0; the compute thread uses it like any other engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.weights.load import LoadedModel
 
-# Fields of MemoryUse that each rank has as many bytes of.
+# Fields of MemoryUse with an equal number of bytes on each rank.
 _OF_EACH_RANK = ("weights", "kv", "kv_free", "prefix", "active", "cache", "peak", "limit")
 
 
@@ -39,17 +39,17 @@ def open_group_engine(
     orders: Orders,
     collectives: Collectives,
 ) -> ModelEngine:
-    """Makes the engine of a model whose parts several processes have.
+    """Makes the engine of a model that is divided among several processes.
 
-    Rows are in a pool of blocks, whose tables the passes carry to the other ranks. `loaded` is the
-    part of rank 0.
+    Rows are in a pool of blocks; the passes carry its block tables to the other ranks. `loaded` is
+    the part of rank 0.
     """
     settings = replace(settings, layout="pool")
     return ModelEngine(loaded, text, settings, devices=Group(orders, collectives))
 
 
 class Group(OneDevice):
-    """Several devices, of which each computes its part of a pass."""
+    """Several devices; each computes its part of a pass."""
 
     no_drafts = "a group of devices checks no drafts"
     builds_alone = False  # ranks build passes together
@@ -99,8 +99,8 @@ class Group(OneDevice):
     def work(self) -> bool:
         """See OneDevice.
 
-        When a pass has failed, or a rank did not get a message, the ranks are no longer in step,
-        and the group has to end: its streams go on in another one.
+        If a pass has failed, or a rank did not get a message, the ranks are no longer in step, and
+        the group has to end: its streams go on in another group.
         """
         if self._orders.broken:
             return False
@@ -110,12 +110,12 @@ class Group(OneDevice):
         return False
 
     def used(self, use: MemoryUse) -> MemoryUse:
-        """See OneDevice. The figures are those of all ranks, which have equal parts."""
+        """See OneDevice. The figures are totals of all ranks, which have equal parts."""
         return replace(use, **{name: self.ranks * getattr(use, name) for name in _OF_EACH_RANK})
 
 
 class GroupPasses:
-    """The passes of rank 0; the other ranks are told of each that has ended."""
+    """The passes of rank 0; the other ranks get a message when a pass has ended."""
 
     def __init__(self, pipeline: PassQueue, orders: Orders, collectives: Collectives) -> None:
         self._pipeline, self._orders, self._collectives = pipeline, orders, collectives
@@ -125,7 +125,7 @@ class GroupPasses:
     ) -> bool:
         """See Passes. A pass that fails before it is sent leaves the ranks in step.
 
-        Those in flight that are discarded here end on the other ranks as they ended on this one.
+        Passes in flight that are discarded here end on the other ranks as they ended on rank 0.
         """
         in_flight = len(self._pipeline.flights)
         try:
@@ -138,10 +138,10 @@ class GroupPasses:
 
     def collect(self) -> StepResult:
         """See Passes. Raises RankLost before any number of a sum without a rank is used."""
-        found = self._pipeline.collect()
+        result = self._pipeline.collect()
         self._collectives.check()
         self._end_pass()
-        return found
+        return result
 
     def _end_pass(self) -> None:
         self._orders.send(Ended())

@@ -1,4 +1,4 @@
-"""What rank 0 has of its group once the processes of the other ranks are started."""
+"""Rank 0's connections to its group, once the processes of the other ranks are started."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ LOOPBACK = "127.0.0.1"
 
 
 class Meeting(Struct, frozen=True):
-    """Where the ranks of a group find each other, on this machine.
+    """The addresses by which the ranks of a group find each other, on this machine.
 
-    `hosts` is the path of a file with an address for each rank, and `port` the one on which rank 0
-    gives the others the identity of their group; which of them is used depends on the back end.
-    `wait_limit`: seconds that a rank's GPU waits for another's part of a sum, see WorkerConfig.
+    `hosts` is the path of a file with an address for each rank, for a ring. `port` is the port on
+    which rank 0 gives the others the identity of their group, for NCCL. `wait_limit`: seconds that
+    a rank's GPU waits for another's part of a sum, see WorkerConfig.
     """
 
     rank: int
@@ -35,29 +35,29 @@ class Meeting(Struct, frozen=True):
     def of(
         cls, rank: int, ranks: int, hosts: int, port: int, wait_limit: float = WAIT_LIMIT
     ) -> Meeting:
-        """The meeting whose file of addresses this process has open as descriptor `hosts`."""
+        """Returns the meeting with the file of addresses that is open as descriptor `hosts`."""
         return cls(rank, ranks, f"/dev/fd/{hosts}", port, wait_limit)
 
     @property
     def ring_places(self) -> str:
-        """Where this rank listens in a ring of connections, and to which address it connects."""
+        """A text with the addresses in a ring that this rank listens on and connects to."""
         with open(self.hosts, encoding="ascii") as file:
             addresses = [address for (address,) in json.load(file)]
-        behind = (self.rank + 1) % self.ranks
-        return f"it listens on {addresses[self.rank]} and connects to {addresses[behind]}"
+        following = (self.rank + 1) % self.ranks
+        return f"it listens on {addresses[self.rank]} and connects to {addresses[following]}"
 
     @property
     def nccl_places(self) -> str:
-        """Where this rank gives the identity of the group to the others, or gets it."""
+        """A text with the address on which this rank gives, or gets, the identity of the group."""
         does = "listens on" if self.rank == 0 else "connects to"
         return f"it {does} {LOOPBACK}:{self.port}"
 
 
 class GroupLinks(Struct, frozen=True):
-    """Where the ranks meet, and the pipes to the others.
+    """The meeting of the ranks, and the pipes to the other ranks.
 
-    `ready` is the descriptor of a pipe into which each of them writes a byte before it joins.
-    `ports` are kept for the group until they are listened on, and closed when all have joined.
+    `ready` is the descriptor of a pipe; each other rank writes a byte into it before it joins.
+    `ports` are reserved for the group until it listens on them, and closed when all have joined.
     """
 
     meeting: Meeting
@@ -66,10 +66,10 @@ class GroupLinks(Struct, frozen=True):
     ports: ExitStack = field(default_factory=ExitStack)
 
     def wait_until_ready(self, on_progress: Callable[[], None]) -> None:
-        """Waits until all ranks are about to join; a rank that ends before ends this process.
+        """Waits until all ranks are about to join. Raises RuntimeError if a rank ends before.
 
-        MLX holds the interpreter's lock while a rank joins, so that the main thread of rank 0
-        could say nothing to the broker until the last rank has come.
+        MLX holds the interpreter's lock while a rank joins. Without this wait, the main thread of
+        rank 0 could send nothing to the broker until the last rank has come.
         """
         LOAD.enter("ranks")
         waiting = self.meeting.ranks - 1

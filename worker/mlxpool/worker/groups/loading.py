@@ -20,7 +20,7 @@ from mlxpool.worker.weights.load import LoadedModel, OnProgress, load
 
 
 class LoadedPart(Struct, frozen=True):
-    """A rank's model, and the bytes that its process may use so that all ranks have as much."""
+    """A rank's model, and the bytes that its process may use, equal on all ranks."""
 
     loaded: LoadedModel
     collectives: Collectives
@@ -30,7 +30,7 @@ class LoadedPart(Struct, frozen=True):
 def load_part(
     part: Part, config: ModelConfig, meeting: Meeting, on_progress: OnProgress
 ) -> LoadedPart:
-    """Waits for all ranks, then loads. Raises ModelLoadFailed, RuntimeError."""
+    """Waits for all ranks, then loads. Raises ModelLoadFailed or RuntimeError."""
     LOAD.enter("links")
     collectives = Collectives.join(meeting, config.device_sums)
     limit = rank_limit(config.memory_limit, part.ranks) - collectives.nbytes
@@ -48,7 +48,7 @@ def load_part(
 
 
 def rank_limit(configured: int, ranks: int) -> int:
-    """The bytes of one rank: its share of the worker's, or what its device allows.
+    """Returns the bytes of one rank: its share of the worker's bytes, or its device's limit.
 
     On a CPU all ranks share the machine's memory.
     """
@@ -58,9 +58,10 @@ def rank_limit(configured: int, ranks: int) -> int:
 
 
 def default_prefix_bytes(part: Part, context: int, sequences: int, kv: str = AUTO) -> int:
-    """The bytes of a rank's prefix cache where no setting says so; 0: as that of other models.
+    """Returns the default bytes of a rank's prefix cache; 0: the default of other models.
 
-    On a CPU all blocks of a pool are allocated at load: as many as all sequences have, twice.
+    On a CPU all blocks of a pool are allocated at load: twice the blocks of all sequences, half of
+    them for the prefix cache.
     """
     if device.on_gpu():
         return 0

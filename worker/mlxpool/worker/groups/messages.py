@@ -1,7 +1,7 @@
-"""What rank 0 tells the other ranks, and the bytes that it travels as. Pure.
+"""The messages of rank 0 to the other ranks, and their encoding. Pure.
 
-Every rank computes the same passes in the same order, which is the order of these messages. Nothing
-is answered: a rank that cannot go on ends, and the group with it.
+Every rank computes the same passes in the same order, which is the order of these messages. There
+are no answers: a rank that cannot go on ends, and the group with it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from msgspec.structs import astuple
 class Begin(Struct, frozen=True):
     """The model can be divided: load your part.
 
-    The first message. A rank's process starts, and imports what it needs, while rank 0 checks the
-    model; nothing that fails there may end the group before rank 0 has told the broker why.
+    The first message. A rank's process starts, and imports its modules, while rank 0 checks the
+    model. A failure of a rank must not end the group before rank 0 has reported the result of this
+    check to the broker.
     """
 
 
 class MakePool(Struct, frozen=True):
-    """Make a pool of `blocks` blocks for `rows` rows, in place of the one before.
+    """Make a pool of `blocks` blocks for `rows` rows, in place of the pool before.
 
-    `context` and `chunk` are tokens: of a row, and of a pass at most. `layout` is the name of the
-    layout that rank 0 has; a rank that gets another one must not go on. `kv`: what rows store.
+    `context`: the most tokens of a row. `chunk`: the most tokens of a pass. `layout`: the name of
+    rank 0's layout; a rank that chooses another layout must not go on. `kv`: the stored form of
+    rows.
     """
 
     blocks: int
@@ -47,12 +49,12 @@ class CopyBlock(Struct, frozen=True):
 class Pass(Struct, frozen=True):
     """Compute one pass.
 
-    `rows` are the numbers of the rows of its spans, `offsets` the tokens that they have, `counts`
-    the new ones, `lines` and `hidden` (numbers of spans) as in RowSpan. `tables` has changes of
-    block tables: the number of a row, its first entry that is new, and the entries from there on.
-    `left` are rows that are not used again. `ids` and `wanted` are those of Layout.step; a negative
-    id stands for one of the `drawn` tokens that rank 0 gives all ranks before the pass. `fresh`: it
-    may compile something. `builds`: it is built, to find out which kernels it needs, not computed.
+    `rows`: the numbers of the rows of its spans. `offsets`: the tokens that they have. `counts`:
+    their new tokens. `lines` and `hidden` (numbers of spans): as in RowSpan. `tables`: changes of
+    block tables, each the number of a row, its first new entry, and the entries from there on.
+    `left`: rows that are not used again. `ids` and `wanted`: as in Layout.step; a negative id
+    stands for one of the `drawn` tokens, which rank 0 gives all ranks before the pass. `fresh`: the
+    pass may compile something. `builds`: it is only built, to list its kernels, and not computed.
     """
 
     rows: Sequence[int]
@@ -70,9 +72,9 @@ class Pass(Struct, frozen=True):
 
 
 class Again(Struct, frozen=True):
-    """Compute the newest pass once more, each of whose rows has one token more.
+    """Compute the newest pass once more, with one more token in each row.
 
-    All its spans were single inputs. The fields are those of Pass.
+    All its spans were single inputs. The fields are as in Pass.
     """
 
     ids: Sequence[int]
@@ -82,7 +84,7 @@ class Again(Struct, frozen=True):
 
 
 class Ended(Struct, frozen=True):
-    """The oldest pass that was not ended yet has ended on rank 0."""
+    """The oldest pass in flight has ended on rank 0."""
 
 
 class Head(Struct, frozen=True):
@@ -93,7 +95,7 @@ class Head(Struct, frozen=True):
 
 
 class Settle(Struct, frozen=True):
-    """The warm-up has ended: free what it took, and keep `cache` bytes of freed buffers."""
+    """The warm-up has ended: free its memory, and keep `cache` bytes of freed buffers."""
 
     cache: int
 
@@ -113,13 +115,13 @@ _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 
 
 def encoded(message: Message) -> bytes:
-    """The bytes of a message: the number of its kind, then its fields."""
+    """Returns the bytes of a message: the number of its kind, then its fields."""
     packed: bytes = msgpack.packb([_NUMBERS[type(message)], *astuple(message)])
     return packed
 
 
 def decoded(data: bytes) -> Message:
-    """The message that `encoded` has packed."""
+    """Returns the message that `encoded` has packed."""
     number, *fields = msgpack.unpackb(data)
     message: Message = _KINDS[number](*fields)
     return message

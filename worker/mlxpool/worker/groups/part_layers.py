@@ -1,4 +1,4 @@
-"""Builds the layers of a rank: those of its part, and what joins the parts of all ranks."""
+"""Builds the layers of a rank: the layers of its part, and the sums over the parts of all ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PartLayerBuilder(WeightLayerBuilder):
         batch_invariant: bool = False,
         dequantise: bool = False,
     ) -> None:
-        """For the parameters behind the second see WeightLayerBuilder."""
+        """The parameters after `collectives` are those of WeightLayerBuilder."""
         super().__init__(
             weights, layouts, dtype, batch_invariant=batch_invariant, dequantise=dequantise
         )
@@ -84,7 +84,7 @@ class SummedLinear(Struct, frozen=True):
         return self.collectives.all_sum(self.layer(x))
 
     def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
-        """See layer_types.Linear. The residual is added once, behind the sum."""
+        """See layer_types.Linear. The residual is added once, after the sum."""
         if x.dtype != residual.dtype or not self.collectives.adds(residual.nbytes, x.dtype):
             return None
         return self.collectives.sum_onto(residual, self.layer(x))
@@ -103,7 +103,7 @@ class SummedLatentToken(SummedLinear, frozen=True):
 
 
 class JoinedLinear(Struct, frozen=True):
-    """x [T, in] -> [T, out], of which each rank computes out / ranks."""
+    """x [T, in] -> [T, out]; each rank computes out / ranks columns."""
 
     layer: Linear
     collectives: Collectives
@@ -112,11 +112,11 @@ class JoinedLinear(Struct, frozen=True):
         return self.collectives.joined(self.layer(x))
 
     def add_to(self, x: mx.array, residual: mx.array) -> None:
-        """See layer_types.Linear. It has no kernel."""
+        """See layer_types.Linear. Returns None: no kernel does it."""
 
 
 class PartEmbedding(Struct, frozen=True):
-    """A token table of which a rank has the `count` rows from `first` on."""
+    """A token table; this rank has its `count` rows from `first` on."""
 
     table: Embedding
     first: int

@@ -1,8 +1,8 @@
 """Connects the GPUs of a group: each rank maps the buffers of the others, and all try the sums.
 
-What the buffers are like depends on whether NVLink connects all GPUs.
+The shape of the buffers depends on whether NVLink connects all GPUs.
 
-Every rank takes part in every step, whatever failed on it before, and all of them come to the same
+Every rank takes part in every step, whatever failed on it before, and all ranks come to the same
 answer: kernels on some ranks would wait for ever for NCCL on others.
 """
 
@@ -27,21 +27,21 @@ from mlxpool.worker.transfers.shared_array import Numbers
 
 TRIAL_BOUND = 20.0  # seconds that the first sums wait for a peer, which may be compiling them
 TRIAL_WIDTH = 64  # numbers of a line of the arrays that are added up for a trial
-TRIAL_BYTES = 2**16  # of a large one, where one kernel adds up small ones, too
+TRIAL_BYTES = 2**16  # bytes of a large trial array, if one kernel adds up small arrays, too
 NO_HANDLE, NO_IDENTITY = bytes(HANDLE_BYTES), bytes(IDENTITY_BYTES)
 
 
 class Agreement(Protocol):
-    """What ranks use to agree before their GPUs are connected."""
+    """The operations by which ranks agree before their GPUs are connected."""
 
     rank: int
     ranks: int
 
     def gathered(self, own: bytes) -> list[bytes]:
-        """The bytes of every rank, as many of each."""
+        """Returns the bytes of every rank; all have the same length."""
 
     def least(self, number: int) -> int:
-        """The least of the ranks' numbers."""
+        """Returns the least of the ranks' numbers."""
 
 
 def connect(
@@ -50,10 +50,11 @@ def connect(
     shape_of: Callable[[bool], BufferShape],
     tries: Callable[[PeerSums], bool] | None = None,
 ) -> PeerSums:
-    """The sums of this rank, when all ranks have mapped the buffers of all others and tried them.
+    """Returns the sums of this rank, after all ranks have mapped all buffers and tried the sums.
 
-    `shape_of`: the buffers, given whether NVLink connects all GPUs. `tries` replaces the trial.
-    Raises PeerMemoryError, on all ranks alike, with what failed here or that it failed elsewhere.
+    `shape_of`: returns the shape of buffers; its argument: NVLink connects all GPUs. `tries`
+    replaces the trial. Raises PeerMemoryError on all ranks alike, with the error of this rank, or
+    that another rank failed.
     """
     memory, identity, own, handle, why = None, NO_IDENTITY, 0, NO_HANDLE, ""
     try:
@@ -71,30 +72,30 @@ def connect(
     addresses: list[int] = []
     try:
         handles = agreement.gathered(handle)
-        without = [rank for rank, one in enumerate(handles) if one == NO_HANDLE]
+        without = [rank for rank, handle in enumerate(handles) if handle == NO_HANDLE]
         if memory is None or without:
             raise PeerMemoryError(why or f"rank {without[0]} cannot share the memory of its GPU")
         try:
-            for rank, one in enumerate(handles):
-                addresses.append(own if rank == agreement.rank else memory.open(one))
+            for rank, handle in enumerate(handles):
+                addresses.append(own if rank == agreement.rank else memory.open(handle))
         except PeerMemoryError as error:
             why = str(error)
         _require_all(agreement, not why, why, "map the memory of the other GPUs")
         sums, why = _tried(shape, agreement.rank, addresses, tries or _trial)
         _require_all(agreement, sums is not None, why, "add up over the memory of the other GPUs")
     except PeerMemoryError:
-        _give_up(agreement, memory, own, [one for one in addresses if one != own])
+        _give_up(agreement, memory, own, [address for address in addresses if address != own])
         raise
     assert sums is not None, "required of all ranks"
     return sums
 
 
 def _over_nvlink(agreement: Agreement, memory: PeerMemory | None, own: bytes) -> bool:
-    """Whether it connects each GPU with all others; every rank takes part."""
-    every = agreement.gathered(own)
-    others = [one for rank, one in enumerate(every) if rank != agreement.rank]
+    """Returns whether NVLink connects each GPU with all others; every rank takes part."""
+    identities = agreement.gathered(own)
+    others = [identity for rank, identity in enumerate(identities) if rank != agreement.rank]
     linked = False
-    if memory is not None and NO_IDENTITY not in every:
+    if memory is not None and NO_IDENTITY not in identities:
         with suppress(PeerMemoryError):
             linked = all(map(memory.over_nvlink, others))
     return bool(agreement.least(int(linked)))
@@ -109,7 +110,7 @@ def _require_all(agreement: Agreement, succeeded: bool, why: str, what: str) -> 
 def _tried(
     shape: BufferShape, rank: int, addresses: Sequence[int], trial: Callable[[PeerSums], bool]
 ) -> tuple[PeerSums | None, str]:
-    """The sums over these buffers; None, with what is wrong, where they do not work here."""
+    """Returns the sums over these buffers, or None with the error if they do not work here."""
     try:
         sums = PeerSums(shape, rank, addresses)
         sums.set_bound(TRIAL_BOUND)
@@ -124,26 +125,26 @@ def _tried(
 
 
 def _trial(sums: PeerSums) -> bool:
-    """Sums of each kernel, with numbers that every rank knows of the others."""
+    """Tries the sums of each kernel, with numbers that every rank knows of the others."""
     limits, right = sums.shape.limits, True
     for size in (8 * TRIAL_WIDTH, 2 * limits.small or TRIAL_BYTES):
         if not 0 < size <= max(limits.small, limits.large):
             continue
-        every = [_numbers(rank, size // (2 * TRIAL_WIDTH)) for rank in range(sums.shape.ranks)]
-        own = mx.array(every[sums.rank]).astype(mx.bfloat16)
+        numbers = [_numbers(rank, size // (2 * TRIAL_WIDTH)) for rank in range(sums.shape.ranks)]
+        own = mx.array(numbers[sums.rank]).astype(mx.bfloat16)
         for _ in range(2):  # both halves of the buffers, with the sum and the columns
-            for found, expected in (
-                (sums.sum(own), np.sum(every, axis=0)),
-                (sums.joined(own), np.concatenate(every, axis=1)),
-                (sums.sum(own, own), np.sum(every, axis=0) + every[sums.rank]),
+            for result, expected in (
+                (sums.sum(own), np.sum(numbers, axis=0)),
+                (sums.joined(own), np.concatenate(numbers, axis=1)),
+                (sums.sum(own, own), np.sum(numbers, axis=0) + numbers[sums.rank]),
             ):
-                assert found is not None, f"arrays of {size} bytes are within the limits"
-                right &= bool((np.array(found.astype(mx.float32)) == expected).all())
+                assert result is not None, f"arrays of {size} bytes are within the limits"
+                right &= bool((np.array(result.astype(mx.float32)) == expected).all())
     return right
 
 
 def _numbers(rank: int, lines: int) -> Numbers:
-    """Small whole numbers [lines, TRIAL_WIDTH], whose sums are exact."""
+    """Returns small whole numbers [lines, TRIAL_WIDTH], whose sums are exact."""
     count = np.arange(lines * TRIAL_WIDTH, dtype=np.int64)
     return ((count * (rank + 3) + rank) % 16).astype(np.float32).reshape(lines, TRIAL_WIDTH)
 
@@ -151,10 +152,10 @@ def _numbers(rank: int, lines: int) -> Numbers:
 def _give_up(
     agreement: Agreement, memory: PeerMemory | None, own: int, opened: Sequence[int]
 ) -> None:
-    """Unmaps what was mapped and, when all ranks have, frees what was allocated.
+    """Unmaps the mapped memory and, when all ranks have done so, frees the allocated memory.
 
-    What the driver does with memory that is freed while another process maps it is undefined. So
-    every rank takes part, also one that has no memory.
+    To free memory that another process maps is undefined. So every rank takes part, also a rank
+    without memory.
     """
     for address in opened:
         if memory is not None:

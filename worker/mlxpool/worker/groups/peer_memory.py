@@ -1,7 +1,7 @@
 """Memory of a CUDA GPU that the GPUs of other processes on the machine write, by the driver's API.
 
-The driver's libraries come with the driver, so they are there wherever MLX computes on a CUDA GPU:
-libcuda, and NVML, which alone knows how GPUs are connected that this process does not see.
+The driver's libraries come with the driver, so they are there if MLX computes on a CUDA GPU:
+libcuda, and NVML. Only NVML knows the links of GPUs that this process does not see.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ class PeerMemoryError(RuntimeError):
 
 
 class PeerMemory(Protocol):
-    """Allocates memory of this process's GPU, and maps that of other processes."""
+    """Allocates memory of this process's GPU, and maps memory of other processes."""
 
     def identity(self) -> bytes:
-        """The IDENTITY_BYTES by which other processes know the GPU. Raises PeerMemoryError."""
+        """Returns the GPU's IDENTITY_BYTES for other processes. Raises PeerMemoryError."""
 
     def over_nvlink(self, identity: bytes) -> bool:
-        """Whether NVLink connects the GPU with that of this identity, as far as one can know."""
+        """Returns whether NVLink is known to connect the GPU with the GPU of this identity."""
 
     def allocate(self, size: int) -> int:
-        """The address of `size` new bytes, all of them 0. Raises PeerMemoryError."""
+        """Returns the address of `size` new bytes, all of them 0. Raises PeerMemoryError."""
 
     def export(self, address: int) -> bytes:
-        """The HANDLE_BYTES by which another process maps the memory. Raises PeerMemoryError."""
+        """Returns HANDLE_BYTES for another process to map the memory. Raises PeerMemoryError."""
 
     def open(self, handle: bytes) -> int:
-        """The address, in this process, of memory that another one exported.
+        """Returns the address, in this process, of memory that another process exported.
 
-        Raises PeerMemoryError where this GPU cannot reach it: the memory of another machine, of
+        Raises PeerMemoryError if this GPU cannot reach it: the memory of another machine, of
         another container, or of a GPU without a link for peers.
         """
 
@@ -62,7 +62,7 @@ class CudaPeerMemory:
     def __init__(
         self, library: ctypes.CDLL | None = None, management: ctypes.CDLL | None = None
     ) -> None:
-        """Raises PeerMemoryError where there is no driver or no GPU.
+        """Raises PeerMemoryError without a driver or a GPU.
 
         `library`, `management`: replace libcuda and NVML.
         """
@@ -84,7 +84,7 @@ class CudaPeerMemory:
         return bytes(found)
 
     def over_nvlink(self, identity: bytes) -> bool:
-        """See PeerMemory. A GPU that is a part of another one (MIG) has no NVLink."""
+        """See PeerMemory. False for a part of a GPU (MIG), which has no NVLink."""
         own = self.identity()
         if own == identity:
             return False
@@ -144,7 +144,7 @@ class CudaPeerMemory:
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """MLX's context is this thread's meanwhile."""
+        """Makes MLX's context this thread's context meanwhile."""
         self._call("cuCtxPushCurrent_v2", self._context)
         try:
             yield
@@ -166,10 +166,10 @@ class CudaPeerMemory:
 
 
 def _nvlink_between(nvml: ctypes.CDLL, *identities: bytes) -> bool:
-    """Whether NVML, which is initialised, says so of two GPUs."""
+    """Returns whether NVLink connects two GPUs, according to the initialised NVML."""
     devices = []
-    for one in identities:
-        device, name = ctypes.c_void_p(), f"GPU-{uuid.UUID(bytes=one)}".encode()
+    for identity in identities:
+        device, name = ctypes.c_void_p(), f"GPU-{uuid.UUID(bytes=identity)}".encode()
         if nvml.nvmlDeviceGetHandleByUUID(name, ctypes.byref(device)) != _SUCCESS:
             return False
         devices.append(device)

@@ -1,12 +1,12 @@
 """Sums over the ranks of a group by one kernel each, which writes into the memory of peers.
 
 Each rank has one buffer, allocated once, that its peers map and write. The kernel is
-cuda/peer_sum_lines.cu where NVLink connects all GPUs of the group; elsewhere it is cuda/peer_sum.cu
-for few bytes, and cuda/peer_sum_large.cu for more. cuda/peer_memory.cuh says how they stay in step.
-A sum has the number of those before it, its epoch, which the GPU counts: so every rank has to
-compute the same sums in the same order. MLX runs kernels of one evaluation beside each other unless
-one reads what the other writes, and evaluations one after the other. So the sums of one evaluation
-must be a chain, each of numbers that depend on the one before, as those of a model are.
+cuda/peer_sum_lines.cu if NVLink connects all GPUs of the group; otherwise it is cuda/peer_sum.cu
+for few bytes, and cuda/peer_sum_large.cu for more. cuda/peer_memory.cuh explains how they stay in
+step. The epoch of a sum is the number of sums before it. The GPU counts it, so every rank has to
+compute the same sums in the same order. MLX runs evaluations one after the other, but kernels of
+one evaluation beside each other unless one reads the output of the other. So the sums of one
+evaluation must be a chain: the numbers of each depend on the sum before, as in a model.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from mlxpool.worker.kernels.kernel_builder import (
 )
 from mlxpool.worker.transfers.shared_array import LEAST_NUMBERS, SharedArray
 
-PIECE_BYTES = 16  # that a thread has of x
+PIECE_BYTES = 16  # bytes of x that a thread has
 SMALL_THREADS, LARGE_THREADS, LINE_THREADS = 128, 512, 256  # of a thread block of each kernel
-WORD_BYTES = 32  # that a piece takes with its tags
-LINE_BYTES = 128  # of which 8 are the tag
-GROUPS = 4  # of eight lanes, in a warp, each of which has a line at a time
+WORD_BYTES = 32  # bytes of a piece with its tags
+LINE_BYTES = 128  # bytes of a line, including 8 of the tag
+GROUPS = 4  # groups of eight lanes in a warp; each group has a line at a time
 FLAG_BYTES = 8
-HALVES = 2  # of a buffer: a sum uses that of its epoch
-STATE_BYTES = 256  # of a buffer, before what peers write; see peer_memory.cuh
+HALVES = 2  # of a buffer: a sum uses the half of its epoch
+STATE_BYTES = 256  # of a buffer, before the halves that peers write; see peer_memory.cuh
 PLACES = 512  # numbers of the array with the rank, the bound and the addresses of buffers
 ALIGNMENT = 2 * 2**20  # of a buffer's size: the driver exports whole pages
 LONGEST_BOUND = 10**9  # seconds
@@ -43,9 +43,9 @@ DTYPES = (*FLOAT_DTYPES, mx.int32)
 
 
 class Limits(Struct, frozen=True):
-    """The most bytes of an array that each kernel adds up; larger ones are NCCL's.
+    """The most bytes of an array that each kernel adds up; NCCL adds up larger arrays.
 
-    `small` is that of words, `large` that of lines or chunks.
+    `small`: the limit of the kernel of words. `large`: the limit of the kernel of lines or chunks.
     """
 
     small: int
@@ -53,10 +53,10 @@ class Limits(Struct, frozen=True):
 
 
 class Launch(Struct, frozen=True):
-    """How the kernel for many bytes adds up arrays of at most `size` bytes.
+    """The launch of the kernel for many bytes for arrays of at most `size` bytes.
 
-    It has `blocks` thread blocks at most. Each of its threads has `unroll` pieces of a chunk, or
-    each eight lanes so many lines, an even number.
+    It has at most `blocks` thread blocks. `unroll`: the pieces of a chunk that each thread has, or
+    the lines that each eight lanes have, an even number.
     """
 
     size: int
@@ -68,15 +68,15 @@ class Launch(Struct, frozen=True):
 # 11, 13 and 9, 256 KiB 36, 13, 17 and 14, 1 MiB 41, 16, 18 and 15, 8 MiB 75, 66, 59 and 40, 16 MiB
 # 107, 107, 89 and 67.
 LIMITS: Mapping[int, Limits] = {2: Limits(2**18, 2**25)}
-# With more ranks each writes an array to each peer, where NCCL's rings write it about twice.
-# Only two were measured, so the others have what is far below the time of NCCL.
+# With more ranks, each rank writes an array to each peer, but NCCL's rings write it about twice.
+# Only two ranks were measured, so these limits are for sums far below the time of NCCL.
 OTHER_LIMITS = Limits(2**13, 2**20)
 LAUNCHES = (Launch(2**21, 2, 64), Launch(2**25, 8, 64))
 LINE_LAUNCHES = (Launch(2**25, 2, 256),)
 
 
 def limits_of(ranks: int) -> Limits:
-    """The limits for so many ranks."""
+    """Returns the limits for this number of ranks."""
     return LIMITS.get(ranks, OTHER_LIMITS)
 
 
@@ -94,31 +94,31 @@ class BufferShape(Struct, frozen=True):
 
     @classmethod
     def of(cls, ranks: int, limits: Limits | None = None, *, lines: bool) -> BufferShape:
-        """The shape for so many ranks; `limits` None: those that were measured for them."""
+        """Returns the shape for this number of ranks; `limits` None: `limits_of` it."""
         limits = limits or limits_of(ranks)
-        if lines:  # for few bytes, too
+        if lines:  # the kernel of lines is also for few bytes
             return cls(ranks, Limits(0, max(limits.small, limits.large)), LINE_LAUNCHES, lines)
         return cls(ranks, limits, LAUNCHES, lines)
 
     @property
     def small_pieces(self) -> int:
-        """The pieces of a small array at most."""
+        """The most pieces of a small array."""
         return self.limits.small // PIECE_BYTES
 
     @property
     def large_pieces(self) -> int:
-        """The pieces of a large array at most."""
+        """The most pieces of a large array."""
         return self.limits.large // PIECE_BYTES
 
     @property
     def chunks(self) -> int:
-        """The chunks of a large array at most, of whatever launch."""
+        """The most chunks of a large array in any launch."""
         fewest = min(launch.unroll for launch in self.launches)
         return -(-self.large_pieces // (LARGE_THREADS * fewest))
 
     @property
     def large_offset(self) -> int:
-        """Where the areas of large arrays begin, behind the state."""
+        """The offset of the areas of large arrays, after the state."""
         return HALVES * (self.ranks - 1) * self.small_pieces * WORD_BYTES
 
     @property
@@ -127,8 +127,11 @@ class BufferShape(Struct, frozen=True):
         if not self.lines:
             return self.large_pieces * PIECE_BYTES + self.chunks * FLAG_BYTES
         return max(
-            -(-self.large_pieces // pieces_of_warp(one.unroll)) * GROUPS * one.unroll * LINE_BYTES
-            for one in self.launches
+            -(-self.large_pieces // pieces_of_warp(launch.unroll))
+            * GROUPS
+            * launch.unroll
+            * LINE_BYTES
+            for launch in self.launches
         )
 
     @property
@@ -138,13 +141,13 @@ class BufferShape(Struct, frozen=True):
         return -(-whole // ALIGNMENT) * ALIGNMENT
 
     def launch_of(self, size: int) -> Launch:
-        """How arrays of `size` bytes are added up."""
+        """Returns the launch for arrays of `size` bytes."""
         fitting = (launch for launch in self.launches if size <= launch.size)
         return next(fitting, self.launches[-1])
 
 
 def pieces_of_warp(lines: int) -> int:
-    """The pieces of an array in so many lines of each eight lanes of a warp."""
+    """Returns the pieces of an array in a warp with `lines` lines for each eight lanes."""
     return GROUPS * (7 * lines + lines // 2)
 
 
@@ -152,21 +155,21 @@ class PeerSums:
     """The sums of one rank. Used by one thread, which computes."""
 
     def __init__(self, shape: BufferShape, rank: int, addresses: Sequence[int]) -> None:
-        """`addresses`: where this process has the buffer of each rank, by rank."""
+        """`addresses`: the address of each rank's buffer in this process, by rank."""
         self.shape, self.rank, self._addresses = shape, rank, tuple(addresses)
         self._watch = SharedArray(LEAST_NUMBERS)  # smaller ones share pages with MLX's
         self.set_bound(LONGEST_BOUND)
 
     def set_bound(self, seconds: float) -> None:
-        """Says how long a sum that is built from now on waits for a peer before it is lost."""
-        # Every thread block reads them, and the bound in each wait: they have to be in memory of
-        # the device's own, as only the new output of an operation is, see
+        """Sets the seconds that a sum built from now on waits for a peer before it is lost."""
+        # Every thread block reads the places, and the bound in each wait. They have to be in the
+        # device's own memory; only the new output of an operation is, see
         # docs/notes/mlx-cuda-buffers.md.
         bound = int(1e9 * min(seconds, LONGEST_BOUND))
-        given = mx.array([self.rank, bound, *self._addresses], dtype=mx.int64)
-        spare = mx.zeros((PLACES - given.size,), dtype=mx.int64)
-        mx.eval(given, spare)
-        self._places = mx.concatenate([given, spare])
+        places = mx.array([self.rank, bound, *self._addresses], dtype=mx.int64)
+        spare = mx.zeros((PLACES - places.size,), dtype=mx.int64)
+        mx.eval(places, spare)
+        self._places = mx.concatenate([places, spare])
         evaluate_in_own_memory([self._places])
 
     @property
@@ -176,11 +179,11 @@ class PeerSums:
         return who - 1 if who else None
 
     def takes(self, size: int, dtype: mx.Dtype) -> bool:
-        """Whether `sum` adds up arrays of `size` bytes of this dtype."""
+        """Returns whether `sum` adds up arrays of `size` bytes of this dtype."""
         return dtype in DTYPES and 0 < size <= max(self.shape.limits.small, self.shape.limits.large)
 
     def sum(self, x: mx.array, residual: mx.array | None = None) -> mx.array | None:
-        """The sum of all ranks' x, and of `residual` of the same shape, rounded once.
+        """Returns the sum of all ranks' x, and of `residual` of the same shape, rounded once.
 
         None: these kernels do not add up such arrays.
         """
@@ -190,8 +193,8 @@ class PeerSums:
             return None
         wide = x if x.ndim == 2 else x.reshape(-1, x.shape[-1] if x.ndim > 2 else 1)
         beside = None if residual is None else residual.reshape(wide.shape)
-        found = self._launch(wide, beside, joins=False)
-        return found if x.ndim == 2 else found.reshape(x.shape)
+        total = self._launch(wide, beside, joins=False)
+        return total if x.ndim == 2 else total.reshape(x.shape)
 
     def joined(self, x: mx.array) -> mx.array | None:
         """x [T, n] of each rank -> [T, ranks * n], in the order of ranks; None as in `sum`."""
@@ -203,27 +206,27 @@ class PeerSums:
         shape, pieces, width = self.shape, -(-x.nbytes // PIECE_BYTES), x.shape[1]
         adds = residual is not None
         if x.nbytes <= shape.limits.small:
-            made = _small_kernel(shape, width, x.dtype, adds=adds, joins=joins)
+            kernel = _small_kernel(shape, width, x.dtype, adds=adds, joins=joins)
             threads, blocks = SMALL_THREADS, -(-pieces // SMALL_THREADS)
         elif shape.lines:
             launch = shape.launch_of(x.nbytes)
-            made = _line_kernel(shape, launch.unroll, width, x.dtype, adds=adds, joins=joins)
+            kernel = _line_kernel(shape, launch.unroll, width, x.dtype, adds=adds, joins=joins)
             threads = LINE_THREADS
             each = threads // WARP_SIZE * pieces_of_warp(launch.unroll)
             blocks = min(launch.blocks, -(-pieces // each))
         else:
             launch = shape.launch_of(x.nbytes)
-            made = _large_kernel(shape, launch.unroll, width, x.dtype, adds=adds, joins=joins)
+            kernel = _large_kernel(shape, launch.unroll, width, x.dtype, adds=adds, joins=joins)
             threads = LARGE_THREADS
             blocks = min(launch.blocks, -(-pieces // (threads * launch.unroll)))
-        found: list[mx.array] = made(
+        outputs: list[mx.array] = kernel(
             inputs=[x, x if residual is None else residual, self._places, self._watch.array],
             grid=(blocks * threads, 1, 1),
             threadgroup=(threads, 1, 1),
             output_shapes=[(x.shape[0], width * (shape.ranks if joins else 1))],
             output_dtypes=[x.dtype],
         )
-        return found[0]
+        return outputs[0]
 
 
 @cache

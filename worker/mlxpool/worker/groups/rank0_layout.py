@@ -1,4 +1,4 @@
-"""The pool of rank 0: what it does to its rows and blocks, the other ranks are told to do."""
+"""The pool of rank 0: it sends each operation on its rows and blocks to the other ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mlxpool.worker.transfers.uploads import Uploads
 
 
 class NumberedRow(PagedRow):
-    """A row that the other ranks know by its `number`, which it has until it is released."""
+    """A row that the other ranks know by its `number`; it keeps the number until its release."""
 
     __slots__ = ("number",)
 
@@ -62,7 +62,7 @@ class Rank0Store(PagedStore):
 
 
 class Rank0Layout(PagedLayout):
-    """A layout each of whose passes is sent to the other ranks before it is built."""
+    """A layout that sends each pass to the other ranks before it builds the pass."""
 
     def __init__(
         self,
@@ -76,10 +76,10 @@ class Rank0Layout(PagedLayout):
         orders: Orders,
         collectives: Collectives,
     ) -> None:
-        """For all but the last two see PagedLayout."""
+        """All parameters but the last two are those of PagedLayout."""
         self._orders, self._collectives = orders, collectives
         self._fresh = True  # whether the next pass may compile something
-        # The newest pass, if all its spans were single inputs: spans, wanted ones, rows' ends.
+        # The newest pass, if all its spans were single inputs: spans, wanted spans, rows' ends.
         self._sent: tuple[Sequence[RowSpan], list[int], list[int]] | None = None
         super().__init__(
             shape,
@@ -135,10 +135,10 @@ class Rank0Layout(PagedLayout):
             if row.changed < len(row.table)
         ]
         left, store.left = store.left, []
-        given = np.asarray(ids).tolist()  # of whatever kind of numbers
-        asked, offsets = np.asarray(wanted, dtype=np.int64).tolist(), [row.offset for row in rows]
-        if self._repeats(spans, asked, offsets):
-            self._orders.send(Again(given, tables, left, drawn))
+        tokens = np.asarray(ids).tolist()  # of whatever kind of numbers
+        numbers, offsets = np.asarray(wanted, dtype=np.int64).tolist(), [row.offset for row in rows]
+        if self._repeats(spans, numbers, offsets):
+            self._orders.send(Again(tokens, tables, left, drawn))
         else:
             counts = [span.count for span in spans]
             self._orders.send(
@@ -150,23 +150,23 @@ class Rank0Layout(PagedLayout):
                     [number for number, span in enumerate(spans) if span.hidden],
                     tables,
                     left,
-                    given,
-                    asked,
+                    tokens,
+                    numbers,
                     drawn,
                     self._fresh,
                     kernel_cache.is_collecting(),
                 )
             )
-            single = len(given) == len(rows) and not kernel_cache.is_collecting()
-            self._sent = (spans, asked, offsets) if single else None
+            single = len(tokens) == len(rows) and not kernel_cache.is_collecting()
+            self._sent = (spans, numbers, offsets) if single else None
         if self._sent is not None:
-            self._sent = spans, asked, [offset + 1 for offset in offsets]
-        if self.ragged is None:  # else its block tables read the changes, too
+            self._sent = spans, numbers, [offset + 1 for offset in offsets]
+        if self.ragged is None:  # otherwise its block tables read the changes, too
             for row in rows:
                 row.changed = len(row.table)
 
     def _repeats(self, spans: Sequence[RowSpan], wanted: list[int], offsets: list[int]) -> bool:
-        """Returns whether a pass repeats the one before: the same object `spans`, one token on."""
+        """Returns whether a pass repeats the last pass: the same object `spans`, one token on."""
         if self._sent is None or self._fresh or kernel_cache.is_collecting():
             return False
         return self._sent[0] is spans and self._sent[1:] == (wanted, offsets)

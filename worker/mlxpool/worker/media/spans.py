@@ -59,7 +59,7 @@ def slot_items(image: ImageKey, count: int) -> tuple[int, ...]:
 
 
 def is_slot(item: int) -> bool:
-    """Whether an input is a slot of an image; otherwise it is a token id."""
+    """Returns whether an input is a slot of an image; otherwise it is a token id."""
     return item >= FIRST_SLOT
 
 
@@ -118,7 +118,7 @@ def seen_images(spans: Spans, place: int) -> tuple[MediaSpan, ...]:
 
 
 def touches_images(spans: Spans, start: int, end: int) -> bool:
-    """Whether some of the inputs [start, end) are of images, or attend to crossed ones."""
+    """Returns whether some of the inputs [start, end) are of images, or attend to crossed ones."""
     return any(overlapping(spans, start, end)) or bool(seen_images(spans, start))
 
 

@@ -35,7 +35,7 @@ SUPPORTED = tuple(ARCHITECTURES)
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """The plan of the model that config.json describes; imports no MLX.
+    """Returns the plan of the model that config.json describes; imports no MLX.
 
     Raises ModelLoadFailed for an unknown model_type, a missing key or a value it cannot use.
     """

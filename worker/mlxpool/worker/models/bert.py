@@ -32,7 +32,7 @@ UNUSED = ("pooler.", "cls.", "lm_head.", "embeddings.position_ids", "classifier.
 
 
 def encoder_plan(config: Mapping[str, Any]) -> EncoderPlan:
-    """The plan of a BERT; raises ModelLoadFailed naming the key that cannot be used."""
+    """Returns the plan of a BERT; raises ModelLoadFailed naming the key that cannot be used."""
     require(config, "position_embedding_type", ["absolute"])
     require(config, "is_decoder", [False])
     roberta = config.get("model_type") in ROBERTA
@@ -85,7 +85,7 @@ class Bert(Struct, frozen=True):
     head: HeadNames
 
     def plan(self) -> ModelPlan:
-        """The model's plan."""
+        """Returns the model's plan."""
         dim = self.heads.dim
         shapes = dict(self.shapes())
         return ModelPlan(

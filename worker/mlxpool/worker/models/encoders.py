@@ -24,7 +24,7 @@ SUPPORTED = (*ENCODERS, *DECODERS)
 
 
 def encoder_plan(config: Mapping[str, Any], **options: Any) -> EncoderPlan:
-    """The plan of the encoder model that config.json describes; imports no MLX.
+    """Returns the plan of the encoder model that config.json describes; imports no MLX.
 
     `options`: see text_decoders. Raises ModelLoadFailed for an unknown model_type, a missing key or
     a value it cannot use.

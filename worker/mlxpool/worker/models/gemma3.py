@@ -76,7 +76,7 @@ FLOAT16_MAX = 65504.0
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """The plan of a text model, or of the text part of a multimodal one.
+    """Returns the plan of a text model, or of the text part of a multimodal one.
 
     Raises ModelLoadFailed naming the key that cannot be used.
     """
@@ -145,7 +145,7 @@ def _softcap(text: Mapping[str, Any], key: str) -> float:
 
 
 def _bfloat16(value: float) -> float:
-    """The value rounded to bfloat16, ties to even: models were trained with it."""
+    """Returns the value rounded to bfloat16, ties to even: models were trained with it."""
     (bits,) = struct.unpack("<I", struct.pack("<f", value))
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
     return float(struct.unpack("<f", struct.pack("<I", rounded))[0])

@@ -26,7 +26,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """The plan of the model; raises ModelLoadFailed naming the key that cannot be used."""
+    """Returns the plan of the model; raises ModelLoadFailed naming the key that cannot be used."""
     require(config, "hidden_act", ["silu"])
     plan = _plan(config, None)
     count, heads = layer_count(config), _count(config, "num_nextn_predict_layers")
@@ -55,7 +55,7 @@ def _head_names(ahead: str, stored: Collection[str]) -> HeadNames:
 
 
 def _plan(config: Mapping[str, Any], names: HeadNames | None) -> ModelPlan:
-    """The plan of the model, with its head if that has `names`."""
+    """Returns the plan of the model, with its head if that has `names`."""
     mixer = _attention(config)
     hidden, eps = integer(config, "hidden_size"), number(config, "rms_norm_eps")
     count, heads = layer_count(config), _count(config, "num_nextn_predict_layers")
@@ -123,5 +123,5 @@ def _feeds(config: Mapping[str, Any], layers: int) -> tuple[GatedMLP | SigmoidMo
 
 
 def _count(config: Mapping[str, Any], key: str) -> int:
-    """A whole number; 0, null and no key mean 0."""
+    """Returns a whole number; 0, null and no key mean 0."""
     return integer(config, key) if config.get(key) else 0

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """The plan of a gpt-oss; raises ModelLoadFailed naming the key that cannot be used."""
+    """Returns the plan of a gpt-oss; raises ModelLoadFailed naming the key that cannot be used."""
     require(config, "hidden_act", ["silu"])
     feed = GptOssMoE.from_config(config)
     eps = number(config, "rms_norm_eps", 1e-5)

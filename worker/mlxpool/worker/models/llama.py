@@ -41,7 +41,7 @@ HEAD_WIDTH, DRAFTED = "mtp_intermediate_size", "mtp_draft_vocab_size"
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """The plan of a llama; raises ModelLoadFailed naming the key that cannot be used."""
+    """Returns the plan of a llama; raises ModelLoadFailed naming the key that cannot be used."""
     require(config, "hidden_act", ["silu"])
     decoder = Decoder.from_config(config, _layers(config))
     if not config.get(HEAD_WIDTH):

@@ -118,7 +118,7 @@ class ModernBert(Struct, frozen=True):
     labels: int
 
     def plan(self) -> ModelPlan:
-        """The model's plan."""
+        """Returns the model's plan."""
         dim, shapes = self.heads.dim, dict(self.shapes())
         return ModelPlan(
             context=self.context,

@@ -88,7 +88,7 @@ class NomicBert(Struct, frozen=True):
     eps: float
 
     def plan(self) -> ModelPlan:
-        """The model's plan."""
+        """Returns the model's plan."""
         dim = self.heads.dim
         return ModelPlan(
             context=self.context,

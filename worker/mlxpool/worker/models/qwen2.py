@@ -22,7 +22,7 @@ from mlxpool.worker.layers.rope import parse_rope
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """The plan of a Qwen2; raises ModelLoadFailed naming the key that cannot be used."""
+    """Returns the plan of a Qwen2; raises ModelLoadFailed naming the key that cannot be used."""
     require(config, "hidden_act", ["silu"])
     return Decoder.from_config(config, _layers(config)).plan()
 

@@ -24,7 +24,7 @@ HEAD_DIM = 128  # where config.json does not say
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """The plan of a Qwen3; raises ModelLoadFailed naming the key that cannot be used."""
+    """Returns the plan of a Qwen3; raises ModelLoadFailed naming the key that cannot be used."""
     require(config, "hidden_act", ["silu"])
     return Decoder.from_config(config, _layers(config)).plan()
 
@@ -40,7 +40,7 @@ def _layers(config: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
 
 
 def attention(config: Mapping[str, Any], heads: Heads, window: int) -> GroupedQueryAttention:
-    """The attention of a layer of Qwen3, with experts or without."""
+    """Returns the attention of a layer of Qwen3, with experts or without."""
     return GroupedQueryAttention(
         integer(config, "hidden_size"),
         heads,

@@ -18,7 +18,7 @@ from mlxpool.worker.models.qwen3 import attention
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """The plan of the model; raises ModelLoadFailed naming the key that cannot be used."""
+    """Returns the plan of the model; raises ModelLoadFailed naming the key that cannot be used."""
     require(config, "hidden_act", ["silu"])
     require(config, "use_sliding_window", [False])
     hidden, eps = integer(config, "hidden_size"), number(config, "rms_norm_eps")

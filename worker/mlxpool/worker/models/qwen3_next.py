@@ -48,7 +48,7 @@ HEAD_NORMS = tuple(
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """The plan of the model; raises ModelLoadFailed naming the key that cannot be used."""
+    """Returns the plan of the model; raises ModelLoadFailed naming the key that cannot be used."""
     sparse = partial(_sparse, config)
     return plan_of(config, GatedDeltaNet.from_config(config, fused=True), sparse, normed=False)
 

@@ -36,7 +36,7 @@ class Answers(Struct, frozen=True):
 
 
 def encoder_plan(config: Mapping[str, Any], answers: Answers | None = None) -> EncoderPlan:
-    """The plan of a decoder as an encoder model; `answers`: it rates as a language model.
+    """Returns the plan of a decoder as an encoder model; `answers`: it rates as a language model.
 
     Raises ModelLoadFailed naming the key that cannot be used.
     """
@@ -136,7 +136,7 @@ class _AnsweringModel(_States):
 
 
 def require_answers(yes: int | None, no: int | None) -> Answers:
-    """The answers' ids; raises ModelLoadFailed where the tokenizer has no such tokens."""
+    """Returns the answers' ids; raises ModelLoadFailed where the tokenizer has no such tokens."""
     if yes is None or no is None:
         raise ModelLoadFailed(
             'tokenizer.json has no tokens "yes" and "no", whose logits a language model that rates'

@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def text_functions(source: dict[str, Any]) -> TextFunctions:
-    """The tokenizer of a source, which has `encodes` beside its fields.
+    """Returns the tokenizer of a source, which has `encodes` beside its fields.
 
     Imports only what this kind of model needs.
     """

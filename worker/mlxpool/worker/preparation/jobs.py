@@ -146,7 +146,7 @@ Result = Encoded | RenderedChat | Decoded | EncodedInputs | Checked | QuestionPr
 
 
 def reads_images(job: Job) -> bool:
-    """Whether the job decodes images, which takes far longer than texts do."""
+    """Returns whether the job decodes images, which takes far longer than texts do."""
     return isinstance(job, Render | Encode) and bool(job.images)
 
 
@@ -187,7 +187,7 @@ ENCODES = "this model does not generate text: it answers embed, rerank or classi
 
 
 def perform(text: TextModel | EncoderFunctions, job: Job) -> Result:
-    """The result of a job. What it raises is an error of its request alone.
+    """Returns the result of a job. What it raises is an error of its request alone.
 
     A RenderedChat is a chat whose text is long: it is encoded as a job of its own.
     """
@@ -235,7 +235,7 @@ def _rendered(text: TextModel, job: Render) -> RenderedChat:
 
 
 def encode_of(job: Render, chat: RenderedChat) -> Encode:
-    """The job that encodes a chat which `job` has rendered."""
+    """Returns the job that encodes a chat which `job` has rendered."""
     named = images_of_messages(job.messages) if job.images else ()
     end, cuts = chat.messages_end, chat.cuts
     return Encode(chat.text, job.context, end, chat.thinks, job.images, named, cuts, chat=True)
@@ -284,13 +284,13 @@ def _encode_with_images(text: TextModel, job: Encode, words: str) -> Encoded:
 
 
 def image_fields(image: PreparedImage) -> ImageFields:
-    """An image as plain values, of which `image_of` makes it again."""
+    """Returns an image as plain values, of which `image_of` makes it again."""
     high, wide, _ = image.pixels.shape
     return [image.key, image.pixels.tobytes(), high, wide, list(image.grid), image.count]
 
 
 def image_of(fields: ImageFields) -> PreparedImage:
-    """The image that `image_fields` gave the values of."""
+    """Returns the image that `image_fields` gave the values of."""
     key, data, high, wide, (times, rows, columns), count = fields
     pixels = np.frombuffer(data, np.uint8).reshape(high, wide, 3)
     return PreparedImage(key, pixels, (times, rows, columns), count)
@@ -381,7 +381,7 @@ def pack(message: Job | Result) -> bytes:
 
 
 def unpack(fields: dict[str, Any]) -> Any:
-    """The job or result of a message that was received."""
+    """Returns the job or result of a message that was received."""
     if "error" in fields:
         return from_body(fields["error"])
     return _BY_NAME[fields.pop("kind")](**fields)

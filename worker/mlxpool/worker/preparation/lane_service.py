@@ -412,7 +412,7 @@ def service_of(
     memory_limit: int = 0,
     worker_memory: WorkerMemory | None = None,
 ) -> Service:
-    """The service for a model: with processes, unless its text functions are our own code.
+    """Returns the service for a model: with processes, unless its text functions are our own code.
 
     `memory_limit`: bytes of the worker and these processes together; 0: no limit. `worker_memory`
     makes room for these.

@@ -53,7 +53,7 @@ class ForkServer:
         self._process: _ServerProcess | None = None
 
     def fork(self) -> Lane:
-        """A new lane. Raises Internal when there is none to be had."""
+        """Returns a new lane. Raises Internal when there is none to be had."""
         why = ""
         for _ in range(MAX_STARTS + (self._process is not None)):
             try:
@@ -104,7 +104,7 @@ class _ServerProcess:
         self._socket.settimeout(REPLY_TIMEOUT)
 
     def fork(self) -> Lane:
-        """A new lane of this process."""
+        """Returns a new lane of this process."""
         own, lanes = socket.socketpair()
         try:
             with lanes:
@@ -114,7 +114,7 @@ class _ServerProcess:
             raise
 
     def reap(self, pid: int) -> int:
-        """The exit code of a lane that has closed its connection, below 0 for a signal."""
+        """Returns the exit code of a lane that has closed its connection, below 0 for a signal."""
         try:
             return self._ask(REAP, pid)
         except OSError:  # lanes end with their server
@@ -126,7 +126,7 @@ class _ServerProcess:
             self._ask(KILL, pid)
 
     def _ask(self, what: bytes, pid: int, descriptors: list[int] | None = None) -> int:
-        """The server's reply to one request. A server that gives none is ended."""
+        """Returns the server's reply to one request. A server that gives none is ended."""
         try:
             socket.send_fds(self._socket, [REQUEST.pack(what, pid)], descriptors or [])
             return self._reply()
@@ -192,7 +192,7 @@ class Lane:
             self._unsent = memoryview(b"")
 
     def result(self) -> Result | None:
-        """The result, None while it is not complete. Raises LaneEnded."""
+        """Returns the result, None while it is not complete. Raises LaneEnded."""
         with contextlib.suppress(BlockingIOError):
             try:
                 while data := self._socket.recv(READ_BYTES):
@@ -210,12 +210,12 @@ class Lane:
         self._server.kill(self.pid)
 
     def reap(self) -> int:
-        """The exit code of the process, which has closed the connection."""
+        """Returns the exit code of the process, which has closed the connection."""
         self._socket.close()
         return self._server.reap(self.pid)
 
     def is_stopped(self) -> bool:
-        """Whether a signal has stopped the process: its timers do not end it then."""
+        """Returns whether a signal has stopped the process: its timers do not end it then."""
         try:
             return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
         except psutil.Error:

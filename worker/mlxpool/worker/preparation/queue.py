@@ -70,7 +70,7 @@ class FairQueue:
         return [one for key in late if (one := self.remove(key)) is not None]
 
     def next_deadline(self) -> float:
-        """The earliest deadline; infinity without one."""
+        """Returns the earliest deadline; infinity without one."""
         return min((one.deadline for one in self._by_key.values()), default=math.inf)
 
     def clear(self) -> None:

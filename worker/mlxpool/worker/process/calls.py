@@ -94,7 +94,7 @@ def prepare_decide(opened: Opened, key: CallKey, call: DecideCall, came: Arrival
 
 
 def _decide(opened: Opened, key: CallKey, call: DecideCall, prompts: QuestionPrompts) -> Decide:
-    """The message with the prompts. Raises BadRequest for an id without a row."""
+    """Returns the message with the prompts. Raises BadRequest for an id without a row."""
     shared = unpack_ids(prompts.shared)
     questions = []
     for number, (tail, answers) in enumerate(zip(prompts.tails, prompts.answers, strict=True)):
@@ -121,7 +121,7 @@ def _decide(opened: Opened, key: CallKey, call: DecideCall, prompts: QuestionPro
 def prepare_encode(
     opened: OpenedEncoder, key: CallKey, call: EncoderCall, came: Arrival
 ) -> Preparation | Compute:
-    """The preparation of a call, or its message if it has token ids.
+    """Returns the preparation of a call, or its message if it has token ids.
 
     Raises BadRequest for what this model does not do, TooLarge for an answer over its bound, and
     ContextExceeded.
@@ -150,7 +150,7 @@ def prepare_encode(
 
 
 def _inputs(found: EncodedInputs) -> list[EncoderInput]:
-    """The inputs that a lane made."""
+    """Returns the inputs that a lane made."""
     ids, types, begin, inputs = unpack_ids(found.packed), found.types, 0, []
     for length in found.lengths:
         end = begin + length

@@ -49,7 +49,7 @@ class Formats:
         return False
 
     def knows(self, format: Mapping[str, Any]) -> bool:
-        """Whether the format is compiled already."""
+        """Returns whether the format is compiled already."""
         return self._compiler.knows(format)
 
     def constrain(

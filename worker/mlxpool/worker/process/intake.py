@@ -149,7 +149,7 @@ class Intake:
         self.tasks: dict[RunKey, Task] = {}  # by name
 
     def runs(self) -> list[Task]:
-        """The runs that have not ended."""
+        """Returns the runs that have not ended."""
         return [task for (_, number), task in self.tasks.items() if number]
 
     # ---- the model -----------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class Intake:
             self._end(task, Internal(f"the request could not be read: {error!r}"))
 
     def _run(self, message: Message) -> Task | None:
-        """The run of a `work`; None while draining."""
+        """Returns the run of a `work`; None while draining."""
         key = (message.header.id or b"", message.header.attempt)
         position = count_of_resume(message.body)
         self._works += 1
@@ -241,7 +241,7 @@ class Intake:
         return Task(key, key, position)
 
     def _call(self, message: Message) -> Task | None:
-        """The call of a message; None before the model was opened."""
+        """Returns the call of a message; None before the model was opened."""
         if self._service is None:
             return None
         id = message.header.id or b""

@@ -210,7 +210,7 @@ class Link:
             self.unsent.popleft()
 
     def receive(self) -> Message | None:
-        """The next well-formed message; None when none is there now."""
+        """Returns the next well-formed message; None when none is there now."""
         while True:
             try:
                 parts = self.socket.recv_multipart(zmq.NOBLOCK)

@@ -73,7 +73,7 @@ class Preparation(Struct, frozen=True):
 
 
 def prepare_run(opened: Opened, key: RunKey, work: Work, came: Arrival) -> Preparation:
-    """The preparation of a run. Raises BadRequest and ContextExceeded for a bad `work`."""
+    """Returns the preparation of a run. Raises BadRequest and ContextExceeded for a bad `work`."""
     # Templates are told the time; a resume keeps the time at which its stream began.
     now = _facts(work).now
     now = came.now if now is None else now
@@ -142,7 +142,7 @@ def _admit(
     prompt: Encoded,
     constraint: Constraint | None = None,
 ) -> Admit:
-    """The run of a prompt whose ids are known. Raises BadRequest, or ContextExceeded.
+    """Returns the run of a prompt whose ids are known. Raises BadRequest, or ContextExceeded.
 
     `received` and `deadline` are monotonic seconds, `now` is that of `_job`. The ids of a resume
     are replayed here, to keep that work away from the compute thread; also in the `constraint` of
@@ -304,14 +304,14 @@ def _inputs(opened: Opened, prompt: Encoded) -> Inputs:
 
 
 def _restore_at(place: int, keep: int, removed: int) -> int:
-    """A restore point after a cut; 0 if the cut took it."""
+    """Returns a restore point after a cut; 0 if the cut took it."""
     if not removed or place <= keep:
         return place
     return max(0, place - removed) if place > keep + removed else 0
 
 
 def _facts(work: Work) -> Facts:
-    """The facts with which a resumed stream began; none for a new one."""
+    """Returns the facts with which a resumed stream began; none for a new one."""
     return (None if work.resume is None else work.resume.facts) or Facts()
 
 
@@ -322,7 +322,7 @@ def _check_biases(opened: Opened, options: Options) -> None:
 
 
 def _context(opened: Opened, known: Facts, options: Options) -> int:
-    """The context of this stream: a larger one of this worker does not change it."""
+    """Returns the context of this stream: a larger one of this worker does not change it."""
     if 0 < options.num_ctx < context_policy.MIN_CONTEXT:
         raise BadRequest(
             f"option num_ctx is {options.num_ctx}, must be at least {context_policy.MIN_CONTEXT},"
@@ -348,7 +348,7 @@ def _context(opened: Opened, known: Facts, options: Options) -> int:
 
 
 def _max_tokens(known: Facts, prompt: int, context: int, options: Options) -> int:
-    """The bound of ids over all attempts, which the first worker of the stream decided."""
+    """Returns the bound of ids over all attempts, which the first worker of the stream decided."""
     shift = options.shift
     if options.prompt_only:
         return 1  # one is drawn, which ends the reading of the prompt, and dropped

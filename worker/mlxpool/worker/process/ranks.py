@@ -147,7 +147,7 @@ def start_ranks(config: WorkerConfig, block: Block) -> GroupLinks:
 
 
 def environments(config: WorkerConfig) -> list[dict[str, str]]:
-    """The environment of each rank; with GPUs each of them sees one, in the order of ranks.
+    """Returns the environment of each rank; with GPUs each of them sees one, in the order of ranks.
 
     A worker that its broker started sees the GPUs that this gave it, one that dials all of its
     machine, or those that gpu_ids names. Raises ModelLoadFailed.
@@ -178,7 +178,7 @@ def keep_ports(count: int, kept: ExitStack) -> list[int]:
 
 
 def hosts_file(ports: Sequence[int]) -> int:
-    """The descriptor of a file without a name, as MLX's ring reads it."""
+    """Returns the descriptor of a file without a name, as MLX's ring reads it."""
     with tempfile.TemporaryFile() as file:
         file.write(json.dumps([[f"{LOOPBACK}:{port}"] for port in ports]).encode())
         file.flush()

@@ -52,7 +52,7 @@ class _StopMatcher:
         self.complete[state] = self.complete[state] or self.complete[self._fallback[state]]
 
     def step(self, state: int, char: str) -> int:
-        """The state after one more character."""
+        """Returns the state after one more character."""
         code = ord(char)
         while True:
             following = self._edges.get(state << 21 | code)

@@ -33,7 +33,7 @@ class KeptText(Struct, frozen=True):
 
 
 def text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource, tuple[str, ...]]:
-    """The bytes of tokens, what other processes need to prepare requests, and notes to log.
+    """Returns the bytes of tokens, what other processes need to prepare requests, and notes to log.
 
     Raises ModelLoadFailed as ChatTokenizer.from_folder.
     """

@@ -20,7 +20,7 @@ _DROPS_NOTHING = {"ByteLevel", "Digits", "Metaspace", "Split", "Punctuation"}
 
 
 def max_bytes_per_token(tokenizer: Mapping[str, Any]) -> int | None:
-    """The bytes of text that one token stands for at most; None: not known.
+    """Returns the bytes of text that one token stands for at most; None: not known.
 
     `tokenizer` is the content of tokenizer.json.
     """
@@ -57,7 +57,7 @@ def _shrinking(normalizer: Mapping[str, Any] | None) -> int | None:
 
 
 def _keeps_all(pre_tokenizer: Mapping[str, Any] | None) -> bool:
-    """Whether every character of a text is in one of the pieces that it is split into."""
+    """Returns whether every character of a text is in one of the pieces that it is split into."""
     return all(
         step.get("type") in _DROPS_NOTHING and step.get("behavior") != "Removed"
         for step in _flat(pre_tokenizer, "pretokenizers")

@@ -114,7 +114,7 @@ class TextSource(Struct, frozen=True):
 
     @classmethod
     def from_map(cls, fields: Mapping[str, Any]) -> Self:
-        """The source of which `as_map` gave the values."""
+        """Returns the source of which `as_map` gave the values."""
         images = fields.get("images")
         found = None if images is None else ImageInput.from_map(images)
         return cls(**{**fields, "images": found})

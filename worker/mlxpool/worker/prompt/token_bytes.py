@@ -82,7 +82,7 @@ class TokenBytes:
         return piece
 
     def whole(self, ids: Sequence[int]) -> str:
-        """The text of these ids; bytes that are not UTF-8 become U+FFFD."""
+        """Returns the text of these ids; bytes that are not UTF-8 become U+FFFD."""
         data = b"".join(
             [self._piece(token, True) for token in ids[:1]] + [self[t] for t in ids[1:]]
         )

@@ -128,7 +128,7 @@ class ChatTokenizer:
         return prepared_image(data, index, self.images.settings)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids; bytes that are not UTF-8 become U+FFFD."""
+        """Returns the text of these ids; bytes that are not UTF-8 become U+FFFD."""
         return self._token_bytes.whole(ids)
 
     def render(
@@ -140,7 +140,7 @@ class ChatTokenizer:
         *,
         continues: bool = False,
     ) -> RenderedChat:
-        """The text of a chat; `continues`: without the begin of an answer behind it.
+        """Returns the text of a chat; `continues`: without the begin of an answer behind it.
 
         A template may take any time and memory: call it in a process that has bounds. Raises
         BadRequest, see ChatTemplates.render.
@@ -189,14 +189,14 @@ class ChatTokenizer:
         return ids
 
     def _missing(self, text: str) -> tuple[int, ...]:
-        """The ids to prepend so that the text begins with `prefix` once."""
+        """Returns the ids to prepend so that the text begins with `prefix` once."""
         size = len(self.prefix)
         begin = self._ids(text[:_PREFIX_PROBE])[:size] if size else []
         return () if tuple(begin) == self.prefix else self.prefix
 
 
 def closings_of(tokenizer: Tokenizer, templates: Mapping[str, str]) -> list[list[int]]:
-    """The ids that end thoughts at a bound; none where the templates show no thoughts."""
+    """Returns the ids that end thoughts at a bound; none where the templates show no thoughts."""
     sources = templates.values()
     texts = thoughts.closings_of((chat_format(sources) or {}).get("thinking"), sources)
     return [list(tokenizer.encode(one, add_special_tokens=False).ids) for one in texts]
@@ -271,14 +271,14 @@ def check_vocabulary(
 
 
 def _max_bytes(data: bytes, added: Sequence[TokenFields]) -> int | None:
-    """The bytes of text that a token stands for at most, see size_bound."""
+    """Returns the bytes of text that a token stands for at most, see size_bound."""
     whole = json.loads(data)
     whole["added_tokens"] = [*(whole.get("added_tokens") or ()), *added]
     return max_bytes_per_token(whole)
 
 
 def _prefix(tokenizer: Tokenizer, bos_token: str | None, add_bos: bool | None) -> list[int]:
-    """The ids that the tokenizer's own post-processor prepends.
+    """Returns the ids that the tokenizer's own post-processor prepends.
 
     `add_bos` True adds the begin token if it is missing; False removes it.
     """

@@ -86,7 +86,7 @@ class CpuUse(Struct, frozen=True):
 
 
 def read_cpu_use(cores: Set[int]) -> CpuUse:
-    """The use of the processors with these numbers until now.
+    """Returns the use of the processors with these numbers until now.
 
     Raises OSError where the system does not report it.
     """
@@ -195,7 +195,7 @@ class CpuThreads:
 
 @cache
 def process_cpu_threads() -> CpuThreads:
-    """The one object of this process: BLAS threads are global, too."""
+    """Returns the one object of this process: BLAS threads are global, too."""
     try:
         cores = os.sched_getaffinity(0)
         return CpuThreads(OpenBlas(), len(cores), lambda: read_cpu_use(cores))

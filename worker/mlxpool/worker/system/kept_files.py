@@ -126,7 +126,7 @@ def code() -> dict[str, str]:
 
 @cache
 def machine() -> dict[str, Any]:
-    """The part of a key that names the machine, and what MLX computes with on it."""
+    """Returns the part of a key that names the machine, and what MLX computes with on it."""
     return {
         **code(),
         "mlx": version_of("mlx"),
@@ -141,12 +141,12 @@ def machine() -> dict[str, Any]:
 
 
 def _preloaded() -> list[str]:
-    """The libraries that are loaded before all others, of which one is the BLAS."""
+    """Returns the libraries that are loaded before all others, of which one is the BLAS."""
     return [file for file in re.split("[: ]", os.environ.get("LD_PRELOAD", "")) if file]
 
 
 def _stamp(file: Path) -> tuple[int, int]:
-    """The size and the time of change of a file; zeros where there is none."""
+    """Returns the size and the time of change of a file; zeros where there is none."""
     try:
         status = file.stat()
     except OSError:
@@ -155,14 +155,14 @@ def _stamp(file: Path) -> tuple[int, int]:
 
 
 def _cores() -> int:
-    """The cores that this process may use."""
+    """Returns the cores that this process may use."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _cpu() -> str:
-    """The processor's name, as far as the system tells."""
+    """Returns the processor's name, as far as the system tells."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
             name, _, value = line.partition(":")

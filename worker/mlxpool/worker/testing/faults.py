@@ -61,7 +61,7 @@ class Faults:
         return self._settings.fault
 
     def concerns(self, prompt: bytes) -> bool:
-        """Whether requests with this prompt are hit."""
+        """Returns whether requests with this prompt are hit."""
         return self._prompt in prompt
 
     def is_due(self, span: range) -> bool:
@@ -102,7 +102,7 @@ class Faults:
 
 
 def text_of(prompt: Sequence[int]) -> bytes:
-    """The text of a prompt of the counting model; an id that is no byte counts as 0."""
+    """Returns the text of a prompt of the counting model; an id that is no byte counts as 0."""
     return bytes(token if token < 256 else 0 for token in prompt)
 
 

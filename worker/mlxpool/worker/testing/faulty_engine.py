@@ -83,7 +83,7 @@ class FaultyEngine:
 
 
 def _place(span: Span, site: str) -> range:
-    """The tokens of a chunk, or the number of the token that a span draws."""
+    """Returns the tokens of a chunk, or the number of the token that a span draws."""
     if site == "prefill":
         return range(span.start, span.end)
     drawn = span.end + span.sequence.discarded - len(span.sequence.prompt)

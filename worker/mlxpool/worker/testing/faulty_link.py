@@ -106,7 +106,7 @@ class FaultyIntake(Intake):
 
 
 def _text_of(prompt: Prompt) -> bytes:
-    """The prompt's text; of messages, their contents."""
+    """Returns the prompt's text; of messages, their contents."""
     if isinstance(prompt, TextPrompt):
         return prompt.text.encode("utf-8", "replace")
     if isinstance(prompt, ChatPrompt):

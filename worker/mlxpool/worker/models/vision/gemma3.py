@@ -47,7 +47,7 @@ TOKENS = {"boi_token_index": 255_999, "image_token_index": 262_144, "eoi_token_i
 
 
 def vision_plan(config: Mapping[str, Any], text: ModelPlan, hidden: int) -> VisionPlan:
-    """The plan of images for a text part with states of `hidden` numbers.
+    """Returns the plan of images for a text part with states of `hidden` numbers.
 
     Raises ModelLoadFailed naming the key that cannot be used.
     """
@@ -78,12 +78,12 @@ def vision_plan(config: Mapping[str, Any], text: ModelPlan, hidden: int) -> Visi
 
 
 def is_part(name: str) -> bool:
-    """Whether a stored tensor is of the image encoder."""
+    """Returns whether a stored tensor is of the image encoder."""
     return name.removeprefix("model.").startswith(PARTS)
 
 
 def _is_unused(name: str) -> bool:
-    """Whether a tensor that the text part ignores is of no use for images either."""
+    """Returns whether a tensor that the text part ignores is of no use for images either."""
     return not is_part(name) or without_prefix(name, PREFIXES).startswith(siglip.UNUSED)
 
 

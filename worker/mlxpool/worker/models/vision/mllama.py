@@ -37,7 +37,7 @@ TAKEN = (3, 7, 15, 23, 30)  # layers whose inputs go to the text part, where not
 
 
 def is_part(name: str) -> bool:
-    """Whether a stored tensor is of the image encoder."""
+    """Returns whether a stored tensor is of the image encoder."""
     return name.removeprefix("model.").startswith(PARTS)
 
 
@@ -161,7 +161,7 @@ class TiledEncoder(Struct, frozen=True):
         yield from linear_shapes(f"{name}.mlp.fc2", self.hidden, self.width, True)
 
     def build(self, builder: LayerBuilder) -> BuiltTiledEncoder:
-        """The encoder over the builder's weights."""
+        """Returns the encoder over the builder's weights."""
         return BuiltTiledEncoder(self, builder)
 
 
@@ -245,7 +245,7 @@ class BuiltTiledEncoder:
         return self.projection(mx.concatenate([x[:seen], beside.reshape(seen, -1)], axis=-1))
 
     def _embedded(self, pixels: mx.array, tiles: tuple[int, int], ratio: int) -> mx.array:
-        """The tokens [tiles, tokens of a tile, hidden] of all tiles, padding included."""
+        """Returns the tokens [tiles, tokens of a tile, hidden] of all tiles, padding included."""
         import mlx.core as mx
 
         spec, (high, wide) = self.spec, tiles

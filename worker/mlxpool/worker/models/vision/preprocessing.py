@@ -20,7 +20,7 @@ _WHERE = "preprocessor_config.json"
 def fixed_size(
     config: Mapping[str, Any], side: int, patch: int, merge: int, resample: int = BILINEAR
 ) -> ImageSettings:
-    """The settings of a model whose images all have `side` * `side` pixels.
+    """Returns the settings of a model whose images all have `side` * `side` pixels.
 
     Raises ModelLoadFailed naming the key that cannot be used.
     """

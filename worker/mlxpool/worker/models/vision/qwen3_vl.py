@@ -40,7 +40,7 @@ THETA = 10_000.0
 
 
 def is_part(name: str) -> bool:
-    """Whether a stored tensor is of the image encoder."""
+    """Returns whether a stored tensor is of the image encoder."""
     return name.startswith(tuple(PREFIXES))
 
 
@@ -161,7 +161,7 @@ class QwenTower(Struct, frozen=True):
         yield from linear_shapes(f"{name}.linear_fc2", self.out, self.merged, True)
 
     def build(self, builder: LayerBuilder) -> Tower:
-        """The tower over the builder's weights."""
+        """Returns the tower over the builder's weights."""
         return Tower(self, builder)
 
 

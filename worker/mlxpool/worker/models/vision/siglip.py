@@ -80,7 +80,7 @@ class Siglip(Struct, frozen=True):
         yield from layer_norm_shapes("vision_tower.post_layernorm", hidden)
 
     def build(self, builder: LayerBuilder) -> Tower:
-        """The tower over the builder's weights."""
+        """Returns the tower over the builder's weights."""
         return Tower(self, builder)
 
 

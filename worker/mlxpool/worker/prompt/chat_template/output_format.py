@@ -45,12 +45,12 @@ def _first(markers: Iterable[tuple[str, str]], text: str) -> str | None:
 
 
 def opens_thinking(prompt: str) -> bool:
-    """Whether a completion of this prompt begins inside the model's thinking."""
+    """Returns whether a completion of this prompt begins inside the model's thinking."""
     return prompt.rstrip().endswith(THINKING_OPENERS)
 
 
 def variables(think: bool | str | None, source: str) -> Mapping[str, Any]:
-    """The template variables for the request's `think`.
+    """Returns the template variables for the request's `think`.
 
     A level means true to a template that knows none. Raises BadRequest for a template that cannot
     leave its thoughts out.

@@ -64,7 +64,7 @@ class Template:
             raise ModelLoadFailed(f"{where} fails to compile: {error!r}") from error
 
     def render(self, variables: Mapping[str, Any], now: float) -> str:
-        """The text; `now` in seconds since 1970, which the template sees as UTC.
+        """Returns the text; `now` in seconds since 1970, which the template sees as UTC.
 
         Raises BadRequest with the template's own message, or with the line at which it failed.
         """
@@ -79,7 +79,7 @@ class Template:
             ) from error
 
     def adapted(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The message with its content in the form that the template expects."""
+        """Returns the message with its content in the form that the template expects."""
         content = message.get("content")
         if isinstance(content, list | tuple) and self.content_form is ContentForm.TEXT:
             return {**message, "content": joined(content)}
@@ -133,7 +133,7 @@ def _content_form(tree: nodes.Template) -> ContentForm:
 
 
 def _is_content(node: nodes.Node) -> bool:
-    """Whether it is `message.content`, `message['content']`, or a variable `content`."""
+    """Returns whether it is `message.content`, `message['content']`, or a variable `content`."""
     if isinstance(node, nodes.Getattr):
         return node.attr == "content"
     if isinstance(node, nodes.Getitem):

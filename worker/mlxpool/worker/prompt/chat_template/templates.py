@@ -91,7 +91,7 @@ class ChatTemplates:
         raise BadRequest(NO_TEMPLATE)
 
     def prompts_generation(self, tools: bool) -> bool:
-        """Whether the text may depend on `add_generation_prompt`."""
+        """Returns whether the text may depend on `add_generation_prompt`."""
         return "add_generation_prompt" in self.template_for(tools).source
 
 
