@@ -1,4 +1,4 @@
-"""From a text or chat to token ids, and from generated ids to text.
+"""Conversion of a text or chat to token ids, and of generated ids to text.
 
-Imports no MLX. Chat templates run in a process of their own, see chat_template/.
+Imports no MLX. Chat templates run in a separate process, see chat_template/.
 """

@@ -1,8 +1,8 @@
-"""The tokens that other files than tokenizer.json name: which are added, and what contradicts it.
+"""Adds tokens that other files than tokenizer.json name, and notes contradictions between files.
 
 The rules are those of transformers: `added_tokens_decoder` of tokenizer_config.json decides how a
-token is found in a text, tokenizer.json which id it has, and a token that only the former has gets
-the next id. A token whose id would be another, or has no row in the model, is not added.
+token is found in a text, and tokenizer.json decides its id. A token that only the former has gets
+the next id; it is not added if the file names another id or if the model has no row for the id.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from mlxpool.worker.weights.special_tokens import OLDER_SETTINGS, SETTINGS, text
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 LISTS = ("additional_special_tokens", "extra_special_tokens")
 OLDER_IDS = "added_tokens.json"
-MAX_TOLD = 3  # contradictions of a kind
+MAX_TOLD = 3  # named contradictions of a kind
 _ID = re.compile(r"[0-9]{1,9}")
 
 TokenFields = Mapping[str, str | bool]  # arguments of AddedToken
 
 
 class AddedTokens:
-    """What to add to a model's tokenizer: `fields` of each token. `notes`: what contradicts it."""
+    """The tokens to add to a model's tokenizer: `fields` of each. `notes`: contradictions."""
 
     def __init__(self, files: FileLookup, tokenizer: Tokenizer, rows: int) -> None:
-        """`rows`: of the model's embedding. Raises ModelLoadFailed for a file that is no JSON."""
+        """`rows`: rows of the model's embedding. Raises ModelLoadFailed if a file is not JSON."""
         self.fields: list[TokenFields] = []
         self._told: dict[str, list[str]] = {}
         self._tokenizer, self._rows = tokenizer, rows
@@ -51,8 +51,8 @@ class AddedTokens:
 
     @property
     def notes(self) -> list[str]:
-        """What other files say differently, a sentence of each kind."""
-        return [_sentence(kind, told) for kind, told in self._told.items()]
+        """The contradictions of other files, a sentence for each kind."""
+        return [_sentence(kind, named) for kind, named in self._told.items()]
 
     def _tell(self, kind: str, words: str) -> None:
         self._told.setdefault(kind, []).append(words)
@@ -73,7 +73,7 @@ class AddedTokens:
             self.fields.append(fields)
 
     def _add(self, fields: TokenFields) -> None:
-        """A token without an id gets the next one."""
+        """Adds a token without an id; it gets the next id."""
         text = str(fields["content"])
         self._tell(
             "tokenizer.json lacks tokens, which are added as transformers does: ",
@@ -90,9 +90,9 @@ class AddedTokens:
             self._tell("the ids of tokenizer.json count: ", words)
 
     def _settle_names(self, names: Mapping[str, str], settings: Mapping[str, Any]) -> None:
-        """Tokens by name, such as bos_token, that are no tokens yet."""
+        """Adds tokens with a name, such as bos_token, that the tokenizer does not have yet."""
         texts = {text: name for name, text in names.items()}
-        texts |= {text: one for one in LISTS for text in texts_of(settings.get(one))}
+        texts |= {text: name for name in LISTS for text in texts_of(settings.get(name))}
         known = {token.content for token in self._known.values()} | {
             str(fields["content"]) for fields in self.fields
         }
@@ -109,27 +109,29 @@ class AddedTokens:
 
 
 def add(tokenizer: Tokenizer, fields: Sequence[TokenFields]) -> None:
-    """Add these tokens to a tokenizer, or change how it finds them."""
+    """Adds these tokens to a tokenizer, or changes how it finds them."""
     if fields:
-        tokenizer.add_tokens([AddedToken(**one) for one in fields])  # type: ignore[arg-type]
+        tokenizer.add_tokens([AddedToken(**token) for token in fields])  # type: ignore[arg-type]
 
 
 def _listed(settings: Mapping[str, Any]) -> Iterator[tuple[int, TokenFields]]:
-    """The valid entries of added_tokens_decoder in the order of their ids."""
+    """Yields the valid entries of added_tokens_decoder in the order of their ids."""
     listed = settings.get("added_tokens_decoder")
     entries = listed.items() if isinstance(listed, Mapping) else ()
-    found = [
-        (int(id), one) for id, one in entries if _ID.fullmatch(id) and isinstance(one, Mapping)
+    numbered = [
+        (int(id), entry)
+        for id, entry in entries
+        if _ID.fullmatch(id) and isinstance(entry, Mapping)
     ]
-    for id, one in sorted(found, key=lambda pair: pair[0]):
-        text = one.get("content")
+    for id, entry in sorted(valid, key=lambda pair: pair[0]):
+        text = entry.get("content")
         if isinstance(text, str) and text:
-            special = one.get("special") is True
-            flags = {flag: one.get(flag) is True for flag in FLAGS}
-            flags["normalized"] = bool(one.get("normalized", not special))
+            special = entry.get("special") is True
+            flags = {flag: entry.get(flag) is True for flag in FLAGS}
+            flags["normalized"] = bool(entry.get("normalized", not special))
             yield id, {"content": text.encode(errors="replace").decode(), **flags}
 
 
-def _sentence(kind: str, told: list[str]) -> str:
-    more = f" and {len(told) - MAX_TOLD} more" if len(told) > MAX_TOLD else ""
-    return kind + ", ".join(told[:MAX_TOLD]) + more
+def _sentence(kind: str, named: list[str]) -> str:
+    more = f" and {len(named) - MAX_TOLD} more" if len(named) > MAX_TOLD else ""
+    return kind + ", ".join(named[:MAX_TOLD]) + more

@@ -1,7 +1,8 @@
-"""A chat whose last message is an answer that goes on: its text ends where that message does.
+"""A chat whose last message is an answer that goes on: its text ends at the end of that message.
 
-A mark behind the message is cut off the rendered text with all that the template writes behind it:
-so white space at the end of the message stays, which templates strip. Pure.
+The chat is rendered with a mark after the message. The text from the mark on is cut off, with all
+that the template writes there. So white space at the end of the message, which templates strip,
+stays. Pure.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ CONTENT, THOUGHTS = "content", "reasoning_content"
 
 
 def marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
-    """Returns messages with a mark behind the text of the last one, and the mark.
+    """Returns messages with a mark after the text of the last message, and the mark.
 
-    A message that has thoughts alone goes on within these. Raises BadRequest where all marks occur.
+    A message with only thoughts goes on within these. Raises BadRequest if all marks occur.
     """
     texts = [*texts_of(messages)]
-    mark = next((one for one in reversed(SEAMS) if not any(one in text for text in texts)), "")
+    mark = next((seam for seam in reversed(SEAMS) if not any(seam in text for text in texts)), "")
     if not mark:
         raise BadRequest("continue_message: the messages have each noncharacter of Unicode")
     *others, last = messages
@@ -40,12 +41,12 @@ def marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any
 
 
 def begun(chat: RenderedChat, mark: str, last: Mapping[str, Any]) -> RenderedChat:
-    """Returns a rendered chat up to the mark behind its `last` message.
+    """Returns a rendered chat up to the mark after its `last` message.
 
-    Raises BadRequest for a template that does not write the text of that message.
+    Raises BadRequest if the template does not write the text of that message.
     """
-    text, found, _ = chat.text.rpartition(mark)
-    if not found:
+    text, separator, _ = chat.text.rpartition(mark)
+    if not separator:
         raise BadRequest(
             "continue_message: the chat template of this model does not write the text of the last"
             " message"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 
 class _StopMatcher:
-    """Finds all stop strings at once (Aho-Corasick): one step a character, however many there are.
+    """Finds all stop strings at once (Aho-Corasick), with one step for each character.
 
     A state stands for the longest suffix of the text that begins a stop string; 0: no suffix does.
     """
@@ -64,10 +64,10 @@ class _StopMatcher:
 
 
 class WholeTexts(dict[int, str | None]):
-    """The text of each token by its id; None where it begins or ends inside a character.
+    """The text of each token by its id; None if the token begins or ends inside a character.
 
-    Those of `pieces`, the bytes of the first tokens, are made at once; others when they are asked
-    for first, by `piece`.
+    The texts of `pieces`, the bytes of the first tokens, are made at once; other texts on first
+    use, by `piece`.
     """
 
     def __init__(self, piece: Callable[[int], bytes], pieces: Iterable[bytes] = ()) -> None:
@@ -89,9 +89,9 @@ def _whole_text(piece: bytes) -> str | None:
 class Detokenizer:
     """The text of one completion, released as T grows.
 
-    The text ends before the first stop string. Of several stop strings the one that is complete
-    first wins; of those complete at the same character, the longest. So the end depends on the text
-    alone, neither on its split into tokens nor on the order of the stop strings.
+    The text ends before the first stop string. The stop string that is complete first wins; if
+    several are complete at the same character, the longest. So the end depends only on the text,
+    neither on its split into tokens nor on the order of the stop strings.
     """
 
     def __init__(
@@ -100,18 +100,18 @@ class Detokenizer:
         stops: tuple[str, ...],
         texts: WholeTexts | None = None,
     ) -> None:
-        """`piece` gives the bytes of a token; `texts` of the same, for many completions."""
+        """`piece` returns the bytes of a token; `texts` of `piece` may serve many completions."""
         self._piece = piece
         self._texts = WholeTexts(piece) if texts is None else texts
         self._stops = _StopMatcher(stops) if stops else None
-        self._between = not stops  # no text is held back, and no stop string is looked for
+        self._between = not stops  # no text is held back, and no stop string has to be found
         self._state = 0  # of the matcher
         self._undecoded = b""  # an incomplete UTF-8 sequence
         self._held = ""
         self.stopped = False  # a stop string was completed; no more text is released
 
     def push(self, token: int) -> str:
-        """Append one id. Returns the text that T gains, which is often empty."""
+        """Appends one id. Returns the text that T gains, which is often empty."""
         if self._between:
             text = self._texts[token]
             if text is not None:  # as of most tokens
@@ -124,11 +124,11 @@ class Detokenizer:
         return self._stops is not None
 
     def replay(self, tokens: Iterable[int]) -> str:
-        """Append many ids. Returns the same text as `push` for each of them in turn."""
+        """Appends many ids. Returns the same text as `push` for each of them in turn."""
         return self._append(b"".join(map(self._piece, tokens)))
 
     def finish(self) -> str:
-        """The text held back until now; "" after a stop. Incomplete UTF-8 becomes U+FFFD."""
+        """Returns the text held back so far; "" after a stop. Incomplete UTF-8 becomes U+FFFD."""
         text = self._append(b"", final=True)
         rest, self._held = self._held, ""
         self._state = 0
@@ -142,7 +142,7 @@ class Detokenizer:
         return new if self._stops is None else self._release(self._stops, new)
 
     def _release(self, stops: _StopMatcher, new: str) -> str:
-        """Append decoded text. Returns what T gains."""
+        """Appends decoded text. Returns the text that T gains."""
         if self.stopped:
             return ""
         end, stop = self._scan(stops, new)
@@ -155,9 +155,9 @@ class Detokenizer:
         return text[:keep]
 
     def _scan(self, stops: _StopMatcher, new: str) -> tuple[int, int]:
-        """Feed `new` up to the end of a stop string.
+        """Feeds `new` up to the end of a stop string.
 
-        Returns the characters fed and the length of the stop string, 0 when there was none.
+        Returns the characters fed and the length of the stop string, 0 if there was none.
         """
         state, at = self._state, 0
         while at < len(new):

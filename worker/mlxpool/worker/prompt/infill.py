@@ -1,4 +1,4 @@
-"""Prompts of a text with a gap, for models whose tokenizer has the tokens of one. Pure."""
+"""Prompts of a text with a gap, for models whose tokenizer has tokens for gaps. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from msgspec import Struct
 from mlxpool.common.errors import BadRequest
 
 NO_INFILL = (
-    "suffix is not supported: the tokenizer of this model has no tokens around the texts before and"
-    " behind a gap; leave it out"
+    "suffix is not supported: the tokenizer of this model has no tokens for a text before and after"
+    " a gap; leave it out"
 )
-# Texts that end what fills a gap: tokens that such models draw behind it, which need not end
-# answers elsewhere.
+# Tokens that such models draw after the text of a gap. They end it, but need not end other answers.
 ENDS = (
     "<EOT>",
     "<|endoftext|>",
@@ -26,9 +25,9 @@ ENDS = (
 
 
 class InfillTokens(Struct, frozen=True):
-    """The tokens before the text in front of the gap, before the one behind it, and at the end.
+    """The tokens before the text that precedes the gap, before the text after it, and at the end.
 
-    `suffix_first`: the text behind the gap comes first. `middle`: "" for none.
+    `suffix_first`: the text after the gap comes first. `middle`: "" if there is no such token.
     """
 
     prefix: str
@@ -37,7 +36,7 @@ class InfillTokens(Struct, frozen=True):
     suffix_first: bool = False
 
 
-# In the order in which they are looked for; names of models are examples.
+# In the order of the search; the names of models are examples.
 KNOWN = (
     InfillTokens("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen coder, CodeGemma
     InfillTokens("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite code
@@ -48,7 +47,7 @@ KNOWN = (
     InfillTokens("<PRE>", "<SUF>", "<MID>"),
     InfillTokens("[PREFIX]", "[SUFFIX]", suffix_first=True),  # Codestral
 )
-_JOINT = "\n"  # a text behind which others are encoded as they are inside of a text
+_JOINT = "\n"  # after this text, other texts are encoded as inside of a text
 
 
 def infill_ids(
@@ -57,25 +56,25 @@ def infill_ids(
     id_of: Callable[[str], int | None],
     encode: Callable[[str], Sequence[int]],
 ) -> list[int]:
-    """Returns the ids of a prompt with a gap behind `prompt` and before `suffix`.
+    """Returns the ids of a prompt with a gap after `prompt` and before `suffix`.
 
-    `id_of` gives the id of a token, or None; `encode` the ids of a text. Raises BadRequest for a
+    `id_of` returns the id of a token, or None; `encode` the ids of a text. Raises BadRequest for a
     tokenizer without such tokens.
     """
-    for known in KNOWN:
-        names = [known.prefix, known.suffix, *([known.middle] if known.middle else [])]
-        ids = [found for name in names if (found := id_of(name)) is not None]
+    for tokens in KNOWN:
+        names = [tokens.prefix, tokens.suffix, *([tokens.middle] if tokens.middle else [])]
+        ids = [id for name in names if (id := id_of(name)) is not None]
         if len(ids) == len(names):
-            front, behind, *end = ids
+            front, back, *end = ids
             before, after = encode(prompt) if prompt else (), _inside(suffix, encode)
-            if known.suffix_first:
-                return [behind, *after, front, *before, *end]
-            return [front, *before, behind, *after, *end]
+            if tokens.suffix_first:
+                return [back, *after, front, *before, *end]
+            return [front, *before, back, *after, *end]
     raise BadRequest(NO_INFILL)
 
 
 def _inside(text: str, encode: Callable[[str], Sequence[int]]) -> list[int]:
-    """The ids of a text that goes on from another one: some tokenizers begin each with a space."""
+    """Returns the ids of a text inside of another: some tokenizers begin each text with a space."""
     joint, both = [*encode(_JOINT)], [*encode(_JOINT + text)]
     plain = both[: len(joint)] == joint
     return both[len(joint) :] if plain else [*encode(text)]

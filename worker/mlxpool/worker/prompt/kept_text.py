@@ -1,7 +1,7 @@
-"""What a load makes of a model's tokenizer, kept for later loads of the same files. No MLX.
+"""The tokenizer data of a load, kept for later loads of the same files. No MLX.
 
-The tokenizer itself is read by other processes (preparation/fork_server.py), so a load that finds
-it kept need not read it.
+Other processes read the tokenizer itself (preparation/fork_server.py), so a load that finds the
+kept data need not read it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KIND = "tokenizer"
 
 
 class KeptText(Struct, frozen=True):
-    """What a load needs of a tokenizer. `source`: TextSource.as_map; `notes`: see ChatTokenizer."""
+    """The tokenizer data of a load. `source`: TextSource.as_map; `notes`: see ChatTokenizer."""
 
     source: dict[str, Any]
     pieces: tuple[bytes, ...]
@@ -33,12 +33,12 @@ class KeptText(Struct, frozen=True):
 
 
 def text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource, tuple[str, ...]]:
-    """Returns the bytes of tokens, what other processes need to prepare requests, and notes to log.
+    """Returns the bytes of tokens, the source for processes that prepare requests, and log notes.
 
     Raises ModelLoadFailed as ChatTokenizer.from_folder.
     """
     file = KeptFile(KIND, _key(folder))
-    # The digest leaves out templates that are no regular files, which the reading below refuses.
+    # The digest leaves out templates that are not regular files; `_read` refuses them.
     known = all(template.is_file() for template in named_files(folder.files))
     kept = _decoded(file) if known else None
     if kept is None:

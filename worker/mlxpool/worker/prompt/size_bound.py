@@ -1,7 +1,7 @@
-"""How many tokens a text has at least, from its bytes alone: refuses what cannot fit at once.
+"""A lower bound of the tokens of a text from its bytes: refuses texts that cannot fit at once.
 
 A text of n bytes has at least n / b tokens, if no token stands for more than b bytes and the
-tokenizer leaves no byte out. `max_bytes_per_token` finds b for tokenizers of which that is known.
+tokenizer leaves no byte out. `max_bytes_per_token` finds b, if that is known of a tokenizer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DROPS_NOTHING = {"ByteLevel", "Digits", "Metaspace", "Split", "Punctuation"}
 
 
 def max_bytes_per_token(tokenizer: Mapping[str, Any]) -> int | None:
-    """Returns the bytes of text that one token stands for at most; None: not known.
+    """Returns the most bytes of text that one token stands for; None: not known.
 
     `tokenizer` is the content of tokenizer.json.
     """
@@ -38,7 +38,7 @@ def max_bytes_per_token(tokenizer: Mapping[str, Any]) -> int | None:
 
 
 def _shrinking(normalizer: Mapping[str, Any] | None) -> int | None:
-    """By which factor the normalizer shortens a text at most; None: not known."""
+    """Returns the largest factor by which the normalizer shortens a text; None: not known."""
     factor = 1
     for step in _flat(normalizer, "normalizers"):
         kind = step.get("type")
@@ -65,7 +65,7 @@ def _keeps_all(pre_tokenizer: Mapping[str, Any] | None) -> bool:
 
 
 def _longest_token(tokenizer: Mapping[str, Any]) -> int | None:
-    """Bytes of the longest token; None for a model that does not have a token for each byte."""
+    """Returns the bytes of the longest token; None if a byte has no token in the model."""
     model = tokenizer.get("model") or {}
     vocab = model.get("vocab")
     if model.get("type", "BPE") != "BPE" or not isinstance(vocab, Mapping):
@@ -84,7 +84,7 @@ def _longest_token(tokenizer: Mapping[str, Any]) -> int | None:
 
 
 def _flat(part: Mapping[str, Any] | None, inner: str) -> Iterator[Mapping[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, those of sequences in it included."""
+    """Yields the steps of a normalizer or pre-tokenizer, including the steps of its sequences."""
     if part is None:
         return
     if part.get("type") != "Sequence":
@@ -95,9 +95,7 @@ def _flat(part: Mapping[str, Any] | None, inner: str) -> Iterator[Mapping[str, A
 
 
 def check_bytes(size: int, max_bytes: int | None, context: int) -> None:
-    """Raises ContextExceeded for a text of at least `size` bytes that has too many tokens in any
-    case.
-    """
+    """Raises ContextExceeded if a text of at least `size` bytes certainly has too many tokens."""
     if max_bytes is None:
         return
     least = -(-size // max_bytes)
@@ -110,7 +108,7 @@ def check_bytes(size: int, max_bytes: int | None, context: int) -> None:
 
 
 def check_tokens(count: int, context: int) -> None:
-    """Raises BadRequest for an empty prompt, ContextExceeded for one that leaves no token free."""
+    """Raises BadRequest for an empty prompt, ContextExceeded if it leaves no token free."""
     if not count:
         raise BadRequest(
             "the prompt is empty: it has no tokens, and the model puts none in front of it"
@@ -124,7 +122,7 @@ def check_tokens(count: int, context: int) -> None:
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, what: str) -> None:
-    """Raises BadRequest for an id that the model has no row for; `what` names the ids."""
+    """Raises BadRequest for an id without a row in the model; `what` is the name of the ids."""
     largest = max(ids, default=0)
     if largest >= vocab_size:
         raise BadRequest(

@@ -1,4 +1,4 @@
-"""What the preparation of requests needs to know of a model: its text functions, its limits."""
+"""The parts of a model that the preparation of requests needs: its text functions, its limits."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mlxpool.worker.prompt.detokenizer import WholeTexts
 
 
 class RenderedChat(Struct, frozen=True):
-    """A chat as text; `messages_end` characters of it precede the generation prompt, 0: unknown.
+    """A chat as text; `messages_end`: its characters before the generation prompt, 0: unknown.
 
-    `thinks`: the text ends inside the model's thoughts. `cuts`: places in the text at which it is
+    `thinks`: the text ends inside the model's thoughts. `cuts`: the places at which the text is
     divided before it is tokenized, see media.literals.
     """
 
@@ -34,18 +34,18 @@ class TextModel(Protocol):
     see worker/preparation: they may take any time and memory.
     """
 
-    max_bytes_per_token: int | None  # of text; None: not known, see size_bound
+    max_bytes_per_token: int | None  # None: not known, see size_bound
 
     @property
     def images(self) -> ImageInput | None:
-        """How the model reads images; None: it takes text only."""
+        """The model's settings for images; None: it takes only text."""
 
     @property
     def controls(self) -> tuple[Sequence[str], Sequence[str]]:
-        """Texts that are control tokens: special tokens, and others that chat templates write."""
+        """Texts of control tokens: special tokens, and others that chat templates write."""
 
     def read_image(self, data: bytes, index: int) -> PreparedImage:
-        """Decodes the file of image `index` of a request. Raises BadRequest naming it."""
+        """Decodes the file of image `index` of a request. Raises BadRequest with its index."""
 
     def piece(self, token: int) -> bytes: ...
 
@@ -58,15 +58,15 @@ class TextModel(Protocol):
         *,
         continues: bool = False,
     ) -> RenderedChat:
-        """Renders a chat; `continues`: without the begin of an answer behind it."""
+        """Renders a chat; `continues`: without the beginning of an answer at the end."""
 
     def infill(self, text: str, suffix: str) -> list[int]:
-        """Tokenizes a text with a gap behind it, which `suffix` follows. Raises BadRequest."""
+        """Tokenizes a text, a gap, and then `suffix`. Raises BadRequest."""
 
     def encode(self, text: str, cuts: Sequence[int] = (), *, begins: bool = True) -> list[int]:
         """Tokenizes a text; no token spans a place of `cuts`.
 
-        `begins`: the ids begin as a prompt does; False for a rendered chat, which has its own.
+        `begins`: the ids begin like a prompt; False for a rendered chat, which has its own begin.
         """
 
     def restore_at(self, text: str, messages_end: int, ids: Sequence[int]) -> int: ...
@@ -84,18 +84,18 @@ class TokenTable(Struct, frozen=True):
     max_bytes_per_token: int | None
 
     def piece(self, token: int) -> bytes:
-        """The bytes that a token appends to a text that has begun; b"" for an unknown id."""
+        """Returns the bytes that a token adds inside of a text; b"" for an unknown id."""
         return self.pieces[token] if 0 <= token < len(self.pieces) else b""
 
 
 class TextSource(Struct, frozen=True):
-    """What another process needs to prepare requests of a model, see ChatTokenizer.from_source.
+    """The data for another process to prepare requests of a model, see ChatTokenizer.from_source.
 
-    `sha256`: of the file `tokenizer`. `templates`: sources of chat templates by name; `tokens`:
-    special tokens by the name that templates use. `max_bytes_per_token`: see size_bound. `images`:
-    how the model reads images; None: it takes text only. `added`: see AddedTokens. `closings`: the
-    ids of those of ThoughtMarks, of the format in which the templates have thoughts; none: they
-    have none.
+    `sha256`: digest of the file `tokenizer`. `templates`: sources of chat templates by name.
+    `tokens`: special tokens by the name that templates use. `max_bytes_per_token`: see size_bound.
+    `images`: the settings for images; None: the model takes only text. `added`: see AddedTokens.
+    `closings`: the ids of ThoughtMarks.closings in the templates' format of thoughts; empty: the
+    templates have no thoughts.
     """
 
     tokenizer: str
@@ -109,25 +109,26 @@ class TextSource(Struct, frozen=True):
     closings: Sequence[Sequence[int]] = ()
 
     def as_map(self) -> dict[str, Any]:
-        """Plain values for another process, of which `from_map` makes it again."""
+        """Returns plain values for another process; `from_map` makes a source from them again."""
         return as_map(self)
 
     @classmethod
     def from_map(cls, fields: Mapping[str, Any]) -> Self:
-        """Returns the source of which `as_map` gave the values."""
+        """Returns the source with the values of `as_map`."""
         images = fields.get("images")
-        found = None if images is None else ImageInput.from_map(images)
-        return cls(**{**fields, "images": found})
+        image_input = None if images is None else ImageInput.from_map(images)
+        return cls(**{**fields, "images": image_input})
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The model's folder was checked; its weights are not loaded yet.
+    """A model whose folder was checked; its weights are not loaded yet.
 
-    `source`: what other processes need to prepare requests; None: `text` is our own code, and does.
-    `eos`: the tokens that end an answer. `no_format`: why answers cannot be constrained to a
-    format; "": they can. `no_prompt_logprobs`: why log-probabilities of prompts cannot be had.
-    `plain_contents`: control tokens that contents have as text are text, unless a request says.
+    `source`: the data for other processes to prepare requests; None: `text` is our own code and
+    prepares them. `eos`: the tokens that end an answer. `no_format`: why answers cannot be
+    constrained to a format; "": they can. `no_prompt_logprobs`: why log-probabilities of prompts
+    are not available. `plain_contents`: control tokens written in contents are plain text, unless
+    a request decides otherwise.
     """
 
     digest: str
@@ -147,5 +148,5 @@ class Opened:
 
     @property
     def images(self) -> ImageInput | None:
-        """How the model reads images; None: it takes text only."""
+        """The model's settings for images; None: it takes only text."""
         return None if self.source is None else self.source.images

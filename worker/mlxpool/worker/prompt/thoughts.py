@@ -1,6 +1,6 @@
-"""The thoughts of an answer: where they end by themselves, and the tokens that end them at a bound.
+"""The thoughts of an answer: their own end, and the tokens that end them at a bound.
 
-Their state depends on the ids alone, so a resumed answer is bounded as before. Pure.
+Their state depends only on the ids, so a resumed answer is bounded as before. Pure.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from mlxpool.common.errors import BadRequest
 class ThoughtMarks(Struct, frozen=True):
     """The texts around thoughts in one format of chat templates.
 
-    `closings`: what ends thoughts at a bound; beside tools the first time, otherwise and later the
-    last one. `again`: thoughts may begin anywhere, otherwise only where the answer begins.
+    `closings`: the texts that end thoughts at a bound. With tools, the first bound has the first
+    text; otherwise and later the last text is used. `again`: thoughts may begin anywhere,
+    otherwise only at the beginning of the answer.
     """
 
     begin: bytes
@@ -33,7 +34,7 @@ class ThoughtMarks(Struct, frozen=True):
 MARKS: Mapping[str, ThoughtMarks] = {
     "tags": ThoughtMarks(b"<think>", (b"</think>",), ("</think>",)),
     "brackets": ThoughtMarks(b"[THINK]", (b"[/THINK]",), ("[/THINK]",)),
-    # The next message: with tools the model chooses its channel, which may be that of a call.
+    # The next message: with tools the model chooses its channel, which may be that of a tool call.
     "harmony": ThoughtMarks(
         b"<|channel|>analysis<|message|>",
         (b"<|end|>", b"<|start|>", b"<|channel|>", b"<|call|>", b"<|return|>"),
@@ -41,32 +42,32 @@ MARKS: Mapping[str, ThoughtMarks] = {
         again=True,
     ),
 }
-# Of the formats in which a prompt may open the thoughts, whichever of them it is.
+# The marks of thoughts that a prompt has opened, in any of the formats in which it may do so.
 OPENED = ThoughtMarks(
     b"", MARKS["tags"].ends + MARKS["brackets"].ends, MARKS["tags"].closings, again=False
 )
 
 
 def closings_of(thinking: str | None, templates: Iterable[str]) -> tuple[str, ...]:
-    """What ends thoughts at a bound, in the words of the templates; none for no known format.
+    """Returns the texts that end thoughts at a bound, as templates write them; () if unknown.
 
-    A mark between tags has the line ends around it with which the templates write it.
+    The end tag has the line breaks around it that the templates write.
     """
     marks = MARKS.get(thinking or "")
     if marks is None or marks.again:
         return () if marks is None else marks.closings
     begin, (end,) = re.escape(marks.begin.decode()), marks.closings
-    found = re.findall(rf"({begin})?((?:\\n)*){re.escape(end)}((?:\\n)*)", "\n".join(templates))
-    around = [(before, behind) for empty, before, behind in found if not empty]
-    before, behind = max(around, key=lambda one: len(one[0] + one[1]), default=("", ""))
-    return (f"{before}{end}{behind}".replace("\\n", "\n"),)
+    tags = re.findall(rf"({begin})?((?:\\n)*){re.escape(end)}((?:\\n)*)", "\n".join(templates))
+    around = [(before, after) for empty, before, after in tags if not empty]
+    before, after = max(around, key=lambda breaks: len("".join(breaks)), default=("", ""))
+    return (f"{before}{end}{after}".replace("\\n", "\n"),)
 
 
 class Thoughts:
     """Takes the tokens of an answer until its thoughts have ended.
 
-    With `most`, that many tokens of thoughts are followed by a mark that ends them: the last ones
-    are those that `closings` have before the mark. Tokens of the marks do not count.
+    With `most`, thoughts have at most `most` tokens before a mark that ends them. If `closings`
+    have tokens before the mark, these are the last of them. Tokens of the marks do not count.
     """
 
     def __init__(
@@ -78,14 +79,14 @@ class Thoughts:
         most: int | None = None,
         closings: Sequence[Sequence[int]] = (),
     ) -> None:
-        """`piece` gives the bytes of a token. `inside`: the prompt has opened the thoughts."""
+        """`piece` returns the bytes of a token. `inside`: the prompt has opened the thoughts."""
         self._piece = piece
         self._marks = marks
         self._inside = inside
         self._closings = closings
-        self._bounds = [self._bound(most, one) for one in closings if most is not None]
+        self._bounds = [self._bound(most, closing) for closing in closings if most is not None]
         self._closed = 0  # times that a bound has closed thoughts
-        self._text = b""  # that may have the begin of a mark
+        self._text = b""  # the end of the answer, which may begin a mark
         self._longest = max(map(len, (marks.begin, *marks.ends)))
         self.count = 0
         self.forced: deque[int] = deque()  # the tokens that follow, if the bound is reached
@@ -95,18 +96,18 @@ class Thoughts:
 
     @property
     def left(self) -> int | None:
-        """How many tokens may be drawn, at least, before one is forced; None: no bound."""
+        """The least tokens that may be drawn before a token is forced; None: no bound."""
         return max(0, min(self._bounds) - self.count) if self._bounds else None
 
     def _bound(self, most: int, closing: Sequence[int]) -> int:
-        """The tokens before `closing`, with whose first ones there are `most` before a mark."""
+        """Returns the drawn tokens before `closing`, so that `most` tokens precede its mark."""
         sizes = [len(self._piece(token)) for token in closing]
         text = b"".join(map(self._piece, closing))
         begin = min(text.find(end) for end in self._marks.ends if end in text)
         return most - sum(sum(sizes[: n + 1]) <= begin for n in range(len(sizes)))
 
     def take(self, token: int) -> None:
-        """Appends a token. Raises BadRequest for another one than the bound forces."""
+        """Appends a token. Raises BadRequest if the bound forces another token."""
         if self.forced:
             if token != self.forced[0]:
                 raise BadRequest(
@@ -145,11 +146,11 @@ class Thoughts:
             self._closed += 1
 
     def _after(self, ended: bool) -> None:
-        """The thoughts have ended, or these have and others may follow."""
+        """Notes the end of these thoughts; unless `ended`, others may follow."""
         self._inside, self._text, self.ended = False, b"", ended
 
     def copy(self) -> Self:
-        """Returns thoughts with the same state, which take tokens by themselves."""
-        made = copy.copy(self)
-        made.forced = self.forced.copy()
-        return made
+        """Returns independent thoughts with the same state."""
+        thoughts = copy.copy(self)
+        thoughts.forced = self.forced.copy()
+        return thoughts

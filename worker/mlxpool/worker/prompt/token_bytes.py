@@ -2,8 +2,8 @@
 
 A decoder is a chain of named steps. A `DecodeRule` made from it gives the bytes of each token
 separately, so that text can be streamed: the bytes of all tokens, one after the other, are the
-whole text. Where bytes are not UTF-8, the valid characters beside them are kept, also among
-SentencePiece's byte tokens, of which `tokenizers` drops a whole run.
+whole text. If bytes are not UTF-8, the valid characters beside them are kept. This holds also for
+SentencePiece's byte tokens; `tokenizers` drops a whole run of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mlxpool.common.errors import ModelLoadFailed
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BYTE_LEVEL = {"type": "ByteLevel"}
 
-# The clean-up of a WordPiece decoder in each token, in this order.
+# The clean-up of a WordPiece decoder in each token; the replacements are in this order.
 _CLEAN_UP = (
     (" .", "."),
     (" ?", "?"),
@@ -38,13 +38,13 @@ _CLEAN_UP = (
     (" 're", "'re"),
 )
 
-DecodeStep = Callable[[str, bool], str]  # of a token's text, and whether the text begins with it
+DecodeStep = Callable[[str, bool], str]  # (a token's text, whether it begins the whole text)
 
 
 class DecodeRule(Struct, frozen=True):
-    """How the text of a token in the vocabulary becomes bytes.
+    """The conversion of a token's text in the vocabulary to bytes.
 
-    `literal`: added tokens stand for their own text and skip the steps. `strip` is the number of
+    `literal`: added tokens stand for their own text and skip the steps. `strip`: the number of
     spaces that are removed from the beginning of a whole text.
     """
 
@@ -60,14 +60,14 @@ class DecodeRule(Struct, frozen=True):
 
 
 class TokenBytes:
-    """The bytes of every token id; b"" for an unknown one.
+    """The bytes of every token id; b"" for an unknown id.
 
-    `self[token]` is what a token appends to a text that has begun; a completion has, with its
-    prompt. `whole` is the text of ids without any text before them.
+    `self[token]` are the bytes that a token adds inside of a text, such as a completion after its
+    prompt. `whole` returns the text of ids that begin a text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises ModelLoadFailed naming a decoder step that is not supported."""
+        """Raises ModelLoadFailed with the decoder step that is not supported."""
         self._rule = read_rule(_steps_of(tokenizer))
         self._tokenizer = tokenizer
         self._added = {
@@ -99,7 +99,7 @@ class TokenBytes:
 
 
 def _steps_of(tokenizer: Tokenizer) -> list[Mapping[str, Any]] | None:
-    """The decoder's steps; without a decoder, those that undo the pre-tokenizer. None: neither."""
+    """Returns the decoder's steps, or without a decoder steps that undo the pre-tokenizer."""
     if tokenizer.decoder is not None:
         return list(_flat(_settings(tokenizer.decoder), "decoders"))
     if tokenizer.pre_tokenizer is not None:
@@ -123,7 +123,7 @@ def _flat(part: Mapping[str, Any], inner: str) -> Iterator[Mapping[str, Any]]:
 
 
 def read_rule(steps: Sequence[Mapping[str, Any]] | None) -> DecodeRule:
-    """The rule of a chain of decoder steps; without a chain, tokens are words between spaces.
+    """Returns the rule of decoder steps; without steps, tokens are words between spaces.
 
     Raises ModelLoadFailed for a step that cannot be applied token by token.
     """
@@ -208,7 +208,7 @@ _READERS: Mapping[str, Callable[[DecodeRule, Mapping[str, Any]], DecodeRule]] = 
 
 @lru_cache(maxsize=1)
 def _byte_of_char() -> dict[str, int]:
-    """Byte-level vocabularies write each byte as one printable character: the byte of each."""
+    """Returns the byte of each character of byte-level vocabularies; each stands for one byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in set(printable)]
     table = {chr(byte): byte for byte in printable}

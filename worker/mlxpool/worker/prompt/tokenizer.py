@@ -28,15 +28,15 @@ from mlxpool.worker.prompt.token_bytes import TokenBytes
 from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.json_files import read_file
 
-_PREFIX_PROBE = 256  # characters whose ids tell whether a text begins with `prefix`
+_PREFIX_PROBE = 256  # characters that are encoded to check whether a text begins with `prefix`
 _MAX_NAMED = 3  # tokens named in an error that could list thousands
 
 
 class ChatTokenizer:
     """A model's tokenizer and chat templates.
 
-    `source.prefix` holds the ids that begin a prompt that is text: usually the begin-of-sequence
-    token, or nothing.
+    `source.prefix` holds the ids before the text of a prompt: usually the begin-of-sequence token,
+    or nothing.
     """
 
     def __init__(
@@ -46,9 +46,7 @@ class ChatTokenizer:
         source: TextSource,
         notes: Sequence[str] = (),
     ) -> None:
-        """`notes`: what its files say differently. Raises ModelLoadFailed for a decoder that is not
-        supported.
-        """
+        """`notes`: contradictions of its files. Raises ModelLoadFailed for an unknown decoder."""
         self.source = source
         self.notes = notes
         self.prefix = tuple(source.prefix)
@@ -58,13 +56,14 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._token_bytes = TokenBytes(tokenizer)
         added = tokenizer.get_added_tokens_decoder().values()
-        texts = [one.content for one in added if not one.special]
-        named = [text for text in texts if any(text in one for one in source.templates.values())]
-        self.controls = [one.content for one in added if one.special], named
+        texts = [token.content for token in added if not token.special]
+        templates = source.templates.values()
+        named = [text for text in texts if any(text in template for template in templates)]
+        self.controls = [token.content for token in added if token.special], named
 
     @classmethod
     def from_folder(cls, folder: ModelFolder) -> ChatTokenizer:
-        """Raises ModelLoadFailed when the tokenizer or a template cannot be used with the model."""
+        """Raises ModelLoadFailed if the tokenizer or a template cannot be used with the model."""
         file = folder.files / "tokenizer.json"
         tokenizer, data = read_tokenizer(file)
         added = AddedTokens(folder.files, tokenizer, folder.plan.embedding_rows)
@@ -88,7 +87,7 @@ class ChatTokenizer:
 
     @classmethod
     def from_source(cls, source: TextSource) -> ChatTokenizer:
-        """The same in another process. Raises ModelLoadFailed for a file that has changed."""
+        """Makes it in another process. Raises ModelLoadFailed if a file has changed."""
         tokenizer, data = read_tokenizer(Path(source.tokenizer))
         add_tokens(tokenizer, source.added)
         if hashlib.sha256(data).hexdigest() != source.sha256:
@@ -96,11 +95,11 @@ class ChatTokenizer:
         return cls(tokenizer, ChatTemplates(compiled(source.templates), source.tokens), source)
 
     def encode(self, text: str, cuts: Sequence[int] = (), *, begins: bool = True) -> list[int]:
-        """The ids of a prompt, which begin with `prefix`: it is added unless the text has it.
+        """Returns the ids of a prompt; they begin with `prefix`, which is added if missing.
 
-        Without `begins` they are the ids of the text alone. Special tokens written out in the text
-        become special ids, unless one of `cuts` divides them. Raises BadRequest for text that is
-        not Unicode.
+        Without `begins`, returns only the ids of the text. Special tokens written out in the text
+        become special ids, unless one of `cuts` divides them. Raises BadRequest if the text is not
+        Unicode.
         """
         ids = [*self._missing(text)] if begins else []
         for part in parts_of(text, cuts):
@@ -112,16 +111,16 @@ class ChatTokenizer:
         return [*self.prefix, *infill_ids(text, suffix, self._tokenizer.token_to_id, self._ids)]
 
     def piece(self, token: int) -> bytes:
-        """The bytes that a token appends to a text that has begun; b"" for an unknown id."""
+        """Returns the bytes that a token adds inside of a text; b"" for an unknown id."""
         return self._token_bytes[token]
 
     def table(self, vocab_size: int) -> TokenTable:
-        """The bytes of the tokens with ids below `vocab_size`, without this tokenizer's memory."""
+        """Returns the bytes of the tokens with ids below `vocab_size`, without the tokenizer."""
         pieces = tuple(map(self.piece, range(vocab_size)))
         return TokenTable(pieces, self.max_bytes_per_token)
 
     def read_image(self, data: bytes, index: int) -> PreparedImage:
-        """See TextModel. It may take any time and memory: call it in a process that has bounds."""
+        """See TextModel. It may take any time and memory: call it in a process with bounds."""
         from mlxpool.worker.media.decode import prepared_image  # the worker itself needs no Pillow
 
         assert self.images is not None
@@ -140,9 +139,9 @@ class ChatTokenizer:
         *,
         continues: bool = False,
     ) -> RenderedChat:
-        """Returns the text of a chat; `continues`: without the begin of an answer behind it.
+        """Returns the text of a chat; `continues`: without the beginning of an answer at the end.
 
-        A template may take any time and memory: call it in a process that has bounds. Raises
+        A template may take any time and memory: call it in a process with bounds. Raises
         BadRequest, see ChatTemplates.render.
         """
         if continues:
@@ -153,7 +152,7 @@ class ChatTokenizer:
         text = self._chat.render(messages, tools, now=now, think=think)
         bare = ""
         if self._chat.prompts_generation(bool(tools)):
-            with contextlib.suppress(BadRequest):  # where it ends is only a hint
+            with contextlib.suppress(BadRequest):  # the end of the messages is only a hint
                 bare = self._chat.render(
                     messages, tools, now=now, think=think, add_generation_prompt=False
                 )
@@ -161,12 +160,12 @@ class ChatTokenizer:
         return RenderedChat(text, ends, opens_thinking(text))
 
     def restore_at(self, text: str, messages_end: int, ids: Sequence[int]) -> int:
-        """How many of the text's ids precede the generation prompt, which begins at the character
-        `messages_end`; an id that spans its begin is not counted.
+        """Returns the number of ids before the generation prompt.
 
-        The generation prompt mostly begins with a special token, and then its ids are the last ones
-        of the prompt. Only otherwise the character offsets of every token are computed, which takes
-        as long as encoding the text.
+        It begins at the character `messages_end`; an id that spans its begin is not counted.
+        Mostly it begins with a special token; then its ids are the last ids of the prompt.
+        Otherwise the character offsets of all tokens are computed, which takes as long as encoding
+        the text.
         """
         last = self._ids(text[messages_end:])
         if list(ids[-len(last) :]) == last:
@@ -176,7 +175,7 @@ class ChatTokenizer:
         return len(ids) - len(encoding) + at if at else 0
 
     def _ids(self, text: str) -> list[int]:
-        """The ids of a text without `prefix`; without character offsets, which is faster."""
+        """Returns the ids of a text without `prefix`, and without offsets, which is faster."""
         try:
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         except (TypeError, UnicodeError) as error:
@@ -196,16 +195,16 @@ class ChatTokenizer:
 
 
 def closings_of(tokenizer: Tokenizer, templates: Mapping[str, str]) -> list[list[int]]:
-    """Returns the ids that end thoughts at a bound; none where the templates show no thoughts."""
+    """Returns the ids that end thoughts at a bound; empty if the templates show no thoughts."""
     sources = templates.values()
     texts = thoughts.closings_of((chat_format(sources) or {}).get("thinking"), sources)
-    return [list(tokenizer.encode(one, add_special_tokens=False).ids) for one in texts]
+    return [list(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
 
 
 def image_input(folder: ModelFolder, tokenizer: Tokenizer) -> ImageInput | None:
-    """How the model reads images; None: it takes text only.
+    """Returns the model's settings for images; None: it takes only text.
 
-    Raises ModelLoadFailed where the tokenizer lacks a token that stands for images.
+    Raises ModelLoadFailed if the tokenizer lacks a token that stands for images.
     """
     vision = folder.vision
     if vision is None:
@@ -223,14 +222,15 @@ def image_input(folder: ModelFolder, tokenizer: Tokenizer) -> ImageInput | None:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether it is a panic of native code, which is no Exception: a pattern of a tokenizer that
-    needs too many tries, for one.
+    """Returns whether an error is a panic of native code, which is not an Exception.
+
+    For example, a pattern of a tokenizer that needs too many tries panics.
     """
     return type(error).__name__ == "PanicException"
 
 
 def read_tokenizer(file: Path) -> tuple[Tokenizer, bytes]:
-    """The tokenizer of a tokenizer.json, and the file. Raises ModelLoadFailed naming the file."""
+    """Returns the tokenizer of a tokenizer.json, and the file's bytes. Raises ModelLoadFailed."""
     data = read_file(file)
     try:
         tokenizer = Tokenizer.from_buffer(data.removeprefix(BOM_UTF8))
@@ -246,10 +246,10 @@ def read_tokenizer(file: Path) -> tuple[Tokenizer, bytes]:
 def check_vocabulary(
     tokenizer: Tokenizer, rows: int, prefix: Sequence[int], chat: ChatTemplates
 ) -> None:
-    """Check that the ids of texts have rows in the model's embedding. Raises ModelLoadFailed.
+    """Checks that the ids of texts have rows in the model's embedding. Raises ModelLoadFailed.
 
     An added token without a row is accepted if neither the prefix nor a template writes it: some
-    models keep those of a larger sibling. A prompt with such a token is refused.
+    models keep the added tokens of a larger sibling. A prompt with such a token is refused.
     """
     beyond = [id for id in tokenizer.get_vocab(with_added_tokens=False).values() if id >= rows]
     if beyond:
@@ -271,7 +271,7 @@ def check_vocabulary(
 
 
 def _max_bytes(data: bytes, added: Sequence[TokenFields]) -> int | None:
-    """Returns the bytes of text that a token stands for at most, see size_bound."""
+    """Returns the most bytes of text that a token stands for, see size_bound."""
     whole = json.loads(data)
     whole["added_tokens"] = [*(whole.get("added_tokens") or ()), *added]
     return max_bytes_per_token(whole)

@@ -1,4 +1,4 @@
-"""Chat templates: read from the model's folder, run in a sandboxed process of their own.
+"""Chat templates: read from the model's folder, run in a separate, sandboxed process.
 
 A template is untrusted input.
 """

@@ -1,6 +1,6 @@
-"""How a model writes its thinking and its tool calls, as far as its chat templates show it.
+"""The formats of a model's thinking and tool calls, as far as its chat templates show them.
 
-Only the formats are named here; the client and the gateway parse completions by these names.
+This module only names the formats; the client and the gateway parse completions by these names.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from mlxpool.common.errors import BadRequest
 
-# The first marker that occurs in a template decides; markers of other formats may occur, too.
+# The first of these markers that occurs in a template decides; others may occur, too.
 TOOL_MARKERS = (
     ("<|channel|>", "harmony"),
     ("<arg_key>", "glm"),
@@ -26,13 +26,13 @@ THINKING_MARKERS = (
     ("<think>", "tags"),
     ("</think>", "tags"),
 )
-THINKING_OPENERS = ("<think>", "[THINK]")  # after a prompt with this end, the model is thinking
+THINKING_OPENERS = ("<think>", "[THINK]")  # a prompt with one of these ends begins thoughts
 
 
 def chat_format(sources: Iterable[str]) -> dict[str, str | None] | None:
-    """{tools, thinking}: names of formats, None for a format that the templates do not show.
+    """Returns {tools, thinking}: names of formats, None for a format that no template shows.
 
-    Returns None when there is no template.
+    Returns None without a template.
     """
     text = "\n".join(sources)
     if not text:
@@ -52,8 +52,8 @@ def opens_thinking(prompt: str) -> bool:
 def variables(think: bool | str | None, source: str) -> Mapping[str, Any]:
     """Returns the template variables for the request's `think`.
 
-    A level means true to a template that knows none. Raises BadRequest for a template that cannot
-    leave its thoughts out.
+    A level counts as true for a template without levels. Raises BadRequest if `think` is false and
+    the template cannot leave thoughts out.
     """
     if think is None:
         return {}

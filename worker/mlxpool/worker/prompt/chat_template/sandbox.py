@@ -1,8 +1,8 @@
 """One chat template: compiled in a sandbox, rendered to text.
 
-A template is untrusted input. It runs in jinja2's immutable sandbox and sees plain data only. The
+A template is untrusted input. It runs in jinja2's immutable sandbox and sees only plain data. The
 process that renders it has bounds of time and memory, see worker/preparation. The worker itself
-only compiles templates, so compiling must not evaluate any expression of a template.
+only compiles templates, so the compilation must not evaluate any expression of a template.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class _Refused(Exception):
 class Template:
     """One compiled template.
 
-    `where` names it in errors; `reads_tools` says whether it mentions the variable `tools`.
-    Raises ModelLoadFailed naming the line that does not compile.
+    `where` is its name in errors. `reads_tools`: it mentions the variable `tools`. Raises
+    ModelLoadFailed with the line that does not compile.
     """
 
     def __init__(self, source: str, where: str = "the chat template") -> None:
@@ -64,9 +64,9 @@ class Template:
             raise ModelLoadFailed(f"{where} fails to compile: {error!r}") from error
 
     def render(self, variables: Mapping[str, Any], now: float) -> str:
-        """Returns the text; `now` in seconds since 1970, which the template sees as UTC.
+        """Returns the text; `now`: seconds since 1970; the template sees this time in UTC.
 
-        Raises BadRequest with the template's own message, or with the line at which it failed.
+        Raises BadRequest with the template's own message, or with the line of its failure.
         """
         moment = datetime.fromtimestamp(now, UTC)
         try:
@@ -99,7 +99,7 @@ class _GenerationTag(Extension):
 
 
 class _NoConstantFolding(CodeGenerator):
-    """Evaluates no expression while compiling; jinja2 would evaluate constant ones."""
+    """Evaluates no expression at compilation; jinja2 would evaluate constant expressions."""
 
     def _output_child_to_const(self, node: nodes.Expr, frame: Any, finalize: Any) -> str:
         if not isinstance(node, nodes.TemplateData):
@@ -124,7 +124,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _content_form(tree: nodes.Template) -> ContentForm:
-    """PARTS for a template that loops over the parts and never tests for plain text."""
+    """Returns PARTS if a template loops over the parts and never tests for plain text."""
     loops = any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
     asks = any(test.name in ("string", "mapping") for test in tree.find_all(nodes.Test))
     if not loops:
@@ -133,7 +133,7 @@ def _content_form(tree: nodes.Template) -> ContentForm:
 
 
 def _is_content(node: nodes.Node) -> bool:
-    """Returns whether it is `message.content`, `message['content']`, or a variable `content`."""
+    """Returns whether a node is `message.content`, `message['content']` or a name `content`."""
     if isinstance(node, nodes.Getattr):
         return node.attr == "content"
     if isinstance(node, nodes.Getitem):
@@ -148,7 +148,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON; jinja2's own filter escapes <, > and & for HTML, unlike the training text."""
+    """Returns plain JSON; jinja2's filter escapes <, > and & for HTML, unlike training texts."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -165,7 +165,7 @@ def _message_of(error: Exception) -> str:
 
 
 def _line_of(error: Exception) -> str:
-    """ " at line N": the innermost line of the template in the traceback, or ""."""
+    """Returns " at line N", the innermost line of the template in the traceback, or ""."""
     line, trace = 0, error.__traceback__
     while isinstance(trace, TracebackType):
         if trace.tb_frame.f_code.co_filename == _FILE:

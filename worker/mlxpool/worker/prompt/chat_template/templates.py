@@ -1,4 +1,4 @@
-"""The chat templates of a model: which one applies, which variables it has.
+"""The chat templates of a model: the choice of a template, and its variables.
 
 A template sees only the messages, the tools, the model's token names and `now`, so that the same
 request gives the same prompt on every worker.
@@ -25,9 +25,9 @@ NO_TOOLS = "the chat template of this model has no place for tools: leave `tools
 
 
 class ChatTemplates:
-    """A model's templates by name; none for a model that takes finished text only.
+    """A model's templates by name; empty for a model that takes only finished text.
 
-    `notes`: what is odd about their files.
+    `notes`: oddities of their files.
     """
 
     def __init__(
@@ -42,16 +42,16 @@ class ChatTemplates:
 
     @classmethod
     def from_folder(cls, path: FileLookup) -> ChatTemplates:
-        """Raises ModelLoadFailed for a file or a template that cannot be read."""
-        found = find_sources(path)
-        where = found.where
-        for name, source in found.texts.items():
+        """Reads the templates. Raises ModelLoadFailed if a file or a template cannot be read."""
+        sources = find_sources(path)
+        where = sources.where
+        for name, source in sources.texts.items():
             if len(source) > MAX_TEMPLATE_CHARS:
                 raise ModelLoadFailed(
                     f"{where}: chat template {name!r} has {len(source)} characters, at most"
                     f" {MAX_TEMPLATE_CHARS} are allowed"
                 )
-        return cls(compiled(found.texts, where), token_names(path), found.notes)
+        return cls(compiled(sources.texts, where), token_names(path), sources.notes)
 
     def render(
         self,
@@ -62,7 +62,7 @@ class ChatTemplates:
         think: bool | str | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The prompt text of a chat that `check_messages`, `check_tools`, `check_think` accepted.
+        """Returns the text of a chat that `check_messages`, `check_tools`, `check_think` accepted.
 
         Raises BadRequest for a model without a template, for tools that the template does not
         read, and as `output_format.variables` and `Template.render` do.
@@ -70,8 +70,8 @@ class ChatTemplates:
         template = self.template_for(bool(tools))
         if tools and not template.reads_tools:
             raise BadRequest(NO_TOOLS)
-        known = messages if DEVELOPER in template.source else _as_system(messages)
-        adapted = [template.adapted(message) for message in known]
+        accepted = messages if DEVELOPER in template.source else _as_system(messages)
+        adapted = [template.adapted(message) for message in accepted]
         variables = {
             **self.tokens,
             **output_format.variables(think, template.source),
@@ -83,9 +83,9 @@ class ChatTemplates:
         return template.render(variables, now)
 
     def template_for(self, tools: bool) -> Template:
-        """The template `tool_use` when there are tools, else `default`, else the first one."""
-        wanted = (TOOL_USE, DEFAULT) if tools else (DEFAULT,)
-        for name in (*wanted, *self.templates):
+        """Returns the template `tool_use` if there are tools, else `default`, else the first."""
+        preferred = (TOOL_USE, DEFAULT) if tools else (DEFAULT,)
+        for name in (*preferred, *self.templates):
             if name in self.templates:
                 return self.templates[name]
         raise BadRequest(NO_TEMPLATE)
@@ -96,10 +96,10 @@ class ChatTemplates:
 
 
 def compiled(sources: Mapping[str, str], where: object = "the model") -> dict[str, Template]:
-    """Templates by name; `where` has them. Raises ModelLoadFailed for one that does not compile."""
+    """Compiles templates by name, from `where`. Raises ModelLoadFailed if one does not compile."""
     if not sources:
         return {}
-    # Imports jinja2, which a model without a template does not need.
+    # This imports jinja2; a model without a template does not need it.
     from mlxpool.worker.prompt.chat_template.sandbox import Template
 
     return {
@@ -109,9 +109,9 @@ def compiled(sources: Mapping[str, str], where: object = "the model") -> dict[st
 
 
 def _as_system(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Messages of the developer as the system's, for a template that would leave them out.
+    """Returns messages of the developer as the system's, for templates that would omit them.
 
-    Those at the begin are one with the system's: templates take one message of it.
+    At the beginning they are joined with the system message, since templates take only one.
     """
     if all(message["role"] != DEVELOPER for message in messages):
         return messages
