@@ -16,21 +16,21 @@ from mlxpool.worker.preparation.limits import (
     Limits,
 )
 
-RETRY_AFTER_MS = 1000  # when memory is short because of what other requests take
+RETRY_AFTER_MS = 1000  # if memory is short because of other requests
 CANCELLED = Internal("the request was cancelled")
 
 
 def late(size: int) -> DeadlineExceeded:
-    """The deadline of a request of `size` bytes has passed."""
+    """Returns the error of a request of `size` bytes whose deadline has passed."""
     return DeadlineExceeded(
         f"the deadline passed while a prompt of {size} bytes was prepared (deadline_ms)"
     )
 
 
 class MemoryParts(Struct, frozen=True):
-    """Bytes over `limit`: the `worker` itself, all processes that `prepare`, `own` of one job.
+    """Bytes that exceed `limit`: the `worker` itself, all processes that `prepare`, `own` of a job.
 
-    `figures` are those of a heartbeat. `others`: jobs beside that one.
+    `figures`: the figures of a heartbeat. `others`: the number of other jobs.
     """
 
     limit: int
@@ -42,14 +42,14 @@ class MemoryParts(Struct, frozen=True):
 
     @property
     def passes(self) -> bool:
-        """Whether something takes memory that will end by itself."""
+        """Whether some of the memory will be freed without a change, by the end of requests."""
         return self.others > 0 or self.figures.get("kv_used", 0) > 0
 
 
 def too_much_memory(size: int, parts: MemoryParts) -> OutOfMemory:
-    """A request of `size` bytes cannot be prepared within the memory limit."""
+    """Returns the error of a request of `size` bytes whose preparation exceeds the memory limit."""
     figures, total = parts.figures, parts.worker + parts.prepare
-    known = [
+    uses = [
         f"{words} {figures[name]}"
         for name, words in (
             ("weights", "weights"),
@@ -58,7 +58,7 @@ def too_much_memory(size: int, parts: MemoryParts) -> OutOfMemory:
         )
         if figures.get(name)
     ]
-    inside = f" ({', '.join(known)})" if known else ""
+    inside = f" ({', '.join(uses)})" if uses else ""
     advice = "send it again when other requests have ended" if parts.passes else "send less"
     return OutOfMemory(
         f"there is no memory to prepare the request of {size} bytes: the worker takes"
@@ -73,7 +73,7 @@ def too_much_memory(size: int, parts: MemoryParts) -> OutOfMemory:
 def error_of_exit(
     code: int, size: int, limits: Limits, *, checks_format: bool = False
 ) -> PoolError | None:
-    """What the exit code of a lane means for its job; None: it was ended from outside."""
+    """Returns the error of a job by the exit code of its lane; None: ended from outside."""
     if checks_format and code in (-signal.SIGVTALRM, -signal.SIGABRT):
         return BadRequest(
             f"format: it was not compiled with {GRAMMAR_SECONDS:g} s of processor time and"
@@ -102,5 +102,5 @@ def error_of_exit(
 
 
 def ended_too_often(tries: int, code: int) -> BadRequest:
-    """Each lane that had the job was ended from outside, or by a fault of the job."""
+    """Returns the error of a job whose lanes were all ended from outside, or by its own fault."""
     return BadRequest(f"preparing the request ended its process {tries} times, with code {code}")

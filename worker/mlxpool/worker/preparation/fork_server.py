@@ -1,8 +1,8 @@
 """`python -m mlxpool.worker.preparation.fork_server`: loads a tokenizer once and forks lanes.
 
-Its stdin is one end of a socket pair; lanes.py in the worker holds the other. A lane starts within
-milliseconds and shares the tokenizer's memory, so ending one in the middle of a job is cheap. This
-process has one thread, so that forking is safe.
+Its stdin is one end of a socket pair; lanes.py in the worker holds the other end. A lane starts
+within milliseconds and shares the tokenizer's memory, so it is cheap to end a lane in the middle of
+a job. This process has one thread, so that forking is safe.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     TextFunctions = ChatTokenizer | EncoderText
 
 NICENESS = 10  # so that lanes give way to the threads that decode
-REQUEST = struct.Struct("!ci")  # one of the three below, and the pid of a lane
-FORK = b"f"  # reply: the pid of a new lane, which serves the descriptor sent along
+REQUEST = struct.Struct("!ci")  # one of the three kinds below, and the pid of a lane
+FORK = b"f"  # reply: the pid of a new lane, which serves the descriptor sent with the request
 REAP = b"r"  # of a lane that has closed its connection; reply: its exit code, below 0 for a signal
 KILL = b"k"  # reply: 0, at once
 REPLY = struct.Struct("!i")
 
 
 def main() -> int:
-    """Fork and end lanes until the worker closes the connection. Returns the exit code."""
+    """Forks and ends lanes until the worker closes the connection. Returns the exit code."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal concerns the broker
     os.nice(NICENESS)
-    from mlxpool.common import logs  # imports what takes long
+    from mlxpool.common import logs  # its imports take long
     from mlxpool.worker.preparation.jobs import receive
     from mlxpool.worker.preparation.limits import Limits
 
@@ -64,7 +64,7 @@ def main() -> int:
                 killed.add(pid)
                 reply = 0
             worker.sendall(REPLY.pack(reply))
-            killed = {one for one in killed if not os.waitpid(one, os.WNOHANG)[0]}
+            killed = {lane for lane in killed if not os.waitpid(lane, os.WNOHANG)[0]}
 
 
 def text_functions(source: dict[str, Any]) -> TextFunctions:
@@ -86,7 +86,7 @@ def text_functions(source: dict[str, Any]) -> TextFunctions:
 
 
 def _fork(worker: socket.socket, descriptor: int, text: TextFunctions, limits: Limits) -> int:
-    """Start a lane that serves this descriptor. Returns its pid."""
+    """Starts a lane that serves this descriptor. Returns its pid."""
     pid = os.fork()
     if pid:
         os.close(descriptor)

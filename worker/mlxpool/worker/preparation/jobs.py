@@ -1,4 +1,4 @@
-"""What a lane is asked to do and what it answers, and how both travel: as msgpack maps.
+"""The jobs of a lane and their results, and their transport as msgpack maps.
 
 Unpacking a message runs no code of the sender: chat templates are untrusted.
 """
@@ -35,7 +35,7 @@ from mlxpool.worker.prompt.size_bound import check_bytes, check_ids, check_token
 from mlxpool.worker.prompt.text_model import RenderedChat, TextModel
 
 MAX_ANSWER_TEXT = MAX_BODY - 1024  # bytes of text in an answer
-MSGPACK_HEAD = 5  # bytes at most that precede a text in an answer
+MSGPACK_HEAD = 5  # the most bytes before a text in an answer
 BIG_INT = 1  # the msgpack extension type of an integer beyond 64 bits, which JSON may have
 READ_BYTES = 2**20  # of one system call
 NO_IMAGES = "this model does not support image input: it takes text only"
@@ -44,8 +44,8 @@ NO_IMAGES = "this model does not support image input: it takes text only"
 class Render(Struct, frozen=True):
     """Render a chat, and encode the text unless it is long. `now`: seconds since 1970.
 
-    `context`, `images`: see Encode. `continues`: the answer goes on behind the last message.
-    `plain`: control tokens that contents have as text are text.
+    `context`, `images`: see Encode. `continues`: the answer continues the last message. `plain`:
+    control tokens written in contents are plain text.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -59,12 +59,12 @@ class Render(Struct, frozen=True):
 
 
 class Encode(Struct, frozen=True):
-    """Encode a text, or its UTF-8. `context`: the bound of its tokens; 0: those of an answer.
+    """Encode a text, or its UTF-8. `context`: the bound of its tokens; 0: the bound of an answer.
 
-    `messages_end`, `thinks`, `cuts`: see RenderedChat; `chat`: the text is one, so nothing is put
-    before it. `images`: files that the text names, by [img-n] or, with `named`, by the markers of a
-    chat template, which stand for these images in this order. `suffix`: the text
-    behind the gap that an answer fills; "": there is none.
+    `messages_end`, `thinks`, `cuts`: see RenderedChat. `chat`: the text is a rendered chat, so
+    nothing is put before it. `images`: files that the text names, by [img-n] or, with `named`, by
+    the markers of a chat template, which stand for these images in this order. `suffix`: the text
+    after the gap that an answer fills; "": no gap.
     """
 
     text: str | bytes
@@ -79,7 +79,7 @@ class Encode(Struct, frozen=True):
 
 
 class Decode(Struct, frozen=True):
-    """Turn packed ids into text. `vocab_size`: ids must be below. `each`: also each of them."""
+    """Decode packed ids. `vocab_size`: ids must be below it. `each`: also decode each id alone."""
 
     packed: bytes
     vocab_size: int
@@ -97,9 +97,9 @@ class Checked(Struct, frozen=True):
 
 
 class EncodedInputs(Struct, frozen=True):
-    """Inputs of an encoder model: the packed ids of all, one after the other, of these lengths.
+    """Inputs of an encoder model: the packed ids of all inputs, concatenated, and their lengths.
 
-    `types` has a byte for each id, its segment; empty: all are 0.
+    `types` has a byte for each id, its segment; empty: all segments are 0.
     """
 
     packed: bytes
@@ -108,7 +108,7 @@ class EncodedInputs(Struct, frozen=True):
 
 
 class QuestionPrompts(Struct, frozen=True):
-    """The prompts of questions: packed ids of their common beginning, and of the rest of each.
+    """The prompts of questions: the packed ids of their shared beginning, and of the rest of each.
 
     `answers`: for each question, for each of its labels, the token sequences that stand for it.
     """
@@ -119,11 +119,11 @@ class QuestionPrompts(Struct, frozen=True):
 
 
 class Encoded(Struct, frozen=True):
-    """The packed ids of a prompt. `restore_at` counts those before the generation prompt, where a
-    later conversation may branch off; 0: unknown. `thinks`: see RenderedChat.
+    """The packed ids of a prompt. `thinks`: see RenderedChat.
 
-    `images`: the different ones of the request, see `image_fields`. `named`: which of them stand in
-    place of the slot tokens among the ids, in order.
+    `restore_at`: the number of ids before the generation prompt, where a later conversation may
+    branch off; 0: unknown. `images`: the different images of the request, see `image_fields`.
+    `named`: the number of the image of each slot token among the ids, in order.
     """
 
     packed: bytes
@@ -134,7 +134,7 @@ class Encoded(Struct, frozen=True):
 
 
 class Decoded(Struct, frozen=True):
-    """The text of ids. `each`: what each of them adds to a text, if that was asked for."""
+    """The text of ids. `each`: the text that each id adds, if the job has `each`."""
 
     text: str
     each: Sequence[str] | None = None
@@ -146,7 +146,7 @@ Result = Encoded | RenderedChat | Decoded | EncodedInputs | Checked | QuestionPr
 
 
 def reads_images(job: Job) -> bool:
-    """Returns whether the job decodes images, which takes far longer than texts do."""
+    """Returns whether the job decodes images, which takes far longer than texts."""
     return isinstance(job, Render | Encode) and bool(job.images)
 
 
@@ -187,9 +187,9 @@ ENCODES = "this model does not generate text: it answers embed, rerank or classi
 
 
 def perform(text: TextModel | EncoderFunctions, job: Job) -> Result:
-    """Returns the result of a job. What it raises is an error of its request alone.
+    """Returns the result of a job; an error that it raises concerns only its request.
 
-    A RenderedChat is a chat whose text is long: it is encoded as a job of its own.
+    A RenderedChat is a chat with a long text: a separate job encodes it.
     """
     try:
         if isinstance(job, Decode):
@@ -219,8 +219,9 @@ def _render(text: TextModel, job: Render) -> RenderedChat | Encoded:
 
 
 def _rendered(text: TextModel, job: Render) -> RenderedChat:
-    """The chat, in which markers of images that its messages have are cut in two, and with `plain`
-    control tokens as well.
+    """Returns the chat. Markers of images in its messages are cut in two.
+
+    With `plain`, control tokens are cut as well.
     """
     messages, mark = marked(job.messages) if job.continues else (job.messages, "")
     markers = () if text.images is None else literals_of(text.images.places)
@@ -271,26 +272,26 @@ def _encode_with_images(text: TextModel, job: Encode, words: str) -> Encoded:
         words, named = expanded_text(words, places, len(job.images))
     ids = text.encode(words, cuts, begins=not job.chat)
     check_slots(ids, places, len(named))
-    images = {}  # by file: equal ones are read once
+    images = {}  # by file: equal files are read once
     for index, data in enumerate(job.images):
         if data not in images:
             images[data] = text.read_image(data, index)
     places_of = {data: place for place, data in enumerate(images)}
-    named = [places_of[job.images[one]] for one in named]
-    found = [*images.values()]
-    check_tokens(len(ids) + sum(found[one].count - 1 for one in named), job.context)
+    named = [places_of[job.images[place]] for place in named]
+    read = [*images.values()]
+    check_tokens(len(ids) + sum(read[place].count - 1 for place in named), job.context)
     restore_at = text.restore_at(words, end, ids) if end else 0
-    return Encoded(pack_ids(ids), restore_at, job.thinks, [*map(image_fields, found)], named)
+    return Encoded(pack_ids(ids), restore_at, job.thinks, [*map(image_fields, read)], named)
 
 
 def image_fields(image: PreparedImage) -> ImageFields:
-    """Returns an image as plain values, of which `image_of` makes it again."""
+    """Returns an image as plain values; `image_of` makes the image from them again."""
     high, wide, _ = image.pixels.shape
     return [image.key, image.pixels.tobytes(), high, wide, list(image.grid), image.count]
 
 
 def image_of(fields: ImageFields) -> PreparedImage:
-    """Returns the image that `image_fields` gave the values of."""
+    """Returns the image with the values of `image_fields`."""
     key, data, high, wide, (times, rows, columns), count = fields
     pixels = np.frombuffer(data, np.uint8).reshape(high, wide, 3)
     return PreparedImage(key, pixels, (times, rows, columns), count)
@@ -303,12 +304,12 @@ def _check_format(job: CheckFormat) -> Checked:
     return Checked()
 
 
-def _ask(text: TextModel, job: AskQuestions) -> QuestionPrompts:
-    found = prompts_of(text, job)
-    return QuestionPrompts(
-        pack_ids(found.shared),
-        [pack_ids(one) for one in found.tails],
-        [one.paths for one in found.answers],
+def _ask(text: TextModel, job: AskQuestions) -> Asked:
+    prompts = prompts_of(text, job)
+    return Asked(
+        pack_ids(prompts.shared),
+        [pack_ids(tail) for tail in prompts.tails],
+        [answer.paths for answer in prompts.answers],
     )
 
 
@@ -330,11 +331,11 @@ def _for_encoder(text: EncoderFunctions, job: Job) -> EncodedInputs | Encoded:
 
 
 def _pack_inputs(inputs: Sequence[EncoderInput]) -> EncodedInputs:
-    typed = any(one.types for one in inputs)
+    typed = any(encoded.types for encoded in inputs)
     return EncodedInputs(
-        b"".join(pack_ids(one.ids) for one in inputs),
-        [len(one.ids) for one in inputs],
-        b"".join(bytes(one.types or len(one.ids)) for one in inputs) if typed else b"",
+        b"".join(pack_ids(encoded.ids) for encoded in inputs),
+        [len(encoded.ids) for encoded in inputs],
+        b"".join(bytes(encoded.types or len(encoded.ids)) for encoded in inputs) if typed else b"",
     )
 
 
@@ -347,18 +348,18 @@ def _check_answer(ids: Sequence[int]) -> None:
 def _decode(text: TextModel | EncoderFunctions, job: Decode) -> Decoded:
     ids = unpack_ids(job.packed)
     check_ids(ids, job.vocab_size, "detokenize")
-    found = text.decode(ids)
-    each = [_text_of(text, one) for one in ids] if job.each else None
-    size = _utf8_size(found)
+    decoded = text.decode(ids)
+    each = [_text_of(text, id) for id in ids] if job.each else None
+    size = _utf8_size(decoded)
     if each is not None:
-        size += sum(MSGPACK_HEAD + _utf8_size(one) for one in each)
+        size += sum(MSGPACK_HEAD + _utf8_size(id) for id in each)
     if size > MAX_ANSWER_TEXT:
         raise TooLarge(f"detokenize: the text has {size} bytes, an answer holds {MAX_ANSWER_TEXT}")
-    return Decoded(found, each)
+    return Decoded(decoded, each)
 
 
 def _text_of(text: TextModel | EncoderFunctions, token: int) -> str:
-    """What one id adds to a text that has begun; a part of a character is U+FFFD."""
+    """Returns the text that an id adds inside of a text; a part of a character is U+FFFD."""
     if isinstance(text, EncoderFunctions):
         return text.decode([token])
     return text.piece(token).decode("utf-8", "replace")
@@ -372,7 +373,7 @@ def _utf8_size(text: str) -> int:
 
 
 def pack(message: Job | Result) -> bytes:
-    """One message. Lone surrogates and integers of any size survive the transport."""
+    """Packs one message. Lone surrogates and integers of any size survive the transport."""
     if isinstance(message, PoolError):
         fields: Mapping[str, Any] = {"error": message.body()}
     else:
@@ -388,7 +389,7 @@ def unpack(fields: dict[str, Any]) -> Any:
 
 
 def pack_map(fields: Mapping[str, Any]) -> bytes:
-    """One map. Raises BadRequest for a chat that is nested too deep for it."""
+    """Packs one map. Raises BadRequest for a chat that is nested too deep."""
     try:
         data: bytes = msgpack.packb(fields, default=_pack_big_int, unicode_errors="surrogatepass")
     except (RecursionError, ValueError) as error:
@@ -410,7 +411,7 @@ class Unpacker:
 
 
 def receive(connection: socket.socket) -> Iterator[dict[str, Any]]:
-    """The maps as they arrive, until the peer closes the connection."""
+    """Yields the maps as they arrive, until the peer closes the connection."""
     unpacker = Unpacker()
     while data := connection.recv(READ_BYTES):
         yield from unpacker.feed(data)

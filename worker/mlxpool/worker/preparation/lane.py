@@ -2,8 +2,8 @@
 
 The kernel ends a lane whose job takes too long, by the default action of a timer's signal, which
 also works inside native code: SIGALRM for a chat template, SIGPROF (processor time) for the
-tokenizer, SIGVTALRM (processor time) for the images of a request or its format. A template or an
-image that takes too much memory gets an exception, a tokenizer or a format ends by SIGABRT.
+tokenizer, SIGVTALRM (processor time) for the images of a request or its format. If a template or an
+image takes too much memory, it gets an exception; a tokenizer or a format ends by SIGABRT.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from mlxpool.worker.preparation.limits import (
 from mlxpool.worker.prompt.chat_template.sandbox import MAX_MEMORY
 from mlxpool.worker.prompt.text_model import RenderedChat, TextModel
 
-MIN_TIMER = 0.001  # seconds; 0 would be no timer
-OOM_SCORE = 500  # the kernel ends a lane before its worker when memory runs out
+MIN_TIMER = 0.001  # seconds; 0 would set no timer
+OOM_SCORE = 500  # the kernel ends a lane before its worker if memory runs out
 
 
 def serve(worker: socket.socket, text: TextModel | EncoderFunctions, limits: Limits) -> None:
-    """Perform jobs until the worker closes the connection or one job was long.
+    """Performs jobs until the worker closes the connection or one job was long.
 
-    After a long job the process ends: it cannot leave SCHED_IDLE, and it returns its memory so.
+    After a long job the process ends, because it cannot leave SCHED_IDLE, and to free its memory.
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
@@ -71,11 +71,11 @@ def serve(worker: socket.socket, text: TextModel | EncoderFunctions, limits: Lim
 
 
 def _become_idle_class() -> None:
-    """Move this process to SCHED_IDLE for good, where the system has that class.
+    """Moves this process to SCHED_IDLE for good, if the system has this class.
 
     A process with a higher nice value still gets whole time slices of a core now and then, and all
-    threads of a matrix product wait for the one that lost its core. SCHED_IDLE is below every nice
-    value. An unprivileged process cannot leave that class again.
+    threads of a matrix product wait for the thread that lost its core. SCHED_IDLE is below every
+    nice value. An unprivileged process cannot leave this class again.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
@@ -83,17 +83,17 @@ def _become_idle_class() -> None:
 
 
 class Bounds:
-    """Limits of time and memory for calls in this process. `worn`: one of them was long."""
+    """Limits of time and memory for calls in this process. `worn`: a call was long."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._base = _address_space()
-        self._image_seconds = IMAGE_SECONDS  # that are left to the images of this job
+        self._image_seconds = IMAGE_SECONDS  # seconds left for the images of this job
         self.worn = False
         signal.signal(signal.SIGPROF, self._lower_priority)
 
     def begin_job(self) -> None:
-        """Another job begins: the time of its images is counted from here."""
+        """Begins another job: the time of its images is counted from here."""
         self._image_seconds = IMAGE_SECONDS
 
     def _lower_priority(self, number: int = 0, frame: object = None) -> None:
@@ -102,7 +102,7 @@ class Bounds:
 
     @contextmanager
     def template(self) -> Iterator[None]:
-        """Those of a chat template; lowers the priority after SHORT_TIME."""
+        """Sets the limits of a chat template; lowers the priority after SHORT_TIME."""
         with (
             _memory_limit(self._base + MAX_MEMORY),
             _timer(signal.ITIMER_REAL, self._limits.render),
@@ -112,7 +112,7 @@ class Bounds:
 
     @contextmanager
     def image(self) -> Iterator[None]:
-        """The memory of one image, and the time that those before it have left."""
+        """Sets the memory limit of one image, and the time that earlier images have left."""
         with (
             _memory_limit(self._base + IMAGE_MEMORY),
             _timer(signal.ITIMER_PROF, SHORT_TIME),
@@ -126,7 +126,7 @@ class Bounds:
 
     @contextmanager
     def grammar(self) -> Iterator[None]:
-        """Those of the check of a format."""
+        """Sets the limits of the check of a format."""
         with (
             _memory_limit(self._base + GRAMMAR_MEMORY),
             _timer(signal.ITIMER_VIRTUAL, GRAMMAR_SECONDS),
@@ -136,7 +136,7 @@ class Bounds:
 
     @contextmanager
     def tokenizer(self, size: int) -> Iterator[None]:
-        """Those of the tokenizer for a text of `size` characters."""
+        """Sets the limits of the tokenizer for a text of `size` characters."""
         if size > SHORT_TEXT and not self.worn:
             self._lower_priority()
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -237,7 +237,7 @@ def _timer(which: int, seconds: float) -> Iterator[None]:
 
 @contextmanager
 def _memory_limit(address_space: int) -> Iterator[None]:
-    """Bound the process's address space meanwhile, where the system can (not on macOS)."""
+    """Bounds the process's address space meanwhile, if the system can (not on macOS)."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (address_space, hard))
@@ -249,7 +249,7 @@ def _memory_limit(address_space: int) -> Iterator[None]:
 
 
 def _address_space() -> int:
-    """Bytes of address space that this process has; 0 where the system does not tell."""
+    """Returns the bytes of this process's address space; 0 if the system does not report it."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except OSError:

@@ -1,4 +1,4 @@
-"""The thread that gives jobs to lanes: fair between owners, short ones beside long ones."""
+"""The thread that gives jobs to lanes: fair between owners, short jobs beside long jobs."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ from mlxpool.worker.preparation.service import Deliver, InlineService, Load, Ser
 from mlxpool.worker.prompt.text_model import Opened, RenderedChat, TokenTable
 from mlxpool.worker.system.cpu_threads import CpuThreads, process_cpu_threads
 
-MAX_TRIES = 2  # when a lane was ended from outside, its job is not to blame
-MEMORY_INTERVAL = 0.1  # seconds between two readings of what lanes take while one has a long job
+MAX_TRIES = 2  # of a job: if a lane was ended from outside, its job is not to blame
+MEMORY_INTERVAL = 0.1  # seconds between two readings of lanes' memory while one has a long job
 
 log = logging.getLogger("mlxpool.worker")
 
 
 def end_process() -> None:
-    """End this worker: its streams go on in another one."""
+    """Ends this worker: its streams go on in another worker."""
     os._exit(1)
 
 
 class Running(Struct, eq=False):
-    """A job in a lane. `long`: short jobs do not wait for it. `tries`: lanes it was given to.
+    """A job in a lane. `long`: short jobs do not wait for it. `tries`: the lanes that had the job.
 
     `announced`: steps leave a core to it.
     """
@@ -75,9 +75,9 @@ class Running(Struct, eq=False):
 class LaneService(threading.Thread):
     """Performs submitted jobs in lanes; `deliver` is called in this thread, once for each job.
 
-    At most one job of a long text runs at a time, and one that is short. A short one that takes
-    longer than SHORT_TIME becomes a long one, so that the next does not wait for it. Jobs that read
-    images have a queue and lanes of their own, one for an owner, and are long whatever their size.
+    At most one job of a long text and one short job run at a time. A short job that takes longer
+    than SHORT_TIME becomes long, so that the next short job does not wait for it. Jobs that read
+    images have a separate queue and separate lanes, one for an owner, and always count as long.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class LaneService(threading.Thread):
     ) -> None:
         """`memory_limit`: bytes of the worker and these processes together; 0: no limit.
 
-        `on_fault` is called when the thread fails: without it, requests would wait for ever.
+        `on_fault` is called if the thread fails: without it, requests would wait for ever.
         `worker_memory` makes room before a job is ended for the limit.
         """
         super().__init__(name="prepare", daemon=True)
@@ -111,7 +111,7 @@ class LaneService(threading.Thread):
         )
         self._running: dict[Hashable, Running] = {}
         self._idle: Lane | None = None  # for the next short job
-        self._watch_at = math.inf  # when memory is looked at again
+        self._watch_at = math.inf  # the time of the next reading of memory
         self._closing = False
         self.load = Load()
 
@@ -134,7 +134,7 @@ class LaneService(threading.Thread):
         self._command(self._end_all)
 
     def close(self) -> None:
-        """End the thread and its processes. For tests: a worker's end ends them as well."""
+        """Ends the thread and its processes. For tests: the end of a worker ends them as well."""
         self._command(self._close)
         self.join()
         self.release()
@@ -146,7 +146,7 @@ class LaneService(threading.Thread):
     # ---- the loop ------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve until the process ends; a fault of this thread ends the process."""
+        """Serves until the process ends; a fault of this thread ends the process."""
         try:
             self._serve()
         except BaseException:
@@ -164,21 +164,21 @@ class LaneService(threading.Thread):
             self.turn(monotonic())
 
     def turn(self, now: float) -> None:
-        """Obey commands, end what is late, fill the lanes; `now` in monotonic seconds."""
+        """Obeys commands, ends late jobs, fills the lanes; `now`: monotonic seconds."""
         while not self._commands.empty():
             self._commands.get()()
         if self._closing:
             return
-        for waiting in [one for each in self._queues for one in each.expired(now)]:
+        for waiting in [expired for each in self._queues for expired in each.expired(now)]:
             self._deliver(waiting.key, late(waiting.size))
-        for one in list(self._running.values()):
-            if now >= one.waiting.deadline:
-                self._end(one.waiting.key, late(one.waiting.size))
+        for running in list(self._running.values()):
+            if now >= running.waiting.deadline:
+                self._end(running.waiting.key, late(running.waiting.size))
                 continue
-            if not one.announced and now >= one.began + QUIET_TIME:
-                self._announce(one)
-            if not one.long and now >= one.began + SHORT_TIME and self._has_free_lane:
-                self._become_long(one)
+            if not running.announced and now >= running.began + QUIET_TIME:
+                self._announce(running)
+            if not running.long and now >= running.began + SHORT_TIME and self._has_free_lane:
+                self._become_long(running)
         self._fill(now)
         if now >= self._watch_at:
             self._watch_memory(now)
@@ -187,18 +187,18 @@ class LaneService(threading.Thread):
             waiting=sum(map(len, self._queues)),
             running=len(self._running),
             bytes=sum(each.bytes for each in self._queues)
-            + sum(one.waiting.size for one in self._running.values()),
+            + sum(running.waiting.size for running in self._running.values()),
         )
 
     def _timeout(self, now: float) -> float | None:
-        """Seconds until something is due; None: nothing is."""
+        """Returns the seconds until something is due, or None."""
         due = min(self._watch_at, *(each.next_deadline() for each in self._queues))
-        for one in self._running.values():
-            due = min(due, one.waiting.deadline)
-            if not one.announced:
-                due = min(due, one.began + QUIET_TIME)
-            elif not one.long and self._has_free_lane:
-                due = min(due, one.began + SHORT_TIME)
+        for running in self._running.values():
+            due = min(due, running.waiting.deadline)
+            if not running.announced:
+                due = min(due, running.began + QUIET_TIME)
+            elif not running.long and self._has_free_lane:
+                due = min(due, running.began + SHORT_TIME)
         return None if due == math.inf else max(0.0, due - now)
 
     # ---- jobs ----------------------------------------------------------------------------------
@@ -214,10 +214,10 @@ class LaneService(threading.Thread):
             (self._short if waiting.size <= SHORT_TEXT else self._long).add(waiting)
 
     def _fill(self, now: float) -> None:
-        """Give the next short and the next long job to a lane, unless such a one runs."""
+        """Gives the next short and the next long job to a lane, unless such a job runs."""
         self._fill_with_images(now)
         running = self._running.values()
-        while self._has_free_lane and all(one.long for one in running):
+        while self._has_free_lane and all(busy.long for busy in running):
             waiting = self._short.take(self._owners_with_many_lanes())
             if waiting is None:
                 break
@@ -225,17 +225,17 @@ class LaneService(threading.Thread):
         while (
             len(self._long)
             and self._has_free_lane
-            and not any(_is_long_text(one.waiting) for one in running)
+            and not any(_is_long_text(busy.waiting) for busy in running)
         ):
             waiting = self._long.take()
             assert waiting is not None
             self._start(waiting, now)
 
     def _fill_with_images(self, now: float) -> None:
-        """Give jobs that read images to lanes, one of each owner."""
+        """Gives jobs that read images to lanes, one job of each owner."""
         while self._has_free_lane:
-            running = [one.waiting for one in self._running.values()]
-            owners = [one.owner for one in running if reads_images(one.job)]
+            running = [busy.waiting for busy in self._running.values()]
+            owners = [busy.owner for busy in running if reads_images(busy.job)]
             waiting = None
             if len(owners) < MAX_IMAGE_LANES:
                 waiting = self._images.take({*owners, *self._owners_with_many_lanes()})
@@ -244,11 +244,11 @@ class LaneService(threading.Thread):
             self._start(waiting, now)
 
     def _owners_with_many_lanes(self) -> set[str]:
-        lanes = Counter(one.waiting.owner for one in self._running.values())
+        lanes = Counter(running.waiting.owner for running in self._running.values())
         return {owner for owner, count in lanes.items() if count >= MAX_LANES_OF_OWNER}
 
     def _start(self, waiting: Waiting, now: float, tries: int = 1) -> None:
-        """Give a job to a lane, or its error to its owner."""
+        """Gives a job to a lane, or its error to its owner."""
         long = waiting.size > SHORT_TEXT or reads_images(waiting.job)
         lane = None
         if not long:
@@ -256,33 +256,33 @@ class LaneService(threading.Thread):
         try:
             message = pack(waiting.job)
             lane = lane or self._new_lane()
-        except Exception as error:  # it cannot be sent, or no lane can be had
+        except Exception as error:  # it cannot be sent, or there is no lane
             self._idle = lane or self._idle
             failed = Internal(f"the prompt could not be prepared: {error!r}")
             self._deliver(waiting.key, error if isinstance(error, PoolError) else failed)
             return
-        one = self._running[waiting.key] = Running(waiting, lane, now, False, tries)
+        running = self._running[waiting.key] = Running(waiting, lane, now, False, tries)
         if long:
-            self._become_long(one)
+            self._become_long(running)
         lane.begin(message)
         self._watch(lane)
 
-    def _become_long(self, one: Running) -> None:
-        one.long = True
-        self._announce(one)
+    def _become_long(self, running: Running) -> None:
+        running.long = True
+        self._announce(running)
         self._watch_at = min(self._watch_at, monotonic())
 
-    def _announce(self, one: Running) -> None:
-        if not one.announced:
-            one.announced = True
+    def _announce(self, running: Running) -> None:
+        if not running.announced:
+            running.announced = True
             self._cpu_threads.begin_long_work()
 
     def _end(self, key: Hashable, result: Result) -> None:
-        """End a job before its result is there; one that has its result already is left alone."""
-        one = self._running.get(key)
-        if one is not None:
-            self._kill(one.lane)
-            self._remove(one)
+        """Ends a job without its result; ignores a job that already has its result."""
+        running = self._running.get(key)
+        if running is not None:
+            self._kill(running.lane)
+            self._remove(running)
         elif not any(each.remove(key) for each in self._queues):
             return
         self._deliver(key, result)
@@ -290,15 +290,15 @@ class LaneService(threading.Thread):
     def _end_all(self) -> None:
         for each in self._queues:
             each.clear()
-        for one in list(self._running.values()):
-            self._kill(one.lane)
-            self._remove(one)
+        for running in list(self._running.values()):
+            self._kill(running.lane)
+            self._remove(running)
 
     def _close(self) -> None:
         self._closing = True
 
     def release(self) -> None:
-        """End all processes. The thread has ended."""
+        """Ends all processes, after the thread has ended."""
         self._end_all()
         if self._idle is not None:
             self._kill(self._idle)
@@ -307,9 +307,9 @@ class LaneService(threading.Thread):
         self._selector.close()
         self._waker.close()
 
-    def _remove(self, one: Running) -> None:
-        del self._running[one.waiting.key]
-        if one.announced:
+    def _remove(self, running: Running) -> None:
+        del self._running[running.waiting.key]
+        if running.announced:
             self._cpu_threads.end_long_work()
 
     # ---- lanes ---------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ class LaneService(threading.Thread):
         return lane
 
     def _watch(self, lane: Lane) -> None:
-        """Wait for what the lane does next."""
+        """Registers the lane with the selector, for reads and pending writes."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if lane.has_unsent else 0)
         self._selector.modify(lane, events, partial(self._on_lane, lane))
 
@@ -329,8 +329,8 @@ class LaneService(threading.Thread):
         lane.kill()
 
     def _on_lane(self, lane: Lane) -> None:
-        """A lane has something to read, can take more, or has ended."""
-        one = next((one for one in self._running.values() if one.lane is lane), None)
+        """Handles a lane that has something to read, can take more, or has ended."""
+        running = next((each for each in self._running.values() if each.lane is lane), None)
         if lane.has_unsent:
             lane.flush()
             self._watch(lane)
@@ -341,44 +341,44 @@ class LaneService(threading.Thread):
             code = lane.reap()
             if lane is self._idle:
                 self._idle = None
-            if one is not None:
-                self._remove(one)
-                self._on_end(one, code)
+            if running is not None:
+                self._remove(running)
+                self._on_end(running, code)
             return
-        if one is not None and result is not None:
-            self._on_result(one, result)
+        if running is not None and result is not None:
+            self._on_result(running, result)
 
-    def _on_result(self, one: Running, result: Result) -> None:
-        self._remove(one)
-        if one.long or self._idle is not None:
-            self._kill(one.lane)
+    def _on_result(self, running: Running, result: Result) -> None:
+        self._remove(running)
+        if running.long or self._idle is not None:
+            self._kill(running.lane)
         else:
-            self._idle = one.lane
-        if isinstance(result, RenderedChat):  # its text is long, so encoding it is a job by itself
-            self._add(encoding_of(one.waiting, result))
+            self._idle = running.lane
+        if isinstance(result, RenderedChat):  # its text is long, so a separate job encodes it
+            self._add(encoding_of(running.waiting, result))
         else:
-            self._deliver(one.waiting.key, result)
+            self._deliver(running.waiting.key, result)
 
-    def _on_end(self, one: Running, code: int) -> None:
-        """A lane has ended instead of answering."""
-        checks = isinstance(one.waiting.job, CheckFormat)
+    def _on_end(self, running: Running, code: int) -> None:
+        """Handles the end of a lane that has not answered."""
+        checks = isinstance(running.waiting.job, CheckFormat)
         limits = self._server.limits
-        error = error_of_exit(code, one.waiting.size, limits, checks_format=checks)
+        error = error_of_exit(code, running.waiting.size, limits, checks_format=checks)
         if error is not None:
-            self._deliver(one.waiting.key, error)
-        elif one.tries < MAX_TRIES:
-            self._start(one.waiting, monotonic(), one.tries + 1)
+            self._deliver(running.waiting.key, error)
+        elif running.tries < MAX_TRIES:
+            self._start(running.waiting, monotonic(), running.tries + 1)
         else:
-            self._deliver(one.waiting.key, ended_too_often(one.tries, code))
+            self._deliver(running.waiting.key, ended_too_often(running.tries, code))
 
     def _watch_memory(self, now: float) -> None:
-        """End lanes that were stopped from outside, and the largest one when there is no room."""
-        for one in [each for each in self._running.values() if each.lane.is_stopped()]:
-            self._kill(one.lane)
-            self._remove(one)
-            self._on_end(one, -signal.SIGSTOP)
+        """Ends lanes that were stopped from outside, and the largest lane if there is no room."""
+        for running in [each for each in self._running.values() if each.lane.is_stopped()]:
+            self._kill(running.lane)
+            self._remove(running)
+            self._on_end(running, -signal.SIGSTOP)
         shared = self._server.memory()
-        extra = {one: max(0, one.lane.memory() - shared) for one in self._running.values()}
+        extra = {each: max(0, each.lane.memory() - shared) for each in self._running.values()}
         idle = 0 if self._idle is None else max(0, self._idle.memory() - shared)
         memory = shared + idle + sum(extra.values())
         self.load = replace(self.load, memory=memory)
@@ -388,7 +388,7 @@ class LaneService(threading.Thread):
             return
         worker = self._worker.memory_info().rss
         if self._room.lacks(worker + memory, now):
-            largest = max(extra, key=lambda one: extra[one])
+            largest = max(extra, key=lambda running: extra[running])
             parts = MemoryParts(
                 self._room.limit,
                 worker,

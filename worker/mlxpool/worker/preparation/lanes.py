@@ -1,7 +1,7 @@
 """The worker's side of the fork server and of its lanes. Used by one thread.
 
-The kernel ends the processes with the thread that started them, so it must live as long as the
-worker.
+The kernel ends the processes with the thread that started them, so this thread must live as long as
+the worker.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from mlxpool.worker.system.cpu_threads import OPENBLAS_THREADS
 
 START_TIMEOUT = 60.0  # seconds for the fork server to start
 REPLY_TIMEOUT = 2.0  # seconds for each of its replies: it has nothing else to do
-MAX_STARTS = 2  # of servers in a row that were ended from outside
-_LEFT_OUT = ("LD_PRELOAD", "DYLD_INSERT_LIBRARIES")  # the preloaded BLAS takes memory for nothing
+MAX_STARTS = 2  # starts in a row if servers are ended from outside
+_LEFT_OUT = ("LD_PRELOAD", "DYLD_INSERT_LIBRARIES")  # the preloaded BLAS would only take memory
 
 
 class LaneEnded(Exception):
@@ -53,7 +53,7 @@ class ForkServer:
         self._process: _ServerProcess | None = None
 
     def fork(self) -> Lane:
-        """Returns a new lane. Raises Internal when there is none to be had."""
+        """Returns a new lane. Raises Internal if no lane can be started."""
         why = ""
         for _ in range(MAX_STARTS + (self._process is not None)):
             try:
@@ -66,13 +66,13 @@ class ForkServer:
         raise Internal(f"no process could be started to prepare the request: {why}")
 
     def close(self) -> None:
-        """End the server, and with it its lanes."""
+        """Ends the server, and with it its lanes."""
         process, self._process = self._process, None
         if process is not None:
             process.close()
 
     def memory(self) -> int:
-        """Resident bytes, which lanes share; 0 when it does not run."""
+        """Returns the resident bytes, which lanes share; 0 if the server does not run."""
         return 0 if self._process is None else _resident(self._process.pid)
 
 
@@ -83,8 +83,8 @@ class _ServerProcess:
         self._socket, child_end = socket.socketpair()
         environment = {name: text for name, text in os.environ.items() if name not in _LEFT_OUT}
         environment["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive a fork
-        environment[OPENBLAS_THREADS] = "1"  # nor would those of numpy, which it does not need
-        environment["RUST_BACKTRACE"] = "0"  # of a tokenizer's panic, which is one request's matter
+        environment[OPENBLAS_THREADS] = "1"  # numpy's threads would not either; it needs none
+        environment["RUST_BACKTRACE"] = "0"  # a tokenizer's panic concerns only one request
         try:
             with child_end:
                 process = subprocess.Popen(
@@ -121,12 +121,12 @@ class _ServerProcess:
             return -signal.SIGKILL
 
     def kill(self, pid: int) -> None:
-        """End a lane, without waiting for its end."""
+        """Ends a lane, without waiting for its end."""
         with contextlib.suppress(OSError):
             self._ask(KILL, pid)
 
     def _ask(self, what: bytes, pid: int, descriptors: list[int] | None = None) -> int:
-        """Returns the server's reply to one request. A server that gives none is ended."""
+        """Returns the server's reply to one request. Ends a server that does not reply."""
         try:
             socket.send_fds(self._socket, [REQUEST.pack(what, pid)], descriptors or [])
             return self._reply()
@@ -158,7 +158,7 @@ def _resident(pid: int) -> int:
 class Lane:
     """One lane, which performs one job at a time. Its socket never blocks.
 
-    `server` is the process that forked it: another one would have other lanes by its pid.
+    `server` is the process that forked it; in another server, its pid would mean another lane.
     """
 
     def __init__(self, pid: int, connection: socket.socket, server: _ServerProcess) -> None:
@@ -173,7 +173,7 @@ class Lane:
         return self._socket.fileno()
 
     def begin(self, message: bytes) -> None:
-        """Send a packed job; while `has_unsent`, `flush` has to send more of it."""
+        """Sends a packed job; while `has_unsent`, `flush` has to send more of it."""
         self._unsent = memoryview(message)
         self.flush()
 
@@ -182,7 +182,7 @@ class Lane:
         return bool(self._unsent)
 
     def flush(self) -> None:
-        """Send what the socket takes now."""
+        """Sends as much as the socket takes now."""
         try:
             while self._unsent:
                 self._unsent = self._unsent[self._socket.send(self._unsent) :]
@@ -192,20 +192,20 @@ class Lane:
             self._unsent = memoryview(b"")
 
     def result(self) -> Result | None:
-        """Returns the result, None while it is not complete. Raises LaneEnded."""
+        """Returns the result; None while it is not complete. Raises LaneEnded."""
         with contextlib.suppress(BlockingIOError):
             try:
                 while data := self._socket.recv(READ_BYTES):
                     for fields in self._unpacker.feed(data):
-                        found: Result = unpack(fields)
-                        return found
+                        result: Result = unpack(fields)
+                        return result
             except ConnectionError:
                 pass
             raise LaneEnded
         return None
 
     def kill(self) -> None:
-        """End the process."""
+        """Ends the process."""
         self._socket.close()
         self._server.kill(self.pid)
 
@@ -222,5 +222,5 @@ class Lane:
             return False
 
     def memory(self) -> int:
-        """Resident bytes, those shared with the server included."""
+        """Returns the resident bytes, including those shared with the server."""
         return _resident(self.pid)

@@ -1,4 +1,4 @@
-"""Preparations that wait: fair between owners, short ones apart from long ones. Pure."""
+"""The queue of preparations, fair between owners. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FairQueue:
     def __init__(self) -> None:
         self._of_owner: OrderedDict[str, OrderedDict[Hashable, Waiting]] = OrderedDict()
         self._by_key: dict[Hashable, Waiting] = {}
-        self.bytes = 0  # that wait
+        self.bytes = 0  # of all waiting preparations
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -38,9 +38,9 @@ class FairQueue:
         self.bytes += waiting.size
 
     def take(self, skipped: Set[str] = frozenset()) -> Waiting | None:
-        """Remove and return the next one of an owner who is not skipped; None if there is none.
+        """Removes and returns the next preparation of an owner that is not skipped, or None.
 
-        The owner is the last in turn then.
+        The owner becomes the last in turn.
         """
         owner = next((owner for owner in self._of_owner if owner not in skipped), None)
         if owner is None:
@@ -54,7 +54,7 @@ class FairQueue:
         return waiting
 
     def remove(self, key: Hashable) -> Waiting | None:
-        """Remove one; returns it, None if it does not wait here."""
+        """Removes a preparation and returns it; None if it does not wait here."""
         waiting = self._by_key.pop(key, None)
         if waiting is not None:
             own = self._of_owner[waiting.owner]
@@ -65,13 +65,13 @@ class FairQueue:
         return waiting
 
     def expired(self, now: float) -> list[Waiting]:
-        """Remove and return those whose deadline has passed."""
-        late = [one.key for one in self._by_key.values() if now >= one.deadline]
-        return [one for key in late if (one := self.remove(key)) is not None]
+        """Removes and returns the preparations whose deadline has passed."""
+        late = [waiting.key for waiting in self._by_key.values() if now >= waiting.deadline]
+        return [waiting for key in late if (waiting := self.remove(key)) is not None]
 
     def next_deadline(self) -> float:
         """Returns the earliest deadline; infinity without one."""
-        return min((one.deadline for one in self._by_key.values()), default=math.inf)
+        return min((waiting.deadline for waiting in self._by_key.values()), default=math.inf)
 
     def clear(self) -> None:
         self._of_owner.clear()

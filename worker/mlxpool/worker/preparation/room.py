@@ -6,20 +6,21 @@ from collections.abc import Callable, Mapping
 
 from msgspec import Struct
 
-ROOM_SECONDS = 2.0  # that the worker has to make room: it does so between two steps
-MIN_CHANGE = 2**20  # bytes; smaller changes of what the processes take at rest are not told
-SLACK_SHARE = 16  # of the limit: so much more room is asked for, since a lane may still grow
+ROOM_SECONDS = 2.0  # the most seconds of the worker to make room, between two steps
+MIN_CHANGE = 2**20  # bytes; smaller changes of the processes' memory at rest are not reported
+SLACK_SHARE = 16  # 1/16 of the limit is requested in addition, since a lane may still grow
 
 
 def _ignore(size: int) -> None:
-    """Take no notice of a number of bytes."""
+    """Does nothing with a number of bytes."""
 
 
 class WorkerMemory(Struct, frozen=True):
-    """What the worker does about its own memory; any thread may call these.
+    """Functions of the worker for its own memory; any thread may call them.
 
-    `reserve` keeps so many bytes of its budget for these processes. `make_room` gives up so many
-    bytes of what it could compute again. `figures` are those of a heartbeat, see MemoryFigures.
+    `reserve` keeps a number of bytes of the worker's budget for these processes. `make_room` gives
+    up a number of bytes that the worker could compute again. `figures` returns the figures of a
+    heartbeat, see MemoryFigures.
     """
 
     reserve: Callable[[int], object] = _ignore
@@ -28,12 +29,12 @@ class WorkerMemory(Struct, frozen=True):
 
 
 def releasable(figures: Mapping[str, int]) -> int:
-    """Bytes that the worker can give up: prefixes, encoded images and freed buffers."""
+    """Returns the bytes that the worker can give up: prefixes, encoded images, freed buffers."""
     return figures.get("prefix", 0) + figures.get("cache", 0)
 
 
 class Room:
-    """Asks the worker for room, and says when it does not get it. Used by one thread.
+    """Requests memory from the worker, and detects that it does not get it. Used by one thread.
 
     Times are monotonic seconds.
     """
@@ -43,17 +44,17 @@ class Room:
         self.limit = limit
         self.worker = worker
         self._reserved = 0
-        self._asked = 0  # bytes over the limit for which room was asked
-        self._until = 0.0  # when it has to be there
+        self._asked = 0  # bytes over the limit that were requested
+        self._until = 0.0  # the time at which they have to be free
 
     def rest(self, memory: int) -> None:
-        """The processes take so many bytes without a job: they are part of the budget."""
+        """Reserves `memory` bytes, which the processes take without a job, in the budget."""
         if abs(memory - self._reserved) >= MIN_CHANGE:
             self._reserved = memory
             self.worker.reserve(memory)
 
     def lacks(self, total: int, now: float) -> bool:
-        """Whether all together take more than the limit, and the worker makes no room for it."""
+        """Returns whether `total` exceeds the limit and the worker does not make room."""
         over = total - self.limit
         if not self.limit or over <= 0:
             self._asked = 0

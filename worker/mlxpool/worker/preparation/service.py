@@ -21,7 +21,7 @@ Deliver = Callable[[Hashable, Result], None]
 
 
 class Load(Struct, frozen=True):
-    """What waits and runs. `bytes`: of these jobs; `memory`: resident bytes of all processes."""
+    """The jobs that wait or run. `bytes`: their size; `memory`: resident bytes of all processes."""
 
     waiting: int = 0
     running: int = 0
@@ -37,23 +37,23 @@ class Service(Protocol):
     def start(self) -> None: ...
 
     def submit(self, waiting: Waiting) -> None:
-        """Enqueue a job."""
+        """Enqueues a job."""
 
     def submit_result(self, key: Hashable, result: Result) -> None:
-        """Deliver a result that needs no job."""
+        """Delivers a result that needs no job."""
 
     def cancel(self, key: Hashable) -> None:
-        """End a job with the result CANCELLED, unless it has one already."""
+        """Ends a job with the result CANCELLED, unless it already has a result."""
 
     def cancel_all(self) -> None:
-        """End every job that was submitted until now, without a result."""
+        """Ends every job that was submitted so far, without a result."""
 
 
 MakeService = Callable[[Opened | OpenedEncoder, Deliver], Service]
 
 
 class InlineService(threading.Thread):
-    """Performs jobs one after the other in this thread: for texts of our own code alone."""
+    """Performs jobs one after the other in this thread: only for text functions of our own code."""
 
     def __init__(self, text: TextModel, deliver: Deliver) -> None:
         super().__init__(name="prepare", daemon=True)
@@ -63,7 +63,7 @@ class InlineService(threading.Thread):
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Serve until the process ends."""
+        """Serves until the process ends."""
         while True:
             self._inbox.get()()
 
@@ -89,7 +89,7 @@ class InlineService(threading.Thread):
 
 
 def encoding_of(waiting: Waiting, chat: RenderedChat) -> Waiting:
-    """Returns the job that encodes a rendered chat, in place of the one that rendered it."""
+    """Returns the job that encodes a rendered chat, in place of the job that rendered it."""
     assert isinstance(waiting.job, Render)
     job = encode_of(waiting.job, chat)
     return replace(waiting, size=max(len(chat.text), SHORT_TEXT + 1), job=job)

@@ -118,7 +118,7 @@ def _listed(settings: Mapping[str, Any]) -> Iterator[tuple[int, TokenFields]]:
     """Yields the valid entries of added_tokens_decoder in the order of their ids."""
     listed = settings.get("added_tokens_decoder")
     entries = listed.items() if isinstance(listed, Mapping) else ()
-    numbered = [
+    valid = [
         (int(id), entry)
         for id, entry in entries
         if _ID.fullmatch(id) and isinstance(entry, Mapping)
