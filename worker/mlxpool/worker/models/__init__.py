@@ -1,6 +1,6 @@
 """The supported architectures, one a file, and their table by model_type.
 
-A file describes a model without MLX; it may extend a related one, other shared code is in layers/.
+A file describes a model without MLX; it may extend a related model; shared code is in layers/.
 """
 
 from __future__ import annotations
@@ -45,6 +45,6 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
         raise ModelLoadFailed(
             f"config.json has model_type {model_type!r}, which is not supported; "
             f"supported are: {', '.join(SUPPORTED)}, and with `pip install 'mlxpool[zoo]'` "
-            "those that mlx-lm has"
+            "the models of mlx-lm"
         )
     return cast(ModelPlan, import_module(module).plan(config))

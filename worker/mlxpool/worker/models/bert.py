@@ -1,4 +1,4 @@
-"""BERT and RoBERTa: learned positions, a norm behind each sublayer, an optional head."""
+"""BERT and RoBERTa: learned positions, a norm after each sublayer, an optional head."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def encoder_plan(config: Mapping[str, Any]) -> EncoderPlan:
     require(config, "is_decoder", [False])
     roberta = config.get("model_type") in ROBERTA
     hidden = integer(config, "hidden_size")
-    # A RoBERTa has no positions up to that of its padding token, which is 1 unless it is named.
+    # The positions of a RoBERTa begin after that of its padding token, 1 unless config.json has it.
     first = config.get("pad_token_id", 1) + 1 if roberta else 0
     model = Bert(
         vocab_size=integer(config, "vocab_size"),
@@ -107,8 +107,8 @@ class Bert(Struct, frozen=True):
         yield from layer_norm_shapes("embeddings.LayerNorm", hidden)
         for index in range(self.layers):
             name = f"encoder.layer.{index}"
-            for one in ("query", "key", "value"):
-                yield from linear_shapes(f"{name}.attention.self.{one}", hidden, hidden, True)
+            for part in ("query", "key", "value"):
+                yield from linear_shapes(f"{name}.attention.self.{part}", hidden, hidden, True)
             yield from linear_shapes(f"{name}.attention.output.dense", hidden, hidden, True)
             yield from layer_norm_shapes(f"{name}.attention.output.LayerNorm", hidden)
             yield from linear_shapes(f"{name}.intermediate.dense", self.width, hidden, True)
@@ -159,7 +159,7 @@ class _Layer:
         attention = f"{name}.attention"
         self.index, self.heads, self.activation = index, spec.heads, spec.activation
         self.scores = ScoreParams(spec.heads.dim**-0.5)
-        parts = [f"{attention}.self.{one}" for one in ("query", "key", "value")]
+        parts = [f"{attention}.self.{part}" for part in ("query", "key", "value")]
         self.qkv = builder.concatenated(parts)
         self.o = builder.linear(f"{attention}.output.dense")
         self.attention_norm = layer_norm(builder, f"{attention}.output.LayerNorm", spec.eps)

@@ -9,14 +9,14 @@ from typing import Any, cast
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.layers.encoder_plan import EncoderPlan
 
-ENCODERS = {  # which are never anything else
+ENCODERS = {  # models that are only encoders
     "bert": "mlxpool.worker.models.bert",
     "modernbert": "mlxpool.worker.models.modernbert",
     "nomic_bert": "mlxpool.worker.models.nomic_bert",
     "roberta": "mlxpool.worker.models.bert",
     "xlm-roberta": "mlxpool.worker.models.bert",
 }
-DECODERS = {  # which also generate
+DECODERS = {  # models that also generate text
     "gemma3_text": "mlxpool.worker.models.text_decoders",
     "qwen3": "mlxpool.worker.models.text_decoders",
 }
@@ -30,10 +30,10 @@ def encoder_plan(config: Mapping[str, Any], **options: Any) -> EncoderPlan:
     a value it cannot use.
     """
     model_type = config.get("model_type")
-    known = {**ENCODERS, **DECODERS}
-    if not isinstance(model_type, str) or model_type not in known:
+    files = {**ENCODERS, **DECODERS}
+    if not isinstance(model_type, str) or model_type not in files:
         raise ModelLoadFailed(
             f"config.json has model_type {model_type!r}, which is not supported as an encoder"
             f" model; supported are: {', '.join(SUPPORTED)}"
         )
-    return cast(EncoderPlan, import_module(known[model_type]).encoder_plan(config, **options))
+    return cast(EncoderPlan, import_module(files[model_type]).encoder_plan(config, **options))

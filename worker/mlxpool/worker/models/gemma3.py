@@ -54,7 +54,7 @@ from mlxpool.worker.models.vision import gemma3 as images
 if TYPE_CHECKING:
     import mlx.core as mx
 
-# Released files leave these out: their text_config holds only what differs from the defaults.
+# Released files leave these out: their text_config has only values that differ from the defaults.
 DEFAULTS = {
     "vocab_size": 262_208,
     "num_attention_heads": 8,
@@ -66,7 +66,7 @@ DEFAULTS = {
     "rope_local_base_freq": 10_000.0,
     "query_pre_attn_scalar": 256,
 }
-FULL_INTERVAL = 6  # every 6th layer has full attention, unless config.json says otherwise
+FULL_INTERVAL = 6  # by default every 6th layer has full attention
 PREFIXES = {  # of a multimodal checkpoint -> of a text model
     "language_model.model.": "model.",
     "model.language_model.": "model.",
@@ -90,18 +90,18 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
         embed_scale=_bfloat16(math.sqrt(integer(text, "hidden_size"))),
         softcap=_softcap(text, "final_logit_softcapping"),
     )
-    found = model.plan(images.is_part, _derived)
+    text_plan = model.plan(images.is_part, _derived)
     if config.get("vision_config") is None:
-        return found
-    vision = images.vision_plan(config, found, integer(text, "hidden_size"))
-    return replace(found, vision=vision)
+        return text_plan
+    vision = images.vision_plan(config, text_plan, integer(text, "hidden_size"))
+    return replace(text_plan, vision=vision)
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     text = text_config(config)
     outer = {key: config[key] for key in ("vocab_size", "tie_word_embeddings") if key in config}
-    given = {key: value for key, value in {**outer, **text}.items() if value is not None}
-    return {**DEFAULTS, **given}
+    values = {key: value for key, value in {**outer, **text}.items() if value is not None}
+    return {**DEFAULTS, **values}
 
 
 def _layers(text: Mapping[str, Any]) -> Iterator[DecoderLayer]:
@@ -131,7 +131,7 @@ def _types(text: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _rope(text: Mapping[str, Any], kind: str, dims: int) -> Rope:
-    """The rotation of a layer type: newer files name it, older ones have a base for windows."""
+    """Returns a layer type's rotation: newer files name it, older files have a base for windows."""
     named = text.get("rope_parameters") or {}
     if kind in named:
         return parse_rope({**text, "rope_parameters": named[kind]}, dims)
@@ -211,7 +211,7 @@ class _Sandwich:
 
 
 def _clipped_sum(x: mx.array, y: mx.array) -> mx.array:
-    """x + y, clipped to the range of float16 where that is its dtype."""
+    """Returns x + y, clipped to the range of float16 if that is its dtype."""
     import mlx.core as mx
 
     if x.dtype != mx.float16:
@@ -221,5 +221,5 @@ def _clipped_sum(x: mx.array, y: mx.array) -> mx.array:
 
 
 def geglu(gate: mx.array, up: mx.array) -> mx.array:
-    """gelu(gate) * up, with the tanh approximation of gelu."""
+    """Returns gelu(gate) * up, with the tanh approximation of gelu."""
     return gelu_tanh(gate) * up

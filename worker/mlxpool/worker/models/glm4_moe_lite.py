@@ -1,7 +1,7 @@
 """GLM-4.7-Flash: latent attention, and a mixture of experts in all but the first layers.
 
-The layer behind the last one is a head that predicts further tokens (MTP). A checkpoint may store
-the model's embedding and output head a second time with it.
+The layer after the last is a head that predicts further tokens (MTP). A checkpoint may store the
+model's embedding and output head a second time with it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _plan(config: Mapping[str, Any], names: HeadNames | None) -> ModelPlan:
         head = PredictionHead(integer(config, "vocab_size"), hidden, eps, layers[count], names)
 
     def is_unused(name: str) -> bool:
-        """Layers behind the last one predict further tokens; one of them is used at most."""
+        """Returns whether a tensor belongs to an unused layer after the last, of several heads."""
         layer = _LAYER.match(name)
         return layer is not None and int(layer[1]) in unused
 
@@ -104,7 +104,7 @@ def _attention(config: Mapping[str, Any]) -> LatentAttention:
 
 
 def _gain(config: Mapping[str, Any]) -> float:
-    """The gain of queries, and of keys, in a stretched context, besides the rotation's own gain."""
+    """Returns the gain of queries and keys in a stretched context, besides that of the rotation."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     weight = scaling.get("mscale_all_dim")
     return yarn_mscale(number(scaling, "factor"), weight) if weight else 1.0

@@ -111,23 +111,23 @@ class GptOssMoE(Struct, frozen=True):
         """See FeedForward."""
         yield from linear_shapes(f"{name}.router", self.count, self.hidden, bias=True)
         sizes = {"gate": (self.width, self.hidden), "up": (self.width, self.hidden)}
-        for one, shape in {**sizes, "down": (self.hidden, self.width)}.items():
-            for tensor, each in linear_shapes(f"{name}.experts.{one}_proj", *shape, bias=True):
+        for part, shape in {**sizes, "down": (self.hidden, self.width)}.items():
+            for tensor, each in linear_shapes(f"{name}.experts.{part}_proj", *shape, bias=True):
                 yield tensor, (self.count, *each)
 
     def derived(self, found: StoredTensors, name: str) -> Iterable[DerivedWeights]:
-        """Splits the weight in which released checkpoints interleave the rows of gate and up.
+        """Splits the weight of released checkpoints that interleaves the rows of gate and up.
 
         It is stored in mxfp4, or dense and transposed.
         """
         modules = {"gate_up": ("gate", "up"), "down": ("down",)}
         for stored, names in modules.items():
             source = f"{name}.experts.{stored}_proj"
-            made = [f"{name}.experts.{one}_proj" for one in names]
+            modules = [f"{name}.experts.{part}_proj" for part in names]
             if f"{source}_blocks" in found:
-                yield from from_mxfp4_blocks(found, source, made)
+                yield from from_mxfp4_blocks(found, source, modules)
             elif source in found:
-                yield from _from_transposed(found, source, made)
+                yield from _from_transposed(found, source, modules)
 
     def build(self, builder: LayerBuilder, name: str) -> LayerFunction:
         """See FeedForward."""
@@ -161,7 +161,7 @@ class _GptOssExperts(FusableSublayer):
 def _from_transposed(
     found: StoredTensors, source: str, modules: Sequence[str]
 ) -> Iterator[DerivedWeights]:
-    """From `source` [E, in, rows] and `source`_bias [E, rows], rows of `modules` interleaved."""
+    """Splits `source` [E, in, rows] and `source`_bias [E, rows], which interleave `modules`."""
     count = len(modules)
     weight, bias = found[source], found.get(f"{source}_bias")
 
@@ -176,4 +176,5 @@ def _from_transposed(
     yield DerivedWeights((source,), {f"{module}.weight": spec for module in modules}, weights)
     if bias is not None:
         spec = TensorSpec(bias.dtype, (*bias.shape[:-1], bias.shape[-1] // count))
-        yield DerivedWeights((f"{source}_bias",), {f"{one}.bias": spec for one in modules}, biases)
+        outputs = {f"{module}.bias": spec for module in modules}
+        yield DerivedWeights((f"{source}_bias",), outputs, biases)

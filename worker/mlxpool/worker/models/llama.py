@@ -1,8 +1,9 @@
 """Llama 2 and 3.x, and Mistral, which differs only in its sliding window.
 
-With `mtp_intermediate_size` in config.json a head predicts further tokens (MTP), whose layer is a
-feed-forward of this width. The demo model has one; its tensors are named as those of Qwen3-Next.
-With `mtp_draft_vocab_size` it drafts so many tokens of the vocabulary: `mtp.draft_tokens`.
+With `mtp_intermediate_size` in config.json a head predicts further tokens (MTP). Its layer is a
+feed-forward of this width. The demo model has a head; its tensors have the names of Qwen3-Next.
+With `mtp_draft_vocab_size` it drafts only this number of the vocabulary's tokens:
+`mtp.draft_tokens`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
     if drafted and not decoder.tied:
         raise ModelLoadFailed(
             f"config.json has {DRAFTED} {drafted} and untied embeddings; the output head for some"
-            f" tokens is made of tied ones: take {DRAFTED} out"
+            f" tokens is made of tied embeddings: take {DRAFTED} out"
         )
     head = PredictionHead(
         decoder.vocab_size, decoder.hidden, decoder.eps, layer, MTP_NAMES, drafted
@@ -84,7 +85,7 @@ def _layers(config: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
 
 
 def _windows(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Without layer_types, `sliding_window` holds for all layers of a Mistral, and no Llama."""
+    """Returns the windows. Without layer_types, `sliding_window` holds in Mistral, not in Llama."""
     layers = layer_count(config)
     types = layer_types(config, layers)
     mistral = config.get("model_type") == "mistral"

@@ -1,8 +1,8 @@
 """Llama 3.2 Vision: a Llama in which some layers attend to images instead of earlier tokens.
 
 An image is one token of the text. Its keys and values for these layers are outside the KV cache and
-are the same in every conversation. A token attends to the images that stand last before it. One
-without an image before it leaves these layers as it came, as in Meta's own code.
+are the same in every conversation. A token attends to the last images before it. These layers do
+not change a token without an image before it, as in Meta's own code.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ PREFIXES = {  # stored -> ours
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-INPUT_ONLY = 8  # tokens behind the vocabulary that have an embedding; the image is one of them
+INPUT_ONLY = 8  # tokens after the vocabulary with an embedding; the image is one of them
 IMAGE_TOKEN = 128_256
 CROSS_LAYERS = (3, 8, 13, 18, 23, 28, 33, 38)
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """The plan of the text part, with that of images; raises ModelLoadFailed naming the key."""
+    """Returns the plan of the text part, with images; raises ModelLoadFailed naming the key."""
     text = {"tie_word_embeddings": config.get("tie_word_embeddings"), **text_config(config)}
     text.setdefault("rms_norm_eps", 1e-5)
     require(text, "hidden_act", ["silu"])
@@ -60,10 +60,12 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
     decoder = Decoder.from_config(
         text, layers, tied=flag(text, "tie_word_embeddings"), input_only=INPUT_ONLY
     )
-    found = decoder.plan(images.is_part, renamed_tensors(PREFIXES))
+    text_plan = decoder.plan(images.is_part, renamed_tensors(PREFIXES))
     if config.get("vision_config") is None:
-        return found
-    return replace(found, vision=_vision(config, found, layers, integer(text, "hidden_size")))
+        return text_plan
+    return replace(
+        text_plan, vision=_vision(config, text_plan, layers, integer(text, "hidden_size"))
+    )
 
 
 def _layers(text: Mapping[str, Any]) -> Iterator[DecoderLayer]:
@@ -78,19 +80,19 @@ def _layers(text: Mapping[str, Any]) -> Iterator[DecoderLayer]:
 
 
 def _crossing(text: Mapping[str, Any], count: int) -> tuple[int, ...]:
-    """The layers that attend to images; the last one, whose lines are selected, is none of them."""
+    """Returns the layers that attend to images; the last layer, which selects lines, never does."""
     given = text.get("cross_attention_layers")
-    found = list(CROSS_LAYERS) if given is None else given
-    sound = isinstance(found, list) and all(
-        type(one) is int and 0 <= one < count - 1 for one in found
+    layers = list(CROSS_LAYERS) if given is None else given
+    sound = isinstance(layers, list) and all(
+        type(layer) is int and 0 <= layer < count - 1 for layer in layers
     )
-    if not sound or not found or len(set(found)) != len(found):
+    if not sound or not layers or len(set(layers)) != len(layers):
         raise ModelLoadFailed(
             f"config.json has cross_attention_layers {given!r:.80}, must be different layers below"
             f" {count - 1}: the last of {count} reads tokens",
             details={"key": "cross_attention_layers"},
         )
-    return tuple(found)
+    return tuple(layers)
 
 
 def _vision(

@@ -45,7 +45,7 @@ HEAD_POOLING: Mapping[str, Pooling] = {"cls": "cls", "mean": "mean"}
 
 
 def encoder_plan(config: Mapping[str, Any]) -> EncoderPlan:
-    """The plan of a ModernBERT; raises ModelLoadFailed naming the key that cannot be used."""
+    """Returns a ModernBERT's plan; raises ModelLoadFailed naming the key that cannot be used."""
     heads, types = Heads.from_config(config), _types(config)
     window = integer(config, "local_attention", 128) // 2 + 1  # to each side, with the token itself
     model = ModernBert(
@@ -85,7 +85,7 @@ def _types(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _rope(config: Mapping[str, Any], kind: str, dims: int) -> Rope:
-    """The rotation of a layer type: newer files name it, older ones have a base for each."""
+    """Returns a layer type's rotation: newer files name it, older files have a base for each."""
     key, base = ROPE_BASES[kind]
     base = number(config, key, base)
     named = config.get("rope_parameters") or {}
@@ -93,7 +93,7 @@ def _rope(config: Mapping[str, Any], kind: str, dims: int) -> Rope:
 
 
 class Biases(Struct, frozen=True):
-    """Which layers have biases."""
+    """Flags: which layers have biases."""
 
     norm: bool
     attention: bool
@@ -123,7 +123,7 @@ class ModernBert(Struct, frozen=True):
         return ModelPlan(
             context=self.context,
             vocab_size=self.vocab_size,
-            caches=tuple(KeyValueSpec(self.heads.kv, dim, dim, one) for one in self.windows),
+            caches=tuple(KeyValueSpec(self.heads.kv, dim, dim, window) for window in self.windows),
             shapes=shapes,
             ignored=lambda name: name not in shapes and name.startswith(UNUSED),
             build=lambda builder: ModernBertModel(self, builder),

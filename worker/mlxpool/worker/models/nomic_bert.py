@@ -1,4 +1,4 @@
-"""Nomic's BERT: rotary positions, a gated feed-forward, a norm behind each sublayer."""
+"""Nomic's BERT: rotary positions, a gated feed-forward, a norm after each sublayer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KEYS = {
     "layer_norm_epsilon": "layer_norm_eps",
     "rotary_emb_base": "rope_theta",
 }
-REQUIRED: Mapping[str, list[Any]] = {  # what this file does not implement otherwise
+REQUIRED: Mapping[str, list[Any]] = {  # the only values that this file implements
     "activation_function": ["swiglu"],
     "hidden_act": ["silu"],
     "prenorm": [False],
@@ -55,7 +55,7 @@ ROPE_BASE = 1000.0
 
 
 def encoder_plan(config: Mapping[str, Any]) -> EncoderPlan:
-    """The plan of a Nomic BERT; raises ModelLoadFailed naming the key that cannot be used."""
+    """Returns a Nomic BERT's plan; raises ModelLoadFailed naming the key that cannot be used."""
     for key, allowed in REQUIRED.items():
         require(config, key, allowed)
     config = {**{KEYS.get(key, key): value for key, value in config.items()}}
@@ -138,7 +138,7 @@ class NomicBertModel:
         return x
 
     def logits_of(self, hidden: mx.array) -> mx.array:
-        """See model_plan.Model. There is no head: these are the states."""
+        """See model_plan.Model. Without a head, it returns the states."""
         return hidden
 
 
@@ -151,7 +151,7 @@ class _Layer:
         self.qkv = builder.linear(f"{name}.attn.Wqkv")
         self.o = builder.linear(f"{name}.attn.out_proj")
         self.norm1 = layer_norm(builder, f"{name}.norm1", spec.eps)
-        # fc12 is the gate, fc11 what it multiplies.
+        # fc12 is the gate, fc11 the gated part.
         self.gated = builder.gated_linear_unit([f"{name}.mlp.fc12", f"{name}.mlp.fc11"], spec.width)
         self.down = builder.linear(f"{name}.mlp.fc2")
         self.norm2 = layer_norm(builder, f"{name}.norm2", spec.eps)

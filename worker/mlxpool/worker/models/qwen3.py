@@ -20,7 +20,7 @@ from mlxpool.worker.layers.gated_mlp import GatedMLP
 from mlxpool.worker.layers.model_plan import ModelPlan
 from mlxpool.worker.layers.rope import parse_rope
 
-HEAD_DIM = 128  # where config.json does not say
+HEAD_DIM = 128  # the default of config.json
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:

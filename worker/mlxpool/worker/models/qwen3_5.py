@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
 VISION = ("vision_tower.", "model.visual.", "visual.")
-PREFIXES = {  # stored -> ours; of two that match, the longer comes first
+PREFIXES = {  # stored -> ours; if two match, the longer one comes first
     "model.language_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -37,7 +37,7 @@ PREFIXES = {  # stored -> ours; of two that match, the longer comes first
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """The plan of the text part; raises ModelLoadFailed naming the key that cannot be used."""
+    """Returns the text part's plan; raises ModelLoadFailed naming the key that cannot be used."""
     text = {"tie_word_embeddings": config.get("tie_word_embeddings"), **text_config(config)}
     sparse = bool(text.get("num_experts"))
     plan = _renaming(
@@ -58,7 +58,7 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
 
 
 def _renaming(plan: ModelPlan) -> ModelPlan:
-    """The plan for checkpoints that store its tensors with prefixes, beside a vision part."""
+    """Returns the plan for checkpoints that store tensors with prefixes beside a vision part."""
     inner, ignored = plan.derived, plan.ignored
 
     def derived(found: StoredTensors) -> Iterable[DerivedWeights]:
@@ -66,12 +66,12 @@ def _renaming(plan: ModelPlan) -> ModelPlan:
             without_prefix(name, PREFIXES): name for name in found if not name.startswith(VISION)
         }
         ours = {name: found[stored] for name, stored in names.items()}
-        split = {one.sources[0]: one for one in _split_experts(ours)}
+        split = {weights.sources[0]: weights for weights in _split_experts(ours)}
         ours = {name: spec for name, spec in ours.items() if name not in split}
         made = [*inner(ours), *split.values()]
-        used = {source for one in made for source in one.sources}
-        for one in made:
-            yield replace(one, sources=tuple(names[source] for source in one.sources))
+        used = {source for weights in made for source in weights.sources}
+        for weights in made:
+            yield replace(weights, sources=tuple(names[source] for source in weights.sources))
         for name, stored in names.items():
             if name != stored and name not in used:
                 yield DerivedWeights((stored,), {name: found[stored]}, tuple)
@@ -92,7 +92,7 @@ def _split_experts(found: StoredTensors) -> Iterator[DerivedWeights]:
         elif kind == "gate_up_proj":
             count, rows, columns = spec.shape
             half = TensorSpec(spec.dtype, (count, rows // 2, columns))
-            outputs = {f"{layer}.switch_mlp.{one}_proj.weight": half for one in ("gate", "up")}
+            outputs = {f"{layer}.switch_mlp.{part}_proj.weight": half for part in ("gate", "up")}
             yield DerivedWeights((name,), outputs, _halves)
 
 

@@ -31,7 +31,10 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
 
 
 def _feeds(config: Mapping[str, Any]) -> Iterator[FeedForward]:
-    """Every `decoder_sparse_step`th layer has experts, but for those in `mlp_only_layers`."""
+    """Yields the feed-forwards of the layers.
+
+    Every `decoder_sparse_step`th layer has experts, except the layers in `mlp_only_layers`.
+    """
     every, dense = integer(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         raise ModelLoadFailed(f"config.json has mlp_only_layers {dense!r}, must list layers")

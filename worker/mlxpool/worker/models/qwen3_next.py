@@ -1,8 +1,8 @@
 """Qwen3-Next: gated delta nets, attention with gated outputs every few layers, and experts.
 
-Released checkpoints store norm weights minus one and each expert by itself; conversions to MLX
-store norm weights as applied, and experts stacked. Both are read. The tensors below `mtp` are a
-head that predicts further tokens, with the model's embedding and output head.
+Released checkpoints store norm weights minus one and each expert separately. Conversions to MLX
+store norm weights as applied, and experts stacked. Both forms are read. The tensors below `mtp` are
+a head that predicts further tokens, with the model's embedding and output head.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from mlxpool.worker.layers.model_plan import ModelPlan, PredictionPlan
 from mlxpool.worker.layers.moe import SoftmaxMoE
 
 LINEAR = "linear_attention"
-FULL_INTERVAL = 4  # every 4th layer has attention, unless config.json says otherwise
+FULL_INTERVAL = 4  # by default every 4th layer has attention
 NORMS = ("layernorm.weight", "model.norm.weight", ".q_norm.weight", ".k_norm.weight")
 HEAD_NORMS = tuple(
-    f"{one}.weight" for one in (MTP_NAMES.token_norm, MTP_NAMES.state_norm, MTP_NAMES.norm)
+    f"{norm}.weight" for norm in (MTP_NAMES.token_norm, MTP_NAMES.state_norm, MTP_NAMES.norm)
 )
 
 
@@ -60,7 +60,7 @@ def plan_of(
     *,
     normed: bool,
 ) -> ModelPlan:
-    """The plan with these delta nets, and with experts in the layers for which `sparse` is true.
+    """Returns the plan with these delta nets; layers have experts if `sparse` returns True.
 
     `normed` is the default of norm_topk_prob.
     """
@@ -98,7 +98,7 @@ def _plan(
         return PreNormLayer(hidden, eps, attention, feed)
 
     layers = tuple(layer(index, kind) for index, kind in enumerate(_kinds(config)))
-    named = {f"model.layers.{index}": one for index, one in enumerate(layers)}
+    named = {f"model.layers.{index}": each for index, each in enumerate(layers)}
     head = None
     if routed is not None:
         feed = _experts(config, normed) if routed else _dense(config)
@@ -155,6 +155,6 @@ def _derived(
 
 
 def _as_released(found: StoredTensors) -> bool:
-    """Conversions to MLX move the convolutions' axes, which distinguishes them."""
+    """Returns whether tensors are as released: conversions to MLX move the convolutions' axes."""
     convolutions = [spec.shape for name, spec in found.items() if name.endswith("conv1d.weight")]
     return any(shape[-1] != 1 for shape in convolutions)

@@ -1,7 +1,7 @@
 """Qwen3-VL: Qwen3 with three positions an input, and images of any proportions.
 
-Image tokens have rows and columns as positions. What some layers of the image encoder say of an
-image is added to the output of as many first layers of the text part.
+Image tokens have rows and columns as positions. The outputs of some layers of the image encoder are
+added to the outputs of the first layers of the text part, one to each.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PREFIXES = {  # stored -> ours
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-SECTIONS = (24, 20, 20)  # pairs of dimensions in time, height and width, where nothing is said
+SECTIONS = (24, 20, 20)  # default pairs of dimensions in time, height and width
 TOKENS = {
     "vision_start_token_id": 151_652,
     "image_token_id": 151_655,
@@ -52,7 +52,7 @@ TOKENS = {
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """The plan of the text part, with that of images; raises ModelLoadFailed naming the key."""
+    """Returns the plan of the text part, with images; raises ModelLoadFailed naming the key."""
     text = {"tie_word_embeddings": config.get("tie_word_embeddings"), **text_config(config)}
     text.setdefault("rms_norm_eps", 1e-6)
     require(text, "hidden_act", ["silu"])
@@ -67,19 +67,19 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
         (PreNormLayer(hidden, eps, attention, feed),) * count,
         tied=flag(text, "tie_word_embeddings"),
     )
-    found = decoder.plan(images.is_part, renamed_tensors(PREFIXES))
+    text_plan = decoder.plan(images.is_part, renamed_tensors(PREFIXES))
     if config.get("vision_config") is None:
-        return found
-    return replace(found, vision=_vision(config, found, hidden, count))
+        return text_plan
+    return replace(text_plan, vision=_vision(config, text_plan, hidden, count))
 
 
 def _rope(text: Mapping[str, Any], rope: Rope) -> Rope:
-    """The rotation with an axis for each pair: the sections of height and width lie among time."""
+    """Returns the rotation with an axis for each pair: height and width lie among time."""
     scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
     sections = scaling.get("mrope_section") or list(SECTIONS)
     pairs = rope.dims // 2
     sound = isinstance(sections, list) and len(sections) == 3
-    if not sound or any(type(one) is not int or one < 0 for one in sections):
+    if not sound or any(type(count) is not int or count < 0 for count in sections):
         raise ModelLoadFailed(f"config.json has mrope_section {sections!r:.60}, must be 3 numbers")
     if sum(sections) != pairs or 3 * max(sections[1:]) > pairs + 2:
         raise ModelLoadFailed(

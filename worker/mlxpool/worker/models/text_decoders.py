@@ -1,7 +1,7 @@
 """Decoders that embed or rate whole texts: Qwen3, and Gemma 3 with attention both ways.
 
-Released embedding models are stored without the output head and the prefix of its names. A Qwen3
-that rates answers a question: the score is the logit of `yes` less that of `no`.
+Released embedding models are stored without the output head and without a prefix of their names. A
+Qwen3 that rates answers a question: the score is the logit of `yes` minus the logit of `no`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Answers(Struct, frozen=True):
 
 
 def encoder_plan(config: Mapping[str, Any], answers: Answers | None = None) -> EncoderPlan:
-    """Returns the plan of a decoder as an encoder model; `answers`: it rates as a language model.
+    """Returns the plan of a decoder as an encoder model; `answers`: it rates by a question.
 
     Raises ModelLoadFailed naming the key that cannot be used.
     """
@@ -58,7 +58,7 @@ def encoder_plan(config: Mapping[str, Any], answers: Answers | None = None) -> E
 
 
 def _gemma(config: Mapping[str, Any]) -> ModelPlan:
-    """A window of tokens both ways is stored as the tokens of both sides together."""
+    """Returns the plan of a Gemma; its window, stored for both sides together, is halved."""
     if not flag(config, BIDIRECTIONAL):
         return gemma3.plan(config)
     window = integer(config, "sliding_window", 4096) // 2 + 1
@@ -66,7 +66,7 @@ def _gemma(config: Mapping[str, Any]) -> ModelPlan:
 
 
 class _PrefixedTensors(Struct, frozen=True):
-    """A `derived` that adds the prefix to names without it, then makes what the plan's makes."""
+    """A `derived` that adds the prefix to names without it, then calls the plan's `derived`."""
 
     plan: ModelPlan
 
@@ -74,9 +74,10 @@ class _PrefixedTensors(Struct, frozen=True):
         stored = {PREFIX + name if name.startswith(BODY) else name: name for name in found}
         renamed = {name: found[original] for name, original in stored.items()}
         done: set[str] = set()
-        for one in self.plan.derived(renamed):
-            done.update(one.sources)
-            yield replace(one, sources=tuple(stored.get(name, name) for name in one.sources))
+        for weights in self.plan.derived(renamed):
+            done.update(weights.sources)
+            sources = tuple(stored.get(name, name) for name in weights.sources)
+            yield replace(weights, sources=sources)
         for name, original in stored.items():
             if name != original and name not in done:
                 yield DerivedWeights((original,), {name: renamed[name]}, tuple)
@@ -92,7 +93,7 @@ def _with_score(plan: ModelPlan, labels: int, hidden: int) -> ModelPlan:
 
 
 class _States:
-    """A Model whose states are those of a decoder."""
+    """A Model with the states of a decoder."""
 
     def __init__(self, decoder: Model) -> None:
         self.decoder = decoder
@@ -136,7 +137,7 @@ class _AnsweringModel(_States):
 
 
 def require_answers(yes: int | None, no: int | None) -> Answers:
-    """Returns the answers' ids; raises ModelLoadFailed where the tokenizer has no such tokens."""
+    """Returns the answers' ids; raises ModelLoadFailed if the tokenizer lacks such tokens."""
     if yes is None or no is None:
         raise ModelLoadFailed(
             'tokenizer.json has no tokens "yes" and "no", whose logits a language model that rates'

@@ -1,6 +1,7 @@
-"""A decoder layer of cross-attention to images, beside those that read earlier tokens. No MLX.
+"""A decoder layer of cross-attention to images, beside layers that read earlier tokens. No MLX.
 
-Its keys and values are of images alone and are computed once for each, outside the KV cache.
+Its keys and values come only from images. They are computed once for each image, outside the KV
+cache.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 class CrossAttentionLayer(Struct, frozen=True):
     """A DecoderLayer: x + gate * attention(norm(x)), then the same with the feed-forward.
 
-    A token that sees no image leaves it as it came.
+    It does not change a token that sees no image.
     """
 
     hidden: int
@@ -38,17 +39,17 @@ class CrossAttentionLayer(Struct, frozen=True):
 
     @property
     def cache(self) -> None:
-        """It keeps nothing of a sequence: its keys and values are of images."""
+        """None: it keeps nothing of a sequence; its keys and values come from images."""
 
     def shapes(self, name: str) -> WeightShapes:
         """See DecoderLayer."""
         yield f"{name}.input_layernorm.weight", (self.hidden,)
         inner, heads = f"{name}.cross_attn", self.heads
         yield from linear_shapes(f"{inner}.q_proj", heads.query * heads.dim, self.hidden)
-        for one in "kv":
-            yield from linear_shapes(f"{inner}.{one}_proj", heads.kv * heads.dim, self.hidden)
-        for one in "qk":
-            yield f"{inner}.{one}_norm.weight", (heads.dim,)
+        for part in "kv":
+            yield from linear_shapes(f"{inner}.{part}_proj", heads.kv * heads.dim, self.hidden)
+        for part in "qk":
+            yield f"{inner}.{part}_norm.weight", (heads.dim,)
         yield from linear_shapes(f"{inner}.o_proj", self.hidden, heads.query * heads.dim)
         yield f"{name}.cross_attn_attn_gate", (1,)
         yield f"{name}.post_attention_layernorm.weight", (self.hidden,)

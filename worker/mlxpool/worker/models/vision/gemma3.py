@@ -78,12 +78,12 @@ def vision_plan(config: Mapping[str, Any], text: ModelPlan, hidden: int) -> Visi
 
 
 def is_part(name: str) -> bool:
-    """Returns whether a stored tensor is of the image encoder."""
+    """Returns whether a stored tensor belongs to the image encoder."""
     return name.removeprefix("model.").startswith(PARTS)
 
 
 def _is_unused(name: str) -> bool:
-    """Returns whether a tensor that the text part ignores is of no use for images either."""
+    """Returns whether a tensor that the text part ignores is also unused for images."""
     return not is_part(name) or without_prefix(name, PREFIXES).startswith(siglip.UNUSED)
 
 
@@ -93,14 +93,14 @@ def _derived(found: StoredTensors) -> Iterator[DerivedWeights]:
         if name == PATCHES and len(spec.shape) == 4:
             yield from siglip.patch_weights(stored, name, spec)
         elif name == f"{NORM}.weight":
-            one = mapped({name: spec}, name, plus_one)
-            yield replace(one, sources=(stored,))
+            weights = mapped({name: spec}, name, plus_one)
+            yield replace(weights, sources=(stored,))
         elif name != stored and is_part(stored):
             yield DerivedWeights((stored,), {name: spec}, tuple)
 
 
 class ImageEncoder(Struct, frozen=True):
-    """Describes the encoder: the tower, and what makes inputs of its patches.
+    """Describes the encoder: the tower, and the conversion of its patches to inputs.
 
     `merge` * `merge` patches become one input with `hidden` numbers.
     """
@@ -112,10 +112,10 @@ class ImageEncoder(Struct, frozen=True):
     @classmethod
     def from_config(cls, config: Mapping[str, Any], hidden: int) -> ImageEncoder:
         """Raises ModelLoadFailed naming the key that is missing or cannot be used."""
-        given = config["vision_config"]
-        if not isinstance(given, Mapping):
-            raise ModelLoadFailed(f"config.json has vision_config {given!r:.60}, must be a map")
-        tower = siglip.Siglip.from_config(given)
+        vision = config["vision_config"]
+        if not isinstance(vision, Mapping):
+            raise ModelLoadFailed(f"config.json has vision_config {vision!r:.60}, must be a map")
+        tower = siglip.Siglip.from_config(vision)
         inputs = integer(config, "mm_tokens_per_image", 256)
         side = math.isqrt(inputs)
         if side * side != inputs or tower.rows % side:

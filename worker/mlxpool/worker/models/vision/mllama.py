@@ -1,9 +1,9 @@
 """The image encoder of Llama 3.2 Vision: an image on up to four tiles, each with a class token.
 
-The encoder always has all tiles: those that an image lacks are padding, and so are tokens that fill
+The encoder always has all tiles: missing tiles of an image are padding, and so are tokens that fill
 each tile up to a multiple of 8. A token of the image attends to all tokens, padding included, and a
-padding token to those of the image, as the model was trained. The states that go to the text part
-are the last ones, beside those in front of some layers.
+padding token attends to the tokens of the image, as the model was trained. The text part gets the
+last states, beside the states before some layers.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ PATCHES = "vision_model.patch_embedding.weight"
 PROJECTION = "multi_modal_projector"
 CHANNELS = 3
 TILE_MULTIPLE = 8  # tokens of a tile in the encoder
-TAKEN = (3, 7, 15, 23, 30)  # layers whose inputs go to the text part, where nothing is said
+TAKEN = (3, 7, 15, 23, 30)  # by default the inputs of these layers go to the text part
 
 
 def is_part(name: str) -> bool:
-    """Returns whether a stored tensor is of the image encoder."""
+    """Returns whether a stored tensor belongs to the image encoder."""
     return name.removeprefix("model.").startswith(PARTS)
 
 
 def derived(found: StoredTensors) -> Iterator[DerivedWeights]:
-    """The weights of the encoder by our names."""
+    """Yields the weights of the encoder by our names."""
     for stored, spec in found.items():
         name = without_prefix(stored, PREFIXES)
         if name == PATCHES and len(spec.shape) == 4:
@@ -58,7 +58,7 @@ class TiledEncoder(Struct, frozen=True):
     width: int  # of the feed-forward
     heads: int
     local_layers: int
-    global_layers: int  # behind these, with gates
+    global_layers: int  # after the local layers, with gates
     side: int  # of a tile, in pixels
     patch: int  # side of a patch, in pixels
     tiles: int
@@ -84,7 +84,7 @@ class TiledEncoder(Struct, frozen=True):
                 f"config.json has attention_heads {heads}, which must divide {hidden}"
             )
         tiles = integer(config, "max_num_tiles", 4, maximum=64)
-        ratios = [list(one) for one in tile_arrangements(tiles)]
+        ratios = [list(arrangement) for arrangement in tile_arrangements(tiles)]
         require(config, "supported_aspect_ratios", [ratios])
         local = integer(config, "num_hidden_layers", 32, maximum=MAX_MODULES)
         taken = _taken(config, local)
@@ -120,7 +120,7 @@ class TiledEncoder(Struct, frozen=True):
         return -self.tile_tokens % TILE_MULTIPLE
 
     def tiles_of(self, grid: tuple[int, int, int]) -> tuple[int, int]:
-        """Rows and columns of tiles of an image with a grid of patches."""
+        """Returns the rows and columns of tiles of an image with a grid of patches."""
         rows = self.side // self.patch
         return grid[1] // rows, grid[2] // rows
 
@@ -154,8 +154,8 @@ class TiledEncoder(Struct, frozen=True):
 
     def _layer_shapes(self, name: str) -> WeightShapes:
         yield from layer_norm_shapes(f"{name}.input_layernorm", self.hidden)
-        for one in "qkvo":
-            yield from linear_shapes(f"{name}.self_attn.{one}_proj", self.hidden, self.hidden)
+        for part in "qkvo":
+            yield from linear_shapes(f"{name}.self_attn.{part}_proj", self.hidden, self.hidden)
         yield from layer_norm_shapes(f"{name}.post_attention_layernorm", self.hidden)
         yield from linear_shapes(f"{name}.mlp.fc1", self.width, self.hidden, True)
         yield from linear_shapes(f"{name}.mlp.fc2", self.hidden, self.width, True)
@@ -172,15 +172,15 @@ def _tile_positions(name: str, ratios: int, spec: TiledEncoder) -> WeightShapes:
 
 def _taken(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     given = config.get("intermediate_layers_indices")
-    found = list(TAKEN) if given is None else given
-    if not isinstance(found, list) or any(
-        type(one) is not int or not 0 <= one < layers for one in found
+    indices = list(TAKEN) if given is None else given
+    if not isinstance(indices, list) or any(
+        type(layer) is not int or not 0 <= layer < layers for layer in indices
     ):
         raise ModelLoadFailed(
             f"config.json has intermediate_layers_indices {given!r:.60}, must be layers below"
             f" {layers}"
         )
-    return tuple(found)
+    return tuple(indices)
 
 
 class BuiltTiledEncoder:
@@ -226,8 +226,8 @@ class BuiltTiledEncoder:
         ratio = tile_arrangements(spec.tiles).index(tiles) + 1
         count = tiles[0] * tiles[1]
         x = self._embedded(pixels, tiles, ratio)
-        # Padding goes behind the tokens of the image, which attention knows by their number.
-        x = mx.concatenate([one.reshape(-1, spec.hidden) for one in self._divided(x, count)])
+        # Padding follows the tokens of the image: attention gets only the number of these.
+        x = mx.concatenate([part.reshape(-1, spec.hidden) for part in self._divided(x, count)])
         taken = {}
         for index, layer in enumerate(self.layers):
             if index in spec.taken:
@@ -235,12 +235,12 @@ class BuiltTiledEncoder:
             x = layer(x, batch)
         whole = spec.tile_tokens + spec.filling
         place = mx.broadcast_to(mx.arange(spec.tiles)[:, None, None], (spec.tiles, whole, 1))
-        numbers = mx.concatenate([one.reshape(-1) for one in self._divided(place, count)])
+        numbers = mx.concatenate([part.reshape(-1) for part in self._divided(place, count)])
         x = self.norm_after(x) + self.after(ratio)[numbers]
         for layer in self.global_layers:
             x = layer(x, batch)
         seen = count * spec.tile_tokens
-        # Stored by states first: number h of all taken states lies beside h of the next ones.
+        # The numbers of the taken states alternate: number h of each state, then h + 1 of each.
         beside = mx.stack([taken[index][:seen] for index in spec.taken], axis=-1)
         return self.projection(mx.concatenate([x[:seen], beside.reshape(seen, -1)], axis=-1))
 
@@ -260,12 +260,12 @@ class BuiltTiledEncoder:
         return mx.pad(self.norm_before(x), [(0, 0), (0, spec.filling), (0, 0)])
 
     def _divided(self, x: mx.array, count: int) -> tuple[mx.array, mx.array, mx.array]:
-        """x [tiles, tokens, ...]: the tokens of the image, and two parts of padding."""
+        """Divides x [tiles, tokens, ...] into the tokens of the image and two parts of padding."""
         return x[:count, : self.spec.tile_tokens], x[:count, self.spec.tile_tokens :], x[count:]
 
 
 class _TilePositions:
-    """Number of an arrangement of tiles -> what is added to the tokens of each tile [tiles, d]."""
+    """Number of an arrangement of tiles -> positions [tiles, d] to add to each tile's tokens."""
 
     def __init__(self, spec: TiledEncoder, builder: LayerBuilder, name: str) -> None:
         import mlx.core as mx
@@ -293,14 +293,14 @@ class _Layer:
         self.index, self.heads, self.activation = index, spec.heads, spec.activation
         self.scores = ScoreParams((spec.hidden // spec.heads) ** -0.5)
         self.before_attention = layer_norm(builder, f"{name}.input_layernorm", spec.eps)
-        self.qkv = builder.concatenated([f"{name}.self_attn.{one}_proj" for one in "qkv"])
+        self.qkv = builder.concatenated([f"{name}.self_attn.{part}_proj" for part in "qkv"])
         self.o = builder.linear(f"{name}.self_attn.o_proj")
         self.before_feed = layer_norm(builder, f"{name}.post_attention_layernorm", spec.eps)
         self.up = builder.linear(f"{name}.mlp.fc1")
         self.down = builder.linear(f"{name}.mlp.fc2")
         self.gates: tuple[mx.array | float, mx.array | float] = (1.0, 1.0)
         if gated:
-            attention, feed = (builder.tensor(f"{name}.gate_{one}") for one in ("attn", "ffn"))
+            attention, feed = (builder.tensor(f"{name}.gate_{part}") for part in ("attn", "ffn"))
             self.gates = mx.tanh(attention), mx.tanh(feed)
 
     def __call__(self, x: mx.array, batch: ForwardBatch) -> mx.array:

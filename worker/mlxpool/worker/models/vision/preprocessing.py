@@ -1,4 +1,4 @@
-"""Reads how a model's images become pixels from its preprocessor_config.json. No MLX."""
+"""Reads the preprocessing of a model's images from its preprocessor_config.json. No MLX."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def fixed_size(
     Raises ModelLoadFailed naming the key that cannot be used.
     """
     size = config.get("size")
-    found = (size.get("height"), size.get("width")) if isinstance(size, Mapping) else size
-    if found not in ((side, side), None):
+    sides = (size.get("height"), size.get("width")) if isinstance(size, Mapping) else size
+    if sides not in ((side, side), None):
         raise ModelLoadFailed(
             f"{_WHERE} has size {size!r:.80}, the model takes images of {side} x {side} pixels"
         )
@@ -34,7 +34,7 @@ def fixed_size(
 
 
 def tiled(config: Mapping[str, Any], side: int, patch: int, tiles: int) -> ImageSettings:
-    """The settings of a model whose images lie on up to `tiles` squares with the side `side`.
+    """Returns the settings of a model with images on up to `tiles` squares of the side `side`.
 
     Raises ModelLoadFailed naming the key that cannot be used.
     """
@@ -51,7 +51,7 @@ def tiled(config: Mapping[str, Any], side: int, patch: int, tiles: int) -> Image
 def free_size(
     config: Mapping[str, Any], patch: int, merge: int, resample: int = BICUBIC
 ) -> ImageSettings:
-    """The settings of a model whose images keep their proportions, within bounds of their area.
+    """Returns the settings of a model with images of any proportions, within bounds of the area.
 
     Raises ModelLoadFailed naming the key that cannot be used.
     """
@@ -102,10 +102,10 @@ def _common(config: Mapping[str, Any], resample: int) -> dict[str, Any]:
 
 
 def _triple(config: Mapping[str, Any], key: str) -> tuple[float, float, float]:
-    """Three numbers; of deviations none is 0."""
+    """Returns three numbers; deviations must not be 0."""
     value = config.get(key)
     numbers = value if isinstance(value, list) else []
-    sound = all(type(one) in (int, float) and abs(one) < MAX_INTEGER for one in numbers)
+    sound = all(type(each) in (int, float) and abs(each) < MAX_INTEGER for each in numbers)
     if len(numbers) == CHANNELS and sound:
         red, green, blue = map(float, numbers)
         if key == "image_mean" or min(red, green, blue) > 0:

@@ -1,8 +1,8 @@
 """The image encoder of Qwen3-VL: patches of any grid, turned by their rows and columns.
 
-The patches of one input lie behind each other. Learned positions of a square are interpolated to
-the grid. Checkpoints store a convolution over two frames; both frames of an image are the same, so
-its weights are added up.
+The patches of one input follow each other. Learned positions of a square are interpolated to the
+grid. Checkpoints store a convolution over two frames; both frames of an image are the same, so the
+weights of the frames are added up.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ THETA = 10_000.0
 
 
 def is_part(name: str) -> bool:
-    """Returns whether a stored tensor is of the image encoder."""
+    """Returns whether a stored tensor belongs to the image encoder."""
     return name.startswith(tuple(PREFIXES))
 
 
 def derived(found: StoredTensors) -> Iterator[DerivedWeights]:
-    """The weights of the encoder by our names."""
+    """Yields the weights of the encoder by our names."""
     for stored, spec in found.items():
         name = without_prefix(stored, PREFIXES)
         if not is_part(stored):
@@ -57,7 +57,7 @@ def derived(found: StoredTensors) -> Iterator[DerivedWeights]:
 
 
 def _patch_weights(stored: str, spec: TensorSpec) -> DerivedWeights:
-    """A matrix [out, patch * patch * 3] of [out, 3, 2, patch, patch] or MLX's [out, 2, p, p, 3]."""
+    """Makes a matrix [out, p * p * 3] of [out, 3, 2, p, p] or MLX's [out, 2, p, p, 3]."""
     first = spec.shape[1] == CHANNELS
     patch = spec.shape[-2]
     shape = spec.shape[0], patch * patch * CHANNELS
@@ -74,7 +74,7 @@ def _patch_weights(stored: str, spec: TensorSpec) -> DerivedWeights:
 class QwenTower(Struct, frozen=True):
     """Describes the encoder; its tensors begin with `visual.`.
 
-    `side`: learned positions of a side. `deep`: the layers whose output goes to the text part, too.
+    `side`: learned positions of a side. `deep`: layers whose outputs also go to the text part.
     """
 
     hidden: int
@@ -100,7 +100,7 @@ class QwenTower(Struct, frozen=True):
         layers = integer(config, "depth", maximum=MAX_MODULES)
         deep = config.get("deepstack_visual_indexes") or []
         if not isinstance(deep, list) or any(
-            type(one) is not int or not 0 <= one < layers for one in deep
+            type(layer) is not int or not 0 <= layer < layers for layer in deep
         ):
             raise ModelLoadFailed(
                 f"config.json has deepstack_visual_indexes {deep!r:.60}, must be layers below"
@@ -109,7 +109,7 @@ class QwenTower(Struct, frozen=True):
         hidden, heads = integer(config, "hidden_size"), integer(config, "num_heads")
         if hidden % (4 * heads):
             raise ModelLoadFailed(
-                f"config.json has num_heads {heads}, of which 4 times must divide {hidden}"
+                f"config.json has num_heads {heads}; 4 times this must divide {hidden}"
             )
         places = integer(config, "num_position_embeddings")
         if isqrt(places) ** 2 != places:
@@ -192,17 +192,17 @@ class Tower:
         rows, columns = patch_places(grid, merge)
         x = self.patches(parts) + self._learned(rows, columns, grid)
         turns = _turns(rows, columns, spec)
-        every = []
+        deep = []
         for index, layer in enumerate(self.layers):
             x = layer(x, turns, batch)
             if index in spec.deep:
-                every.append(self.deep[spec.deep.index(index)](x))
-        return mx.stack([self.merger(x), *every])
+                deep.append(self.deep[spec.deep.index(index)](x))
+        return mx.stack([self.merger(x), *deep])
 
     def _learned(
         self, rows: npt.NDArray[Any], columns: npt.NDArray[Any], grid: tuple[int, int, int]
     ) -> mx.array:
-        """Learned positions [n, hidden], between the four nearest of the square."""
+        """Returns learned positions [n, hidden], between the four nearest of the square."""
         import mlx.core as mx
 
         side = self.spec.side
@@ -219,17 +219,17 @@ class Tower:
 def patch_places(
     grid: tuple[int, int, int], merge: int
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Rows and columns [n] of the patches, those of one input behind each other."""
+    """Returns rows and columns [n] of the patches; the patches of one input follow each other."""
     shape = (grid[1] // merge, merge, grid[2] // merge, merge)
     rows, columns = np.mgrid[0 : grid[1], 0 : grid[2]]
-    row, column = (one.reshape(shape).transpose(0, 2, 1, 3).ravel() for one in (rows, columns))
+    row, column = (axis.reshape(shape).transpose(0, 2, 1, 3).ravel() for axis in (rows, columns))
     return row, column
 
 
 def _taps(
     places: npt.NDArray[Any], size: int, side: int
 ) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
-    """The two nearest of `side` numbers for places on an axis of `size`, and their shares."""
+    """Returns the two nearest of `side` numbers for places on an axis of `size`, with shares."""
     at = places.astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
     floor = np.floor(at)
     return [
@@ -241,7 +241,7 @@ def _taps(
 def _turns(
     rows: npt.NDArray[Any], columns: npt.NDArray[Any], spec: QwenTower
 ) -> tuple[mx.array, mx.array]:
-    """Cosines and sines [n, 1, head_dim]: a quarter by rows, the next by columns, then again."""
+    """Returns cosines and sines [n, 1, head_dim]: a quarter by rows, one by columns, then again."""
     import mlx.core as mx
 
     size = spec.hidden // spec.heads
@@ -285,7 +285,7 @@ def _turned(x: mx.array, cosines: mx.array, sines: mx.array) -> mx.array:
 
 
 class _Merger:
-    """Patches [n, hidden] -> inputs [n / merge², out]; `before`: each patch is normed by itself."""
+    """Patches [n, hidden] -> inputs [n / merge², out]; `before`: each patch is normed alone."""
 
     def __init__(self, spec: QwenTower, builder: LayerBuilder, name: str, *, before: bool) -> None:
         self.size, self.before = spec.merged, before

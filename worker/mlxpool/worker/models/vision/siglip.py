@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
 CHANNELS = 3
-UNUSED = "vision_tower.head."  # pools a whole image, which no language model asks for
+UNUSED = "vision_tower.head."  # pools a whole image; language models do not use it
 
 
 class Siglip(Struct, frozen=True):
@@ -71,8 +71,8 @@ class Siglip(Struct, frozen=True):
         for index in range(self.layers):
             name = f"vision_tower.encoder.layers.{index}"
             yield from layer_norm_shapes(f"{name}.layer_norm1", hidden)
-            for one in ("q", "k", "v"):
-                yield from linear_shapes(f"{name}.self_attn.{one}_proj", hidden, hidden, True)
+            for part in ("q", "k", "v"):
+                yield from linear_shapes(f"{name}.self_attn.{part}_proj", hidden, hidden, True)
             yield from linear_shapes(f"{name}.self_attn.out_proj", hidden, hidden, True)
             yield from layer_norm_shapes(f"{name}.layer_norm2", hidden)
             yield from linear_shapes(f"{name}.mlp.fc1", self.width, hidden, True)
@@ -110,7 +110,7 @@ class _Layer:
         self.index, self.heads, self.activation = index, spec.heads, spec.activation
         self.scores = ScoreParams(spec.heads.dim**-0.5)
         self.before_attention = layer_norm(builder, f"{name}.layer_norm1", spec.eps)
-        self.qkv = builder.concatenated([f"{name}.self_attn.{one}_proj" for one in "qkv"])
+        self.qkv = builder.concatenated([f"{name}.self_attn.{part}_proj" for part in "qkv"])
         self.o = builder.linear(f"{name}.self_attn.out_proj")
         self.before_feed = layer_norm(builder, f"{name}.layer_norm2", spec.eps)
         self.up = builder.linear(f"{name}.mlp.fc1")

@@ -1,4 +1,4 @@
-"""What models that read images have in common: their text part computes the hidden states."""
+"""The common part of models that read images: their text part computes the hidden states."""
 
 from __future__ import annotations
 
