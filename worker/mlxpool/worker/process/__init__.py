@@ -1,4 +1,4 @@
-"""The worker's main thread: its link, its heartbeats, and what becomes of its requests.
+"""The worker's main thread: its link, its heartbeats, and the table of its requests.
 
 Imports no MLX, and never waits for the compute thread.
 """

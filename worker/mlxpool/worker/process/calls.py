@@ -1,4 +1,4 @@
-"""Prepares calls: of the tokenizer, of `decide`, and for encoder models. Pure."""
+"""Prepares calls: of the tokenizer, of `decide`, and of encoder models. Pure."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ CHANNELS = "decide is not supported with models that answer in channels: their n
 
 
 def prepare_tokenize(
-    opened: Opened | OpenedEncoder, key: CallKey, call: Tokenize, came: Arrival
+    opened: Opened | OpenedEncoder, key: CallKey, call: Tokenize, arrival: Arrival
 ) -> Preparation:
     """Raises BadRequest for a chat that no template can take."""
     job: Job
     if isinstance(call.text, ChatPrompt):
         plain = isinstance(opened, Opened) and opened.plain_contents
-        job = render_of(call.text, came.now, 0, plain=plain)
+        job = render_of(call.text, arrival.now, 0, plain=plain)
     else:
         job = Encode(call.text)
     return Preparation(call.owner, call.size, job, _tokens)
@@ -59,7 +59,7 @@ def _tokens(result: Encoded) -> CallAnswer:
 
 
 def prepare_detokenize(
-    opened: Opened | OpenedEncoder, key: CallKey, call: Detokenize, came: Arrival
+    opened: Opened | OpenedEncoder, key: CallKey, call: Detokenize, arrival: Arrival
 ) -> Preparation:
     job = Decode(call.packed, opened.vocab_size, call.each)
     return Preparation(call.owner, call.size, job, _text)
@@ -73,7 +73,7 @@ def _text(result: Decoded) -> CallAnswer:
 # ---- of `decide` ---------------------------------------------------------------------------------
 
 
-def prepare_decide(opened: Opened, key: CallKey, call: DecideCall, came: Arrival) -> Preparation:
+def prepare_decide(opened: Opened, key: CallKey, call: DecideCall, arrival: Arrival) -> Preparation:
     """Raises BadRequest for a model that cannot decide."""
     if opened.source is None:
         raise BadRequest(COUNTS)
@@ -83,10 +83,10 @@ def prepare_decide(opened: Opened, key: CallKey, call: DecideCall, came: Arrival
     can_think = any("enable_thinking" in source for source in templates.values())
     job = AskQuestions(
         call.prompt,
-        [one.body() for one in call.questions],
+        [question.body() for question in call.questions],
         bool(templates),
         False if can_think else None,
-        came.now,
+        arrival.now,
         opened.context,
         call.first,
     )
@@ -119,12 +119,12 @@ def _decide(opened: Opened, key: CallKey, call: DecideCall, prompts: QuestionPro
 
 
 def prepare_encode(
-    opened: OpenedEncoder, key: CallKey, call: EncoderCall, came: Arrival
+    opened: OpenedEncoder, key: CallKey, call: EncoderCall, arrival: Arrival
 ) -> Preparation | Compute:
     """Returns the preparation of a call, or its message if it has token ids.
 
-    Raises BadRequest for what this model does not do, TooLarge for an answer over its bound, and
-    ContextExceeded.
+    Raises BadRequest for a task that this model does not have, TooLarge for an answer over its
+    bound, and ContextExceeded.
     """
     if call.task not in opened.tasks:
         can = " and ".join(sorted(opened.tasks))
@@ -149,10 +149,10 @@ def prepare_encode(
     )
 
 
-def _inputs(found: EncodedInputs) -> list[EncoderInput]:
+def _inputs(encoded: EncodedInputs) -> list[EncoderInput]:
     """Returns the inputs that a lane made."""
-    ids, types, begin, inputs = unpack_ids(found.packed), found.types, 0, []
-    for length in found.lengths:
+    ids, types, begin, inputs = unpack_ids(encoded.packed), encoded.types, 0, []
+    for length in encoded.lengths:
         end = begin + length
         inputs.append(EncoderInput(tuple(ids[begin:end]), tuple(types[begin:end])))
         begin = end

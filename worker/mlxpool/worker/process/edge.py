@@ -1,6 +1,6 @@
 """The loop of the worker's main thread: polls the link and the mailbox, sends heartbeats, exits.
 
-It never waits for the compute thread, so heartbeats continue whatever that one does.
+It never waits for the compute thread, so heartbeats continue whatever that thread does.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from mlxpool.worker.system import load_clock
 log = logging.getLogger("mlxpool.worker")
 
 WELCOME_TIMEOUT = 5.0  # seconds that a worker with an unusable model waits to send its reason
-MAX_SAVE_WITH_RUNS = 1.0  # seconds that prefixes are written while streams wait for the end
+MAX_SAVE_WITH_RUNS = 1.0  # the most seconds of writing prefixes while streams wait for the end
 BEAT_INTERVAL = 1.0  # seconds between two heartbeats
 REST_TIME = 2.0  # seconds without a request, after which the intake uses the time
 
@@ -64,15 +64,16 @@ class Heartbeat:
         self.next_at = BEAT_INTERVAL  # monotonic seconds
 
     def send_soon(self) -> None:
-        """The next beat is due now: there is a new epoch."""
+        """Makes the next beat due now, because there is a new epoch."""
         self.next_at = BEAT_INTERVAL
 
     def is_due(self, now: float) -> bool:
         return now >= self.next_at or self._progress.phase != self._phase
 
     def beat(self, now: float, preparing: int, load: Load) -> Beat:
-        """The beat that is sent now; `preparing` runs wait for the compute thread, because of the
-        `load` of what prepares requests.
+        """Returns the beat to send now.
+
+        `preparing`: runs that do not compute yet. `load`: the load of the preparation of requests.
         """
         progress = self._progress
         self._phase, self.next_at = progress.phase, now + BEAT_INTERVAL
@@ -111,7 +112,7 @@ Mail = Outbound | Prepared
 class Mailbox:
     """The queue of messages from other threads to the main thread.
 
-    Unbounded: the compute thread bounds its own share, see compute.messages.DeltaQueue.
+    It is unbounded: the compute thread bounds its own share, see compute.messages.DeltaQueue.
     """
 
     def __init__(self, waker: Waker) -> None:
@@ -119,18 +120,18 @@ class Mailbox:
         self._mail: deque[Mail] = deque()
 
     def post(self, mail: Mail) -> None:
-        """Enqueue and wake the main thread. Any thread may call it."""
+        """Enqueues a message and wakes the main thread. Any thread may call it."""
         self._mail.append(mail)
         self.waker.wake()
 
     def take(self) -> Iterator[Mail]:
-        """Dequeue what is there, in order."""
+        """Yields the queued messages in order, and removes them."""
         while self._mail:
             yield self._mail.popleft()
 
 
 class Edge:
-    """Build it and `run` it once; the result is the exit code."""
+    """The loop of the main thread. `run` it once; the result is the exit code."""
 
     def __init__(
         self,
@@ -149,17 +150,17 @@ class Edge:
         self.compute = compute
         self.intake = intake
         self.heartbeat = Heartbeat(progress, with_sample=config.dials)
-        self._link_error = ""  # the one that was logged last
+        self._link_error = ""  # the last logged error of the link
         self._unusable: PoolError | None = None  # the error to send with `bye`
-        self._leave_at = math.inf  # when to exit with it, without having sent it
+        self._leave_at = math.inf  # when to exit with this error, even if it was not sent
         self._exit_code: int | None = None
         self._serves = False  # whether the model is loaded
-        self._busy_at = 0.0  # when there was a request last (monotonic seconds)
+        self._busy_at = 0.0  # the time of the last request (monotonic seconds)
 
     # ---- the loop ------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Serve until the broker sends `stop`, stdin ends, or SIGTERM comes."""
+        """Serves until the broker sends `stop`, stdin ends, or SIGTERM comes."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._exit(0))
         self.mailbox.waker.wake_on_signals()
@@ -193,7 +194,7 @@ class Edge:
         self.link.flush()
 
     def _rest(self, now: float) -> None:
-        """Has the intake use the time while there is no request."""
+        """Lets the intake use the time without requests."""
         if self.intake.tasks or not self._serves:
             self._busy_at = now
         elif now - self._busy_at >= REST_TIME:
@@ -209,7 +210,7 @@ class Edge:
         return math.ceil(max(0.0, due - now) * 1000)
 
     def _check_link(self) -> None:
-        """Exit a worker of another supervisor when its key is refused or no broker answers."""
+        """Exits a worker of another supervisor if its key is refused or no broker answers."""
         handshake = self.link.handshake
         handshake.succeeded()
         if handshake.trouble != self._link_error:
@@ -234,26 +235,26 @@ class Edge:
     # ---- the end -------------------------------------------------------------------------------
 
     def orphaned(self) -> None:
-        """Exit, because the broker is gone. Called by another thread."""
+        """Exits, because the broker is gone. Called by another thread."""
         log.warning("the broker is gone")
         self._exit(0)
         self.mailbox.waker.wake()
 
     def _exit(self, code: int) -> None:
-        """End the loop with this code; the first call decides."""
+        """Ends the loop with this code; the first call decides."""
         if self._exit_code is None:
             self._exit_code = code
 
     def _leave_if_unusable(self, now: float) -> None:
-        """Send `bye` with the reason and exit, once there is an epoch or no more time."""
+        """Sends `bye` with the reason and exits, once there is an epoch or the time is over."""
         if self._unusable is not None and (self.link.epoch or now >= self._leave_at):
             self.link.send(Bye(self._unusable.body()))
             self._exit(1)
 
     def _save_prefixes(self) -> None:
-        """Have the compute thread write what the prefix cache has to disk, for a bounded time.
+        """Makes the compute thread write the prefix cache to disk, for a bounded time.
 
-        Streams that were not handed back go on elsewhere only when this process has ended.
+        Streams that were not handed back go on elsewhere only after this process has ended.
         """
         if not self.config.model.prefix_disk or not self._serves:
             return
@@ -275,7 +276,7 @@ class Edge:
     # ---- from the other threads ----------------------------------------------------------------
 
     def handle_mail(self, mail: Mail) -> None:
-        """Handle a message of the compute thread or the preparer."""
+        """Handles a message of the compute thread or the preparer."""
         if isinstance(mail, StepDeltas):
             self.compute.delta_queue.acknowledge()
         if isinstance(mail, Opened | OpenedEncoder):
@@ -296,7 +297,7 @@ class Edge:
             self.intake.handed_back()
 
     def _loaded(self, loaded: Loaded) -> None:
-        """The engine is ready for work: the worker is, too, when requests can be prepared."""
+        """Handles a loaded engine: the worker is ready when requests can be prepared."""
         self._serves = True
         if self.intake.is_ready(partial(self.mailbox.post, loaded)):
             load_clock.log_end()
@@ -319,7 +320,7 @@ class Edge:
         self.link.introduce(hello, monotonic())
 
     def _model_unusable(self, error: PoolError) -> None:
-        """Leave with the reason. The broker takes `bye` only from a worker with an epoch."""
+        """Leaves with the reason. The broker takes `bye` only from a worker with an epoch."""
         if not self.link.introduced:
             self._introduce("", 0)
         self._unusable = error
@@ -328,7 +329,7 @@ class Edge:
     # ---- from the broker -----------------------------------------------------------------------
 
     def _handle_message(self, message: Message) -> None:
-        """Handle a message; one that fails must not end the worker."""
+        """Handles a message; its failure must not end the worker."""
         try:
             self._handle(message)
         except Exception:
@@ -350,7 +351,7 @@ class Edge:
             self._handle_current(message)
 
     def _handle_current(self, message: Message) -> None:
-        """Handle a message of the current epoch."""
+        """Handles a message of the current epoch."""
         kind, header = message.kind, message.header
         if kind in PARSE:
             self.intake.begin(message)

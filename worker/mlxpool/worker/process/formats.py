@@ -1,4 +1,4 @@
-"""Makes the constraints of requests with a format, in a thread of their own."""
+"""Makes the constraints of requests with a format, in a separate thread."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Formats:
     """The formats of one model's requests."""
 
     def __init__(self, opened: Opened) -> None:
-        """`opened` is a model whose tokenizer is in a file."""
+        """`opened`: a model with a tokenizer file."""
         text, source = opened.text, opened.source
         assert source is not None and isinstance(text, TokenTable)
         load = partial(load_vocabulary, source, text.pieces, opened.eos)
         vocabulary = f"{source.sha256} {opened.vocab_size} {sorted(opened.eos)}"
         self._compiler = Compiler(load, vocabulary, opened.eos, opened.vocab_size)
-        self._loading: threading.Event | None = None  # is set when that has ended; None: not begun
+        self._loading: threading.Event | None = None  # set at the end of the load; None: not begun
 
     def load(self) -> None:
-        """Begins to load the vocabulary, unless that was begun."""
+        """Begins to load the vocabulary, unless the load has begun."""
         if self._loading is not None:
             return
         loading = self._loading = threading.Event()
@@ -36,13 +36,13 @@ class Formats:
         def perform() -> None:
             try:
                 self._compiler.load()
-            finally:  # where it failed, requests with a format say why
+            finally:  # if it failed, requests with a format raise the error
                 loading.set()
 
         self._compiler.submit(perform)
 
     def is_settled(self, again: Callable[[], None]) -> bool:
-        """Whether no load of the vocabulary lasts; else the thread calls `again` when it ends."""
+        """Returns whether no load of the vocabulary is running; `again` is called at its end."""
         if self._loading is None or self._loading.is_set():
             return True
         self._compiler.submit(again)
@@ -55,7 +55,7 @@ class Formats:
     def constrain(
         self, format: Mapping[str, Any], finish: Callable[..., None], result: Result
     ) -> None:
-        """Make the constraint of a format for a prompt, the `result` of its job.
+        """Makes the constraint of a format for a prompt, the `result` of its job.
 
         The thread calls `finish` with the result, and with the constraint or its error.
         """
@@ -64,13 +64,13 @@ class Formats:
             return
 
         def perform() -> None:
-            found: Constraint | PoolError
+            constraint: Constraint | PoolError
             try:
-                found = self._compiler.constraint(format)
+                constraint = self._compiler.constraint(format)
             except PoolError as error:
-                found = error
+                constraint = error
             except Exception as error:
-                found = Internal(f"the format could not be prepared: {error!r}")
-            finish(result, found)
+                constraint = Internal(f"the format could not be prepared: {error!r}")
+            finish(result, constraint)
 
         self._compiler.submit(perform)

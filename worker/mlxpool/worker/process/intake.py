@@ -2,11 +2,11 @@
 
 A run is one attempt of a request. It ends with its last delta, is handed back by `yield`, or is
 dropped with the connection that brought it. A call, of the tokenizer or for the model, ends with
-its answer or its cancel, or is dropped as a run is.
+its answer or its cancel, or is dropped like a run.
 
-Each is prepared first: the service of worker/preparation performs a job, and what the job's result
-means for the request is found out in the service's thread (see `Preparation.finish`), in the thread
-of `Formats` for an answer with a format. Then the compute thread computes it.
+Each is prepared first: the service of worker/preparation performs a job. The service's thread
+applies the job's result to the request (see `Preparation.finish`); for an answer with a format the
+thread of `Formats` does. Then the compute thread computes the request.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ OF_ENCODERS: Mapping[type[Request], Begin] = {**OF_TOKENIZERS, EncoderCall: prep
 
 
 class State(Enum):
-    """PREPARING → COMPUTING, or of a run PREPARING → CANCELLED until its preparation has ended."""
+    """PREPARING → COMPUTING, or for a run PREPARING → CANCELLED until its preparation has ended."""
 
     PREPARING = auto()
     CANCELLED = auto()
@@ -101,28 +101,28 @@ class State(Enum):
 class Task(Struct, eq=False):
     """A run or a call that has not ended.
 
-    `name`: the broker's, (id, number of the run) or (id, 0) for a call. `key`: that of the messages
-    to and from the compute thread. `position`: the index of the first new id of a run.
+    `name`: its name at the broker, (id, number of the run) or (id, 0) for a call. `key`: its key in
+    messages to and from the compute thread. `position`: the index of the first new id of a run.
     """
 
     name: RunKey
     key: RunKey | CallKey
     position: int = 0
     state: State = State.PREPARING
-    # Gets the job's result. Written before the job is submitted, or when the task is dropped;
-    # taken by the service's thread with the result, for a prompt is freed then.
+    # Takes the job's result. It is set before the job is submitted, and cleared when the task is
+    # dropped, or by the service's thread with the result, so that the prompt is freed then.
     finish: Finish | None = None
 
 
 class Prepared(Struct, frozen=True):
-    """What has become of a task's preparation: its next message, its answer or its error."""
+    """The outcome of a task's preparation: its next message, its answer or its error."""
 
     task: Task
     outcome: Outcome | PoolError
 
 
 class Intake:
-    """The table of tasks, and the credit that follows from it. Belongs to the main thread."""
+    """The table of tasks, and the credit that follows from it. Used by the main thread."""
 
     def __init__(
         self,
@@ -132,20 +132,20 @@ class Intake:
         history: History,
         make_service: MakeService,
     ) -> None:
-        """`compute` sends a message to the compute thread; `post` one to the main thread."""
+        """`compute` sends a message to the compute thread, `post` sends one to the main thread."""
         self._link = link
         self._compute = compute
         self._post = post
         self._history = history
         self._make_service = make_service
         self._opened: Opened | OpenedEncoder | None = None
-        self._service: Service | None = None  # there is one before the first `credit`
+        self._service: Service | None = None  # set before the first `credit`
         self._formats: Formats | None = None
-        self.fence = 0  # counts dropped connections; deltas for an older one are not sent
+        self.fence = 0  # counts dropped connections; deltas of an older count are not sent
         self._capacity = 0  # runs at once; 0 until the model is loaded
         self._works = 0  # `work` frames of this epoch
         self._draining = False
-        self._numbers = count()  # of calls: a later one may have the id of one that was cancelled
+        self._numbers = count()  # of calls: a later call may have the id of a cancelled call
         self.tasks: dict[RunKey, Task] = {}  # by name
 
     def runs(self) -> list[Task]:
@@ -155,12 +155,12 @@ class Intake:
     # ---- the model -----------------------------------------------------------------------------
 
     def opened(self, opened: Opened | OpenedEncoder) -> None:
-        """The model was checked: begin to start what prepares its requests."""
+        """Begins to start the preparation of requests, after the model was checked."""
         self._opened = opened
         self._service = self._make_service(opened, self._deliver_result)
         self._service.start()
         if isinstance(opened, Opened) and opened.source is not None and not opened.no_format:
-            # Imports llguidance, which encoders and the counting model do not need.
+            # This imports llguidance; encoders and the counting model do not need it.
             from mlxpool.worker.process.formats import Formats
 
             self._formats = Formats(opened)
@@ -169,42 +169,42 @@ class Intake:
                 self._formats.load()
 
     def is_ready(self, again: Callable[[], None]) -> bool:
-        """Whether requests can be prepared; if not, a thread calls `again` when they can."""
+        """Returns whether requests can be prepared; if not, `again` is called when they can."""
         return self._formats is None or self._formats.is_settled(again)
 
     def rest(self) -> None:
-        """There was no request for a while: load what one with a format would wait for."""
+        """Loads the vocabulary, which a request with a format would wait for, while it is quiet."""
         if self._formats is not None:
             self._formats.load()
 
     def loaded(self, capacity: int) -> None:
-        """The model is ready for so many runs at once."""
+        """Notes that the model is ready for `capacity` runs at once."""
         self._capacity = capacity
         self._send_credit()
 
     @property
     def load(self) -> Load:
-        """What the service performs."""
+        """The load of the service."""
         return Load() if self._service is None else self._service.load
 
     @property
     def preparing(self) -> int:
-        """How many runs do not compute yet."""
+        """The number of runs that do not compute yet."""
         return sum(run.state is not State.COMPUTING for run in self.runs())
 
     # ---- from the broker -----------------------------------------------------------------------
 
     def new_epoch(self) -> None:
-        """The broker has welcomed this worker with a new epoch."""
+        """Begins a new epoch, with which the broker has welcomed this worker."""
         self.drop_all()
         self._works = 0
         if self._capacity:
             self._send_credit()
 
     def drop_all(self) -> None:
-        """Forget all tasks: the broker has given them to another worker, or will do so."""
+        """Forgets all tasks: the broker has given them to another worker, or will do so."""
         # The fence rises before DropAll is sent: the deltas that the compute thread posts until it
-        # handles DropAll have an older fence than those of later runs.
+        # handles DropAll have an older fence than the deltas of later runs.
         self.fence += 1
         for task in self.tasks.values():
             task.finish = None
@@ -214,7 +214,7 @@ class Intake:
         self._compute(DropAll(self.fence))
 
     def begin(self, message: Message) -> None:
-        """Take a request; a message that cannot be handled ends its own request only."""
+        """Takes a request; a message that cannot be handled ends only its own request."""
         task = self._run(message) if message.kind == Work.kind else self._call(message)
         if task is None:
             return
@@ -248,7 +248,7 @@ class Intake:
         return Task((id, 0), CallKey(id, next(self._numbers)))
 
     def cancel(self, name: RunKey) -> None:
-        """Stop a task. A run has a last delta then, a call gets no answer."""
+        """Stops a task. A run then has a last delta, a call gets no answer."""
         task = self.tasks.get(name)
         if task is None:
             return
@@ -265,7 +265,7 @@ class Intake:
             self._service.cancel(task)
 
     def drain(self) -> None:
-        """Stop all runs and take no more; `handed_back` follows from the compute thread."""
+        """Stops all runs and takes no more; the compute thread answers with `handed_back`."""
         if not self._draining:
             self._draining = True
             self._compute(HandBack())
@@ -273,7 +273,7 @@ class Intake:
     # ---- from the other threads ----------------------------------------------------------------
 
     def prepared(self, prepared: Prepared) -> None:
-        """A preparation has ended; it is ignored if its task is not in the table any more."""
+        """Handles the end of a preparation; ignores it if its task has left the table."""
         task, outcome = prepared.task, prepared.outcome
         if self.tasks.get(task.name) is not task:
             return
@@ -291,19 +291,19 @@ class Intake:
             self._compute(outcome)
 
     def deliver(self, deltas: Sequence[Delta]) -> None:
-        """Send the deltas of one step, as far as their runs have not ended."""
+        """Sends the deltas of one step, if their runs have not ended."""
         tasks = self.tasks
-        self._deliver([one for one in deltas if one[:2] in tasks])
+        self._deliver([delta for delta in deltas if delta[:2] in tasks])
 
     def answered(self, answer: Answer) -> None:
-        """The compute thread has the answer to a call, which may have been cancelled."""
+        """Handles the compute thread's answer to a call, which may have been cancelled."""
         task = self.tasks.get((answer.key.id, 0))
         if task is not None and task.key == answer.key:
             self._answer(task, answer.content)
 
     def handed_back(self) -> None:
-        """The compute thread has stopped all runs, and all deltas that it made were delivered."""
-        # In this order: a cancelled run ends as such, and is not run again by another worker.
+        """Hands back all runs, after the compute thread has stopped them and sent their deltas."""
+        # The order matters: a cancelled run ends as cancelled, and no other worker runs it again.
         runs = self.runs()
         for run in [run for run in runs if run.state is State.CANCELLED]:
             self._end(run, _CANCELLED)
@@ -318,13 +318,13 @@ class Intake:
     # ---- preparation ---------------------------------------------------------------------------
 
     def prepare(self, task: Task, request: Request) -> None:
-        """Begin a preparation. Raises PoolError for a request that the model does not take."""
+        """Begins a preparation. Raises PoolError for a request that the model does not take."""
         encodes = isinstance(self._opened, OpenedEncoder)
         begin = (OF_ENCODERS if encodes else OF_GENERATORS).get(type(request))
         if begin is None:
             raise BadRequest(ENCODES if encodes else GENERATES)
-        came = Arrival(monotonic(), time.time())
-        begun = begin(self._opened, task.key, request, came)
+        arrival = Arrival(monotonic(), time.time())
+        begun = begin(self._opened, task.key, request, arrival)
         if not isinstance(begun, Preparation):
             self.prepared(Prepared(task, begun))
             return
@@ -340,19 +340,20 @@ class Intake:
         self._submit(task, begun, finish)
 
     def _submit(self, task: Task, preparation: Preparation, finish: Finish) -> None:
-        """Have the service perform the job. The main thread calls it, or the service's."""
+        """Submits the job to the service. The main thread or the service's thread calls it."""
         assert self._service is not None
         task.finish = finish
-        one = preparation
-        if isinstance(one.job, Encoded):
-            self._service.submit_result(task, one.job)
+        job = preparation.job
+        if isinstance(job, Encoded):
+            self._service.submit_result(task, job)
         else:
-            self._service.submit(Waiting(task, one.owner, one.size, one.job, one.deadline))
+            owner, size, deadline = preparation.owner, preparation.size, preparation.deadline
+            self._service.submit(Waiting(task, owner, size, job, deadline))
 
-    # The methods below are called by the service's thread, `_finish` also by that of the formats.
+    # The service's thread calls the methods below; the thread of the formats also calls `_finish`.
 
     def _deliver_result(self, task: Hashable, result: Result) -> None:
-        """Take the result of a task's job."""
+        """Takes the result of a task's job."""
         assert isinstance(task, Task)
         finish, task.finish = task.finish, None
         if finish is not None:
@@ -361,20 +362,20 @@ class Intake:
     def _checked(
         self, task: Task, preparation: Preparation, finish: Finish, result: Result
     ) -> None:
-        """The format of a run was checked: its prompt is next."""
+        """Begins the prompt of a run, after its format was checked."""
         if isinstance(result, PoolError):
             finish(result)
         else:
             self._submit(task, preparation, finish)
 
-    def _finish(self, task: Task, preparation: Preparation, *found: Result | Constraint) -> None:
-        """All that the request needs was found, or an error in its place: post what follows."""
+    def _finish(self, task: Task, preparation: Preparation, *results: Result | Constraint) -> None:
+        """Posts the outcome of a preparation from its results, or from an error among them."""
         outcome: Outcome | PoolError
         try:
-            for one in found:
-                if isinstance(one, PoolError):
-                    raise one
-            outcome = preparation.finish(*found)
+            for result in results:
+                if isinstance(result, PoolError):
+                    raise result
+            outcome = preparation.finish(*results)
         except PoolError as error:
             outcome = error
         except Exception as error:
@@ -384,14 +385,14 @@ class Intake:
     # ---- to the broker -------------------------------------------------------------------------
 
     def _end(self, task: Task, end: RunEnd | PoolError) -> None:
-        """End a task that never reached the compute thread."""
+        """Ends a task that never reached the compute thread."""
         if isinstance(task.key, CallKey):
             self._answer(task, CallAnswer(end.body()))
         else:
             self._deliver([Delta(*task.name, task.position, "", b"", end=end.body())])
 
     def _answer(self, task: Task, content: CallAnswer) -> None:
-        """The one place where a call ends with an answer."""
+        """Ends a call with an answer; nothing else does."""
         del self.tasks[task.name]
         id = task.key[0]
         try:
@@ -400,7 +401,7 @@ class Intake:
             self._link.send(CallAnswer(error.body()), id)
 
     def _deliver(self, deltas: list[Delta]) -> None:
-        ended = [one[:2] for one in deltas if one.end is not None]
+        ended = [delta[:2] for delta in deltas if delta.end is not None]
         for name in ended:
             self.tasks.pop(name, None)
         if deltas:
@@ -416,7 +417,7 @@ class Intake:
         self._send_credit()
 
     def _send_credit(self) -> None:
-        """Credit is the capacity minus the runs that have not ended; none while draining."""
+        """Sends the credit: the capacity minus the runs that have not ended; 0 while draining."""
         free = 0 if self._draining else max(0, self._capacity - len(self.runs()))
         self._link.send(Credit(free, self._works))
 

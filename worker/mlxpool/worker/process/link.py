@@ -1,7 +1,7 @@
-"""The worker's link to its broker: socket, hello, epoch, and the frames still to be sent.
+"""The worker's link to its broker: socket, hello, epoch, and the unsent frames.
 
-A frame belongs to the epoch it was made in. With a new epoch, or without any, unsent frames are
-dropped, because the broker gives the requests of the old epoch to other workers.
+A frame belongs to the epoch in which it was made. If the epoch ends, unsent frames are dropped,
+because the broker gives the requests of the old epoch to other workers.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from mlxpool.common.transport.keys import Credentials
 
 log = logging.getLogger("mlxpool.worker")
 
-SEND_RETRY_DELAY = 0.01  # seconds until a full socket is tried again
+SEND_RETRY_DELAY = 0.01  # seconds until a retry with a full socket
 MIN_HELLO_INTERVAL = 1.0  # seconds between two hellos
-SILENCE_LIMIT = 5.0  # seconds of counted time in which a living broker sends something
-MAX_COUNTED_TURN = 2.0  # seconds that one turn of the loop counts at most
+SILENCE_LIMIT = 5.0  # seconds of counted time; a living broker sends something within it
+MAX_COUNTED_TURN = 2.0  # the most seconds that one turn of the loop counts
 NEVER = float("inf")
 
 
 class Silence(Struct):
-    """How long the broker has sent nothing, in seconds of counted time.
+    """The time since the broker sent something, in seconds of counted time.
 
     Time counts only while the loop turns: a worker that was stopped did not listen.
     """
@@ -50,7 +50,7 @@ class Silence(Struct):
     turned_at: float = 0.0
 
     def turn(self, now: float) -> bool:
-        """Count one turn of the loop. Returns whether the broker has been silent for too long."""
+        """Counts one turn of the loop. Returns whether the broker has been silent for too long."""
         passed = min(now - self.turned_at, MAX_COUNTED_TURN) if self.turned_at else 0.0
         self.since_dialled += passed
         self.since_heard += passed
@@ -58,16 +58,16 @@ class Silence(Struct):
         return self.since_dialled >= SILENCE_LIMIT
 
     def dialled(self) -> None:
-        """Give the broker time to answer on a new connection."""
+        """Gives the broker time to answer on a new connection."""
         self.since_dialled = 0.0
 
     def heard(self) -> None:
-        """A frame has come."""
+        """Notes that a frame has come."""
         self.since_dialled = self.since_heard = 0.0
 
 
 class Link:
-    """Belongs to the main thread. `epoch` 0: there was no welcome yet."""
+    """The link to the broker, used by the main thread. `epoch` 0: before the first welcome."""
 
     def __init__(
         self,
@@ -102,15 +102,15 @@ class Link:
         return self._hello is not None
 
     def introduce(self, hello: Hello, now: float) -> None:
-        """Send hello, now and whenever it is needed again; each with the newest token."""
+        """Sends hello, now and whenever it is needed again; each with the newest token."""
         self._hello = hello
         self.silence.heard()
         self._send_hello(now)
 
     def lose_epoch(self, now: float) -> bool:
-        """Answer `who`: the broker does not know this connection. Returns whether an epoch ended.
+        """Handles `who`: the broker does not know this connection. Returns whether an epoch ended.
 
-        `send_due_hello` sends the hello, not sooner than MIN_HELLO_INTERVAL after the last one. A
+        `send_due_hello` sends the hello, not sooner than MIN_HELLO_INTERVAL after the last hello. A
         further `who` before the welcome changes nothing.
         """
         had, self.epoch = self.epoch, 0
@@ -119,12 +119,12 @@ class Link:
         return bool(had)
 
     def send_due_hello(self, now: float) -> None:
-        """Send the hello that is due; called once a turn, after everything was read."""
+        """Sends the hello that is due; called once a turn, after everything was read."""
         if now >= self._hello_due:
             self._send_hello(now)
 
     def redial(self, now: float) -> bool:
-        """Replace a connection that has gone silent. Returns whether an epoch ended with it."""
+        """Replaces a connection that has gone silent. Returns whether an epoch ended with it."""
         had, self.epoch = self.epoch, 0
         self.handshake.close()
         self.socket.close(linger=0)
@@ -141,7 +141,7 @@ class Link:
             self.history.write("hello")
 
     def welcome(self, epoch: int, welcome: Welcome) -> bool:
-        """Take the broker's answer to hello. Returns whether the epoch is a new one."""
+        """Takes the broker's answer to hello. Returns whether the epoch is new."""
         if welcome.token is not None:
             self.token = welcome.token
         if epoch == self.epoch:
@@ -152,23 +152,23 @@ class Link:
         return True
 
     def silent_too_long(self, now: float) -> bool:
-        """Whether to replace the connection; called once a turn, after the socket was read."""
+        """Returns whether to replace the connection; called once a turn, after reading."""
         too_long = self.silence.turn(now)
         return too_long and self.introduced
 
     def alone_too_long(self, limit: float) -> bool:
-        """Whether no frame came for `limit` seconds of counted time, though hello was sent."""
+        """Returns whether no frame came for `limit` seconds of counted time after a hello."""
         return self.introduced and self.silence.since_heard >= limit
 
     # ---- frames --------------------------------------------------------------------------------
 
     def send(self, content: Content, id: bytes | None = None) -> None:
-        """Send a message; without an epoch, nothing: it would be ignored. Raises TooLarge."""
+        """Sends a message, or nothing without an epoch: it would be ignored. Raises TooLarge."""
         if self.epoch:
             self.put(encoded(content, id, self.epoch, max_body=MAX_BACK_BODY))
 
     def send_deltas(self, deltas: Sequence[Delta]) -> None:
-        """Send deltas, in several messages if need be; without an epoch, nothing.
+        """Sends deltas, in several messages if necessary, or nothing without an epoch.
 
         Raises TooLarge for a delta that no message can hold.
         """
@@ -189,19 +189,20 @@ class Link:
         self.put_deltas(deltas, parts)
 
     def put_deltas(self, deltas: Sequence[Delta], parts: list[bytes]) -> None:
-        """Enqueue the frame of these deltas."""
+        """Enqueues the frame of these deltas."""
         self.put(parts)
 
-    def _write_delta(self, one: Delta) -> None:
-        end = one.end and (one.end.get("code") or one.end.get("reason"))
-        self.history.write("deltas", id=one.id, attempt=one.attempt, pos=one.pos, n=one.n, end=end)
+    def _write_delta(self, delta: Delta) -> None:
+        end = delta.end and (delta.end.get("code") or delta.end.get("reason"))
+        id, attempt, pos, n = delta.id, delta.attempt, delta.pos, delta.n
+        self.history.write("deltas", id=id, attempt=attempt, pos=pos, n=n, end=end)
 
     def put(self, parts: list[bytes]) -> None:
-        """Enqueue a frame."""
+        """Enqueues a frame."""
         self.unsent.append(parts)
 
     def flush(self) -> None:
-        """Send the frames that the socket takes now."""
+        """Sends the frames that the socket takes now."""
         while self.unsent:
             try:
                 self.socket.send_multipart(self.unsent[0], zmq.NOBLOCK)
@@ -210,7 +211,7 @@ class Link:
             self.unsent.popleft()
 
     def receive(self) -> Message | None:
-        """Returns the next well-formed message; None when none is there now."""
+        """Returns the next well-formed message; None if there is none now."""
         while True:
             try:
                 parts = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -223,11 +224,11 @@ class Link:
                 log.warning("bad frame from the broker", extra={"why": str(error)})
 
     def next_wake(self, now: float) -> float:
-        """When `send_due_hello` or `flush` has something to do; monotonic seconds."""
+        """Returns the next time for `send_due_hello` or `flush`, in monotonic seconds."""
         return min(self._hello_due, now + SEND_RETRY_DELAY if self.unsent else NEVER)
 
     def close(self) -> None:
-        """Send what the socket takes and close it."""
+        """Sends as much as the socket takes and closes it."""
         self.flush()
         self.handshake.close()
         self.socket.close()

@@ -44,24 +44,24 @@ from mlxpool.worker.scheduling.context_policy import ContextShift
 from mlxpool.worker.scheduling.sequence import Sequence
 
 NO_FILE = "the model has no tokenizer file"
-MAX_MARK_TOKENS = 16  # of the mark that begins thoughts, with white space behind it
+MAX_MARK_TOKENS = 16  # of the mark that begins thoughts, with white space after it
 
-Outcome = Admit | Compute | Decide | CallAnswer  # what a preparation makes of a request
+Outcome = Admit | Compute | Decide | CallAnswer  # the next message of a prepared request
 
 
 class Arrival(Struct, frozen=True):
-    """When a request came: in monotonic seconds, and `now` in seconds since 1970."""
+    """The time at which a request came: `monotonic` seconds, and `now` in seconds since 1970."""
 
     monotonic: float
     now: float
 
 
 class Preparation(Struct, frozen=True):
-    """How a request is prepared.
+    """The preparation of a request.
 
-    `job` is performed first; an `Encoded` in its place is its result. `finish` makes the next
-    message of the job's result, and of the constraint of `format` if the answer has a format; it
-    raises PoolError. `size` in bytes or characters, `deadline` in monotonic seconds.
+    `job` is performed first; an `Encoded` in its place is its result already. `finish` makes the
+    next message from the job's result, and from the constraint of `format` if the answer has a
+    format; it raises PoolError. `size` in bytes or characters, `deadline` in monotonic seconds.
     """
 
     owner: str
@@ -72,26 +72,26 @@ class Preparation(Struct, frozen=True):
     format: Mapping[str, Any] | None = None
 
 
-def prepare_run(opened: Opened, key: RunKey, work: Work, came: Arrival) -> Preparation:
+def prepare_run(opened: Opened, key: RunKey, work: Work, arrival: Arrival) -> Preparation:
     """Returns the preparation of a run. Raises BadRequest and ContextExceeded for a bad `work`."""
-    # Templates are told the time; a resume keeps the time at which its stream began.
+    # Templates see the time; a resume keeps the time at which its stream began.
     now = _facts(work).now
-    now = came.now if now is None else now
+    now = arrival.now if now is None else now
     job = _job(opened, work, now)
     format = work.options.format
     if format is not None and (opened.no_format or opened.source is None):
         raise BadRequest(f"format is not supported: {opened.no_format or NO_FILE}")
     left = math.inf if work.deadline_ms is None else work.deadline_ms / 1000
-    deadline = came.monotonic + left
+    deadline = arrival.monotonic + left
     size = work.prompt.size + image_bytes(work.prompt)
-    finish = partial(_admit, opened, key, work, came.monotonic, deadline, now)
+    finish = partial(_admit, opened, key, work, arrival.monotonic, deadline, now)
     return Preparation(work.owner, size, job, finish, deadline, format)
 
 
 def _job(opened: Opened, work: Work, now: float) -> Render | Encode | Encoded:
-    """What has to be done before the prompt's ids are known; Encoded if they are.
+    """Returns the job that gives the prompt's ids, or Encoded if they are known.
 
-    Raises BadRequest and ContextExceeded for what can be refused before.
+    Raises BadRequest and ContextExceeded for requests that can be refused before the job.
     """
     context = _context(opened, _facts(work), work.options)
     bound = NO_BOUND if work.options.truncate else context
@@ -119,7 +119,7 @@ def _job(opened: Opened, work: Work, now: float) -> Render | Encode | Encoded:
 def render_of(
     chat: ChatPrompt, now: float, context: int, *, plain: bool, continues: bool = False
 ) -> Render:
-    """The job that renders a chat. Raises BadRequest for a chat that no template can take."""
+    """Returns the job that renders a chat. Raises BadRequest if no template can take the chat."""
     return Render(
         check_messages(chat.messages),
         check_tools(chat.tools),
@@ -144,14 +144,14 @@ def _admit(
 ) -> Admit:
     """Returns the run of a prompt whose ids are known. Raises BadRequest, or ContextExceeded.
 
-    `received` and `deadline` are monotonic seconds, `now` is that of `_job`. The ids of a resume
-    are replayed here, to keep that work away from the compute thread; also in the `constraint` of
-    the request's format.
+    `received` and `deadline` are monotonic seconds, `now` is as in `_job`. The ids of a resume are
+    replayed here, also in the `constraint` of the request's format, to keep this work away from the
+    compute thread.
     """
     if constraint is not None:
         _require_known_thoughts(opened, work, prompt)
-    known, ids = _facts(work), unpack_ids(b"" if work.resume is None else work.resume.ids)
-    options, context = work.options, _context(opened, known, work.options)
+    first, ids = _facts(work), unpack_ids(b"" if work.resume is None else work.resume.ids)
+    options, context = work.options, _context(opened, first, work.options)
     whole = _inputs(opened, prompt)
     count, media = len(whole.items), whole.media
     keep = context_policy.kept_tokens(options.num_keep, count, context, media)
@@ -165,8 +165,8 @@ def _admit(
     grammar = None if constraint is None else constraint.digest
     size = len(prompt_ids)
     facts = Facts(opened.digest, context, None, size, now, prompt.thinks, removed, grammar)
-    _compare(known, facts)
-    max_tokens = _max_tokens(known, size, context, options)
+    _compare(first, facts)
+    max_tokens = _max_tokens(first, size, context, options)
     shift = ContextShift(context, keep, media) if options.shift else None
     if len(ids) > max_tokens:
         raise BadRequest(f"resume has {len(ids)} ids, max_tokens is {max_tokens}")
@@ -203,7 +203,7 @@ def _admit(
 def _thoughts(
     opened: Opened, work: Work, prompt: Encoded, ids: tuple[int, ...], *, formatted: bool
 ) -> Thoughts | None:
-    """The thoughts with which the answer may begin, where a bound or a format depends on them.
+    """Returns the thoughts that may begin the answer, if a bound or a format depends on them.
 
     Raises BadRequest for a bound that cannot be kept.
     """
@@ -226,7 +226,7 @@ def _thoughts(
 def _replay_in_thoughts(
     thoughts: Thoughts | None, constraint: Constraint | None, ids: list[int], vocab_size: int
 ) -> ThoughtBound | None:
-    """Replay the ids of a resume where thoughts or a format depend on them.
+    """Replays the ids of a resume if thoughts or a format depend on them.
 
     Returns the bound of thoughts in an answer without a format.
     """
@@ -244,7 +244,7 @@ def _replay_in_thoughts(
 def _report(
     opened: Opened, work: Work, prompt: tuple[int, ...], ids: list[int]
 ) -> PromptReport | None:
-    """The report of the prompt, as far as the stream does not have it. Raises BadRequest."""
+    """Returns the part of the prompt's report that the stream does not have. Raises BadRequest."""
     reported, unseen = _reported(work), _unseen(opened, work, prompt)
     report = PromptReport.of(work.options, prompt, opened.text.piece, reported, unseen)
     if report is not None and ids and reported < len(prompt):
@@ -256,12 +256,12 @@ def _report(
 
 
 def _reported(work: Work) -> int:
-    """How many tokens of the prompt the stream was told of."""
+    """Returns the number of the prompt's tokens that were reported to the stream."""
     return 0 if work.resume is None else work.resume.reported
 
 
 def _unseen(opened: Opened, work: Work, prompt: tuple[int, ...]) -> int:
-    """How many first tokens of a text prompt the tokenizer has added to the text."""
+    """Returns the number of tokens that the tokenizer has put before the text of a prompt."""
     added = () if opened.source is None else tuple(opened.source.prefix)
     given = work.prompt
     is_text = isinstance(given, TextPrompt) or (
@@ -271,20 +271,20 @@ def _unseen(opened: Opened, work: Work, prompt: tuple[int, ...]) -> int:
 
 
 def _require_known_thoughts(opened: Opened, work: Work, prompt: Encoded) -> None:
-    """Raises BadRequest where an answer with a format might begin with thoughts, unknown here."""
+    """Raises BadRequest if an answer with a format might begin with thoughts unknown here."""
     if not isinstance(work.prompt, ChatPrompt):
         return
     if answers_in_channels(opened):
         raise BadRequest("format is not supported in chats with models that answer in channels")
     if work.prompt.think and not prompt.thinks:
         raise BadRequest(
-            "format beside think is supported where the chat template opens the thoughts, which"
-            " that of this model does not: leave `think` out"
+            "format with think is supported only if the chat template opens the thoughts, which"
+            " the template of this model does not: leave `think` out"
         )
 
 
 def answers_in_channels(opened: Opened) -> bool:
-    """Whether the chat templates are those of models whose thoughts and answers are channels."""
+    """Returns whether the chat templates write thoughts and answers in channels."""
     templates = {} if opened.source is None else opened.source.templates
     return (chat_format(templates.values()) or {}).get("thinking") == "harmony"
 
@@ -299,7 +299,7 @@ def _inputs(opened: Opened, prompt: Encoded) -> Inputs:
         return Inputs(tuple(ids), (), {}, ())
     assert opened.images is not None
     places = opened.images.places
-    check_ids([one for one in ids if one != places.slot_id], opened.vocab_size, "prompt")
+    check_ids([id for id in ids if id != places.slot_id], opened.vocab_size, "prompt")
     return with_images(ids, places, prompt.named, [*map(image_of, prompt.images)])
 
 
@@ -311,7 +311,7 @@ def _restore_at(place: int, keep: int, removed: int) -> int:
 
 
 def _facts(work: Work) -> Facts:
-    """Returns the facts with which a resumed stream began; none for a new one."""
+    """Returns the facts of a resumed stream's beginning; empty facts for a new stream."""
     return (None if work.resume is None else work.resume.facts) or Facts()
 
 
@@ -321,7 +321,7 @@ def _check_biases(opened: Opened, options: Options) -> None:
         raise BadRequest(f"logit_bias: token id {bad} is not below {opened.vocab_size}")
 
 
-def _context(opened: Opened, known: Facts, options: Options) -> int:
+def _context(opened: Opened, first: Facts, options: Options) -> int:
     """Returns the context of this stream: a larger one of this worker does not change it."""
     if 0 < options.num_ctx < context_policy.MIN_CONTEXT:
         raise BadRequest(
@@ -332,44 +332,44 @@ def _context(opened: Opened, known: Facts, options: Options) -> int:
         raise BadRequest(
             f"option num_ctx is {options.num_ctx}, the context of the model is {opened.context}"
         )
-    if known.context is not None and known.context < context_policy.MIN_CONTEXT:
+    if first.context is not None and first.context < context_policy.MIN_CONTEXT:
         raise BadRequest(
-            f"resume.facts.context is {known.context}, must be at least"
+            f"resume.facts.context is {first.context}, must be at least"
             f" {context_policy.MIN_CONTEXT}: send the facts that came with the first delta"
         )
-    if known.context is not None and known.context > opened.context:
+    if first.context is not None and first.context > opened.context:
         raise BadRequest(
-            f"resume: the stream began with context {known.context},"
+            f"resume: the stream began with context {first.context},"
             f" this worker has {opened.context}"
         )
-    if known.context is None:
+    if first.context is None:
         return options.num_ctx or opened.context
-    return known.context
+    return first.context
 
 
-def _max_tokens(known: Facts, prompt: int, context: int, options: Options) -> int:
-    """Returns the bound of ids over all attempts, which the first worker of the stream decided."""
+def _max_tokens(first: Facts, prompt: int, context: int, options: Options) -> int:
+    """Returns the bound of ids over all attempts, decided by the first worker of the stream."""
     shift = options.shift
     if options.prompt_only:
-        return 1  # one is drawn, which ends the reading of the prompt, and dropped
-    if known.max_tokens is None:
+        return 1  # one token is drawn, to end the reading of the prompt, and dropped
+    if first.max_tokens is None:
         return context_policy.completion_tokens(options.max_tokens, prompt, context, shift=shift)
     limit = context_policy.completion_limit(prompt, context, shift=shift)
-    if not 1 <= known.max_tokens <= limit:
+    if not 1 <= first.max_tokens <= limit:
         raise BadRequest(
-            f"resume.facts.max_tokens is {known.max_tokens}, must be from 1 to {limit}:"
+            f"resume.facts.max_tokens is {first.max_tokens}, must be from 1 to {limit}:"
             " the ids that this prompt leaves room for"
         )
-    return known.max_tokens
+    return first.max_tokens
 
 
-def _compare(known: Facts, found: Facts) -> None:
-    """Raises BadRequest when the stream began with another model or another prompt."""
+def _compare(first: Facts, own: Facts) -> None:
+    """Raises BadRequest if the stream began with another model or another prompt."""
     for key, began, here in (
-        ("digest", known.digest, found.digest),
-        ("prompt_tokens", known.prompt_tokens, found.prompt_tokens),
-        ("truncated", known.truncated, found.truncated),
-        ("grammar", known.grammar, found.grammar),
+        ("digest", first.digest, own.digest),
+        ("prompt_tokens", first.prompt_tokens, own.prompt_tokens),
+        ("truncated", first.truncated, own.truncated),
+        ("grammar", first.grammar, own.grammar),
     ):
         if began is not None and began != here:
             raise BadRequest(

@@ -1,7 +1,7 @@
-"""Starts the processes of a group's ranks behind the first, and ends with them.
+"""Starts the processes of a group's ranks after rank 0, and ends with them.
 
-Rank 0 is the worker that the broker knows. When another rank ends, whatever the cause, this process
-ends in the same way, so that the broker sees that cause; when this one ends, the others do.
+Rank 0 is the worker that the broker knows. If another rank ends, whatever the cause, this process
+ends in the same way, so that the broker sees the cause. If this process ends, the others end, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FAULTS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.
 
 
 class RankProcess(threading.Thread):
-    """Starts the process of a rank, waits for its end, and ends this process then.
+    """Starts the process of a rank, waits for its end, and then ends this process.
 
     Both happen in one thread: the kernel ends the rank with the thread that started it.
     """
@@ -44,11 +44,11 @@ class RankProcess(threading.Thread):
     def __init__(self, config: WorkerConfig, environment: Mapping[str, str]) -> None:
         super().__init__(name=f"rank-{config.rank}", daemon=True)
         self._config, self._environment = config, environment
-        self._was_started = threading.Event()  # the process; a Thread has a `_started` of its own
+        self._was_started = threading.Event()  # the process; Thread already has a `_started`
         self._start_error: OSError | None = None
 
     def begin(self) -> None:
-        """Start the thread, and wait until it has started the process. Raises OSError."""
+        """Starts the thread, and waits until it has started the process. Raises OSError."""
         self.start()
         self._was_started.wait()
         if self._start_error is not None:
@@ -68,7 +68,7 @@ class RankProcess(threading.Thread):
                 [sys.executable, "-P", "-m", "mlxpool.worker"],
                 stdin=subprocess.PIPE,  # which ends with this process
                 env={**self._environment, WORKER_VARIABLE: config.to_environment()},
-                pass_fds=[one for one in descriptors if one >= 0],
+                pass_fds=[descriptor for descriptor in descriptors if descriptor >= 0],
             )
         except OSError as error:
             self._start_error = error
@@ -79,7 +79,7 @@ class RankProcess(threading.Thread):
 
 
 def _end_as(rank: int, code: int) -> NoReturn:
-    """Ends this process as the rank has ended, with `code` as Popen gives it."""
+    """Ends this process like the rank; `code` is Popen's exit code of the rank."""
     cause = f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
     log.critical("a rank has ended, and its group ends", extra={"rank": rank, "cause": cause})
     if code < 0:
@@ -90,8 +90,8 @@ def _end_as(rank: int, code: int) -> NoReturn:
 class StartedGroup:
     """The other ranks of rank 0, whose processes start at once: their imports take seconds.
 
-    An instance is the `start_group` of the model's source: called when the model is checked, it
-    has the ranks load their parts. Before that they wait, and end with this process.
+    An instance is the `start_group` of the model's source. It is called after the check of the
+    model, and makes the ranks load their parts. Before that they wait, and end with this process.
     """
 
     def __init__(self, config: WorkerConfig, block: Block) -> None:
@@ -99,11 +99,11 @@ class StartedGroup:
         self._error: ModelLoadFailed | None = None
         try:
             self._links = start_ranks(config, block)
-        except ModelLoadFailed as error:  # what is wrong with the model comes first
+        except ModelLoadFailed as error:  # an error of the model itself comes first
             self._error = error
 
     def __call__(self) -> GroupLinks:
-        """Returns the links to the ranks. Raises ModelLoadFailed where they did not start."""
+        """Returns the links to the ranks. Raises ModelLoadFailed if they did not start."""
         if self._links is None:
             assert self._error is not None
             raise self._error
@@ -112,9 +112,9 @@ class StartedGroup:
 
 
 def start_ranks(config: WorkerConfig, block: Block) -> GroupLinks:
-    """Starts the other ranks of rank 0, whose block is `block`.
+    """Starts the other ranks; `block` is rank 0's block.
 
-    Raises ModelLoadFailed where that cannot be done.
+    Raises ModelLoadFailed if they cannot be started.
     """
     ranks = config.model.devices
     own, *others = environments(config)
@@ -147,10 +147,10 @@ def start_ranks(config: WorkerConfig, block: Block) -> GroupLinks:
 
 
 def environments(config: WorkerConfig) -> list[dict[str, str]]:
-    """Returns the environment of each rank; with GPUs each of them sees one, in the order of ranks.
+    """Returns the environment of each rank; each rank sees one GPU, in the order of ranks.
 
-    A worker that its broker started sees the GPUs that this gave it, one that dials all of its
-    machine, or those that gpu_ids names. Raises ModelLoadFailed.
+    The GPUs are those that the broker gave to a worker that it started. For a worker that dials,
+    they are all GPUs of its machine, or those in gpu_ids. Raises ModelLoadFailed.
     """
     ranks = config.model.devices
     if sys.platform != "linux":
@@ -158,23 +158,24 @@ def environments(config: WorkerConfig) -> list[dict[str, str]]:
             f"model {config.name!r} has devices = {ranks}, which is built for Linux alone: other"
             " systems have one device; leave devices out"
         )
-    found = visible_gpus(os.environ)
-    if not found:
+    gpus = visible_gpus(os.environ)
+    if not gpus:
         return [dict(os.environ) for _ in range(ranks)]
     try:
-        check_enough(found, ranks)
+        check_enough(gpus, ranks)
     except GpusUnavailable as error:
         raise ModelLoadFailed(f"model {config.name!r} cannot be divided: {error}") from error
-    return [{**os.environ, VISIBLE: name} for name in found[:ranks]]
+    return [{**os.environ, VISIBLE: name} for name in gpus[:ranks]]
 
 
 def keep_ports(count: int, kept: ExitStack) -> list[int]:
-    """Free ports of this machine, which nobody but MLX gets until `kept` is closed.
+    """Returns free ports of this machine, reserved for MLX until `kept` is closed.
 
-    Ranks listen there seconds later. MLX's sockets have SO_REUSEADDR, so these are not in the way.
+    Ranks listen on them seconds later. The reservations do not prevent it, because MLX's sockets
+    have SO_REUSEADDR.
     """
     sockets = [kept.enter_context(listening.reserve(LOOPBACK)) for _ in range(count)]
-    return [int(one.getsockname()[1]) for one in sockets]
+    return [int(socket.getsockname()[1]) for socket in sockets]
 
 
 def hosts_file(ports: Sequence[int]) -> int:
