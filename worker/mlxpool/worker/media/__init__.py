@@ -1,5 +1,5 @@
 """Images in prompts: places among the inputs, pixels, outputs of encoders.
 
-Imports no MLX. `spans` says where images stand and what may cut them, `image` what a model's
-preprocessing makes of one.
+Imports no MLX. `spans` has the places of images and the rules for cuts, `image` has preprocessed
+images.
 """

@@ -1,7 +1,7 @@
 """Decodes image files with Pillow, in the processes that prepare requests.
 
-What a file is follows from its content. Its number of pixels is known and bounded before any is
-decoded. Errors say what the image is; `prepared_image` adds its index in the request.
+The format of a file follows from its content. Its number of pixels is known and bounded before any
+is decoded. Errors describe the image; `prepared_image` adds its index in the request.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from mlxpool.common.errors import BadRequest
 from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.media.settings import ImageSettings
 
-MAX_PIXELS = 2**26  # of an image as it is stored: a sheet of 8192 x 8192
+MAX_PIXELS = 2**26  # of a stored image: 8192 x 8192
 WHITE = (255, 255, 255)
 TAKEN = "png, jpeg, webp and gif are taken"
-# Formats by the begin of a file; those without a class are named in the error.
+# Formats by the first bytes of a file; for a format without a class, its name is in the error.
 READERS: dict[str, type[ImageFile.ImageFile]] = {
     "png": PngImagePlugin.PngImageFile,
     "jpeg": JpegImagePlugin.JpegImageFile,
@@ -57,14 +57,14 @@ AN = (
     "mp",
     "svg",
     "xml",
-)  # begins of names that are spoken with a vowel
-_SHOWN = 8  # bytes of an unknown file
+)  # beginnings of names with a spoken vowel
+_SHOWN = 8  # bytes of an unknown file in the error
 
 
 def prepared_image(data: bytes, index: int, settings: ImageSettings) -> PreparedImage:
     """Returns image number `index` of a request in the size that the model takes.
 
-    Raises BadRequest naming the image, what it is, and the bound.
+    Raises BadRequest with the image's index, its description, and the bound.
     """
     try:
         image = decode(data)
@@ -93,28 +93,28 @@ def decode(data: bytes) -> Image.Image:
             image: Image.Image = READERS[kind](BytesIO(data))
             check_pixels(kind, *image.size)
             image.load()
-            ImageOps.exif_transpose(image, in_place=True)  # which copies an upright one not
+            ImageOps.exif_transpose(image, in_place=True)  # does not copy an upright image
             return as_rgb(image)
     except BadRequest:
         raise
     except MemoryError:
         raise BadRequest(f"is a {kind} that needs too much memory to be decoded") from None
-    except Exception:  # each of Pillow's readers raises exceptions of its own
+    except Exception:  # each of Pillow's readers raises its own exceptions
         raise BadRequest(f"is a {kind} of {len(data)} bytes that is cut off or damaged") from None
 
 
 def format_of(data: bytes) -> str:
-    """Returns png, jpeg, webp or gif, by the begin of a file; raises BadRequest for others."""
-    found = next((name for begin, name in SIGNATURES if data.startswith(begin)), "")
+    """Returns png, jpeg, webp or gif, by the first bytes; raises BadRequest for other formats."""
+    name = next((name for begin, name in SIGNATURES if data.startswith(begin)), "")
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        found = "webp"
+        name = "webp"
     elif data[4:8] == b"ftyp":
-        found = f"{data[8:12].decode('ascii', 'replace').strip()} file (heif, avif or a video)"
-    if found in READERS:
-        return found
+        name = f"{data[8:12].decode('ascii', 'replace').strip()} file (heif, avif or a video)"
+    if name in READERS:
+        return name
     what = f"no image that is known: it begins with {data[:_SHOWN]!r}"
-    if found:
-        what = f"{'an' if found.startswith(AN) else 'a'} {found}"
+    if name:
+        what = f"{'an' if name.startswith(AN) else 'a'} {name}"
     raise BadRequest(f"is {what}; {TAKEN}")
 
 

@@ -10,20 +10,20 @@ from mlxpool.worker.media.spans import ImageKey
 
 
 class Features(Protocol):
-    """What an encoder gives for one image."""
+    """The output of an encoder for one image."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """The bytes of the output."""
 
 
 F = TypeVar("F", bound=Features)
 
 
 class EncodedImages(Generic[F]):
-    """Features by image, bounded in bytes; the least recently used go first.
+    """Features by image, bounded in bytes; the least recently used are evicted first.
 
-    `budget`: bytes of all features, which those of the last added image may exceed. `encoded`
+    `budget`: the most bytes of all features; only the last added image may exceed it. `encoded`
     counts the images that were added since the start.
     """
 
@@ -37,20 +37,20 @@ class EncodedImages(Generic[F]):
         return image in self._kept
 
     def get(self, image: ImageKey) -> F:
-        """Returns the features of an image. Raises KeyError for one that is not kept."""
+        """Returns the features of an image. Raises KeyError if they are not kept."""
         self._kept.move_to_end(image)
         return self._kept[image]
 
     def has_room(self, pinned: Collection[ImageKey]) -> bool:
-        """Whether another image may be added beside those that are `pinned`; beside none always."""
-        held = [self._kept[one].nbytes for one in pinned if one in self._kept]
+        """Returns whether another image may be added beside the `pinned` ones; True without any."""
+        held = [self._kept[image].nbytes for image in pinned if image in self._kept]
         return not held or sum(held) < self.budget
 
     def put(self, image: ImageKey, features: F, pinned: Collection[ImageKey] = ()) -> None:
-        """Keeps the features of an image; others that are not pinned make room."""
+        """Keeps the features of an image; evicts others that are not pinned."""
         self.discard(image)
         room = self.budget - features.nbytes
-        for other in [one for one in self._kept if one not in pinned]:
+        for other in [key for key in self._kept if key not in pinned]:
             if self.nbytes <= room:
                 break
             self.discard(other)
@@ -65,9 +65,9 @@ class EncodedImages(Generic[F]):
             self.nbytes -= features.nbytes
 
     def shrink(self, size: int, pinned: Collection[ImageKey] = ()) -> int:
-        """Frees at least `size` bytes, if so many are not pinned; returns the bytes freed."""
+        """Frees at least `size` bytes, or all that are not pinned; returns the bytes freed."""
         before = self.nbytes
-        for image in [one for one in self._kept if one not in pinned]:
+        for image in [key for key in self._kept if key not in pinned]:
             if before - self.nbytes >= size:
                 break
             self.discard(image)

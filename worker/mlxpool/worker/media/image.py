@@ -1,4 +1,4 @@
-"""What a model's preprocessing makes of an image. No MLX."""
+"""Images after a model's preprocessing. No MLX."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PreparedImage(Struct, frozen=True, eq=False):
     """An image in the size that the encoder takes.
 
     `pixels` [height, width, 3] are RGB from 0 to 255; the encoder scales them. `grid`: patches in
-    time, height and width. `count`: the inputs that stand for the image.
+    time, height and width. `count`: the number of inputs of the image.
     """
 
     key: ImageKey
@@ -28,7 +28,7 @@ class PreparedImage(Struct, frozen=True, eq=False):
     def of(
         cls, pixels: npt.NDArray[Any], grid: tuple[int, int, int], count: int, version: bytes
     ) -> Self:
-        """Makes the key; `version` names the model's preprocessing and changes with its results."""
+        """Makes the key; `version` identifies the model's preprocessing and changes with it."""
         plain = np.ascontiguousarray(pixels)
         return cls(image_key(plain, grid, version), plain, grid, count)
 
@@ -39,7 +39,7 @@ class PreparedImage(Struct, frozen=True, eq=False):
 
 
 def image_key(pixels: npt.NDArray[Any], grid: tuple[int, int, int], version: bytes) -> ImageKey:
-    """Returns SHA-256 of preprocessed pixels, their shape and grid, and the preprocessing."""
+    """Returns the SHA-256 of preprocessed pixels, their shape and grid, and the preprocessing."""
     head = repr((version, pixels.shape, grid)).encode()
     digest = hashlib.sha256(len(head).to_bytes(8, "little") + head)
     digest.update(np.ascontiguousarray(pixels).view(np.uint8).data)

@@ -1,9 +1,9 @@
-"""Keeps the markers of images, and other tokens, that a message has as text plain text. Pure.
+"""Keeps markers of images, and other tokens, that a user has written in a message plain text. Pure.
 
 A chat template writes a marker for each image, so a marker that a user has written would stand for
-an image, too. `seamed` puts a seam into it, `cuts_of` takes the seams out of the rendered chat and
-returns their places. Tokenizing the parts between these places one by one gives the ids of the
-same text, and none of them is that of a marker.
+an image, too. `seamed` puts a seam into it. `cuts_of` takes the seams out of the rendered chat and
+returns their places. The parts between these places are tokenized one by one: this gives the ids of
+the same text without an id of a marker.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mlxpool.common.errors import BadRequest
 from mlxpool.worker.media.settings import ImagePlaces
 
 SEAMS = tuple(map(chr, range(0xFDD0, 0xFDF0)))  # noncharacters of Unicode, which no text needs
-KEYS = ("content", "reasoning_content")  # of messages, whose texts are seamed
+KEYS = ("content", "reasoning_content")  # keys of a message with texts that are seamed
 
 
 def literals_of(places: ImagePlaces) -> tuple[str, ...]:
@@ -31,24 +31,24 @@ def seamed(
 ) -> tuple[Sequence[Mapping[str, Any]], str]:
     """Returns messages with a seam in each literal of their texts, and the seam.
 
-    `foreign`: further literals in messages that the model did not write. The messages are returned
-    as they are, with "", where no text has a literal, or where the texts have all SEAMS already.
+    `foreign`: further literals in messages that the model did not write. If no text has a literal,
+    or if the texts have all SEAMS already, returns the same messages and "".
     """
-    own, every = _pattern(literals), _pattern([*literals, *foreign])
-    if every is None:
+    own, all_literals = _pattern(literals), _pattern([*literals, *foreign])
+    if all_literals is None:
         return messages, ""
     texts = [*texts_of(messages)]
-    if not any(every.search(text) for text in texts):
+    if not any(all_literals.search(text) for text in texts):
         return messages, ""
-    seam = next((one for one in SEAMS if not any(one in text for text in texts)), "")
+    seam = next((char for char in SEAMS if not any(char in text for text in texts)), "")
     if not seam:
         return messages, ""
 
-    def seam_in(found: re.Match[str]) -> str:
-        return found[0][0] + seam + found[0][1:]
+    def seam_in(match: re.Match[str]) -> str:
+        return match[0][0] + seam + match[0][1:]
 
     def changed(message: Mapping[str, Any]) -> Mapping[str, Any]:
-        pattern = own if message["role"] == "assistant" else every
+        pattern = own if message["role"] == "assistant" else all_literals
         return message if pattern is None else _mapped(message, partial(pattern.sub, seam_in))
 
     return [*map(changed, messages)], seam
@@ -56,17 +56,18 @@ def seamed(
 
 @lru_cache(maxsize=16)
 def _compiled(literals: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(re.escape(one) for one in sorted(literals, key=len, reverse=True)))
+    longest_first = sorted(literals, key=len, reverse=True)
+    return re.compile("|".join(re.escape(literal) for literal in longest_first))
 
 
 def _pattern(literals: Sequence[str]) -> re.Pattern[str] | None:
-    """What finds literals, the longest first; a single character cannot be divided."""
-    found = tuple(dict.fromkeys(one for one in literals if len(one) > 1))
-    return _compiled(found) if found else None
+    """Returns a pattern of literals, the longest first; a single character cannot be divided."""
+    divisible = tuple(dict.fromkeys(literal for literal in literals if len(literal) > 1))
+    return _compiled(divisible) if divisible else None
 
 
 def texts_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Returns the texts of messages: contents, their parts, and thoughts."""
+    """Yields the texts of messages: contents, their parts, and thoughts."""
     for message in messages:
         for key in KEYS:
             value = message.get(key)
@@ -92,9 +93,9 @@ def _mapped(message: Mapping[str, Any], changed: Any) -> dict[str, Any]:
 
 
 def cuts_of(text: str, seam: str) -> tuple[str, list[int]]:
-    """Returns a text without its seams, and where they were: places in the text that is returned.
+    """Returns a text without its seams, and their places in the returned text.
 
-    `seam`: "" if there are none.
+    `seam`: "" without seams.
     """
     if not seam:
         return text, []
@@ -103,7 +104,7 @@ def cuts_of(text: str, seam: str) -> tuple[str, list[int]]:
 
 
 def ends_of(parts: Sequence[str]) -> list[int]:
-    """Returns where each of the parts of a text ends in it, but for the last one."""
+    """Returns the end of each part of a text in it, except the last part."""
     return [*accumulate(map(len, parts[:-1]))]
 
 

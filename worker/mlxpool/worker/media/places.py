@@ -1,9 +1,9 @@
 """Puts the places of images into texts, and the inputs of images into token ids. Pure.
 
 A text has one slot token for each place, which the tokenizer keeps as one id; `with_images` puts
-the inputs of the image there. A slot token or a marker of a chat template that a user has written
-is text in the content of a message, see `literals`, and an error elsewhere: no image can stand
-where the request does not name it.
+the inputs of the image there. If a user has written a slot token or a marker of a chat template, it
+is text in the content of a message, see `literals`, and an error elsewhere: an image is only where
+the request names it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from mlxpool.worker.media.spans import ImageKey, MediaSpan, slot_items
 def expanded_chat(
     text: str, cuts: Sequence[int], end: int, places: ImagePlaces, count: int
 ) -> tuple[str, list[int], int]:
-    """Returns a rendered chat as the model reads it, its cuts, and where its first `end` end there.
+    """Returns a rendered chat as the model reads it, its cuts, and the new place of `end`.
 
-    A marker that a cut divides is text. Raises BadRequest unless there is another one for each of
-    `count` images.
+    A marker that a cut divides is text. Raises BadRequest unless each of `count` images has another
+    marker.
     """
     parts = parts_of(text, cuts)
-    found = _markers(parts, places)
-    if found != count:
-        why = "leave it out of texts" if found > count else "the chat template leaves some out"
+    markers = _markers(parts, places)
+    if markers != count:
+        why = "leave it out of texts" if markers > count else "the chat template leaves some out"
         raise BadRequest(
-            f"the chat has {count} images, but its text has {found} times {places.marker!r}, which"
-            f" stands for one: {why}"
+            f"the chat has {count} images, but its text has {markers} times {places.marker!r},"
+            f" which stands for one: {why}"
         )
     front = parts_of(text[:end], [cut for cut in cuts if cut < end])
     end += (len(places.expansion) - len(places.marker)) * _markers(front, places)
@@ -49,35 +49,35 @@ def _markers(parts: Sequence[str], places: ImagePlaces) -> int:
 def expanded_text(text: str, places: ImagePlaces, count: int) -> tuple[str, list[int]]:
     """Returns a text with places for its [img-n], and the numbers of these images in order.
 
-    Raises BadRequest unless it names each of `count` images and no other, and for a text that
-    stands for an image itself.
+    Raises BadRequest unless the text names each of `count` images and no other, and if it has a
+    slot token or marker itself.
     """
     named = images_of_text(text)
     check_named(named, count)
     check_literals([text], places)
-    return TAG.sub(lambda found: places.whole, text), named
+    return TAG.sub(lambda tag: places.whole, text), named
 
 
 def check_slots(ids: Sequence[int], places: ImagePlaces, count: int) -> None:
     """Raises BadRequest unless there is one slot token for each of `count` places."""
-    found = sum(token == places.slot_id for token in ids)
-    if found != count:
+    slots = sum(token == places.slot_id for token in ids)
+    if slots != count:
         raise BadRequest(
-            f"the prompt has {count} places for images and {found} times {places.slot!r}, which"
+            f"the prompt has {count} places for images and {slots} times {places.slot!r}, which"
             " stands for an image: leave it out of texts"
         )
 
 
 class Inputs(Struct, frozen=True):
-    """The inputs of a prompt with images; `moved` gives places among the ids their new number."""
+    """The inputs of a prompt with images; `moved` converts places among ids to places of inputs."""
 
     items: tuple[int, ...]
     media: tuple[MediaSpan, ...]
     images: Mapping[ImageKey, PreparedImage]
-    slots: tuple[int, ...]  # where slot tokens stood among the ids
+    slots: tuple[int, ...]  # the places of slot tokens among the ids
 
     def moved(self, place: int) -> int:
-        """Returns the place among the inputs of the one before id `place`."""
+        """Returns the place among the inputs of the place before id `place`."""
         before = [span for slot, span in zip(self.slots, self.media, strict=True) if slot < place]
         return place + sum(span.count - 1 for span in before)
 
@@ -85,7 +85,10 @@ class Inputs(Struct, frozen=True):
 def with_images(
     ids: Sequence[int], places: ImagePlaces, named: Sequence[int], images: Sequence[PreparedImage]
 ) -> Inputs:
-    """Returns ids with the inputs of images in place of slot tokens; `named`: which, in order."""
+    """Returns ids with the inputs of images in place of slot tokens.
+
+    `named`: the number of the image of each slot token, in order.
+    """
     items: list[int] = []
     media: list[MediaSpan] = []
     slots = tuple(place for place, token in enumerate(ids) if token == places.slot_id)

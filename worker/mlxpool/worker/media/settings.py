@@ -1,4 +1,4 @@
-"""How a model's images become pixels, and how its prompts name them. Plain values, no MLX."""
+"""Settings of a model's image preprocessing, and of images in its prompts. Plain values, no MLX."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from mlxpool.common.errors import BadRequest
 from mlxpool.common.records import as_map
 
 VERSION = 1  # of decoding and resampling, a part of every image's key
-MAX_ASPECT = 200  # longer side by shorter side, where the sides are kept in proportion
+MAX_ASPECT = 200  # longer side / shorter side, for images that keep their proportions
 
 
 class ImageSettings(Struct, frozen=True):
     """The preprocessing that a model was trained with, from its preprocessor_config.json.
 
-    Every image gets the size `height` * `width`. Where these are 0, it keeps its proportions: its
+    Every image gets the size `height` * `width`. If these are 0, it keeps its proportions: its
     sides are multiples of `patch` * `merge`, its area is from `min_pixels` to `max_pixels`.
     `merge`: patches of a side that become one input of the model. Pixels from 0 to 255 are
     multiplied by `scale`, then `mean` is subtracted and they are divided by `std`, for red, green
     and blue. `resample` is Pillow's number of a filter.
 
-    With `tiles` an image keeps its proportions and lies on a black canvas of up to so many squares
-    with the side `height`, in the upper left corner. Such an image is one input.
+    With `tiles`, an image keeps its proportions and lies in the upper left corner of a black canvas
+    of up to `tiles` squares with the side `height`. Such an image is one input.
     """
 
     patch: int
@@ -42,13 +42,13 @@ class ImageSettings(Struct, frozen=True):
 
     @property
     def version(self) -> bytes:
-        """Names the preprocessing, in the keys of images."""
+        """The identity of the preprocessing, for the keys of images."""
         return repr((VERSION, self)).encode()
 
     def size_of(self, height: int, width: int) -> tuple[int, int]:
         """Returns the height and width that an image of this size gets.
 
-        Raises BadRequest for one whose sides differ too much.
+        Raises BadRequest if the sides differ too much.
         """
         if self.tiles:
             return self._size_on_canvas(height, width)
@@ -60,24 +60,25 @@ class ImageSettings(Struct, frozen=True):
                 " as the other; cut it"
             )
         side = self.patch * self.merge
-        high, wide = (max(side, round(one / side) * side) for one in (height, width))
+        high, wide = (max(side, round(length / side) * side) for length in (height, width))
         if high * wide > self.max_pixels:
             factor = math.sqrt(height * width / self.max_pixels)
-            high, wide = (max(side, int(one / factor / side) * side) for one in (height, width))
+            scaled = (height / factor, width / factor)
+            high, wide = (max(side, int(length / side) * side) for length in scaled)
         elif high * wide < self.min_pixels:
             factor = math.sqrt(self.min_pixels / (height * width))
-            high, wide = (math.ceil(one * factor / side) * side for one in (height, width))
+            high, wide = (math.ceil(length * factor / side) * side for length in (height, width))
         return high, wide
 
     def canvas_of(self, height: int, width: int) -> tuple[int, int]:
-        """Returns the height and width of what is encoded of an image of this size."""
+        """Returns the height and width of the encoded canvas of an image of this size."""
         if not self.tiles:
             return self.size_of(height, width)
         high, wide = tile_arrangement(self.tiles, self.height, height, width)
         return high * self.height, wide * self.height
 
     def _size_on_canvas(self, height: int, width: int) -> tuple[int, int]:
-        """Returns the size in which an image fits on its canvas, at least a tile on one side."""
+        """Returns the size of an image that fits on its canvas, at least a tile on one side."""
         high, wide = self.canvas_of(height, width)
         most_high = min(max(height, self.height), high)
         most_wide = min(max(width, self.height), wide)
@@ -86,7 +87,7 @@ class ImageSettings(Struct, frozen=True):
         return most_high, min(int(width * (most_high / height)) or 1, most_wide)
 
     def grid_of(self, height: int, width: int) -> tuple[int, int, int]:
-        """Returns the patches in time, height and width of an image that has got its size."""
+        """Returns the patches in time, height and width of an image of its final size."""
         return 1, height // self.patch, width // self.patch
 
     def count_of(self, grid: tuple[int, int, int]) -> int:
@@ -104,25 +105,27 @@ def tile_arrangements(tiles: int) -> list[tuple[int, int]]:
 
 
 def tile_arrangement(tiles: int, side: int, height: int, width: int) -> tuple[int, int]:
-    """Returns the (rows, columns) of tiles for an image of this size; `side` is that of a tile.
+    """Returns the (rows, columns) of tiles for an image of this size; `side`: side of a tile.
 
-    The image is enlarged least there, or reduced least where it is larger than all. Of arrangements
-    that scale it alike, the one with the fewest tiles is taken.
+    It is the arrangement that enlarges the image least, or reduces it least if the image is larger
+    than all arrangements. If several scale it alike, the one with the fewest tiles is taken.
     """
 
-    def cost(one: tuple[int, int]) -> tuple[bool, float, int]:
-        scale = min(one[0] * side / height, one[1] * side / width)
-        return scale < 1, scale if scale >= 1 else -scale, one[0] * one[1]
+    def cost(tiles: tuple[int, int]) -> tuple[bool, float, int]:
+        rows, columns = tiles
+        scale = min(rows * side / height, columns * side / width)
+        return scale < 1, scale if scale >= 1 else -scale, rows * columns
 
     return min(tile_arrangements(tiles), key=cost)
 
 
 class ImagePlaces(Struct, frozen=True):
-    """How prompts of a model name an image.
+    """The texts for an image in a model's prompts.
 
-    A chat template writes `marker` for it, which the model reads as `expansion`. For [img-n] in a
-    text it reads `whole`. Both have the token `slot` once, with the id `slot_id`; the inputs of the
-    image stand in its place. `group`: these attend both ways. `crossed`: see MediaSpan.
+    A chat template writes `marker` for an image; the model reads `expansion` in its place. The
+    model reads `whole` in place of [img-n] in a text. Both have the token `slot` once, with the id
+    `slot_id`; the inputs of the image replace it. `group`: these attend both ways. `crossed`: see
+    MediaSpan.
     """
 
     marker: str
@@ -135,7 +138,7 @@ class ImagePlaces(Struct, frozen=True):
 
 
 class ImageInput(Struct, frozen=True):
-    """All that the preparation of prompts needs to know of a model that reads images."""
+    """The settings of a model that reads images, for the preparation of prompts."""
 
     settings: ImageSettings
     places: ImagePlaces
@@ -146,7 +149,7 @@ class ImageInput(Struct, frozen=True):
 
     @classmethod
     def from_map(cls, fields: Mapping[str, Any]) -> Self:
-        """Makes it from the values that `as_map` gave."""
+        """Makes it from the values of `as_map`."""
         settings = dict(fields["settings"])
         settings |= {name: tuple(settings[name]) for name in ("mean", "std")}
         return cls(ImageSettings(**settings), ImagePlaces(**fields["places"]))

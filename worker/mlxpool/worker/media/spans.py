@@ -1,8 +1,8 @@
-"""Where images stand among the inputs of a sequence, and where these may be cut. Pure.
+"""The places of images among the inputs of a sequence, and the places of allowed cuts. Pure.
 
 An input is an int: a token id below FIRST_SLOT, or a slot of an image. A slot is a 64-bit number
-from the image's key and its index in the image, so another image in the same place gives other
-inputs, and the same image gives the same ones in any prompt.
+from the image's key and the slot's index in the image. So different images give different inputs in
+the same place, and an image gives the same inputs in any prompt.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 ImageKey = bytes  # SHA-256 of the pixels as a model gets them, see `image_key`
 
-FIRST_SLOT = 2**32  # token ids are below
+FIRST_SLOT = 2**32  # token ids are below it
 _SLOT_BIT = 2**63  # set in every slot
 
 
@@ -29,7 +29,7 @@ class MediaSpan(Struct, frozen=True):
     `grid`: patches of the image in time, height and width, before a model merges them. `group`: the
     inputs attend both ways, so the span is computed in one pass and no cached prefix ends in it.
     `crossed`: the image has one input, and its features are outside the KV cache: this input and
-    those behind it attend to them in layers of cross-attention, see `seen_images`.
+    later inputs attend to them in layers of cross-attention, see `seen_images`.
     """
 
     start: int
@@ -69,18 +69,18 @@ def overlapping(spans: Spans, start: int, end: int) -> Iterator[MediaSpan]:
 
 
 def span_around(spans: Spans, place: int) -> MediaSpan | None:
-    """Returns the span that a cut before input `place` would divide; None if there is none."""
+    """Returns the span that a cut before input `place` would divide, or None."""
     return next((span for span in spans if span.start < place < span.end), None)
 
 
 def prefix_end(spans: Spans, place: int) -> int:
-    """Returns the last place up to `place` where a prefix may end: never inside a group."""
+    """Returns the last possible end of a prefix up to `place`: never inside a group."""
     span = span_around(spans, place)
     return span.start if span is not None and span.group else place
 
 
 def chunk_end(spans: Spans, start: int, end: int) -> int:
-    """Returns where a chunk ends that begins at `start` and is to end at `end`.
+    """Returns the end of a chunk from `start` that should end at `end`.
 
     A group that `end` would divide is left to the next chunk. If the chunk would be empty without
     it, the chunk takes all of it and ends later than `end`.
@@ -92,9 +92,9 @@ def chunk_end(spans: Spans, start: int, end: int) -> int:
 
 
 def readable_end(spans: Spans, start: int, end: int, encoded: Container[ImageKey]) -> int:
-    """Returns `chunk_end`, or the begin of the first image in the chunk that is not encoded.
+    """Returns `chunk_end`, or the beginning of the first image in the chunk that is not encoded.
 
-    It is `start` where the chunk would begin inside such an image, or attend to it.
+    It is `start` if the chunk would begin inside such an image, or attend to it.
     """
     end = chunk_end(spans, start, end)
     needed = (*seen_images(spans, start), *overlapping(spans, start, end))
@@ -105,8 +105,8 @@ def readable_end(spans: Spans, start: int, end: int, encoded: Container[ImageKey
 def seen_images(spans: Spans, place: int) -> tuple[MediaSpan, ...]:
     """Returns the images that input `place` attends to in layers of cross-attention.
 
-    These are the last crossed one that begins at or before `place`, and those that stand without
-    other inputs before it; what comes later in a conversation does not see them any more.
+    These are the last crossed image that begins at or before `place`, and the images directly
+    before it. Inputs after the next images of a conversation do not see them any more.
     """
     end = bisect_right(spans, place, key=lambda span: span.start)
     if not end or not spans[end - 1].crossed:
@@ -118,7 +118,7 @@ def seen_images(spans: Spans, place: int) -> tuple[MediaSpan, ...]:
 
 
 def touches_images(spans: Spans, start: int, end: int) -> bool:
-    """Returns whether some of the inputs [start, end) are of images, or attend to crossed ones."""
+    """Returns whether some inputs [start, end) belong to images, or attend to crossed images."""
     return any(overlapping(spans, start, end)) or bool(seen_images(spans, start))
 
 
@@ -137,19 +137,19 @@ def image_views(
 
 
 def kept_end(spans: Spans, place: int) -> int:
-    """Returns the last place up to `place` that divides no image: what stands before is kept."""
+    """Returns the last place up to `place` that divides no image: the inputs before it are kept."""
     span = span_around(spans, place)
     return place if span is None else span.start
 
 
 def cut_end(spans: Spans, place: int) -> int:
-    """Returns the first place from `place` on that divides no image: what stands before goes."""
+    """Returns the first place from `place` on that divides no image: the inputs before it go."""
     span = span_around(spans, place)
     return place if span is None else span.end
 
 
 def without(spans: Spans, keep: int, removed: int) -> tuple[MediaSpan, ...]:
-    """Returns the spans after the `removed` inputs behind the first `keep` are gone.
+    """Returns the spans without the `removed` inputs after the first `keep`.
 
     Both ends of the cut are places that divide no image.
     """
@@ -164,13 +164,14 @@ def without(spans: Spans, keep: int, removed: int) -> tuple[MediaSpan, ...]:
 def positions(start: int, end: int, media: Spans, merge: int) -> npt.NDArray[np.int32]:
     """Returns the positions [end - start, 3] of inputs [start, end), in time, height and width.
 
-    A token has one position thrice. The inputs of an image, a grid, have the position that a token
-    there would have, plus their row and column; what follows goes on behind the longer side of the
-    image. `media`: all images of the sequence. `merge`: patches of a side that are one input.
+    A token has the same position three times. The inputs of an image, a grid, have the position of
+    a token in their place, plus their row and column. The next input has the position after the
+    longer side of the image. `media`: all images of the sequence. `merge`: patches of a side that
+    are one input.
     """
     numbers = np.arange(start, end, dtype=np.int32)
-    found = np.repeat(numbers[:, None], 3, axis=1)
-    saved = 0  # how much further inputs are than positions
+    places = np.repeat(numbers[:, None], 3, axis=1)
+    saved = 0  # the difference between inputs and positions so far
     for span in media:
         if span.start >= end:
             break
@@ -178,9 +179,9 @@ def positions(start: int, end: int, media: Spans, merge: int) -> npt.NDArray[np.
         begin = span.start - saved
         inside = (numbers >= span.start) & (numbers < span.end)
         index = numbers[inside] - span.start
-        found[inside, 0] = begin
-        found[inside, 1] = begin + index // wide
-        found[inside, 2] = begin + index % wide
+        places[inside, 0] = begin
+        places[inside, 1] = begin + index // wide
+        places[inside, 2] = begin + index % wide
         saved += span.count - max(high, wide)
-        found[numbers >= span.end] = numbers[numbers >= span.end, None] - saved
-    return found
+        places[numbers >= span.end] = numbers[numbers >= span.end, None] - saved
+    return places

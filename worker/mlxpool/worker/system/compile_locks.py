@@ -17,9 +17,9 @@ LOOK_INTERVAL = 0.02  # seconds between two tries
 def compile_lock(path: Path, *, wait: bool) -> Iterator[bool]:
     """Holds the lock of a compiled kernel's file; yields whether this process has it.
 
-    `wait`: until another process lets it go, at most LONGEST_WAIT, and then without the lock. The
-    kernel frees the lock of a process that ends. Its file is beside `path` while it is held.
-    Raises OSError where no file can be made there.
+    `wait`: waits until another process releases it, at most LONGEST_WAIT, and then goes on without
+    the lock. The system frees the lock of a process that ends. The lock's file is beside `path`
+    while the lock is held. Raises OSError if no file can be made there.
     """
     file = path.with_suffix(".lock")
     end = time.monotonic() + LONGEST_WAIT
@@ -34,9 +34,10 @@ def compile_lock(path: Path, *, wait: bool) -> Iterator[bool]:
 
 
 def _locked(file: Path) -> int | None:
-    """Returns a descriptor of the file, which has the lock; None: another process has it.
+    """Returns a descriptor of the file, with the lock; None: another process has it.
 
-    A file system without locks, as some of networks are, refuses none: there each process compiles.
+    A file system without locks, like some network file systems, refuses no lock: there each process
+    compiles.
     """
     descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
@@ -46,7 +47,7 @@ def _locked(file: Path) -> int | None:
         return None
     except OSError:
         return descriptor
-    # The holder before removes the file: the lock of a file without a name is no lock.
+    # The last holder removes the file, and a lock of a file without a name does not count.
     if _has_name(descriptor, file):
         return descriptor
     os.close(descriptor)

@@ -1,12 +1,12 @@
-"""How many CPU cores the steps of the model use: those that are otherwise idle.
+"""Chooses the number of CPU cores for the steps of the model: the otherwise idle cores.
 
-OpenBLAS has a thread for each core, and none of them sleeps between the products of a step: a
-waiting thread offers its core to any runnable thread, gets it back a time slice later, and each
-product waits for all threads. On two cores and beside one busy thread, even of the lowest priority,
-a step takes five times as long as alone; with one OpenBLAS thread it takes not twice as long.
+OpenBLAS has a thread for each core, and none of them sleeps between the products of a step. A
+waiting thread offers its core to any runnable thread and gets it back a time slice later, and each
+product waits for all threads. On two cores beside one busy thread, even of the lowest priority, a
+step takes five times as long as alone; with one OpenBLAS thread it takes less than twice as long.
 
-Long work that this process starts is announced, see `CpuThreads.begin_long_work`. The
-processor time of other processes, other workers first of all, is sampled while steps run.
+Long work that this process starts is announced, see `CpuThreads.begin_long_work`. The processor
+time of other processes, mainly of other workers, is sampled while steps run.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import Protocol
 from msgspec import Struct
 
 SAMPLE_INTERVAL = 0.1  # seconds between two samples of the processor time
-SAMPLE_LIFE = 2.0  # seconds; after a rest, an older sample says nothing about the present
-SAMPLES_TO_GROW = 5  # samples in a row that find more free cores, before steps use them
+SAMPLE_LIFE = 2.0  # seconds; an older sample, after a rest, is no longer valid
+SAMPLES_TO_GROW = 5  # samples in a row with more free cores, before steps use them
 MIN_SHARE = 4  # steps use at least a quarter of the cores; on a full machine others take the rest
-_PTHREADS = 1  # OpenBLAS has threads of its own; those of OpenMP belong to each caller
+_PTHREADS = 1  # OpenBLAS has its own threads; OpenMP's threads would belong to each caller
 TICK = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01  # seconds
 _BUSY = (0, 1, 2, 5, 6)  # columns of a line of /proc/stat: user, nice, system, irq, softirq
 STAT = Path("/proc/stat")
@@ -36,10 +36,10 @@ OPENBLAS_THREADS = "OPENBLAS_NUM_THREADS"  # an OpenBLAS reads it when it is loa
 
 
 def import_numpy() -> None:
-    """Import numpy with one thread of its own OpenBLAS, unless the user has set their number.
+    """Imports numpy with one thread of its own OpenBLAS, unless the user has set their number.
 
-    A thread for each core would take 40 ms of processor on two cores, and numpy multiplies nothing
-    large. MLX has another OpenBLAS, which keeps its threads.
+    A thread for each core would take 40 ms of processor time on two cores, and numpy multiplies
+    nothing large. MLX has another OpenBLAS, which keeps its threads.
     """
     is_set = OPENBLAS_THREADS in os.environ
     os.environ.setdefault(OPENBLAS_THREADS, "1")
@@ -52,14 +52,14 @@ class BlasThreads(Protocol):
     """The threads of a library of matrix products."""
 
     def count(self) -> int:
-        """How many threads the next product uses."""
+        """Returns the number of threads of the next product."""
 
     def set(self, count: int) -> None:
-        """Use so many threads from the next product on."""
+        """Sets the number of threads from the next product on."""
 
 
 class OpenBlas:
-    """The OpenBLAS of this process. Raises AttributeError when there is none with threads."""
+    """The OpenBLAS of this process. Raises AttributeError without an OpenBLAS with threads."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL(None)
@@ -88,7 +88,7 @@ class CpuUse(Struct, frozen=True):
 def read_cpu_use(cores: Set[int]) -> CpuUse:
     """Returns the use of the processors with these numbers until now.
 
-    Raises OSError where the system does not report it.
+    Raises OSError if the system does not report it.
     """
     ticks = 0
     for line in STAT.read_bytes().splitlines():
@@ -100,7 +100,7 @@ def read_cpu_use(cores: Set[int]) -> CpuUse:
 
 
 def thread_count(maximum: int, cores: int, before: CpuUse, after: CpuUse) -> int:
-    """How many threads leave others the cores they used; half a core counts as one. Pure."""
+    """Returns the number of threads that leaves others their cores; half a core is one. Pure."""
     others = (after.all - before.all - after.own + before.own) / (after.at - before.at)
     free = cores - max(0.0, others)
     return min(maximum, max(1, cores // MIN_SHARE, math.floor(free + 0.5)))
@@ -118,7 +118,7 @@ class CpuThreads:
         cores: int,
         read_use: Callable[[], CpuUse] | None = None,
     ) -> None:
-        """`cores`: how many this process may use; without `threads` nothing is ever changed."""
+        """`cores`: the cores that this process may use. Without `threads` nothing is changed."""
         self._threads = threads
         self._cores = cores
         self._usual = 0 if threads is None else threads.count()
@@ -130,22 +130,22 @@ class CpuThreads:
         self._count = self._usual  # threads of this step
         self._growing_samples = 0  # samples in a row that found more free cores
         self._lock = threading.Lock()  # of `_long_works`
-        self._long_works = 0  # that run now
-        self._reduced_now = False  # the next product uses `_reduced` threads at most
+        self._long_works = 0  # long works that run now
+        self._reduced_now = False  # the next product uses at most `_reduced` threads
         self._stepping = False
         self._divided = False
 
     def divide_steps(self) -> None:
-        """From the next step on, steps run in `parts` threads, with one BLAS thread for each."""
+        """Divides steps from the next on into `parts` threads, with one BLAS thread for each."""
         self._divided = True
 
     @property
     def parts(self) -> int:
-        """How many threads a divided step has."""
+        """The number of threads of a divided step."""
         return max(self._count, 1)
 
     def begin_step(self, now: float) -> None:
-        """Call before a step; `now` in monotonic seconds."""
+        """Begins a step; `now` in monotonic seconds."""
         if now >= self._sample_due:
             if not self._stepping and self._sample and now - self._sample.at > SAMPLE_LIFE:
                 self._sample, self._fitting = None, self._usual
@@ -156,16 +156,16 @@ class CpuThreads:
         self._apply()
 
     def end_steps(self) -> None:
-        """Call when no step follows until the next `begin_step`."""
+        """Notes that no step follows until the next `begin_step`."""
         self._stepping = False
 
     def begin_long_work(self) -> None:
-        """From the next step on, steps leave one core free, until `end_long_work`."""
+        """Makes steps leave one core free, from the next step on until `end_long_work`."""
         with self._lock:
             self._long_works += 1
 
     def end_long_work(self) -> None:
-        """The long work of one `begin_long_work` is done."""
+        """Ends the long work of one `begin_long_work`."""
         with self._lock:
             self._long_works -= 1
 
@@ -179,10 +179,10 @@ class CpuThreads:
             return
         self._sample_due = now + SAMPLE_INTERVAL
         if before is not None and after.at > before.at:
-            found = thread_count(self._usual, self._cores, before, after)
-            self._growing_samples = self._growing_samples + 1 if found > self._fitting else 0
-            if found < self._fitting or self._growing_samples >= SAMPLES_TO_GROW:
-                self._fitting, self._growing_samples = found, 0
+            count = thread_count(self._usual, self._cores, before, after)
+            self._growing_samples = self._growing_samples + 1 if count > self._fitting else 0
+            if count < self._fitting or self._growing_samples >= SAMPLES_TO_GROW:
+                self._fitting, self._growing_samples = count, 0
 
     def _apply(self) -> None:
         self._reduced_now = bool(self._long_works)
@@ -195,7 +195,7 @@ class CpuThreads:
 
 @cache
 def process_cpu_threads() -> CpuThreads:
-    """Returns the one object of this process: BLAS threads are global, too."""
+    """Returns the only object of this process: BLAS threads are global, too."""
     try:
         cores = os.sched_getaffinity(0)
         return CpuThreads(OpenBlas(), len(cores), lambda: read_cpu_use(cores))

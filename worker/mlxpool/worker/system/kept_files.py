@@ -1,8 +1,7 @@
-"""Files in which a load keeps what it found out, for later loads of the same model.
+"""Files with the results of a load, for later loads of the same model.
 
-They lie beside the compiled kernels, in the temporary folder of this user alone; where TMPDIR names
-another folder nothing is kept. A file counts for the key that it names and no other; one that is
-broken is not read.
+They are beside the compiled kernels, in this user's private temporary folder; if TMPDIR names
+another folder, nothing is kept. A file is valid only for the key in it; a broken file is not read.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ Key = Mapping[str, Any]  # of JSON's types
 
 FOLDER = "loads"  # in the temporary folder
 MAX_FILES = 64  # of all models and settings; the least recently used are removed
-MAGIC = b"mlxpool kept 1\n"  # another form of the files has another number
+MAGIC = b"mlxpool kept 1\n"  # with the version of the file format
 _DIGEST_BYTES = 32
-# They decide how a product is divided between cores, and what memory it takes.
+# They decide about the cores and the memory of a product.
 _VARIABLES = ("LD_PRELOAD", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 log = logging.getLogger("mlxpool.worker")
@@ -42,7 +41,7 @@ log = logging.getLogger("mlxpool.worker")
 class KeptFile:
     """The file of a kind (a word) for a key. Several processes may read and write it at once.
 
-    `path` None: there is no folder of this user alone, see private_temp.
+    `path` None: the user has no private folder, see private_temp.
     """
 
     def __init__(self, kind: str, key: Key) -> None:
@@ -52,7 +51,7 @@ class KeptFile:
         self.path = None if folder is None else folder / FOLDER / name
 
     def read(self) -> bytes | None:
-        """What was written for this key; None: nothing, or the file is broken, which is logged."""
+        """Returns the content for this key; None: there is none, or the file is broken (logged)."""
         if self.path is None:
             return None
         try:
@@ -75,22 +74,23 @@ class KeptFile:
         """Logs why the content is not used, and removes the file."""
         assert self.path is not None
         log.warning(
-            "what an earlier load kept is not used", extra={"why": why, "file": str(self.path)}
+            "kept results of an earlier load are not used",
+            extra={"why": why, "file": str(self.path)},
         )
         with contextlib.suppress(OSError):
             self.path.unlink()
 
     def write(self, content: bytes) -> None:
-        """Keeps the content; other processes see it whole or not at all. A failure is logged."""
+        """Keeps the content; other processes see all of it or nothing. Logs a failure."""
         if self.path is None:
             return
         body = self._key + b"\n" + content
         data = MAGIC + hashlib.sha256(body).digest() + body
         try:
             self.path.parent.mkdir(mode=0o700, exist_ok=True)
-            made, name = tempfile.mkstemp(dir=self.path.parent, prefix=".new-")
+            descriptor, name = tempfile.mkstemp(dir=self.path.parent, prefix=".new-")
             try:
-                with open(made, "wb") as stream:
+                with open(descriptor, "wb") as stream:
                     stream.write(data)
                 os.replace(name, self.path)
             except BaseException:
@@ -99,7 +99,7 @@ class KeptFile:
             _remove_oldest(self.path.parent)
         except OSError as error:
             log.warning(
-                "what this load found out is not kept for the next one",
+                "the results of this load are not kept for the next load",
                 extra={"why": str(error), "file": str(self.path)},
             )
 
@@ -115,7 +115,7 @@ def _remove_oldest(folder: Path) -> None:
 
 @cache
 def code() -> dict[str, str]:
-    """The part of a key that names our code: any file of the worker that changes changes it."""
+    """Returns the part of a key for our code: it changes with any file of the worker."""
     digest = hashlib.sha256(VERSION.encode())
     root = Path(mlxpool.worker.__file__).parent
     for file in sorted(root.rglob("*.py")):
@@ -126,7 +126,7 @@ def code() -> dict[str, str]:
 
 @cache
 def machine() -> dict[str, Any]:
-    """Returns the part of a key that names the machine, and what MLX computes with on it."""
+    """Returns the part of a key for the machine, and for the libraries and device of MLX."""
     return {
         **code(),
         "mlx": version_of("mlx"),
@@ -134,19 +134,19 @@ def machine() -> dict[str, Any]:
         "system": [sys.platform, platform.machine(), platform.release()],
         "cpu": _cpu(),
         "cores": _cores(),
-        "compiler": shutil.which("g++"),  # with which MLX fuses operations on a CPU
+        "compiler": shutil.which("g++"),  # MLX fuses operations with it on a CPU
         "environment": {name: os.environ.get(name, "") for name in _VARIABLES},
         "preloaded": [_stamp(Path(file)) for file in _preloaded()],
     }
 
 
 def _preloaded() -> list[str]:
-    """Returns the libraries that are loaded before all others, of which one is the BLAS."""
+    """Returns the libraries that are loaded before all others; one of them is the BLAS."""
     return [file for file in re.split("[: ]", os.environ.get("LD_PRELOAD", "")) if file]
 
 
 def _stamp(file: Path) -> tuple[int, int]:
-    """Returns the size and the time of change of a file; zeros where there is none."""
+    """Returns the size and the time of change of a file; zeros without a file."""
     try:
         status = file.stat()
     except OSError:
@@ -162,7 +162,7 @@ def _cores() -> int:
 
 
 def _cpu() -> str:
-    """Returns the processor's name, as far as the system tells."""
+    """Returns the processor's name, as far as the system reports it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
             name, _, value = line.partition(":")

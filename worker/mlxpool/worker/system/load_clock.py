@@ -14,43 +14,43 @@ import psutil
 
 from mlxpool.common.load_times import LOAD_PHASES, LoadTimes
 
-STARTED = 19  # of the fields of /proc/self/stat behind the name, see proc(5)
+STARTED = 19  # its index among the fields of /proc/self/stat after the name, see proc(5)
 
 log = logging.getLogger("mlxpool.worker")
 
 
 class LoadClock:
-    """The phases of a load, one after the other; one that comes back goes on.
+    """The phases of a load, one after the other; a phase may be entered again and then goes on.
 
-    `enter` and `finish` are called by the thread that is loading, `times` by any thread. Before
-    `begin` and after `finish` nothing is measured.
+    The loading thread calls `enter` and `finish`, any thread `times`. Before `begin` and after
+    `finish` nothing is measured.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._ended: Mapping[str, float] = {}  # replaced, never changed: other threads read it
-        self.counts: Counter[str] = Counter()  # of what the load did, for its log line
+        self.counts: Counter[str] = Counter()  # of the load's actions, for its log line
         self._now, self._since = "", 0.0
 
     def begin(self, age: float) -> None:
-        """Begins to measure in a process that was started `age` seconds ago, in the imports."""
+        """Begins to measure, in the phase of imports; the process started `age` seconds ago."""
         self._ended = {"start": max(0.0, age)}
         self.counts.clear()
         self._now, self._since = "imports", self._clock()
 
     def enter(self, phase: str) -> None:
-        """Ends the phase that lasts and begins another one of LOAD_PHASES."""
+        """Ends the current phase and begins another of LOAD_PHASES."""
         assert phase in LOAD_PHASES, phase
         if self._now:
             self._end_phase(phase)
 
     def count(self, what: str, number: int) -> None:
-        """Adds to what the load did so far."""
+        """Adds `number` to the count of an action of the load."""
         if self._now:
             self.counts[what] += number
 
     def finish(self) -> LoadTimes | None:
-        """The load has ended; returns what it took. None: it was not measured, or has ended."""
+        """Ends the load and returns its times. None: it was not measured, or has ended before."""
         if not self._now:
             return None
         self._end_phase("")
@@ -58,7 +58,7 @@ class LoadClock:
 
     @property
     def times(self) -> LoadTimes:
-        """What the phases took so far."""
+        """Returns the times of the phases so far."""
         ended, now, since = self._ended, self._now, self._since
         if now:
             ended = {**ended, now: ended.get(now, 0.0) + max(0.0, self._clock() - since)}
@@ -70,10 +70,10 @@ class LoadClock:
 
 
 def process_age() -> float:
-    """Seconds since the start of this process.
+    """Returns the seconds since the start of this process.
 
-    On Linux by the kernel's clock since the boot: the time of the boot itself, which psutil adds,
-    is known to a second.
+    On Linux it uses the kernel's clock since the boot. psutil adds the time of the boot, which is
+    known only to a second.
     """
     if sys.platform != "linux":
         return time.time() - psutil.Process().create_time()
@@ -86,9 +86,9 @@ LOAD = LoadClock()
 
 
 def log_end(**fields: object) -> None:
-    """Ends the load of this process and logs what its phases took, in seconds, and what it did.
+    """Ends the load of this process and logs the seconds of its phases, and its counts.
 
-    Does nothing where none is measured, or it has ended.
+    Does nothing if no load is measured, or if it has ended.
     """
     if (times := LOAD.finish()) is not None:
         total = round(times.total, 3)

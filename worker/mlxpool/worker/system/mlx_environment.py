@@ -1,4 +1,4 @@
-"""Settings of MLX that it reads from the environment when it is first used."""
+"""Settings of MLX in the environment; MLX reads them at its first use."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import sys
 
 from mlxpool.common.process import private_temp
 
-# MLX ends a CUDA graph at this many megabytes of inputs, arrays that a kernel writes in place
-# included. With a pool of many gigabytes every layer would be a graph of its own, and MLX waits for
-# the device once ten are unfinished: the host would learn the tokens of a pass when the next one is
-# nearly done. On an H200, 8B, a pass of 1,024 lines returned to the host after 18.7 ms instead of
-# 3.3. The bound on operations, 100 a graph, stays.
+# MLX ends a CUDA graph at this many megabytes of inputs, including arrays that a kernel writes in
+# place. With a pool of many gigabytes every layer would be a separate graph, and MLX waits for the
+# device once ten graphs are unfinished: the host would get the tokens of a pass when the next pass
+# is nearly done. On an H200, 8B, a pass of 1,024 lines returned to the host after 18.7 ms instead
+# of 3.3. The bound on operations, 100 a graph, stays.
 GRAPH_MEGABYTES = 10**9
 
 
 def set_mlx_environment() -> None:
-    """Sets what the user has not set, and a temporary folder of this user alone, see private_temp.
+    """Sets variables that the user has not set, and a private temporary folder, see private_temp.
 
     Called before MLX is imported; Metal keeps its defaults. Raises OSError without such a folder.
     """

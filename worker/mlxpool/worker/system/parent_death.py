@@ -1,7 +1,7 @@
 """Ends this process when its parent ends: a worker must never outlive its broker.
 
-On Linux the kernel kills the process. Everywhere, the end of stdin ends it, because only the broker
-holds the other end.
+On Linux the kernel kills the process. On all systems, the end of stdin ends it, because only the
+broker holds the other end.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Callable
 
 STDIN = 0
 _PR_SET_PDEATHSIG = 1
-ORPHAN_EXIT_DELAY = 2.0  # seconds in which the main thread of an orphan may still end in order
+ORPHAN_EXIT_DELAY = 2.0  # seconds for the main thread of an orphan to end in order
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends; exit if it has ended already.
+    """Makes the kernel kill this process when its parent ends; exits if the parent has ended.
 
-    The state of stdin shows whether it has. The parent's pid does not: a broker may be process 1
-    of a container.
+    The state of stdin shows whether the parent has ended. The parent's pid does not: a broker may
+    be process 1 of a container.
     """
     kill_with_parent()
     if _hung_up(STDIN):
@@ -32,7 +32,7 @@ def die_with_parent() -> None:
 
 
 def kill_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends (Linux only)."""
+    """Makes the kernel kill this process when the thread that started it ends (only Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
@@ -44,7 +44,7 @@ def _hung_up(descriptor: int) -> bool:
 
 
 def watch_stdin(on_end: Callable[[], None], delay: float = ORPHAN_EXIT_DELAY) -> None:
-    """Start a thread that calls `on_end` when stdin ends and exits the process `delay` s later.
+    """Starts a thread that calls `on_end` when stdin ends and exits the process `delay` s later.
 
     The main thread may be stuck, so the exit does not depend on it.
     """

@@ -1,4 +1,4 @@
-"""Stack dumps of a running process, for finding out where it hangs."""
+"""Stack dumps of a running process, to find the place where it hangs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 def dump_on_signal(descriptor: int) -> None:
-    """Have SIGUSR1 write every thread's stack, even while native code holds the interpreter lock.
+    """Makes SIGUSR1 write all threads' stacks, even while native code holds the interpreter lock.
 
     A negative `descriptor` stands for standard error. A crash writes the stacks there, too.
     """
