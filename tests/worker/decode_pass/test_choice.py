@@ -174,7 +174,7 @@ SHAPE = PassShape(
         ({"size": 32, "kv_heads": 16}, "its heads have 32"),
         ({"group": 32}, "its heads have 64"),
         ({"size": 128}, "its heads have 128"),
-        ({"rope": Rope(64, 1e4, axes=(0, 1))}, "of which 64 rotate"),
+        ({"rope": Rope(64, 1e4, axes=(0, 1))}, "and 64 of them rotate"),
     ],
 )
 def test_which_shapes_it_serves(changes: dict[str, Any], why: str) -> None:

@@ -68,7 +68,7 @@ def test_what_is_not_supported_is_refused_by_name(
 def test_a_decoder_without_modules_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", CASES["qwen3"])
     (folder / "modules.json").unlink()
-    with pytest.raises(ModelLoadFailed, match=r"has no modules\.json, which says how a qwen3"):
+    with pytest.raises(ModelLoadFailed, match=r"no modules\.json, which describes how a qwen3"):
         inspect_encoder(folder_files(folder))
 
 

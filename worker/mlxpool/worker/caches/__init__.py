@@ -1,5 +1,5 @@
-"""What each layer of a model keeps of a sequence, also for later prompts.
+"""The data that each layer of a model keeps of a sequence, also for later prompts.
 
-Pure: `specs` count bytes, `stored` says which arrays hold them, `kinds` say where a kept prefix can
-be cut.
+Pure: `specs` counts the bytes, `stored` describes the arrays that hold them, `kinds` has the rules
+for cuts of a kept prefix.
 """

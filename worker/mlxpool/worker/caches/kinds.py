@@ -1,7 +1,7 @@
-"""How the cache of one layer is kept for later prompts: full, window or state. Pure.
+"""The kinds of a layer's cache that is kept for later prompts: full, window or state. Pure.
 
 The cache of full attention is kept token by token. A sliding window and a recurrent state are kept
-as snapshots at some positions: the row itself has dropped what they held earlier.
+as snapshots at some positions, because the row itself has dropped their earlier contents.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ A = TypeVar("A")  # an array; keys and values have their tokens on axis 2
 class LayeredRow(Protocol[A]):
     """The operations on a row of caches.
 
-    Arrays that it returns may be views; arrays that it gets become its own.
+    Arrays that it returns may be views. Arrays that it gets become its own.
     """
 
     @property
@@ -27,7 +27,7 @@ class LayeredRow(Protocol[A]):
     def nbytes(self) -> int: ...
 
     def part(self, layer: int, start: int, end: int) -> tuple[A, ...]:
-        """Keys and values of tokens [start, end)."""
+        """Returns the keys and values of tokens [start, end)."""
 
     def put(self, layer: int, parts: Sequence[tuple[A, ...]], capacity: int) -> None:
         """Fills an empty layer with consecutive results of `part`; `capacity` is in tokens."""
@@ -42,7 +42,7 @@ class LayeredRow(Protocol[A]):
         """Frees its memory."""
 
     def arrays(self) -> list[A]:
-        """Every array that holds some of it."""
+        """All arrays of the row."""
 
 
 class RecurrentRow(LayeredRow[A], Protocol[A]):
@@ -82,7 +82,7 @@ CacheKind = FullCache | WindowCache | StateCache
 
 
 def lowest_rewind(kind: CacheKind, end: int) -> int:
-    """Returns the shortest length to which a cache of `end` tokens can be cut.
+    """Returns the shortest possible length of a cache of `end` tokens after a cut.
 
     A window that has dropped nothing yet can be cut to 0.
     """
@@ -92,5 +92,5 @@ def lowest_rewind(kind: CacheKind, end: int) -> int:
 
 
 def can_rewind(kind: CacheKind, offset: int, to: int) -> bool:
-    """Returns whether a row of `offset` tokens can drop those from `to` on."""
+    """Returns whether a row of `offset` tokens can drop the tokens from `to` on."""
     return to >= offset or lowest_rewind(kind, offset) <= to

@@ -1,4 +1,4 @@
-"""What each layer of a model keeps of a sequence for its later tokens, and the bytes of it."""
+"""The data that each layer of a model keeps of a sequence for later tokens, and its bytes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ WINDOW_SLACK = 256  # tokens between two moves of a window's tokens to the front
 
 
 def window_capacity(window: int, chunk: int) -> int:
-    """Tokens in the array of a sliding window: those the first of a chunk sees, and the chunk."""
+    """Returns the tokens in a sliding window's array: those before a chunk, and the chunk."""
     return window + max(chunk, WINDOW_SLACK)
 
 
 class KeyValueSpec(Struct, frozen=True):
     """A layer keeps keys [heads, key_dim] and values [heads, value_dim] of each token.
 
-    With a `window` a token sees that many tokens, itself included, and older ones are dropped;
+    With a `window` a token sees `window` tokens, itself included, and older tokens are dropped;
     0: it sees all.
     """
 
@@ -31,19 +31,19 @@ class KeyValueSpec(Struct, frozen=True):
     window: int = 0
 
     def stored(self, kv: str = AUTO) -> tuple[StoredArray, ...]:
-        """Returns the arrays that the layer stores, where the setting `kv` has this value."""
+        """Returns the arrays that the layer stores with this value of the setting `kv`."""
         return keys_and_values(self.heads, self.key_dim, self.value_dim, kv)
 
     def token_bytes(self, item: int, kv: str = AUTO) -> int:
-        """Bytes of one more token, where the model's numbers have `item` bytes."""
+        """Returns the bytes of one more token, if the model's numbers have `item` bytes."""
         return 0 if self.window else self._bytes(item, kv)
 
     def fixed_bytes(self, item: int, chunk: int, kv: str = AUTO) -> int:
-        """Bytes of a sequence of any length besides, read in chunks of up to `chunk` tokens."""
+        """Returns the bytes of a sequence besides its tokens, read in chunks of `chunk` tokens."""
         return window_capacity(self.window, chunk) * self._bytes(item, kv) if self.window else 0
 
     def _bytes(self, item: int, kv: str) -> int:
-        return sum(one.token_bytes(item) for one in self.stored(kv))
+        return sum(array.token_bytes(item) for array in self.stored(kv))
 
 
 class LatentSpec(Struct, frozen=True):
@@ -56,7 +56,7 @@ class LatentSpec(Struct, frozen=True):
     rank: int
 
     def stored(self, kv: str = AUTO) -> tuple[StoredArray, ...]:
-        """See KeyValueSpec. Latents are stored in the model's numbers alone."""
+        """See KeyValueSpec. Latents are always stored in the model's numbers."""
         return (StoredArray("latents", 1, self.dim),)
 
     def token_bytes(self, item: int, kv: str = AUTO) -> int:

@@ -1,4 +1,4 @@
-"""What a cache stores of each token of a layer: which arrays, of which numbers. Pure.
+"""The arrays that a cache stores of each token of a layer, and their numbers. Pure.
 
 A layer stores named arrays, in this order; T is the tokens of a row, a slab or a block:
 
@@ -10,19 +10,18 @@ A layer stores named arrays, in this order; T is the tokens of a row, a slab or 
                       key_scales    bfloat16      [heads, T, 1]
                       value_scales  bfloat16      [heads, T, 1]
 
-A block of a pool has T = KV_BLOCK_TOKENS; the arrays of a pool have blocks as their first axis. A
-block is described whole by these arrays in all layers: nothing else belongs to it, and each array
-is contiguous inside a block. "The model's" numbers are those that the model computes with: float32
-on a CPU, float16 or bfloat16 on a GPU.
+A block of a pool has T = KV_BLOCK_TOKENS; the arrays of a pool have blocks as their first axis.
+These arrays in all layers are all data of a block, and each array is contiguous inside a block. The
+model computes with "the model's" numbers: float32 on a CPU, float16 or bfloat16 on a GPU.
 
 With int8, number d of a head of a token is `keys[head, token, d] * key_scales[head, token, 0]`, and
-the same of values. A scale belongs to one token and one head: what is stored of a token depends on
-its own keys and values alone, is written once and never changed, whatever follows in its block,
-however a prompt is divided into passes, and whatever is removed behind it. The scale is the head's
-greatest absolute number divided by 127, rounded to bfloat16; the numbers are divided by the rounded
-scale and rounded to the nearest integer, ties to even. Attention reads what is stored, also that of
-the pass which stores it. attention/int8_numbers.py and the CUDA kernels `rotate_and_quantise` and
-`ragged_attention` compute it.
+values are alike. A scale belongs to one token and one head. So the stored numbers of a token depend
+only on its own keys and values. They are written once and never changed, whatever follows in the
+block or is removed there, and however a prompt is divided into passes. The scale is the head's
+greatest absolute number divided by 127, rounded to bfloat16. The numbers are divided by the rounded
+scale and rounded to the nearest integer, ties to even. Attention reads the stored numbers, also in
+the pass that stores them. attention/int8_numbers.py and the CUDA kernels `rotate_and_quantise` and
+`ragged_attention` compute them.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ class Numbers(Enum):
     SCALE = "bfloat16"
 
     def size(self, item: int) -> int:
-        """Bytes of one number, where the model's numbers have `item` bytes."""
+        """Returns the bytes of one number, if the model's numbers have `item` bytes."""
         return {Numbers.MODEL: item, Numbers.INT8: 1, Numbers.SCALE: 2}[self]
 
 
 class StoredArray(Struct, frozen=True):
-    """One array that a layer stores: [heads, tokens, size]."""
+    """An array that a layer stores: [heads, tokens, size]."""
 
     name: str
     heads: int
@@ -55,14 +54,14 @@ class StoredArray(Struct, frozen=True):
     numbers: Numbers = Numbers.MODEL
 
     def token_bytes(self, item: int) -> int:
-        """Bytes of one token, where the model's numbers have `item` bytes."""
+        """Returns the bytes of one token, if the model's numbers have `item` bytes."""
         return self.heads * self.size * self.numbers.size(item)
 
 
 def keys_and_values(
     heads: int, key_dim: int, value_dim: int, kv: str = AUTO
 ) -> tuple[StoredArray, ...]:
-    """Returns the arrays of a layer of keys and values, where the setting `kv` has this value."""
+    """Returns the arrays of a layer of keys and values with this value of the setting `kv`."""
     if kv != INT8:
         return StoredArray("keys", heads, key_dim), StoredArray("values", heads, value_dim)
     return (

@@ -1,9 +1,8 @@
 """One kernel for a decode step of all rows, for small dense models.
 
-The host needs longer for the 130 kernels of such a pass than the device does for their work. The
-kernel of cuda/decode_pass.cu computes all layers of models such as llama and qwen2 in one
-launch, whose thread blocks wait for each other between the parts of a layer. `model_weights.py`
-decides which models it serves, `kernel.py` builds, tries and launches it, and `decode_pass.py` has
-the memory that its launches use. Every other pass takes the ordinary way, a kernel for each
-operation, and so do all passes of other models.
+The host needs longer for the 130 kernels of such a pass than the device needs for their work. The
+kernel of cuda/decode_pass.cu computes all layers of models such as llama and qwen2 in one launch.
+Its thread blocks wait for each other between the parts of a layer. `model_weights.py` decides which
+models it serves, `kernel.py` builds, tries and launches it, and `decode_pass.py` has the memory of
+its launches. All other passes, and all passes of other models, have a kernel for each operation.
 """

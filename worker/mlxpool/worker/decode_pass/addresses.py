@@ -14,30 +14,30 @@ from mlxpool.worker.kernels.kernel_builder import WARP_SIZE, build_kernel
 
 
 def addresses_of(arrays: Sequence[mx.array]) -> list[int] | None:
-    """Returns the addresses of the arrays on the device; computes those that are not yet.
+    """Returns the addresses of the arrays on the device, after it has evaluated the arrays.
 
     They are valid while the caller keeps the arrays and the host does not read them. Returns None
-    where an array's numbers do not lie one behind the other.
+    if the numbers of an array are not contiguous.
     """
     with kernel_cache.compiling():
-        found = [_address(one) for one in arrays]
-        mx.eval(found)
-    numbers = [np.array(one).tolist() for one in found]
-    for one, (_, last, before) in zip(arrays, numbers, strict=True):
-        if last != 1 or (one.ndim > 1 and before != one.shape[-1]):
+        places = [_address(array) for array in arrays]
+        mx.eval(places)
+    numbers = [np.array(place).tolist() for place in places]
+    for array, (_, last, before) in zip(arrays, numbers, strict=True):
+        if last != 1 or (array.ndim > 1 and before != array.shape[-1]):
             return None
     return [address for address, _, _ in numbers]
 
 
 def _address(x: mx.array) -> mx.array:
-    found: list[mx.array] = _kernel(x.ndim)(
+    outputs: list[mx.array] = _kernel(x.ndim)(
         inputs=[x],
         grid=(WARP_SIZE, 1, 1),
         threadgroup=(WARP_SIZE, 1, 1),
         output_shapes=[(3,)],
         output_dtypes=[mx.int64],
     )
-    return found[0]
+    return outputs[0]
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Decides whether passes of decoding rows are one kernel, or have a kernel for each operation."""
+"""Decides whether a pass of decoding rows is one kernel, or a kernel for each operation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STORED_AS_THEY_ARE = 2  # arrays of a layer: keys and values, without scales
 
 
 def serves(lines: int) -> bool:
-    """Returns whether a DecodePass computes passes of so many lines, each with logits."""
+    """Returns whether a DecodePass computes passes of `lines` lines, each with logits."""
     return lines <= MAX_LINES
 
 
@@ -38,27 +38,28 @@ def decode_pass_of(
 ) -> DecodePass | None:
     """Returns the kernel for passes of decoding rows; None: they have one for each operation.
 
-    It is decided here for a model, and in `serves` for a pass; the log tells which and why. `dtype`
-    is that of `pools`; `turns_of` gives the angular frequencies of a rotation; see PassMemory.
+    This function decides for a model, `serves` for a pass; the log has the decision and its reason.
+    `dtype` is the dtype of `pools`; `turns_of` returns the angular frequencies of a rotation; see
+    PassMemory.
     """
     weights = weights_of(model, dtype)
     why = weights if isinstance(weights, str) else missing(dtype, pools)
     if not why and not isinstance(weights, str):
         memory = PassMemory(pools, windows, tables, turns_of(weights.shape.rope))
         try:
-            made = DecodePass(weights, memory, device.multiprocessors())
+            decode_pass = DecodePass(weights, memory, device.multiprocessors())
         except ValueError as error:
             why = str(error)
         else:
             log.info("one kernel computes a decode pass", extra={"rows": MAX_LINES})
-            return made
+            return decode_pass
     log.info("a decode pass has a kernel for each operation", extra={"why": why})
     return None
 
 
 def missing(dtype: mx.Dtype, pools: Sequence[tuple[mx.array, ...]]) -> str:
-    """Returns what the kernel lacks with these pools or on this device; "": nothing."""
-    if any(len(one) != STORED_AS_THEY_ARE for one in pools):
+    """Returns why the kernel cannot have these pools or this device; "": it can."""
+    if any(len(arrays) != STORED_AS_THEY_ARE for arrays in pools):
         return "keys and values are stored as integers"
     count = device.multiprocessors()
     if count < MIN_MULTIPROCESSORS:

@@ -1,4 +1,4 @@
-"""Computes passes each of whose lines has logits by the kernel of a whole pass."""
+"""Computes passes, if each of their lines has logits, by the kernel of a whole pass."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ STATE_NUMBERS = 3  # of grid_barrier.cuh
 
 
 class PassMemory(Struct, frozen=True):
-    """What a pass reads besides weights.
+    """The memory that a pass reads besides weights.
 
-    `pools`: keys and values of each layer, of which the lines of layer n see the last `windows[n]`
+    `pools`: keys and values of each layer. `windows`: lines of layer n see the last `windows[n]`
     keys; 0: all. `tables`: the block tables of rows. `turns`: the angular frequencies of the
     rotation.
     """
@@ -40,8 +40,8 @@ class DecodePass:
     def __init__(self, weights: PassWeights, memory: PassMemory, blocks: int) -> None:
         """`blocks`: the thread blocks of a launch, which are resident at a time.
 
-        The caller keeps weights and pools, whose addresses a table has. Raises ValueError where the
-        numbers of one of them do not lie one behind the other.
+        The caller keeps weights and pools: a table has their addresses. Raises ValueError if the
+        numbers of one of them are not contiguous.
         """
         self._shape, self._blocks = weights.shape, blocks
         self._arrays = _arrays(weights, memory)
@@ -59,7 +59,7 @@ class DecodePass:
     ) -> mx.array:
         """Returns hidden states [lines, hidden] of at most MAX_LINES lines, see `kernel.launch`.
 
-        `follow`: lines may follow each other in a row, as those of drafts do.
+        `follow`: lines may follow each other in a row, like the lines of drafts.
         """
         arrays, first = self._arrays, self._writes_first[follow]
         return kernel.launch(
@@ -95,13 +95,13 @@ def _arrays(weights: PassWeights, memory: PassMemory) -> PassArrays:
 
 
 def _table(weights: PassWeights, memory: PassMemory) -> npt.NDArray[np.int64]:
-    """Returns the table of decode_pass.cu: Layer for Layer, and one with the last norm alone."""
-    every: list[mx.array] = []
+    """Returns the table of decode_pass.cu: a Layer for each layer, and one with the last norm."""
+    arrays: list[mx.array] = []
     for layer, pools in zip(weights.layers, memory.pools, strict=True):
-        every += [*layer.arrays(), *pools]
-    addresses = addresses_of([*every, weights.norm])
+        arrays += [*layer.arrays(), *pools]
+    addresses = addresses_of([*arrays, weights.norm])
     if addresses is None:
-        raise ValueError("the numbers of a weight do not lie one behind the other")
+        raise ValueError("the numbers of a weight are not contiguous")
     *of_layers, last = addresses
     table = np.zeros((len(weights.layers) + 1, LAYER_NUMBERS), dtype=np.int64)
     table[:-1, :-1] = np.array(of_layers).reshape(len(weights.layers), -1)

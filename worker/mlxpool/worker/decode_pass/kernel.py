@@ -14,15 +14,15 @@ from mlxpool.worker.kernels.kernel_builder import Constant, build_kernel, includ
 from mlxpool.worker.kernels.work_list import EXTRA_ITEMS, PART_UNITS, UNIT_ROWS, TileShape
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 
-SETS = (1, 2, *matmul_tiled.SETS)  # numbers of 8 lines for which there are kernels
+SETS = (1, 2, *matmul_tiled.SETS)  # sets of 8 lines that kernels exist for
 MAX_LINES = 8 * SETS[-1]
-TEAM_THREADS = 128  # that have an item of the work list together
+TEAM_THREADS = 128  # threads that share an item of the work list
 MAX_SHARED_BYTES = 227 * 1024  # of a thread block of Hopper
-HEADER_BYTES = 3 * 1024  # of shared memory for what is beside the layers, and for its alignment
+HEADER_BYTES = 3 * 1024  # of shared memory for numbers besides layers, and for alignment
 LAYER_NUMBERS = 12  # of 8 bytes, of a layer in the table
-DECODE_KEYS = 16  # that a warp multiplies at a time
-# Steps of 64 columns of its next weight that a block reads while it waits: about what memory gives
-# meanwhile.
+DECODE_KEYS = 16  # keys that a warp multiplies at a time
+# Steps of 64 columns of its next weight that a block reads while it waits: about as many as memory
+# gives meanwhile.
 AHEAD_STEPS = 2
 FILES = {
     "LINES_OF_HEADS": "decode_pass_lines.cuh",
@@ -42,8 +42,8 @@ INPUTS = (
 class PassArrays(Struct, frozen=True):
     """The inputs of a launch besides its plan and the tokens in flight.
 
-    `layers` is the table of addresses; `turns` are the angular frequencies of the rotation. Those
-    behind `tables`, and `state`, are memory that launches use, one after the other.
+    `layers` is the table of addresses; `turns` are the angular frequencies of the rotation. The
+    arrays after `tables`, and `state`, are memory that launches use, one after the other.
     """
 
     embedding: mx.array
@@ -63,7 +63,7 @@ class PassArrays(Struct, frozen=True):
     arrived: mx.array
 
     def inputs(self) -> list[mx.array]:
-        """All of them in the order of INPUTS."""
+        """All arrays in the order of INPUTS."""
         return [
             self.embedding, self.layers, self.turns, self.tables, self.state, self.numbers,
             self.cosines, self.sines, self.residual, self.normed, self.attended, self.gates,
@@ -82,25 +82,24 @@ def launch(
     *,
     gives_up: bool = False,
 ) -> mx.array:
-    """Returns hidden states [lines, hidden] behind the last norm.
+    """Returns hidden states [lines, hidden] after the last norm.
 
-    `plan` are the numbers of a pass each of whose lines has logits, see plan_shape.PlanShape; ids
-    below zero stand for elements of `drawn`. `writes_first` [1]: 0 where each line is of another
-    row, else 1. An evaluation has one launch at most: MLX computes at the same
-    time what does not depend on each other, and launches share their memory. All `blocks` thread
-    blocks must be resident at a time. Where they are not, the states are not numbers if the kernel
-    `gives_up`; else the device fails.
+    `plan` are the numbers of a pass in which each line has logits, see plan_shape.PlanShape; ids
+    below zero stand for elements of `drawn`. `writes_first` [1]: 0 if each line is of another row,
+    else 1. An evaluation has at most one launch: MLX computes independent operations at the same
+    time, but launches share their memory. All `blocks` thread blocks must be resident at a time. If
+    they are not, the states are NaN if the kernel `gives_up`; otherwise the device fails.
     """
     sets = next(n for n in SETS if 8 * n >= lines)
     threads = teams_of(shape) * TEAM_THREADS
-    found: list[mx.array] = _kernel(shape, sets, gives_up)(
+    outputs: list[mx.array] = _kernel(shape, sets, gives_up)(
         inputs=[plan, drawn, *arrays.inputs(), writes_first],
         grid=(blocks * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(lines, shape.hidden)],
         output_dtypes=[shape.dtype],
     )
-    return found[0]
+    return outputs[0]
 
 
 def teams_of(shape: PassShape) -> int:
@@ -114,7 +113,7 @@ def splits_of(shape: PassShape) -> tuple[int, ...]:
 
 
 def stages_of(shape: PassShape, sets: int) -> tuple[int, int]:
-    """Returns the stages of products and of attention for which a thread block has memory."""
+    """Returns the stages of products and of attention that fit into a thread block's memory."""
     room = MAX_SHARED_BYTES - _header_bytes(shape)
     stage = (matmul_tiled.ROWS + 8 * sets) * matmul_tiled.COLUMNS * 2
     keys = _attention_bytes(shape, 1)

@@ -1,4 +1,4 @@
-"""Which models the kernel of a whole pass serves, and where their weights are."""
+"""Decides which models the kernel of a whole pass serves, and collects their weights."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from mlxpool.worker.layers.linear import Embedding, GatedLinearUnit, Linear, RMS
 from mlxpool.worker.layers.model_plan import Model
 
 MAX_GROUP = 16  # query heads of a key head
-# Numbers of a head. The kernel has tiles for 128, too, which no GPU has measured yet.
+# Numbers of a head. The kernel also has tiles for 128, but they were not measured yet.
 HEAD_SIZES = (64,)
-NORM_NUMBERS = 8  # that a thread has of a line
+NORM_NUMBERS = 8  # numbers of a line that a thread has
 
 
 class PassShape(Struct, frozen=True):
-    """What the kernel is compiled for; `eps` is that of all norms but those of heads.
+    """The shape that the kernel is compiled for.
 
-    `head_eps` 0: queries and keys of heads are not normed. `biased`: queries, keys and values have
-    a bias.
+    `eps` belongs to the norms of layers, `head_eps` to the norms of heads; 0: queries and keys of
+    heads are not normed. `biased`: queries, keys and values have a bias.
     """
 
     layers: int
@@ -65,7 +65,7 @@ class PassShape(Struct, frozen=True):
 
 
 class LayerWeights(Struct, frozen=True):
-    """The weights of a layer; of what a layer lacks its norm takes the place, unread."""
+    """The weights of a layer; its norm takes the place of missing weights, which are not read."""
 
     norm: mx.array
     qkv: mx.array
@@ -78,7 +78,7 @@ class LayerWeights(Struct, frozen=True):
     down: mx.array
 
     def arrays(self) -> list[mx.array]:
-        """All of them, in the order of decode_pass.cu's Layer."""
+        """Returns all weights, in the order of decode_pass.cu's Layer."""
         return [
             self.norm, self.qkv, self.bias, self.query_norm, self.key_norm, self.out,
             self.feed_norm, self.gate_up, self.down,
@@ -86,12 +86,12 @@ class LayerWeights(Struct, frozen=True):
 
 
 class PassWeights(Struct, frozen=True):
-    """The weights of a model that the kernel serves, and what it is compiled for."""
+    """The weights of a model that the kernel serves, and its shape."""
 
     shape: PassShape
     embedding: mx.array
     layers: tuple[LayerWeights, ...]
-    norm: mx.array  # behind the last layer
+    norm: mx.array  # after the last layer
 
 
 def weights_of(model: Model, dtype: mx.Dtype) -> PassWeights | str:
@@ -100,17 +100,17 @@ def weights_of(model: Model, dtype: mx.Dtype) -> PassWeights | str:
         return "the model is of another kind, or its embedding is quantised"
     if model.spec.embed_scale != 1.0:
         return "its embedding is scaled"
-    found = [one for one in map(_layer, model.layers) if one is not None]
+    layers = [layer for layer in map(_layer, model.layers) if layer is not None]
     norm = _rms_norm(model.norm)
-    if len(found) < len(model.layers) or not found or norm is None:
+    if len(layers) < len(model.layers) or not layers or norm is None:
         return "its layers are of another kind, or their weights are quantised"
-    kinds = {kind for kind, _ in found}
-    weights = tuple(one for _, one in found)
-    (kind, _), embedding = found[0], model.embed.weight
+    kinds = {kind for kind, _ in layers}
+    weights = tuple(layer for _, layer in layers)
+    (kind, _), embedding = layers[0], model.embed.weight
     if len(kinds) > 1 or norm.eps != kind.eps:
         return "its layers are of different kinds"
-    arrays = [embedding, norm.weight, *(one for layer in weights for one in layer.arrays())]
-    if any(one.dtype != dtype for one in arrays):
+    arrays = [embedding, norm.weight, *(array for layer in weights for array in layer.arrays())]
+    if any(array.dtype != dtype for array in arrays):
         return f"some of its weights are not {dtype}"
     shape = _pass_shape(kind, weights, dtype)
     return unsupported(shape) or PassWeights(shape, embedding, weights, norm.weight)
@@ -127,14 +127,14 @@ def unsupported(shape: PassShape) -> str:
             return f"a weight is {rows} x {columns}: the device takes longer than the host"
     rotates = 0 < shape.rope.dims <= shape.size and shape.rope.axes is None
     if shape.size not in HEAD_SIZES or shape.group > MAX_GROUP or not rotates:
-        return f"its heads have {shape.size} numbers, of which {shape.rope.dims} rotate"
+        return f"its heads have {shape.size} numbers, and {shape.rope.dims} of them rotate"
     if shape.hidden % NORM_NUMBERS:
         return f"its lines have {shape.hidden} numbers"
     return ""
 
 
 class _LayerKind(Struct, frozen=True):
-    """What all layers have in common, besides the sizes of their weights."""
+    """The common properties of all layers, besides the sizes of their weights."""
 
     kv_heads: int
     query_heads: int
@@ -147,7 +147,7 @@ class _LayerKind(Struct, frozen=True):
 
 
 def _layer(layer: object) -> tuple[_LayerKind, LayerWeights] | None:
-    """Returns kind and weights of a layer; None where the kernel does not compute such layers."""
+    """Returns the kind and weights of a layer; None if the kernel does not compute such layers."""
     if not isinstance(layer, PreNorm):
         return None
     mixer, feed = layer.mixer, layer.feed
@@ -166,7 +166,7 @@ def _layer(layer: object) -> tuple[_LayerKind, LayerWeights] | None:
     if out is None or gate_up is None or down is None:
         return None
     scores, heads = mixer.scores, mixer.spec.heads
-    biased = any(one.bias is not None for one in (out, gate_up, down))
+    biased = any(linear.bias is not None for linear in (out, gate_up, down))
     if biased or scores.softcap or scores.sinks is not None:
         return None
     kind = _LayerKind(

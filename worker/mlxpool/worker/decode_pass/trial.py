@@ -16,7 +16,7 @@ from mlxpool.worker.kernels.work_list import Spans, TileShape, work_items
 from mlxpool.worker.layers.layer_types import Rope
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 
-IDS = (3, 1)  # of the two lines that are tried
+IDS = (3, 1)  # of the two tried lines
 SPREAD = 0.1  # of weights
 TOLERANCE = 0.05
 EPS = 1e-5
@@ -54,7 +54,7 @@ def trial_shape(dtype: mx.Dtype) -> PassShape:
 def _is_right(dtype: mx.Dtype) -> bool:
     """Compares hidden states with NumPy's: of first tokens, and of two equal tokens of a row.
 
-    The values that they see are their own, whatever the scores are.
+    These tokens see only their own values, whatever the scores are.
     """
     shape = trial_shape(dtype)
     weights = _weights(shape)
@@ -64,16 +64,16 @@ def _is_right(dtype: mx.Dtype) -> bool:
     ]
     tables = mx.array([0, 1, 2], dtype=mx.int32)
     memory = PassMemory(pools, [0] * shape.layers, tables, np.ones((32,), dtype=np.float32))
-    made = DecodePass(weights, memory, device.multiprocessors())
+    compute = DecodePass(weights, memory, device.multiprocessors())
     first = _plan(shape, IDS, (0, 1), (0, 0))
     follow = _plan(shape, (IDS[0],) * 2, (2, 2), (0, 1))
     drawn = mx.zeros((len(IDS),), dtype=mx.int32)
     expected = _hidden(weights, shape)
     for plan, follows in ((first, False), (first, False), (follow, True)):
-        found = made(plan, drawn, len(IDS), follow=follows, gives_up=True)
-        mx.eval(found)
-        wanted = expected[[0, 0]] if follows else expected
-        if not np.allclose(_numbers(found), wanted, TOLERANCE, TOLERANCE):
+        states = compute(plan, drawn, len(IDS), follow=follows, gives_up=True)
+        mx.eval(states)
+        right = expected[[0, 0]] if follows else expected
+        if not np.allclose(_numbers(states), right, TOLERANCE, TOLERANCE):
             return False
     return True
 

@@ -1,5 +1,5 @@
 """Encoder models around their forward pass: inputs, settings, answers.
 
 Encoder models embed texts, rate documents for a query, or classify. Imports no MLX: texts are
-prepared in processes of their own.
+prepared in separate processes.
 """

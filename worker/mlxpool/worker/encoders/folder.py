@@ -34,7 +34,7 @@ from mlxpool.worker.weights.json_files import optional_json, read_file, read_jso
 log = logging.getLogger("mlxpool.worker")
 
 Activation: TypeAlias = Literal["", "sigmoid", "softmax"]  # of the head's logits
-MAX_TOKENS = 10**9  # model_max_length above it means: no bound
+MAX_TOKENS = 10**9  # a model_max_length above it means no bound
 # The activations that a cross-encoder's config.json names.
 ACTIVATIONS: Mapping[str, Activation] = {"Identity": "", "Sigmoid": "sigmoid"}
 PROBLEMS: Mapping[str, Activation] = {
@@ -51,10 +51,10 @@ class EncoderFolder(Struct, frozen=True):
     plan: EncoderPlan
     vectors: VectorSettings
     task: Task
-    labels: tuple[str, ...]  # of classify
+    labels: tuple[str, ...]  # for classify
     activation: Activation
     source: EncoderTextSource
-    digest: str  # hex; of all that decides the numbers
+    digest: str  # hex; of all files and settings that decide the numbers
 
     @property
     def dimensions(self) -> int:
@@ -63,31 +63,31 @@ class EncoderFolder(Struct, frozen=True):
 
 
 def is_encoder(files: ModelFiles, task: str = "") -> bool:
-    """Returns whether the files are those of an encoder model; `task`: see ModelConfig.
+    """Returns whether the files belong to an encoder model; `task`: see ModelConfig.
 
     Raises ModelLoadFailed for a config.json that cannot be read.
     """
     config = read_json(files / "config.json")
-    found = str(config.get("model_type")) in ENCODERS or label_count(config) > 0
-    return bool(task) or found or has_modules(files)
+    encodes = str(config.get("model_type")) in ENCODERS or label_count(config) > 0
+    return bool(task) or encodes or has_modules(files)
 
 
 def inspect_encoder(files: ModelFiles, task: str = "", context: int = 0) -> EncoderFolder:
     """Checks an encoder model; reads headers, but no weights. `task`, `context`: see ModelConfig.
 
-    Raises ModelLoadFailed naming the file, the tensor or the value, and what to do.
+    Raises ModelLoadFailed with the file, the tensor or the value, and the remedy.
     """
     config = read_json(files / "config.json")
     require_tokenizer(files.where, files)
     tokenizer, data = read_tokenizer(files / "tokenizer.json")
-    found = _task(files, config, task)
-    asks = found == "rerank" and not label_count(config)
+    chosen = _task(files, config, task)
+    asks = chosen == "rerank" and not label_count(config)
     if asks:
         plan = encoder_plan(config, answers=_answers(files, tokenizer))
     else:
         plan = encoder_plan(config)
-    vectors = _settings(files, found)
-    if found == "embed" and not has_modules(files):
+    vectors = _settings(files, chosen)
+    if chosen == "embed" and not has_modules(files):
         log.warning(
             "no modules.json: states are averaged, as sentence-transformers does then",
             extra={"model": str(files.where)},
@@ -114,25 +114,25 @@ def inspect_encoder(files: ModelFiles, task: str = "", context: int = 0) -> Enco
         folder=folder,
         plan=plan,
         vectors=vectors,
-        task=found,
-        labels=_labels(config, plan.labels) if found == "classify" else (),
-        activation=_activation(files, config, found),
+        task=chosen,
+        labels=_labels(config, plan.labels) if chosen == "classify" else (),
+        activation=_activation(files, config, chosen),
         source=source,
-        digest=_digest(files, folder.digest, vectors, found),
+        digest=_digest(files, folder.digest, vectors, chosen),
     )
 
 
 def _task(files: ModelFiles, config: Mapping[str, Any], wanted: str) -> Task:
-    """Returns the task of a model, as its files or the setting have it."""
+    """Returns the task of a model, from its files or the setting."""
     labels = label_count(config)
     if labels:
-        found: Task = "rerank" if labels == 1 else "classify"
-        if wanted not in ("", found):
+        own: Task = "rerank" if labels == 1 else "classify"
+        if wanted not in ("", own):
             raise ModelLoadFailed(
                 f"task is {wanted!r}, but config.json has a head of {labels} labels, which is for"
-                f" {found!r}: leave task out"
+                f" {own!r}: leave task out"
             )
-        return found
+        return own
     asks = wanted == "rerank" or (not wanted and asks_a_question(files))
     if asks and config.get("model_type") == "qwen3":
         return "rerank"
@@ -143,14 +143,14 @@ def _task(files: ModelFiles, config: Mapping[str, Any], wanted: str) -> Task:
         )
     if config.get("model_type") in DECODERS and not has_modules(files):
         raise ModelLoadFailed(
-            f"{files.where} has no modules.json, which says how a {config['model_type']} makes a"
-            " vector of a text: download the files of sentence-transformers, too"
+            f"{files.where} has no modules.json, which describes how a {config['model_type']} makes"
+            " a vector of a text: download the files of sentence-transformers, too"
         )
     return "embed"
 
 
 def _answers(files: ModelFiles, tokenizer: Tokenizer) -> Answers:
-    """Returns the answers that are compared: those that the files name, or "yes" and "no"."""
+    """Returns the compared answers: the answers in the files, or "yes" and "no"."""
     if asks_a_question(files):
         return Answers(*answer_ids(files))
     return require_answers(tokenizer.token_to_id("yes"), tokenizer.token_to_id("no"))
@@ -163,13 +163,13 @@ def _settings(files: ModelFiles, task: Task) -> VectorSettings:
 
 
 def _labels(config: Mapping[str, Any], count: int) -> tuple[str, ...]:
-    """Returns the names in id2label; LABEL_0 and so on where there are none."""
+    """Returns the names in id2label, or LABEL_0 and so on without names."""
     listed = config.get("id2label") or {}
     return tuple(str(listed.get(str(index), f"LABEL_{index}")) for index in range(count))
 
 
 def _activation(files: ModelFiles, config: Mapping[str, Any], task: Task) -> Activation:
-    """That of the head: what a cross-encoder's files name, or what its problem_type asks."""
+    """Returns the head's activation: from a cross-encoder's files, or from its problem_type."""
     if task == "rerank":
         saved = config.get("sentence_transformers")
         names = (
@@ -177,7 +177,7 @@ def _activation(files: ModelFiles, config: Mapping[str, Any], task: Task) -> Act
             saved.get("activation_fn") if isinstance(saved, Mapping) else None,
             config.get("sbert_ce_default_activation_function"),
         )
-        name = next((one for one in names if one), "Sigmoid")
+        name = next(filter(None, names), "Sigmoid")
         kind = str(name).rpartition(".")[2]
         if kind not in ACTIVATIONS:
             raise ModelLoadFailed(
@@ -193,7 +193,7 @@ def _activation(files: ModelFiles, config: Mapping[str, Any], task: Task) -> Act
 
 
 def _tokenizer_bound(files: ModelFiles) -> int:
-    """model_max_length of the tokenizer; 0: it names none."""
+    """Returns model_max_length of the tokenizer; 0 without it."""
     bound = optional_json(files / "tokenizer_config.json").get("model_max_length")
     return bound if isinstance(bound, int) and 0 < bound < MAX_TOKENS else 0
 
@@ -208,10 +208,10 @@ def _check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
 
 
 def _digest(files: ModelFiles, folder: str, vectors: VectorSettings, task: Task) -> str:
-    """Covers the folder's digest, the task, and the settings and weights behind the model."""
+    """Returns the digest of the folder, the task, and the settings and weights after the model."""
     digest = hashlib.sha256(f"{folder} {task} {vectors}".encode())
     if task == "embed" and has_modules(files):
         digest.update(read_file(files / settings_files.MODULES))
-    for one in vectors.dense:
-        digest.update(read_file(files / one.file))
+    for dense in vectors.dense:
+        digest.update(read_file(files / dense.file))
     return digest.hexdigest()

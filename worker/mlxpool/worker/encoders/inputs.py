@@ -1,4 +1,4 @@
-"""What an encoder model is given."""
+"""The inputs of an encoder model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from msgspec import Struct
 
 
 class EncoderInput(Struct, frozen=True):
-    """One text, or pair of texts, as the model reads it: token ids with the special ones.
+    """One text, or pair of texts, as the model reads it: token ids, special tokens included.
 
     `types`: the segment of each token, 0 or 1; empty: all are 0.
     """
@@ -18,9 +18,9 @@ class EncoderInput(Struct, frozen=True):
 
 
 class EncodeInputs(Struct, frozen=True):
-    """Make inputs of an encoder model of texts, or of pairs; the fields are those of EncoderCall.
+    """Make inputs of an encoder model from texts or pairs; the fields are as in EncoderCall.
 
-    Pairs travel as lists.
+    Pairs are lists in messages.
     """
 
     texts: Sequence[str] = ()
@@ -32,5 +32,5 @@ class EncodeInputs(Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """Characters."""
-        return sum(map(len, self.texts)) + sum(len(one) for pair in self.pairs for one in pair)
+        """The number of characters."""
+        return sum(map(len, self.texts)) + sum(len(text) for pair in self.pairs for text in pair)

@@ -1,6 +1,6 @@
-"""Reads the files that sentence-transformers keeps beside a model: what is done with its states.
+"""Reads the files of sentence-transformers beside a model: the steps after its states.
 
-modules.json lists the steps behind the model; each has a folder. Nothing is guessed: a step that
+modules.json lists the steps after the model; each has a folder. Nothing is guessed: a step that
 is not implemented is refused by its name.
 """
 
@@ -37,7 +37,7 @@ assert all(name in {"", "tanh", *FUNCTIONS} for name in DENSE_ACTIVATIONS.values
 
 
 class Dense(Struct, frozen=True):
-    """A linear layer behind the pooling: `file` holds linear.weight and, with a bias, linear.bias.
+    """A linear layer after the pooling: `file` holds linear.weight and, with a bias, linear.bias.
 
     `activation`: a name of activations.FUNCTIONS or tanh; "": none.
     """
@@ -50,9 +50,10 @@ class Dense(Struct, frozen=True):
 
 
 class VectorSettings(Struct, frozen=True):
-    """How an embedding model makes a vector of the states of a text.
+    """The settings by which an embedding model makes a vector of the states of a text.
 
-    `poolings`: several give vectors behind each other. `max_tokens`: of a text; 0: the model's own.
+    `poolings`: the vectors of several poolings are concatenated. `max_tokens`: the most tokens of a
+    text; 0: the model's own bound.
     """
 
     poolings: tuple[Pooling, ...] = ("mean",)
@@ -65,31 +66,31 @@ class VectorSettings(Struct, frozen=True):
     similarity: str = "cosine"
 
     def dimensions(self, hidden: int) -> int:
-        """The numbers of a vector; raises ModelLoadFailed where the steps do not fit together."""
+        """Returns the numbers of a vector; raises ModelLoadFailed if steps do not fit together."""
         size = hidden * len(self.poolings)
-        for one in self.dense:
-            if one.inputs != size:
+        for dense in self.dense:
+            if dense.inputs != size:
                 raise ModelLoadFailed(
-                    f"{one.file} takes {one.inputs} numbers, the step before it gives {size}"
+                    f"{dense.file} takes {dense.inputs} numbers, the step before it gives {size}"
                 )
-            size = one.outputs
+            size = dense.outputs
         return size
 
 
 def has_modules(files: ModelFiles) -> bool:
-    """Returns whether sentence-transformers' list of steps is there."""
+    """Returns whether sentence-transformers' list of steps exists."""
     return (files / MODULES).is_file()
 
 
 def asks_a_question(files: ModelFiles) -> bool:
-    """Whether the folder is that of a language model that rates pairs by one of two tokens."""
+    """Returns whether the model is a language model that rates pairs by one of two tokens."""
     return has_modules(files) and any(kind == LOGIT_SCORE for kind, _ in _listed(files))
 
 
 def answer_ids(files: ModelFiles) -> tuple[int, int]:
-    """The ids of the tokens whose logits are compared: of a pair that fits, and of one that not.
+    """Returns the ids of the two tokens with compared logits: for a match, and for no match.
 
-    Raises ModelLoadFailed where it compares no two tokens.
+    Raises ModelLoadFailed if the files do not name two tokens.
     """
     (path,) = (path for kind, path in _listed(files) if kind == LOGIT_SCORE)
     config = read_json(files / f"{path}/config.json")
@@ -106,14 +107,14 @@ def pair_settings(files: ModelFiles) -> VectorSettings:
 
 
 def pair_activation(files: ModelFiles) -> str:
-    """The activation that newer files name beside a model that rates pairs; "": none is named."""
+    """Returns the activation in newer files beside a model that rates pairs, or ""."""
     return str(optional_json(files / PROMPTS).get("activation_fn") or "")
 
 
 def vector_settings(files: ModelFiles) -> VectorSettings:
-    """The settings of a folder; those of sentence-transformers itself where it has no modules.json.
+    """Returns the settings of a folder, or without modules.json sentence-transformers' defaults.
 
-    Raises ModelLoadFailed naming the file and what cannot be used.
+    Raises ModelLoadFailed with the file and the value that cannot be used.
     """
     steps: dict[str, Any] = {}
     dense: list[Dense] = []
@@ -149,7 +150,7 @@ def _listed(files: ModelFiles) -> list[tuple[str, str]]:
 
 def _modules(files: ModelFiles) -> list[tuple[str, str]]:
     """Returns the kind and folder of each step of an embedding model, the model itself first."""
-    found = []
+    steps = []
     for kind, path in _listed(files):
         if kind == "Transformer":
             if path:
@@ -162,15 +163,15 @@ def _modules(files: ModelFiles) -> list[tuple[str, str]]:
                 f"{files / MODULES} has the step {kind!r}; supported are Transformer, Pooling,"
                 " Dense and Normalize"
             )
-        found.append((kind, path))
-    kinds = [kind for kind, _ in found if kind not in NO_STEP]
-    wanted = sorted(kinds, key=("Transformer", "Pooling", "Dense", "Normalize").index)
-    if kinds != wanted or kinds.count("Transformer") != 1 or kinds.count("Pooling") > 1:
+        steps.append((kind, path))
+    kinds = [kind for kind, _ in steps if kind not in NO_STEP]
+    ordered = sorted(kinds, key=("Transformer", "Pooling", "Dense", "Normalize").index)
+    if kinds != ordered or kinds.count("Transformer") != 1 or kinds.count("Pooling") > 1:
         raise ModelLoadFailed(
             f"{files / MODULES} has the steps {', '.join(kinds)}; supported are one Transformer,"
             " one Pooling, Dense, Normalize, in this order"
         )
-    return found
+    return steps
 
 
 def _poolings(files: ModelFiles, path: str) -> tuple[Pooling, ...]:
@@ -179,7 +180,7 @@ def _poolings(files: ModelFiles, path: str) -> tuple[Pooling, ...]:
     if modes is None:
         modes = [mode for key, mode in OLD_POOLINGS.items() if config.get(key)]
     modes = [modes] if isinstance(modes, str) else modes
-    if not isinstance(modes, list) or not modes or any(one not in POOLINGS for one in modes):
+    if not isinstance(modes, list) or not modes or any(mode not in POOLINGS for mode in modes):
         raise ModelLoadFailed(
             f"{files / path}/config.json has the pooling {modes!r}, must be of"
             f" {', '.join(POOLINGS)}"
@@ -189,7 +190,7 @@ def _poolings(files: ModelFiles, path: str) -> tuple[Pooling, ...]:
             f"{files / path}/config.json has include_prompt false, which is not supported: tokens"
             " of a prompt are pooled as the others"
         )
-    return tuple(cast(Pooling, one) for one in modes)
+    return tuple(cast(Pooling, mode) for mode in modes)
 
 
 def _dense(files: ModelFiles, path: str) -> Dense:

@@ -14,7 +14,7 @@ from mlxpool.common.protocol.encoder_calls import Task
 from mlxpool.worker.encoders.inputs import EncodeInputs, EncoderInput
 from mlxpool.worker.prompt.tokenizer import is_panic, read_tokenizer
 
-# What a Qwen3 reranker is asked of a pair, as it was trained.
+# The instruction of a Qwen3 reranker, as in its training.
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 QUESTION_BEGIN = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and"
@@ -26,13 +26,13 @@ QUESTION_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 class EncoderTextSource(Struct, frozen=True):
-    """What another process needs to prepare texts of an encoder model, see EncoderText.
+    """The data for another process to prepare texts of an encoder model, see EncoderText.
 
-    `sha256`: of the file `tokenizer`. `context`: tokens of an input at most. `prompts`: texts by
-    name that are put in front of an input; `default_prompt`: the name of the one that is used where
-    a request names none, "": none. `lower`: texts are lower-cased. `keeps_end`: a text that is
-    truncated loses its begin. `asks`: a pair becomes the question that Qwen3 rerankers are asked.
-    `types`: the second text of a pair is another segment, where the tokenizer says so.
+    `sha256`: digest of the file `tokenizer`. `context`: the most tokens of an input. `prompts`:
+    texts by name that are put before an input. `default_prompt`: the name of the prompt of requests
+    that name none, "": no prompt. `lower`: texts are lower-cased. `keeps_end`: truncation removes
+    the beginning of a text. `asks`: a pair becomes the question of Qwen3 rerankers. `types`: the
+    second text of a pair is another segment, if the tokenizer has segments.
     """
 
     tokenizer: str
@@ -48,7 +48,7 @@ class EncoderTextSource(Struct, frozen=True):
 
 
 class OpenedEncoder(Struct, frozen=True):
-    """An encoder model's folder was checked; its weights are not loaded yet.
+    """An encoder model whose folder was checked; its weights are not loaded yet.
 
     `dimensions` and `normalises`: see engine.encoding.encoder.Encoder.
     """
@@ -67,14 +67,14 @@ class EncoderText:
     """The tokenizer of an encoder model, with its prompts."""
 
     def __init__(self, source: EncoderTextSource) -> None:
-        """Raises ModelLoadFailed for a file that has changed since it was checked."""
+        """Raises ModelLoadFailed if a file has changed since the check."""
         self.source = source
         self._tokenizer, data = read_tokenizer(Path(source.tokenizer))
         if hashlib.sha256(data).hexdigest() != source.sha256:
             raise ModelLoadFailed(f"{source.tokenizer} has changed since the model was loaded")
 
     def encode_inputs(self, job: EncodeInputs) -> list[EncoderInput]:
-        """Returns the inputs of the texts or pairs of a job; raises as `encode_texts`."""
+        """Returns the inputs of the texts or pairs of a job; raises like `encode_texts`."""
         if job.pairs:
             pairs = [(first, second) for first, second in job.pairs]
             prompt = job.prompt
@@ -98,10 +98,10 @@ class EncoderText:
         truncate: bool = False,
         first: int = 0,
     ) -> list[EncoderInput]:
-        """Returns the input of each text, behind `prompt` or else the prompt of that name.
+        """Returns the input of each text after `prompt`, or else after the prompt `prompt_name`.
 
-        Raises ContextExceeded naming the text that is too long, counted from `first`, unless
-        `truncate`; BadRequest for an unknown name and for text that is not Unicode.
+        Raises ContextExceeded with the number of a text that is too long, counted from `first`,
+        unless `truncate`; BadRequest for an unknown name and for text that is not Unicode.
         """
         before = self._prompt(prompt_name) if prompt is None else prompt
         return [
@@ -117,21 +117,21 @@ class EncoderText:
         truncate: bool = False,
         first: int = 0,
     ) -> list[EncoderInput]:
-        """Returns the input of each pair, of a query and a document; raises as `encode_texts`.
+        """Returns the input of each pair of a query and a document; raises like `encode_texts`.
 
-        `prompt`, or else the model's default prompt, is put in front of the first text; a model
-        that is asked about pairs takes it as its instruction.
+        `prompt`, or else the model's default prompt, is put before the first text. A model that
+        answers questions about pairs takes it as its instruction.
         """
         before = self._prompt("") if prompt is None else prompt
         if self.source.asks:
-            asked = INSTRUCTION if prompt is None and not before else before
+            instruction = INSTRUCTION if prompt is None and not before else before
             return [
-                self._question(index, asked, query, document, truncate)
+                self._question(index, instruction, query, document, truncate)
                 for index, (query, document) in enumerate(pairs, first)
             ]
         return [
-            self._input(index, self._words(before + one), self._words(other), truncate)
-            for index, (one, other) in enumerate(pairs, first)
+            self._input(index, self._words(before + query), self._words(document), truncate)
+            for index, (query, document) in enumerate(pairs, first)
         ]
 
     def encode(self, text: str) -> list[int]:
@@ -145,8 +145,8 @@ class EncoderText:
     def _prompt(self, name: str) -> str:
         name = name or self.source.default_prompt
         if name and name not in self.source.prompts:
-            known = ", ".join(self.source.prompts) or "none"
-            raise BadRequest(f"there is no prompt {name!r}; this model has: {known}")
+            names = ", ".join(self.source.prompts) or "none"
+            raise BadRequest(f"there is no prompt {name!r}; this model has: {names}")
         return self.source.prompts[name] if name else ""
 
     def _words(self, text: str) -> str:
@@ -154,21 +154,21 @@ class EncoderText:
 
     def _input(self, index: int, text: str, pair: str | None, truncate: bool) -> EncoderInput:
         context = self.source.context
-        found = self._encoding(text, pair, context if truncate else 0)
-        if len(found.ids) > context:
+        encoding = self._encoding(text, pair, context if truncate else 0)
+        if len(encoding.ids) > context:
             raise ContextExceeded(
-                f"input {index} has {len(found.ids)} tokens, the model reads at most {context};"
+                f"input {index} has {len(encoding.ids)} tokens, the model reads at most {context};"
                 " shorten it, or set truncate",
-                details={"index": index, "prompt_tokens": len(found.ids), "context": context},
+                details={"index": index, "prompt_tokens": len(encoding.ids), "context": context},
             )
-        types = tuple(found.type_ids) if self.source.types else ()
-        return EncoderInput(tuple(found.ids), types if any(types) else ())
+        types = tuple(encoding.type_ids) if self.source.types else ()
+        return EncoderInput(tuple(encoding.ids), types if any(types) else ())
 
     def _question(
         self, index: int, instruction: str, query: str, document: str, truncate: bool
     ) -> EncoderInput:
-        """The question about a pair; what is truncated is the pair, not the words around it."""
-        begin, end = (self._plain(one) for one in (QUESTION_BEGIN, QUESTION_END))
+        """Returns the question about a pair; only the pair is truncated, not the words."""
+        begin, end = (self._plain(words) for words in (QUESTION_BEGIN, QUESTION_END))
         text = QUESTION.format(instruction=instruction, query=query, document=document)
         ids, most = self._plain(text), self.source.context - len(begin) - len(end)
         if len(ids) > most and not truncate:
@@ -185,12 +185,12 @@ class EncoderText:
         return list(self._encoding(text, None, 0, special=False).ids)
 
     def _encoding(self, text: str, pair: str | None, most: int, special: bool = True) -> Encoding:
-        """`most`: the tokens to which it is truncated; 0: it is not."""
+        """Encodes a text. `most`: its tokens after truncation; 0: it is not truncated."""
         if most:
             side = "left" if self.source.keeps_end else "right"
             self._tokenizer.enable_truncation(most, direction=side)
         try:
-            (found,) = self._tokenizer.encode_batch_fast(
+            (encoding,) = self._tokenizer.encode_batch_fast(
                 [text if pair is None else (text, pair)], add_special_tokens=special
             )
         except (TypeError, UnicodeError) as error:
@@ -202,13 +202,13 @@ class EncoderText:
         finally:
             if most:
                 self._tokenizer.no_truncation()
-        return found
+        return encoding
 
 
 def check_ids(
     inputs: Sequence[Sequence[int]], context: int, vocab_size: int, first: int = 0
 ) -> None:
-    """Checks inputs that are token ids; raises BadRequest or ContextExceeded naming the index.
+    """Checks inputs that are token ids. Raises BadRequest or ContextExceeded with the index.
 
     Inputs are counted from `first`.
     """

@@ -1,4 +1,4 @@
-"""Vectors as a request wants them: the first dimensions only, and of length 1."""
+"""Vectors in the form of a request: only the first dimensions, and of length 1."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIN_LENGTH = 1e-12  # a shorter vector is divided by this, so that zeros stay ze
 
 
 def require_dimensions(wanted: int, dimensions: int) -> None:
-    """Raises BadRequest where a request wants no dimensions, or more than the model has."""
+    """Raises BadRequest unless `wanted` is from 1 to `dimensions`, the model's."""
     if not 1 <= wanted <= dimensions:
         raise BadRequest(
             f"dimensions is {wanted}, must be from 1 to {dimensions}, the size of this model's"
@@ -21,7 +21,10 @@ def require_dimensions(wanted: int, dimensions: int) -> None:
 
 
 def finished(vectors: Vectors, dimensions: int, *, normalise: bool) -> Vectors:
-    """The first `dimensions` of vectors [n, d], 0: all, divided by their lengths if `normalise`."""
+    """Returns the first `dimensions` of vectors [n, d], 0: all.
+
+    `normalise`: divides them by their lengths.
+    """
     cut = vectors[:, :dimensions] if dimensions else vectors
     if not normalise:
         return np.ascontiguousarray(cut)
