@@ -19,7 +19,7 @@ SWITCH_INTERVAL = 0.0005  # seconds; at Python's 5 ms, a busy main thread makes 
 
 
 def main() -> int:
-    """Run a worker. Returns its exit code."""
+    """Runs a worker. Returns its exit code."""
     settings = os.environ.pop(WORKER_VARIABLE, None)
     if settings is None:
         print("a worker is started by its broker: use `mlxpool serve`", file=sys.stderr)
@@ -39,7 +39,7 @@ def main() -> int:
     if config.rank:
         return serve_rank(config)
     sys.setswitchinterval(SWITCH_INTERVAL)
-    gc.disable()  # what imports make is no garbage, and to look at it takes a tenth of their time
+    gc.disable()  # imports make no garbage, and a search for it takes a tenth of their time
     edge = build(config)
     gc.freeze()
     gc.enable()
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def serve_rank(config: WorkerConfig) -> int:
-    """Run a rank of a group that another process leads. Returns its exit code."""
+    """Runs a rank of a group that another process leads. Returns its exit code."""
     parent_death.watch_stdin(lambda: os._exit(0))
     from mlxpool.worker.groups.pipes import Inbox
 
@@ -56,15 +56,15 @@ def serve_rank(config: WorkerConfig) -> int:
     try:
         from mlxpool.worker.compute import follower
     finally:
-        begin = inbox.take()  # an error ends the group, so it waits as long, see messages.Begin
+        begin = inbox.take()  # also before an error is raised, see messages.Begin
     return 0 if begin is None else follower.run(config, inbox)
 
 
 def build(config: WorkerConfig) -> Edge:
-    """Compose the parts of a worker, with faults where the counting model's settings ask for one.
+    """Composes the parts of a worker, with a fault if the counting model's settings ask for one.
 
-    Its imports take long: a worker has to be bound to its parent before, and other ranks of a group
-    start before, for theirs.
+    Its imports take long. So before it, a worker must be bound to its parent, and the other ranks
+    of a group must start, for their own imports.
     """
     from mlxpool.common.progress import Block
 

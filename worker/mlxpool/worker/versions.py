@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 
 RULES = 1  # raised whenever the same logits, options and seed give another token
-# Raised whenever our layers or kernels keep other keys, values or states of the same tokens: what
-# the disk tier of the prefix cache has from before is not read any more.
+# Raised whenever our layers or kernels keep other keys, values or states of the same tokens: then
+# older entries in the disk tier of the prefix cache are not read any more.
 KEPT_RULES = 1
 
 
 def digest_of(folder: str, kv: str = "auto") -> str:
-    """Returns the digest of a model folder combined with RULES; a resume compares it.
+    """Returns the digest of a model folder combined with RULES; it is compared at a resume.
 
-    `kv`: what its rows store (the setting of this name), since rounded keys give other tokens.
+    `kv`: the stored form of rows (the setting of this name), since rounded keys give other tokens.
     """
     stored = "" if kv == "auto" else f":kv={kv}"
     return hashlib.sha256(f"{RULES}:{folder}{stored}".encode()).hexdigest()
@@ -21,7 +21,7 @@ def digest_of(folder: str, kv: str = "auto") -> str:
 
 def version_of(package: str) -> str:
     """Returns the version of a package; "" if it is imported without being installed."""
-    # No start of a worker needs this import.
+    # The start of a worker does not need this import.
     from importlib.metadata import PackageNotFoundError, version
 
     try:

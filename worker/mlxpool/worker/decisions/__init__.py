@@ -1,4 +1,4 @@
 """Questions with given answers, as prompts and probabilities of next tokens.
 
-Imports no MLX. `decide` reads a text once and each question behind it; see docs/decisions.md.
+Imports no MLX. `decide` reads a text once and each question after it; see docs/decisions.md.
 """

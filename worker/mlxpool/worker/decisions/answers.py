@@ -1,9 +1,10 @@
 """The answers of a question as token sequences, and their probabilities. Pure.
 
-An answer of several tokens is as probable as the product of its tokens, each after those before it.
-The log-probabilities of its next token are asked for at every `branch`: a sequence of tokens with
-which answers begin and after which they go on. The first branch is empty. Where an answer ends at a
-branch ("1" of 1 to 10) it has the probability that none of the longer ones ("10") goes on.
+The probability of an answer of several tokens is the product of the probabilities of its tokens,
+each after the tokens before it. A `branch` is a sequence of tokens that answers begin with and go
+on after; the first branch is empty. The model gives the log-probabilities of the next token at each
+branch. If an answer ends at a branch ("1" of 1 to 10), its probability has a further factor: the
+probability that no longer answer ("10") goes on from there.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from msgspec import Struct
 
 Path = tuple[int, ...]  # token ids
-Found = Mapping[Path, Mapping[int, float]]  # the log-probabilities of the next tokens at branches
+Found = Mapping[Path, Mapping[int, float]]  # branch -> log-probabilities of the next tokens
 
 
 class Decided(Struct, frozen=True):
-    """The probabilities of the labels, in their order, together 1.
+    """The probabilities of the labels, in their order; their sum is 1.
 
     `outside`: the probability that the model writes something else.
     """
@@ -28,7 +29,7 @@ class Decided(Struct, frozen=True):
 
 
 class Answers(Struct, frozen=True):
-    """For each label the token sequences that stand for it."""
+    """The token sequences that stand for each label."""
 
     paths: tuple[tuple[Path, ...], ...]
 
@@ -54,41 +55,41 @@ class Answers(Struct, frozen=True):
 
 
 def decided(answers: Answers, found: Found, temperature: float) -> Decided:
-    """Returns the probabilities; `temperature` divides the logarithms of those of labels."""
+    """Returns the probabilities; `temperature` divides the log-probabilities of labels."""
     masses = [_sum_of_logs(_log_mass(path, found) for path in paths) for paths in answers.paths]
     inside = math.exp(_sum_of_logs(masses))
     scaled = [mass / temperature for mass in masses]
     whole = _sum_of_logs(scaled)
     if whole == -math.inf:  # every answer underflows
         return Decided((1 / len(masses),) * len(masses), 1.0)
-    return Decided(tuple(math.exp(one - whole) for one in scaled), min(1.0, max(0.0, 1 - inside)))
+    return Decided(tuple(math.exp(mass - whole) for mass in scaled), min(1.0, max(0.0, 1 - inside)))
 
 
 def _log_mass(path: Path, found: Found) -> float:
     """Returns the logarithm of the probability of `path` without that of longer answers."""
     mass = sum(found[path[:at]][token] for at, token in enumerate(path))
     if path in found:
-        longer = sum(math.exp(one) for one in found[path].values())
+        longer = sum(math.exp(log) for log in found[path].values())
         mass += math.log1p(-longer) if longer < 1 else -math.inf
     return mass
 
 
 def _sum_of_logs(logs: Iterable[float]) -> float:
-    every = list(logs)
-    top = max(every)
-    return top if top == -math.inf else top + math.log(sum(math.exp(one - top) for one in every))
+    terms = list(logs)
+    top = max(terms)
+    return top if top == -math.inf else top + math.log(sum(math.exp(log - top) for log in terms))
 
 
 def kept_forms(forms: Sequence[Sequence[Path]]) -> tuple[tuple[Path, ...], ...]:
     """Returns for each label its token sequences in the forms that are scored.
 
-    `forms` has for each form a sequence of each label, the expected form first. Another one counts
-    where it needs no branches beside those of the expected one: each costs a line to read.
+    `forms` has for each form a sequence of each label, the expected form first. Another form counts
+    only if it needs no further branches, because each branch costs a line to read.
     """
-    known = {path[:at] for path in forms[0] for at in range(len(path))}
+    branches = {path[:at] for path in forms[0] for at in range(len(path))}
     kept = [
         form
         for form in forms
-        if all(path and known.issuperset(path[:at] for at in range(len(path))) for path in form)
+        if all(path and branches.issuperset(path[:at] for at in range(len(path))) for path in form)
     ]
     return tuple(tuple(dict.fromkeys(paths)) for paths in zip(*(kept or forms[:1]), strict=True))

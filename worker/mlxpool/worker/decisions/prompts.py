@@ -1,9 +1,9 @@
-"""The prompts of questions about one text, and which texts are answers.
+"""The prompts of questions about one text, and the texts of their answers.
 
 Prompts are rendered and tokenised so that they begin alike, in the processes that prepare requests.
 
-Labels are not scored by their own words: a long one would be less probable than a short one, and
-one that begins like another would share its first token. They are listed with letters, and the
+Labels are not scored by their own words: a long label would be less probable than a short label,
+and labels that begin alike would share their first token. They are listed with letters, and the
 answer is a letter. Yes, no and numbers are their own answers.
 """
 
@@ -23,16 +23,16 @@ from mlxpool.worker.prompt.size_bound import check_bytes
 from mlxpool.worker.prompt.text_model import TextModel
 
 BORDER = "\n\n"  # between the shared text and a question
-_RAW_END = "\nAnswer:"  # behind a question to a model without a chat template
-_CONTEXT_CHARS = 256  # of the text before a border, which decide how tokenizers divide it
-_ANCHOR = "\n"  # a text in front of parts, so that they get no begin-of-sequence token
+_RAW_END = "\nAnswer:"  # after a question to a model without a chat template
+_CONTEXT_CHARS = 256  # characters before a border that decide how tokenizers divide the text
+_ANCHOR = "\n"  # a text before parts, so that they get no begin-of-sequence token
 THINKS = "the chat template of this model opens its thoughts: its next token is no answer"
 
 
 class AskQuestions(Struct, frozen=True):
     """Make the prompts of questions, maps as in `decide`, about a text.
 
-    `chat`: the model has a chat template. `think` is the template's, `now`: seconds since 1970.
+    `chat`: the model has a chat template. `think`: for the template. `now`: seconds since 1970.
     `context`: the most tokens of a prompt and its answer. `first`: see DecideCall.
     """
 
@@ -46,9 +46,9 @@ class AskQuestions(Struct, frozen=True):
 
 
 class Prompts(Struct, frozen=True):
-    """The ids of each question's prompt behind the `shared` ones of all, and its answers.
+    """The `shared` ids that all prompts begin with, each prompt's other ids, and its answers.
 
-    Each tail has at least one. Those of questions with the same labels are their own words alone.
+    Each tail has at least one id. With equal labels, tails have only the questions' own words.
     """
 
     shared: list[int]
@@ -57,9 +57,10 @@ class Prompts(Struct, frozen=True):
 
 
 def prompts_of(text: TextModel, job: AskQuestions) -> Prompts:
-    """Returns the prompts. Raises BadRequest naming a question, and ContextExceeded."""
+    """Returns the prompts. Raises BadRequest with a question's name, and ContextExceeded."""
     questions = [
-        Question.parse(f"questions[{job.first + at}]", one) for at, one in enumerate(job.questions)
+        Question.parse(f"questions[{job.first + at}]", body)
+        for at, body in enumerate(job.questions)
     ]
     head, tails = _rendered(text, job, questions)
     check_bytes(len(head), text.max_bytes_per_token, job.context)
@@ -67,7 +68,7 @@ def prompts_of(text: TextModel, job: AskQuestions) -> Prompts:
     shared = encode(head)
     part = _parts(text)
     prompts = [_prompt(encode, part, head, shared, tail) for tail in tails]
-    common = min(min(_common(prompts[0], one), len(one) - 1) for one in prompts)
+    common = min(min(_common(prompts[0], prompt), len(prompt) - 1) for prompt in prompts)
     end = worded_end(tails[0], worded(questions[0], chat=job.chat))
     answers = []
     for at, (question, prompt) in enumerate(zip(questions, prompts, strict=True)):
@@ -81,54 +82,54 @@ def prompts_of(text: TextModel, job: AskQuestions) -> Prompts:
                 details={"prompt_tokens": len(prompt), "context": job.context},
             )
         answers.append(_answers(name, part, end, question, chat=job.chat))
-    return Prompts(prompts[0][:common], [one[common:] for one in prompts], answers)
+    return Prompts(prompts[0][:common], [prompt[common:] for prompt in prompts], answers)
 
 
 def worded_end(tail: str, words: str) -> str:
-    """Returns what a chat template puts behind the words of a question, or their end."""
+    """Returns the text of a chat template after the words of a question, or the words' end."""
     return tail[len(words) :] or words[-_CONTEXT_CHARS:]
 
 
 def _rendered(
     text: TextModel, job: AskQuestions, questions: Sequence[Question]
 ) -> tuple[str, list[str]]:
-    """Returns the text that all prompts begin with, and what follows it in each.
+    """Returns the text that all prompts begin with, and the rest of each prompt.
 
-    A template is rendered for the first and the last question. Where that shows that it only puts
-    the question somewhere, it is not rendered for the others.
+    A template is rendered for the first and the last question. If that shows that it only inserts
+    the question, it is not rendered for the others.
     """
-    words = [worded(one, chat=job.chat) for one in questions]
+    words = [worded(question, chat=job.chat) for question in questions]
     before = job.prompt + BORDER
     if not job.chat:
         return before, words
 
     def render(question: str) -> str:
         message = {"role": "user", "content": before + question}
-        found = text.render([message], [], job.now, job.think)
-        if found.thinks:
+        chat = text.render([message], [], job.now, job.think)
+        if chat.thinks:
             raise BadRequest(THINKS)
-        return found.text
+        return chat.text
 
     whole = render(words[0])
-    head, found, end = whole.rpartition(words[0])
-    if not found or not head.endswith(BORDER):
+    head, separator, end = whole.rpartition(words[0])
+    if not separator or not head.endswith(BORDER):
         return _divided([whole, *map(render, words[1:])])
     if len(words) > 1 and render(words[-1]) != head + words[-1] + end:
         return _divided([whole, *map(render, words[1:])])
-    return head, [one + end for one in words]
+    return head, [question + end for question in words]
 
 
 def _divided(prompts: Sequence[str]) -> tuple[str, list[str]]:
     """Returns the part that all texts begin with, and the rest of each, which is not empty."""
-    common = min(_common(prompts[0], one) for one in prompts)
-    common = min(common, *(len(one) - 1 for one in prompts))
-    return prompts[0][:common], [one[common:] for one in prompts]
+    common = min(_common(prompts[0], prompt) for prompt in prompts)
+    common = min(common, *(len(prompt) - 1 for prompt in prompts))
+    return prompts[0][:common], [prompt[common:] for prompt in prompts]
 
 
-def _common(one: Sequence[object], other: Sequence[object]) -> int:
-    """Returns how many first items are the same."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+def _common(first: Sequence[object], second: Sequence[object]) -> int:
+    """Returns the number of first items that are the same."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _parts(text: TextModel) -> Callable[[str], list[int]]:
@@ -149,9 +150,9 @@ def _prompt(
     shared: list[int],
     tail: str,
 ) -> list[int]:
-    """Returns the ids of `head` + `tail`; `shared` are those of `head`.
+    """Returns the ids of `head` + `tail`; `shared` are the ids of `head`.
 
-    The tail is tokenised behind the end of the head; where a token spans both, the whole text is.
+    The tail is tokenised after the end of the head; if a token spans both, the whole text is.
     """
     near = head[-_CONTEXT_CHARS:]
     before, joint = part(near), part(near + tail)
@@ -163,25 +164,25 @@ def _prompt(
 def _answers(
     name: str, part: Callable[[str], list[int]], end: str, question: Question, *, chat: bool
 ) -> Answers:
-    """Returns the token sequences of a question's labels behind a prompt with this end."""
+    """Returns the token sequences of a question's labels after a prompt with this end."""
     paths = [
-        found for form in forms(question, chat=chat) for found in _paths(part, end, form.texts)
+        paths for form in forms(question, chat=chat) for paths in _paths(part, end, form.texts)
     ]
     answers = Answers(kept_forms(paths))
     same = answers.twice()
     if same is not None:
-        one, other = (question.labels[index] for index in same)
+        first, second = (question.labels[index] for index in same)
         raise BadRequest(
-            f"{name}: the tokenizer of this model gives {one!r} and {other!r} the same tokens"
+            f"{name}: the tokenizer of this model gives {first!r} and {second!r} the same tokens"
         )
     return answers
 
 
 def _paths(part: Callable[[str], list[int]], end: str, texts: Sequence[str]) -> list[list[Path]]:
-    """Returns the tokens of texts behind the end of a prompt, and those of the texts alone."""
+    """Returns the tokens of texts after the end of a prompt, and the tokens of the texts alone."""
     before = part(end)
-    alone = [tuple(part(one)) for one in texts]
-    joint = [part(end + one) for one in texts]
+    alone = [tuple(part(text)) for text in texts]
+    joint = [part(end + text) for text in texts]
     if any(ids[: len(before)] != before for ids in joint):
         return [alone]  # a token would span the end of the prompt, which is fixed
     behind = [tuple(ids[len(before) :]) for ids in joint]
@@ -192,7 +193,7 @@ def _paths(part: Callable[[str], list[int]], end: str, texts: Sequence[str]) -> 
 
 
 class Form(Struct, frozen=True):
-    """One way to write the answers: a text for each label, in their order."""
+    """A way to write the answers: a text for each label, in their order."""
 
     texts: tuple[str, ...]
 
@@ -203,7 +204,8 @@ def worded(question: Question, *, chat: bool) -> str:
     The question is its end, so that questions with the same labels begin alike.
     """
     lines = [
-        f"{letter}. {one}" for letter, one in zip(ascii_uppercase, question.choices, strict=False)
+        f"{letter}. {choice}"
+        for letter, choice in zip(ascii_uppercase, question.choices, strict=False)
     ]
     how = "Answer yes or no"
     if question.choices:
@@ -217,7 +219,7 @@ def worded(question: Question, *, chat: bool) -> str:
 
 
 def forms(question: Question, *, chat: bool) -> list[Form]:
-    """Returns the ways in which models write the answers; the first is the one that is expected."""
+    """Returns the forms in which models write the answers, the expected form first."""
     if question.choices:
         plain = [tuple(ascii_uppercase[: len(question.choices)])]
     elif question.scale is not None:
@@ -225,4 +227,4 @@ def forms(question: Question, *, chat: bool) -> list[Form]:
     else:
         plain = [("Yes", "No"), ("yes", "no"), ("YES", "NO")]
     begins = ("", " ") if chat else (" ", "")
-    return [Form(tuple(begin + one for one in texts)) for begin in begins for texts in plain]
+    return [Form(tuple(begin + text for text in texts)) for begin in begins for texts in plain]

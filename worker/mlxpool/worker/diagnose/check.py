@@ -1,7 +1,7 @@
 """`python -m mlxpool.worker.diagnose.check`: reports on models without serving them.
 
 Reads a line of JSON for each model, {name, model, machine?, memory_limit?}, and writes a line with
-its report, see docs/models.md. MLX is imported only for `machine`, what this machine can run.
+its report, see docs/models.md. MLX is imported only for `machine`, the check of this machine.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ from mlxpool.worker.weights.json_files import read_json
 from mlxpool.worker.weights.locate import COUNTING, locate, open_files, places
 
 NICENESS = 10  # of a check in the background, so that served requests go first
-MAX_BACKGROUND_BYTES = 8 * 2**30  # memory of a check in the background: any config is read
+MAX_BACKGROUND_BYTES = 8 * 2**30  # memory of a check in the background, which reads any config
 
 Tell: TypeAlias = Callable[[Mapping[str, Any]], None]
 CACHE_FIELDS = ("token", "fixed", "sequence", "all_sequences", "least")  # of a MemoryEstimate
@@ -90,7 +90,7 @@ def check(
     """Returns the report on a model; never raises for the contents of its files.
 
     `memory_limit` is the pool's, in bytes; 0: the usual share of the machine's memory. `tell` gets
-    what its weights say, before its tokenizer is read.
+    the report on the weights before the tokenizer is read.
     """
     report = _check(name, config, machine=machine, memory_limit=memory_limit, tell=tell)
     if machine and (why := gpu_problem(config, visible_gpus(os.environ))):
@@ -100,7 +100,7 @@ def check(
 
 
 def gpu_problem(config: ModelConfig, visible: Sequence[str]) -> str:
-    """Why a worker cannot have the GPUs that it needs of those `visible`; "" if it can."""
+    """Returns why a worker cannot have its GPUs among the `visible` ones; "" if it can."""
     try:
         check_enough(chosen_gpus(visible, config.gpu_ids), config.devices)
     except GpusUnavailable as error:
@@ -128,10 +128,10 @@ def _check(
                 report, problems, location, config, machine=machine, memory_limit=memory_limit
             )
         on_weights = None if tell is None else lambda folder: tell(of_weights(folder))
-        folder, found = find_problems(
+        folder, messages = find_problems(
             location, config.engine, predicts=uses_head(config), on_weights=on_weights
         )
-        problems.add(found)
+        problems.add(messages)
     elif tell is not None:  # the broker looks there for changes
         report["places"] = list(map(str, places(config)))
     if folder is not None:
@@ -161,7 +161,7 @@ def _check(
 
 
 def _notes_of_settings(folder: ModelFolder, config: ModelConfig) -> list[str]:
-    """What settings do not do, or do otherwise than expected, without being wrong."""
+    """Returns notes on valid settings that have no effect, or an unexpected effect."""
     notes = []
     if note := resume_note(config.kv, deterministic=config.deterministic):
         notes.append(note)
@@ -183,7 +183,7 @@ def _check_plain(
 
 
 def _encodes(location: Path | ModelFiles, task: str) -> bool:
-    """Whether the files are those of an encoder model; not for files that cannot be read."""
+    """Returns whether the files belong to an encoder model; False if they cannot be read."""
     try:
         return is_encoder(open_files(location), task)
     except (ModelLoadFailed, OSError):
@@ -202,13 +202,13 @@ def _check_encoder(
     """Returns the report on an encoder model; only its first problem is found."""
     files = open_files(location)
     _check_plain(report, problems, config, A_MODEL_OF_TEXTS)
-    found = problems.attempt(inspect_encoder, files, config.task, config.context)
-    if found is not None:
-        report["notes"] += [*found.folder.notes, *filter(None, [why_slow() if machine else ""])]
+    encoder = problems.attempt(inspect_encoder, files, config.task, config.context)
+    if encoder is not None:
+        report["notes"] += [*encoder.folder.notes, *filter(None, [why_slow() if machine else ""])]
         tokenizer = tokenizer_kind(read_json(files / "tokenizer.json"))
-        report["model"] = problems.attempt(describe_encoder, found, tokenizer)
+        report["model"] = problems.attempt(describe_encoder, encoder, tokenizer)
         if machine:
-            report.update(_machine_of_encoder(found, config, memory_limit))
+            report.update(_machine_of_encoder(encoder, config, memory_limit))
     report["problems"] = list(problems.found)
     return report
 
@@ -216,7 +216,7 @@ def _check_encoder(
 def _machine_of_encoder(
     encoder: EncoderFolder, config: ModelConfig, memory_limit: int
 ) -> dict[str, Any]:
-    """`machine`: whether its weights fit into what a worker, and the pool, may take here."""
+    """Returns `machine`: whether the weights fit into the limits of a worker and the pool."""
     try:
         from mlxpool.worker.kernels import device
     except ImportError as error:
@@ -246,9 +246,9 @@ def _machine_of_encoder(
 def _machine(
     folder: ModelFolder, config: ModelConfig, memory_limit: int, draft: ModelFolder | None = None
 ) -> dict[str, Any]:
-    """`memory`, what the model needs, and `machine`, whether this machine has it.
+    """Returns `memory`, the model's need of memory, and `machine`: whether this machine has it.
 
-    `draft`: its draft model, whose weights and rows count as weights.
+    `draft`: its draft model; the draft model's weights and rows count as weights.
     """
     try:
         from mlxpool.worker.kernels import device
@@ -294,13 +294,13 @@ def _machine(
     }
     memory: dict[str, int | str | None] = {**as_map(need), "least": need.least, "kv": config.kv}
     memory["prefix_disk"] = config.prefix_disk
-    if folder.uses_mlx_lm:  # the bytes of a token are known to mlx-lm's code only
+    if folder.uses_mlx_lm:  # only mlx-lm's code knows the bytes of a token
         memory |= dict.fromkeys(CACHE_FIELDS)
     return {"memory": memory, "machine": machine}
 
 
 def memory_problems(need: MemoryEstimate, limit: int, pool: int, floor: int) -> list[str]:
-    """Why a worker with this need cannot run here; `floor` is what the broker reserves for it."""
+    """Returns why a worker with this need cannot run here; `floor`: the broker's reservation."""
     why = []
     least = need.fixed + 2 * KV_BLOCK_TOKENS * need.token
     if need.weights + least > limit:
@@ -325,7 +325,7 @@ def answer(line: str, tell: Tell | None = None) -> dict[str, Any]:
 
 
 def bound_memory(size: int) -> None:
-    """Bounds the process's data memory: beyond it is a MemoryError. A lower bound stays."""
+    """Bounds the process's data memory: more raises MemoryError. A lower bound stays."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard == resource.RLIM_INFINITY or size < hard:
         resource.setrlimit(resource.RLIMIT_DATA, (size, hard))
@@ -338,8 +338,8 @@ def _tell_early(model: Mapping[str, Any]) -> None:
 def main(arguments: list[str]) -> int:
     """Answers every line of standard input.
 
-    `--background` lowers priority and bounds memory; in front of an answer there may be a line with
-    what the weights say, under `early`.
+    `--background` lowers priority and bounds memory. A line with the report on the weights, under
+    `early`, may precede an answer.
     """
     logs.set_up(json_lines=False, level=logging.WARNING)
     core_dumps.turn_off()

@@ -1,4 +1,4 @@
-"""Finds all problems of a model's files, where `inspect` raises the first.
+"""Finds all problems of a model's files; `inspect` raises only the first.
 
 Invariant: the error of `inspect` or `ChatTokenizer.from_folder` is always among them.
 """
@@ -42,7 +42,7 @@ PLACEHOLDERS = (4096, 1)  # for an unusable key: a plausible width, a plausible 
 
 
 class Problems:
-    """The problems found so far, each once, in the order in which they were found."""
+    """The problems found so far, each once, in the order of their discovery."""
 
     def __init__(self) -> None:
         self.found: dict[str, None] = {}
@@ -53,12 +53,12 @@ class Problems:
     def attempt(
         self, step: Callable[Step, Result], *args: Step.args, **kwargs: Step.kwargs
     ) -> Result | None:
-        """Calls `step`; returns its result, or None and adds its error where it raises one."""
+        """Calls `step` and returns its result; if it raises, adds the error and returns None."""
         try:
             return step(*args, **kwargs)
         except OSError as error:
             self.add([f"{error.filename}: {error.strerror}" if error.filename else str(error)])
-        except Exception as error:  # files are untrusted: any error is a problem of theirs
+        except Exception as error:  # files are untrusted: any error is a problem of the files
             self.add([_message(error)])
         return None
 
@@ -76,7 +76,7 @@ def find_problems(
     predicts: bool = False,
     on_weights: Callable[[ModelFolder], None] | None = None,
 ) -> tuple[ModelFolder | None, list[str]]:
-    """The model, or None where `inspect` raises, and all problems of its files; see `inspect`.
+    """Returns the model, or None if `inspect` raises, and all problems of its files.
 
     `on_weights` is called before the tokenizer is read, which takes the most time.
     """
@@ -107,7 +107,7 @@ def _check_files(location: Path | ModelFiles, problems: Problems) -> None:
 
 
 def _files(location: Path | ModelFiles, problems: Problems) -> ModelFiles | None:
-    """Returns the files that exist, None where `location` is no model folder."""
+    """Returns the existing files; None if `location` is not a model folder."""
     if isinstance(location, ModelFiles):
         return location
     folder_problems = Problems()
@@ -121,7 +121,7 @@ def _files(location: Path | ModelFiles, problems: Problems) -> ModelFiles | None
 
 
 def _plan(config: Mapping[str, Any], problems: Problems) -> ModelPlan | None:
-    """Returns the plan of a valid config; else None, and every unusable key is a problem."""
+    """Returns the plan of a valid config; else None, with a problem for every unusable key."""
     try:
         return models.plan(config)
     except ModelLoadFailed as error:
@@ -135,7 +135,7 @@ def _plan(config: Mapping[str, Any], problems: Problems) -> ModelPlan | None:
 
 
 def _bad_keys(config: Mapping[str, Any], value: int) -> Iterator[str]:
-    """The errors of unusable keys, one by one; `value` replaces each for the next attempt."""
+    """Yields the errors of unusable keys; `value` replaces each key for the next attempt."""
     replaced: dict[str, int] = {}
     while len(replaced) < MAX_KEYS:
         try:
@@ -160,18 +160,21 @@ def _check_weights(
     contents = problems.attempt(files.read, {s: h for s, h in headers.items() if h is not None})
     if contents is None:
         return
-    found = problems.attempt(merge_tensors, contents)
-    known = problems.attempt(quant_config_of, files, config, contents.values())
-    if plan is None or not found or known is None:
+    tensors = problems.attempt(merge_tensors, contents)
+    quantisation = problems.attempt(quant_config_of, files, config, contents.values())
+    if plan is None or not tensors or quantisation is None:
         return
-    complete = len(problems.found) == before and not any("shard" in one for one in problems.found)
-    vision = problems.attempt(find_vision, files, plan, found)
-    messages = match.mismatches(plan if vision is None else vision.plan.whole, found, known)
+    shard_missing = any("shard" in message for message in problems.found)
+    complete = len(problems.found) == before and not shard_missing
+    vision = problems.attempt(find_vision, files, plan, tensors)
+    messages = match.mismatches(
+        plan if vision is None else vision.plan.whole, tensors, quantisation
+    )
     problems.add(messages if complete else _without_missing(messages))
 
 
 def _without_missing(messages: Iterable[str]) -> Iterator[str]:
-    """Without missing tensors, which only mean that a shard is missing."""
+    """Yields messages except on missing tensors, which only mean that a shard is missing."""
     return (message for message in messages if not message.startswith("the weights lack"))
 
 

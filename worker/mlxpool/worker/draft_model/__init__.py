@@ -1,1 +1,1 @@
-"""The draft model: a smaller model beside the served one proposes next tokens."""
+"""The draft model: a smaller model beside the served model proposes next tokens."""

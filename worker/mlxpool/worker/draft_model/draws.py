@@ -1,4 +1,4 @@
-"""Draws the drafts of a draft model, and tells how sure it is of each."""
+"""Draws the drafts of a draft model, with a measure of its confidence in each."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ GROUP = 64  # tokens of a group, whose largest logits are compared first
 
 
 class DraftDraws(TokenDraws):
-    """As TokenDraws, but where all rows are greedy it computes no probabilities.
+    """As TokenDraws, but it computes no probabilities if all rows are greedy.
 
-    These would take longer than the model on a CPU. In the place of log-probabilities it gives the
-    distance of the two largest logits; where tokens are random it gives nothing.
+    Probabilities would take longer than the model on a CPU. In place of log-probabilities it gives
+    the distance of the two largest logits; for random tokens it gives nothing.
     """
 
     def draw(
@@ -36,16 +36,16 @@ class DraftDraws(TokenDraws):
         return SamplerOutput(*likeliest(logits))
 
     def _batch(self, rows: list[Sequence]) -> SamplingBatch:
-        found = super()._batch(rows)
-        found.logprobs = False
-        return found
+        batch = super()._batch(rows)
+        batch.logprobs = False
+        return batch
 
 
 def likeliest(logits: mx.array) -> tuple[mx.array, mx.array]:
     """Returns the tokens [R] with the largest of logits [R, V], and the distances to the second.
 
-    The second is of another group of tokens than the first where V can be divided into groups. The
-    token is NO_TOKEN where the logits are no numbers.
+    If V can be divided into groups, the second is the largest logit of the other groups. The token
+    is NO_TOKEN if the logits are not numbers.
     """
     rows, size = logits.shape
     if size % GROUP or size == GROUP:

@@ -1,4 +1,4 @@
-"""The engine of a draft model: a second engine of the compute thread, with memory of fixed size."""
+"""The engine of a draft model: a second engine of the compute thread, with a fixed memory size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import Load
 from mlxpool.worker.weights.load import LoadedModel
 
-MAX_IN_FLIGHT = 2  # passes: the host's memory of a third is read when the first has ended
+MAX_IN_FLIGHT = 2  # passes; fewer than the sets of the host's memory, see shared_array.SETS
 
 
 class DraftModelEngine:
@@ -31,7 +31,7 @@ class DraftModelEngine:
     def __init__(
         self, loaded: LoadedModel, text: TokenTable, *, rows: int, limit: int, batch: int = 0
     ) -> None:
-        """`limit` bounds the bytes of the process, see EngineSettings."""
+        """`limit`: the most bytes of the process, see EngineSettings."""
         self.max_rows = rows
         self.context = min(loaded.folder.context, MAX_DRAFT_CONTEXT)
         self.engine = ModelEngine(
@@ -52,7 +52,7 @@ class DraftModelEngine:
 
     @property
     def no_drafts(self) -> str:
-        """Why its rows cannot give up wrong drafts; empty: they can."""
+        """Why its rows cannot give up wrong drafts; "": they can."""
         return self.engine.no_drafts
 
     def report(self, compiles: Callable[[], None], moved: Callable[[], None]) -> None:
@@ -87,7 +87,7 @@ class DraftModelEngine:
         return seq in self.engine.parts.memory.rows and not self.engine.lost(seq)
 
     def rewind(self, seq: Sequence, count: int) -> bool:
-        """See DraftEngine. What is known of the options of a batch stays."""
+        """See DraftEngine. The arrays of a batch's options stay."""
         self.engine.parts.memory.rows[seq].trim(count)
         seq.submitted = count
         return True
@@ -104,20 +104,20 @@ class DraftModelEngine:
     def propose(self, spans: Many[Span], count: int) -> Mapping[Sequence, Many[SampledToken]]:
         """See DraftEngine."""
         rows = [span.sequence for span in spans]
-        found: dict[Sequence, list[SampledToken]] = {seq: [] for seq in rows}
+        proposed: dict[Sequence, list[SampledToken]] = {seq: [] for seq in rows}
         for number in range(count):
             if number:
                 spans = [Span(seq, seq.submitted, 1, 1) for seq in rows]
             self.engine.submit(spans)
             if self.engine.in_flight == MAX_IN_FLIGHT or number == count - 1:
-                self._take(found)
+                self._take(proposed)
         while self.engine.in_flight:
-            self._take(found)
-        return {seq: drawn for seq, drawn in found.items() if len(drawn) == count}
+            self._take(proposed)
+        return {seq: drawn for seq, drawn in proposed.items() if len(drawn) == count}
 
-    def _take(self, found: Mapping[Sequence, list[SampledToken]]) -> None:
-        for one in self._collect():
-            found[one.sequence].append(one)
+    def _take(self, proposed: Mapping[Sequence, list[SampledToken]]) -> None:
+        for token in self._collect():
+            proposed[token.sequence].append(token)
 
     def _collect(self) -> list[SampledToken]:
         drawn = self.engine.collect().drawn
@@ -147,8 +147,8 @@ class DraftModelEngine:
 def _pipeline_of(parts: Parts) -> Pipeline:
     """Makes the pipeline of a draft model.
 
-    The model that is served may have more tokens, see opening.require_same_tokens; its engine
-    clears the buffers of both.
+    The served model may have more tokens, see opening.require_same_tokens; its engine clears the
+    buffers of both.
     """
     return Pipeline(
         parts,

@@ -21,8 +21,8 @@ SHOWN = 60  # characters of a token in an error
 def inspect_draft(path: str, target: ModelFolder) -> ModelFolder:
     """Returns the checked folder of the draft model at `path`, without loading it.
 
-    Raises ModelLoadFailed where it is no model of ours that generates text, or its tokenizer is not
-    that of `target`, with the first id that differs.
+    Raises ModelLoadFailed if our code does not compute it or it does not generate text, or if its
+    tokenizer differs from `target`'s, with the first id that differs.
     """
     try:
         if path == COUNTING:
@@ -42,9 +42,9 @@ def inspect_draft(path: str, target: ModelFolder) -> ModelFolder:
 
 
 def require_same_tokens(target: ModelFolder, draft: ModelFolder) -> None:
-    """Raises ModelLoadFailed where an id means another token in one of the models.
+    """Raises ModelLoadFailed if an id means different tokens in the models.
 
-    Ids that one of the models has no row for are not compared: sizes of one family are padded
+    Ids without a row in one of the models are not compared: models of a family are padded
     differently.
     """
     ours, theirs = (tokens_by_id(folder) for folder in (target, draft))
@@ -52,21 +52,21 @@ def require_same_tokens(target: ModelFolder, draft: ModelFolder) -> None:
     for token in sorted(ours.keys() | theirs.keys()):
         if token >= rows:
             break
-        one, other = ours.get(token), theirs.get(token)
-        if one != other:
+        own, drafted = ours.get(token), theirs.get(token)
+        if own != drafted:
             raise ModelLoadFailed(
-                f"its tokenizer has {_shown(other)} for the id {token}, that of the model has"
-                f" {_shown(one)}; a draft model must have the tokenizer of its model"
+                f"its tokenizer has {_shown(drafted)} for the id {token}, that of the model has"
+                f" {_shown(own)}; a draft model must have the tokenizer of its model"
             )
 
 
 def tokens_by_id(folder: ModelFolder) -> dict[int, tuple[str, bool]]:
-    """Returns each token of a tokenizer, added ones included, and whether it is a special one."""
+    """Returns each token of a tokenizer, added tokens included, and whether it is special."""
     tokenizer, _ = read_tokenizer(folder.files / "tokenizer.json")
     added = tokenizer.get_added_tokens_decoder()
-    found = {token: text for text, token in tokenizer.get_vocab(with_added_tokens=False).items()}
-    every = {token: (text, False) for token, text in found.items()}
-    return {**every, **{token: (one.content, one.special) for token, one in added.items()}}
+    plain = {token: text for text, token in tokenizer.get_vocab(with_added_tokens=False).items()}
+    tokens = {token: (text, False) for token, text in plain.items()}
+    return {**tokens, **{token: (entry.content, entry.special) for token, entry in added.items()}}
 
 
 def _shown(token: tuple[str, bool] | None) -> str:
@@ -85,7 +85,7 @@ def load_draft(
 ) -> DraftModelEngine:
     """Loads a draft model for `rows` sequences in a process of `limit` bytes.
 
-    Raises ModelLoadFailed where its rows cannot give up wrong drafts.
+    Raises ModelLoadFailed if its rows cannot give up wrong drafts.
     """
     from mlxpool.worker.draft_model.engine import DraftModelEngine
     from mlxpool.worker.kernels import device

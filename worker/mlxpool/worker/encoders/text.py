@@ -167,7 +167,7 @@ class EncoderText:
     def _question(
         self, index: int, instruction: str, query: str, document: str, truncate: bool
     ) -> EncoderInput:
-        """Returns the question about a pair; only the pair is truncated, not the words."""
+        """Returns the question about a pair; truncates the pair, not the words around it."""
         begin, end = (self._plain(words) for words in (QUESTION_BEGIN, QUESTION_END))
         text = QUESTION.format(instruction=instruction, query=query, document=document)
         ids, most = self._plain(text), self.source.context - len(begin) - len(end)

@@ -1,4 +1,4 @@
 """The engine of models that mlx-lm's code computes, row by row.
 
-Only this package imports mlx-lm, when a worker loads such a model.
+Only this package imports mlx-lm, and only if a worker loads such a model.
 """

@@ -1,6 +1,6 @@
 """An engine of mlx-lm's model code: computes row by row, each with its own caches.
 
-Only this module imports mlx-lm, when a worker loads such a model.
+Only this module imports mlx-lm, and only if a worker loads such a model.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def open_file_limit_kept() -> Iterator[None]:
 def load(folder: ModelFolder, on_progress: OnProgress = lambda tensors, size: None) -> Any:
     """Loads mlx-lm's model with its weights, in float32 on the CPU.
 
-    Raises ModelLoadFailed with mlx-lm's message, and for a model that is code of its own.
+    Raises ModelLoadFailed with mlx-lm's message, and for a model with its own code.
     """
     if CODE_FIELD in folder.config:  # some versions of mlx-lm run it
         raise ModelLoadFailed(
@@ -241,15 +241,15 @@ class MlxLmEngine:
         with self._discard_on_failure(spans):
             keep = [span for span in spans if self._rows.at_restore_point(span)]
             logits = [self._computed(span) for span in spans]
-            drawn = [one for one, span in zip(logits, spans, strict=True) if span.draws]
+            drawn = [line for line, span in zip(logits, spans, strict=True) if span.draws]
             rows = [span.sequence for span in spans if span.draws]
             sampled = self._drawn(rows, mx.concatenate(drawn)) if rows else None
             self._rows.submitted(spans, keep)
-        every = tuple(
+        arrays = tuple(
             array for span in spans for array in self._memory.rows[span.sequence].arrays()
         )
         order = {seq: row for row, seq in enumerate(rows)}
-        done = every if sampled is None else (*every, *sampled.arrays())
+        done = arrays if sampled is None else (*arrays, *sampled.arrays())
         self._flights.append(Flight(tuple(spans), order, sampled, done, began, fresh))
         return fresh
 
@@ -347,7 +347,7 @@ class MlxLmEngine:
 
     @contextmanager
     def _discard_on_failure(self, spans: Many[Span]) -> Iterator[None]:
-        """Wraps a pass over these spans; one that fails may have written to each of their rows."""
+        """Wraps a pass over these spans; a failed pass may have written to each of their rows."""
         try:
             yield
         except Exception:
@@ -359,7 +359,7 @@ class MlxLmEngine:
             raise
 
     def expect_drafts(self, most: int) -> None:
-        """Does nothing: it checks none."""
+        """Does nothing: this engine checks no drafts."""
 
     def warm_up(self, on_progress: Callable[[], None] = lambda: None) -> None:
         """See Engine.warm_up. Measures the size of mlx-lm's caches, which grow by blocks."""
@@ -397,7 +397,7 @@ class MlxLmEngine:
 
 
 def _kinds_of(spans: Many[Span]) -> set[tuple[int, int]]:
-    """Returns the sizes of spans, and that of so many draws.
+    """Returns the sizes of spans, and the size of their draws.
 
     Sizes are powers of two: kernels are compiled for few of them.
     """

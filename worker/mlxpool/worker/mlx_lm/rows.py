@@ -1,7 +1,7 @@
 """A row whose keys, values and states are in mlx-lm's own cache objects.
 
 Objects of the classes in weights.mlx_lm_models.CACHE_KINDS can be copied to and from the prefix
-cache; a model with any other class has no prefix cache. Implements caches.kinds.RecurrentRow.
+cache. A model with any other class has no prefix cache. Implements caches.kinds.RecurrentRow.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Arrays = tuple[mx.array, ...]
 
 def flatten(caches: Iterable[Any]) -> list[Any]:
     """Returns the cache objects, with lists of them flattened."""
-    found: list[Any] = []
+    objects: list[Any] = []
     for cache in caches:
-        found += flatten(cache.caches) if type(cache).__name__ == "CacheList" else [cache]
-    return found
+        objects += flatten(cache.caches) if type(cache).__name__ == "CacheList" else [cache]
+    return objects
 
 
 def class_name(cache: Any) -> str:
@@ -40,15 +40,15 @@ class MlxLmRow:
 
     @property
     def nbytes(self) -> int:
-        """Allocated bytes, including unused ones."""
+        """Allocated bytes, including unused bytes."""
         return sum(array.nbytes for array in self.arrays())
 
     def arrays(self) -> list[mx.array]:
         """Returns all arrays of the row, to evaluate them together."""
-        found: list[mx.array] = []
+        arrays: list[mx.array] = []
         for cache in flatten(self.caches):
-            found += (one for one in _leaves(vars(cache)) if isinstance(one, mx.array))
-        return found
+            arrays += (leaf for leaf in _leaves(vars(cache)) if isinstance(leaf, mx.array))
+        return arrays
 
     def advance(self, count: int) -> None:
         """Records that each cache has `count` more tokens."""
@@ -70,14 +70,14 @@ class MlxLmRow:
         """Returns all arrays of a cache of another class."""
         cache = flatten(self.caches)[layer]
         if type(cache).__name__ == "ArraysCache":
-            return tuple(mx.zeros((0,)) if one is None else one for one in cache.cache)
+            return tuple(mx.zeros((0,)) if array is None else array for array in cache.cache)
         return cache.keys, cache.values, mx.array([cache.offset, cache._idx])
 
     def put_state(self, layer: int, state: Arrays) -> None:
         """Writes a state from `state` into the cache of an empty row."""
         cache = flatten(self.caches)[layer]
         if type(cache).__name__ == "ArraysCache":
-            cache.cache = [None if one.size == 0 else one[...] for one in state]
+            cache.cache = [None if array.size == 0 else array[...] for array in state]
             return
         keys, values, places = state
         cache.keys, cache.values = keys[...], values[...]  # copies: the cache writes in place
@@ -96,7 +96,7 @@ class MlxLmRow:
 
 
 class MlxLmLayout:
-    """The RowLayout of such rows: each has arrays of its own."""
+    """The RowLayout of such rows: each has its own arrays."""
 
     holds_prefixes = False
     blocks = 0
@@ -124,5 +124,5 @@ def _leaves(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):
-        return [leaf for one in value for leaf in _leaves(one)]
+        return [leaf for part in value for leaf in _leaves(part)]
     return [value]

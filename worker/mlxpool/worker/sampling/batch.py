@@ -1,6 +1,6 @@
-"""What the sampler takes and gives: the options of a batch as arrays, and its sampled tokens.
+"""Inputs and outputs of the sampler: the options of a batch as arrays, and its sampled tokens.
 
-Arrays of options are made once for as long as the rows of a batch are the same.
+Arrays of options are made once while the rows of a batch stay the same.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from mlxpool.worker.kernels.sampling import packed_options
 from mlxpool.worker.scheduling.sequence import SampledToken, Sequence, SequenceFailed, TokenLogprob
 from mlxpool.worker.transfers.uploads import Upload, upload_copy
 
-NO_TOKEN = -1  # sampled from logits that are not numbers
+NO_TOKEN = -1  # the result for logits that are not numbers
 MIN_TEMPERATURE = 1e-7
 _SEED = 2**64 - 1
 NO_TOP_P = 2.0  # a top-p that keeps all tokens, however sums are rounded
-# Every option that needs arrays or a kernel of its own, each in use: engines warm up with them.
+# All options with their own arrays or kernels, each in use: engines warm up with them.
 ALL_OPTIONS = Options(
     min_p=0.01,
     repeat_penalty=1.1,
@@ -36,7 +36,7 @@ ALL_OPTIONS = Options(
 )
 
 Rows = dict[Sequence, int]  # the row of each sequence in a SamplerOutput
-# Makes a SampledToken of its fields in half the time of SampledToken(...).
+# Makes a SampledToken from its fields in half the time of SampledToken(...).
 _new_token: Callable[[tuple[Sequence, int, None]], SampledToken] = partial(
     tuple.__new__, SampledToken
 )
@@ -48,7 +48,7 @@ _new_token: Callable[[tuple[Sequence, int, None]], SampledToken] = partial(
 class SampleRequest(Struct, frozen=True):
     """The sampler input of one row.
 
-    `position` counts the completion tokens before this one. `history` is prompt and completion so
+    `position` counts the completion tokens before this token. `history` is prompt and completion so
     far, or at least the tokens that penalties count; unused without penalties. `scored`: see
     Sequence.
     """
@@ -63,8 +63,8 @@ class SampleRequest(Struct, frozen=True):
 def penalty_history(seq: Sequence, awaited: int = 0) -> Many[int]:
     """Returns the tokens that penalties count, or more; empty without penalties.
 
-    They are the newest of the stream, whatever a shift has discarded: a whole context at most, with
-    the `awaited` tokens between them and the one to be drawn.
+    They are the newest tokens of the stream, including tokens that a shift has discarded: at most a
+    whole context, with the `awaited` tokens between them and the token to be drawn.
     """
     if not has_penalties(seq.options):
         return ()
@@ -95,8 +95,8 @@ class SamplingBatch:
 
     Columns are [R, 1], to broadcast over the vocabulary. `top_p_of_best`: some row has a top-p and
     some row a top-k, after which top-p is cheap. `top_p_of_all`: some row has a top-p but no top-k.
-    `scored` has for each row the tokens whose log-probabilities are asked for. `upload` gives the
-    device the numbers of the rows; the pass that asks first computes with them.
+    `scored` has for each row the tokens with requested log-probabilities. `upload` gives the device
+    the numbers of the rows; the first pass that needs them evaluates the upload.
     """
 
     def __init__(
@@ -112,40 +112,40 @@ class SamplingBatch:
         self.scored = scored if any(scored) else ()
         self.options = options
         self.seeds = seeds
-        self.any_random = any(one.temperature > 0 for one in options)
+        self.any_random = any(each.temperature > 0 for each in options)
         self.any_penalties = any(map(has_penalties, options))
-        self.logprobs = bool(self.scored) or any(one.logprobs for one in options)
-        wanted = max(one.top_logprobs for one in options)
-        self.top_logprobs = min(max(wanted, int(bool(self.scored))), size)
-        limits = [_top_k(one, size) for one in options]  # 0: no top-k
+        self.logprobs = bool(self.scored) or any(each.logprobs for each in options)
+        most = max(each.top_logprobs for each in options)
+        self.top_logprobs = min(max(most, int(bool(self.scored))), size)
+        limits = [_top_k(each, size) for each in options]  # 0: no top-k
         self.top_ks = limits
         self.max_top_k = max(limits)
         self.top_p_of_best = self.max_top_k > 0 and any(map(has_top_p, options))
         self.top_p_of_all = any(
-            has_top_p(one) and not limit for one, limit in zip(options, limits, strict=True)
+            has_top_p(each) and not limit for each, limit in zip(options, limits, strict=True)
         )
         self.biases = [
             (line, token, bias)
-            for line, one in enumerate(options)
-            for token, bias in one.logit_bias.items()
+            for line, each in enumerate(options)
+            for token, bias in each.logit_bias.items()
             if token < size
         ]
 
     def part(self, first: int, end: int) -> SamplingBatch:
         """Returns the batch of the rows [first, end).
 
-        It has log-probabilities of as many tokens as this one, so outputs of parts can be joined.
+        It has log-probabilities of the same number of tokens, so outputs of parts can be joined.
         """
         width = max(map(len, self.scored), default=0)
         scored = [(*ids, *[0] * (width - len(ids))) for ids in self.scored[first:end]]
         options, seeds = self.options[first:end], self.seeds[first:end]
-        found = SamplingBatch(options, seeds, self._size, self.upload, scored)
-        found.logprobs, found.top_logprobs = self.logprobs, self.top_logprobs
-        return found
+        batch = SamplingBatch(options, seeds, self._size, self.upload, scored)
+        batch.logprobs, batch.top_logprobs = self.logprobs, self.top_logprobs
+        return batch
 
     @cached_property
     def greedy(self) -> mx.array:
-        """[R] whether a row takes its most likely token."""
+        """[R] bool: the row takes its most likely token."""
         return self._column(lambda o: o.temperature == 0)[:, 0] > 0
 
     @cached_property
@@ -178,7 +178,7 @@ class SamplingBatch:
 
     @cached_property
     def penalised_rows(self) -> mx.array:
-        """[R] whether a row has penalties, which need token counts."""
+        """[R] bool: the row has penalties, which need token counts."""
         return self._column(has_penalties)[:, 0] > 0
 
     @cached_property
@@ -192,19 +192,19 @@ class SamplingBatch:
     def bias_columns(self) -> tuple[mx.array, mx.array]:
         """Tokens [R, b] of each row and the biases [R, b] that are added to their logits.
 
-        Behind those of a row with fewer tokens is NO_TOKEN.
+        NO_TOKEN fills rows with fewer tokens.
         """
-        width = max(len(one.logit_bias) for one in self.options)
+        width = max(len(options.logit_bias) for options in self.options)
         ids = np.full((len(self.options), width), NO_TOKEN, dtype=np.int32)
         biases = np.zeros(ids.shape, dtype=np.float32)
-        for row, one in enumerate(self.options):
-            count = len(one.logit_bias)
-            ids[row, :count], biases[row, :count] = [*one.logit_bias], [*one.logit_bias.values()]
+        for row, options in enumerate(self.options):
+            bias = options.logit_bias
+            ids[row, : len(bias)], biases[row, : len(bias)] = [*bias], [*bias.values()]
         return self.upload(ids), self.upload(biases)
 
     @cached_property
     def scored_ids(self) -> mx.array:
-        """[R, s] the tokens that rows ask for, token 0 behind those of a row with fewer."""
+        """[R, s] the tokens that rows ask for; token 0 fills rows with fewer tokens."""
         width = max(map(len, self.scored))
         padded = [[*ids, *[0] * (width - len(ids))] for ids in self.scored]
         return self.upload(np.array(padded, dtype=np.int32))
@@ -213,8 +213,8 @@ class SamplingBatch:
     def kernel_options(self) -> mx.array:
         """[R, OPTIONS] of kernels/sampling.py."""
         options = self.options
-        heats, min_ps = [_heat(one) for one in options], [one.min_p for one in options]
-        top_ps = [one.top_p if has_top_p(one) else NO_TOP_P for one in options]
+        heats, min_ps = [_heat(each) for each in options], [each.min_p for each in options]
+        top_ps = [each.top_p if has_top_p(each) else NO_TOP_P for each in options]
         seeds = [seed & _SEED for seed in self.seeds]
         return self.upload(packed_options(heats, self.top_ks, top_ps, min_ps, seeds))
 
@@ -224,7 +224,8 @@ class SamplingBatch:
         return mx.zeros((len(self.options),), dtype=mx.int32)
 
     def _column(self, of: Callable[[Options], float]) -> mx.array:
-        return self.upload(np.array([of(one) for one in self.options], dtype=np.float32))[:, None]
+        numbers = np.array([of(options) for options in self.options], dtype=np.float32)
+        return self.upload(numbers)[:, None]
 
 
 def _heat(options: Options) -> float:
@@ -233,23 +234,23 @@ def _heat(options: Options) -> float:
 
 
 def _top_k(options: Options, size: int) -> int:
-    """Returns the top-k of a row; 0 where it filters nothing."""
+    """Returns the top-k of a row; 0 if it filters nothing."""
     return options.top_k if options.temperature > 0 and options.top_k < size else 0
 
 
 class TokenMasks(Struct, frozen=True):
     """The tokens that R rows may draw.
 
-    `numbers` int32 are the line of each row, see constraints/mask_table.py: one of those behind
-    them, [K, ceil(vocabulary / 32)] words with a bit for each token; -1: it may draw any token;
-    -2 - t: it may draw token t alone.
+    `numbers` int32 begin with the line of each row, see constraints/mask_table.py. Then follow the
+    lines: [K, ceil(vocabulary / 32)] words with a bit for each token. Line -1: the row may draw any
+    token; -2 - t: it may draw only token t.
     """
 
     numbers: mx.array
     rows: int
 
     def bits(self, size: int) -> mx.array:
-        """Returns [R, size] whether a token may be drawn."""
+        """Returns [R, size] bool: the row may draw the token."""
         lines, words = self.numbers[: self.rows, None], self.numbers[self.rows :]
         allowed = (lines == ANY) | (mx.arange(size, dtype=mx.int32) == only(0) - lines)
         if words.size == 0:
@@ -263,7 +264,7 @@ class TokenMasks(Struct, frozen=True):
 
 
 class SamplerOutput(Struct, frozen=True):
-    """R tokens, not evaluated yet, and log-probabilities when some row requests them."""
+    """R tokens, not evaluated yet, and log-probabilities if some row requests them."""
 
     tokens: mx.array  # [R] int32, NO_TOKEN where logits were not numbers
     logprobs: mx.array | None = None  # [R] float32
@@ -275,14 +276,14 @@ class SamplerOutput(Struct, frozen=True):
 
     def arrays(self) -> list[mx.array]:
         """Returns all arrays, to evaluate them together."""
-        every = (self.tokens, self.logprobs, self.top_ids, self.top_logprobs, self.scored)
-        return [array for array in every if array is not None]
+        arrays = (self.tokens, self.logprobs, self.top_ids, self.top_logprobs, self.scored)
+        return [array for array in arrays if array is not None]
 
     @classmethod
     def joined(cls, parts: Many[SamplerOutput]) -> SamplerOutput:
         """Returns the rows of all parts, which have the same arrays."""
-        every = zip(*(one.arrays() for one in parts), strict=True)
-        return cls(*(mx.concatenate(list(each)) for each in every))
+        columns = zip(*(part.arrays() for part in parts), strict=True)
+        return cls(*(mx.concatenate(list(column)) for column in columns))
 
 
 class SampledNumbers(Struct, frozen=True):
@@ -298,7 +299,7 @@ class SampledNumbers(Struct, frozen=True):
 def sampled_tokens(
     sampled: SampledNumbers, rows: Rows
 ) -> tuple[list[SampledToken], list[SequenceFailed]]:
-    """Returns the tokens of a computed pass, and the sequences whose logits were no numbers.
+    """Returns the tokens of a computed pass, and the sequences whose logits were not numbers.
 
     `rows` has the row of each sequence that draws one token.
     """
@@ -319,16 +320,16 @@ def sampled_tokens(
 def accepted_tokens(
     sampled: SampledNumbers, seq: Sequence, row: int, drafts: Many[int]
 ) -> list[SampledToken]:
-    """Returns the tokens of a check of drafts: those that equal their drafts and the next one.
+    """Returns the accepted tokens of a check of drafts: the right drafts, and one more token.
 
-    They are the tokens that as many single draws would have given. The row and those behind it have
-    the tokens that were drawn before each draft, and behind the last. Where one could not be drawn,
-    those before it are returned, so that the next pass meets it. Raises SequenceFailed when it is
-    the first.
+    They are the tokens that single draws would have given. `row` and the rows after it have the
+    token drawn in the place of each draft, and the token after the last draft. If a token could not
+    be drawn, the tokens before it are returned, and the next pass fails at it. Raises
+    SequenceFailed if it is the first token.
     """
     drawn = sampled.tokens[row : row + len(drafts) + 1]
     right = next((n for n, draft in enumerate(drafts) if drawn[n] != draft), len(drafts))
-    count = right + (drawn[right] != NO_TOKEN)  # drafts are tokens, so it can only be the last
+    count = right + (drawn[right] != NO_TOKEN)  # drafts are tokens, so only the last may fail
     if not count:
         raise _no_numbers(seq)
     return [SampledToken(seq, drawn[n], _logprob(sampled, seq, row + n)) for n in range(count)]
@@ -359,6 +360,6 @@ def logprob_of_row(
     """Returns the log-probability of a row, with `wanted` of its most likely tokens."""
     if not wanted or sampled.top_ids is None or sampled.top_logprobs is None:
         return TokenLogprob(logprobs[row])
-    every = zip(sampled.top_ids[row], sampled.top_logprobs[row], strict=True)
-    top = sorted(every, key=lambda one: (-one[1], one[0]))
+    likely = zip(sampled.top_ids[row], sampled.top_logprobs[row], strict=True)
+    top = sorted(likely, key=lambda pair: (-pair[1], pair[0]))
     return TokenLogprob(logprobs[row], tuple(top[:wanted]))

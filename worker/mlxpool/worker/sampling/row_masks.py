@@ -1,4 +1,4 @@
-"""The tokens that the rows of a pass may draw, as those who make masks hand them to an engine."""
+"""The tokens that the rows of a pass may draw, in the form in which an engine takes them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from msgspec import Struct, field
 from mlxpool.worker.constraints.mask_table import MaskTable, new_table
 from mlxpool.worker.scheduling.sequence import Sequence
 
-# [draws, ceil(vocabulary / 32)]: token i may be drawn where bit i % 32 of word i // 32 is set.
+# [draws, ceil(vocabulary / 32)]: token i may be drawn if bit i % 32 of word i // 32 is set.
 Mask: TypeAlias = npt.NDArray[np.uint32]
 
 
 class RowMasks(Struct, frozen=True):
     """The line of each sequence that may not draw every token.
 
-    It is a line of the table, of which `used` have masks, or one of mask_table.only. A sequence
-    that draws several tokens has as many lines of the table, of which this is the first.
+    It is a line of the table, whose first `used` lines have masks, or a line of mask_table.only. A
+    sequence that draws several tokens has a line of the table for each, this line and the next.
     """
 
     table: MaskTable | None = None

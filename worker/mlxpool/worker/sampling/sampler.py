@@ -45,7 +45,7 @@ def sample(
 ) -> SamplerOutput:
     """Samples one token for each row of logits [R, V].
 
-    `pending` [R] has the newest token of each row, which follows `history`, when the host has not
+    `pending` [R] has the newest token of each row, which follows `history`, if the host has not
     read it yet.
     """
     options, seeds = [row.options for row in rows], [row.seed for row in rows]
@@ -65,9 +65,9 @@ def sample_batch(
 ) -> SamplerOutput:
     """As `sample`, with the options of a batch; for positions and histories see SampleRequest.
 
-    Positions are used only with random choices, histories only with penalties. `awaited` [R]: 1
-    where `pending` has a token, 0 where it has NO_TOKEN; empty: every row has one. `masks` exclude
-    tokens before all filters; log-probabilities remain those of all tokens.
+    Positions are used only with random choices, histories only with penalties. `awaited` [R]: 1 if
+    `pending` has a token of the row, 0 if it has NO_TOKEN; empty: every row has a token. `masks`
+    exclude tokens before all filters, but not from log-probabilities.
     """
     if awaited and not any(awaited):
         pending = None
@@ -145,7 +145,7 @@ def _counts(
     awaited: Sequence[int],
     size: int,
 ) -> mx.array:
-    """Returns [R, V] how often each token is in the penalty window of each row.
+    """Returns [R, V] the counts of each token in the penalty window of each row.
 
     The padding is token V, which is not counted.
     """
@@ -169,12 +169,12 @@ def _window(options: Options, history: Sequence[int], awaited: int) -> list[int]
         return []
     if options.repeat_last_n < 0:
         return list(history)
-    known = min(options.repeat_last_n - awaited, len(history))
-    return list(history[len(history) - known :])
+    count = min(options.repeat_last_n - awaited, len(history))
+    return list(history[len(history) - count :])
 
 
 def _random_tokens(logits: mx.array, batch: SamplingBatch, positions: Sequence[int]) -> mx.array:
-    """Returns [R] random tokens; those of greedy rows are meaningless."""
+    """Returns [R] random tokens; the tokens of greedy rows are meaningless."""
     best = _top_logits(logits, batch.max_top_k)
     top = mx.max(logits, axis=-1, keepdims=True)
     scaled = mx.where(
@@ -207,7 +207,7 @@ def _top_logits(logits: mx.array, k: int) -> mx.array:
 
 
 def _top_k_threshold(best: mx.array, batch: SamplingBatch) -> mx.array:
-    """Returns [R, 1] the least logit that top-k keeps; -inf where it is off."""
+    """Returns [R, 1] the least logit that top-k keeps; -inf without top-k."""
     if best.shape[-1] == 0:
         return mx.full((best.shape[0], 1), _NEG_INF)
     last = mx.maximum(batch.top_k - 1, 0)
@@ -218,11 +218,11 @@ def _top_p_threshold_of_top_k(best: mx.array, mass: mx.array, batch: SamplingBat
     """Returns [R, 1] the least logit with less than top-p mass above it; -inf without top-k.
 
     `mass` [R, k] are the probabilities of `best`. Ties are neighbours there, so the mass above the
-    first of them decides about all.
+    first tie decides about all ties.
     """
     above = mx.cumsum(mass, axis=-1, inclusive=False)
-    kept = (above < batch.top_p) & (mx.arange(best.shape[-1])[None] < batch.top_k)
-    least = mx.min(mx.where(kept, best, -_NEG_INF), axis=-1, keepdims=True)
+    stays = (above < batch.top_p) & (mx.arange(best.shape[-1])[None] < batch.top_k)
+    least = mx.min(mx.where(stays, best, -_NEG_INF), axis=-1, keepdims=True)
     return mx.where(batch.top_k > 0, least, _NEG_INF)
 
 
@@ -244,7 +244,7 @@ def _top_p_threshold(probs: mx.array, top_p: mx.array) -> mx.array:
 
 
 def _with_logprobs(raw: mx.array, tokens: mx.array, batch: SamplingBatch) -> SamplerOutput:
-    """Adds the log-softmax of the raw logits, for all rows when one requests it."""
+    """Adds the log-softmax of the raw logits, for all rows if one requests it."""
     if not batch.logprobs:
         return SamplerOutput(tokens)
     scored = batch.scored_ids if batch.scored else None
@@ -254,10 +254,10 @@ def _with_logprobs(raw: mx.array, tokens: mx.array, batch: SamplingBatch) -> Sam
 def log_probabilities(
     raw: mx.array, tokens: mx.array, k: int, scored: mx.array | None = None
 ) -> SamplerOutput:
-    """Returns tokens [R] with their log-softmax, and the `k` most likely ones of each row.
+    """Returns tokens [R] with their log-softmax, and the `k` most likely tokens of each row.
 
-    `raw` are logits [R, vocabulary] in float32. `scored` [R, s] are tokens whose log-softmax is
-    asked for beside these, which takes a `k` above 0.
+    `raw` are logits [R, vocabulary] in float32. `scored` [R, s] are further tokens to return the
+    log-softmax of; this takes a `k` above 0.
     """
     near = raw - mx.max(raw, axis=-1, keepdims=True)  # keeps digits of large logits
     logprobs = near - mx.logsumexp(near, axis=-1, keepdims=True)
@@ -265,8 +265,8 @@ def log_probabilities(
     if k == 0:
         return SamplerOutput(tokens, chosen)
     ids = mx.argpartition(-logprobs, k - 1, axis=-1)[:, :k].astype(mx.int32)
-    found = None if scored is None else columns(logprobs, scored)
-    return SamplerOutput(tokens, chosen, ids, columns(logprobs, ids), found)
+    scores = None if scored is None else columns(logprobs, scored)
+    return SamplerOutput(tokens, chosen, ids, columns(logprobs, ids), scores)
 
 
 def columns(numbers: mx.array, ids: mx.array) -> mx.array:

@@ -1,9 +1,9 @@
-"""The faults that the counting model's settings can ask for: which one, where and when.
+"""The faults that the counting model's settings can ask for: kind, site and time.
 
-Their names are those of `bounds.FAULTS`, their sites those of the setting `fault_in`. The setting
-`fault_at` counts load steps (0 to 9), prompt tokens, positions of the completion, or `deltas`
-frames from 0. At the sites accept, end and after_end it has no meaning: every request that contains
-`fault_prompt` is hit.
+Their names are in `bounds.FAULTS`, their sites are the values of the setting `fault_in`. The
+setting `fault_at` counts load steps (0 to 9), prompt tokens, positions of the completion, or
+`deltas` frames from 0. At the sites accept, end and after_end it is ignored: every request that
+contains `fault_prompt` is hit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mlxpool.common.trace import History
 from mlxpool.worker.weights.locate import COUNTING
 
 SLOW_SECONDS = 0.2
-LEAK_BYTES = 16 * 1024 * 1024  # of one allocation
+LEAK_BYTES = 16 * 1024 * 1024  # of an allocation
 LEAK_INTERVAL = 0.01  # seconds
 NATIVE_SLEEP = 10**6  # seconds, of a native call that does not return
 DEVICE = "device"  # raises nothing itself: every later computation raises DeviceGone
@@ -38,7 +38,7 @@ class DeviceGone(RuntimeError):
 
 
 class Faults:
-    """One fault of the settings. `site` is where it is injected; "": there is none."""
+    """The fault of the settings. `site`: the place of its injection; "": no fault."""
 
     def __init__(self, settings: Counting, history: History | None = None) -> None:
         self._settings = settings
@@ -52,7 +52,7 @@ class Faults:
 
     @classmethod
     def armed_by(cls, settings: Counting, incarnation: int, history: History) -> Faults:
-        """The fault of the settings, unless this worker of its slot comes after `fault_times`."""
+        """Returns the settings' fault, unless this worker of its slot comes after `fault_times`."""
         times = settings.fault_times
         return cls(settings, history) if not times or incarnation < times else NO_FAULTS
 
@@ -65,24 +65,24 @@ class Faults:
         return self._prompt in prompt
 
     def is_due(self, span: range) -> bool:
-        """Whether `fault_at` is in `span`; always for `slow` and at a site without a number."""
+        """Returns whether `fault_at` is in `span`; True for `slow` and at sites without numbers."""
         unnumbered = self.site not in NUMBERED_SITES or self.name == "slow"
         return unnumbered or self._settings.fault_at in span
 
     def victim(self, prompts: Sequence[Sequence[int]], spans: Sequence[range]) -> int | None:
-        """The index of the first prompt that is hit in its span; None when there is none."""
+        """Returns the index of the first prompt that is hit in its span, or None."""
         for number, (prompt, span) in enumerate(zip(prompts, spans, strict=True)):
             if self.is_due(span) and (not self._prompt or self.concerns(text_of(prompt))):
                 return number
         return None
 
     def strike_at(self, site: str, number: int = 0) -> None:
-        """Inject the fault if this is its site and its number, whatever the prompt."""
+        """Injects the fault if this is its site and its number, whatever the prompt."""
         if self.site == site and self.is_due(range(number, number + 1)):
             self.strike()
 
     def strike(self) -> None:
-        """Inject the fault. Raises Struck for `raise`; most others never return."""
+        """Injects the fault. Raises Struck for `raise`; most others never return."""
         self._record()
         if self.name == DEVICE:
             self.device_lost = True
@@ -90,19 +90,19 @@ class Faults:
             _ACTIONS[self.name]()
 
     def require_device(self) -> None:
-        """Called before each computation. Raises DeviceGone once the device is lost."""
+        """Raises DeviceGone if the device is lost. Called before each computation."""
         if self.device_lost:
             raise DeviceGone("the fault `device` is set for this counting model")
 
     def _record(self) -> None:
-        """Write a line of history: a checker has to know what was injected."""
+        """Writes a line of history, so that a checker knows the injected faults."""
         if self._history is not None and not (self._recorded and self.name == "slow"):
             self._history.write("fault", name=self.name, place=self.site)
         self._recorded = True
 
 
 def text_of(prompt: Sequence[int]) -> bytes:
-    """Returns the text of a prompt of the counting model; an id that is no byte counts as 0."""
+    """Returns the text of a prompt of the counting model; an id above 255 counts as 0."""
     return bytes(token if token < 256 else 0 for token in prompt)
 
 
@@ -152,7 +152,7 @@ NO_FAULTS = Faults(Counting())
 
 
 def faults_of(config: WorkerConfig, history: History) -> Faults:
-    """The faults that this worker injects; only the counting model's settings can ask for any."""
+    """Returns the faults of this worker; only the counting model's settings can ask for them."""
     if config.model.path != COUNTING:
         return NO_FAULTS
     return Faults.armed_by(config.model.counting, config.incarnation, history)

@@ -21,7 +21,7 @@ from mlxpool.worker.testing.faults import NO_FAULTS, Faults, Struck
 
 
 class FaultyEngine:
-    """Wraps a counting engine; calls without a fault go to it unchanged."""
+    """A wrapper of a counting engine; calls without a fault go to the engine unchanged."""
 
     def __init__(self, engine: CountingEngine, faults: Faults) -> None:
         self._engine = engine
@@ -59,10 +59,10 @@ class FaultyEngine:
         failed = self._struck([span for span in spans if not span.decodes], "prefill")
         failed += self._struck([span for span in spans if span.draws], "decode")
         self.faults.require_device()
-        found = self._engine.collect()
+        result = self._engine.collect()
         hit = {failure.sequence for failure in failed}
-        drawn = [one for one in found.drawn if one.sequence not in hit]
-        return StepResult(drawn, [*found.failed, *failed])
+        drawn = [token for token in result.drawn if token.sequence not in hit]
+        return StepResult(drawn, [*result.failed, *failed])
 
     def device_works(self) -> bool:
         return not self.faults.device_lost and self._engine.device_works()
@@ -95,7 +95,7 @@ def open_source(
     faults: Faults,
     counting: Callable[[Counting, int], CountingEngine] = CountingEngine,
 ) -> ModelSource:
-    """`model_source.open_generator`; the counting engine is wrapped when a fault is armed."""
+    """As `model_source.open_generator`; wraps the counting engine if a fault is armed."""
 
     def faulty(settings: Counting, context: int) -> CountingEngine:
         return cast("CountingEngine", FaultyEngine(counting(settings, context), faults))
@@ -117,7 +117,7 @@ class FaultyGeneration(Generation, eq=False):
 
 
 def begin_with(faults: Faults) -> BeginGeneration:
-    """`Generation.begin` for generations with these faults."""
+    """Returns `Generation.begin` for generations with these faults."""
 
     def begin(admit: Admit, piece: Callable[[int], bytes]) -> Generation:
         generation = FaultyGeneration.begin(admit, piece)

@@ -20,11 +20,11 @@ from mlxpool.worker.process.intake import Intake, Request, Task
 from mlxpool.worker.process.link import Link
 from mlxpool.worker.testing.faults import FRAME_FAULTS, Faults
 
-FRAMES_BEFORE_LATE = 3  # `deltas` frames that overtake a late one
+FRAMES_BEFORE_LATE = 3  # `deltas` frames that overtake a late frame
 
 
 class _LateFrame(Struct):
-    frames_before: int  # that are still to be sent before it
+    frames_before: int  # frames to be sent before it
     epoch: int
     parts: list[bytes]
 
@@ -47,7 +47,7 @@ class FaultyLink(Link):
         self._late: list[_LateFrame] = []
 
     def mark(self, key: RunKey) -> None:
-        """Faults concern this run."""
+        """Notes that faults concern this run."""
         self._marked.add(key)
 
     def put_deltas(self, deltas: Sequence[Delta], parts: list[bytes]) -> None:
@@ -60,14 +60,14 @@ class FaultyLink(Link):
         if hit and self.faults.name in FRAME_FAULTS:
             self.faults.strike()
             self._spoil(parts)
-        ended = {(one.id, one.attempt) for one in deltas if one.end is not None}
+        ended = {(delta.id, delta.attempt) for delta in deltas if delta.end is not None}
         if self.faults.site == "after_end" and ended & self._marked:
             self.flush()
             self.faults.strike()
         self._marked -= ended
 
     def _is_hit(self, deltas: Sequence[Delta]) -> bool:
-        concerned = any((one.id, one.attempt) in self._marked for one in deltas)
+        concerned = any((delta.id, delta.attempt) in self._marked for delta in deltas)
         if self.faults.site != "send" or not concerned:
             return False
         number, self._frames = self._frames, self._frames + 1

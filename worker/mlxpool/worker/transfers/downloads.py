@@ -1,4 +1,4 @@
-"""The numbers that a pass gives the host."""
+"""The transfer of a pass's results to the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlxpool.worker.kernels.kernel_builder import build_kernel, kernel_works, wr
 from mlxpool.worker.transfers.shared_array import LEAST_NUMBERS, SETS, Numbers, SharedArray, aligned
 from mlxpool.worker.transfers.uploads import Uploads
 
-# No token and no count; before a pass it stands where its first array will be.
+# Not a token and not a count; it fills the place of the first array before a pass.
 NOT_THERE = -(2**31)
 _KINDS = {mx.int32: "i4", mx.uint32: "u4", mx.float32: "f4"}
 
@@ -23,13 +23,13 @@ class Downloads:
     """Gives the host the numbers of passes in flight. Used by one thread."""
 
     def __init__(self, size: int = LEAST_NUMBERS) -> None:
-        """`size`: numbers that a pass may give; when it gives more, more are allocated."""
+        """`size`: numbers of a pass; if a pass has more, more memory is allocated."""
         self._size = size
         self._free = [SharedArray(size) for _ in range(SETS)]
 
     def begin(self, arrays: Sequence[mx.array]) -> Download:
         """Returns the download of arrays of 4-byte numbers that a pass computes."""
-        total = sum(aligned(one.size) for one in arrays)
+        total = sum(aligned(array.size) for array in arrays)
         if total > self._size:
             self._size, self._free = 2 * total, []
         into = self._free.pop() if self._free else SharedArray(self._size)
@@ -42,7 +42,7 @@ class Downloads:
 
 
 class Download:
-    """Numbers on their way to the host; the pass evaluates `done`, then `read` has them."""
+    """Numbers on their way to the host; the pass evaluates `done`, then `read` returns them."""
 
     def __init__(self, owner: Downloads, into: SharedArray, arrays: Sequence[mx.array]) -> None:
         self._owner, self._into = owner, into
@@ -50,30 +50,30 @@ class Download:
         self.done: list[mx.array] = []
         at = 0
         into.numbers[: arrays[0].size] = NOT_THERE
-        for one in arrays:
-            self.done.append(write_to(one, into.array[at : at + one.size]))
-            self._places.append((at, one.shape, _KINDS[one.dtype]))
-            at += aligned(one.size)
+        for array in arrays:
+            self.done.append(write_to(array, into.array[at : at + array.size]))
+            self._places.append((at, array.shape, _KINDS[array.dtype]))
+            at += aligned(array.size)
 
     def arrived(self) -> Numbers | None:
         """Returns the numbers of the first array, if the device has written them by now.
 
-        It is for numbers that are never NOT_THERE; the device writes each of them at once.
+        The numbers must never be NOT_THERE; the device writes each number at once.
         """
         at, shape, kind = self._places[0]
-        found = self._into.numbers[at : at + math.prod(shape)].copy()
-        if (found == NOT_THERE).any():
+        numbers = self._into.numbers[at : at + math.prod(shape)].copy()
+        if (numbers == NOT_THERE).any():
             return None
-        return found.view(kind).reshape(shape)
+        return numbers.view(kind).reshape(shape)
 
     def read(self) -> list[Numbers]:
-        """Returns the numbers of the arrays, once, when `done` is evaluated."""
-        found = []
+        """Returns the numbers of the arrays, only once, after `done` was evaluated."""
+        arrays = []
         for at, shape, kind in self._places:
             size = math.prod(shape)
-            found.append(self._into.numbers[at : at + size].view(kind).reshape(shape).copy())
+            arrays.append(self._into.numbers[at : at + size].view(kind).reshape(shape).copy())
         self._owner.give_back(self._into)
-        return found
+        return arrays
 
 
 @cache
@@ -85,10 +85,10 @@ def works() -> bool:
 def _is_right() -> bool:
     uploads, downloads = Uploads(), Downloads()
     uploads.begin()
-    given = np.arange(8, dtype=np.float32).reshape(2, 4)
-    download = downloads.begin([uploads(given) * 2])
+    numbers = np.arange(8, dtype=np.float32).reshape(2, 4)
+    download = downloads.begin([uploads(numbers) * 2])
     mx.eval(download.done)
-    return bool((download.read()[0] == given * 2).all())
+    return bool((download.read()[0] == numbers * 2).all())
 
 
 def write_to(numbers: mx.array, target: mx.array) -> mx.array:

@@ -1,10 +1,10 @@
 """Memory that the host and a CUDA GPU both address.
 
-MLX has one cache of freed buffers, of the device's own memory and of managed memory alike. An array
-made of the host's numbers needs managed memory: where the cache has a buffer of the device's own of
-that size, MLX replaces it, which waits for the device, as freeing managed memory does. To read an
-array of the device's own does the same. Under mixed load on an H200 the host so waited for the pass
-in flight in a third of the steps. What is here is allocated once and used again.
+MLX has one cache of freed buffers, both of the device's own memory and of managed memory. An array
+of the host's numbers needs managed memory. If the cache has a buffer of this size in the device's
+own memory, MLX replaces it, which waits for the device, like freeing managed memory. Reading an
+array in the device's own memory waits, too. Under mixed load on an H200 the host so waited for the
+pass in flight in a third of the steps. Arrays of this module are allocated once and used again.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-# More passes than are in flight: where a pass begins, nobody reads what it will overwrite.
+# More passes than are in flight: nothing reads the memory that the next pass overwrites.
 SETS = 3
 LEAST_NUMBERS = 4096  # of the memory of a pass
-ALIGNMENT = 32  # numbers between the beginnings of two arrays in it
+ALIGNMENT = 32  # the beginnings of arrays are multiples of this many numbers
 
-# Of cuMemAdvise: the memory stays with the host, and the device reads and writes it there; and the
-# end of both.
+# Parameters of cuMemAdvise: the memory stays with the host, and the device reads and writes it
+# there; then the parameters that end both.
 _PREFERRED_LOCATION, _ACCESSED_BY, _HOST, _DEVICE = 3, 5, -1, 0
 _NO_LOCATION, _NO_ACCESS = 4, 6
 
@@ -40,19 +40,19 @@ class SharedArray:
         self.numbers = np.array(self.array, copy=False)  # a view; MLX moves the array to the host
         place = self.numbers.ctypes.data, self.numbers.nbytes
         _advise(*place, _PREFERRED_LOCATION, _ACCESSED_BY)
-        # MLX keeps freed memory for the outputs of operations, which belong on the device.
+        # MLX keeps freed memory for the outputs of operations, which should be on the device.
         weakref.finalize(self, _advise, *place, _NO_LOCATION, _NO_ACCESS).atexit = False
 
 
 def aligned(count: int) -> int:
-    """Returns the numbers that an array of `count` numbers takes."""
+    """Returns the numbers that an array of `count` numbers takes, with alignment."""
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 def _advise(address: int, size: int, location: int, access: int) -> None:
-    """Tells the driver where `size` bytes of managed memory should be, and who addresses them.
+    """Advises the driver on the location of `size` bytes of managed memory, and on its users.
 
-    Without advice pages move to where they are used, which takes longer and is right as well.
+    Without advice, pages move to their user, which takes longer but is also right.
     """
     with contextlib.suppress(OSError, AttributeError):
         advise = ctypes.CDLL("libcuda.so.1").cuMemAdvise

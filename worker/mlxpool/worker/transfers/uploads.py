@@ -1,4 +1,4 @@
-"""The numbers that a pass takes from the host."""
+"""The transfer of a pass's inputs from the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from mlxpool.worker.transfers.shared_array import LEAST_NUMBERS, SETS, Numbers, SharedArray, aligned
 
-MIN_HEAD = 256  # numbers in front of a table, at least
+MIN_HEAD = 256  # the least numbers of the head before a table
 _DTYPES = {"i": mx.int32, "u": mx.uint32, "f": mx.float32}
 
 
@@ -22,7 +22,7 @@ class Upload(Protocol):
 
 
 def upload_copy(numbers: Numbers) -> mx.array:
-    """Copies numbers into a new array of MLX: the Upload where there is no CUDA GPU."""
+    """Copies numbers into a new array of MLX: the Upload without a CUDA GPU."""
     return mx.array(numbers)
 
 
@@ -30,7 +30,7 @@ class Uploads:
     """Gives passes arrays with numbers of the host. Used by one thread."""
 
     def __init__(self, size: int = LEAST_NUMBERS) -> None:
-        """`size`: numbers that a pass may take; when it takes more, more are allocated."""
+        """`size`: numbers of a pass; if a pass takes more, more memory is allocated."""
         self._sets = [SharedArray(size) for _ in range(SETS)]
         self._newest = 0
         self._used = 0  # numbers of the newest set
@@ -47,7 +47,7 @@ class Uploads:
         """
         first, end = self._used, self._used + count
         if end > self._sets[self._newest].numbers.size:
-            # The array that a pass was given before goes on with the memory that it has.
+            # Arrays that the pass got before keep their memory.
             self._sets[self._newest] = SharedArray(2 * end)
             first, end = 0, count
         self._used = aligned(end)
@@ -56,20 +56,20 @@ class Uploads:
 
     def __call__(self, numbers: Numbers, /) -> mx.array:
         """See Upload. int32, uint32 and float32 numbers of any shape."""
-        into, found = self.take(numbers.size)
+        into, array = self.take(numbers.size)
         into[:] = numbers.reshape(-1).view(np.int32)
-        return (found + 0).view(_DTYPES[numbers.dtype.kind]).reshape(numbers.shape)
+        return (array + 0).view(_DTYPES[numbers.dtype.kind]).reshape(numbers.shape)
 
     def table(self, head: Numbers, lines: Numbers) -> mx.array:
         """See upload_table."""
-        into, found = self.take(head.size + lines.size)
+        into, array = self.take(head.size + lines.size)
         into[: head.size] = head
         into[head.size :] = lines.reshape(-1)
-        return found + 0
+        return array + 0
 
 
 class SharedTable:
-    """Lines of int32 numbers that the device reads where the host writes them, behind a head."""
+    """A head and lines of int32 numbers, in memory that the host writes and the device reads."""
 
     def __init__(self, lines: int, width: int) -> None:
         """The head has room for a number of each line, or for MIN_HEAD."""
@@ -80,7 +80,7 @@ class SharedTable:
     def with_head(self, head: Numbers, used: int) -> mx.array | None:
         """Returns the array of upload_table with the first `used` lines; None: no room for `head`.
 
-        It is evaluated before the memory is written again.
+        Evaluate it before the memory is written again.
         """
         if head.size > self._head:
             return None
@@ -93,15 +93,15 @@ class SharedTable:
 def upload_table(
     upload: Upload, head: Numbers, lines: Numbers, shared: SharedTable | None = None
 ) -> mx.array:
-    """Returns int32 numbers: `head` [n] int32, and behind it those of `lines` [_, width] int32.
+    """Returns int32 numbers: `head` [n] int32, then the numbers of `lines` [_, width] int32.
 
-    They are copied once, where the device addresses the host's memory, and not at all by the host
-    where they are in `shared`.
+    They are copied once if the device addresses the host's memory. The host does not copy them if
+    they are in `shared`.
     """
     if shared is not None:
-        found = shared.with_head(head, len(lines))
-        if found is not None:
-            return found
+        array = shared.with_head(head, len(lines))
+        if array is not None:
+            return array
     if isinstance(upload, Uploads):
         return upload.table(head, lines)
     return upload(np.concatenate([head, lines.reshape(-1)]))
