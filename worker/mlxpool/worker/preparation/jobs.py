@@ -304,9 +304,9 @@ def _check_format(job: CheckFormat) -> Checked:
     return Checked()
 
 
-def _ask(text: TextModel, job: AskQuestions) -> Asked:
+def _ask(text: TextModel, job: AskQuestions) -> QuestionPrompts:
     prompts = prompts_of(text, job)
-    return Asked(
+    return QuestionPrompts(
         pack_ids(prompts.shared),
         [pack_ids(tail) for tail in prompts.tails],
         [answer.paths for answer in prompts.answers],
