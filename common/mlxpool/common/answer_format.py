@@ -1,4 +1,4 @@
-"""The option `format`: what an answer has to be. Checked here without a grammar library.
+"""Checks of the option `format`, which bounds the text of an answer. They need no grammar library.
 
 A format is a map with a type and the key that the type needs, see KEYS.
 """
@@ -14,7 +14,7 @@ from mlxpool.common.errors import BadRequest
 
 FORMAT = "format"  # among the features of a model whose answers can have one
 
-# type -> the key beside it; "": none
+# type -> the other key of the format; "": no other key
 KEYS: Mapping[str, str] = {
     "json": "",
     "json_schema": "schema",
@@ -29,7 +29,7 @@ MAX_CHOICES = 1024
 def check_format(name: str, value: Any) -> dict[str, Any]:
     """Returns the format as it was sent. Raises BadRequest naming the key and its bound.
 
-    Whether a schema or a pattern can be followed is found where the request is prepared.
+    The worker that prepares the request finds out if it can follow a schema or a pattern.
     """
     if not isinstance(value, Mapping):
         raise BadRequest(f"option {name!r} must be a map with a type, got {shown(value)}")
@@ -55,12 +55,15 @@ def check_format(name: str, value: Any) -> dict[str, Any]:
 
 
 def size_of(value: Any, name: str = "format") -> int:
-    """Returns the bytes of a format as JSON, 0 of None. Raises BadRequest."""
+    """Returns the bytes of a format as JSON; 0 for None. Raises BadRequest if it is not JSON."""
     return 0 if value is None else len(text_of(value, name).encode("utf-8", "surrogatepass"))
 
 
 def text_of(value: Any, name: str = "format") -> str:
-    """Returns a format as JSON text; maps keep the order of their keys. Raises BadRequest."""
+    """Returns a format as JSON text; maps keep the order of their keys.
+
+    Raises BadRequest if it is not JSON.
+    """
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
@@ -82,8 +85,8 @@ def _choices(name: str, value: Any) -> None:
         raise BadRequest(
             f"option {name!r} must be a list of 1 to {MAX_CHOICES} texts, got {shown(value)}"
         )
-    for one in value:
-        _text(name, one)
+    for choice in value:
+        _text(name, choice)
 
 
 _CHECKS = {"json_schema": _schema, "regex": _text, "choice": _choices, "lark": _text}

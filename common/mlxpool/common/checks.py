@@ -11,17 +11,17 @@ MAX_TEXT_FIELD = 256  # characters of a short text field
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Whether a value is an integer; a boolean is none."""
+    """Returns whether a value is an integer; a boolean is not an integer."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether a value is an integer or a float; a boolean is none."""
+    """Returns whether a value is an integer or a float; a boolean is neither."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def shown(value: object) -> str:
-    """A value as an error quotes it: its repr, at most 60 characters; its type if it has none."""
+    """Returns a value as errors quote it: 60 characters of its repr; its type if repr fails."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):  # nested too deep, or an integer of too many digits
@@ -30,20 +30,23 @@ def shown(value: object) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that is most like this one; None if none is like it."""
+    """Returns the known word that is most like `word`; None if no known word is like it."""
     from difflib import get_close_matches  # only errors need it
 
     return next(iter(get_close_matches(word, list(known), n=1)), None)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'WORD'?` with the nearest known word, as errors end; "" if none is near."""
+    """Returns the end of an error, `; did you mean 'WORD'?`; "" if no known word is like `word`."""
     near = nearest(word, known)
     return "" if near is None else f"; did you mean {near!r}?"
 
 
 def integer(body: Mapping[str, Any], key: str, low: int, high: int) -> int | None:
-    """An optional integer from `low` to `high`, both inclusive. Raises BadRequest."""
+    """Returns an optional integer from `low` to `high`, both inclusive; None if absent.
+
+    Raises BadRequest if the value is of another type or out of these bounds.
+    """
     value = body.get(key)
     if value is None:
         return None
@@ -53,7 +56,7 @@ def integer(body: Mapping[str, Any], key: str, low: int, high: int) -> int | Non
 
 
 def flag(body: Mapping[str, Any], key: str, default: bool) -> bool:
-    """An optional boolean. Raises BadRequest."""
+    """Returns an optional boolean. Raises BadRequest if the value is of another type."""
     value = body.get(key)
     if value is None:
         return default
@@ -63,7 +66,7 @@ def flag(body: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def text(body: Mapping[str, Any], key: str) -> str:
-    """An optional text of at most MAX_TEXT_FIELD characters; "" if absent. Raises BadRequest."""
+    """Returns an optional text; "" if absent. Raises BadRequest above MAX_TEXT_FIELD characters."""
     value = body.get(key)
     if value is None:
         return ""
@@ -73,15 +76,15 @@ def text(body: Mapping[str, Any], key: str) -> str:
 
 
 def natural(value: object) -> int:
-    """An integer that is not negative, read leniently: anything else counts as 0."""
+    """Returns an integer that is not negative; any other value counts as 0."""
     return max(0, value) if isinstance(value, int) else 0
 
 
 def optional_flag(value: object) -> bool | None:
-    """A boolean, read leniently: anything else counts as absent."""
+    """Returns a boolean; None for a value of another type."""
     return value if isinstance(value, bool) else None
 
 
 def mapping(value: object) -> Mapping[str, Any]:
-    """A map, read leniently: anything else counts as an empty one."""
+    """Returns a map; a value of another type counts as an empty map."""
     return value if isinstance(value, Mapping) else {}

@@ -8,7 +8,7 @@ from typing import Self
 
 
 class Closing(ABC):
-    """`with` calls `close` at its end, also after an exception."""
+    """A context manager: `with` calls `close` at its end, also after an exception."""
 
     __slots__ = ()
 
@@ -29,13 +29,16 @@ class Closing(ABC):
 
 
 class AsyncClosing(ABC):
-    """`async with` calls `close`, which does not wait, at its end, also after an exception."""
+    """An asynchronous context manager: `async with` calls `close` at its end.
+
+    It calls `close` also after an exception. `close` does not wait.
+    """
 
     __slots__ = ()
 
     @abstractmethod
     def close(self) -> None:
-        """Free all resources, or begin to."""
+        """Free all resources, or begin to free them."""
 
     async def __aenter__(self) -> Self:
         return self

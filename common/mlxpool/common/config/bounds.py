@@ -1,6 +1,6 @@
-"""Values of settings: the text and types they are read from, their bounds and choices.
+"""Values of settings: the texts and types that they are read from, their bounds and choices.
 
-`schema` declares each setting with a type and with what stands here: a unit, bounds, choices.
+`schema` declares each setting with a type, and with a unit, bounds or choices from this module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mlxpool.common.paths import expanded
 
 
 class ConfigError(ValueError):
-    """Settings are unknown, of the wrong type or out of bounds; each problem names its setting."""
+    """Settings are unknown, of the wrong type or out of bounds. Each problem names its setting."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__(*problems)
@@ -37,35 +37,35 @@ class ConfigError(ValueError):
 
 
 class Problems:
-    """Collects ConfigErrors while reading goes on, so that all are reported at once."""
+    """Collects the ConfigErrors of all settings, so that one error reports them all."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Add the problems of a ConfigError that the body raises."""
+        """Add the problems of a ConfigError that the `with` block raises."""
         try:
             yield
         except ConfigError as error:
             self.found += error.problems
 
     def check(self) -> None:
-        """Raises ConfigError with every problem, if there is one."""
+        """Raises ConfigError with all problems, if there are any."""
         if self.found:
             raise ConfigError(*self.found)
 
 
-# ---- what a declaration says beside the type -----------------------------------------------------
+# ---- units, bounds and choices of a declaration --------------------------------------------------
 
 
 class Unit(Enum):
-    """What a setting of this type may also be written as."""
+    """Further forms in which a setting may be written."""
 
     BYTES = "bytes"  # an integer; also text such as "4GB"
     SECONDS = "seconds"  # a float; also text such as "5m"
     IDS = "ids"  # a list of strings; also of integers, and a single one of either
-    FLAG = "flag"  # a boolean; also the text "true" or "false", which the environment gives
+    FLAG = "flag"  # a boolean; also the text "true" or "false", as variables have it
 
 
 class Within(Struct, frozen=True):
@@ -82,7 +82,7 @@ class Within(Struct, frozen=True):
 
 
 def _exact(bound: float) -> str:
-    """A bound with all of its digits: 1048576, not 1.04858e+06."""
+    """Returns a bound with all of its digits: 1048576, not 1.04858e+06."""
     return str(int(bound)) if float(bound).is_integer() else f"{bound:g}"
 
 
@@ -97,16 +97,16 @@ class OneOf(Struct, frozen=True):
 
 
 class Declaration(Struct, frozen=True):
-    """One setting as `schema` declares it; each check raises ConfigError."""
+    """The declaration of a setting in `schema`. Each check raises ConfigError."""
 
     type: Any
     unit: Unit | None
     checks: tuple[Callable[[Any, str], None], ...]
 
     def read(self, value: Any, where: str) -> Any:
-        """A value of a file, the environment or a flag as its record holds it.
+        """Returns the value of a file, a variable or a flag in the type of its record.
 
-        Raises ConfigError naming `where`.
+        Raises ConfigError naming `where`, the path of the setting.
         """
         read = _convert(self, value, where)
         for check in self.checks:
@@ -115,7 +115,7 @@ class Declaration(Struct, frozen=True):
 
 
 def declarations(kind: type) -> Mapping[str, Declaration]:
-    """The settings of a record by name, in their order."""
+    """Returns the settings of a record by name, in their order."""
     hints = get_type_hints(kind, include_extras=True)
     return {name: _declaration(hint) for name, hint in hints.items()}
 
@@ -164,7 +164,7 @@ def _int(value: Any, where: str) -> int:
 
 def _ids(value: Any, where: str) -> tuple[str, ...]:
     items = value if isinstance(value, list | tuple) else [value]
-    if not all(isinstance(one, int | str) and not isinstance(one, bool) for one in items):
+    if not all(isinstance(item, int | str) and not isinstance(item, bool) for item in items):
         raise ConfigError(f"{where} must be a list of numbers or strings, got {value!r}")
     return tuple(map(str, items))
 
@@ -174,7 +174,10 @@ _BYTES = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 
 def seconds(value: Any, where: str) -> float:
-    """Seconds of a number, or of text such as "250ms", "5m", "-1". Raises ConfigError."""
+    """Returns the seconds of a number, or of text such as "250ms", "5m", "-1".
+
+    Raises ConfigError if the value is not a time.
+    """
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     match = re.fullmatch(r"(-?\d+(?:\.\d+)?)(ms|s|m|h)?", str(value).strip())
@@ -184,7 +187,10 @@ def seconds(value: Any, where: str) -> float:
 
 
 def size(value: Any, where: str) -> int:
-    """Bytes of a number, or of text such as "4GB", "512MiB". Raises ConfigError."""
+    """Returns the bytes of a number, or of text such as "4GB", "512MiB".
+
+    Raises ConfigError if the value is not a size.
+    """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(value).strip())
@@ -201,9 +207,9 @@ _READERS: Mapping[Unit | None, Callable[[Any, str], Any]] = {
 
 
 def host_port(text: str, where: str = "pool.metrics") -> tuple[str, int]:
-    """Host and port of "127.0.0.1:9464" or "[::1]:9464"; port 0 is any free one.
+    """Returns host and port of "127.0.0.1:9464" or "[::1]:9464"; port 0 is any free port.
 
-    Raises ConfigError.
+    Raises ConfigError if the text has another form.
     """
     match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^\[\]:/\s]+)):(\d{1,5})", text)
     if not match or int(match[3]) > 65535:
@@ -218,7 +224,7 @@ ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s*]+")  # as browsers write it: 
 
 
 def origin_faults(origins: Iterable[str]) -> Iterator[str]:
-    """Why the values that are no origins of web pages, nor ANY_ORIGIN, are none."""
+    """Yields an error text for each value that is neither an origin of web pages nor ANY_ORIGIN."""
     for origin in origins:
         if origin != ANY_ORIGIN and not ORIGIN.fullmatch(origin):
             yield (
@@ -233,7 +239,7 @@ def origin_faults(origins: Iterable[str]) -> Iterator[str]:
 
 
 def proxy_faults(proxies: Iterable[str]) -> Iterator[str]:
-    """Why the values that are neither addresses nor networks are none."""
+    """Yields an error text for each value that is neither an address nor a network."""
     for proxy in proxies:
         try:
             ipaddress.ip_network(proxy)
@@ -251,19 +257,19 @@ def check_host_port(value: str, where: str) -> None:
 
 
 def check_gpu_ids(ids: Sequence[str], where: str) -> None:
-    """Raises ConfigError for what names no GPU, and for one that is named twice."""
-    for one in ids:
-        if not GPU_ID.fullmatch(one):
+    """Raises ConfigError if a text cannot name a GPU, or if a GPU is named twice."""
+    for gpu in ids:
+        if not GPU_ID.fullmatch(gpu):
             raise ConfigError(
-                f"{where} has {one!r:.80}, which is neither a number of a GPU from 0 to 9999 nor a"
+                f"{where} has {gpu!r:.80}, which is neither a number of a GPU from 0 to 9999 nor a"
                 " name that begins with GPU- or MIG-: write them as CUDA_VISIBLE_DEVICES has them,"
                 ' such as [0, 1] or ["GPU-8f3c…"]'
             )
-        if ids.count(one) > 1:
-            raise ConfigError(f"{where} has {one!r:.80} {ids.count(one)} times: name a GPU once")
+        if ids.count(gpu) > 1:
+            raise ConfigError(f"{where} has {gpu!r:.80} {ids.count(gpu)} times: name a GPU once")
 
 
 def check_folder(path: Path, where: str) -> None:
-    """Raises ConfigError unless the folder is there."""
+    """Raises ConfigError unless the folder exists."""
     if not path.is_dir():
         raise ConfigError(f"{where}: there is no folder {path}")

@@ -1,7 +1,7 @@
-"""Loads the settings of a pool; the only reader of TOML and of the environment.
+"""Loads the settings of a pool. Only this module reads settings from TOML and the environment.
 
-Order: flag > environment > file > default. An unknown key is an error naming the nearest one, and
-all errors are reported at once.
+Precedence: flag > environment > file > default. An unknown key is an error that names the nearest
+key. All errors are reported at once.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def load(
     flags: Mapping[str, Any] | None = None,
     folders: Mapping[str, str] | None = None,
 ) -> PoolConfig:
-    """The pool's settings from a TOML file, the environment (MLXPOOL_*) and flags.
+    """Returns the pool's settings from a TOML file, the environment (MLXPOOL_*) and flags.
 
-    `folders` names further models by flag.
+    `folders` are the paths of further models, by name, from flags.
 
-    Raises ConfigError naming the key, its value and the bound, for all that is wrong.
+    Raises ConfigError naming the key, value and bound of every wrong setting.
     """
     table, problems = _read(path) if path else {}, Problems()
     problems.found += [_unknown(key, SECTIONS, str(path)) for key in table if key not in SECTIONS]
@@ -68,16 +68,16 @@ def load(
     with problems.collected():
         keys = _keys(_table(table, "keys"))
     problems.check()
-    for more in (BUILTIN, scanned(config.models_dir)):
-        models = {**models, **{name: more[name] for name in more if name not in models}}
+    for further in (BUILTIN, scanned(config.models_dir)):
+        models = {**models, **{name: further[name] for name in further if name not in models}}
     return replace(config, models=models, keys=keys)
 
 
 def _pool(table: Mapping[str, Any], flags: Mapping[str, Any]) -> PoolConfig:
     by_flag = {key: value for key, value in flags.items() if value is not None}
-    given = {**table, **_environment(), **by_flag}
-    config = _build(PoolConfig, given, "pool")
-    if "state_dir" in given:
+    values = {**table, **_environment(), **by_flag}
+    config = _build(PoolConfig, values, "pool")
+    if "state_dir" in values:
         return config
     return replace(config, state_dir=str(default_state_dir(config.run_dir)))
 
@@ -95,7 +95,10 @@ def _models(table: Mapping[str, Any], folders: Mapping[str, str]) -> dict[str, M
 
 
 def _keys(table: Mapping[str, Any]) -> dict[str, KeyConfig]:
-    """The allow-list of public keys. Raises ConfigError, also for one key under two names."""
+    """Returns the allow-list of public keys.
+
+    Raises ConfigError if a key is wrong, or if two names have the same key.
+    """
     names: dict[str, str] = {}
     keys, problems = dict[str, KeyConfig](), Problems()
     for name in table:
@@ -137,22 +140,22 @@ def _table(table: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def variables() -> dict[str, str]:
-    """The environment variable of each setting of [pool]; lists have none."""
-    found = [
+    """Returns the environment variable of each setting of [pool] that is not a list."""
+    names = [
         name
         for name, setting in declarations(PoolConfig).items()
         if name not in NO_SETTINGS and get_origin(setting.type) is not tuple
     ]
-    return {name: f"MLXPOOL_{name.upper()}" for name in sorted(found)}
+    return {name: f"MLXPOOL_{name.upper()}" for name in sorted(names)}
 
 
 def _environment() -> dict[str, str]:
-    given = {name: os.environ.get(variable, "") for name, variable in variables().items()}
-    return {name: value for name, value in given.items() if value}
+    values = {name: os.environ.get(variable, "") for name, variable in variables().items()}
+    return {name: value for name, value in values.items() if value}
 
 
 def scanned(models_dir: Path | None) -> dict[str, ModelConfig]:
-    """The models in the models folder, each with default settings."""
+    """Returns the models in the models folder, each with default settings."""
     if models_dir is None:
         return {}
     border = str(models_dir)
@@ -198,12 +201,12 @@ def _model(name: str, table: Mapping[str, Any]) -> ModelConfig:
 
 
 def _expanded(path: str) -> str:
-    """A path or reference whose leading ~ is the home folder."""
+    """Returns a path or reference with the home folder for a leading ~."""
     return str(expanded(path)) if path.startswith("~") else path
 
 
 def _prefix_fault(model: ModelConfig) -> str:
-    """Why a model's prefixes cannot be kept on disk as its settings say; "" if they can."""
+    """Returns why the settings of a model forbid prefixes on disk; "" if they allow them."""
     if not model.prefix_disk:
         return ""
     if model.prefix_disk < MIN_PREFIX_DISK:
@@ -228,7 +231,7 @@ def _prefix_fault(model: ModelConfig) -> str:
 
 
 def _draft_fault(model: ModelConfig) -> str:
-    """Why `speculation` and `draft` contradict each other; "" if they do not."""
+    """Returns why `speculation` and `draft` contradict each other; "" if they do not."""
     if model.draft and model.speculation not in ("draft", "auto"):
         return (
             f"draft is {model.draft!r}, but speculation is {model.speculation!r}: set that to"
@@ -243,7 +246,7 @@ def _draft_fault(model: ModelConfig) -> str:
 
 
 def _scaled(table: Mapping[str, Any], where: str) -> ModelConfig:
-    """A model whose `replicas` are a table. Raises ConfigError with every problem of both."""
+    """Returns a model whose `replicas` are a table. Raises ConfigError with all problems."""
     problems, scaling = Problems(), Scaling()
     with problems.collected():
         scaling = _build(Scaling, table["replicas"], f"{where}.replicas")
@@ -267,7 +270,7 @@ Kind = TypeVar("Kind", PoolConfig, ModelConfig, Counting, Scaling, KeyConfig)
 
 
 def _build(kind: type[Kind], table: Mapping[str, Any], where: str) -> Kind:
-    """A section as its record. Raises ConfigError with every problem of it."""
+    """Returns the record of a section. Raises ConfigError with all problems of the section."""
     known = {
         name: setting for name, setting in declarations(kind).items() if name not in NO_SETTINGS
     }
@@ -276,7 +279,7 @@ def _build(kind: type[Kind], table: Mapping[str, Any], where: str) -> Kind:
     for key, value in table.items():
         with problems.collected():
             values[key] = _setting(key, known, value, where)
-    meant = {_nearest(key, known) for key in table}  # a key that is misspelt is not missing too
+    meant = {_nearest(key, known) for key in table}  # a misspelt key is not reported as missing too
     for name in (f.name for f in fields(kind) if f.required and f.name not in meant):
         problems.found.append(f"{where}.{name} is missing")
     if (kind is ModelConfig and "path" not in meant) or table.get("path") == "":
@@ -304,7 +307,7 @@ def _setting(key: str, known: Mapping[str, Declaration], value: Any, where: str)
 
 
 def _nearest(key: str, known: Iterable[str]) -> str | None:
-    """The known name nearest to a key, which is the key itself if it is known."""
+    """Returns the known name that is nearest to a key; the key itself if it is known."""
     if key in known:
         return key
     return nearest(key, known)
@@ -317,7 +320,7 @@ def _unknown(key: str, known: Iterable[str], where: str) -> str:
 
 
 def _bad_endpoints(values: Mapping[str, Any], where: str) -> Iterator[str]:
-    """Problems of the endpoints: plain tcp is allowed for clients on the loopback only."""
+    """Yields the problems of endpoints: plain tcp is allowed only for clients on the loopback."""
     secured = "secret_key" in values
     for name in ("front", "back", "admin"):
         for endpoint in values.get(name, ()):
@@ -327,7 +330,7 @@ def _bad_endpoints(values: Mapping[str, Any], where: str) -> Iterator[str]:
 
 
 def _bad_admin_token(values: Mapping[str, Any], where: str) -> Iterator[str]:
-    """The problem of a token that would cross a network unencrypted, or that nothing asks for."""
+    """Yields the problem of an operator token without a status page on the loopback interface."""
     if values.get("metrics_admin_token") is None:
         return
     address = values.get("metrics", "")
@@ -340,7 +343,7 @@ def _bad_admin_token(values: Mapping[str, Any], where: str) -> Iterator[str]:
 
 
 def _bad_http(values: Mapping[str, Any], where: str) -> Iterator[str]:
-    """Problems of HTTP: an address that others reach and that asks for no key; origins; proxies."""
+    """Yields the problems of origins, of proxies, and of an open address without bearer keys."""
     for fault in origin_faults(values.get("http_cors_origins", ())):
         yield f"{where}.http_cors_origins: {fault}"
     for fault in proxy_faults(values.get("http_trusted_proxies", ())):
@@ -354,17 +357,17 @@ def _bad_http(values: Mapping[str, Any], where: str) -> Iterator[str]:
 
 
 def _bad_notify(values: Mapping[str, Any], where: str) -> Iterator[str]:
-    """Problems of notices: what is no origin, network or URL, and a URL of another host."""
+    """Yields the problems of notices: wrong origins, networks and URLs, URLs of other hosts."""
     allowed = Allowed()
     for name in ("job_notify_hosts", "job_notify_networks"):
         is_host = name == "job_notify_hosts"
-        for one in values.get(name, ()):
+        for text in values.get(name, ()):
             try:
-                more = Allowed.of([one], []) if is_host else Allowed.of([], [one])
+                parsed = Allowed.of([text], []) if is_host else Allowed.of([], [text])
             except ValueError as error:
                 yield f"{where}.{name}: {error}"
             else:
-                allowed = Allowed(allowed.origins | more.origins)
+                allowed = Allowed(allowed.origins | parsed.origins)
     if url := values.get("job_notify_url", ""):
         try:
             refused = allowed.refusal(Target.parse(url))
@@ -377,8 +380,7 @@ def _bad_notify(values: Mapping[str, Any], where: str) -> Iterator[str]:
 def check_run_dir(run_dir: Path) -> None:
     """Make the run directory, mode 0700. Raises ConfigError if it cannot be used.
 
-    One that was made with a mode such as 0755 gets this one: nobody else can have put anything
-    there.
+    An existing directory that others may read but not write, such as of mode 0755, gets mode 0700.
     """
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -398,7 +400,7 @@ def check_run_dir(run_dir: Path) -> None:
 
 
 def access_fault(run_dir: Path, status: os.stat_result) -> str:
-    """Why no broker starts in a directory: others own it, or may write there; else ""."""
+    """Returns why no broker starts in a directory: others own it or may write there; else ""."""
     if status.st_uid != os.getuid():
         return (
             f"the run directory {run_dir} belongs to the user {_user(status.st_uid)}, and this"
@@ -414,7 +416,7 @@ def access_fault(run_dir: Path, status: os.stat_result) -> str:
 
 
 def _user(uid: int) -> str:
-    """A user's name with the id; the id alone if it has none."""
+    """Returns a user's name and id; the id alone if it has no name."""
     import pwd  # only errors need it
 
     try:

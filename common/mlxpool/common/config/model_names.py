@@ -1,4 +1,4 @@
-"""Names of models: which are allowed, and which models a models folder has.
+"""Names of models: a check of names, and a scan of the models folder.
 
 A name is a key, never a path: a name from a client is only looked up.
 """
@@ -8,16 +8,16 @@ from __future__ import annotations
 import unicodedata
 from pathlib import Path
 
-MAX_NAME = 200  # bytes of UTF-8; a log file has the name in its own
-MAX_PARTS = 4  # of a name with slashes, as in registry/owner/model
-SCAN_DEPTH = 2  # folders: NAME, and OWNER/NAME
-MAX_SCANNED = 500  # models of one folder; a message holds a list of so many
+MAX_NAME = 200  # bytes of UTF-8; the name is a part of the names of log files
+MAX_PARTS = 4  # parts of a name with slashes, such as registry/owner/model
+SCAN_DEPTH = 2  # levels of folders: NAME and OWNER/NAME
+MAX_SCANNED = 500  # models of one folder; a list of this many fits into a message
 
 
 def fault_of_name(name: str) -> str | None:
-    """Why a text cannot be a model's name; None if it can.
+    """Returns why a text cannot be a model's name; None if it can.
 
-    A name that ends in /NUMBER is a slot's.
+    A name that ends in /NUMBER is the name of a slot.
     """
     parts = name.split("/")
     if not _is_text(name):
@@ -40,26 +40,26 @@ def _is_text(name: str) -> bool:
 
 
 def scan(models_dir: Path) -> dict[str, Path]:
-    """The models in a folder: NAME and OWNER/NAME, each a folder with a config.json or GGUF.
+    """Returns the models in a folder: each NAME or OWNER/NAME with a config.json or a GGUF file.
 
     Opens no file. Leaves out hidden folders, folders that cannot be opened, names that are not
-    allowed, and all after the first MAX_SCANNED. Follows a link one step; a link that leads out of
-    `models_dir` is refused when the model is loaded.
+    allowed, and all models after the first MAX_SCANNED. Follows a link one step. The load of a
+    model refuses a link that leads out of `models_dir`.
     """
     return dict(sorted(_scan(models_dir, "", SCAN_DEPTH).items())[:MAX_SCANNED])
 
 
-def _scan(folder: Path, before: str, depth: int) -> dict[str, Path]:
-    found: dict[str, Path] = {}
+def _scan(folder: Path, prefix: str, depth: int) -> dict[str, Path]:
+    models: dict[str, Path] = {}
     for entry in _entries(folder):
-        name = before + entry.name
+        name = prefix + entry.name
         if fault_of_name(name) is not None:
             continue
         if _is_model(entry):
-            found[name] = entry
+            models[name] = entry
         elif depth > 1:
-            found.update(_scan(entry, f"{name}/", depth - 1))
-    return found
+            models.update(_scan(entry, f"{name}/", depth - 1))
+    return models
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -77,9 +77,9 @@ def _is_model(folder: Path) -> bool:
 
 
 def outside_target(path: Path, border: Path) -> Path | None:
-    """The target of a link of a model's folder that leads out of `border`; None without one.
+    """Returns the target of a link that leads from a model's folder out of the folder `border`.
 
-    Checks `path` itself and the entries directly in it.
+    None if there is no such link. Checks `path` itself and the entries directly in it.
     """
     inside = border.resolve()
     targets = (_real(entry) for entry in (path, *_entries(path)))

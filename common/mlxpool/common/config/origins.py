@@ -1,6 +1,6 @@
-"""Where each setting comes from: a flag, the environment, a line of the file, or the default.
+"""The origin of each setting: a flag, a variable, a line of the file, or the default.
 
-`loading.load` chooses the values; this module repeats its order only to name the origin.
+`loading.load` chooses the values. This module repeats its precedence only to name the origins.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mlxpool.common.records import as_map
 
 DEFAULT = "default"
 PREFIX = "MLXPOOL_"
-# Variables that are no settings: read by the command line, by workers, by tests.
+# Variables of the command line, of workers and of tests, which are not settings.
 OTHER_VARIABLES = [
     "MLXPOOL_ADMIN_ENDPOINT",
     "MLXPOOL_BACK_ENDPOINT",
@@ -41,7 +41,7 @@ OTHER_VARIABLES = [
 
 
 class Setting(Struct, frozen=True):
-    """One setting; `key` is dotted, such as pool.queue_limit or models.demo.path."""
+    """A setting with its origin; `key` is dotted: pool.queue_limit, models.demo.path."""
 
     key: str
     value: Any
@@ -51,7 +51,7 @@ class Setting(Struct, frozen=True):
 def settings(
     path: Path | None, flags: Mapping[str, Any], folders: Mapping[str, str]
 ) -> list[Setting]:
-    """Every setting as `loading.load` returns it for these arguments. Raises ConfigError."""
+    """Returns all settings that `loading.load` returns for these arguments. Raises ConfigError."""
     loaded = load(path, flags, folders)
     lines = _lines(path.read_text("utf-8")) if path else {}
     table = tomllib.loads(path.read_text("utf-8")) if path else {}
@@ -59,25 +59,25 @@ def settings(
     return [
         *_pool(loaded, flags, source),
         *_entries(loaded, source),
-        *(one for name in loaded.models for one in _model(loaded, name, folders, source)),
+        *(setting for name in loaded.models for setting in _model(loaded, name, folders, source)),
     ]
 
 
 class _SourceFile(Struct, frozen=True):
-    """The file's table, and the line of each key."""
+    """The table of a settings file, and the line of each key."""
 
     file: str
     table: Mapping[str, Any]
     lines: Mapping[tuple[str, ...], int]
 
     def origin(self, *keys: str) -> str | None:
-        """FILE:LINE of a key; None if the file does not have it."""
+        """Returns FILE:LINE of a key; None if the file does not have the key."""
         inner: Any = self.table
         for key in keys:
             if not isinstance(inner, Mapping) or key not in inner:
                 return None
             inner = inner[key]
-        for size in range(len(keys), 0, -1):  # a key of an inline table has the line of that
+        for size in range(len(keys), 0, -1):  # a key of an inline table has the table's line
             if keys[:size] in self.lines:
                 return f"{self.file}:{self.lines[keys[:size]]}"
         return self.file
@@ -96,7 +96,7 @@ def _pool(loaded: PoolConfig, flags: Mapping[str, Any], source: _SourceFile) -> 
 
 
 def _entries(loaded: PoolConfig, source: _SourceFile) -> Iterator[Setting]:
-    """The settings of the named sections of the file, except models."""
+    """Yields the settings of the named sections of the file, except models."""
     for name in (name for name in loaded.__struct_fields__ if name != "models"):
         entries = getattr(loaded, name)
         if not isinstance(entries, Mapping):
@@ -140,7 +140,7 @@ def _flat(table: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tup
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it."""
+    """Returns a value in a type of JSON."""
     if isinstance(value, tuple):
         return list(value)
     return str(value) if isinstance(value, Path) else value
@@ -156,16 +156,16 @@ _PART = re.compile(r"""[\w-]+|"[^"]*"|'[^']*'""")
 
 
 def _lines(text: str) -> dict[tuple[str, ...], int]:
-    """The line number of each key that begins a line, and of each section."""
-    found: dict[tuple[str, ...], int] = {}
+    """Returns the line number of each key that begins a line, and of each section."""
+    numbers: dict[tuple[str, ...], int] = {}
     section: tuple[str, ...] = ()
     for number, line in enumerate(text.splitlines(), 1):
         if (match := _SECTION.match(line)) is not None:
             section = _parts(match[1])
-            found.setdefault(section, number)
+            numbers.setdefault(section, number)
         elif (match := _KEY.match(line)) is not None:
-            found.setdefault((*section, *_parts(match[1])), number)
-    return found
+            numbers.setdefault((*section, *_parts(match[1])), number)
+    return numbers
 
 
 def _parts(text: str) -> tuple[str, ...]:
@@ -173,7 +173,7 @@ def _parts(text: str) -> tuple[str, ...]:
 
 
 def unread_variables() -> dict[str, str]:
-    """The variables MLXPOOL_* of the environment that nothing reads, each with the nearest name."""
+    """Returns the variables MLXPOOL_* that nothing reads, each with the nearest known name."""
     known = [*variables().values(), *OTHER_VARIABLES]
     odd = [n for n in os.environ if n.startswith(PREFIX) and n not in known]
     tails = {
@@ -184,7 +184,7 @@ def unread_variables() -> dict[str, str]:
 
 
 def missing_paths(loaded: Mapping[str, ModelConfig]) -> dict[str, str]:
-    """The paths of models that do not exist on this machine, by model; references are left out."""
+    """Returns the paths that do not exist on this machine, by model; references are left out."""
     return {
         name: model.path
         for name, model in loaded.items()
