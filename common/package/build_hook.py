@@ -20,7 +20,7 @@ class VersionHook(BuildHookInterface):  # type: ignore[type-arg]
     """Adds the file that the kind of wheel needs."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """`version` is "standard" or "editable"."""
+        """Add the file. `version` is "standard" or "editable"."""
         if version == "editable":
             # After the .pth file with the source roots, whose name begins with `_`.
             added, place = FOLDER / "editable_version.pth", "mlxpool_version.pth"

@@ -1,6 +1,6 @@
 """A pool of processes that serves MLX language models over ZeroMQ.
 
-This is `mlxpool/__init__.py` of the wheel. The checkout has none: see build_hook.py.
+This is `mlxpool/__init__.py` of the wheel. The checkout lacks that file, see build_hook.py.
 """
 
 from mlxpool.common.version import VERSION as __version__

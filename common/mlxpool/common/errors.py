@@ -1,4 +1,4 @@
-"""The errors with which a stream, a call or a start can end, and their codes on the wire.
+"""The errors that can end a stream, a call or a start, and their codes in the protocol.
 
     PoolError
     ├── ClientFault            the request cannot succeed as it was sent
@@ -30,7 +30,7 @@
         ├── Damaged                  damaged
         └── Internal                 internal
 
-`retryable` says whether the same request can succeed later; `retry_after_ms` says when.
+`retryable` is True if the same request can succeed later, after `retry_after_ms`.
 To add an error, add its class here, its HTTP status to gateway/errors.py, and its row to
 docs/protocol.md and docs/gateway.md.
 """
@@ -44,7 +44,7 @@ MAX_MESSAGE = 2000  # characters
 
 
 def sendable(text: str) -> str:
-    """A message cut to MAX_MESSAGE characters, in valid Unicode: file names need not be that."""
+    """Returns MAX_MESSAGE characters of a message in valid Unicode, which file names may lack."""
     return text[:MAX_MESSAGE].encode(errors="backslashreplace").decode()[:MAX_MESSAGE]
 
 
@@ -67,7 +67,7 @@ class PoolError(Exception):
         self.retry_after_ms = retry_after_ms
 
     def body(self) -> dict[str, Any]:
-        """The body of an `error` frame (docs/protocol.md, Errors)."""
+        """Returns the body of an `error` frame (docs/protocol.md, Errors)."""
         body: dict[str, Any] = {
             "code": self.code,
             "message": sendable(self.message),
@@ -85,7 +85,7 @@ class ClientFault(PoolError):
 
 
 class PoolFault(PoolError):
-    """The pool could not do it this time; nothing is wrong with the request."""
+    """The pool could not do it this time; the request itself is valid."""
 
 
 class BadRequest(ClientFault):
@@ -129,13 +129,13 @@ class UnknownJob(ClientFault):
 
 
 class Gone(ClientFault):
-    """The job was there once; its result has been deleted."""
+    """The result of the job has been deleted."""
 
     code = "gone"
 
 
 class JobRestarted(ClientFault):
-    """The job was begun anew with another model, so that the ids of before do not go on."""
+    """The job was begun anew with another model, so its ids do not continue the earlier ids."""
 
     code = "job_restarted"
 
@@ -198,7 +198,7 @@ class StoreUnavailable(PoolFault):
 
 
 class Damaged(PoolFault):
-    """The disk has changed what is stored of a job, which is therefore not served."""
+    """The stored data of a job has changed on the disk, so the job is not served."""
 
     code = "damaged"
 
@@ -218,7 +218,7 @@ BY_CODE: dict[str, type[PoolError]] = _leaves(PoolError)
 
 
 def from_body(body: Mapping[str, Any]) -> PoolError:
-    """The typed error of a received `error` body; an unknown code becomes a plain PoolError."""
+    """Returns the typed error of an `error` body; an unknown code becomes a plain PoolError."""
     kind = BY_CODE.get(str(body.get("code")), PoolError)
     retry_after = body.get("retry_after_ms")
     error = kind(
@@ -226,7 +226,7 @@ def from_body(body: Mapping[str, Any]) -> PoolError:
         details=body.get("details") if isinstance(body.get("details"), dict) else None,
         retry_after_ms=retry_after if isinstance(retry_after, int) else None,
     )
-    if kind is PoolError:  # a code of a later version: keep what its sender says
+    if kind is PoolError:  # a code of a later version: keep its code and `retryable`
         error.code = str(body.get("code"))
         error.retryable = body.get("retryable") is True
     return error

@@ -1,8 +1,8 @@
 """Makes control characters visible: text of a model or a client must not control a terminal.
 
-A terminal obeys escape sequences and carriage returns, a line break forges a line of a log, and
-marks of bidirectional text show a line in another order than it has. Each such character becomes an
-escape such as \\x1b. Lone surrogates, which no output can encode, do so too.
+A terminal obeys escape sequences and carriage returns. A line break forges a line of a log. Marks
+of bidirectional text reorder the characters of a line. Each such character becomes an escape such
+as \\x1b, and so does a lone surrogate, which no output can encode.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _BUT_LINES_AND_TABS = re.compile(rf"[\x00-\x08\x0b-\x1f{_MARKS}]")
 
 
 def escape_line(text: str) -> str:
-    """The text in one line: line breaks and tabs are escaped as well."""
+    """Returns a text in one line: line breaks and tabs are escaped as well."""
     return CONTROLS.sub(_escape, text)
 
 
 def escape_text(text: str) -> str:
-    """A text of many lines, such as a completion: line feeds and tabs stay."""
+    """Returns a text of many lines, such as a completion: line feeds and tabs stay."""
     return _BUT_LINES_AND_TABS.sub(_escape, text)
 
 
-def _escape(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape").decode()
+def _escape(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()

@@ -1,4 +1,4 @@
-"""Exit codes of a worker of `mlxpool worker`: its supervisor decides by them to start another."""
+"""Exit codes of a worker of `mlxpool worker`. By them its supervisor decides to start another."""
 
 from __future__ import annotations
 

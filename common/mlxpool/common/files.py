@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 # ---- regular files -------------------------------------------------------------------------------
-# Opens files of secrets: regular files alone, since a read of a FIFO or a device may never end.
+# A file of secrets must be a regular file, because a read of a FIFO or a device may never end.
 
 
 class NotRegular(OSError):
@@ -23,7 +23,7 @@ class NotRegular(OSError):
 
 
 def open_regular(file: Path) -> BinaryIO:
-    """Open a regular file for reading, without waiting. Raises OSError, of it NotRegular."""
+    """Open a regular file for reading, without waiting. Raises OSError; NotRegular for others."""
     # Without O_NONBLOCK the open of a FIFO waits for a writer.
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -33,11 +33,11 @@ def open_regular(file: Path) -> BinaryIO:
 
 
 # ---- folder lock ---------------------------------------------------------------------------------
-# The lock of a folder: one process has it, and the kernel releases it with that process.
+# One process at a time holds the lock of a folder. The kernel releases it when that process ends.
 
 
 class FolderLocked(OSError):
-    """Another process has the folder; `holder` is its pid, "unknown" if it is not known."""
+    """Another process holds the folder's lock. `holder` is its pid, or "unknown"."""
 
     def __init__(self, holder: str) -> None:
         super().__init__(f"it is locked by pid {holder}")

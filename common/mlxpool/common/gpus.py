@@ -1,4 +1,4 @@
-"""The names of this machine's CUDA GPUs, and the variable that says which a process may use."""
+"""The names of this machine's CUDA GPUs, and the variable with the GPUs of a process."""
 
 from __future__ import annotations
 
@@ -9,38 +9,40 @@ from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # the names of GPUs that a process may use, in their order
 DRIVER_FILES = Path("/dev")
-# What gpu_ids may have: a number, or a name or the beginning of one, as `nvidia-smi -L` prints it.
+# An entry of gpu_ids: a number, or a name or its beginning, as `nvidia-smi -L` prints names.
 GPU_ID = re.compile(r"0|[1-9]\d{0,3}|(?:GPU|MIG)-[0-9A-Za-z/-]{1,100}")
 
 
 class GpusUnavailable(ValueError):
-    """A worker cannot have the GPUs that its settings ask for; says which, and what to do."""
+    """A worker cannot have the GPUs of its settings. The message has the GPUs, and a remedy."""
 
 
 def visible_gpus(environment: Mapping[str, str], files: Path = DRIVER_FILES) -> tuple[str, ...]:
-    """The GPUs that this process may use, each once, by their names or numbers.
+    """Returns the names or numbers of the GPUs that this process may use, each once.
 
-    None without a driver. `files` is the folder of the driver's files, one for each GPU.
+    The tuple is empty without a driver. `files` is the folder of the driver's files, which has one
+    file for each GPU.
     """
     return tuple(dict.fromkeys(_names(environment, files)))
 
 
 def _names(environment: Mapping[str, str], files: Path) -> list[str]:
-    """As `visible_gpus`, but with those that are named several times."""
+    """Returns the list of `visible_gpus` with its duplicates."""
     named = environment.get(VISIBLE)
     if named is None:
-        found = [file for file in files.glob("nvidia[0-9]*") if file.name[6:].isdigit()]
-        return [str(number) for number in range(len(found))]
-    # CUDA ignores what names no GPU, such as -1 or Slurm's NoDevFiles, and all that follows it.
+        devices = [file for file in files.glob("nvidia[0-9]*") if file.name[6:].isdigit()]
+        return [str(number) for number in range(len(devices))]
+    # CUDA ignores an entry that cannot name a GPU, such as -1 or Slurm's NoDevFiles, and all later
+    # entries.
     return list(takewhile(GPU_ID.fullmatch, (name.strip() for name in named.split(","))))
 
 
 def chosen_gpus(visible: Sequence[str], gpu_ids: Sequence[str]) -> tuple[str, ...]:
-    """Those of the `visible` GPUs that the setting `gpu_ids` names, in its order; all without it.
+    """Returns the GPUs of the setting `gpu_ids`, in its order; all `visible` GPUs if it is empty.
 
-    Raises GpusUnavailable where one of them is not visible.
+    Raises GpusUnavailable if a GPU of `gpu_ids` is not visible.
     """
-    missing = [one for one in gpu_ids if one not in visible]
+    missing = [gpu for gpu in gpu_ids if gpu not in visible]
     if missing and not visible:
         raise GpusUnavailable(
             f"gpu_ids is {_shown(gpu_ids)}, but there is no GPU that it may use: leave gpu_ids out,"
@@ -56,7 +58,7 @@ def chosen_gpus(visible: Sequence[str], gpu_ids: Sequence[str]) -> tuple[str, ..
 
 
 def check_enough(gpus: Sequence[str], devices: int) -> None:
-    """Raises GpusUnavailable if a group of `devices` ranks cannot have one GPU for each of them.
+    """Raises GpusUnavailable if there are fewer GPUs than ranks in a group of `devices` ranks.
 
     Without any GPU the ranks compute on the CPU.
     """
@@ -71,9 +73,9 @@ def check_enough(gpus: Sequence[str], devices: int) -> None:
 def environment_of(
     gpus: Sequence[str], environment: Mapping[str, str], files: Path = DRIVER_FILES
 ) -> dict[str, str]:
-    """The variable with which a process sees these GPUs, and no others.
+    """Returns the variable with which a process sees these GPUs, and no others.
 
-    None if it sees them in its `environment` without that, or if there are none.
+    The map is empty if `environment` has this value already, or if `gpus` is empty.
     """
     if not gpus or list(gpus) == _names(environment, files):
         return {}

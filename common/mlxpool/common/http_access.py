@@ -1,4 +1,4 @@
-"""Who may send an HTTP request: holders of bearer keys, and no page of another site."""
+"""Access to HTTP servers: bearer keys, and the refusal of requests from pages of other sites."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from msgspec import Struct
 from mlxpool.common.files import open_regular
 
 # ---- api keys ------------------------------------------------------------------------------------
-# The file of bearer keys for HTTP: a key a line, or a name and a key; `#` begins a comment. A
-# third word, `operator`, says that the key may read the gateway's metrics.
+# The file of bearer keys for HTTP has a key a line, or a name and a key; `#` begins a comment. A
+# key with the third word `operator` may read the gateway's metrics.
 
 
 MIN_KEY_LENGTH = 16  # characters; a shorter key can be guessed
-NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")  # of a key, in logs
-SHOWN_DIGITS = 32  # of the digest of a key without a name, in its place: it names an owner
+NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")  # the name of a key, as in logs
+SHOWN_DIGITS = 32  # digits of the digest that name the owner of a key without a name
 OPERATOR = "operator"
-OTHERS = 0o077  # of a mode
+OTHERS = 0o077  # bits of a file's mode for other users
 
 
 class ApiKey(Struct, frozen=True):
-    """What the file says of a key. `name` is its owner."""
+    """A key of the file. `name` is its owner."""
 
     name: str
     operator: bool = False
 
 
 def digest(key: str) -> bytes:
-    """What is kept of a key."""
+    """Returns the digest of a key, which is kept in its place."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
 def read_keys(file: Path) -> dict[bytes, ApiKey]:
-    """The file's keys by their digests; one without a name is named by digits of its digest.
+    """Returns the file's keys by their digests; a key without a name gets digits of its digest.
 
-    Raises ValueError naming the file, and the line or the mode with which others can read it.
+    Raises ValueError naming the file, and the faulty line or a mode that lets others read it.
     """
     try:
         with open_regular(file) as opened:
@@ -72,20 +72,20 @@ def read_keys(file: Path) -> dict[bytes, ApiKey]:
             raise ValueError(
                 f"{file}, line {number}: a name has 1 to 64 letters, digits and . _ @ -"
             )
-        found = digest(key)
-        keys[found] = ApiKey(name or f"sha256:{found.hex()[:SHOWN_DIGITS]}", operator)
+        hashed = digest(key)
+        keys[hashed] = ApiKey(name or f"sha256:{hashed.hex()[:SHOWN_DIGITS]}", operator)
     if not keys:
         raise ValueError(f"{file} has no key: write one a line")
     return keys
 
 
 # ---- cross site ----------------------------------------------------------------------------------
-# Whether a page of another site sent an HTTP request: browsers say so in two headers. A form or a
-# script of any page can send a request whose answer it cannot read, without asking the server
-# first, so a server that only withholds its consent (CORS) performs it all the same.
+# Browsers name the page that sends an HTTP request in two headers. A form or a script of any page
+# can send a request whose answer it cannot read, without asking the server first. A server that
+# only withholds its consent (CORS) performs such a request.
 
 
-SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # that change nothing; OPTIONS is a browser's question
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # these change nothing; OPTIONS is a browser's question
 OWN_SITES = ("same-origin", "none")  # none: an address that the user has typed
 
 
@@ -96,11 +96,12 @@ def foreign_page(
     sites: Sequence[str],
     allowed: Collection[str] = (),
 ) -> str | None:
-    """Returns what sent a request that may change something, if it is a page of another origin.
+    """Returns the sender of a request that may change something, if it is a page of another origin.
 
-    `host`, `origins` and `sites` are the headers Host, Origin and Sec-Fetch-Site, with all their
-    values. Programs send no Origin, browsers always, but for old ones; Sec-Fetch-Site they send to
-    https and to the loopback interface. Pages of the `allowed` origins are none; "*": of all.
+    None for other senders, for safe methods, and for pages of the `allowed` origins; "*" allows
+    all. `host` is the header Host, `origins` and `sites` are all values of Origin and
+    Sec-Fetch-Site. Programs send no Origin. Browsers send it, except old ones, and send
+    Sec-Fetch-Site to https and to the loopback interface.
     """
     if method in SAFE_METHODS or "*" in allowed:
         return None
@@ -117,7 +118,7 @@ def foreign_page(
 
 
 def _place(origin: str) -> str:
-    """Host and port of an origin as the header Host has them; "" for `null` and what is none."""
+    """Returns host and port of an origin in the form of the header Host; "" if it has none."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:

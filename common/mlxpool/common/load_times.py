@@ -1,4 +1,4 @@
-"""What the phases of a worker's load took. Pure: the worker measures, the broker shows."""
+"""Times of the phases of a worker's load. Pure: the worker measures, the broker shows."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from collections.abc import Mapping
 
 from msgspec import Struct, field
 
-# In the order in which they begin; a load lacks those that its model does not need.
+# Phases in the order in which they begin; a load lacks the phases that its model does not need.
 LOAD_PHASES = (
     "start",  # from the start of the process until it runs our code
     "imports",  # the worker's modules are imported
     "check",  # settings, the model's files and its tokenizer are checked
     "device",  # MLX is imported and opens its device
-    "ranks",  # of a group: until the processes of the other ranks are here
-    "links",  # of a group: ranks connect, their GPUs share memory and try sums
+    "ranks",  # in a group: until the processes of the other ranks run
+    "links",  # in a group: ranks connect, their GPUs share memory and try sums
     "weights",  # weights are read
-    "build",  # the model is built of them
-    "trials",  # kernels that are tried are compiled, where the disk has none
+    "build",  # the model is built of the weights
+    "trials",  # kernels to be tried are compiled, unless the disk has them
     "engine",  # the layout of rows is chosen, kernels are tried, memory is allocated
     "memory",  # the memory of a pass is measured
     "passes",  # passes are built, to find out which kernels they call
-    "kernels",  # kernels of passes are compiled, where the disk has none
+    "kernels",  # kernels of passes are compiled, unless the disk has them
     "warm_up",  # a pass of each kind is computed
     "preparers",  # until the processes that tokenise requests are ready
 )
 
-# What a worker does in each phase, in the words that commands and the status page show.
+# The worker's activity in each phase, as commands and the status page show it.
 ACTIVITIES = {
     "start": "starting",
     "imports": "starting",
@@ -46,39 +46,42 @@ ACTIVITIES = {
 
 
 def activity(phase: str, load_phase: str) -> str:
-    """What a worker does, for people, by its phase and the phase of its load, or ""."""
+    """Returns a worker's activity as people read it.
+
+    `phase` is the worker's phase, `load_phase` the phase of its load, or "".
+    """
     if phase == "boot":
         return ACTIVITIES["start"]
     return ACTIVITIES.get(load_phase, phase) if phase == "load" else phase
 
 
 class LoadTimes(Struct, frozen=True):
-    """Seconds of each phase that has begun, by its name; `now` is the one that lasts, or ""."""
+    """Seconds of each phase that has begun, by its name; `now` is the running phase, or ""."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)
     now: str = ""
 
     @property
     def total(self) -> float:
-        """Seconds since the start of the process, at the end of the load those of all of it."""
+        """Seconds from the start of the process until now, or until the end of the load."""
         return sum(self.seconds.values())
 
     @property
     def shown(self) -> dict[str, float]:
-        """The seconds in the order of phases, to milliseconds."""
+        """The seconds in the order of phases, rounded to milliseconds."""
         return {name: round(self.seconds[name], 3) for name in LOAD_PHASES if name in self.seconds}
 
     @classmethod
     def parse(cls, phase: object, milliseconds: object) -> LoadTimes:
-        """Reads a beat's fields; phases of other names, and what is no number, count as absent."""
-        given = milliseconds if isinstance(milliseconds, dict) else {}
-        found = {name: given[name] for name in LOAD_PHASES if type(given.get(name)) is int}
+        """Reads the fields of a heartbeat; unknown phases and wrong values count as absent."""
+        table = milliseconds if isinstance(milliseconds, dict) else {}
+        times = {name: table[name] for name in LOAD_PHASES if type(table.get(name)) is int}
         return cls(
-            {name: value / 1000 for name, value in found.items() if value >= 0},
+            {name: value / 1000 for name, value in times.items() if value >= 0},
             phase if isinstance(phase, str) and phase in LOAD_PHASES else "",
         )
 
     @property
     def milliseconds(self) -> dict[str, int]:
-        """The seconds as they travel, see `parse`."""
+        """The milliseconds of each phase, as heartbeats carry them to `parse`."""
         return {name: round(1000 * value) for name, value in self.shown.items()}

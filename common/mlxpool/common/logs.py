@@ -1,7 +1,7 @@
 """The log format of every process: text (logfmt), or JSON lines. Both have the same keys.
 
-Prompts and completions are never logged. What models and clients name may be: in the text log
-control characters are escaped, and only a record begins at the left margin.
+Prompts and completions are never logged. Names from models and clients may be logged: in the text
+log control characters are escaped, and only a record begins at the left margin.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 
 from mlxpool.common.escapes import CONTROLS, escape_text
 
-# What no unquoted value may hold: white space, quotes, =, \ and what else is escaped.
+# Characters that need quotes around a value: white space, quotes, =, \ and escaped characters.
 _SPECIAL = re.compile(rf"[\s\"'=\\]|{CONTROLS.pattern}")
 _OWN = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line; the keys of `extra` become further keys."""
+    """Formats a record as one JSON object a line; the keys of `extra` become further keys."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -43,11 +43,11 @@ class JsonLines(logging.Formatter):
 
 
 class Logfmt(logging.Formatter):
-    """One line of logfmt: `ts=… level=info logger=broker event="worker ready" epoch=3`.
+    """Formats a record as logfmt: `ts=… level=info logger=broker event="worker ready" epoch=3`.
 
-    `ts` is the local time with its offset from UTC. The keys of `extra` follow; those without a
-    value (None) are left out. `exception` is the error in one line; its traceback follows the
-    record in lines that begin with two spaces.
+    `ts` is the local time with its offset from UTC. The keys of `extra` follow, except keys with
+    the value None. `exception` is the error in one line. Its traceback follows the record in lines
+    that begin with two spaces.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -70,7 +70,7 @@ def _logfmt(pairs: Mapping[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    """A value as text: the entries of a list with commas, booleans and tables as in JSON."""
+    """Returns a value as text: lists with commas, booleans and tables as JSON."""
     if isinstance(value, list | tuple):
         return ",".join(map(_text, value))
     if isinstance(value, bool | dict):
@@ -79,11 +79,11 @@ def _text(value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A value of logfmt: in quotes, with the escapes of JSON, where a parser needs them."""
+    """Returns a value of logfmt; if a parser needs them, with quotes and the escapes of JSON."""
     if text and text != "null" and not _SPECIAL.search(text):
         return text
     return CONTROLS.sub(
-        lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False)
+        lambda match: f"\\u{ord(match[0]):04x}", json.dumps(text, ensure_ascii=False)
     )
 
 
@@ -100,11 +100,11 @@ def _utc(record: logging.LogRecord) -> str:
     return f"{seconds}.{int(record.msecs):03d}Z"
 
 
-LEVELS = {"info": logging.INFO, "debug": logging.DEBUG}  # of the setting log_level
+LEVELS = {"info": logging.INFO, "debug": logging.DEBUG}  # the choices of the setting log_level
 
 
 def set_up(*, json_lines: bool, level: int = logging.INFO) -> None:
-    """Write the log of this process, exceptions that nothing catches included, to stderr."""
+    """Write the log of this process to stderr, including uncaught exceptions."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if json_lines else Logfmt())
     root = logging.getLogger()

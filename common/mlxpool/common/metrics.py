@@ -1,7 +1,7 @@
 """Metric families, histograms, and their text for Prometheus. Used by broker and gateway.
 
-Not prometheus_client: for nine histograms of each of 50 models it takes far longer, and meanwhile
-the broker's loop needs the interpreter.
+It replaces prometheus_client, which takes far longer for nine histograms of each of 50 models;
+meanwhile the broker's loop needs the interpreter.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Source = TypeVar("Source")
 
 
 class Histogram:
-    """Counts of values by bucket: `counts[i]` are those above bound i - 1 and up to bound i."""
+    """Counts of values by bucket: `counts[i]` counts values above bound i - 1 and up to bound i."""
 
     __slots__ = ("_frozen", "bounds", "counts", "total")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)  # the last: above every bound
+        self.counts = [0] * (len(bounds) + 1)  # the last counts values above every bound
         self.total = 0.0
-        self._frozen: Frozen | None = None  # of the values so far, if it was made
+        self._frozen: Frozen | None = None  # a copy of the values so far, if one was made
 
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
@@ -41,7 +41,7 @@ class Histogram:
         self._frozen = None
 
     def frozen(self) -> Frozen:
-        """A copy that other threads may read; the same one as long as nothing is observed."""
+        """Returns a copy that other threads may read; the same copy until the next `observe`."""
         if self._frozen is None:
             self._frozen = Frozen(self.bounds, tuple(self.counts), self.total)
         return self._frozen
@@ -60,9 +60,10 @@ Rows = Iterable[tuple[tuple[str, ...], Value]]  # values of the labels, value
 
 
 class Family(Struct, Generic[Source], frozen=True):
-    """One metric family. `rows` reads its values of what the writer is given.
+    """A metric family. `rows` reads its values from the source that the writer is given.
 
-    `last_label_values` are those of its last label when each row has a number for all of them.
+    If each row has a number for every value of the last label, `last_label_values` are these
+    values.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Family(Struct, Generic[Source], frozen=True):
     last_label_values: tuple[str, ...] = ()
 
     def series(self) -> tuple[str, ...]:
-        """The series names that a query may use."""
+        """Returns the names of the series that a query may use."""
         if self.kind != HISTOGRAM:
             return (self.name,)
         return tuple(f"{self.name}_{end}" for end in ("bucket", "sum", "count"))
@@ -84,12 +85,12 @@ class MetricsWriter(Generic[Source]):
 
     def __init__(self, families: Sequence[Family[Source]]) -> None:
         self._families = families
-        # By family, then by the values of its labels: text with a % conversion for each number.
+        # Texts with a % conversion for each number, by family and by the values of its labels.
         self._templates: dict[str, dict[tuple[str, ...], bytes]] = {f.name: {} for f in families}
         self._written: dict[tuple[str, tuple[str, ...]], tuple[Frozen, bytes]] = {}
 
     def text(self, source: Source, accept: str = "") -> tuple[bytes, str]:
-        """The text and its content type: OpenMetrics, if a header Accept names it."""
+        """Returns text and content type: OpenMetrics if `accept`, the header Accept, names it."""
         if OPENMETRICS not in accept:
             return b"".join(self._parts(source, False)), CONTENT_TYPE
         text = b"".join((*self._parts(source, True), b"# EOF\n"))
@@ -109,7 +110,7 @@ class MetricsWriter(Generic[Source]):
                     yield template % (tuple(value) if isinstance(value, Sequence) else value)
 
     def _histogram(self, key: tuple[str, tuple[str, ...]], template: bytes, value: Frozen) -> bytes:
-        """The cached text, if the histogram has no new value."""
+        """Returns the text of a histogram; the cached text if the histogram has no new value."""
         before, text = self._written.get(key, (None, b""))
         if before is not value:
             counts = tuple(accumulate(value.counts))
@@ -123,7 +124,7 @@ def _head(family: Family[Any], name: str) -> bytes:
 
 
 def _template(family: Family[Any], labels: tuple[str, ...], value: Value) -> str:
-    """One line, a line for each value of the last label, or those of a histogram."""
+    """Returns one line, a line for each value of the last label, or the lines of a histogram."""
     name = family.name
     if isinstance(value, Frozen):
         text = _labels(family, labels)
@@ -137,7 +138,7 @@ def _template(family: Family[Any], labels: tuple[str, ...], value: Value) -> str
 
 
 def _labels(family: Family[Any], values: tuple[str, ...]) -> str:
-    """For a template, so with each % doubled."""
+    """Returns labels for a template, in which each % is doubled."""
     pairs = zip(family.labels, values, strict=True)
     return ",".join(f'{name}="{_escaped(value)}"' for name, value in pairs)
 
@@ -149,14 +150,14 @@ def _escaped(value: str) -> str:
 
 def _process(value: Callable[[psutil.Process], float]) -> Callable[[object], Rows]:
     def rows(source: object) -> Rows:
-        import psutil  # the client has none
+        import psutil  # not a dependency of the client
 
         return [((), value(psutil.Process()))]
 
     return rows
 
 
-# Of the process that renders them.
+# The families of the process that renders them.
 PROCESS: tuple[Family[Any], ...] = (
     Family("process_virtual_memory_bytes", GAUGE, "Virtual memory",
            (), _process(lambda process: process.memory_info().vms)),

@@ -1,9 +1,9 @@
-"""Options of a request: sampling and length, and the keys that stand beside them in the message.
+"""Options of a request: sampling and length, and the other keys of a request's message.
 
-`Options` is the one table of sampling options: each field declares type, check, default and the
-help of its command-line flag. `CHECKS` is made from it; a test compares `GenerateOptions`, the type
-of the Python client's keyword arguments, with it. The defaults are Ollama's, so that the same
-request means the same in both.
+`Options` is the table of sampling options: each field declares type, check, default and the help
+of its command-line flag. `CHECKS` is made from it. A test compares it with `GenerateOptions`, the
+type of the Python client's keyword arguments. The defaults are those of Ollama, so that a request
+has the same meaning in both.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MAX_SEED = 2**64 - 1
 MAX_COUNT = 2**31 - 1
 MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
 
-# A check takes an option's name and value as a request has them, and returns the value as `Options`
-# holds it. Raises BadRequest naming the option, its value and its bound.
+# A check takes the name and value of an option in a request, and returns the value for `Options`.
+# It raises BadRequest naming the option, its value and its bound.
 Check = Callable[[str, Any], Any]
 
 
@@ -111,16 +111,18 @@ def _biases(name: str, value: Any) -> dict[int, float]:
 class Options(Struct, frozen=True):
     """Checked options of one request; build them with `Options.parse`.
 
-    The annotation of a field holds its type, its check and, if the command line has a flag for it,
-    the help text of that.
+    The annotation of a field holds its type, its check, and the help text of its flag if the
+    command line has one.
     """
 
     max_tokens: Annotated[
         int,
         IntegerIn(-(2**31), MAX_COUNT),
-        "tokens to generate at most, 0: up to the context (default: as the settings say)",
-    ] = -1  # below 0: default_max_tokens of the settings, without it up to the context
-    temperature: Annotated[float, NumberIn(0, 100), "0 is greedy (default 0.8)"] = 0.8
+        "the most tokens to generate, 0: up to the context (default: from the settings)",
+    ] = -1  # below 0: the setting default_max_tokens, or up to the context
+    temperature: Annotated[
+        float, NumberIn(0, 100), "randomness of the choice of tokens, 0: greedy (default 0.8)"
+    ] = 0.8
     top_p: Annotated[
         float, NumberIn(0, 1), "keep the most likely tokens of this mass (default 0.9)"
     ] = 0.9  # 1 (or 0) is off
@@ -146,10 +148,10 @@ class Options(Struct, frozen=True):
     ] = 0.0
     logit_bias: Annotated[Mapping[int, float], _biases] = field(default_factory=dict)
     seed: Annotated[
-        int, IntegerIn(-1, MAX_SEED), "for the same text again (default: drawn)"
-    ] = -1  # < 0: the broker draws one
+        int, IntegerIn(-1, MAX_SEED), "random seed, for the same text again (default: drawn)"
+    ] = -1  # below 0: the broker draws a seed
     stop: Annotated[tuple[str, ...], _stops, "end before this text; may be repeated"] = ()
-    logprobs: Annotated[bool, _boolean, "report each token's, with --json"] = False
+    logprobs: Annotated[bool, _boolean, "report each token's log-probability, with --json"] = False
     top_logprobs: Annotated[
         int, IntegerIn(0, MAX_TOP_LOGPROBS), "alternatives reported with --json (default 0)"
     ] = 0
@@ -168,29 +170,29 @@ class Options(Struct, frozen=True):
     num_ctx: Annotated[
         int, IntegerIn(0, MAX_COUNT), "context of this request (default, 0: the model's)"
     ] = 0
-    format: Annotated[Mapping[str, Any] | None, check_format] = None  # what the answer has to be
+    format: Annotated[Mapping[str, Any] | None, check_format] = None  # the form of the answer
     thinking_budget: Annotated[
         int,
         IntegerIn(-1, MAX_COUNT),
-        "tokens of thoughts at most, then the answer follows (default, -1: no bound)",
+        "the most tokens of thoughts before the answer (default, -1: no bound)",
     ] = -1
-    # The answer goes on behind the last message, which is an assistant's.
+    # The answer continues the last message, which is an assistant's.
     continue_message: Annotated[bool, _boolean] = False
-    suffix: Annotated[str, _suffix] = ""  # behind the gap that the answer fills
-    # Control tokens that contents have as text are text; None: as the model's settings say.
+    suffix: Annotated[str, _suffix] = ""  # the text after the gap that the answer fills
+    # Control tokens in contents of messages are plain text; None: as set for the model.
     plain_contents: Annotated[bool | None, _boolean] = None
-    echo: Annotated[bool, _boolean] = False  # the text begins with the prompt's
-    # Alternatives of each token of the prompt; -1: none is reported; None: as echo and logprobs.
+    echo: Annotated[bool, _boolean] = False  # the output begins with the prompt
+    # Alternatives for each token of the prompt; -1: no report; None: as echo and logprobs.
     prompt_logprobs: Annotated[int | None, IntegerIn(-1, MAX_TOP_LOGPROBS)] = None
 
     @property
     def reports_prompt(self) -> bool:
-        """Whether the tokens of the prompt are reported."""
+        """True if the tokens of the prompt are reported."""
         return self.echo or self.prompt_alternatives >= 0
 
     @property
     def prompt_alternatives(self) -> int:
-        """The alternatives that are reported for each token of the prompt.
+        """The number of alternatives that are reported for each token of the prompt.
 
         -1: tokens are reported without log-probabilities, or not at all.
         """
@@ -200,12 +202,12 @@ class Options(Struct, frozen=True):
 
     @property
     def prompt_only(self) -> bool:
-        """Whether the prompt is reported and no token is generated: max_tokens is 0."""
+        """True if the prompt is reported and no token is generated, because max_tokens is 0."""
         return self.reports_prompt and self.max_tokens == 0
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> Options:
-        """Options from a message's map; where both are set, an option wins over its other name.
+        """Returns the options of a message's map. An option has precedence over its alias.
 
         Raises BadRequest naming the option, its value and its bound.
         """
@@ -227,7 +229,7 @@ class Options(Struct, frozen=True):
         return options
 
     def to_wire(self) -> dict[str, Any]:
-        """The map that `parse` reads back to an equal object."""
+        """Returns the map from which `parse` reads an equal object."""
         wire = {name: getattr(self, name) for name in _DECLARED}  # asdict copies, at ten times this
         wire["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
         wire["stop"] = list(self.stop)
@@ -242,7 +244,7 @@ FLAGS: dict[str, tuple[Any, str]] = {  # option -> its type and the help of its 
     if len(hint.__metadata__) > 1
 }
 ALIASES = {"num_predict": "max_tokens"}
-REQUEST_KEYS = (  # keys of the message beside `options`; the Python client takes both as keywords
+REQUEST_KEYS = (  # further keys of the message; the Python client takes them as keywords, too
     "deadline_ms",
     "queue_ms",
     "first_token_ms",
@@ -258,7 +260,7 @@ REQUEST_KEYS = (  # keys of the message beside `options`; the Python client take
 
 
 def _nearest(name: object) -> str:
-    """The hint in the error for an unknown option."""
+    """Returns the hint in the error for an unknown option."""
     if name in REQUEST_KEYS:
         return "; it is a key of the request, beside its options"
     if name in ("n", "best_of"):
@@ -269,7 +271,7 @@ def _nearest(name: object) -> str:
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Keyword arguments of `generate` and `stream`; None is the same as not given."""
+    """Keyword arguments of `generate` and `stream`; None is the same as absent."""
 
     max_tokens: int | None  # tokens of the whole completion; 0: up to the context
     num_predict: int | None  # another name of max_tokens; max_tokens has precedence
@@ -299,13 +301,13 @@ class GenerateOptions(TypedDict, total=False):
     echo: bool | None  # give the prompt first, with its tokens; see docs/choices.md
     prompt_logprobs: int | None  # report the prompt's tokens with this many alternatives; -1: no
     deadline_ms: int | None  # milliseconds from acceptance to the end
-    queue_ms: int | None  # milliseconds until a worker takes it
+    queue_ms: int | None  # milliseconds until a worker takes the request
     first_token_ms: int | None  # milliseconds to the first token
     priority: int | None  # 0 to 2; 2 is first
     window: int | None  # token ids that may be sent and not acknowledged
     batch: bool | None  # one frame a step for all streams of the client; default true
     durable: bool | None  # false: a lost worker or connection ends the stream
     session: str | None  # prefer the worker of the session's last request
-    tools: Sequence[Mapping[str, Any]] | None  # what the template offers to the model
+    tools: Sequence[Mapping[str, Any]] | None  # tools that the template offers to the model
     traceparent: str | None  # W3C's header of this name: the span of the request
-    think: bool | str | None  # whether, or how much ("low", "medium", "high"), the model thinks
+    think: bool | str | None  # True, False, or the effort ("low", "medium", "high") of thinking

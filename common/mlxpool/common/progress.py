@@ -1,4 +1,4 @@
-"""The progress block: what a worker is doing, readable even while its interpreter hangs.
+"""The progress block: a worker's activity, which the broker can read while the worker hangs.
 
 The broker and one worker share a few 64-bit words of memory. The worker's compute thread writes
 them, its main thread writes `edge_tid` and `edge_ns`, and the broker reads them. Each word is
@@ -22,26 +22,26 @@ _MAGIC = 0x6D6C78706F6F6C31  # "mlxpool1"
 _WORDS = (
     "magic",
     "phase",  # index into PHASES
-    "since_ns",  # monotonic; begin of the phase
+    "since_ns",  # begin of the phase on the monotonic clock
     "count",  # grows at each load shard, prefill chunk and decode step
     "tokens",  # prompt tokens of the running chunk
-    "fresh",  # 1: the running step uses a shape for the first time
+    "fresh",  # 1: the running step has a new shape
     "usual_token_ns",  # usual prefill time of one token; 0: unknown
     "usual_step_ns",  # usual decode step; 0: unknown
     "request_high",  # id of the request whose prompt is read, 16 bytes in two words
     "request_low",
     "compute_tid",  # kernel ids of the compute thread and the main thread; 0: unknown
     "edge_tid",
-    "edge_ns",  # monotonic; newest turn of the main thread's loop
-    "pid",  # of a rank behind the first of a group; 0: unknown
-    "orders",  # of a group: messages that rank 0 has sent, or that another rank has carried out
+    "edge_ns",  # newest turn of the main thread's loop on the monotonic clock
+    "pid",  # in a group: the process of a rank after the first; 0: unknown
+    "orders",  # in a group: messages that rank 0 has sent, or that another rank has carried out
 )
 _INDEX = {name: index for index, name in enumerate(_WORDS)}
 SIZE = mmap.PAGESIZE
 
 
 class ProgressReading(Struct, frozen=True):
-    """One reading of a block; the fields are its words, see above."""
+    """One reading of a block; the fields are the block's words, see `_WORDS`."""
 
     phase: str = "boot"
     since_ns: int = 0
@@ -67,7 +67,7 @@ class Block:
 
     @classmethod
     def create(cls) -> tuple[Block, int]:
-        """A new block, and the descriptor that the worker inherits. Raises OSError."""
+        """Returns a new block, and the descriptor that the worker inherits. Raises OSError."""
         descriptor = _anonymous_file()
         try:
             os.ftruncate(descriptor, SIZE)
@@ -80,12 +80,12 @@ class Block:
 
     @classmethod
     def open(cls, descriptor: int) -> Block:
-        """Map the block of a descriptor, which may be closed afterwards."""
+        """Map the block of a descriptor. The descriptor may be closed afterwards."""
         return cls(mmap.mmap(descriptor, SIZE))
 
     @classmethod
     def private(cls) -> Block:
-        """A block that no other process reads."""
+        """Returns a block that no other process reads."""
         return cls(mmap.mmap(-1, SIZE))
 
     def write(self, word: str, value: int) -> None:
@@ -93,13 +93,13 @@ class Block:
         self._words[_INDEX[word]] = max(0, value)
 
     def write_request(self, request: bytes | None) -> None:
-        """Set the id of the request whose prompt is read; None: there is none."""
+        """Set the id of the request whose prompt is read; None if no prompt is read."""
         high, low = (request or NO_REQUEST)[:8], (request or NO_REQUEST)[8:]
         self.write("request_high", int.from_bytes(high, "big"))
         self.write("request_low", int.from_bytes(low, "big"))
 
     def read(self) -> ProgressReading:
-        """The words as they are now. A block that was never written reads as the default values."""
+        """Returns the present words. A block that was never written has the default values."""
         words = dict(zip(_WORDS, self._words[: len(_WORDS)].tolist(), strict=True))
         request = b"".join(words[f"request_{half}"].to_bytes(8, "big") for half in ("high", "low"))
         return ProgressReading(
@@ -125,7 +125,7 @@ class Block:
 
 
 def _anonymous_file() -> int:
-    """The descriptor of a file without a name: in memory on Linux, a temporary file elsewhere."""
+    """Returns the descriptor of a nameless file: in memory on Linux, else a temporary file."""
     if sys.platform == "linux":
         return os.memfd_create("mlxpool-progress", os.MFD_CLOEXEC)
     descriptor, path = tempfile.mkstemp(prefix="mlxpool-progress-")

@@ -1,8 +1,8 @@
 """The events of a process as JSON lines, for checkers; off unless MLXPOOL_HISTORY names a folder.
 
 Every line has `t` (monotonic seconds, comparable between the processes of a host), `who`, `pid`,
-`what` and the fields of that event. Ids are hexadecimal. Texts of prompts and completions are never
-written.
+`what` (the event) and the fields of the event. Ids are hexadecimal. Texts of prompts and
+completions are never written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ VARIABLE = "MLXPOOL_HISTORY"
 
 
 class History:
-    """An append-only file. A line is one system call, so a kill leaves earlier lines whole."""
+    """An append-only file of events. A line is one system call, so a kill leaves whole lines."""
 
     def __init__(self, who: str, folder: str | None = None) -> None:
         self._who = who
@@ -30,7 +30,7 @@ class History:
 
     @property
     def on(self) -> bool:
-        """Whether lines are written; ask before computing the fields of a costly one."""
+        """True if lines are written; ask before computing costly fields."""
         return self._file is not None
 
     def write(self, what: str, /, **facts: Any) -> None:

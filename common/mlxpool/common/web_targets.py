@@ -1,7 +1,8 @@
-"""Addresses on the web to which the broker posts notices: how they may be written. Pure.
+"""The allowed forms of URLs to which the broker posts notices. Pure.
 
-Only forms that every program reads alike are taken: what a resolver would read as another address
-than a person does (decimal or octal hosts), names in front of the host and odd characters are not.
+A URL may only have a form that every program reads alike. Refused are hosts that a resolver reads
+as another address than a person does (decimal or octal numbers), a user before the host, and odd
+characters.
 """
 
 from __future__ import annotations
@@ -55,25 +56,25 @@ class Target(Struct, frozen=True):
 
     @classmethod
     def parse(cls, url: str) -> Target:
-        """Raises ValueError saying what is wrong with the URL."""
+        """Returns the target of a URL. Raises ValueError naming the fault of the URL."""
         if len(url) > MAX_URL:
             raise ValueError(f"it has {len(url)} characters, at most {MAX_URL}")
-        found = _FORM.fullmatch(url)
-        if found is None:
+        match = _FORM.fullmatch(url)
+        if match is None:
             raise ValueError(
                 "it must be http(s)://HOST[:PORT]/PATH in visible ASCII, without user or password"
             )
-        path = found["path"] or "/"
+        path = match["path"] or "/"
         if "#" in path or "\\" in path:
             raise ValueError("it must have no fragment and no backslash")
-        port = int(found["port"] or PORTS[found["scheme"]])
+        port = int(match["port"] or PORTS[match["scheme"]])
         if not 1 <= port <= 65535:
             raise ValueError(f"the port must be 1 to 65535, got {port}")
-        return cls(Origin(found["scheme"], _host(found["host"]), port), path)
+        return cls(Origin(match["scheme"], _host(match["host"]), port), path)
 
 
 def _host(text: str) -> str:
-    """A host as it is compared. Raises ValueError."""
+    """Returns a host in the form that is compared. Raises ValueError if it is not a host."""
     if text.startswith("["):
         try:
             return str(ipaddress.IPv6Address(text[1:-1]))
@@ -94,35 +95,38 @@ def _host(text: str) -> str:
 
 
 def parse_origin(text: str) -> Origin:
-    """An origin such as https://hooks.example.org or http://127.0.0.1:8080. Raises ValueError."""
+    """Returns the origin of a text such as https://hooks.example.org or http://127.0.0.1:8080.
+
+    Raises ValueError if the text has another form.
+    """
     target = Target.parse(text)
     if target.path != "/" or text.endswith("/"):
-        raise ValueError("it must be http(s)://HOST[:PORT] and nothing behind that")
+        raise ValueError("it must be http(s)://HOST[:PORT] and nothing after it")
     return target.origin
 
 
 class Allowed(Struct, frozen=True):
-    """Where notices may go: to these origins, at public addresses or those of `networks`."""
+    """The allowed targets of notices: these origins, at public addresses or in `networks`."""
 
     origins: frozenset[Origin] = frozenset()
     networks: tuple[IpNetwork, ...] = ()
 
     @classmethod
     def of(cls, origins: Sequence[str], networks: Sequence[str]) -> Allowed:
-        """As the settings have them. Raises ValueError naming the faulty one."""
+        """Reads the values of the settings. Raises ValueError naming the faulty value."""
         return cls(
             frozenset(_named(parse_origin, text) for text in origins),
             tuple(_named(ipaddress.ip_network, text) for text in networks),
         )
 
     def refusal(self, target: Target) -> str:
-        """Why nothing may be posted to a URL; "" if it may."""
+        """Returns why nothing may be posted to a URL; "" if it is allowed."""
         if target.origin in self.origins:
             return ""
         return f"{target.origin} is not one of job_notify_hosts"
 
     def address_refusal(self, origin: Origin, address: IpAddress) -> str:
-        """Why nothing may be posted to this address of an origin; "" if it may."""
+        """Returns why nothing may be posted to this address of an origin; "" if it is allowed."""
         if address == origin.address or any(address in network for network in self.networks):
             return ""
         if is_public(address):
@@ -142,9 +146,9 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def is_public(address: IpAddress) -> bool:
-    """Whether an address is one of the internet: not of this machine, its links, its site.
+    """Returns whether an address is public: not of this machine, its links or its site.
 
-    An IPv6 address that stands for one of IPv4 is judged as that one.
+    An IPv6 address that stands for an IPv4 address is judged as that address.
     """
     if isinstance(address, ipaddress.IPv4Address):
         return address.is_global and not address.is_multicast
