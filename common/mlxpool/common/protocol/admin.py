@@ -1,7 +1,7 @@
 """Messages of the admin socket that need checks. docs/protocol.md lists all commands.
 
-The others have one key or none. Reports (`ps`, `stats`, `models`, `requests`, `watch`) are answered
-with what the broker's `telemetry.reports` and `models.listing` make.
+The other commands have one key or no key. The broker's `telemetry.reports` and `models.listing`
+make the answers to reports (`ps`, `stats`, `models`, `requests`, `watch`).
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from msgspec import Struct
 from mlxpool.common.checks import is_integer
 from mlxpool.common.errors import BadRequest
 
-RELOAD = "reload"  # is answered when the settings are in force, or refused
-WATCH = "watch"  # the one command that is answered more than once
+RELOAD = "reload"  # its answer comes when the settings are in force, or refused
+WATCH = "watch"  # the only command with more than one answer
 MAX_GRACE_MS = 24 * 3600 * 1000
 
 
 class DrainRequest(Struct, frozen=True):
-    """`drain` of a slot, a model, or (both None) the pool. `grace` is seconds, None: as set.
+    """`drain` of a slot, of a model, or of the pool if both are None.
 
-    `slot` is checked against the slots that there are, of whatever type it is.
+    `grace` is in seconds; None: the setting drain_grace. `slot` may have any type: the broker
+    compares it with its slots.
     """
 
     slot: object
@@ -31,7 +32,7 @@ class DrainRequest(Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> DrainRequest:
-        """Raises BadRequest naming the key and its value."""
+        """Reads a body. Raises BadRequest naming the faulty key and its value."""
         slot, grace_ms = body.get("slot"), body.get("timeout_ms")
         if grace_ms is not None and not (is_integer(grace_ms) and 0 <= grace_ms <= MAX_GRACE_MS):
             raise BadRequest(
@@ -44,7 +45,7 @@ class DrainRequest(Struct, frozen=True):
 
 
 def model_name(kind: str, body: Mapping[str, Any]) -> str:
-    """The model that a command is about. Raises BadRequest."""
+    """Returns the model of a command. Raises BadRequest if it is not a text."""
     name = body.get("model")
     if not isinstance(name, str):
         raise BadRequest(f"{kind}: model must be a name")

@@ -1,6 +1,6 @@
-"""Messages, tools and thinking of a chat: what a request may say, the one shape templates see.
+"""Checks of the messages, tools and thinking of a chat, which give them the form of templates.
 
-The broker checks them and passes on what it got; the worker gives the checked shape to a template.
+The broker checks them and passes on the original; the worker gives the checked form to a template.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from mlxpool.common.errors import BadRequest
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 4096
 MAX_TOOLS = 256
-MAX_TOOL_CALLS = 256  # of one message
+MAX_TOOL_CALLS = 256  # calls of one message
 NO_TEMPLATE = (
     "this model has no chat template, so it takes no `messages`: send the finished text as `prompt`"
 )
-LEVELS = ("low", "medium", "high")  # of thinking, for templates that know such
+LEVELS = ("low", "medium", "high")  # effort of thinking, for templates with such levels
 _TEXTS = (
     "name",
     "tool_call_id",
@@ -30,33 +30,33 @@ _TEXTS = (
 
 
 def check_messages(raw: object) -> list[dict[str, Any]]:
-    """The messages; the arguments of tool calls become maps, other keys stay as they are.
+    """Returns the messages. Arguments of tool calls become maps, other keys stay as they are.
 
     Raises BadRequest naming the message's index, the value and the bound.
     """
     if not _is_list(raw) or not 1 <= len(raw) <= MAX_MESSAGES:
-        found = f"{len(raw)}" if _is_list(raw) else shown(raw)
-        raise BadRequest(f"messages must be a list of 1 to {MAX_MESSAGES} maps, got {found}")
+        got = f"{len(raw)}" if _is_list(raw) else shown(raw)
+        raise BadRequest(f"messages must be a list of 1 to {MAX_MESSAGES} maps, got {got}")
     return [_message(f"messages[{index}]", message) for index, message in enumerate(raw)]
 
 
 def check_tools(raw: object) -> list[dict[str, Any]]:
-    """The tools that a template may offer to the model; empty for None.
+    """Returns the tools that a template may offer to the model; [] for None.
 
     Raises BadRequest naming the tool's index, the value and the bound.
     """
     if raw is None:
         return []
     if not _is_list(raw) or len(raw) > MAX_TOOLS:
-        found = f"{len(raw)}" if _is_list(raw) else shown(raw)
-        raise BadRequest(f"tools must be a list of at most {MAX_TOOLS} maps, got {found}")
+        got = f"{len(raw)}" if _is_list(raw) else shown(raw)
+        raise BadRequest(f"tools must be a list of at most {MAX_TOOLS} maps, got {got}")
     return [_tool(f"tools[{index}]", tool) for index, tool in enumerate(raw)]
 
 
 def check_think(raw: object) -> bool | str | None:
-    """Whether, or how much, the model is to think; None leaves it to the template.
+    """Returns True or False for thinking, its level, or None, which leaves it to the template.
 
-    Raises BadRequest naming the value and what is allowed.
+    Raises BadRequest naming the value and the allowed values.
     """
     if raw is None or isinstance(raw, bool) or (isinstance(raw, str) and raw in LEVELS):
         return raw
@@ -64,7 +64,7 @@ def check_think(raw: object) -> bool | str | None:
 
 
 def check_continued(messages: object) -> None:
-    """Raises BadRequest unless the last of checked messages is an assistant's text."""
+    """Raises BadRequest unless the last checked message is an assistant's text."""
     last = messages[-1] if _is_list(messages) and messages else {}
     if last.get("role") != "assistant" or last.get("tool_calls"):
         what = "calls tools" if last.get("tool_calls") else f"has the role {last.get('role')!r}"
@@ -77,7 +77,7 @@ def check_continued(messages: object) -> None:
 
 
 def joined(content: object) -> str:
-    """The text of a checked content: text, a list of parts, or None. Images are left out."""
+    """Returns the text of a checked content: text, a list of parts, or None. Leaves out images."""
     if isinstance(content, list | tuple):
         return "".join(part["text"] for part in content if part["type"] == "text")
     return content if isinstance(content, str) else ""
@@ -102,7 +102,8 @@ def _message(where: str, message: object) -> dict[str, Any]:
             " {type: 'image', blob: n} of the content"
         )
     checked = dict(message)
-    thoughts = checked.pop("reasoning", None)  # another name of reasoning_content, which wins
+    # `reasoning` is an alias of reasoning_content, which has precedence.
+    thoughts = checked.pop("reasoning", None)
     if thoughts and not checked.get("reasoning_content"):
         checked["reasoning_content"] = thoughts
     if checked.get("tool_calls"):
@@ -144,8 +145,8 @@ def _tool_calls(where: str, role: str, calls: object) -> list[dict[str, Any]]:
     if role != "assistant":
         raise BadRequest(f"{where}: only an assistant calls tools, the role is {role!r}")
     if not _is_list(calls) or len(calls) > MAX_TOOL_CALLS:
-        found = f"{len(calls)}" if _is_list(calls) else shown(calls)
-        raise BadRequest(f"{where} must be a list of at most {MAX_TOOL_CALLS} maps, got {found}")
+        got = f"{len(calls)}" if _is_list(calls) else shown(calls)
+        raise BadRequest(f"{where} must be a list of at most {MAX_TOOL_CALLS} maps, got {got}")
     return [_tool_call(f"{where}[{number}]", call) for number, call in enumerate(calls)]
 
 
@@ -158,15 +159,15 @@ def _tool_call(where: str, call: object) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _arguments(where: str, given: object) -> Mapping[str, Any]:
-    """A map; also what is JSON text, as most chat interfaces write it, or is none: see there."""
-    if given is None:
+def _arguments(where: str, raw: object) -> Mapping[str, Any]:
+    """Returns a map of arguments; a text, as most chat APIs have it, goes to `arguments_map`."""
+    if raw is None:
         return {}
-    if isinstance(given, str):
-        return arguments_map(given)
-    if not isinstance(given, Mapping):
-        raise BadRequest(f"{where} must be a map or the JSON text of one, got {shown(given)}")
-    return given
+    if isinstance(raw, str):
+        return arguments_map(raw)
+    if not isinstance(raw, Mapping):
+        raise BadRequest(f"{where} must be a map or the JSON text of one, got {shown(raw)}")
+    return raw
 
 
 def _tool(where: str, tool: object) -> dict[str, Any]:
@@ -188,38 +189,38 @@ def _check_name(where: str, function: Mapping[str, Any]) -> None:
 
 
 # ---- call arguments ------------------------------------------------------------------------------
-# The arguments of a call: JSON text as a model writes it, a map as templates and programs read it.
-# What a model writes may be no JSON map. It is no fault of a request or of the server, so it has a
-# place in the map: the one member INVALID_JSON, as Anthropic's interface names it for its clients.
+# A model writes the arguments of a call as JSON text; templates and programs read a map. A model's
+# text may not be a JSON map. That is not a fault of the request or of the server, so the map then
+# has the text as its only member INVALID_JSON. Anthropic's API has the same name for its clients.
 
 
-INVALID_JSON = "INVALID_JSON"  # the member that has what a model wrote in place of a map
-MAX_ARGUMENT_DEPTH = 20  # of maps and lists in each other, so that a message has room for them
-MIN_INTEGER, MAX_INTEGER = -(1 << 63), (1 << 64) - 1  # of 64 bits
+INVALID_JSON = "INVALID_JSON"  # the member with a model's text that is not a JSON map
+MAX_ARGUMENT_DEPTH = 20  # nested maps and lists; less than MAX_DEPTH of a message's body
+MIN_INTEGER, MAX_INTEGER = -(1 << 63), (1 << 64) - 1  # bounds of integers of 64 bits
 
 
 def arguments_map(text: str) -> dict[str, Any]:
-    """The map of a text; {INVALID_JSON: text} for one that is none."""
-    found = parsed_arguments(text)
-    return {INVALID_JSON: text} if found is None else found
+    """Returns the map of a JSON text; {INVALID_JSON: text} for another text."""
+    arguments = parsed_arguments(text)
+    return {INVALID_JSON: text} if arguments is None else arguments
 
 
 def parsed_arguments(text: str) -> dict[str, Any] | None:
-    """The map that a text is, line ends within strings included; {} for no text and null, None for
-    others.
+    """Returns the map of a JSON text, whose strings may have line ends.
 
-    Only what every message and every JSON reader can hold is taken: Unicode text, integers of 64
-    bits, finite numbers, and not too many maps and lists in each other.
+    {} for an empty text and null; None for a text that is not a map, or that a message or a JSON
+    reader may be unable to hold. They can hold Unicode text, integers of 64 bits, finite numbers,
+    and at most MAX_ARGUMENT_DEPTH nested maps and lists.
     """
     if not text.strip():
         return {}
     try:
-        found = json.loads(text, strict=False, parse_constant=_refuse)
+        value = json.loads(text, strict=False, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return None
-    if found is None:
+    if value is None:
         return {}
-    return found if isinstance(found, dict) and _is_plain(found) else None
+    return value if isinstance(value, dict) and _is_plain(value) else None
 
 
 def _refuse(name: str) -> NoReturn:
@@ -236,4 +237,4 @@ def _is_plain(value: Any, depth: int = MAX_ARGUMENT_DEPTH) -> bool:
     inside = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value or []
     if inside and not depth:
         return False
-    return all(_is_plain(one, depth - 1) for one in inside)
+    return all(_is_plain(item, depth - 1) for item in inside)

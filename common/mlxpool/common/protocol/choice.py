@@ -1,5 +1,6 @@
-"""Choices: several completions of one prompt. Each is a request; `choice` says that they belong
-together, so that one worker computes them and reads the prompt once.
+"""Choices: several completions of one prompt, each a request of its own.
+
+Their key `choice` has their common group. So one worker computes them, and reads the prompt once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from mlxpool.common.checks import integer
 from mlxpool.common.errors import BadRequest
 
 KEY = "choice"
-MAX_CHOICES = 64  # of one prompt
+MAX_CHOICES = 64  # choices of one prompt
 MAX_GROUP = 64  # characters
 
 
@@ -32,7 +33,7 @@ class Choice(Struct, frozen=True):
 
     @classmethod
     def parse(cls, raw: object) -> Choice | None:
-        """The value of `choice` in a `generate`; None: there is none. Raises BadRequest."""
+        """Reads `choice` of a `generate`; None if it is absent. Raises BadRequest."""
         if raw is None:
             return None
         if not isinstance(raw, Mapping):

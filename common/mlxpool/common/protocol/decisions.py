@@ -1,4 +1,4 @@
-"""`decide`: questions about one text whose answers are given, and its answer `decisions`.
+"""`decide`: questions about one text, each with fixed possible answers; its reply is `decisions`.
 
 The broker passes the body on; a worker checks it. The text travels in the body, or as one blob.
 """
@@ -14,9 +14,9 @@ from mlxpool.common.checks import did_you_mean, integer, is_integer, is_number, 
 from mlxpool.common.errors import BadRequest
 
 DECIDE = "decide"
-DECISIONS = "decisions"  # the kind of its answer
-MAX_QUESTIONS = 64  # of one call; a client divides more among several calls
-MAX_CHOICES = 26  # of a question: each has a letter
+DECISIONS = "decisions"  # the kind of the answer to `decide`
+MAX_QUESTIONS = 64  # questions of one call; a client divides more among several calls
+MAX_CHOICES = 26  # choices of a question, one for each letter
 MAX_SCALE = 1000  # the greatest number of a scale
 MAX_SCALE_VALUES = 101
 MAX_QUESTION_CHARS = 4096
@@ -30,10 +30,11 @@ QUESTION_KEYS = frozenset({"question", "choices", "scale"})
 
 
 class Question(Struct, frozen=True):
-    """A question about the text, and its labels: at most one of `choices` and `scale` is given.
+    """A question about the text, with its labels in `choices` or in `scale`, not in both.
 
-    `choices`: labels of which one is picked. `scale`: the least and the greatest of its whole
-    numbers. Without both it is answered yes or no. An empty `text`: the prompt itself asks.
+    `choices` are the labels from which an answer is picked. `scale` has the least and the greatest
+    whole number of a scale. Without both the labels are yes and no. If `text` is empty, the prompt
+    itself has the question.
     """
 
     text: str = ""
@@ -42,7 +43,7 @@ class Question(Struct, frozen=True):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The answers that it may have."""
+        """The possible answers."""
         if self.scale is not None:
             low, high = self.scale
             return tuple(map(str, range(low, high + 1)))
@@ -50,11 +51,11 @@ class Question(Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """Characters of its texts."""
+        """Characters of the question and its choices."""
         return len(self.text) + sum(map(len, self.choices))
 
     def body(self) -> dict[str, Any]:
-        """Its map in `questions`, which `parse` reads."""
+        """Returns the question's map in `questions`, which `parse` reads."""
         body: dict[str, Any] = {"question": self.text} if self.text else {}
         if self.choices:
             body["choices"] = list(self.choices)
@@ -64,7 +65,7 @@ class Question(Struct, frozen=True):
 
     @classmethod
     def parse(cls, name: str, raw: object) -> Question:
-        """Check a question. Raises BadRequest; `name` is what errors call it."""
+        """Check a question. Raises BadRequest; errors call the question `name`."""
         if not isinstance(raw, Mapping):
             raise BadRequest(f"{name} must be a map, got {shown(raw)}")
         _check_keys(name, raw, QUESTION_KEYS)
@@ -88,9 +89,9 @@ class Question(Struct, frozen=True):
 class DecideCall(Struct, frozen=True):
     """A worker's view of `decide`: questions about one text.
 
-    `temperature` divides the logarithms of the labels' probabilities. `first`: the number that
-    errors give the first question, in a request that was divided among calls. `alone`: the call may
-    have ended a worker, so its questions are read one by one.
+    `temperature` divides the logarithms of the labels' probabilities. `first` is the number of the
+    first question in errors; it is above 0 if a request was divided among calls. `alone`: the call
+    may have ended a worker, so its questions are read one by one.
     """
 
     prompt: str
@@ -102,8 +103,8 @@ class DecideCall(Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """Characters of its texts."""
-        return len(self.prompt) + sum(one.size for one in self.questions)
+        """Characters of the prompt and all questions."""
+        return len(self.prompt) + sum(question.size for question in self.questions)
 
     @classmethod
     def parse(cls, body: Mapping[str, Any], blobs: Sequence[bytes]) -> DecideCall:
@@ -121,7 +122,7 @@ class DecideCall(Struct, frozen=True):
 
 
 def _check_keys(name: str, body: Mapping[str, Any], known: frozenset[str]) -> None:
-    """Raises BadRequest for an unknown or misspelt key; nil means absent."""
+    """Raises BadRequest if a key is unknown; a key whose value is nil counts as absent."""
     unknown = next((key for key in body if key not in known and body[key] is not None), None)
     if unknown is not None:
         hint = did_you_mean(str(unknown), known - _OF_BROKER)
@@ -145,26 +146,26 @@ def _questions(raw: object, first: int) -> tuple[Question, ...]:
     if not isinstance(raw, list | tuple) or not 1 <= len(raw) <= MAX_QUESTIONS:
         got = f"{len(raw)}" if isinstance(raw, list | tuple) else shown(raw)
         raise BadRequest(f"questions must be a list of 1 to {MAX_QUESTIONS} maps, got {got}")
-    return tuple(Question.parse(f"questions[{first + at}]", one) for at, one in enumerate(raw))
+    return tuple(Question.parse(f"questions[{first + at}]", item) for at, item in enumerate(raw))
 
 
 def _choices(name: str, raw: object) -> tuple[str, ...]:
     if not isinstance(raw, list | tuple) or not 2 <= len(raw) <= MAX_CHOICES:
         got = f"{len(raw)}" if isinstance(raw, list | tuple) else shown(raw)
         raise BadRequest(f"{name} must be a list of 2 to {MAX_CHOICES} texts, got {got}")
-    found: dict[str, int] = {}
-    for index, one in enumerate(raw):
-        if not isinstance(one, str) or not one.strip() or len(one) > MAX_CHOICE_CHARS:
+    labels: dict[str, int] = {}
+    for index, choice in enumerate(raw):
+        if not isinstance(choice, str) or not choice.strip() or len(choice) > MAX_CHOICE_CHARS:
             raise BadRequest(
                 f"{name}[{index}] must be a text of 1 to {MAX_CHOICE_CHARS} characters,"
-                f" got {shown(one)}"
+                f" got {shown(choice)}"
             )
-        if "\n" in one or "\r" in one:
-            raise BadRequest(f"{name}[{index}] must be one line, got {shown(one)}")
-        label = one.strip()
-        if found.setdefault(label, index) != index:
-            raise BadRequest(f"{name}[{index}] is {shown(label)}, as {name}[{found[label]}] is")
-    return tuple(found)
+        if "\n" in choice or "\r" in choice:
+            raise BadRequest(f"{name}[{index}] must be one line, got {shown(choice)}")
+        label = choice.strip()
+        if labels.setdefault(label, index) != index:
+            raise BadRequest(f"{name}[{index}] is {shown(label)}, as {name}[{labels[label]}] is")
+    return tuple(labels)
 
 
 def _scale(name: str, raw: object) -> tuple[int, int]:

@@ -1,6 +1,6 @@
-"""`deltas`: rows of what one step adds to one stream, and how a run ends in its last row.
+"""`deltas`: rows of tokens that one step adds to one stream; the last row has the end of a run.
 
-The hot path of worker, broker and client.
+This is the hot path of worker, broker and client.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mlxpool.common.protocol.token_ids import ID_WIDTH
 
 
 class Delta(NamedTuple):
-    """What one step adds to one stream: an entry of `deltas`. A tuple, for there are many.
+    """The tokens that one step adds to one stream: a row of `deltas`. A tuple, because it is fast.
 
-    `attempt` is that of the header: a client's sending, or from a worker the number of the run.
-    `ids` holds the new token ids as bytes (see `token_ids`). `end` is the body of the terminal that
-    comes with them; `end["code"]` is set when it is an error.
+    `attempt` is as in the header: the count of a client's sendings, or from a worker the number of
+    the run. `ids` has the new token ids as bytes (see `token_ids`). `end` is the body of a
+    terminal, which ends the stream; it has the key "code" if it is an error.
     """
 
     id: bytes
@@ -43,21 +43,21 @@ class Delta(NamedTuple):
 Fields = tuple[
     bytes, int, int, str, bytes, list[Any] | None, dict[str, Any] | None, dict[str, Any] | None
 ]
-# Makes a delta of its fields in half the time of Delta(...).
+# Makes a delta from its fields in half the time of Delta(...).
 new_delta: Callable[[Fields], Delta] = partial(tuple.__new__, Delta)
 
-ROW_BYTES = 512  # an entry without its text, ids, log-probabilities
-LOGPROB_BYTES = 96  # one reported token
-PROMPT_KEY = "prompt"  # of an entry about a token of the prompt: its number there
+ROW_BYTES = 512  # bound of a row without its text, ids and log-probabilities
+LOGPROB_BYTES = 96  # bound of one reported token
+PROMPT_KEY = "prompt"  # in the entry of a prompt's token: its number in the prompt
 
 
 def size_of_logprobs(logprobs: Iterable[Mapping[str, Any]]) -> int:
-    """Bytes that reported tokens take at most."""
+    """Returns a bound of the bytes of reported tokens."""
     return LOGPROB_BYTES * sum(1 + len(entry.get("top", ())) for entry in logprobs)
 
 
 def size_of(delta: Delta) -> int:
-    """Bytes that a delta takes at most, its text counted as its longest encoding."""
+    """Returns a bound of the bytes of a delta, with the longest encoding of its text."""
     size = 4 * len(delta.text) + len(delta.ids)
     if delta.logprobs:
         size += size_of_logprobs(delta.logprobs)
@@ -67,19 +67,19 @@ def size_of(delta: Delta) -> int:
 
 
 def count_of_report(delta: Delta) -> int:
-    """How many tokens of the prompt a row reports: those of its log-probabilities without ids."""
+    """Returns the number of prompt tokens that a row reports: log-probabilities without ids."""
     return 0 if delta.ids or not delta.logprobs else len(delta.logprobs)
 
 
 def report_begin(delta: Delta) -> int:
-    """The number in the prompt of the first token that a row reports; -1: it has none."""
+    """Returns the number of the first prompt token that a row reports; -1 if it reports none."""
     entry = delta.logprobs[0] if delta.logprobs else None
     number = entry.get(PROMPT_KEY) if isinstance(entry, Mapping) else None
     return number if type(number) is int else -1
 
 
 def batches(deltas: Iterable[Delta]) -> Iterator[list[Delta]]:
-    """The deltas in groups that each fit one message."""
+    """Yields the deltas in groups, each of which fits one message."""
     group: list[Delta] = []
     size = 0
     for delta in deltas:
@@ -94,7 +94,7 @@ def batches(deltas: Iterable[Delta]) -> Iterator[list[Delta]]:
 
 
 def _pack_rows(deltas: Iterable[Delta]) -> list[list[Any]]:
-    """The rows as msgpack packs them: a count in place of the ids, no None at the end."""
+    """Returns the rows for msgpack, with a count in place of the ids, and no None at the end."""
     rows: list[list[Any]] = []
     for id, attempt, pos, text, ids, logprobs, facts, end in deltas:
         row = [id, attempt, pos, text, len(ids) // ID_WIDTH]
@@ -109,16 +109,16 @@ def _pack_rows(deltas: Iterable[Delta]) -> list[list[Any]]:
 
 
 def unpack_deltas(message: Message) -> list[Delta]:
-    """The rows of a `deltas` message.
+    """Returns the rows of a `deltas` message.
 
-    Raises BadRequest for a malformed entry or a blob that does not fit.
+    Raises BadRequest if a row is malformed, or if the blob does not fit the rows.
     """
     rows = message.body.get("rows")
     blob = message.blobs[0] if message.blobs else b""
     if not isinstance(rows, list):
         raise BadRequest("deltas: rows must be a list")
     deltas, start = [], 0
-    for row in rows:  # the hot path of broker and client: as few calls as can be
+    for row in rows:  # the hot path of broker and client: as few calls as possible
         if type(row) is not list or not 5 <= len(row) <= 8:
             raise BadRequest("deltas: a row has 5 to 8 fields")
         if len(row) < 8:
@@ -154,7 +154,7 @@ def unpack_deltas(message: Message) -> list[Delta]:
 
 
 class Deltas(Content, Struct, frozen=True):
-    """What steps made: one row for each stream that got something.
+    """The tokens of steps: one row for each stream that got tokens.
 
     A worker sends it to the broker about runs. The broker sends it to a client about streams with
     `batch`.
@@ -167,7 +167,7 @@ class Deltas(Content, Struct, frozen=True):
         return {"rows": _pack_rows(self.rows)}
 
     def blobs(self) -> tuple[bytes, ...]:
-        """All ids in the order of the rows."""
+        """Returns all ids in the order of the rows, as one blob."""
         return (b"".join([delta.ids for delta in self.rows]),)
 
 
@@ -175,7 +175,7 @@ class Deltas(Content, Struct, frozen=True):
 
 
 class Usage(Struct, frozen=True):
-    """Counts of tokens of the whole completion, ids of a resume included."""
+    """Counts of tokens of the whole completion, including the ids of a resumed stream."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -196,14 +196,14 @@ class Usage(Struct, frozen=True):
 
 
 class RunEnd(Struct, frozen=True):
-    """How a run ended in its worker, as it travels in the last row of `deltas`.
+    """The end of a run in its worker, which travels in the last row of `deltas`.
 
-    `usage` and `timings_ms` are passed on as the worker made them. `complete`: whether the answer
-    is all that its `format` asks for; None: it has none.
+    `usage` and `timings_ms` are passed on as the worker made them. `complete` is True if the answer
+    satisfies its `format`; None if it has no format.
     """
 
     reason: str
-    text: str = ""  # what was held back; "" behind a stop string
+    text: str = ""  # the text that was held back; "" after a stop string
     usage: Mapping[str, Any] = field(default_factory=dict)
     timings_ms: Mapping[str, Any] = field(default_factory=dict)
     complete: bool | None = None
@@ -215,7 +215,7 @@ class RunEnd(Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> RunEnd:
-        """Read leniently: a missing reason is `stop`, what is no map is an empty one."""
+        """Reads a body. A missing reason counts as `stop`, a wrong type as an empty map."""
         return cls(
             body.get("reason", "stop"),
             body.get("text", ""),

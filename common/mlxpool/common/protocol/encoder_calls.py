@@ -1,7 +1,7 @@
-"""What encoder models are asked: `embed`, `rerank` and `classify`, and their answer `vectors`.
+"""The calls of encoder models, `embed`, `rerank` and `classify`, and their answer `vectors`.
 
 The broker passes the body on; a worker checks it. Texts travel in the body, or as one blob that is
-a msgpack array of texts. In the place of a text `classify` takes a pair of texts, an array of two.
+a msgpack array of texts. `classify` also takes a pair of texts, an array of two, for each text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mlxpool.common.protocol.token_ids import ID_WIDTH
 
 Task: TypeAlias = Literal["embed", "rerank", "classify"]
 TASKS: tuple[Task, ...] = ("embed", "rerank", "classify")
-VECTORS = "vectors"  # the kind of their answer
+VECTORS = "vectors"  # the kind of the answer to these calls
 _OF_ALL = frozenset({"model", "owner", "alone", "truncate", "first"})
 _OF_BROKER = frozenset({"owner", "alone"})  # keys that the broker adds
 KEYS: Mapping[Task, frozenset[str]] = {
@@ -30,7 +30,7 @@ KEYS: Mapping[Task, frozenset[str]] = {
 }
 MAX_INPUTS = 256  # texts of one call; a client divides more among several calls
 MAX_FIRST = 1 << 53
-NUMBER_BYTES = 4  # of a number in `vectors`, a little-endian float32
+NUMBER_BYTES = 4  # bytes of a number in `vectors`, a little-endian float32
 
 Pair: TypeAlias = tuple[str, str]
 Texts: TypeAlias = Sequence[str] | Sequence[Pair]
@@ -40,12 +40,12 @@ class EncoderCall(Struct, frozen=True):
     """A worker's view of `embed`, `rerank` or `classify`.
 
     One of `texts`, `pairs` and `ids` has the inputs: texts, pairs of texts, or lists of token ids
-    with the special ones. `truncate`: a longer input loses its end; otherwise it is refused.
-    `prompt_name` chooses one of the model's prompts, `prompt` is a text in its place. `dimensions`
-    of `embed`: how many numbers of a vector are kept, 0: all. `normalise`: whether vectors get the
-    length 1; None: as the model has it. `first`: the number that errors give the first input, in a
-    request that was divided among calls. `alone`: the call may have ended a worker, so it is
-    computed without others.
+    with the special ids. With `truncate` a longer input loses its end; otherwise it is refused.
+    `prompt_name` chooses a prompt of the model, `prompt` is a text in its place. `dimensions` is
+    the number of kept dimensions of a vector of `embed`; 0: all. `normalise` gives vectors the
+    length 1; None: as set for the model. `first` is the number of the first input in errors; it is
+    above 0 if a request was divided among calls. `alone`: the call may have ended a worker, so it
+    is computed without others.
     """
 
     task: Task
@@ -63,12 +63,12 @@ class EncoderCall(Struct, frozen=True):
 
     @property
     def count(self) -> int:
-        """Inputs."""
+        """The number of inputs."""
         return len(self.texts) + len(self.pairs) + len(self.ids)
 
     @property
     def size(self) -> int:
-        """Characters of its texts, and bytes of its ids."""
+        """Characters of the texts, and bytes of the ids."""
         texts = sum(map(len, self.texts)) + sum(len(a) + len(b) for a, b in self.pairs)
         return texts + ID_WIDTH * sum(map(len, self.ids))
 
@@ -92,17 +92,17 @@ class EncoderCall(Struct, frozen=True):
 
 
 def check_keys(task: Task, body: Mapping[str, Any]) -> None:
-    """Raises BadRequest for a key without which the answer would be another one, or a misspelt one.
+    """Raises BadRequest for an unknown key, or for two keys that exclude each other.
 
-    nil means absent.
+    A key whose value is nil counts as absent.
     """
     unknown = next((key for key in body if key not in KEYS[task] and body[key] is not None), None)
     if unknown is not None:
         hint = did_you_mean(str(unknown), KEYS[task] - _OF_BROKER)
         raise BadRequest(f"{task} has no key {unknown!r:.60}{hint}")
-    for one, other in (("inputs", "tokens"), ("prompt", "prompt_name")):
-        if body.get(one) is not None and body.get(other) is not None:
-            raise BadRequest(f"{task} takes one of {one} and {other}, got both")
+    for key, other in (("inputs", "tokens"), ("prompt", "prompt_name")):
+        if body.get(key) is not None and body.get(other) is not None:
+            raise BadRequest(f"{task} takes one of {key} and {other}, got both")
 
 
 def _with_inputs(call: EncoderCall, body: Mapping[str, Any], blobs: Sequence[bytes]) -> EncoderCall:
@@ -111,17 +111,17 @@ def _with_inputs(call: EncoderCall, body: Mapping[str, Any], blobs: Sequence[byt
         if not isinstance(query, str):
             raise BadRequest(f"query must be a text, got {shown(query)}")
         documents = _texts(body, "documents", blobs, pairs=False)
-        return replace(call, pairs=tuple((query, one) for one in documents))
+        return replace(call, pairs=tuple((query, document) for document in documents))
     if body.get("tokens") is not None:
         return replace(call, ids=_ids(body["tokens"], blobs))
-    found = _texts(body, "inputs", blobs, pairs=call.task == "classify")
-    if isinstance(found[0], str):
-        return replace(call, texts=found)
-    return replace(call, pairs=found)
+    inputs = _texts(body, "inputs", blobs, pairs=call.task == "classify")
+    if isinstance(inputs[0], str):
+        return replace(call, texts=inputs)
+    return replace(call, pairs=inputs)
 
 
 def _texts(body: Mapping[str, Any], key: str, blobs: Sequence[bytes], *, pairs: bool) -> Any:
-    """The texts of a key, or all of them pairs where `pairs` are allowed."""
+    """Returns the texts of a key; or its pairs of texts, if `pairs` are allowed."""
     raw = body.get(key)
     if raw is True:
         raw = _unpacked(key, blobs)
@@ -131,15 +131,15 @@ def _texts(body: Mapping[str, Any], key: str, blobs: Sequence[bytes], *, pairs: 
             f"{key} must be a list of 1 to {MAX_INPUTS} texts, or true with a blob; got {got}"
         )
     if pairs and isinstance(raw[0], list):
-        return tuple(_pair(f"{key}[{index}]", one) for index, one in enumerate(raw))
-    for index, one in enumerate(raw):
-        if not isinstance(one, str):
-            raise BadRequest(f"{key}[{index}] must be a text, got {shown(one)}")
+        return tuple(_pair(f"{key}[{index}]", item) for index, item in enumerate(raw))
+    for index, item in enumerate(raw):
+        if not isinstance(item, str):
+            raise BadRequest(f"{key}[{index}] must be a text, got {shown(item)}")
     return tuple(raw)
 
 
 def _pair(name: str, raw: object) -> Pair:
-    if not isinstance(raw, list) or len(raw) != 2 or not all(isinstance(one, str) for one in raw):
+    if not isinstance(raw, list) or len(raw) != 2 or not all(isinstance(text, str) for text in raw):
         raise BadRequest(f"{name} must be a pair of texts, as the first input is; got {shown(raw)}")
     return raw[0], raw[1]
 
@@ -156,11 +156,11 @@ def _unpacked(key: str, blobs: Sequence[bytes]) -> object:
 
 
 def _ids(lengths: object, blobs: Sequence[bytes]) -> tuple[tuple[int, ...], ...]:
-    """The lists of ids in a blob, of these lengths."""
+    """Returns the lists of ids in a blob, of these lengths."""
     if not isinstance(lengths, list) or not 1 <= len(lengths) <= MAX_INPUTS:
         got = f"{len(lengths)}" if isinstance(lengths, list) else shown(lengths)
         raise BadRequest(f"tokens must be a list of 1 to {MAX_INPUTS} lengths, got {got}")
-    if not all(is_integer(one) and one > 0 for one in lengths):
+    if not all(is_integer(length) and length > 0 for length in lengths):
         raise BadRequest(f"tokens must have lengths of at least 1, got {shown(lengths)}")
     packed = b"".join(blobs[:1])
     if ID_WIDTH * sum(lengths) != len(packed):
@@ -168,15 +168,15 @@ def _ids(lengths: object, blobs: Sequence[bytes]) -> tuple[tuple[int, ...], ...]
             f"tokens has lengths of {sum(lengths)} ids in all, the blob has {len(packed)} bytes,"
             f" must have {ID_WIDTH} for each id"
         )
-    view, found, begin = memoryview(packed).cast("I"), [], 0
+    view, inputs, begin = memoryview(packed).cast("I"), [], 0
     for length in lengths:
-        found.append(tuple(view[begin : begin + length]))
+        inputs.append(tuple(view[begin : begin + length]))
         begin += length
-    return tuple(found)
+    return tuple(inputs)
 
 
 def _dimensions(body: Mapping[str, Any]) -> int:
-    """How many numbers of a vector are kept; 0: all. The most are those of the model."""
+    """Returns the number of kept dimensions of a vector; 0: all dimensions of the model."""
     value = body.get("dimensions")
     if value is None:
         return 0
@@ -193,7 +193,7 @@ def _text(body: Mapping[str, Any], key: str) -> str | None:
 
 
 def pack_texts(texts: Texts) -> bytes:
-    """The blob of texts, or of pairs. Raises TooLarge with its size and the bound."""
+    """Returns the blob of texts, or of pairs. Raises TooLarge with its size and the bound."""
     data: bytes = msgpack.packb(list(texts))
     if len(data) > MAX_BLOB:
         raise TooLarge(

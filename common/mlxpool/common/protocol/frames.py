@@ -1,8 +1,8 @@
-"""MLXP/1, the protocol between clients, broker and workers: the only file that knows bytes.
+"""Encodes and decodes MLXP/1, the protocol between clients, broker and workers.
 
-A message is `[header][body?][blob*]`; `bounds` has what it may have of parts and bytes. The header
-is a msgpack array `[1, kind, id, epoch, attempt, pos]`, the body a msgpack map with string keys,
-blobs are raw bytes. docs/protocol.md describes every kind.
+A message is `[header][body?][blob*]`. `Bounds` has its most parts and bytes. The header is a
+msgpack array `[1, kind, id, epoch, attempt, pos]`, the body a msgpack map with string keys, blobs
+are raw bytes. docs/protocol.md describes every kind.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mlxpool.common.protocol.unicode_text import not_unicode
 
 MAX_HEADER = 128  # bytes
 MAX_BODY = 256 * 1024
-MAX_BACK_BODY = 2 * MAX_BODY  # between broker and worker: a request, its options filled in
+MAX_BACK_BODY = 2 * MAX_BODY  # between broker and worker: a request with all options
 MAX_BLOB = 4 * 1024 * 1024  # bytes of a text or of token ids
 MAX_TOTAL = 8 * 1024 * 1024  # bytes of a message without images
 
@@ -43,34 +43,35 @@ BY_KIND: Mapping[str, Bounds] = {
     "submit": WITH_IMAGES,
     "work": WITH_IMAGES,
 }
-MAX_PARTS = WITH_IMAGES.parts  # of any kind
-# Twice the largest legal frame: libzmq answers anything larger by cutting the link without a word,
-# so what is only somewhat too large has to arrive here to be answered `too_large`.
+MAX_PARTS = WITH_IMAGES.parts  # parts of a message of any kind
+# Twice the largest legal frame. libzmq cuts the connection without an answer at a larger frame, so
+# a frame that is somewhat too large still arrives, and is answered `too_large`.
 MAX_FRAME = 2 * MAX_IMAGE
 
 
 def bounds_of(kind: str) -> Bounds:
-    """The bounds of the messages of a kind."""
+    """Returns the bounds of the messages of a kind."""
     return BY_KIND.get(kind, PLAIN)
 
 
 __all__ = ["MAX_BACK_BODY", "MAX_BLOB", "MAX_BODY", "MAX_FRAME", "MAX_PARTS", "MAX_TOTAL"]
 
 VERSION = 1
-MAX_DEPTH = 32  # of maps and lists in each other
+MAX_DEPTH = 32  # nested maps and lists
 TEXT_AS_BLOB = 64 * 1024  # a prompt of more bytes travels as a blob
 ID_BYTES = 16
 HEADER_FIELDS = 6
 MAX_NUMBER = 2**63 - 1
-EXACT_BITS = 53  # of numbers that are drawn, so that JSON readers with doubles keep them
+EXACT_BITS = 53  # bits of random numbers, so that JSON readers with doubles keep them
 
 
 class Header(Struct, frozen=True):
-    """`epoch`: the worker's epoch on the back socket, the broker's boot number on the front.
+    """The header of a message.
 
-    `attempt` counts a client's sendings of an id on the front; on the back it is the number of a
-    run, which the broker gives. `pos` is the index of the first token id of the frame in the
-    completion; in a terminal, the number of ids sent before it.
+    `epoch` is the worker's epoch on the back socket, and the broker's boot number on the front
+    socket. `attempt` on the front counts a client's sendings of an id; on the back it is the number
+    of a run, which the broker gives. `pos` is the index in the completion of the frame's first
+    token id; in a terminal it is the number of ids sent before it.
     """
 
     kind: str
@@ -93,7 +94,7 @@ class Message(Struct, frozen=True):
 
 
 class Garbage(PoolError):
-    """Not a message of this protocol; `error` is what to answer, `about` the id it has, if any."""
+    """A message violates the protocol. `error` is the answer, `about` the message's id or None."""
 
     code = "bad_request"
 
@@ -110,9 +111,9 @@ def encode(
     *,
     max_body: int = MAX_BODY,
 ) -> list[bytes]:
-    """The parts of a message.
+    """Returns the parts of a message.
 
-    Raises TooLarge with the size and the bound, BadRequest naming what msgpack cannot hold.
+    Raises TooLarge with the size and the bound, BadRequest naming a value that msgpack cannot hold.
     """
     head = msgpack.packb(
         [VERSION, header.kind, header.id, header.epoch, header.attempt, header.pos]
@@ -133,7 +134,7 @@ def _pack(body: Mapping[str, Any]) -> bytes:
 
 
 def _culprit(value: Any, path: str, depth: int) -> str:
-    """The first thing in it that msgpack cannot hold, and why; "" when there is none."""
+    """Returns the path of the first value that msgpack cannot hold, and why; "" without one."""
     if isinstance(value, Mapping | list | tuple):
         if depth == 0:
             return f"{re.split(r'[.[]', path)[0]} is nested deeper than {MAX_DEPTH}"
@@ -144,8 +145,8 @@ def _culprit(value: Any, path: str, depth: int) -> str:
             if isinstance(key, str) and (fault := not_unicode({key: None}, path)):
                 return fault
             inside = f"{path}[{key}]" if isinstance(value, list | tuple) else f"{path}.{key}"
-            if found := _culprit(entry, inside if path else str(key), depth - 1):
-                return found
+            if fault := _culprit(entry, inside if path else str(key), depth - 1):
+                return fault
         return ""
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         return f"{path} is {shown(value)}, an integer has at most 64 bits"
@@ -156,7 +157,7 @@ def _culprit(value: Any, path: str, depth: int) -> str:
 
 
 def decode(parts: Sequence[bytes], *, max_body: int = MAX_BODY) -> Message:
-    """Undo `encode`. Raises Garbage for everything that is not a legal message.
+    """Returns the message of parts that `encode` made. Raises Garbage if it is not legal.
 
     `max_body` above MAX_BODY is for the back socket, whose peers hold a token.
     """
@@ -178,7 +179,7 @@ def decode(parts: Sequence[bytes], *, max_body: int = MAX_BODY) -> Message:
 
 
 def header_of(parts: Sequence[bytes]) -> Header | None:
-    """The header alone of what is not to be decoded; None when it has none."""
+    """Returns the header of a message without decoding the rest; None if it is malformed."""
     try:
         return _decode_header(parts[0]) if parts else None
     except Garbage:
@@ -219,7 +220,10 @@ def _is_count(value: object) -> bool:
 
 
 def check_shape(value: Any, depth: int) -> None:
-    """What is nested too deep cannot even be printed safely; msgpack makes times by itself."""
+    """Raises BadRequest if a value is nested too deep to be printed safely, or has a timestamp.
+
+    msgpack makes timestamps without the hook for extension types.
+    """
     if isinstance(value, msgpack.Timestamp):
         raise BadRequest("ext type -1 is not part of the protocol")
     if isinstance(value, dict | list):
@@ -243,7 +247,7 @@ def _unpack(part: bytes) -> Any:
 
 
 def _text_fault(part: bytes) -> str:
-    """Where a part has half a surrogate pair; "" if it is something else that is no text."""
+    """Returns the place of half a surrogate pair in a part; "" if the part has another fault."""
     try:
         value = msgpack.unpackb(
             part, raw=False, strict_map_key=True, unicode_errors="surrogatepass",
@@ -277,24 +281,24 @@ def _check_sizes(kind: str, parts: Sequence[bytes], max_body: int) -> None:
 
 
 class Content:
-    """Base of every typed message. A subclass is a frozen record with its fields.
+    """Base of every typed message. A subclass is a frozen record of the message's fields.
 
-    Where a message is received as well as sent, `parse` makes the record from a body and its
-    blobs; unknown keys are ignored.
+    If a message is received as well as sent, `parse` makes the record from a body and its blobs.
+    Unknown keys are ignored.
     """
 
     __slots__ = ()
     kind: ClassVar[str]
 
     def body(self) -> dict[str, Any] | None:
-        """The body as msgpack packs it: the fields by their names, unless a message has another.
+        """Returns the body for msgpack: by default the fields by their names.
 
         None sends the header alone.
         """
         return {name: getattr(self, name) for name in getattr(self, "__struct_fields__", ())}
 
     def blobs(self) -> tuple[bytes, ...]:
-        """The raw parts behind the body."""
+        """Returns the raw parts after the body."""
         return ()
 
 
@@ -307,19 +311,19 @@ def encoded(
     *,
     max_body: int = MAX_BODY,
 ) -> list[bytes]:
-    """The parts of a message with this content. Raises TooLarge and BadRequest as `encode` does."""
+    """Returns the parts of a message with this content. Raises the errors of `encode`."""
     header = Header(content.kind, id, epoch, attempt, pos)
     return encode(header, content.body(), content.blobs(), max_body=max_body)
 
 
-# ---- values as they are stored -------------------------------------------------------------------
+# ---- stored values -------------------------------------------------------------------------------
 
 
 def pack(value: Any) -> bytes:
-    """A value of maps, lists, texts, bytes and numbers as bytes."""
+    """Returns the bytes of a value of maps, lists, texts, bytes and numbers."""
     return bytes(msgpack.packb(value, use_bin_type=True, unicode_errors="surrogatepass"))
 
 
 def unpack(data: bytes) -> Any:
-    """Undo `pack`. Raises ValueError for anything else."""
+    """Returns the value of bytes that `pack` made. Raises ValueError for other bytes."""
     return msgpack.unpackb(data, raw=False, strict_map_key=False, unicode_errors="surrogatepass")
