@@ -33,13 +33,13 @@ from mlxpool.common.trace_context import parent_of
 TOKENIZE, DETOKENIZE = "tokenize", "detokenize"
 COMPUTED = frozenset({DECIDE, *TASKS})  # the kinds of calls that a model computes
 CALLS = frozenset({TOKENIZE, DETOKENIZE, *COMPUTED})  # the kinds of a `ModelCall`
-_OF_CALLS = frozenset({"model", "owner", "deadline_ms", "alone"})  # keys that are not fields
+_OF_CALLS = frozenset({"model", "owner", "deadline_ms", "alone"})  # keys that `fields` lacks
 MAX_WINDOW = 1 << 20
 DEFAULT_WINDOW = 1024  # token ids that may be sent and not acknowledged
 MAX_PRIORITY = 2
-KEEP_FOREVER = -1  # milliseconds of a `keep`
+KEEP_FOREVER = -1  # as the milliseconds of a `keep`
 MAX_KEEP_MS = 10**11  # three years, as the setting keep_alive
-# What may differ between two sendings of one request.
+# Keys that may differ between two sendings of one request.
 PER_SENDING = frozenset(
     {"resume", "deadline_ms", "queue_ms", "first_token_ms", "window", "batch", "traceparent"}
 )
@@ -48,7 +48,7 @@ PER_SENDING = frozenset(
 
 
 class Generate(Struct, frozen=True):
-    """A checked `generate`. Times are milliseconds, None where the client sets no bound."""
+    """A checked `generate`. Times are milliseconds; None if the client sets no bound."""
 
     kind: ClassVar[str] = "generate"
     model: str
@@ -64,9 +64,9 @@ class Generate(Struct, frozen=True):
     session: str = ""
     choice: Choice | None = None
     resume: Resume | None = None
-    warnings: tuple[str, ...] = ()  # of keys that are ignored
-    format_bytes: int = 0  # of the option `format`
-    traceparent: str = ""  # see trace_context; "" for one that names no span
+    warnings: tuple[str, ...] = ()  # one for each ignored key
+    format_bytes: int = 0  # size of the option `format`
+    traceparent: str = ""  # see trace_context; "" if it names no span
 
     @property
     def resume_ids(self) -> bytes:
@@ -80,7 +80,7 @@ class Generate(Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """Bytes of prompt, format, images and ids that are held while the request waits."""
+        """Bytes of prompt, format, images and ids, which are held while the request waits."""
         return self.text_size + self.format_bytes + image_bytes(self.prompt)
 
     @classmethod
@@ -123,7 +123,7 @@ class Generate(Struct, frozen=True):
 
 
 def _check_prompt_options(options: Options, prompt: Prompt) -> None:
-    """Raises BadRequest for an option that does not go with this prompt."""
+    """Raises BadRequest if an option does not go with this prompt."""
     if options.continue_message:
         if not isinstance(prompt, ChatPrompt):
             raise BadRequest("continue_message goes with messages: a prompt goes on as it is")
@@ -138,9 +138,9 @@ def _check_prompt_options(options: Options, prompt: Prompt) -> None:
 
 
 class GenerateDraft(Content, Struct, frozen=True):
-    """A `generate` as its user wrote it: the broker checks the values.
+    """A `generate` with the values of its user, which the broker checks.
 
-    `settings` are the keys beside prompt and options, such as `deadline_ms` and `session`.
+    `settings` are the other keys than prompt and options, such as `deadline_ms` and `session`.
     """
 
     kind: ClassVar[str] = Generate.kind
@@ -161,19 +161,19 @@ class GenerateDraft(Content, Struct, frozen=True):
 
 
 def request_digest(body: Mapping[str, Any], blobs: Sequence[bytes]) -> bytes:
-    """What makes two `generate` messages the same request: 16 bytes, equal for every sending."""
-    import hashlib  # with OpenSSL, which the client does not need
+    """Returns the identity of a `generate`: 16 bytes, which are equal for every sending of it."""
+    import hashlib  # loads OpenSSL, which the client does not need
 
     kept = {key: body[key] for key in sorted(body) if key not in PER_SENDING}
     digest = hashlib.sha256(msgpack.packb(kept, use_bin_type=True))
-    for blob in blobs[: blobs_of_prompt(body)]:  # what follows is the blob of `resume`
+    for blob in blobs[: blobs_of_prompt(body)]:  # not the blob of `resume`, which follows
         digest.update(len(blob).to_bytes(8, "little"))
         digest.update(blob)
     return digest.digest()[:16]
 
 
 class Ack(Content, Struct, frozen=True):
-    """How many ids of each stream the client has read in all: pairs of (id, count)."""
+    """The number of ids of each stream that the client has read in all: pairs of (id, count)."""
 
     kind: ClassVar[str] = "ack"
     have: Sequence[tuple[bytes, int]]
@@ -183,7 +183,7 @@ class Ack(Content, Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Ack:
-        """Raises BadRequest unless `have` is a list of [id, count]."""
+        """Reads a body. Raises BadRequest unless `have` is a list of [id, count]."""
         have = body.get("have")
         if not isinstance(have, list) or not all(map(_is_pair, have)):
             raise BadRequest("ack: have must be a list of [id, ids read]")
@@ -200,13 +200,13 @@ def _is_pair(pair: object) -> bool:
 
 
 class Cancel(Content, Struct, frozen=True):
-    """End the stream of the header's id. The broker sends the same to a worker about a run."""
+    """Ends the stream of the header's id. The broker sends the same to a worker about a run."""
 
     kind: ClassVar[str] = "cancel"
 
 
 class Ping(Content, Struct, frozen=True):
-    """Ask which broker process and which link this is; a sign of life."""
+    """Asks for the broker's boot number and the link of this connection; a sign of life."""
 
     kind: ClassVar[str] = "ping"
 
@@ -215,7 +215,7 @@ class Ping(Content, Struct, frozen=True):
 
 
 class ListModels(Content, Struct, frozen=True):
-    """Ask for every model that can be named, or for all that is known of one."""
+    """Asks for the list of all models, or for everything about one model."""
 
     kind: ClassVar[str] = "models"
     model: str | None = None
@@ -225,7 +225,7 @@ class ListModels(Content, Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> ListModels:
-        """Raises BadRequest for a model that is no text."""
+        """Reads a body. Raises BadRequest if the model is not a text."""
         model = body.get("model")
         if not isinstance(model, str | None):
             raise BadRequest("models: model must be a name")
@@ -233,9 +233,9 @@ class ListModels(Content, Struct, frozen=True):
 
 
 class Keep(Content, Struct, frozen=True):
-    """Ask to keep a model loaded for `keep_ms` milliseconds after its last work.
+    """Asks to keep a model loaded for `keep_ms` milliseconds after its last work.
 
-    0: unload it once it has no work; -1: keep it without end. Other values than 0 load it.
+    0: unload the model once it has no work; -1: keep it without end. Other values than 0 load it.
     """
 
     kind: ClassVar[str] = "keep"
@@ -244,7 +244,7 @@ class Keep(Content, Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Keep:
-        """Raises BadRequest unless `model` is text and `keep_ms` is in its bounds."""
+        """Reads a body. Raises BadRequest unless `model` is text and `keep_ms` in its bounds."""
         model = body.get("model")
         if not isinstance(model, str):
             raise BadRequest("keep: model must be a name")
@@ -255,16 +255,16 @@ class Keep(Content, Struct, frozen=True):
 
 
 class ModelCall(Content, Struct, frozen=True):
-    """What a client asks of a model and gets one answer to: `tokenize`, `embed` and the like.
+    """A call of a model, which has one answer: `tokenize`, `embed` and the like.
 
-    The broker checks the model's name and the deadline; the other keys and the blobs are the
-    worker's. `owner`: who asks, as the broker tells the worker. `deadline_ms` is not passed on.
-    `alone`: the worker computes it without others, see encoder_calls.
+    The broker checks the model's name and the deadline; the worker checks the other keys and the
+    blobs. The broker adds `owner`, the client that asks, for the worker. `deadline_ms` is not
+    passed on. `alone`: the worker computes the call without others, see encoder_calls.
     """
 
     kind: str  # type: ignore[misc]  # one record for several kinds
     model: str
-    fields: Mapping[str, Any] = field(default_factory=dict)  # the body without what is below
+    fields: Mapping[str, Any] = field(default_factory=dict)  # the body without the keys below
     packed: tuple[bytes, ...] = ()
     owner: str = ""
     deadline_ms: int | None = None
@@ -272,7 +272,7 @@ class ModelCall(Content, Struct, frozen=True):
 
     @property
     def computes(self) -> bool:
-        """Whether the model computes its answer; the others need the tokenizer alone."""
+        """True if the model computes the answer; other calls need only the tokenizer."""
         return self.kind in COMPUTED
 
     def body(self) -> dict[str, Any]:
@@ -292,7 +292,7 @@ class ModelCall(Content, Struct, frozen=True):
     def parse(
         cls, kind: str, body: Mapping[str, Any], blobs: Sequence[bytes], owner: str
     ) -> ModelCall:
-        """Raises BadRequest unless `model` is text and `deadline_ms` is in its bounds."""
+        """Reads a body. Raises BadRequest unless `model` is text, `deadline_ms` in its bounds."""
         model = body.get("model")
         if not isinstance(model, str):
             raise BadRequest(f"{kind}: model must be a name")
@@ -302,8 +302,8 @@ class ModelCall(Content, Struct, frozen=True):
 
 
 # ---- unread keys ---------------------------------------------------------------------------------
-# Keys of a `generate` that nobody reads: refused where the answer would be another one without
-# them, else warned of in `accepted`.
+# Keys of a `generate` that nobody reads. A key that would change the answer is refused; `accepted`
+# has a warning for other keys.
 
 
 KNOWN = frozenset(
@@ -312,7 +312,7 @@ KNOWN = frozenset(
 _AS_FORMAT = "send `format` in `options`"
 _AS_PROMPT = "render the prompt yourself and send it as `prompt`, or send `messages`"
 _ADAPTER = "LoRA adapters are not applied: merge one into the weights of its model"
-# What servers of other interfaces know, and what to do instead.
+# Keys of other servers' APIs, each with its replacement.
 REFUSED: Mapping[str, str] = {
     "response_format": _AS_FORMAT,
     "grammar": _AS_FORMAT,
@@ -328,14 +328,14 @@ REFUSED: Mapping[str, str] = {
     "n": "send a request for each completion, with seed + i and `choice`",
     "best_of": "send a request for each completion, with seed + i and `choice`",
 }
-MAX_WARNINGS = 8  # keys that are named
-MAX_KEY = 60  # characters of a key that are shown
+MAX_WARNINGS = 8  # the most keys with a warning of their own
+MAX_KEY = 60  # shown characters of a key
 
 
 def check_keys(body: Mapping[Any, Any]) -> tuple[str, ...]:
-    """Returns a warning for each key that is ignored; nil counts as absent.
+    """Returns a warning for each ignored key; a key whose value is nil counts as absent.
 
-    Raises BadRequest for a key of REFUSED, and for an option that stands beside `options`.
+    Raises BadRequest for a key of REFUSED, and for an option outside `options`.
     """
     ignored = [key for key, value in body.items() if value is not None and key not in KNOWN]
     for key in ignored:

@@ -1,4 +1,4 @@
-"""Messages of workers to the broker. `deltas`: see `deltas`."""
+"""Messages of workers to the broker, except `deltas`, which has a module of its own."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ ANSWERS = frozenset({TOKENS, VECTORS, DECISIONS})  # the kinds of a `CallAnswer`
 
 
 class Hello(Content, Struct, frozen=True):
-    """A worker introduces itself. `slot` is "" for one that dials in and asks for a slot.
+    """A worker introduces itself. `slot` is "" if it dials in and asks for a slot.
 
-    `token` is the newest one that the broker gave it; `start_time` is seconds since 1970.
+    `token` is the newest token that the broker gave it; `start_time` is seconds since 1970.
     """
 
     kind: ClassVar[str] = "hello"
@@ -37,12 +37,12 @@ class Hello(Content, Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Hello:
-        """Read leniently: a wrong type counts as absent."""
+        """Reads a body; a value of a wrong type counts as absent."""
         return read(body, cls, lenient=True, token=str(body.get("token")))
 
 
 class Credit(Content, Struct, frozen=True):
-    """Room for more work: `sequences` are free, `works` frames were received in this epoch."""
+    """Room for more work: free `sequences`, and `works`, the frames received in this epoch."""
 
     kind: ClassVar[str] = "credit"
     sequences: Natural = 0
@@ -50,32 +50,32 @@ class Credit(Content, Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Credit:
-        """Read leniently: a wrong type counts as absent."""
+        """Reads a body; a value of a wrong type counts as absent."""
         return read(body, cls, lenient=True)
 
 
 class ProgressSample(Struct, frozen=True):
-    """What a worker that dialled in says in place of its progress block."""
+    """The progress of a worker that dialled in; other workers have a progress block."""
 
-    tokens: int = 0  # of the prompt chunk it reads
-    fresh: bool = True  # whether a shape of the step is new
+    tokens: int = 0  # tokens of the running prompt chunk
+    fresh: bool = True  # True if the step has a new shape
     usual_token_ns: int = 0
     usual_step_ns: int = 0
 
     @classmethod
     def parse(cls, look: object) -> ProgressSample:
-        """Four integers; anything else counts as a step of a new shape, which may take long."""
+        """Reads four integers; another value counts as a step of a new shape, which takes long."""
         if isinstance(look, list) and len(look) == 4 and all(isinstance(v, int) for v in look):
             return cls(look[0], bool(look[1]), look[2], look[3])
         return cls()
 
 
 class Beat(Content, Struct, frozen=True):
-    """A heartbeat: what the worker does now and what it holds. Memory is bytes.
+    """A heartbeat: the worker's activity and its holdings. Memory is in bytes.
 
-    `phase` None: the worker did not say. `prefill` is the request whose prompt it reads.
-    `load_progress` is the share of the weights that is loaded, 0 to 1; None: it did not say.
-    `load` is what the phases of its load took, also after its end.
+    `phase` and `load_progress` are None if the worker did not send them. `prefill` is the request
+    whose prompt it reads. `load_progress` is the loaded share of the weights, 0 to 1. `load` has
+    the times of the phases of its load, also after the load's end.
     """
 
     kind: ClassVar[str] = "beat"
@@ -101,7 +101,7 @@ class Beat(Content, Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Beat:
-        """Read leniently: a wrong type counts as absent."""
+        """Reads a body; a value of a wrong type counts as absent."""
         look = ProgressSample.parse(body["look"]) if "look" in body else None
         load = LoadTimes.parse(body.get("load_phase"), body.get("load_ms"))
         return read(body, cls, lenient=True, look=look, load=load)
@@ -110,8 +110,7 @@ class Beat(Content, Struct, frozen=True):
 class CallAnswer(Content, Struct, frozen=True):
     """The answer to a call; the body of an error if it has a `code`.
 
-    Its kind is `tokens` for those of the tokenizer, `vectors` or `decisions` for those that a model
-    computed.
+    Its kind is `tokens` if the tokenizer answered, `vectors` or `decisions` if a model computed it.
     """
 
     fields: Mapping[str, Any]
@@ -130,7 +129,7 @@ class CallAnswer(Content, Struct, frozen=True):
 
 
 class Yield(Content, Struct, frozen=True):
-    """A drained worker hands back the runs that it has not finished: (id, run number) each."""
+    """A drained worker hands back its unfinished runs, each as (id, run number)."""
 
     kind: ClassVar[str] = "yield"
     runs: Sequence[tuple[bytes, int]] = ()
@@ -140,7 +139,7 @@ class Yield(Content, Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Yield:
-        """Read leniently: entries that are no [id, run number] are left out."""
+        """Reads a body; leaves out entries of another form than [id, run number]."""
         runs = body.get("runs")
         pairs = runs if isinstance(runs, list) else []
         return cls(
@@ -156,7 +155,7 @@ class Yield(Content, Struct, frozen=True):
 
 
 class PromptSizes(Content, Struct, frozen=True):
-    """How many tokens prompts have, before they are read: (id, run number, tokens) each."""
+    """The numbers of tokens of prompts, before they are read: (id, run number, tokens) each."""
 
     kind: ClassVar[str] = "prompts"
     runs: Sequence[tuple[bytes, int, int]] = ()
@@ -166,7 +165,7 @@ class PromptSizes(Content, Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> PromptSizes:
-        """Read leniently: entries that are no [id, run number, tokens] are left out."""
+        """Reads a body; leaves out entries of another form than [id, run number, tokens]."""
         runs = body.get("runs")
         return cls([tuple(run) for run in runs if _is_size(run)] if isinstance(runs, list) else [])
 
@@ -181,7 +180,7 @@ def _is_size(run: object) -> bool:
 
 
 class Bye(Content, Struct, frozen=True):
-    """A worker leaves; `error` is the body of an error, if it cannot serve or no longer can."""
+    """A worker leaves. `error` is the body of an error if the worker cannot serve."""
 
     kind: ClassVar[str] = "bye"
     error: Mapping[str, Any] | None = None
@@ -191,7 +190,7 @@ class Bye(Content, Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Bye:
-        """Raises BadRequest unless `error` is a map."""
+        """Reads a body. Raises BadRequest unless `error` is a map."""
         error = body.get("error")
         if error is None or isinstance(error, Mapping):
             return cls(error)

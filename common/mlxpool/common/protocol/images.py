@@ -1,7 +1,7 @@
-"""Images in a request: how many, how large, and where the prompt names them.
+"""Images in a request: their number, their sizes, and their places in the prompt.
 
-The body's key `images` counts the blobs that are images, behind the blob of the prompt. A message
-names one by a part `{type: "image", blob: n}`, a text prompt by `[img-n]`; n counts images from 0.
+The body's key `images` is the number of image blobs, which follow the blob of the prompt. A message
+names an image by a part `{type: "image", blob: n}`, a text prompt by `[img-n]`; n counts from 0.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from mlxpool.common.errors import BadRequest, TooLarge
 
 KEY = "images"
 VISION = "vision"  # among the features of a model that takes images
-MAX_IMAGES = 16  # of a request
-MAX_IMAGE = 8 * 1024 * 1024  # bytes of one, as a file
+MAX_IMAGES = 16  # images of a request
+MAX_IMAGE = 8 * 1024 * 1024  # bytes of an image's file
 MAX_IMAGE_TOTAL = 32 * 1024 * 1024  # bytes of all images of a request
 TAG = re.compile(r"\[img-([0-9]+)\]")
-_INDEX_DIGITS = 18  # of a name; more digits count as the least index that has more
-TOKENS_PER_IMAGE = 1024  # about what one stands for, where nobody has looked at it yet
+_INDEX_DIGITS = 18  # most digits of an index; more digits count as the index 10**18
+TOKENS_PER_IMAGE = 1024  # an estimate for an image that nobody has looked at yet
 
 
 def no_image_input(model: str) -> str:
-    """The error of a request with images for a model that takes none."""
+    """Returns the error text of a request with images for a model that takes none."""
     return f"this model does not support image input: {model!r} takes text only"
 
 
 def count_images(body: Mapping[str, Any]) -> int:
-    """How many blobs of a body are images, read leniently; 0 where it says nothing usable."""
+    """Returns the number of image blobs of a body; 0 if the value is wrong or absent."""
     count = body.get(KEY)
     return count if is_integer(count) and count > 0 else 0
 
 
-def parse_images(body: Mapping[str, Any], blobs: Sequence[bytes], behind: int) -> tuple[bytes, ...]:
-    """The images of a request, `behind` so many blobs of its prompt.
+def parse_images(body: Mapping[str, Any], blobs: Sequence[bytes], start: int) -> tuple[bytes, ...]:
+    """Returns the images of a request, which begin at the blob with the index `start`.
 
     Raises BadRequest and TooLarge naming the image, its value and the bound.
     """
@@ -45,7 +45,7 @@ def parse_images(body: Mapping[str, Any], blobs: Sequence[bytes], behind: int) -
     if not is_integer(count) or count < 0:
         raise BadRequest(f"images must be the number of blobs with images, got {shown(count)}")
     check_count(count)
-    images = tuple(blobs[behind : behind + count])
+    images = tuple(blobs[start : start + count])
     if len(images) < count:
         raise BadRequest(f"images is {count}, but the message has {len(images)} blobs for them")
     check_sizes(images)
@@ -53,13 +53,13 @@ def parse_images(body: Mapping[str, Any], blobs: Sequence[bytes], behind: int) -
 
 
 def check_count(count: int) -> None:
-    """Raises TooLarge for more images than a request may have."""
+    """Raises TooLarge if a request has more than MAX_IMAGES images."""
     if count > MAX_IMAGES:
         raise TooLarge(f"the request has {count} images, at most {MAX_IMAGES} are taken")
 
 
 def check_sizes(images: Sequence[bytes]) -> None:
-    """Raises BadRequest for an empty image, TooLarge for one, or all, with too many bytes."""
+    """Raises BadRequest if an image is empty, TooLarge if one or all have too many bytes."""
     for index, image in enumerate(images):
         if not image:
             raise BadRequest(f"images[{index}] is empty: it has 0 bytes")
@@ -76,18 +76,18 @@ def check_sizes(images: Sequence[bytes]) -> None:
 
 
 def images_of_text(text: str) -> list[int]:
-    """The images that a text prompt names, in order; one may be named several times."""
+    """Returns the indices of the images in a text prompt, in order, with repetitions."""
     return [_index(digits) for digits in TAG.findall(text)]
 
 
 def _index(digits: str) -> int:
-    """The index of a name. A bound keeps clear of Python's limit of digits."""
+    """Returns the index of digits. A bound avoids Python's limit of digits."""
     significant = digits.lstrip("0")
     return int(significant or "0") if len(significant) <= _INDEX_DIGITS else 10**_INDEX_DIGITS
 
 
 def images_of_messages(messages: Iterable[Mapping[str, Any]]) -> list[int]:
-    """The images that checked messages name, in order."""
+    """Returns the indices of the images in checked messages, in order."""
     return [
         part["blob"]
         for message in messages
@@ -98,7 +98,7 @@ def images_of_messages(messages: Iterable[Mapping[str, Any]]) -> list[int]:
 
 
 def check_named(named: Sequence[int], count: int) -> None:
-    """Raises BadRequest for a name without an image, and for an image that is named nowhere."""
+    """Raises BadRequest if a named image is missing, or if an image is not named."""
     for index in named:
         if index >= count:
             raise BadRequest(f"invalid image index: {index}; the request has {count} images")

@@ -1,7 +1,8 @@
-"""Owners that a client names: for whom it asks, where the broker's settings let it.
+"""Named owners: a client may ask on behalf of an owner, if the broker's settings allow it.
 
-Quotas, turns, streams and jobs are those of the named owner, in place of the client's own. Named
-owners have names of their own, so that nobody can name the key or the user of another client.
+Quotas, turns, streams and jobs are then those of the named owner, in place of the client's own.
+Named owners have a prefix of their own, so that nobody can name the key or the user of another
+client.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.protocol.frames import Content, Header, Message, encode
 
-KEY = "owner"  # of a body
-NAMED = "for:"  # in front of a name; keys and users have other prefixes
+KEY = "owner"  # the key of a body
+NAMED = "for:"  # prefix of a named owner; keys and users have other prefixes
 MAX_NAME = 200  # characters
 
 
 def owner_name(value: object) -> str:
-    """The name of an owner. Raises BadRequest unless it is 1 to MAX_NAME printable characters."""
+    """Returns a name. Raises BadRequest unless it has 1 to MAX_NAME printable characters."""
     if not isinstance(value, str) or not 1 <= len(value) <= MAX_NAME or not value.isprintable():
         raise BadRequest(f"{KEY} must be 1 to {MAX_NAME} printable characters, got {shown(value)}")
     return value
@@ -25,9 +26,9 @@ def owner_name(value: object) -> str:
 def encoded_for(
     owner: str, content: Content, id: bytes | None = None, attempt: int = 0
 ) -> list[bytes]:
-    """The parts of a client's message on behalf of an owner; "": of the client itself.
+    """Returns the parts of a client's message on behalf of an owner; "": of the client itself.
 
-    Raises TooLarge and BadRequest as `encode` does.
+    Raises the errors of `encode`.
     """
     body = content.body()
     if owner:
@@ -36,9 +37,9 @@ def encoded_for(
 
 
 def take_owner(message: Message) -> str | None:
-    """Take the named owner out of a message's body, as the broker writes it; None: none is named.
+    """Take the named owner out of a message's body, and return it with its prefix.
 
-    Raises BadRequest for what is no name.
+    Returns None if the body names no owner. Raises BadRequest if the value is not a name.
     """
-    given = message.body.pop(KEY, None)
-    return None if given is None else f"{NAMED}{owner_name(given)}"
+    name = message.body.pop(KEY, None)
+    return None if name is None else f"{NAMED}{owner_name(name)}"

@@ -17,7 +17,7 @@ KEYS = ("prompt", "messages", "tokens")
 
 
 class TextPrompt(Struct, frozen=True):
-    """Text that is tokenised as it stands. It names each of its `images` by `[img-n]`."""
+    """Text that is tokenised without a template. It names each of its `images` by `[img-n]`."""
 
     text: str
     images: tuple[bytes, ...] = ()
@@ -30,14 +30,14 @@ class TextPrompt(Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """Bytes of UTF-8."""
+        """Bytes of the text in UTF-8."""
         return _text_bytes(self.text)
 
 
 class PackedPrompt(Struct, frozen=True):
     """Text in UTF-8 (`prompt`) or packed token ids (`tokens`) that travel as the first blob.
 
-    The `images` of a text are the blobs behind it; token ids have none.
+    The `images` of a text are the blobs after it; a prompt of token ids has no images.
     """
 
     key: Literal["prompt", "tokens"]
@@ -57,10 +57,10 @@ class PackedPrompt(Struct, frozen=True):
 
 
 class ChatPrompt(Struct, frozen=True):
-    """Messages for the model's chat template, with the tools and the thinking it is to offer.
+    """Messages for the model's chat template, with the tools and the thinking that it offers.
 
-    `messages` and `tools` are as the client sent them; `check_messages` gives templates their form.
-    Parts of messages name the `images` by their index.
+    `messages` and `tools` are as the client sent them; `check_messages` gives them the form of
+    templates. Parts of messages name the `images` by their index.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -81,7 +81,7 @@ class ChatPrompt(Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """Bytes of UTF-8 of all texts in the messages and tools, at any depth."""
+        """Bytes in UTF-8 of all texts in the messages and tools, at any depth."""
         return _text_bytes(self.messages) + _text_bytes(self.tools)
 
 
@@ -93,33 +93,33 @@ def _image_count(images: Sequence[bytes]) -> dict[str, Any]:
 
 
 def image_bytes(prompt: Prompt) -> int:
-    """Bytes of the files of all images of a prompt."""
+    """Returns the bytes of the files of all images of a prompt."""
     return sum(map(len, prompt.images))
 
 
 def parse_prompt(body: Mapping[str, Any], blobs: Sequence[bytes]) -> Prompt:
-    """The one prompt of a `generate`, with its images. Raises BadRequest naming the key."""
-    given = [key for key in KEYS if body.get(key) not in (None, False)]
-    if len(given) != 1:
-        raise BadRequest(f"give one of prompt, messages, tokens; got {given or 'none'}")
-    if given == ["messages"]:
+    """Returns the prompt of a `generate` with its images. Raises BadRequest naming the key."""
+    keys = [key for key in KEYS if body.get(key) not in (None, False)]
+    if len(keys) != 1:
+        raise BadRequest(f"give one of prompt, messages, tokens; got {keys or 'none'}")
+    if keys == ["messages"]:
         return _chat(body, blobs)
     for key, words in (("tools", "tools go"), ("think", "think goes")):
         if body.get(key) not in (None, []):
-            raise BadRequest(f"{words} with messages, got {given[0]}")
-    if given == ["prompt"] and isinstance(body["prompt"], str):
+            raise BadRequest(f"{words} with messages, got {keys[0]}")
+    if keys == ["prompt"] and isinstance(body["prompt"], str):
         return _text(body, blobs)
-    return _packed("tokens" if given == ["tokens"] else "prompt", body, blobs)
+    return _packed("tokens" if keys == ["tokens"] else "prompt", body, blobs)
 
 
 def blobs_of_prompt(body: Mapping[str, Any]) -> int:
-    """How many blobs behind this body belong to the prompt: its packed form, and its images."""
+    """Returns the number of blobs that belong to the prompt: its packed form, and its images."""
     packed = body.get("prompt") is True or body.get("tokens") is True
     return int(packed) + images_of.count_images(body)
 
 
 def _text(body: Mapping[str, Any], blobs: Sequence[bytes]) -> TextPrompt:
-    text = body["prompt"]  # an empty one is the model's begin token, if it has one
+    text = body["prompt"]  # an empty text stands for the model's begin token, if it has one
     images = images_of.parse_images(body, blobs, 0)
     if images:
         images_of.check_named(images_of.images_of_text(text), len(images))
@@ -152,7 +152,7 @@ def _chat(body: Mapping[str, Any], blobs: Sequence[bytes]) -> ChatPrompt:
 
 
 def _text_bytes(value: object) -> int:
-    """Bytes of UTF-8 of all texts in a value, at any depth."""
+    """Returns the bytes in UTF-8 of all texts in a value, at any depth."""
     size, waiting = 0, [value]
     while waiting:
         item = waiting.pop()

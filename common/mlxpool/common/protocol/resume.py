@@ -1,4 +1,4 @@
-"""What a stream that was at work before brings along: its ids, its seed and its facts."""
+"""The state of a resumed stream: its ids, its seed and its facts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ DIGESTS = ("digest", "grammar")  # facts that are digests
 
 
 class Facts(Struct, frozen=True):
-    """What holds for a stream from its first worker to its last.
+    """Facts of a stream that stay the same from its first worker to its last.
 
-    `prompt_tokens` and `max_tokens` are counts of ids; `prompt_tokens` is what is left of the
-    prompt without its `truncated` ones. `now` is what chat templates call the time, in seconds
-    since 1970. `grammar` is the digest of the answer's format. A field is None where the sender
-    does not say. `raw` is the map as it was received: it is stored and sent back unchanged, with
-    keys of later versions.
+    `prompt_tokens` and `max_tokens` count ids; `prompt_tokens` does not count the `truncated` ids
+    of the prompt. `now` is the time in chat templates, in seconds since 1970. `grammar` is the
+    digest of the answer's format. A field is None if the sender did not send it. `raw` is the map
+    as it was received: it is stored and sent back unchanged, with keys of later versions.
     """
 
     digest: str | None = None
@@ -45,7 +44,7 @@ class Facts(Struct, frozen=True):
         return isinstance(other, Facts) and self.body() == other.body()  # without `raw`
 
     def body(self) -> dict[str, Any]:
-        """The map that the first row of a run carries."""
+        """Returns the map in the first row of a run."""
         body: dict[str, Any] = {
             "digest": self.digest,
             "context": self.context,
@@ -59,7 +58,7 @@ class Facts(Struct, frozen=True):
 
     @classmethod
     def from_worker(cls, raw: Mapping[str, Any]) -> Facts:
-        """The facts of a worker's first row, read leniently: a wrong type counts as absent."""
+        """Reads the facts of a worker's first row; a value of a wrong type counts as absent."""
         digest, now = raw.get("digest"), raw.get("now")
         counts = {key: raw.get(key) for key in COUNTS}
         return cls(
@@ -73,7 +72,7 @@ class Facts(Struct, frozen=True):
 
     @classmethod
     def from_client(cls, raw: object) -> Facts:
-        """The facts that a client sends back. Raises BadRequest for a wrong type or bound."""
+        """Reads the facts that a client sends back. Raises BadRequest for a wrong value."""
         if not isinstance(raw, dict):
             raise BadRequest("resume.facts must be the map that came with the first delta")
         now = raw.get("now", 0)
@@ -90,7 +89,7 @@ class Facts(Struct, frozen=True):
 
     @classmethod
     def from_broker(cls, raw: object) -> Facts:
-        """The facts in `work`. Raises BadRequest for a wrong type or a time out of bounds."""
+        """Reads the facts in `work`. Raises BadRequest for a wrong type or a time out of bounds."""
         if raw is None:
             return cls()
         if not isinstance(raw, Mapping):
@@ -106,11 +105,11 @@ class Facts(Struct, frozen=True):
 
 
 class Resume(Struct, frozen=True):
-    """The part of `generate` and `work` by which a stream goes on.
+    """The part of `generate` and `work` that resumes a stream.
 
-    `ids` are the packed ids there are already. `seed` is the one that `accepted` told, `resumes`
-    the resumes in a row that brought no new id; `work` carries its seed beside it. `reported`: the
-    tokens of the prompt that were reported already.
+    `ids` are the packed ids of the stream so far. `seed` is the seed of `accepted`; `work` has the
+    seed outside this part. `resumes` is the number of resumes in a row without a new id. `reported`
+    is the number of the prompt's tokens that were reported already.
     """
 
     ids: bytes = b""
@@ -121,7 +120,7 @@ class Resume(Struct, frozen=True):
 
     @property
     def count(self) -> int:
-        """How many ids there are."""
+        """The number of ids."""
         return count_of(self.ids)
 
     def body(self) -> dict[str, Any]:
@@ -137,7 +136,7 @@ class Resume(Struct, frozen=True):
 
     @classmethod
     def from_client(cls, raw: object, blobs: Sequence[bytes]) -> Resume | None:
-        """`resume` of a `generate`; `blobs` are those behind the prompt's. Raises BadRequest."""
+        """Reads `resume` of a `generate`; `blobs` follow the prompt's blobs. Raises BadRequest."""
         if raw is None:
             if blobs:
                 raise BadRequest(f"{len(blobs)} blob(s) that nothing in the body names")
@@ -154,12 +153,12 @@ class Resume(Struct, frozen=True):
         if len(blobs) > 1 or len(ids) != ID_WIDTH * count:
             raise BadRequest(f"resume.count is {count}, its blob has {len(ids) / ID_WIDTH:g} ids")
         if facts is not None and not facts.raw:
-            facts = None  # an empty map states nothing: those of the first worker hold
+            facts = None  # an empty map counts as absent: the facts of the first worker hold
         return cls(ids, facts, seed, resumes, reported)
 
     @classmethod
     def from_broker(cls, raw: object, blobs: Sequence[bytes]) -> Resume:
-        """`resume` of a `work`; an absent one is empty. Raises BadRequest."""
+        """Reads `resume` of a `work`; an absent value counts as empty. Raises BadRequest."""
         if raw is None:
             return cls()
         if not isinstance(raw, Mapping):
@@ -179,7 +178,7 @@ class Resume(Struct, frozen=True):
 
 
 def optional_count(value: object, name: str) -> int | None:
-    """A count below 2^63, or None. Raises BadRequest with `name`."""
+    """Returns a count below 2^63, or None. Raises BadRequest naming `name` for other values."""
     if value is None:
         return None
     if not is_integer(value) or not 0 <= value < 2**63:
@@ -198,6 +197,6 @@ def _time(value: object) -> float | None:
 
 
 def check_size(ids: bytes) -> None:
-    """Raises TooLarge for packed ids over the bound of a blob."""
+    """Raises TooLarge if packed ids exceed the bound of a blob."""
     if len(ids) > MAX_BLOB:
         raise TooLarge(f"the blob of resume has {len(ids)} bytes, at most {MAX_BLOB}")

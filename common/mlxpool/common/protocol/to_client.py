@@ -1,4 +1,4 @@
-"""Messages of the broker to a client. `deltas`: see `deltas`."""
+"""Messages of the broker to a client, except `deltas`, which has a module of its own."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mlxpool.common.protocol.token_ids import ID_WIDTH
 
 
 class Accepted(Content, Struct, frozen=True):
-    """The broker has taken the request. `queue_position` requests wait in front of it.
+    """The broker has accepted the request. `queue_position` requests wait before it.
 
-    `warnings` say which keys of the request are ignored.
+    `warnings` name the ignored keys of the request.
     """
 
     kind: ClassVar[str] = "accepted"
@@ -52,11 +52,11 @@ class Accepted(Content, Struct, frozen=True):
 class StreamDelta(Content):
     """A piece of one stream: whole steps of the worker, merged until it is sent.
 
-    The broker fills it step by step: a second object for each would cost the hot path. `pos`
-    travels in the header, `size` (bytes of text, ids and log-probabilities) not at all. `facts`
-    come with the first ids of a worker, as the worker made them. `steps` has for each step how many
-    ids and characters there are up to its end, where a reader of a job asked for it; (0, 0) in
-    front for each time that the job had ended with an error at `pos` and was tried again.
+    The broker fills it step by step, because an object for each step would slow the hot path. `pos`
+    travels in the header, `size` (bytes of text, ids and log-probabilities) does not travel.
+    `facts` come with the first ids of a worker, as the worker made them. If a reader of a job asked
+    for `steps`, it has the numbers of ids and characters up to the end of each step. Before them is
+    (0, 0) for each time that the job ended with an error at `pos` and was retried.
     """
 
     kind: ClassVar[str] = "delta"
@@ -86,7 +86,7 @@ class StreamDelta(Content):
 
     @property
     def count(self) -> int:
-        """How many ids."""
+        """The number of ids."""
         return len(self.ids) // ID_WIDTH
 
     def body(self) -> dict[str, Any]:
@@ -106,9 +106,10 @@ class StreamDelta(Content):
 class Done(Content, Struct, frozen=True):
     """The terminal of a stream that ended without an error. Times are milliseconds.
 
-    `text` is what was held back; `reason` is stop, length or cancelled; `attempts` counts how
-    often the broker gave the request to a worker. `complete`: see RunEnd. `answer`: that of a job
-    which is a call, such as `embed`, without its usage and its times; its blobs are the message's.
+    `text` is the text that was held back; `reason` is stop, length or cancelled; `attempts` is the
+    number of times that the broker gave the request to a worker. `complete`: see RunEnd. `answer`
+    is the answer of a job that is a call, such as `embed`, without its usage and its times; the
+    message has its blobs.
     """
 
     kind: ClassVar[str] = "done"
@@ -122,7 +123,7 @@ class Done(Content, Struct, frozen=True):
 
     @classmethod
     def of_answer(cls, answer: CallAnswer) -> Done:
-        """The end of a job whose worker has answered."""
+        """Returns the end of a job whose worker has answered."""
         fields = dict(answer.fields)
         usage, timings = mapping(fields.pop("usage", None)), mapping(fields.pop("timings_ms", None))
         rest = CallAnswer(fields, answer.packed, answer.kind)
@@ -146,7 +147,7 @@ class Done(Content, Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> Done:
-        """`blobs`: those of the answer, if there is one."""
+        """Reads a body; `blobs` are the blobs of its answer, if it has one."""
         return cls(
             str(body.get("reason")),
             str(body.get("text", "")),
@@ -166,9 +167,9 @@ def _answer(body: object, blobs: Sequence[bytes]) -> CallAnswer | None:
 
 
 class Failed(Content, Struct, frozen=True):
-    """An `error`: the terminal of a stream, the answer to a call, or about a message.
+    """An `error`: the terminal of a stream, the answer to a call, or a report about a message.
 
-    `fields` is the body that `PoolError.body` makes, passed on as it came.
+    `fields` is a body that `PoolError.body` made.
     """
 
     kind: ClassVar[str] = "error"
@@ -180,7 +181,7 @@ class Failed(Content, Struct, frozen=True):
 
     @classmethod
     def about(cls, error: PoolError, id: bytes | None) -> Failed:
-        """About a message, ends no stream: `id` is whose, None if that cannot be told."""
+        """Returns a report about the message with this id, None if unknown. It ends no stream."""
         return cls({**error.body(), "about": id})
 
     @property
@@ -188,7 +189,7 @@ class Failed(Content, Struct, frozen=True):
         return str(self.fields.get("code"))
 
     def error(self) -> PoolError:
-        """The typed error that a client raises."""
+        """Returns the typed error that a client raises."""
         return from_body(self.fields)
 
     def body(self) -> dict[str, Any]:
@@ -196,7 +197,7 @@ class Failed(Content, Struct, frozen=True):
 
 
 class Fate(Content, Struct, frozen=True):
-    """Answer to `cancel`: where the request stood before it; `pos` ids were sent."""
+    """Answer to `cancel`: the state of the request before it, and `pos`, the number of sent ids."""
 
     kind: ClassVar[str] = "fate"
     state: str
@@ -208,7 +209,7 @@ class Fate(Content, Struct, frozen=True):
 
 
 class Pong(Content, Struct, frozen=True):
-    """Answer to `ping`: which broker process this is, and which link of it."""
+    """Answer to `ping`: the broker's boot number, and its link of this connection."""
 
     kind: ClassVar[str] = "pong"
     boot: int
@@ -221,7 +222,7 @@ class Pong(Content, Struct, frozen=True):
 
 
 class Kept(Content, Struct, frozen=True):
-    """Answer to `keep`: the time that holds, which may be another than the one asked for."""
+    """Answer to `keep`: the time that holds, which may differ from the time of the `keep`."""
 
     kind: ClassVar[str] = "kept"
     keep_ms: int
@@ -234,7 +235,7 @@ class Kept(Content, Struct, frozen=True):
 class ModelList(Content, Struct, frozen=True):
     """Answer to `models`: a row for each name, see docs/protocol.md, `models`.
 
-    The row of a request for one model has `about` in addition, what its files say.
+    If one model was asked for, its row also has `about`, with facts from its files.
     """
 
     kind: ClassVar[str] = "models"

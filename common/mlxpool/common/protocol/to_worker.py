@@ -1,4 +1,4 @@
-"""Messages of the broker to a worker. `cancel`: see `from_client`."""
+"""Messages of the broker to a worker, except `cancel`, which is in `from_client`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OF_CHATS = ("messages", "tools", "think")  # keys of a `tokenize` of a chat
 
 
 class Welcome(Content, Struct, frozen=True):
-    """Answer to `hello`: the header's epoch is the worker's. The next `hello` needs `token`."""
+    """Answer to `hello`; its header has the worker's epoch. The next `hello` needs `token`."""
 
     kind: ClassVar[str] = "welcome"
     boot: int = 0
@@ -36,18 +36,18 @@ class Welcome(Content, Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Welcome:
-        """Read leniently: a wrong type counts as absent."""
+        """Reads a body; a value of a wrong type counts as absent."""
         return read(body, cls, lenient=True)
 
 
 class Heard(Content, Struct, frozen=True):
-    """Answer to a beat: the broker lives."""
+    """Answer to a heartbeat: the broker lives."""
 
     kind: ClassVar[str] = "heard"
 
 
 class Who(Content, Struct, frozen=True):
-    """The connection has no welcome: the worker drops all runs and says `hello` again."""
+    """The broker does not know the connection: the worker drops all runs, sends `hello` again."""
 
     kind: ClassVar[str] = "who"
 
@@ -56,13 +56,16 @@ class Who(Content, Struct, frozen=True):
 
 
 class Drain(Content, Struct, frozen=True):
-    """Stop all runs, hand them back with `yield`, take no more."""
+    """The worker stops all runs, hands them back with `yield`, and takes no more."""
 
     kind: ClassVar[str] = "drain"
 
 
 class Stop(Content, Struct, frozen=True):
-    """Leave. `again`: a fresh worker is wanted in its place. `error`: its `hello` is refused."""
+    """The worker has to leave. `again`: a fresh worker has to take its place.
+
+    `error` is set if its `hello` is refused.
+    """
 
     kind: ClassVar[str] = "stop"
     again: bool | None = None
@@ -79,11 +82,11 @@ class Stop(Content, Struct, frozen=True):
 
 
 class Work(Content, Struct, frozen=True):
-    """A run: the prompt, checked options, the seed, and what a resumed stream brings along.
+    """A run: the prompt, checked options, the seed, and the state of a resumed stream.
 
-    `deadline_ms` is what is left of the request's time. `suspect`: the request may have ended a
-    worker, so its prompt is read in a pass of its own. Requests of several owners are prepared in
-    turn. `shared`: other requests have the same prompt, see `choice`.
+    `deadline_ms` is the rest of the request's time. `suspect`: the request may have ended a worker,
+    so its prompt is read in a pass of its own. Requests of several owners are prepared in turn.
+    `shared`: other requests have the same prompt, see `choice`.
     """
 
     kind: ClassVar[str] = "work"
@@ -119,14 +122,14 @@ class Work(Content, Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any], blobs: Sequence[bytes]) -> Work:
-        """Raises BadRequest naming the key and its value."""
-        behind = blobs[blobs_of_prompt(body) :]
+        """Reads a body. Raises BadRequest naming the key and its value."""
+        rest = blobs[blobs_of_prompt(body) :]
         return cls(
             _prompt(body, blobs),
             Options.parse(_map(body, "options")),
             _seed(body.get("seed")),
             _deadline(body.get("deadline_ms")),
-            Resume.from_broker(body.get("resume"), behind),
+            Resume.from_broker(body.get("resume"), rest),
             bool(body.get("suspect")),
             _owner(body),
             bool(body.get("shared")),
@@ -142,12 +145,12 @@ class Tokenize(Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """Characters or bytes."""
+        """The size of the text in characters or bytes."""
         return self.text.size if isinstance(self.text, ChatPrompt) else len(self.text)
 
     @classmethod
     def parse(cls, body: Mapping[str, Any], blobs: Sequence[bytes]) -> Tokenize:
-        """Raises BadRequest without a text or messages, and for images."""
+        """Reads a body. Raises BadRequest if it has neither text nor messages, or has images."""
         if body.get("messages") is not None:
             prompt = parse_prompt({key: body.get(key) for key in _OF_CHATS}, ())
             assert isinstance(prompt, ChatPrompt)
@@ -163,7 +166,7 @@ class Tokenize(Struct, frozen=True):
 
 
 class Detokenize(Struct, frozen=True):
-    """A worker's view of `detokenize`: packed token ids. `each`: the text of each is wanted."""
+    """A worker's view of `detokenize`: packed token ids. `each` asks for the text of each id."""
 
     kind: ClassVar[str] = DETOKENIZE
     packed: bytes
@@ -172,7 +175,7 @@ class Detokenize(Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Bytes of the packed ids."""
         return len(self.packed)
 
     @classmethod
@@ -181,13 +184,13 @@ class Detokenize(Struct, frozen=True):
 
 
 def _owner(body: Mapping[str, Any]) -> str:
-    """Of the request; "" from a broker that does not tell."""
+    """Returns the owner of a request; "" if the body has none."""
     owner = body.get("owner")
     return owner if isinstance(owner, str) else ""
 
 
 def count_of_resume(body: Mapping[str, Any]) -> int:
-    """How many ids a `work` says that its stream has; 0 where it says nothing usable."""
+    """Returns the number of ids of the stream in a `work`; 0 if the value is wrong or absent."""
     resume = body.get("resume")
     count = resume.get("count") if isinstance(resume, Mapping) else None
     return count if is_integer(count) and count >= 0 else 0

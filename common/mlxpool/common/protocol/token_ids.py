@@ -1,4 +1,4 @@
-"""Token ids as they travel: little-endian u32, one after the other, in a blob."""
+"""The form of token ids in messages: a blob of little-endian u32."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ID_WIDTH = 4  # bytes of one id
 
 
 def count_of(packed: bytes | bytearray) -> int:
-    """How many ids a blob holds; the rest of a division by ID_WIDTH is ignored."""
+    """Returns the number of ids in a blob; ignores the rest of a division by ID_WIDTH."""
     return len(packed) // ID_WIDTH
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
-    """Pack ids. Raises BadRequest for a value that is no u32."""
+    """Pack ids. Raises BadRequest if a value is not a u32."""
     try:
         packed = array("I", ids)
     except (TypeError, OverflowError, ValueError):
@@ -30,15 +30,15 @@ def pack_ids(ids: Iterable[int]) -> bytes:
 
 
 def _wrong(ids: Any) -> str:
-    """Names the first value that is no u32, and its index."""
-    every = enumerate(ids if isinstance(ids, list | tuple) else ())
-    wrong = ((at, one) for at, one in every if not isinstance(one, int) or not 0 <= one < 2**32)
-    at, one = next(wrong, (None, ids))
-    return f", got {shown(one)}" + ("" if at is None else f" at {at}")
+    """Returns a text with the first value that is not a u32, and its index."""
+    items = enumerate(ids if isinstance(ids, list | tuple) else ())
+    wrong = ((at, item) for at, item in items if not isinstance(item, int) or not 0 <= item < 2**32)
+    at, item = next(wrong, (None, ids))
+    return f", got {shown(item)}" + ("" if at is None else f" at {at}")
 
 
 def unpack_ids(blob: bytes) -> list[int]:
-    """Undo `pack_ids`. Raises BadRequest for a length that is no multiple of 4."""
+    """Returns the ids of a blob. Raises BadRequest if its length is not a multiple of 4."""
     if len(blob) % ID_WIDTH:
         raise BadRequest(f"a blob of token ids has {len(blob)} bytes, must be a multiple of 4")
     ids = array("I", blob)

@@ -1,4 +1,4 @@
-"""Texts that are not Unicode: JSON can write half a surrogate pair, which nothing else can hold."""
+"""Finds texts that are not Unicode: JSON can write half a surrogate pair, but UTF-8 cannot."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ _HALF = re.compile("[\ud800-\udfff]")
 
 
 def not_unicode(value: Any, path: str = "") -> str:
-    """Where the first half of a surrogate pair is, as messages[0].content, and what; "" without.
+    """Returns the place and the value of the first half of a surrogate pair; "" if there is none.
 
-    Keys of maps are looked at, too.
+    A place is a path such as messages[0].content. Keys of maps are checked, too.
     """
     waiting = [(path, value)]
     while waiting:
-        place, one = waiting.pop()
-        if isinstance(one, str):
-            if fault := _fault(place or "the text", one):
+        place, item = waiting.pop()
+        if isinstance(item, str):
+            if fault := _fault(place or "the text", item):
                 return fault
-        elif isinstance(one, Mapping):
+        elif isinstance(item, Mapping):
             inside: list[tuple[str, Any]] = []
-            for key, member in one.items():
+            for key, member in item.items():
                 if isinstance(key, str) and (
                     fault := _fault(f"a key of {place or 'the body'}", key)
                 ):
                     return fault
                 inside.append((f"{place}.{key}" if place else str(key), member))
             waiting += reversed(inside)
-        elif isinstance(one, list | tuple):
-            waiting += [(f"{place}[{number}]", one[number]) for number in reversed(range(len(one)))]
+        elif isinstance(item, list | tuple):
+            waiting += [(f"{place}[{at}]", item[at]) for at in reversed(range(len(item)))]
     return ""
 
 
 def place_of(fault: str) -> str:
-    """The place in what `not_unicode` says."""
+    """Returns the place in a text that `not_unicode` returned."""
     return fault.partition(" is not ")[0].removeprefix("a key of ")
 
 
 def _fault(place: str, text: str) -> str:
-    if text.isascii() or not (found := _HALF.search(text)):
+    if text.isascii() or not (match := _HALF.search(text)):
         return ""
-    half = f"half a surrogate pair, U+{ord(found[0]):04X}, at character {found.start()}"
+    half = f"half a surrogate pair, U+{ord(match[0]):04X}, at character {match.start()}"
     return f"{place} is not Unicode text: it has {half}"

@@ -1,4 +1,4 @@
 """ZeroMQ sockets with limits, CURVE keys, and the handshake of a connection.
 
-Every socket of the product is made here.
+Every ZeroMQ socket of mlxpool is made here.
 """

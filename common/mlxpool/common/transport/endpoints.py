@@ -1,4 +1,4 @@
-"""Which endpoints a broker may bind, which need CURVE, and to which one can connect. Pure."""
+"""Checks of endpoints: to bind them, with or without CURVE, and to connect to them. Pure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _LOOPBACK = re.compile(r"tcp://(127(\.\d{1,3}){3}|localhost|\[::1\]):(\d{1,5}|\*
 
 
 def fault(endpoint: str, *, secured: bool, local: bool) -> str | None:
-    """Why an endpoint may not be bound, as the end of an error message; None if it may.
+    """Returns why an endpoint may not be bound, as the end of an error message; None if it may.
 
-    `secured`: there is a secret key, so every tcp endpoint speaks CURVE. `local`: plain tcp is
+    `secured`: there is a secret key, so every tcp endpoint uses CURVE. `local`: plain tcp is
     allowed on the loopback.
     """
     if _IPC.fullmatch(endpoint):
@@ -31,7 +31,7 @@ def fault(endpoint: str, *, secured: bool, local: bool) -> str | None:
 
 
 def dial_fault(endpoint: object) -> str | None:
-    """Why one cannot connect to an endpoint, as a whole error message; None if one can try."""
+    """Returns the error message for an endpoint that cannot be dialled; None if it can be."""
     text = endpoint if isinstance(endpoint, str) else ""
     if _IPC.fullmatch(text) or (_DIALLED.fullmatch(text) and 0 < _port(text) <= 65535):
         return None

@@ -1,11 +1,11 @@
-"""Reads the monitor of a connecting socket: whether it is connected, or why it cannot be.
+"""Reads the monitor of a connecting socket: it is connected, or it cannot be, and why.
 
-Two failures are certain, and libzmq connects no more after them: a broker that refuses a key says
-so, and a greeting that was read whole names another mechanism than ours: one side has keys, the
-other has none. Every other failure is a connection that was closed in the handshake, after which
-libzmq connects again. A broker closes one so for a wrong server key, but so does everything that
-ends or breaks on the way, such as a proxy whose broker is restarted. A socket without keys
-concludes nothing from it: a broker with keys sends its greeting in one of the next attempts.
+Two failures are final, and libzmq does not connect again after them. A broker can refuse a key. And
+a whole greeting can name another mechanism than ours, because only one side has keys. Every other
+failure is a connection that was closed in the handshake; then libzmq connects again. A broker
+closes a connection in this way for a wrong server key. So does everything that ends or breaks on
+the way, such as a proxy whose broker is restarted. A socket without keys concludes nothing from
+such a failure: a broker with keys sends its greeting in one of the next attempts.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-HOPELESS_FAILURES = 3  # closed in a row with keys; a broker that is ending may close one or two
+HOPELESS_FAILURES = 3  # failures in a row with keys; a broker that ends may cause one or two
 _SHORT = 8  # characters of a public key that error messages show
 
 
 class Handshake:
-    """A socket's handshake; belongs to the socket's thread. `monitor` is readable on a change."""
+    """A socket's handshake, for the socket's thread alone. `monitor` is readable on a change."""
 
     def __init__(
         self, socket: zmq.Socket[bytes], endpoint: str, credentials: Credentials | None = None
     ) -> None:
         self.endpoint = endpoint
         self.credentials = credentials
-        self.refusal = ""  # why this socket will never be connected; "": it may be
-        self.trouble = ""  # why the newest attempt failed; a later one may succeed
-        self.failures = 0  # failed attempts in a row, whatever the reason
+        self.refusal = ""  # why this socket will never be connected; "" if it may be
+        self.trouble = ""  # why the newest attempt failed; a later attempt may succeed
+        self.failures = 0  # failed attempts in a row, for any reason
         self._socket = socket
         self.monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_EVENTS)
 
     def succeeded(self) -> bool:
-        """Read the monitor; whether a handshake succeeded since the last call."""
-        found = False
+        """Read the monitor. Returns whether a handshake succeeded since the last call."""
+        success = False
         try:
             while True:
                 event, value = struct.unpack("=HI", self.monitor.recv_multipart(zmq.NOBLOCK)[0])
-                found = self._take(event, value) or found
+                success = self._take(event, value) or success
         except zmq.Again:
-            return found
+            return success
 
     def _take(self, event: int, value: int) -> bool:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -65,17 +65,17 @@ class Handshake:
 
     @property
     def hopeless(self) -> bool:
-        """Whether a client that was never connected should stop trying."""
+        """True if a client that was never connected should stop trying."""
         return bool(self.refusal or (self.trouble and self.failures >= HOPELESS_FAILURES))
 
     def close(self) -> None:
-        """Close the monitor; has to be called before the socket is closed."""
+        """Close the monitor. Call it before the socket is closed."""
         self._socket.disable_monitor()
         self.monitor.close()
 
 
 def refused(endpoint: str, credentials: Credentials | None) -> str:
-    """The error message for a refused key."""
+    """Returns the error message for a refused key."""
     if credentials is None:
         return f"the broker at {endpoint} refuses this user"
     own = credentials.own
@@ -87,7 +87,7 @@ def refused(endpoint: str, credentials: Credentials | None) -> str:
 
 
 def failed(endpoint: str, credentials: Credentials | None) -> str:
-    """The error message for a handshake that fails without a refusal."""
+    """Returns the error message for a handshake that fails without a refusal."""
     if credentials is None:
         return (
             f"what listens at {endpoint} takes no connection without a key;"

@@ -1,4 +1,4 @@
-"""CURVE keys: makes them, writes them to files that only their owner can read, reads them.
+"""Makes, writes and reads CURVE keys, in files that only their owner can read.
 
 A secret key is always given as the path of its file, a public key as text or as a path.
 """
@@ -23,11 +23,11 @@ MAX_FILE = 4096  # bytes of a key file
 
 
 class BadKey(ValueError):
-    """A key or its file cannot be used; the message names it and says what to do."""
+    """A key or its file cannot be used. The message names it, and has a remedy."""
 
 
 class KeyPair(Struct, frozen=True):
-    """`public` and `secret` are 40 characters of Z85."""
+    """A pair of keys. `public` and `secret` are 40 characters of Z85."""
 
     name: str
     role: str
@@ -39,12 +39,12 @@ class KeyPair(Struct, frozen=True):
 
 
 def default_folder() -> Path:
-    """The folder to which `mlxpool keygen` writes keys."""
+    """Returns the default folder of `mlxpool keygen`."""
     return home() / ".mlxpool" / "keys"
 
 
 def make(name: str, role: str) -> KeyPair:
-    """A new pair. Raises BadKey for a name that no file can have, and for an unknown role."""
+    """Returns a new pair. Raises BadKey if the name is not allowed, or the role unknown."""
     if not NAME.fullmatch(name):
         raise BadKey(
             f"a key's name has letters, digits, dots, dashes and underlines, at most 64;"
@@ -59,9 +59,9 @@ def make(name: str, role: str) -> KeyPair:
 
 
 def write(pair: KeyPair, folder: Path) -> Path:
-    """Write NAME.key, mode 0600, to a folder that is made with mode 0700. Returns its path.
+    """Write NAME.key with mode 0600 to a folder, which is made with mode 0700. Returns its path.
 
-    Raises BadKey if the file exists, for a key is never overwritten, or cannot be written.
+    A key is never overwritten. Raises BadKey if the file exists, or cannot be written.
     """
     path = folder / f"{pair.name}.key"
     try:
@@ -87,12 +87,12 @@ def write(pair: KeyPair, folder: Path) -> Path:
 
 
 def section(name: str) -> str:
-    """The section of a key in the broker's config."""
+    """Returns the heading of a key's section in the broker's config."""
     return f'[keys."{name}"]' if "." in name else f"[keys.{name}]"
 
 
 def read(path: Path, role: str = "") -> KeyPair:
-    """Read the pair of a key file, which must have this role; "": any.
+    """Read the pair of a key file, which must have this role; "": any role.
 
     Raises BadKey naming the file, and its mode if others can read it.
     """
@@ -137,22 +137,25 @@ def _belongs(pair: KeyPair) -> bool:
 
 
 def public_of(text: str) -> str:
-    """The public key that a text is, or that the file of this path holds. Raises BadKey."""
+    """Returns a public key: the text itself, or the content of the file with this path.
+
+    Raises BadKey if the text is neither.
+    """
     if PUBLIC.fullmatch(text):
         return text
     try:
         with expanded(text).open() as file:
-            found = file.read(MAX_FILE).strip()
+            key = file.read(MAX_FILE).strip()
     except (OSError, ValueError):
         raise BadKey(
             f"{text!r:.80} is neither a public key of 40 characters nor a file that can be read"
         ) from None
-    if not PUBLIC.fullmatch(found):
+    if not PUBLIC.fullmatch(key):
         raise BadKey(
             f"the file {text} must hold a public key of 40 characters and nothing else;"
             " in a key file it is the value of `public`"
         )
-    return found
+    return key
 
 
 class Credentials(Struct, frozen=True):
@@ -163,9 +166,9 @@ class Credentials(Struct, frozen=True):
 
     @classmethod
     def of(cls, server_key: str | None, key: str | Path | None) -> Credentials | None:
-        """The credentials of two arguments; None without both.
+        """Returns the credentials of two keys; None if both are absent.
 
-        Raises BadKey if only one is given, or one cannot be used.
+        Raises BadKey if only one key is given, or if a key cannot be used.
         """
         if not server_key and not key:
             return None

@@ -1,4 +1,4 @@
-"""Sockets that listen for HTTP, and ports that are kept for sockets of other programs."""
+"""Sockets that listen for HTTP, and reserved ports for sockets of other programs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import socket
 
 BACKLOG = 1024  # connections that wait to be accepted
 LOCALHOST = "localhost"
-FREE_PORTS = 16  # that are tried
+FREE_PORTS = 16  # attempts to find a free port
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Bound and listening sockets, at least one, all with the same port. Raises OSError.
+    """Returns bound and listening sockets, at least one, all with the same port. Raises OSError.
 
-    Port 0: any that is free. `localhost` is both loopback addresses where the machine has IPv6:
-    clients differ in which of them they try.
+    Port 0 is any free port. `localhost` is both loopback addresses if the machine has IPv6, because
+    some clients try only one of them.
     """
     if host != LOCALHOST:
         return [_listen(host, port)]
@@ -33,7 +33,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only if the protocol is named; without it small pieces take 40 ms.
+    # asyncio sets TCP_NODELAY only if the protocol is named; without that small pieces take 40 ms.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -46,12 +46,11 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def reserve(host: str) -> socket.socket:
-    """A socket that is bound to a free port of an IPv4 address and does not listen. Raises OSError.
+    """Returns a socket that is bound to a free port of an IPv4 address, and does not listen.
 
-    Until it is closed the kernel gives the port to no socket that asks for any port, neither to
-    listen nor to connect, and refuses it to sockets without SO_REUSEADDR. One with that option can
-    listen there: under Linux a bound socket with the option is in the way of a socket without it
-    alone.
+    Until it is closed, the kernel does not give the port to a socket that asks for any port. It
+    refuses the port to sockets without SO_REUSEADDR. Under Linux a socket with that option can
+    listen on the port. Raises OSError if the address cannot be bound.
     """
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -64,13 +63,13 @@ def reserve(host: str) -> socket.socket:
 
 
 def inherited(descriptor: int) -> socket.socket:
-    """The listening socket that the parent process passed on; owns the descriptor."""
+    """Returns the listening socket of a descriptor from the parent process; it owns that."""
     with_any_protocol = socket.socket(fileno=descriptor)
     family = with_any_protocol.family
     return socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, with_any_protocol.detach())
 
 
 def url_of(bound: socket.socket) -> str:
-    """The URL of a listening socket, with the port that it has."""
+    """Returns the URL of a listening socket, with its port."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,9 +1,9 @@
 """Makes every ZeroMQ socket: high-water marks, linger, reconnects, limits on sizes.
 
-No socket has a heartbeat: libzmq aborts the process when one meets a peer that went while its input
-was full (libzmq#4364); the protocol detects silence itself. None has a routing id: the ROUTER names
-connections, and with CURVE the handshake names the owner. IMMEDIATE stays 0: with 1 a broker that
-exits loses terminals that were not read.
+No socket has a heartbeat of ZeroMQ: libzmq aborts the process if a heartbeat meets a peer that left
+while its input was full (libzmq#4364). The protocol detects silence itself. No socket has a routing
+id: the ROUTER names connections, and with CURVE the handshake names the owner. IMMEDIATE stays 0:
+with 1 a broker that exits loses unread terminals.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import zmq
 from mlxpool.common.protocol.frames import MAX_FRAME
 from mlxpool.common.transport.keys import Credentials, KeyPair
 
-HIGH_WATER = 1000  # messages for each peer; 0 would be without a bound
+HIGH_WATER = 1000  # messages for each peer; 0 would mean no bound
 LINGER_MS = 2000  # finite, so that no process hangs at its end; above 0, so that terminals are sent
-KEEPALIVE = {  # intervals in seconds; CNT is a number of probes
+KEEPALIVE = {  # in seconds; CNT is a number of probes
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 30,
     zmq.TCP_KEEPALIVE_INTVL: 10,
     zmq.TCP_KEEPALIVE_CNT: 3,
 }
 BACKLOG = 100  # connections that may wait to be accepted
-RECONNECT_MS = (50, 250)  # the first and the longest wait: found soon, and not asked too often
-HANDSHAKE_MS = 5000  # a peer that connects and sends nothing holds no descriptor for longer
+RECONNECT_MS = (50, 250)  # the first and the longest delay before a reconnect
+HANDSHAKE_MS = 5000  # the longest time that a silent peer holds a descriptor
 MAX_PATH = 107  # bytes of a Unix socket's path
 
 
@@ -38,11 +38,11 @@ def router(
     backlog: int = BACKLOG,
     domain: str = "",
 ) -> zmq.Socket[bytes]:
-    """A bound ROUTER that reports unknown and full peers instead of dropping silently.
+    """Returns a bound ROUTER that reports unknown and full peers, and drops nothing silently.
 
     On tcp the kernel frees the descriptors of hosts that vanished. Up to `backlog` connections wait
-    to be accepted; they come all at once to a process that was stopped. With a `domain` the
-    context's ZAP handler is asked about every connection; it has to run before.
+    to be accepted; a process that was stopped gets them all at once. With a `domain` the context's
+    ZAP handler is asked about every connection; the handler has to run already.
     Raises OSError naming the endpoint if it cannot be bound.
     """
     socket = context.socket(zmq.ROUTER)
@@ -64,9 +64,9 @@ def router(
 
 
 def bind(socket: zmq.Socket[bytes], endpoint: str, key: KeyPair | None = None) -> str:
-    """Bind one more endpoint; with a `key`, tcp speaks CURVE.
+    """Bind one more endpoint; with a `key`, tcp uses CURVE.
 
-    Returns the endpoint with the port that was bound. Raises OSError naming the endpoint.
+    Returns the endpoint with its port. Raises OSError naming the endpoint.
     """
     before = os.umask(0o077)  # only the broker's user can open the socket files
     secure = key is not None and endpoint.startswith("tcp:")
@@ -87,9 +87,9 @@ def bind(socket: zmq.Socket[bytes], endpoint: str, key: KeyPair | None = None) -
 def dealer(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, credentials: Credentials | None = None
 ) -> zmq.Socket[bytes]:
-    """A connecting DEALER that reconnects until it is refused.
+    """Returns a connecting DEALER that reconnects until it is refused.
 
-    Raises OSError for a malformed endpoint.
+    Raises OSError if the endpoint is malformed.
     """
     socket = context.socket(zmq.DEALER)
     _common(socket)
@@ -113,11 +113,11 @@ def _common(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)  # above the legal parts, which get an answer
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)  # above the legal size, see MAX_FRAME
 
 
 def ipc(run_dir: Path, name: str) -> str:
-    """The endpoint of one of the pool's sockets. Raises ValueError for a path that is too long."""
+    """Returns the endpoint of a socket of the pool. Raises ValueError if its path is too long."""
     path = run_dir / f"{name}.ipc"
     size = len(os.fsencode(path))
     if size > MAX_PATH:

@@ -7,7 +7,7 @@ import socket
 
 from mlxpool.common.closing import Closing
 
-READ_BYTES = 4096  # of one system call
+READ_BYTES = 4096  # bytes of one system call
 
 
 class Waker(Closing):
@@ -23,9 +23,9 @@ class Waker(Closing):
         return self.socket.fileno()
 
     def wake_on_signals(self) -> int:
-        """Have every signal wake the poll, too; its number arrives as a byte. Main thread only.
+        """Let every signal wake the poll, too; its number arrives as a byte. Main thread only.
 
-        Returns the descriptor that was woken before, for `signal.set_wakeup_fd`.
+        Returns the previous descriptor of `signal.set_wakeup_fd`.
         """
         return signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
 
@@ -37,7 +37,7 @@ class Waker(Closing):
             pass  # the buffer is full, so the poll returns anyway; or the waker is closed
 
     def drain(self) -> bytes:
-        """Read what woke the poll: 0 for each `wake`, the number of each signal."""
+        """Returns the bytes that woke the poll: 0 for each `wake`, its number for each signal."""
         received = bytearray()
         try:
             while data := self.socket.recv(READ_BYTES):

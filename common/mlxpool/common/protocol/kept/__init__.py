@@ -1,1 +1,1 @@
-"""Messages about what a pool keeps on its disk: jobs, batches and files."""
+"""Messages about the stored data of a pool: jobs, batches and files."""

@@ -1,9 +1,9 @@
-"""The lines of a batch: JSON objects of which each is a request.
+"""The lines of a batch: JSON objects, each of which is a request.
 
-A line has the keys of a `generate` (docs/protocol.md), and `id`, the client's name of the line; one
-with `kind` has those of that call, such as `embed`. What JSON has not is written otherwise:
-`tokens` is a list of ids (of a call, a list of lists), `images` a list of files in base64. Clients
-check lines before they send them, and the broker checks them again.
+A line has the keys of a `generate` (docs/protocol.md), and `id`, the client's name of the line. A
+line with `kind` has the keys of that call, such as `embed`. JSON has no blobs, so `tokens` is a
+list of ids (in a call, a list of lists), and `images` a list of files in base64. Clients check
+lines before they send them, and the broker checks them again.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from mlxpool.common.protocol.kept.packed_requests import packed_request
 
 MAX_LINE = 4 * 1024 * 1024  # bytes of JSON
 MAX_LABEL = 256  # characters of an `id`
-# Keys that a line has of its batch: there they hold for all lines.
+# Keys that belong to the batch: they hold for all its lines.
 OF_BATCHES = ("keep_ms", "not_before", "deadline_ms", "priority", "key", "tenant")
 NOT_OF_LINES = {  # key -> where it belongs
     "notify": "notify is of the batch: give it there, and the end of the batch is told",
     "note": "note is of a job that is submitted alone: a line has none",
 }
-DEFAULTS = ("model", "options", "tools", "think", "session")  # calls have the model alone
-OF_CLIENTS = "asked"  # a key that the pool leaves alone: what a gateway makes its answer with
+DEFAULTS = ("model", "options", "tools", "think", "session")  # of these, calls take only `model`
+OF_CLIENTS = "asked"  # a key that the pool ignores: a gateway makes its answer from it
 
 
 class Line(Struct, frozen=True):
@@ -54,7 +54,7 @@ class BadLine(Exception):
 
 
 def check_defaults(defaults: object) -> Mapping[str, Any]:
-    """Keys for lines that lack them. Raises BadRequest for others than DEFAULTS."""
+    """Returns keys for lines that lack them. Raises BadRequest if a key is not in DEFAULTS."""
     if not isinstance(defaults, Mapping):
         raise BadRequest(f"defaults must be a map, got {shown(defaults)}")
     for key in defaults:
@@ -71,14 +71,14 @@ def parse_line(data: bytes, defaults: Mapping[str, Any]) -> Line:
     """Check one line, without its line end. Raises BadLine."""
     try:
         _check_size(len(data))
-        given = _object(data)
+        line = _object(data)
     except PoolError as error:
         raise BadLine("", error) from None
-    return _checked(given, defaults)
+    return _checked(line, defaults)
 
 
-def check_line(given: Mapping[str, Any], size: int) -> Line:
-    """Check a line that is not written yet, or of which the JSON is known; it has `size` bytes.
+def check_line(line: Mapping[str, Any], size: int) -> Line:
+    """Check a line that is not written yet, or whose JSON is parsed already; it has `size` bytes.
 
     Raises BadLine.
     """
@@ -86,7 +86,7 @@ def check_line(given: Mapping[str, Any], size: int) -> Line:
         _check_size(size)
     except PoolError as error:
         raise BadLine("", error) from None
-    return _checked(dict(given), {})
+    return _checked(dict(line), {})
 
 
 def _check_size(size: int) -> None:
@@ -94,12 +94,12 @@ def _check_size(size: int) -> None:
         raise TooLarge(f"the line has more than {MAX_LINE} bytes")
 
 
-def _checked(given: dict[str, Any], defaults: Mapping[str, Any]) -> Line:
+def _checked(line: dict[str, Any], defaults: Mapping[str, Any]) -> Line:
     label = ""
     try:
-        label = _label(given.pop("id", None))
-        given.pop(OF_CLIENTS, None)
-        body, blobs = _request(given, defaults)
+        label = _label(line.pop("id", None))
+        line.pop(OF_CLIENTS, None)
+        body, blobs = _request(line, defaults)
         packed = _packed(body, blobs)
         return Line(label, packed, blobs, Submit.parse({**body, "key": "line"}, blobs))
     except PoolError as error:
@@ -108,12 +108,12 @@ def _checked(given: dict[str, Any], defaults: Mapping[str, Any]) -> Line:
 
 def _object(data: bytes) -> dict[str, Any]:
     try:
-        given = json.loads(data, parse_constant=_no_constant)
+        value = json.loads(data, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"no JSON: {str(error)[:200]}") from None
-    if not isinstance(given, dict):
-        raise BadRequest(f"must be a JSON object, got {shown(given)}")
-    return given
+    if not isinstance(value, dict):
+        raise BadRequest(f"must be a JSON object, got {shown(value)}")
+    return value
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -129,33 +129,33 @@ def _label(value: object) -> str:
 
 
 def _request(
-    given: dict[str, Any], defaults: Mapping[str, Any]
+    line: dict[str, Any], defaults: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[bytes, ...]]:
-    """Body and blobs of the request of a line. Raises BadRequest and TooLarge."""
+    """Returns body and blobs of the request of a line. Raises BadRequest and TooLarge."""
     for key in OF_BATCHES:
-        if given.get(key) is not None:
+        if line.get(key) is not None:
             raise BadRequest(f"{key} is of the batch: give it there, for all lines")
     for key, why in NOT_OF_LINES.items():
-        if given.get(key) is not None:
+        if line.get(key) is not None:
             raise BadRequest(why)
-    if kind_of(given) == Generate.kind:
-        return packed_request(_with_defaults(given, defaults))
-    return packed_request({"model": defaults["model"], **given} if "model" in defaults else given)
+    if kind_of(line) == Generate.kind:
+        return packed_request(_with_defaults(line, defaults))
+    return packed_request({"model": defaults["model"], **line} if "model" in defaults else line)
 
 
-def _with_defaults(given: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a line, and those of its batch that it lacks."""
-    options = given.get("options")
+def _with_defaults(line: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of a line, with the batch's values for keys that it lacks."""
+    options = line.get("options")
     if not isinstance(options, dict | None):
         raise BadRequest(f"options must be an object, got {shown(options)}")
-    body = {**defaults, **given, "options": {**(defaults.get("options") or {}), **(options or {})}}
-    if "messages" not in body:  # what goes with messages alone is no default of this line
-        for key in {"tools", "think"} - given.keys():
+    body = {**defaults, **line, "options": {**(defaults.get("options") or {}), **(options or {})}}
+    if "messages" not in body:  # tools and thinking go only with messages
+        for key in {"tools", "think"} - line.keys():
             body.pop(key, None)
     return body
 
 
 def _packed(body: Mapping[str, Any], blobs: tuple[bytes, ...]) -> bytes:
-    """The body as a message has it. A line is no larger, and no deeper, than a message can be."""
+    """Returns the packed body. Raises TooLarge or BadRequest if a message could not have it."""
     frames.check_shape(body, frames.MAX_DEPTH)
     return frames.encode(Header(Submit.kind), body, blobs)[1]

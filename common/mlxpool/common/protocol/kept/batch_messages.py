@@ -1,7 +1,7 @@
 """Messages about batches: files whose lines become jobs.
 
-A batch is named by its key, and belongs to the owner and the tenant that submitted it. The keys of
-files, of batches and of jobs are apart.
+A batch is named by its key, and belongs to the owner and the tenant that submitted it. A file, a
+batch and a job may have the same key.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from mlxpool.common.protocol.kept.job_messages import (
 )
 from mlxpool.common.records import ShortText, read
 
-MAX_LINES = 10_000_000  # that a client can say a file has
-MAX_BATCHES = 100  # in one answer
-MAX_OUTCOMES = 1000  # in one answer
+MAX_LINES = 10_000_000  # bound of the client's count of a file's lines
+MAX_BATCHES = 100  # batches of one answer
+MAX_OUTCOMES = 1000  # outcomes of one answer
 DEFAULT_OUTCOMES = 200
-MAX_WAIT_MS = 30_000  # of a `batch_progress`
+MAX_WAIT_MS = 30_000  # bound of the `wait_ms` of a `batch_progress`
 MAX_METADATA = 16 * 1024  # packed bytes
 MAX_DIGEST = 64  # bytes
 
-DONE, OTHERS = "done", "others"  # results of lines that are done, and of all others
+DONE, OTHERS = "done", "others"  # the results of lines that are done, and of all other lines
 READ, CANCEL, RETRY, RELEASE = "batch", "batch_cancel", "batch_retry", "batch_release"
-# A kind of its own: a broker that does not know it deletes nothing, and not all results.
+# A kind of its own, so that a broker that does not know it does not delete all results.
 RELEASE_RESULTS = "batch_release_results"
 
 
 class SubmitBatch(Content, Struct, frozen=True):
-    """Have each line of a complete file become a job.
+    """Submits a batch: each line of a complete file becomes a job.
 
-    `file` is the key of the file. `digest` tells its content from another one's, so that another
-    file under the key of an earlier batch is refused. `lines` is how many the client counted, 0: it
-    has not. `defaults` are keys of a line for lines that lack them, see batch_lines. `deadline_ms`
-    counts for the batch as a whole; `keep_ms` is how long the results are kept after its end.
-    `metadata` is the client's own. `notify` is told of the end of the batch; its notice names what
-    the client makes of the results, `output_file` of the lines that are done and `error_file` of
-    the others, if there are such lines.
+    `file` is the key of the file. `digest` identifies its content, so that a batch with the key of
+    an earlier batch and another file is refused. `lines` is the client's count of lines, 0 if it
+    did not count them. `defaults` are keys for lines that lack them, see batch_lines. `deadline_ms`
+    is for the batch as a whole. `keep_ms` is the time that the results are kept after its end.
+    `metadata` is the client's own. `notify` gets a notice of the batch's end. The notice names the
+    files that the client makes: `output_file` for the lines that are done, and `error_file` for
+    the other lines, if there are any.
     """
 
     kind: ClassVar[str] = "batch_submit"
@@ -79,7 +79,7 @@ class SubmitBatch(Content, Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> SubmitBatch:
-        """Raises BadRequest and TooLarge naming the key, its value and its bound."""
+        """Reads a body. Raises BadRequest and TooLarge naming the key, its value and its bound."""
         digest = body.get("digest") or b""
         if not isinstance(digest, bytes) or len(digest) > MAX_DIGEST:
             raise BadRequest(f"digest must be at most {MAX_DIGEST} bytes, got {shown(digest)}")
@@ -114,9 +114,9 @@ def _file_key(value: object, name: str = "file") -> str:
 
 
 class WaitForProgress(Content, Struct, frozen=True):
-    """Ask for a batch once it is no longer as `seen` says, or after `wait_ms`.
+    """Asks for a batch once it has changed since `seen`, or after `wait_ms`.
 
-    `seen` is the `mark` of the last answer, "" at first: then the answer comes at once.
+    `seen` is the `mark` of the last answer. It is "" at first: then the answer comes at once.
     """
 
     kind: ClassVar[str] = "batch_progress"
@@ -129,12 +129,12 @@ class WaitForProgress(Content, Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> WaitForProgress:
-        """Raises BadRequest naming the key, its value and its bound."""
+        """Reads a body. Raises BadRequest naming the key, its value and its bound."""
         return read(body, cls, name=KeyName.parse(body))
 
 
 class ReadOutcomes(Content, Struct, frozen=True):
-    """Ask what became of the lines behind the one with the number `after`, in their order.
+    """Asks for the outcomes of the lines after the line with the number `after`, in their order.
 
     The answer leaves out lines that have not ended.
     """
@@ -149,7 +149,7 @@ class ReadOutcomes(Content, Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> ReadOutcomes:
-        """Raises BadRequest naming the key, its value and its bound."""
+        """Reads a body. Raises BadRequest naming the key, its value and its bound."""
         after = body.get("after", -1)
         if not is_integer(after) or not -1 <= after <= MAX_LINES:
             raise BadRequest(
@@ -159,9 +159,10 @@ class ReadOutcomes(Content, Struct, frozen=True):
 
 
 class ListBatches(Content, Struct, frozen=True):
-    """Ask for the batches of a tenant, the newest first.
+    """Asks for the batches of a tenant, the newest first.
 
-    `before`: those behind the batch with this key; or `older`: those created before this time.
+    With `before` the list begins after the batch with this key. With `older` it has only batches
+    that were created before this time.
     """
 
     kind: ClassVar[str] = "batches"
@@ -178,7 +179,7 @@ class ListBatches(Content, Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> ListBatches:
-        """Raises BadRequest naming the key, its value and its bound."""
+        """Reads a body. Raises BadRequest naming the key, its value and its bound."""
         before, older = body.get("before"), body.get("older")
         if older is not None and not is_time(older):
             raise BadRequest(f"older must be seconds since 1970, got {shown(older)}")
@@ -189,9 +190,9 @@ class ListBatches(Content, Struct, frozen=True):
 
 
 class AboutBatch(Content, Struct, frozen=True):
-    """Ask for one batch, or change it: the kinds of CALLS.
+    """Asks for one batch, or changes it: the kinds of CALLS.
 
-    `only` is for RELEASE_RESULTS: results of lines that are DONE, or of the OTHERS.
+    `only` is for RELEASE_RESULTS: DONE or OTHERS.
     """
 
     kind: str  # type: ignore[misc]  # one record for several kinds
@@ -203,7 +204,7 @@ class AboutBatch(Content, Struct, frozen=True):
 
     @classmethod
     def parse(cls, kind: str, body: Mapping[str, Any]) -> AboutBatch:
-        """Raises BadRequest naming the key, its value and its bound."""
+        """Reads a body. Raises BadRequest naming the key, its value and its bound."""
         only = text(body, "only") if kind == RELEASE_RESULTS else ""
         if kind == RELEASE_RESULTS and only not in (DONE, OTHERS):
             raise BadRequest(f"only must be {DONE} or {OTHERS}, got {shown(only)}")
@@ -244,7 +245,7 @@ class BatchRow(Content, Struct, frozen=True):
 
 
 class BatchList(Content, Struct, frozen=True):
-    """Answer to `batches`. `next` is the `before` of the following question; "": the last."""
+    """Answer to `batches`. `next` is the `before` of the next question; "" in the last answer."""
 
     kind: ClassVar[str] = "batches"
     batches: Sequence[Mapping[str, Any]]
@@ -259,9 +260,9 @@ class BatchList(Content, Struct, frozen=True):
 
 
 class Outcomes(Content, Struct, frozen=True):
-    """Answer to `batch_results`. `packed`: the map of each line, a packed list, as a blob.
+    """Answer to `batch_results`. `packed` is a blob: the packed list with the map of each line.
 
-    `next` is the `after` of the following question; -1: these are the last.
+    `next` is the `after` of the next question; -1 in the last answer.
     """
 
     kind: ClassVar[str] = "batch_results"

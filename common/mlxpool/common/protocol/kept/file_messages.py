@@ -1,7 +1,7 @@
 """Messages about files: bytes that the pool keeps for batches, named by a key.
 
-A file belongs to the owner and the tenant that sent it. It is sent in parts, and never changes once
-it is complete.
+A file belongs to the owner and the tenant that sent it. It is sent in parts. A complete file never
+changes.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from mlxpool.common.protocol.kept.job_messages import MAX_KEEP_MS, job_key, tena
 from mlxpool.common.protocol.resume import MAX_TIME
 from mlxpool.common.records import ShortText, read
 
-PART_BYTES = 256 * 1024  # of a file that one message sends or reads
+PART_BYTES = 256 * 1024  # bytes of a file that one message sends or reads
 MAX_FILE = 1024 * 1024 * 1024  # bytes
-MAX_FILES = 1000  # in one answer
-LINES_PURPOSE = "batch_lines"  # of a file that stays as long as the results of its batch
+MAX_FILES = 1000  # files of one answer
+LINES_PURPOSE = "batch_lines"  # purpose of a file that stays as long as the results of its batch
 READ, DELETE = "file", "file_delete"
 
 
 def is_time(value: object) -> TypeGuard[int | float]:
-    """Whether a value is seconds since 1970."""
+    """Returns whether a value is a time in seconds since 1970."""
     return is_number(value) and 0 <= value <= MAX_TIME
 
 
 class KeyName(Struct, frozen=True):
-    """Which file or batch is meant."""
+    """The key and the tenant that name a file or a batch."""
 
     key: str
     tenant: str = ""
@@ -41,7 +41,7 @@ class KeyName(Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> KeyName:
-        """Raises BadRequest."""
+        """Reads a body. Raises BadRequest naming the key and its value."""
         return cls(job_key(body.get("key")), tenant_of(body))
 
     def __str__(self) -> str:
@@ -49,11 +49,11 @@ class KeyName(Struct, frozen=True):
 
 
 class PutFile(Content, Struct, frozen=True):
-    """Send a part of a file, which begins at byte `start`; the first part makes the file.
+    """Sends a part of a file, which begins at byte `start`. The first part creates the file.
 
-    A part may be sent again: what is there already is compared. `last`: the file ends with it.
-    `keep_ms`: for how long the file is kept, from its first part on, None: as an earlier part, or
-    the pool's settings, say.
+    A part may be sent again: it is compared with the stored bytes. `last`: the file ends with this
+    part. `keep_ms` is the time that the file is kept, from its first part on; None: as in an
+    earlier part, or in the pool's settings.
     """
 
     kind: ClassVar[str] = "file_put"
@@ -76,7 +76,7 @@ class PutFile(Content, Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any], blobs: Sequence[bytes]) -> PutFile:
-        """Raises BadRequest and TooLarge naming the key, its value and its bound."""
+        """Reads a body. Raises BadRequest and TooLarge naming the key, its value and its bound."""
         if len(blobs) != 1:
             raise BadRequest(f"file_put has one blob, the bytes of the part; got {len(blobs)}")
         if len(blobs[0]) > PART_BYTES:
@@ -102,7 +102,7 @@ class PutFile(Content, Struct, frozen=True):
 
 
 class ReadFile(Content, Struct, frozen=True):
-    """Ask for at most `limit` bytes of a file from byte `start` on."""
+    """Asks for at most `limit` bytes of a file from byte `start` on."""
 
     kind: ClassVar[str] = "file_read"
     name: KeyName
@@ -114,14 +114,14 @@ class ReadFile(Content, Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> ReadFile:
-        """Raises BadRequest naming the key, its value and its bound."""
+        """Reads a body. Raises BadRequest naming the key, its value and its bound."""
         return read(body, cls, name=KeyName.parse(body))
 
 
 class FilePlace(Struct, frozen=True):
-    """A place in a list of files: when a file was created, and its key.
+    """A place in a list of files: the creation time of a file, and its key.
 
-    The file need not be there any more: those behind it are found all the same.
+    The files after this place are found even if that file was deleted.
     """
 
     created: float
@@ -132,7 +132,7 @@ class FilePlace(Struct, frozen=True):
 
     @classmethod
     def parse(cls, value: object) -> FilePlace:
-        """Raises BadRequest."""
+        """Reads a list of time and key. Raises BadRequest if it is not such a list."""
         if not isinstance(value, list | tuple) or len(value) != 2 or not is_time(value[0]):
             raise BadRequest(
                 f"behind must be a list of a file's time and key, as `next` is; got {shown(value)}"
@@ -141,9 +141,9 @@ class FilePlace(Struct, frozen=True):
 
 
 class ListFiles(Content, Struct, frozen=True):
-    """Ask for the files of a tenant, the newest first, or the oldest.
+    """Asks for the files of a tenant, the newest first, or the oldest first.
 
-    `purpose` "": of all purposes. `behind`: those that follow this place in that order.
+    `purpose` "" means all purposes. With `behind` the list begins after this place.
     """
 
     kind: ClassVar[str] = "files"
@@ -162,14 +162,14 @@ class ListFiles(Content, Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> ListFiles:
-        """Raises BadRequest naming the key, its value and its bound."""
+        """Reads a body. Raises BadRequest naming the key, its value and its bound."""
         behind = body.get("behind")
         place = None if behind is None else FilePlace.parse(behind)
         return read(body, cls, tenant=tenant_of(body), behind=place)
 
 
 class AboutFile(Content, Struct, frozen=True):
-    """Ask for one file, or delete it: the kinds READ and DELETE."""
+    """Asks for one file, or deletes it: the kinds READ and DELETE."""
 
     kind: str  # type: ignore[misc]  # one record for both kinds
     name: KeyName
@@ -223,7 +223,7 @@ class FilePart(Content, Struct, frozen=True):
 class FileList(Content, Struct, frozen=True):
     """Answer to `files`: the map of each file.
 
-    `next` is the `behind` of the following question; None: these are the last.
+    `next` is the `behind` of the next question; None in the last answer.
     """
 
     kind: ClassVar[str] = "files"

@@ -1,7 +1,7 @@
-"""Messages about jobs: what clients ask, and what the broker answers.
+"""Messages about jobs: the questions of clients, and the broker's answers.
 
-A job is named by its key, or by its id of 16 bytes, and belongs to the owner and the tenant that
-submitted it: to others it is unknown.
+A job is named by its key, or by its id of 16 bytes. It belongs to the owner and the tenant that
+submitted it: for others it is an unknown job.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from mlxpool.common.protocol.to_client import Accepted
 from mlxpool.common.records import read
 from mlxpool.common.web_targets import Target
 
-IDLE = -1  # priority of a job that starts only when nothing else waits for its model
+IDLE = -1  # priority of a job that starts only if no other request waits for its model
 MAX_KEEP_MS = 366 * 24 * 3600 * 1000  # a year
-MAX_LISTED = 1000  # jobs in one answer
+MAX_LISTED = 1000  # jobs of one answer
 DEFAULT_LISTED = 100
 JOB_STATES = ("waiting", "running", "done", "cancelled", "dead", "expired")
 JOB_KEYS = frozenset({"key", "tenant", "keep_ms", "not_before", "priority", "notify", "note"})
 MAX_NOTE = 64 * 1024  # bytes that a client keeps with a job
-# Keys of a `generate` that are about its stream, which a job does not have.
+# Keys of a `generate` that are about its stream; a job has no stream.
 NOT_OF_JOBS = ("resume", "queue_ms", "first_token_ms", "window", "batch", "durable", "choice")
 JOBS_OFF = (
     'this pool keeps no jobs, for its state_dir is "": leave it out of [pool], or start its broker'
     " with `mlxpool serve --state-dir DIR`"
 )
-MAX_NUMBER = 2**62  # of an end_seq
+MAX_NUMBER = 2**62  # bound of an end_seq
 Number = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
-Count = Annotated[int, Meta(ge=0, le=2**31)]  # of ids, or of generations
+Count = Annotated[int, Meta(ge=0, le=2**31)]  # a count of ids, or of generations
 
 
 def job_key(value: object) -> str:
-    """The key that a client gives to a job. Raises BadRequest unless it is 1 to 256 characters."""
+    """Returns the key of a job. Raises BadRequest unless it has 1 to 256 printable characters."""
     if not isinstance(value, str) or not 1 <= len(value) <= 256 or not value.isprintable():
         raise BadRequest(f"key must be 1 to 256 printable characters, got {shown(value)}")
     return value
 
 
 def tenant_of(body: Mapping[str, Any]) -> str:
-    """For whom a client speaks; "" if it does not say. Raises BadRequest."""
+    """Returns the tenant of a body; "" if it has none. Raises BadRequest if it is not printable."""
     tenant = text(body, "tenant")
     if not tenant.isprintable():
         raise BadRequest(f"tenant must be printable characters, got {shown(tenant)}")
@@ -62,33 +62,33 @@ def tenant_of(body: Mapping[str, Any]) -> str:
 
 
 def job_id(value: object) -> bytes:
-    """The id of a job. Raises BadRequest unless it is 16 bytes."""
+    """Returns the id of a job. Raises BadRequest unless it is 16 bytes."""
     if not isinstance(value, bytes) or len(value) != ID_BYTES:
         raise BadRequest(f"job must be an id of {ID_BYTES} bytes, got {shown(value)}")
     return value
 
 
 def job_state(value: object) -> str:
-    """A state of jobs as clients see it. Raises BadRequest."""
+    """Returns a state of jobs. Raises BadRequest unless it is one of JOB_STATES."""
     if value not in JOB_STATES:
         raise BadRequest(f"state must be one of {', '.join(JOB_STATES)}, got {shown(value)}")
     return str(value)
 
 
 class JobName(Struct, frozen=True):
-    """Which job is meant: `id` if it is not empty, else `key`."""
+    """The name of a job: its `id`, or its `key` if the id is empty."""
 
     key: str = ""
     id: bytes = b""
     tenant: str = ""
 
     def body(self) -> dict[str, Any]:
-        named: dict[str, Any] = {"job": self.id} if self.id else {"key": self.key}
-        return {**named, "tenant": self.tenant} if self.tenant else named
+        name: dict[str, Any] = {"job": self.id} if self.id else {"key": self.key}
+        return {**name, "tenant": self.tenant} if self.tenant else name
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> JobName:
-        """Raises BadRequest unless exactly one of `key` and `job` is given."""
+        """Reads a body. Raises BadRequest unless exactly one of `key` and `job` is given."""
         key, id = body.get("key"), body.get("job")
         if (key is None) == (id is None):
             raise BadRequest("give one of key and job")
@@ -100,7 +100,7 @@ class JobName(Struct, frozen=True):
 
 
 class Notify(Struct, frozen=True):
-    """The URL to which the end of a job or of a batch is posted."""
+    """The URL that gets the notice of the end of a job or a batch."""
 
     url: str
     target: Target
@@ -110,7 +110,7 @@ class Notify(Struct, frozen=True):
 
     @classmethod
     def parse(cls, value: object) -> Notify:
-        """Raises BadRequest unless it is a map with `url` alone."""
+        """Reads a value. Raises BadRequest unless it is a map whose only key is `url`."""
         if not isinstance(value, Mapping) or set(value) != {"url"}:
             raise BadRequest(f'notify must be {{"url": …}}, got {shown(value)}')
         url = value["url"]
@@ -126,13 +126,12 @@ class Notify(Struct, frozen=True):
 
 
 class Submit(Struct, frozen=True):
-    """A checked `submit`: a request that is to be done, whoever is there to read it.
+    """A checked `submit`: a request that is computed even if no client waits for its result.
 
-    `request` is the body of the `generate`, or of the call, that it holds and `blobs` are its
-    blobs, as they came; `work` is the same, checked.
-    `keep_ms` is how long the result is kept after the end, None: as the pool's settings say.
-    `not_before` is a time in seconds since 1970, 0: at once. `priority` is IDLE to MAX_PRIORITY.
-    `note` is kept with the job for the client, see ReadRequest.
+    `request` and `blobs` are the body and blobs of its `generate` or call, as they came; `work` is
+    the same, checked. `keep_ms` is the time that the result is kept after the end; None: as in the
+    pool's settings. `not_before` is a time in seconds since 1970; 0: at once. `priority` is IDLE to
+    MAX_PRIORITY. `note` is kept with the job for the client, see JobRequest.
     """
 
     kind: ClassVar[str] = "submit"
@@ -186,9 +185,9 @@ def _note(body: Mapping[str, Any]) -> bytes:
 
 
 class SubmitDraft(GenerateDraft, frozen=True):
-    """A `submit` as its user wrote it: the broker checks the values.
+    """A `submit` with the values of its user, which the broker checks.
 
-    `settings` have keep_ms, not_before, priority, notify and note in addition.
+    `settings` may also have keep_ms, not_before, priority, notify and note.
     """
 
     kind: ClassVar[str] = Submit.kind
@@ -199,9 +198,9 @@ class SubmitDraft(GenerateDraft, frozen=True):
 
 
 class SubmitCall(Content, Struct, frozen=True):
-    """A `submit` of a call, as its user wrote it: `request` is its body, with kind and model.
+    """A `submit` of a call with the values of its user; `request` is its body with kind and model.
 
-    `settings` are those of SubmitDraft.
+    `settings` are as in SubmitDraft.
     """
 
     kind: ClassVar[str] = Submit.kind
@@ -218,10 +217,10 @@ class SubmitCall(Content, Struct, frozen=True):
 
 
 class Fetch(Content, Struct, frozen=True):
-    """Read a job's ids from the one with the index `start` on, whether they exist yet or not.
+    """Reads a job's ids from index `start` on, including ids that do not exist yet.
 
-    The header's id is that of the reading, which has windows and acks as a stream does. `gen` names
-    the generation that the ids before `start` are of; None: the newest.
+    The header's id names this reading, which has a window and acks as a stream does. `gen` is the
+    generation of the ids before `start`; None: the newest.
     """
 
     kind: ClassVar[str] = "fetch"
@@ -229,7 +228,7 @@ class Fetch(Content, Struct, frozen=True):
     start: Count = field(default=0, name="from")
     gen: Count | None = None
     window: Annotated[int, Meta(ge=1, le=MAX_WINDOW)] = DEFAULT_WINDOW
-    steps: bool = False  # tell where each step of the output ends
+    steps: bool = False  # asks for the end of each step of the output
 
     def body(self) -> dict[str, Any]:
         body = {**self.name.body(), "from": self.start, "window": self.window}
@@ -238,17 +237,17 @@ class Fetch(Content, Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Fetch:
-        """Raises BadRequest naming the key, its value and its bound."""
+        """Reads a body. Raises BadRequest naming the key, its value and its bound."""
         return read(body, cls, name=JobName.parse(body))
 
 
 class ListJobs(Content, Struct, frozen=True):
-    """Ask for jobs: with `after` for those that ended after the end with this number.
+    """Asks for jobs. With `after`: the jobs that ended after the end with this number.
 
-    Without it for all, the newest first, or for those in one state; with `before` for those that
-    were submitted before the one with this number. `batch`: the lines of the batch with this key;
-    without it, and without `after`, lines of batches are left out. `owner`, `model` and `batch_id`
-    are of operators, see job_operations.
+    Without `after`: all jobs, or all jobs in one `state`, the newest first. With `before`: only
+    jobs that were submitted before the job with this number. With `batch`: the lines of the batch
+    with this key; without it, and without `after`, lines of batches are left out. Only operators
+    use `owner`, `model` and `batch_id`, see job_operations.
     """
 
     kind: ClassVar[str] = "jobs"
@@ -272,18 +271,18 @@ class ListJobs(Content, Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> ListJobs:
-        """Raises BadRequest naming the key, its value and its bound."""
+        """Reads a body. Raises BadRequest naming the key, its value and its bound."""
         state = "" if not body.get("state") else job_state(body["state"])
-        found = read({name: body.get(name) for name in ("after", "before", "limit")}, cls)
+        question = read({name: body.get(name) for name in ("after", "before", "limit")}, cls)
         batch = "" if body.get("batch") is None else job_key(body["batch"])
-        for name, given in (("state", state), ("batch", batch)):
-            if given and found.after is not None:
+        for name, value in (("state", state), ("batch", batch)):
+            if value and question.after is not None:
                 raise BadRequest(f"give one of after and {name}")
-        return replace(found, state=state, tenant=tenant_of(body), batch=batch)
+        return replace(question, state=state, tenant=tenant_of(body), batch=batch)
 
 
 class AboutJob(Content, Struct, frozen=True):
-    """Ask for one job, or change it: the kinds of JOB_CALLS, all with a name and nothing else."""
+    """Asks for one job, or changes it: the kinds of JOB_CALLS and `cancel`, with only a name."""
 
     kind: str  # type: ignore[misc]  # one record for several kinds
     name: JobName
@@ -293,15 +292,15 @@ class AboutJob(Content, Struct, frozen=True):
 
 
 READ, CANCEL, RETRY, RELEASE = "job", "cancel", "retry", "release"
-REQUEST = "job_request"  # asks for what was submitted
-JOB_CALLS = frozenset({READ, REQUEST, RETRY, RELEASE})  # `cancel` is of streams, too
+REQUEST = "job_request"  # asks for the submitted request
+JOB_CALLS = frozenset({READ, REQUEST, RETRY, RELEASE})  # without `cancel`, which streams have, too
 KINDS = frozenset({Submit.kind, Fetch.kind, ListJobs.kind, *JOB_CALLS})
 
 Question = Submit | Fetch | ListJobs | AboutJob
 
 
 def names_a_job(message: Message) -> bool:
-    """Whether this is a `cancel` of a job; one of a stream names nothing in its body."""
+    """Returns whether a message is a `cancel` of a job; that of a stream has an empty body."""
     body = message.body
     return message.kind == CANCEL and (body.get("key") is not None or body.get("job") is not None)
 
@@ -321,9 +320,9 @@ def parse_question(kind: str, body: Mapping[str, Any], blobs: Sequence[bytes]) -
 
 
 class JobAccepted(Content, Struct, frozen=True):
-    """A job is on the disk, or a reading of one begins: `accepted` with the job in addition.
+    """A job is on the disk, or a reading of a job begins: an `accepted` with facts of the job.
 
-    `state` is what the job was in when it was answered.
+    `state` is the job's state at the time of the answer.
     """
 
     kind: ClassVar[str] = Accepted.kind
@@ -369,7 +368,7 @@ class JobRow(Content, Struct, frozen=True):
 class JobRequest(Content, Struct, frozen=True):
     """Answer to `job_request`: the map of a job, and as blobs its packed request and its blobs.
 
-    The request is the body of its `submit` with the note, without what the map has.
+    The request is the body of its `submit` with the note, without the keys of the map.
     """
 
     kind: ClassVar[str] = REQUEST
@@ -387,7 +386,7 @@ class JobRequest(Content, Struct, frozen=True):
 class JobList(Content, Struct, frozen=True):
     """Answer to `jobs`: the map of each job.
 
-    `next` is the `after` or `before` of the following question; 0: these are the last.
+    `next` is the `after` or `before` of the next question; 0 in the last answer.
     """
 
     kind: ClassVar[str] = "jobs"

@@ -1,7 +1,7 @@
-"""What operators ask about the jobs and batches of all owners: admin socket and status page.
+"""Questions of operators about the jobs and batches of all owners: admin socket and status page.
 
 A job is named by `job`, its id of 16 bytes, or by `owner` and `key`. `jobs`, `job`, `retry` and
-`release` are those of clients, for every owner; `cancel_job` is their `cancel` of a job.
+`release` are as for clients, but for every owner; `cancel_job` is a client's `cancel` of a job.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ CHANGING = frozenset({CANCEL_JOB, messages.RETRY, messages.RELEASE})
 
 
 class BatchPlace(Struct, frozen=True):
-    """A place in a list of batches: when a batch was created, and its id.
+    """A place in a list of batches: the creation time of a batch, and its id.
 
-    The batch need not be there any more: those behind it are found all the same.
+    The batches after this place are found even if that batch was deleted.
     """
 
     created: float
@@ -51,7 +51,7 @@ class BatchPlace(Struct, frozen=True):
 
     @classmethod
     def parse(cls, value: object) -> BatchPlace:
-        """Raises BadRequest."""
+        """Reads a list of time and id. Raises BadRequest if it is not such a list."""
         if not isinstance(value, list | tuple) or len(value) != 2 or not is_time(value[0]):
             raise BadRequest(
                 f"behind must be a list of a batch's time and id, as `next` is; got {shown(value)}"
@@ -60,7 +60,7 @@ class BatchPlace(Struct, frozen=True):
 
 
 class ListAllBatches(Struct, frozen=True):
-    """Batches, the newest first, behind a place; `owner` None: of all owners."""
+    """Asks for batches, the newest first, after a place; of all owners if `owner` is None."""
 
     owner: str | None
     behind: BatchPlace | None
@@ -68,7 +68,7 @@ class ListAllBatches(Struct, frozen=True):
 
 
 class ListNotices(Struct, frozen=True):
-    """Notices that were not delivered yet, or were given up, behind the end with this number."""
+    """Asks for notices that wait or were given up, after the end with the number `after`."""
 
     owner: str | None
     after: int
@@ -76,7 +76,7 @@ class ListNotices(Struct, frozen=True):
 
 
 class ExportJobs(Struct, frozen=True):
-    """Jobs with all that is stored of them, from a place on; see `Exported`."""
+    """Asks for jobs with all their stored data, from a place on; see `Exported`."""
 
     seq: int
     gen: int
@@ -86,7 +86,7 @@ class ExportJobs(Struct, frozen=True):
 
 
 class VerifyJobs(Struct, frozen=True):
-    """Compare jobs behind the one with this number with their checksums."""
+    """Compares the jobs after the job with this number with their checksums."""
 
     after: int
 
@@ -95,7 +95,7 @@ Question = ListJobs | AboutJob | ListAllBatches | ListNotices | ExportJobs | Ver
 
 
 def parse_question(kind: str, body: Mapping[str, Any]) -> tuple[str, Question]:
-    """Check a message of one of KINDS; returns the owner it names, "" if none, and the question.
+    """Check a message of one of KINDS. Returns its owner, "" if it names none, and the question.
 
     Raises BadRequest naming the key, its value and its bound.
     """
@@ -138,9 +138,9 @@ class Told(Content, Struct, frozen=True):
 
 
 class Exported(Content, Struct, frozen=True):
-    """Answer to `export_jobs`: items of the export in order, and where to go on.
+    """Answer to `export_jobs`: items of the export in order, and the place of the next question.
 
-    `next` is {seq, gen, part, pos} of the following question, None: these are the last. An item is
+    `next` is {seq, gen, part, pos} of the next question; None in the last answer. An item is
     {"job": …}, {"blob": …}, {"answer": …}, {"output": …} or {"damaged": …}, see docs/jobs.md.
     """
 
@@ -159,14 +159,14 @@ IDS = ("job", "batch")  # keys whose bytes are ids
 
 
 def as_json(value: Any, name: str = "") -> Any:
-    """A value of an answer as JSON holds it: ids in hexadecimal digits, other bytes in base64.
+    """Returns a value of an answer for JSON: ids in hexadecimal digits, other bytes in base64.
 
-    `name` is the key that the value has in the map around it.
+    `name` is the key of the value in the map around it.
     """
     if isinstance(value, Mapping):
-        return {key: as_json(one, key) for key, one in value.items()}
+        return {key: as_json(item, key) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [as_json(one) for one in value]
+        return [as_json(item) for item in value]
     if isinstance(value, bytes):
         return value.hex() if name in IDS else base64.b64encode(value).decode()
     return value

@@ -1,7 +1,7 @@
-"""What a job computes: a `generate`, whose output is a stream, or a call, which has one answer.
+"""The work of a job: a `generate`, whose output is a stream, or a call, which has one answer.
 
-The kinds of calls are those that a model computes: `embed`, `rerank`, `classify` and `decide`. A
-job that is a call has no ids: its end has the answer, all of it from one run.
+A model computes the calls `embed`, `rerank`, `classify` and `decide`. A job that is a call has no
+ids: its end has the whole answer, from one run.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ KIND = "kind"  # key of a `submit`, and of a line of a batch
 CALLS = (*TASKS, DECIDE)  # kinds of jobs that are calls
 KINDS = (Generate.kind, *CALLS)
 OF_POOL = ("owner", "alone", "first")  # keys of calls that a job cannot have
-INPUTS = ("inputs", "documents", "tokens")  # keys of which a call has one
-MAX_NUMBERS = 4096  # of a vector, for the bound of an answer
-_NOT_FIELDS = (KIND, "deadline_ms")  # keys of a job that are none of its call
+INPUTS = ("inputs", "documents", "tokens")  # a call has one of these keys
+MAX_NUMBERS = 4096  # assumed dimensions of a vector, for the bound of an answer
+_NOT_FIELDS = (KIND, "deadline_ms")  # keys of a job that do not belong to its call
 
 
 def kind_of(body: Mapping[str, Any]) -> str:
-    """The kind of the job that a body asks for. Raises BadRequest."""
+    """Returns the kind of a job. Raises BadRequest unless it is one of KINDS."""
     kind = body.get(KIND)
     if kind is None:
         return Generate.kind
@@ -41,7 +41,7 @@ def kind_of(body: Mapping[str, Any]) -> str:
 
 
 def parse_work(body: Mapping[str, Any], blobs: Sequence[bytes], owner: str = "") -> Work:
-    """Check a request as its worker would. `owner`: whose call it is.
+    """Check a request as its worker would. `owner` is the owner of a call.
 
     Raises BadRequest and TooLarge naming the key, its value and its bound.
     """
@@ -54,9 +54,9 @@ def parse_work(body: Mapping[str, Any], blobs: Sequence[bytes], owner: str = "")
         if key in request:
             raise BadRequest(f"{key} is of calls that are sent: a job has none")
     fields = {key: value for key, value in request.items() if key not in _NOT_FIELDS}
-    task = next((one for one in TASKS if one == kind), None)
+    task = next((name for name in TASKS if name == kind), None)
     if task is not None:
-        check_keys(task, fields)  # in front of the blobs: each of `inputs` and `tokens` has one
+        check_keys(task, fields)  # before the blobs: each of `inputs` and `tokens` has one
     if len(blobs) > 1 or any(len(blob) > MAX_BLOB for blob in blobs):
         sizes = ", ".join(str(len(blob)) for blob in blobs)
         raise TooLarge(f"{kind} takes one blob of at most {MAX_BLOB} bytes, got {sizes} bytes")
@@ -70,16 +70,16 @@ def parse_work(body: Mapping[str, Any], blobs: Sequence[bytes], owner: str = "")
 
 
 def seed_of(work: Work, drawn: int) -> int:
-    """The seed of a job: its own, or the drawn one; 0 of a call, which draws nothing."""
+    """Returns the seed of a job: its own, or the drawn seed; 0 for a call, which draws nothing."""
     if isinstance(work, ModelCall):
         return 0
     return drawn if work.options.seed < 0 else work.options.seed
 
 
 def answer_bound(work: Work) -> int:
-    """Bytes that the blobs of an answer have at most, about; 0 where it has none to speak of.
+    """Returns an approximate bound of the bytes of an answer's blobs; 0 if they are small.
 
-    The width of a model's vectors is not known before it answers: MAX_NUMBERS is assumed.
+    The dimensions of a model's vectors are unknown before it answers: MAX_NUMBERS is assumed.
     """
     if not isinstance(work, ModelCall) or work.kind not in TASKS:
         return 0
@@ -88,12 +88,12 @@ def answer_bound(work: Work) -> int:
 
 
 def _inputs(call: ModelCall) -> int:
-    given = next((call.fields[key] for key in INPUTS if key in call.fields), ())
-    if given is True:
+    inputs = next((call.fields[key] for key in INPUTS if key in call.fields), ())
+    if inputs is True:
         return int(msgpack.Unpacker(BytesIO(call.packed[0])).read_array_header())
-    return len(given)
+    return len(inputs)
 
 
 def warnings_of(work: Work) -> tuple[str, ...]:
-    """About keys of a request that are ignored; a call has none."""
+    """Returns the warnings about ignored keys of a request; a call has no warnings."""
     return () if isinstance(work, ModelCall) else work.warnings

@@ -1,4 +1,4 @@
-"""All questions about what the pool keeps on its disk: jobs, files and batches."""
+"""All questions about the stored data of a pool: jobs, files and batches."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from mlxpool.common.protocol.frames import Message
 from mlxpool.common.protocol.kept import batch_messages, file_messages, job_messages
 
 KINDS = job_messages.KINDS | file_messages.KINDS | batch_messages.KINDS
-SUBMISSIONS = frozenset(  # kinds that bring something new to keep
+SUBMISSIONS = frozenset(  # kinds that add stored data
     {job_messages.Submit.kind, batch_messages.SubmitBatch.kind, file_messages.PutFile.kind}
 )
 Question = job_messages.Question | file_messages.Question | batch_messages.Question
 
 
 def asks(message: Message) -> bool:
-    """Whether a message is such a question; `cancel` is one if it names a job."""
+    """Returns whether a message is such a question; a `cancel` is if it names a job."""
     return message.kind in KINDS or job_messages.names_a_job(message)
 
 

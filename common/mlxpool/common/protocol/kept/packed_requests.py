@@ -1,7 +1,7 @@
-"""Requests as JSON has them, made into the body and the blobs of a message.
+"""Makes body and blobs of a message from a request in JSON.
 
-Much text becomes a blob, and so do token ids (`tokens`: a list of ids, of a call a list of lists)
-and images (`images`: files in base64).
+Long text becomes a blob. So do token ids (`tokens`: a list of ids, in a call a list of lists) and
+images (`images`: files in base64).
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from mlxpool.common.protocol.from_client import Generate
 from mlxpool.common.protocol.kept.job_work import kind_of
 from mlxpool.common.protocol.token_ids import pack_ids
 
-MAX_ID = 2**32 - 1  # of a token
+MAX_ID = 2**32 - 1  # the largest token id
 TEXTS = ("inputs", "documents")  # keys of calls that are lists of texts
 
 Packed = tuple[dict[str, Any], tuple[bytes, ...]]
 
 
-def packed_request(given: Mapping[str, Any]) -> Packed:
-    """Body and blobs of a `generate`, or of the call that `kind` names.
+def packed_request(request: Mapping[str, Any]) -> Packed:
+    """Returns body and blobs of a `generate`, or of the call that `kind` names.
 
-    Raises BadRequest and TooLarge for what no message can have; other faults are left to
-    `job_work.parse_work`.
+    Raises BadRequest and TooLarge if no message can have the request. `job_work.parse_work` checks
+    the rest.
     """
-    if any(given.get(key) is True for key in ("prompt", "tokens", *TEXTS)):
+    if any(request.get(key) is True for key in ("prompt", "tokens", *TEXTS)):
         raise BadRequest("a request in JSON has no blobs: give texts, and lists of ids")
-    kind = kind_of(given)
-    return _generate(given) if kind == Generate.kind else _call(kind, given)
+    kind = kind_of(request)
+    return _generate(request) if kind == Generate.kind else _call(kind, request)
 
 
-def _generate(given: Mapping[str, Any]) -> Packed:
-    body, blobs = dict(given), list[bytes]()
+def _generate(request: Mapping[str, Any]) -> Packed:
+    body, blobs = dict(request), list[bytes]()
     if (packed := _packed_text(body.get("prompt"))) is not None:
         body["prompt"] = True
         blobs.append(packed)
@@ -48,14 +48,14 @@ def _generate(given: Mapping[str, Any]) -> Packed:
         body["tokens"] = True
         blobs.append(_ids(tokens))
     if (files := body.get(images.KEY)) is not None:
-        found = _files(files)
-        body[images.KEY] = len(found)
-        blobs += found
+        decoded = _files(files)
+        body[images.KEY] = len(decoded)
+        blobs += decoded
     return body, tuple(blobs)
 
 
-def _call(kind: str, given: Mapping[str, Any]) -> Packed:
-    body, blobs = dict(given), list[bytes]()
+def _call(kind: str, request: Mapping[str, Any]) -> Packed:
+    body, blobs = dict(request), list[bytes]()
     if kind == DECIDE and (packed := _packed_text(body.get("prompt"))) is not None:
         body["prompt"] = True
         blobs.append(packed)
@@ -67,7 +67,7 @@ def _call(kind: str, given: Mapping[str, Any]) -> Packed:
             body[key] = True
             blobs.append(data)
     if (tokens := body.get("tokens")) is not None:
-        several = isinstance(tokens, list) and all(isinstance(one, list) for one in tokens)
+        several = isinstance(tokens, list) and all(isinstance(item, list) for item in tokens)
         lists = tokens if several else [tokens]
         blobs.append(b"".join(map(_ids, lists)))
         body["tokens"] = list(map(len, lists))
@@ -75,7 +75,7 @@ def _call(kind: str, given: Mapping[str, Any]) -> Packed:
 
 
 def _packed_text(prompt: object) -> bytes | None:
-    """A prompt that is too long for a body; None for another one."""
+    """Returns a prompt as bytes if it is too long for a body, else None."""
     if not isinstance(prompt, str) or 4 * len(prompt) <= TEXT_AS_BLOB:
         return None
     try:
@@ -86,10 +86,10 @@ def _packed_text(prompt: object) -> bytes | None:
 
 
 def _packed_texts(key: str, texts: object) -> bytes | None:
-    """Texts, or pairs of them, that are too long for a body; None for others, and for no texts."""
+    """Returns texts, or pairs of texts, as bytes if they are too long for a body, else None."""
     if not isinstance(texts, list):
         return None
-    flat = [part for one in texts for part in (one if isinstance(one, list) else [one])]
+    flat = [part for item in texts for part in (item if isinstance(item, list) else [item])]
     if not all(isinstance(part, str) for part in flat):
         return None
     if 4 * sum(map(len, flat)) <= TEXT_AS_BLOB:
@@ -112,10 +112,10 @@ def _ids(tokens: object) -> bytes:
 def _files(files: object) -> list[bytes]:
     if not isinstance(files, list):
         raise BadRequest(f"{images.KEY} must be a list of files in base64, got {shown(files)}")
-    found = []
+    decoded = []
     for index, file in enumerate(files):
         try:
-            found.append(base64.b64decode(file, validate=True))
+            decoded.append(base64.b64decode(file, validate=True))
         except (TypeError, ValueError, binascii.Error) as error:
             raise BadRequest(f"{images.KEY}[{index}] is no base64: {error}") from None
-    return found
+    return decoded
