@@ -1,4 +1,4 @@
-"""Adds to what is built from this folder the files of `mlxpool` that are beside it."""
+"""Adds files of `mlxpool` from outside this folder to the distributions of the client."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-# In the distribution -> in the repository. A source distribution has them where a wheel does.
+# Path in the distribution -> path in the repository. A source distribution and a wheel have the
+# same paths.
 SHARED = {
     "mlxpool/__init__.py": "common/package/installed_init.py",
     "mlxpool/py.typed": "common/package/py.typed",
@@ -17,10 +18,10 @@ LICENCE = "LICENSE"
 
 
 class AddShared(BuildHookInterface):  # type: ignore[type-arg]
-    """Hatchling finds it by its base class."""
+    """Adds the files of SHARED. Hatchling finds the class by its base."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Add the files; a source distribution has the licence where hatchling looks for it."""
+        """Add the files. A source distribution has the licence where hatchling looks for it."""
         root = Path(self.root)
         in_repository = (root.parent / "common").is_dir()
         files = {

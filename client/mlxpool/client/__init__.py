@@ -1,7 +1,7 @@
 """The client of a pool: `from mlxpool.client import Client, AsyncClient`.
 
-One connection of a thread of its own serves any number of streams, and sends them again when a
-connection or a broker is lost.
+One connection, with a thread of its own, serves any number of streams. It sends them again if the
+connection or the broker is lost.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -46,7 +46,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `aio` at the first use: asyncio takes as long to import as everything else here."""
+    """Import `aio` at its first use: asyncio takes as long to import as the rest of the client."""
     if name in ("AsyncBatch", "AsyncChoicesStream", "AsyncClient", "AsyncStream"):
         from importlib import import_module
 

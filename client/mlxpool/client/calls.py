@@ -1,4 +1,4 @@
-"""Calls that wait for their answer. A call may be sent twice without harm, so none is lost."""
+"""Calls that wait for their answer. A call may be sent twice without harm, so no call is lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlxpool.common.protocol.frames import Message
 from mlxpool.common.protocol.kept import kept_questions
 from mlxpool.common.protocol.kept.batch_messages import WaitForProgress
 
-# The others may wait for a model.
+# Kinds of calls that do not wait for a model.
 ANSWERED_AT_ONCE = frozenset(
     {
         from_client.ListModels.kind,
@@ -30,9 +30,9 @@ Send = Callable[[Sequence[bytes]], None]
 
 
 class Call(Struct, eq=False):
-    """One call. `peer` is the one that it was sent to; `due` is when it is sent again.
+    """One call. `peer` is the peer to which it was sent; `due` is the time of its next sending.
 
-    `owner`: on whose behalf it is sent; "": of the client itself.
+    `owner` is the owner on whose behalf it is sent; "": the client itself.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class Call(Struct, eq=False):
 
 
 class Calls:
-    """The open calls of a connection; belongs to its thread. Times are `SilenceTimer.now`."""
+    """The open calls of a connection, for its thread alone. Times are `SilenceTimer.now`."""
 
     def __init__(self, pace: Pace, send: Send) -> None:
         self._pace = pace
@@ -61,22 +61,22 @@ class Calls:
 
     @property
     def peer_known(self) -> bool:
-        """Whether the broker has sent its boot and link on this connection."""
+        """True if the broker has sent its boot and link on this connection."""
         return self._peer != UNKNOWN_PEER
 
     def ask(self, ident: bytes, call: Call, on_reply: OnReply, now: float) -> None:
-        """Send a call; a second one with the same id gets the same answer."""
+        """Send a call; a second call with the same id gets the same answer."""
         call = self._open.setdefault(ident, call)
         call.replies.append(on_reply)
         self._send(call, now)
 
     def forget(self, ident: bytes) -> Call | None:
-        """Drop a call whose caller no longer waits; returns it if the broker has to be told."""
+        """Drop a call whose caller no longer waits. Returns it if the broker has to cancel it."""
         call = self._open.pop(ident, None)
         return call if call is not None and call.kind in CANCELLABLE else None
 
     def cancellable(self) -> list[tuple[bytes, Call]]:
-        """The open calls that a worker may be working on, with their ids."""
+        """Returns the open calls that a worker may be working on, with their ids."""
         return [(ident, call) for ident, call in self._open.items() if call.kind in CANCELLABLE]
 
     def answer(self, message: Message, now: float) -> None:
@@ -85,7 +85,7 @@ class Calls:
         call = self._open[ident]
         answer = from_body(message.body) if message.kind == to_client.Failed.kind else message
         if isinstance(answer, DuplicateId) and call.sendings > 1:
-            # The broker works on an earlier sending, and answers it on a connection that is gone.
+            # The broker works on an earlier sending, and will answer on a connection that is lost.
             call.due = now + nth(self._pace.answer, call.sendings)
             return
         del self._open[ident]
@@ -93,7 +93,7 @@ class Calls:
             reply(answer)
 
     def identified(self, peer: Peer, now: float) -> None:
-        """The broker sent its boot and link. What was sent to another peer is sent again."""
+        """The broker sent its boot and link. Calls that went to another peer are sent again."""
         self._peer = peer
         for call in self._open.values():
             if call.peer not in (UNKNOWN_PEER, peer):
@@ -107,7 +107,7 @@ class Calls:
             self._send(call, now)
 
     def tick(self, now: float) -> None:
-        """Send again what should have been answered."""
+        """Send calls again whose answer is overdue."""
         for call in self._open.values():
             if now >= call.due:
                 self._send(call, now)

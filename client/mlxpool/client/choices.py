@@ -1,4 +1,4 @@
-"""Choices: several completions of one prompt, as a request each; and the stream of all of them."""
+"""Choices: several completions of one prompt, each a request; and the stream of all choices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mlxpool.common.protocol import choice
 from mlxpool.common.protocol.choice import MAX_CHOICES, Choice
 from mlxpool.common.protocol.from_client import GenerateDraft
 
-DRAWN_SEEDS = 2**53  # seeds that are drawn are below: every JSON reader keeps their digits
+DRAWN_SEEDS = 2**53  # drawn seeds are below this, so that every JSON reader keeps their digits
 
 Item = tuple[int, Delta | None]  # the number of a choice, and its next delta; None: its end
 Put = Callable[[Item], None]
@@ -35,7 +35,7 @@ class Choices(Sequence[Result]):
     """
 
     def __init__(self, results: Sequence[Result]) -> None:
-        """`results` are in the order of their index, and not empty."""
+        """`results` are in the order of their index, at least one."""
         self._results = tuple(_with_prompt(results))
 
     @property
@@ -45,17 +45,17 @@ class Choices(Sequence[Result]):
 
     @property
     def seed(self) -> int:
-        """The seed of choice 0: of the request, or drawn."""
+        """The seed of choice 0, from the request or drawn."""
         return self._results[0].seed
 
     @property
     def usage(self) -> Mapping[str, int]:
         """Token counts of all choices; the prompt counts once."""
         prompt = self._results[0].usage.get("prompt_tokens", 0)
-        completion = sum(one.usage.get("completion_tokens", 0) for one in self._results)
+        completion = sum(result.usage.get("completion_tokens", 0) for result in self._results)
         return {
             "prompt_tokens": prompt,
-            "cached_tokens": min(one.usage.get("cached_tokens", 0) for one in self._results),
+            "cached_tokens": min(result.usage.get("cached_tokens", 0) for result in self._results),
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
         }
@@ -82,16 +82,16 @@ class Choices(Sequence[Result]):
 
 
 def _with_prompt(results: Sequence[Result]) -> Iterator[Result]:
-    """The results, each with what choice 0 reports of the prompt."""
+    """Returns the results, each with the prompt's tokens that choice 0 reports."""
     first = results[0].prompt
-    return (replace(one, prompt=first) if first else one for one in results)
+    return (replace(result, prompt=first) if first else result for result in results)
 
 
 def drafts_of(draft: GenerateDraft, n: int) -> list[GenerateDraft]:
-    """The `generate` of each of `n` choices. Raises BadRequest for another number than 1 to 64.
+    """Returns the `generate` of each of `n` choices. Raises BadRequest unless `n` is 1 to 64.
 
-    Choice 0 alone reports log-probabilities of the prompt, which is computed for it: the others
-    would have to read it again.
+    Only choice 0 reports log-probabilities of the prompt: other choices would have to read the
+    prompt again.
     """
     if not is_integer(n) or not 1 <= n <= MAX_CHOICES:
         raise BadRequest(f"n is {shown(n)}, must be an integer from 1 to {MAX_CHOICES}")
@@ -120,7 +120,7 @@ class OpenChoices:
     def __init__(
         self, connection: AnyConnection, drafts: Sequence[GenerateDraft], put: Put
     ) -> None:
-        """Raises TooLarge or BadRequest if they cannot be sent; then none is."""
+        """Raises TooLarge or BadRequest if they cannot be sent; then no choice is open."""
         self._connection = connection
         self._open: list[OpenStream] = []
         self._held: list[Delta] = []
@@ -136,13 +136,13 @@ class OpenChoices:
     @property
     def ids(self) -> list[bytes]:
         """The ids of the requests, 16 bytes each."""
-        return [one.state.id for one in self._open]
+        return [stream.state.id for stream in self._open]
 
     def take(self, item: Item) -> list[Delta]:
-        """The reader took an item; returns the deltas that it may have now.
+        """The reader took an item. Returns the deltas that the reader may have now.
 
-        Those of the first choices are held back until every choice is accepted, so that a refusal
-        comes before all text. Raises the error of a choice that ends with one.
+        Deltas are held back until every choice is accepted, so that a refusal comes before all
+        text. Raises the error of a choice that ends with an error.
         """
         number, delta = item
         if self._connection.took(self._open[number], delta) is None:
@@ -151,29 +151,29 @@ class OpenChoices:
             assert delta is not None
             self._held.append(delta)
         if not self._begun:
-            self._begun = all(one.state.boot or one.state.result for one in self._open)
+            self._begun = all(stream.state.boot or stream.state.result for stream in self._open)
         if not self._begun:
             return []
         ready, self._held = self._held, []
         return ready
 
     def whole(self) -> Choices:
-        """All completions. Raises the error of the first that has one; RuntimeError too early.
+        """Returns all completions. Raises the first error of a choice, RuntimeError if too early.
 
         In a fork of the process it raises BadRequest unless all had ended before.
         """
-        failed = [one for one in self._open if one.state.error is not None]
-        return Choices([self._connection.result(one) for one in failed or self._open])
+        failed = [stream for stream in self._open if stream.state.error is not None]
+        return Choices([self._connection.result(stream) for stream in failed or self._open])
 
     def close(self) -> None:
         """Cancel the choices that are not finished."""
-        for one in self._open:
-            self._connection.leave(one)
+        for stream in self._open:
+            self._connection.leave(stream)
 
     def abandon(self) -> None:
-        """`close` for a finalizer, which may run in any thread at any place: it takes no lock."""
-        for one in self._open:
-            self._connection.abandon(one)
+        """Closes without a lock, for a finalizer, which may run in any thread at any place."""
+        for stream in self._open:
+            self._connection.abandon(stream)
 
 
 def _put(put: Put, number: int, delta: Delta | None) -> None:
@@ -184,7 +184,7 @@ class ChoicesStream(Closing):
     """An iterator over the deltas of several choices, as they arrive; `index` names the choice.
 
     No delta arrives before every choice is accepted. An error of one choice is raised, and ends the
-    others. An unfinished stream is cancelled as a `Stream` is.
+    other choices. An unfinished stream is cancelled as a `Stream` is.
     """
 
     def __init__(self, connection: AnyConnection, drafts: Sequence[GenerateDraft]) -> None:
@@ -211,7 +211,7 @@ class ChoicesStream(Closing):
             self.close()
 
     def read(self) -> Choices:
-        """Wait for the end of all choices. Raises the error of the first that has one."""
+        """Wait for the end of all choices. Raises the first error of a choice."""
         for _ in self:
             pass
         return self.result
@@ -221,5 +221,5 @@ class ChoicesStream(Closing):
         self._choices.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_choices"):  # they were sent
+        if hasattr(self, "_choices"):  # the choices were sent
             self._choices.abandon()

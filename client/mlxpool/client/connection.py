@@ -1,4 +1,4 @@
-"""A client's one connection: a thread that reads the socket, serves streams and calls, sends again.
+"""A client's connection: its thread reads the socket, serves streams and calls, and retries.
 
 Methods of the first two sections are for any thread. Everything else belongs to the connection's
 thread, which starts with the first command.
@@ -69,7 +69,7 @@ class Connection:
         self._streams: dict[bytes, OpenStream] = {}
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._history = History("client")
-        self._process = os.getpid()  # a fork of it has no connection: threads are not forked
+        self._process = os.getpid()  # its fork has no connection, because threads are not forked
         self._ping_at = self._tick_at = 0.0
         self._lock = threading.Lock()  # around the start and the end of the thread
         self._closing = threading.Event()
@@ -78,7 +78,7 @@ class Connection:
     def close(self) -> None:
         """End the thread. Open streams are cancelled and end with BrokerLost.
 
-        In a fork of the process it does nothing: the connection is that of the parent.
+        In a fork of the process it does nothing: the connection belongs to the parent.
         """
         if self._process != os.getpid():
             return
@@ -95,7 +95,7 @@ class Connection:
     def check_process(self) -> None:
         """Raises BadRequest in a fork of the process that made the client.
 
-        The fork has no thread that reads the socket, so that every wait would be without an end.
+        The fork has no thread that reads the socket, so every wait would be endless.
         """
         if self._process != os.getpid():
             raise BadRequest(
@@ -110,9 +110,10 @@ class Connection:
         )
 
     def _do(self, command: Callable[[], None]) -> None:
-        """Have the thread run a command.
+        """Give the thread a command to run.
 
-        Raises BrokerLost after `close`, BadRequest in a fork of the process; see `Dealer.open`.
+        Raises BrokerLost after `close`, BadRequest in a fork of the process, and the errors of
+        `Dealer.open`.
         """
         self.check_process()  # before the lock, which a thread of the parent may have held
         with self._lock:
@@ -131,9 +132,9 @@ class Connection:
     def open(
         self, draft: Draft, deliver: Callable[[Delta | None], None], owner: str = ""
     ) -> OpenStream:
-        """Send what begins a stream. Raises TooLarge or BadRequest if it cannot be sent.
+        """Send the draft that begins a stream. Raises TooLarge or BadRequest if it cannot be sent.
 
-        `owner`: on whose behalf, see `AsyncClient.for_owner`.
+        `owner` is the owner on whose behalf it is sent, see `AsyncClient.for_owner`.
         """
         ident = os.urandom(frames.ID_BYTES)
         if isinstance(draft, Fetch):
@@ -157,7 +158,7 @@ class Connection:
         return stream
 
     def took(self, stream: OpenStream, delta: Delta | None) -> Delta | None:
-        """The reader took what was delivered; returns it. Raises the stream's error at the end."""
+        """The reader took a delta; returns it. Raises the stream's error at the end."""
         if delta is None:
             stream.finished = True
             if stream.state.error is not None:
@@ -169,24 +170,24 @@ class Connection:
         return delta
 
     def result(self, stream: OpenStream) -> Result:
-        """The whole completion.
+        """Returns the whole completion.
 
-        Raises the stream's error, RuntimeError before the end, and BadRequest in a fork of the
-        process in which it has not ended.
+        Raises the stream's error, and RuntimeError before the end. In a fork of the process it
+        raises BadRequest if the stream had not ended.
         """
         if not stream.state.over:
             self.check_process()
         return stream.state.whole()
 
     def leave(self, stream: OpenStream) -> None:
-        """The reader leaves: cancel what has not ended. `close` has cancelled everything."""
+        """The reader leaves: cancel an unfinished stream. `close` has cancelled all streams."""
         finished, stream.finished = stream.finished, True
         if not finished and not stream.state.over:
             with contextlib.suppress(PoolError):  # in a fork the stream is the parent's
                 self._do(partial(self._cancel, stream))
 
     def abandon(self, stream: OpenStream) -> None:
-        """`leave` for a finalizer, which may run in any thread at any place: it takes no lock."""
+        """Leaves without a lock, for a finalizer, which may run in any thread at any place."""
         finished, stream.finished = stream.finished, True
         over = finished or stream.state.over or self._closing.is_set()
         if not over and self._process == os.getpid():
@@ -213,7 +214,7 @@ class Connection:
             call = Call(kind, parts, owner)
             self._calls.ask(ident, call, lambda reply: on_reply(question.answer(reply)), now)
             if not self._calls.peer_known:
-                self._send(Ping())  # its `pong` tells which link has the call
+                self._send(Ping())  # its `pong` names the link that has the call
             stream = self._streams.get(ident) if kind == Cancel.kind else None
             if stream is not None and stream.owner == owner:
                 stream.retry.cancel_sent(now)
@@ -221,7 +222,7 @@ class Connection:
         self._do(send)
 
     def forget(self, question: Question[Answer]) -> None:
-        """Drop a call whose caller no longer waits; a worker stops working on it."""
+        """Drop a call whose caller no longer waits; its worker stops working on it."""
 
         def send() -> None:
             call = self._calls.forget(question.id)
@@ -234,7 +235,7 @@ class Connection:
     # ---- the thread's loop -----------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Serve until `closing` is set; then cancel what is open and end it with BrokerLost."""
+        """Serve until `closing` is set; then cancel open streams and calls with BrokerLost."""
         try:
             while not self._closing.is_set():
                 self._turn()
@@ -251,7 +252,7 @@ class Connection:
             self._history.close()
 
     def _turn(self) -> None:
-        """Wait, read everything, then do what is due: the delay may have been our own."""
+        """Wait, read everything, then do the due work: a delay may have been our own."""
         waiting = self._waiting()
         due_in = min(self._ping_at, self._tick_at) - time.monotonic()
         self._dealer.wait(due_in if waiting else None)
@@ -260,7 +261,7 @@ class Connection:
         if self._dealer.handshake.succeeded():
             self.timer.connected = True
             if waiting:
-                self._send(Ping())  # its `pong` tells whether streams have to be sent again
+                self._send(Ping())  # after its `pong`, lost streams are sent again
         if self._dealer.handshake.refusal and waiting:
             self._end_all(Unauthorized(self._dealer.handshake.refusal))
         if not waiting:
@@ -278,7 +279,7 @@ class Connection:
                 self._send(Ping())
 
     def _waiting(self) -> bool:
-        """Whether anything of the broker is waited for."""
+        """Returns whether a stream or a call waits for the broker."""
         return bool(self._streams or self._calls)
 
     def _run_commands(self) -> None:
@@ -289,7 +290,7 @@ class Connection:
         self._dealer.send(encoded_for(owner, content, ident))
 
     def _acknowledge(self) -> None:
-        """Send how many ids readers have taken, of the streams that this broker accepted."""
+        """Acknowledge the ids that readers have taken, of the streams that this broker accepted."""
         have = []
         for stream in self._streams.values():
             if stream.state.accepted and stream.read > stream.acked:
@@ -298,7 +299,7 @@ class Connection:
         if have:
             self._send(Ack(have))
 
-    # ---- what arrives ----------------------------------------------------------------------------
+    # ---- received messages -----------------------------------------------------------------------
 
     def _read(self) -> None:
         for parts in self._dealer.received():
@@ -334,8 +335,8 @@ class Connection:
         delta = retry.receive(frame, self.timer.now, left)
         if delta is not None:
             if self._history.on:
-                what = {"id": state.id, "attempt": state.attempt, "pos": delta.pos}
-                self._history.write("taken", **what, ids=list(delta.ids))
+                facts = {"id": state.id, "attempt": state.attempt, "pos": delta.pos}
+                self._history.write("taken", **facts, ids=list(delta.ids))
             stream.deliver(delta)
         if state.over:
             self._end(stream)
@@ -357,7 +358,7 @@ class Connection:
             self._calls.answer(message, self.timer.now)
 
     def _error_of_sending(self, message: Message) -> None:
-        """An error about one of our messages, such as `duplicate_id`, which is no terminal."""
+        """Handle an error about one of our messages, such as `duplicate_id`; not a terminal."""
         stream = self._streams.get(message.body.get("about") or b"")
         if stream is not None:
             error, attempt = from_body(message.body), message.header.attempt
@@ -366,20 +367,20 @@ class Connection:
                 self._end(stream)
 
     def _identified(self, peer: Peer) -> None:
-        """The broker sent its boot and link. What was sent to another peer is lost."""
+        """The broker sent its boot and link. Messages to another peer are lost."""
         for stream in list(self._streams.values()):
             stream.retry.identified(peer, self.timer.now)
             self._retry(stream)
         self._calls.identified(peer, self.timer.now)
 
-    # ---- what is due -----------------------------------------------------------------------------
+    # ---- due work --------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         timer, streams = self.timer, self._streams.values()
         if timer.lost or (self._dealer.handshake.hopeless and timer.heard_at == -math.inf):
             self._give_up()
         elif timer.reconnect_due and (self._calls or any(s.retry.durable for s in streams)):
-            self._reconnect()  # what is not durable cannot go on over a new connection
+            self._reconnect()  # streams that are not durable cannot go on over a new connection
         for stream in list(streams):
             self._retry(stream)
         if timer.heard_at > -math.inf:
@@ -400,7 +401,7 @@ class Connection:
         self.timer.reset()
 
     def _retry(self, stream: OpenStream) -> None:
-        """Do what is due for one stream."""
+        """Do the due work of one stream."""
         left = stream.left()
         action = stream.retry.tick(self.timer.now, self.timer.heard_at, left)
         if action is Action.SEND:

@@ -21,7 +21,7 @@ MAX_READ = 1000  # messages read in one turn of the loop
 class Dealer:
     """A DEALER socket that can be replaced. Between `open` and `close` one thread owns it.
 
-    Only `wake` is for other threads. `handshake` is that of the present socket.
+    Only `wake` is for other threads. `handshake` belongs to the present socket.
     """
 
     def __init__(self, endpoint: str, credentials: Credentials | None = None) -> None:
@@ -31,7 +31,7 @@ class Dealer:
         self._poller = zmq.Poller()
 
     def open(self) -> None:
-        """Connect. Raises OSError for a malformed endpoint."""
+        """Connect. Raises OSError if the endpoint is malformed."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._socket = sockets.dealer(self._context, self.endpoint, self._credentials)
@@ -59,7 +59,7 @@ class Dealer:
         self._waker.wake()
 
     def wait(self, seconds: float | None) -> None:
-        """Wait for a message, a handshake, `wake`, or so many seconds; None: without a bound."""
+        """Wait for a message, a handshake or `wake`, for at most `seconds`; None: no bound."""
         if self._unsent:
             interval = SEND_RETRY_INTERVAL
             seconds = interval if seconds is None else min(seconds, interval)
@@ -68,14 +68,14 @@ class Dealer:
         self.flush()
 
     def send(self, parts: Sequence[bytes]) -> None:
-        """Send after what is not sent yet; a refused connection is replaced first."""
+        """Send a message after all unsent messages. A refused connection is replaced first."""
         if self.handshake.refusal:
             self.replace()
         self._unsent.append(parts)
         self.flush()
 
     def flush(self) -> None:
-        """Send in order what the socket takes; `wait` tries the rest again."""
+        """Send messages in their order until the socket is full; `wait` retries the rest."""
         while self._unsent:
             try:
                 self._socket.send_multipart(self._unsent[0], zmq.NOBLOCK)
@@ -84,7 +84,7 @@ class Dealer:
             self._unsent.popleft()
 
     def received(self) -> Iterator[list[bytes]]:
-        """The parts of messages that have come, at most MAX_READ."""
+        """Yields the parts of received messages, at most MAX_READ messages."""
         for _ in range(MAX_READ):
             try:
                 yield self._socket.recv_multipart(zmq.NOBLOCK)
@@ -92,11 +92,11 @@ class Dealer:
                 return
 
     def no_answer(self, silent: float, *, known: bool) -> PoolError:
-        """The error of what waits when nothing was heard for `silent` seconds.
+        """Returns the error of streams and calls after `silent` seconds without a message.
 
         `known`: a broker has answered here before.
         """
-        if self.handshake.trouble and not known:  # keys that were taken once are not the reason
+        if self.handshake.trouble and not known:  # keys that were accepted once are not the reason
             return Unauthorized(self.handshake.trouble)
         silence = f"no broker answers at {self.endpoint} for {silent:.0f} s"
         if self.handshake.failures:
@@ -108,7 +108,7 @@ class Dealer:
         try:
             fresh = sockets.dealer(self._context, self.endpoint, self._credentials)
         except OSError:
-            return  # out of descriptors: the old one may still come back
+            return  # out of descriptors: the old connection may still come back
         self._close_socket(linger_ms=0)
         self._unsent.clear()
         self._socket = fresh

@@ -1,4 +1,4 @@
-"""What models that generate text are asked by `decide`, and what they answer."""
+"""The questions and answers of `decide`, for models that generate text."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from mlxpool.common.protocol.frames import ID_BYTES, TEXT_AS_BLOB, Message
 from mlxpool.common.protocol.from_client import ModelCall
 
 Label: TypeAlias = str | bool | int
-# Labels of which one is picked; range(1, 11): a number from 1 to 10; None: yes or no.
+# Labels from which one is picked; range(1, 11): a number from 1 to 10; None: yes or no.
 AnswerChoices: TypeAlias = Sequence[str] | range | None
-# A question that is answered yes or no, or a question with its choices.
+# A yes-or-no question, or a question with its choices.
 Asked: TypeAlias = str | tuple[str, AnswerChoices]
 
 
@@ -31,8 +31,8 @@ class Decision(Struct, frozen=True):
     """
 
     answer: Label
-    probabilities: Mapping[Label, float]  # of all labels in their order; their sum is 1
-    outside: float  # the probability that the model gives another answer
+    probabilities: Mapping[Label, float]  # by label, in the order of the labels; their sum is 1
+    outside: float  # the probability of any other answer
 
     @property
     def probability(self) -> float:
@@ -41,7 +41,7 @@ class Decision(Struct, frozen=True):
 
     @property
     def expected(self) -> float:
-        """The mean of a scale, or the probability of yes. Raises TypeError for texts."""
+        """The mean of a scale, or the probability of yes. Raises TypeError if labels are texts."""
         mean = 0.0
         for label, share in self.probabilities.items():
             if isinstance(label, str):
@@ -53,26 +53,26 @@ class Decision(Struct, frozen=True):
 class DecisionList(list[Decision]):
     """The answers in the order of the questions; `usage` is {prompt_tokens, total_tokens}."""
 
-    def __init__(self, found: Iterable[Decision], usage: Mapping[str, int]) -> None:
-        super().__init__(found)
+    def __init__(self, decisions: Iterable[Decision], usage: Mapping[str, int]) -> None:
+        super().__init__(decisions)
         self.usage = usage
 
     @classmethod
     def of(cls, result: Result, questions: Sequence[Asked | Mapping[str, Any]]) -> DecisionList:
-        """The answers of a `decide` job with these questions, also in the form of its line.
+        """Returns the answers of a `decide` job with these questions, also as maps of its line.
 
-        Raises ValueError for another job.
+        Raises ValueError if the result belongs to another kind of job.
         """
         answer = result.answer
         if answer is None or answer.kind != protocol.DECISIONS:
             raise ValueError("the result has no decisions: its job is no decide")
-        asked = [
-            protocol.Question.parse(f"questions[{index}]", one)
-            if isinstance(one, Mapping)
-            else _asked(f"questions[{index}]", one)
-            for index, one in enumerate(questions)
+        parsed = [
+            protocol.Question.parse(f"questions[{index}]", question)
+            if isinstance(question, Mapping)
+            else _parsed(f"questions[{index}]", question)
+            for index, question in enumerate(questions)
         ]
-        return _read(asked, answer.fields["decisions"], result.usage)
+        return _read(parsed, answer.fields["decisions"], result.usage)
 
 
 def decide(
@@ -83,16 +83,17 @@ def decide(
     temperature: float | None = None,
     deadline_ms: int | None = None,
 ) -> list[Question[DecisionList]]:
-    """The calls for questions about a text, as many in each as it takes. Raises BadRequest.
+    """Returns the calls for questions about a text, each with up to MAX_QUESTIONS.
 
-    The first call reads the text for all: send the others when it is answered.
+    The first call reads the text for all calls: send the others after its answer. Raises BadRequest
+    naming the faulty value.
     """
     if not isinstance(prompt, str):
         raise BadRequest(f"prompt must be a str, got {shown(prompt)}")
     if isinstance(questions, str | Mapping) or not isinstance(questions, Iterable):
         raise BadRequest(f"questions must be a list, got {shown(questions)}")
-    asked = [_asked(f"questions[{index}]", one) for index, one in enumerate(questions)]
-    if not asked:
+    parsed = [_parsed(f"questions[{index}]", item) for index, item in enumerate(questions)]
+    if not parsed:
         raise BadRequest("questions is empty, must have at least 1 question")
     fields: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
     try:
@@ -102,18 +103,18 @@ def decide(
     blobs = (data,) if len(data) > TEXT_AS_BLOB else ()
     fields["prompt"] = True if blobs else prompt
     calls = []
-    for first in range(0, len(asked), MAX_QUESTIONS):
-        some = asked[first : first + MAX_QUESTIONS]
-        given = {**fields, "questions": [one.body() for one in some]}
+    for first in range(0, len(parsed), MAX_QUESTIONS):
+        part = parsed[first : first + MAX_QUESTIONS]
+        body = {**fields, "questions": [question.body() for question in part]}
         if first:
-            given["first"] = first
-        call = ModelCall(DECIDE, model, given, blobs, deadline_ms=deadline_ms)
-        calls.append(Question(os.urandom(ID_BYTES), call, _Reader(tuple(some))))
+            body["first"] = first
+        call = ModelCall(DECIDE, model, body, blobs, deadline_ms=deadline_ms)
+        calls.append(Question(os.urandom(ID_BYTES), call, _Reader(tuple(part))))
     return calls
 
 
-def _asked(name: str, raw: Any) -> protocol.Question:
-    """A question of the protocol. Raises BadRequest; `name` is what errors call it."""
+def _parsed(name: str, raw: Any) -> protocol.Question:
+    """Returns a question of the protocol. Raises BadRequest; errors call the question `name`."""
     text, choices = (raw, None) if isinstance(raw, str) else _pair(name, raw)
     body: dict[str, Any] = {"question": text}
     if isinstance(choices, range):
@@ -139,7 +140,7 @@ class _Reader(Struct, frozen=True):
     questions: tuple[protocol.Question, ...]
 
     def __call__(self, answer: Message) -> DecisionList:
-        """Raises ValueError for an answer to other questions."""
+        """Returns the decisions. Raises ValueError if the answer is to other questions."""
         return _read(self.questions, answer.body["decisions"], answer.body["usage"])
 
 
@@ -148,15 +149,15 @@ def _read(
     rows: Sequence[Mapping[str, Any]],
     usage: Mapping[str, int],
 ) -> DecisionList:
-    """Raises ValueError for another number of answers than of questions."""
-    found = [_decision(*one) for one in zip(questions, rows, strict=True)]
-    return DecisionList(found, dict(usage))
+    """Returns the decisions. Raises ValueError unless there is one row for each question."""
+    decisions = [_decision(*pair) for pair in zip(questions, rows, strict=True)]
+    return DecisionList(decisions, dict(usage))
 
 
 def _decision(question: protocol.Question, row: Mapping[str, Any]) -> Decision:
     names: Sequence[Label] = question.labels
     if question.scale is not None:
-        names = [int(one) for one in question.labels]
+        names = [int(label) for label in question.labels]
     elif not question.choices:
         names = [True, False]
     shares = dict(zip(names, map(float, row["probabilities"]), strict=True))
@@ -164,6 +165,6 @@ def _decision(question: protocol.Question, row: Mapping[str, Any]) -> Decision:
 
 
 def joined(parts: Sequence[DecisionList]) -> DecisionList:
-    """The answers of all calls, one after the other."""
-    usage = {key: sum(one.usage.get(key, 0) for one in parts) for key in parts[0].usage}
-    return DecisionList((decision for one in parts for decision in one), usage)
+    """Returns the answers of all calls as one list."""
+    usage = {key: sum(part.usage.get(key, 0) for part in parts) for key in parts[0].usage}
+    return DecisionList((decision for part in parts for decision in part), usage)

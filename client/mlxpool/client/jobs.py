@@ -1,4 +1,4 @@
-"""Jobs as clients know them, and the questions about them."""
+"""The client's view of jobs, and its questions about them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from mlxpool.common.protocol.kept.job_work import CALLS, KIND, kind_of
 from mlxpool.common.protocol.kept.packed_requests import packed_request
 
 OnSent = Callable[[int], None]  # gets the bytes that were sent so far
-KEY_BYTES = 8  # of a key that is drawn
-IDLE_NAME = "idle"  # the priority IDLE, as programs may write it
-# Codes of errors that end a reading alone, and with which no job ends: another reading goes on.
+KEY_BYTES = 8  # bytes of a drawn key
+IDLE_NAME = "idle"  # the name of the priority IDLE in programs
+# Codes of errors that end a reading but not its job: another reading can go on.
 READING_CODES = frozenset(
     kind.code
     for kind in (
@@ -48,12 +48,12 @@ READING_CODES = frozenset(
 
 
 class JobOptions(TypedDict, total=False):
-    """What is said of a job itself, whatever it computes."""
+    """The options of a job of any kind."""
 
-    key: str | None  # names the job; default: a new one is drawn
+    key: str | None  # names the job; default: a new key is drawn
     keep: float | None  # seconds that the result stays after the end; default: `job_keep`
     not_before: float | None  # earliest time of its begin, as of `time.time()`
-    notify: str | None  # the URL to which its end is posted
+    notify: str | None  # the URL that gets a notice of its end
     note: bytes | None  # up to 64 KiB that `submitted` returns
 
 
@@ -62,33 +62,33 @@ class SubmitOptions(GenerateOptions, JobOptions, total=False):
 
 
 class CallOptions(JobOptions, total=False):
-    """Keyword arguments of `submit_call`: those of the job, then the keys of a call."""
+    """Keyword arguments of `submit_call`: options of the job, then the keys of a call."""
 
-    priority: int | str | None  # 0 to 2, 2 is first; -1 or "idle": when nothing else waits
+    priority: int | str | None  # 0 to 2, 2 is first; -1 or "idle": if no other request waits
     deadline_ms: int | None  # milliseconds from acceptance to the end
     inputs: Sequence[str] | Sequence[Sequence[str]] | None  # texts, or pairs of texts
     tokens: Sequence[int] | Sequence[Sequence[int]] | None  # token ids in the place of `inputs`
-    query: str | None  # of `rerank`
-    documents: Sequence[str] | None  # of `rerank`
-    prompt: str | None  # of `embed` and `rerank`, before each text; of `decide`, the text itself
-    prompt_name: str | None  # of `embed`: one of the model's prompts
-    dimensions: int | None  # of `embed`: how many numbers of a vector are kept; 0: all
-    normalise: bool | None  # of `embed`: vectors of the length 1
+    query: str | None  # for `rerank`
+    documents: Sequence[str] | None  # for `rerank`
+    prompt: str | None  # for `embed` and `rerank`, before each text; for `decide`, the text itself
+    prompt_name: str | None  # for `embed`: the name of a prompt of the model
+    dimensions: int | None  # for `embed`: the number of kept dimensions of a vector; 0: all
+    normalise: bool | None  # for `embed`: give vectors the length 1
     truncate: bool | None  # a longer input loses its end; otherwise it is refused
-    questions: Sequence[Mapping[str, Any]] | None  # of `decide`
-    temperature: float | None  # of `decide`: divides the logarithms of probabilities
+    questions: Sequence[Mapping[str, Any]] | None  # for `decide`
+    temperature: float | None  # for `decide`: divides the logarithms of probabilities
 
 
 class BatchOptions(GenerateOptions, total=False):
-    """Keyword arguments of `submit_batch`: the batch's own; the others hold for its lines."""
+    """Keyword arguments of `submit_batch`: options of the batch, and options for its lines."""
 
-    key: str | None  # names the batch; default: a new one is drawn
+    key: str | None  # names the batch; default: a new key is drawn
     keep: float | None  # seconds that the results stay after the end of the batch
     deadline: float | None  # seconds after which unfinished lines expire
     metadata: Mapping[str, Any] | None  # a map of your own
-    notify: str | None  # the URL to which the end of the batch is posted
+    notify: str | None  # the URL that gets a notice of the end of the batch
     check: bool | None  # false: invalid lines are listed as failed
-    on_sent: OnSent | None  # is called with the number of bytes sent
+    on_sent: OnSent | None  # a function that gets the number of bytes sent
 
 
 OF_JOBS = frozenset(JobOptions.__annotations__)
@@ -99,11 +99,11 @@ class Job(Struct, frozen=True):
     """A job in the pool: it is on the disk, and survives the end of this program."""
 
     key: str  # its name, for clients of the same user or with the same key
-    id: bytes  # 16 bytes, the same job
+    id: bytes  # its other name, 16 bytes
     gen: int  # the number of times that it began again because its model had changed
     seed: int
-    state: str  # at its submission: waiting, or that of the earlier submission with this key
-    warnings: tuple[str, ...] = ()  # of the broker, about keys of the request that it ignores
+    state: str  # at its submission: waiting, or the state of the earlier job with this key
+    warnings: tuple[str, ...] = ()  # the broker's, about ignored keys of the request
 
 
 JobRef = Job | str | bytes  # a job, its key, or its id
@@ -117,11 +117,11 @@ def submit(
     images: Sequence[Image],
     options: SubmitOptions,
 ) -> Question[Job]:
-    """Ask to take a job. Raises BadRequest for what cannot be sent."""
-    of_job, given = _divided(options)
-    if given.get("priority") == IDLE_NAME:
-        given["priority"] = IDLE
-    draft = generate(model, prompt, messages_of_chat, tokens, cast(GenerateOptions, given), images)
+    """Returns the question that submits a job. Raises BadRequest if it cannot be sent."""
+    of_job, rest = _divided(options)
+    if rest.get("priority") == IDLE_NAME:
+        rest["priority"] = IDLE
+    draft = generate(model, prompt, messages_of_chat, tokens, cast(GenerateOptions, rest), images)
     settings = {name: value for name, value in draft.settings.items() if name != "batch"}
     settings |= _settings(of_job)
     content = SubmitDraft(draft.model, draft.prompt, draft.options, settings, key=_named(of_job))
@@ -129,10 +129,13 @@ def submit(
 
 
 def submit_call(kind: str, model: str, options: CallOptions) -> Question[Job]:
-    """Ask to take a job that is a call, such as `embed`. Raises BadRequest and TooLarge."""
-    of_job, given = _divided(options)
-    priority, deadline_ms = given.pop("priority", None), given.pop("deadline_ms", None)
-    fields = {name: value for name, value in given.items() if value is not None}
+    """Returns the question that submits a call, such as `embed`, as a job.
+
+    Raises BadRequest and TooLarge if it cannot be sent.
+    """
+    of_job, rest = _divided(options)
+    priority, deadline_ms = rest.pop("priority", None), rest.pop("deadline_ms", None)
+    fields = {name: value for name, value in rest.items() if value is not None}
     request, blobs = packed_request({KIND: kind, "model": model, **fields})
     if kind_of(request) not in CALLS:
         raise BadRequest(f"kind must be one of {', '.join(CALLS)}, got {shown(kind)}")
@@ -145,10 +148,10 @@ def submit_call(kind: str, model: str, options: CallOptions) -> Question[Job]:
 
 
 def _divided(options: Mapping[str, Any]) -> tuple[JobOptions, dict[str, Any]]:
-    """The options about the job itself, and those of its request."""
+    """Returns the options of the job itself, and the options of its request."""
     of_job = {name: value for name, value in options.items() if name in OF_JOBS}
-    given = {name: value for name, value in options.items() if name not in OF_JOBS}
-    return cast(JobOptions, of_job), given
+    rest = {name: value for name, value in options.items() if name not in OF_JOBS}
+    return cast(JobOptions, of_job), rest
 
 
 def _named(options: JobOptions) -> str:
@@ -157,7 +160,7 @@ def _named(options: JobOptions) -> str:
 
 
 def _settings(options: JobOptions) -> dict[str, Any]:
-    """The keys of a `submit` about its job, those that are given."""
+    """Returns the given keys of a `submit` about its job."""
     settings: dict[str, Any] = {}
     if (keep := options.get("keep")) is not None:
         settings["keep_ms"] = milliseconds("keep", keep)
@@ -171,40 +174,40 @@ def _settings(options: JobOptions) -> dict[str, Any]:
 
 
 def _job(body: Mapping[str, Any]) -> Job:
-    found = JobAccepted.parse(body)
-    return Job(found.key, found.job, found.gen, found.seed, found.state, found.warnings)
+    answer = JobAccepted.parse(body)
+    return Job(answer.key, answer.job, answer.gen, answer.seed, answer.state, answer.warnings)
 
 
 def milliseconds(name: str, seconds: object, most: int = messages.MAX_KEEP_MS) -> int:
-    """A time that a result is kept, or a batch may take, at most `most` ms. Raises BadRequest."""
+    """Returns seconds as milliseconds. Raises BadRequest unless these are from 0 to `most`."""
     if not is_number(seconds) or not 0 <= seconds <= most / 1000:
         raise BadRequest(f"{name} is {shown(seconds)}, must be seconds from 0 to {most // 1000}")
     return round(seconds * 1000)
 
 
 def name_of(job: JobRef) -> JobName:
-    """The name of a job on the wire. Raises BadRequest."""
+    """Returns the name of a job in the protocol. Raises BadRequest if it is malformed."""
     if isinstance(job, Job):
         return JobName(id=job.id)
     return JobName(id=messages.job_id(job)) if isinstance(job, bytes) else JobName(job_key(job))
 
 
 def fetch(job: JobRef, start: int, gen: int | None, steps: bool = False) -> Fetch:
-    """The message that begins a reading. Raises BadRequest."""
+    """Returns the message that begins a reading. Raises BadRequest if `start` is below 0."""
     if not is_integer(start) or start < 0:
         raise BadRequest(f"start is {shown(start)}, must be the index of an id, 0 or more")
     return Fetch(name_of(job), start, gen, steps=steps)
 
 
 def about(kind: str, job: JobRef) -> Question[dict[str, Any]]:
-    """Ask for a job, or change it: `job`, `retry`, `release`; `cancel` has a fate as its answer."""
+    """Returns a question about a job: `job`, `retry`, `release`, or `cancel`."""
     return Question(
         os.urandom(ID_BYTES), AboutJob(kind, name_of(job)), lambda answer: dict(answer.body)
     )
 
 
 class SubmittedJob(Struct, frozen=True):
-    """A job with what was submitted: the body of its `submit`, its blobs, and the note."""
+    """A job with its submitted request: the body of its `submit`, its blobs, and the note."""
 
     row: Mapping[str, Any]
     request: Mapping[str, Any]
@@ -212,12 +215,12 @@ class SubmittedJob(Struct, frozen=True):
 
     @property
     def note(self) -> bytes:
-        """What was kept with it for the client; b"" if nothing was."""
+        """The bytes that were kept with the job for the client; b"" without."""
         return bytes(self.request.get("note", b""))
 
 
 def submitted(job: JobRef) -> Question[SubmittedJob]:
-    """Ask for a job and what was submitted."""
+    """Returns the question for a job and its submitted request."""
     return Question(
         os.urandom(ID_BYTES),
         AboutJob(messages.REQUEST, name_of(job)),
@@ -226,7 +229,10 @@ def submitted(job: JobRef) -> Question[SubmittedJob]:
 
 
 def cancel_request(request: bytes | Job | None, key: str | None) -> Question[dict[str, Any]]:
-    """Cancel a stream by its id, or a job. Raises BadRequest unless one thing is named."""
+    """Returns the question that cancels a stream by its id, or a job.
+
+    Raises BadRequest unless exactly one of `request` and `key` is given.
+    """
     if key is not None:
         if request is not None:
             raise BadRequest("give an id or a key, not both")
@@ -237,7 +243,7 @@ def cancel_request(request: bytes | Job | None, key: str | None) -> Question[dic
 
 
 class Pages:
-    """A list of jobs over as many answers as it takes; see `Client.jobs`."""
+    """A list of jobs, collected from several answers; see `Client.jobs`."""
 
     def __init__(
         self, after: int | None, state: str, limit: int, batch: str = "", before: int = 0
@@ -248,14 +254,14 @@ class Pages:
         self._before = before
 
     def question(self) -> Question[JobList]:
-        """Ask for the next rows."""
+        """Returns the question for the next rows."""
         left = self._limit - len(self.rows) if self._limit else messages.MAX_LISTED
         count = min(left, messages.MAX_LISTED)
-        asked = ListJobs(self._after, self._before, self._state, limit=count, batch=self._batch)
-        return Question(os.urandom(ID_BYTES), asked, lambda answer: JobList.parse(answer.body))
+        content = ListJobs(self._after, self._before, self._state, limit=count, batch=self._batch)
+        return Question(os.urandom(ID_BYTES), content, lambda answer: JobList.parse(answer.body))
 
     def add(self, answer: JobList) -> None:
-        """Take an answer."""
+        """Add the rows of an answer."""
         self.rows += map(dict, answer.jobs)
         enough = 0 < self._limit <= len(self.rows)
         self.complete = enough or not answer.next

@@ -1,4 +1,4 @@
-"""A stream that is open on a connection, and the endpoint that a connection goes to."""
+"""A stream that is open on a connection, and the endpoint of a connection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlxpool.common.transport import endpoints, sockets
 
 
 class OpenStream(Struct, eq=False):
-    """A stream on its connection: its state, its retries and where its deltas go."""
+    """A stream on its connection: its state, its retries, and the receiver of its deltas."""
 
     state: StreamState
     retry: StreamRetry
@@ -25,17 +25,17 @@ class OpenStream(Struct, eq=False):
     deadline: float | None  # the user's own, in monotonic seconds
     deliver: Callable[[Delta | None], None]  # called on the connection's thread; None: the end
     read: int = 0  # ids that the reader has taken; written by its thread alone
-    owner: str = ""  # on whose behalf it was sent; "": of the client itself
+    owner: str = ""  # the owner on whose behalf it was sent; "": the client itself
     finished: bool = False  # the reader has seen the end, or has left; written by its thread alone
-    acked: int = 0  # ids of which the broker knows that they arrived
+    acked: int = 0  # ids that were acknowledged to the broker
 
     def left(self) -> float | None:
-        """Seconds to the user's deadline; None without one."""
+        """Returns the seconds to the user's deadline; None without a deadline."""
         return None if self.deadline is None else self.deadline - time.monotonic()
 
 
 def front_endpoint(run_dir: str | Path | None, endpoint: str | None) -> str:
-    """The endpoint to connect to. Raises as `Connection` does."""
+    """Returns the endpoint to connect to. Raises the errors of `Connection`."""
     if not endpoint:
         if "://" in str(run_dir):
             raise BadRequest(

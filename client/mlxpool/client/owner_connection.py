@@ -1,4 +1,4 @@
-"""A connection on behalf of an owner, and what streams and calls need of either."""
+"""A connection on behalf of an owner, and the interface that every connection has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Answer = TypeVar("Answer")
 
 
 class AnyConnection(Protocol):
-    """What streams and calls need: see Connection."""
+    """The methods of a connection that streams and calls need: see Connection."""
 
     def open(self, draft: Draft, deliver: Callable[[Delta | None], None]) -> OpenStream: ...
     def took(self, stream: OpenStream, delta: Delta | None) -> Delta | None: ...
@@ -31,7 +31,7 @@ class AnyConnection(Protocol):
 
 
 class OwnerConnection:
-    """A connection that others use too: what is sent over this names the owner."""
+    """A view of a shared connection that sends every message on behalf of an owner."""
 
     def __init__(self, shared: AnyConnection, owner: str) -> None:
         assert isinstance(shared, Connection | OwnerConnection)

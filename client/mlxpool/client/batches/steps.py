@@ -63,7 +63,7 @@ def source_and_settings(
     sampling, others = divide_options(given)
     unknown = [name for name in others if name not in DEFAULTS]
     if unknown:
-        raise BadRequest(f"{unknown[0]} is of streams: a batch has none")
+        raise BadRequest(f"{unknown[0]} is of streams, not of batches")
     defaults = {**others, "options": sampling}
     if model is not None:
         defaults["model"] = model

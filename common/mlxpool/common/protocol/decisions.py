@@ -132,7 +132,7 @@ def _check_keys(name: str, body: Mapping[str, Any], known: frozenset[str]) -> No
 def _prompt(raw: object, blobs: Sequence[bytes]) -> str:
     if raw is True:
         if not blobs:
-            raise BadRequest("prompt is said to be a blob, but the message has none")
+            raise BadRequest("prompt is true, but the message has no blob")
         try:
             raw = blobs[0].decode("utf-8")
         except UnicodeDecodeError as error:

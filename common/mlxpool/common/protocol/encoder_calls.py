@@ -146,7 +146,7 @@ def _pair(name: str, raw: object) -> Pair:
 
 def _unpacked(key: str, blobs: Sequence[bytes]) -> object:
     if not blobs:
-        raise BadRequest(f"{key} is said to be a blob, but the message has none")
+        raise BadRequest(f"{key} is true, but the message has no blob")
     try:
         return msgpack.unpackb(blobs[0], raw=False, max_array_len=MAX_INPUTS, max_map_len=0)
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:

@@ -212,7 +212,7 @@ def _prompt(body: Mapping[str, Any], blobs: Sequence[bytes]) -> Prompt:
 
 def _first(blobs: Sequence[bytes]) -> bytes:
     if not blobs:
-        raise BadRequest("the prompt is said to be a blob, but the message has none")
+        raise BadRequest("the prompt is true, but the message has no blob")
     return blobs[0]
 
 

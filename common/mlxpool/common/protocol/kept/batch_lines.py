@@ -28,8 +28,8 @@ MAX_LABEL = 256  # characters of an `id`
 # Keys that belong to the batch: they hold for all its lines.
 OF_BATCHES = ("keep_ms", "not_before", "deadline_ms", "priority", "key", "tenant")
 NOT_OF_LINES = {  # key -> where it belongs
-    "notify": "notify is of the batch: give it there, and the end of the batch is told",
-    "note": "note is of a job that is submitted alone: a line has none",
+    "notify": "notify is of the batch: give it there to get a notice of the batch's end",
+    "note": "note is of a job that is submitted alone, not of a line",
 }
 DEFAULTS = ("model", "options", "tools", "think", "session")  # of these, calls take only `model`
 OF_CLIENTS = "asked"  # a key that the pool ignores: a gateway makes its answer from it

@@ -152,11 +152,11 @@ class Submit(Struct, frozen=True):
         key = job_key(body.get("key"))
         for name in NOT_OF_JOBS:
             if body.get(name) is not None:
-                raise BadRequest(f"{name} is of streams, a job has none: send it without")
+                raise BadRequest(f"{name} is of streams: send the job without it")
         request = {name: value for name, value in body.items() if name not in JOB_KEYS}
         work = parse_work(request, blobs)
         if isinstance(work, Generate) and work.options.reports_prompt:
-            raise BadRequest("echo and prompt_logprobs are of streams: send the job without")
+            raise BadRequest("echo and prompt_logprobs are of streams: send the job without them")
         not_before = body.get("not_before")
         if not_before is not None and not (is_number(not_before) and 0 <= not_before <= MAX_TIME):
             raise BadRequest(
