@@ -34,7 +34,7 @@ from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 from mlxpool.common.protocol.unicode_text import not_unicode
 
 Image = bytes | bytearray | memoryview | os.PathLike[str]  # the content of a file, or its path
-FIRST_ONLY = frozenset({"queue_ms", "first_token_ms"})  # bounds that hold for the first sending
+FIRST_ONLY = frozenset({"queue_ms", "first_token_ms"})  # bounds of the first sending only
 
 Answer = TypeVar("Answer")
 
@@ -47,20 +47,20 @@ def read_images(images: Sequence[Image]) -> tuple[bytes, ...]:
     if isinstance(images, bytes | bytearray | memoryview | str | os.PathLike):
         raise BadRequest(f"images must be a list of images, got {type(images).__name__}")
     check_count(len(images))
-    found = tuple(_read(f"images[{index}]", image) for index, image in enumerate(images))
-    check_sizes(found)
-    return found
+    files = tuple(_read(f"images[{index}]", image) for index, image in enumerate(images))
+    check_sizes(files)
+    return files
 
 
 def take_images(
     messages: Sequence[Mapping[str, Any]], images: Sequence[Image]
 ) -> tuple[list[dict[str, Any]], list[Image]]:
-    """Returns messages whose parts name images by index, and all images: the given ones first.
+    """Returns messages whose parts name images by index, and all images, `images` first.
 
-    A part {type: "image", image: …} gives its image away. Raises BadRequest for images of a message
-    that stand outside its parts, where nobody would read them.
+    The image of a part {type: "image", image: …} is replaced by its index. Raises BadRequest if a
+    message has images outside its parts, where nobody would read them.
     """
-    every, changed = [*images], []
+    collected, changed = [*images], []
     for number, message in enumerate(messages):
         if message.get("images"):
             raise BadRequest(
@@ -69,14 +69,14 @@ def take_images(
             )
         content = message.get("content")
         if isinstance(content, list | tuple):
-            changed.append({**message, "content": [_named(part, every) for part in content]})
+            changed.append({**message, "content": [_named(part, collected) for part in content]})
         else:
             changed.append(dict(message))
-    return changed, every
+    return changed, collected
 
 
 def _named(part: Any, images: list[Image]) -> Any:
-    """A part as it is sent; the image of an image part is appended to `images`."""
+    """Returns a part in the protocol's form; appends the image of an image part to `images`."""
     if not isinstance(part, Mapping) or part.get("type") != "image" or "image" not in part:
         return part
     images.append(part["image"])
@@ -85,7 +85,7 @@ def _named(part: Any, images: list[Image]) -> Any:
 
 
 def _read(where: str, image: object) -> bytes:
-    """The bytes of one image; of a file at most so many that it is seen to be too large."""
+    """Returns the bytes of an image; of a large file only MAX_IMAGE + 1, which is refused."""
     if isinstance(image, bytes | bytearray | memoryview):
         return bytes(image)
     if not isinstance(image, os.PathLike):
@@ -108,10 +108,10 @@ def generate(
     options: GenerateOptions,
     images: Sequence[Image] = (),
 ) -> GenerateDraft:
-    """The `generate` of a call; divides keys of the request from sampling options.
+    """Returns a `generate`; divides keys of the request from sampling options.
 
-    Raises BadRequest unless exactly one of prompt, messages and tokens is given, and for a prompt
-    or an image that cannot be sent. The broker checks everything else.
+    Raises BadRequest unless exactly one of prompt, messages and tokens is given, and if a prompt or
+    an image cannot be sent. The broker checks everything else.
     """
     sampling, others = divide_options(options)
     settings = {"batch": True, **others}  # one frame a step for all streams of the client
@@ -121,18 +121,18 @@ def generate(
 def divide_options(
     options: Mapping[str, object],
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """The sampling options among keyword arguments, and the keys of the request."""
+    """Returns the sampling options among keyword arguments, and the keys of the request."""
     given = {key: value for key, value in options.items() if value is not None}
     settings = {key: value for key, value in given.items() if key in REQUEST_KEYS}
     sampling = {key: value for key, value in given.items() if key not in REQUEST_KEYS}
     biases = sampling.get("logit_bias")
-    if isinstance(biases, Mapping):  # a map's keys are text on the wire
+    if isinstance(biases, Mapping):  # the protocol's maps have texts as keys
         sampling["logit_bias"] = {_digits(token): bias for token, bias in biases.items()}
     return sampling, settings
 
 
 def _digits(token: object) -> str:
-    """A key of logit_bias as text. Raises BadRequest for what has none."""
+    """Returns a key of logit_bias as text. Raises BadRequest if it cannot be written as text."""
     try:
         return str(token)
     except (RecursionError, ValueError):
@@ -145,12 +145,12 @@ def _prompt(
     tokens: Sequence[int] | None,
     images: Sequence[Image],
 ) -> Prompt:
-    given = [value for value in (prompt, messages, tokens) if value is not None]
-    if len(given) != 1:
-        raise BadRequest(f"give one of prompt, messages, tokens; got {len(given)}")
+    count = sum(value is not None for value in (prompt, messages, tokens))
+    if count != 1:
+        raise BadRequest(f"give one of prompt, messages, tokens; got {count}")
     if messages is not None:
-        changed, every = take_images(_maps(messages), images)
-        return ChatPrompt(changed, images=read_images(every))
+        changed, collected = take_images(_maps(messages), images)
+        return ChatPrompt(changed, images=read_images(collected))
     files = read_images(images)
     if tokens is not None:
         if files:
@@ -166,14 +166,14 @@ def _prompt(
 
 
 def _maps(messages: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
-    found = list(messages) if isinstance(messages, Iterable) else [messages]
-    if not all(isinstance(one, Mapping) for one in found):
+    items = list(messages) if isinstance(messages, Iterable) else [messages]
+    if not all(isinstance(message, Mapping) for message in items):
         raise BadRequest(f"messages must be a list of maps, got {shown(messages)}")
-    return [dict(one) for one in found]
+    return [dict(message) for message in items]
 
 
 def _utf8(text: object) -> bytes:
-    """The bytes of a text. Raises BadRequest for another type."""
+    """Returns the bytes of a text. Raises BadRequest if it is not a str, or not Unicode."""
     if not isinstance(text, str):
         raise BadRequest(f"a text must be a str, got {shown(text)}")
     if fault := not_unicode(text, "prompt"):
@@ -181,11 +181,11 @@ def _utf8(text: object) -> bytes:
     return text.encode()
 
 
-Draft = GenerateDraft | Fetch  # what begins a stream
+Draft = GenerateDraft | Fetch  # the message that begins a stream
 
 
 def sent_again(draft: Draft, state: StreamState, left: float | None) -> Draft:
-    """What goes on with a stream from where it is; see `resumed`."""
+    """Returns the message that continues a stream after its last id; see `resumed`."""
     if isinstance(draft, GenerateDraft):
         return resumed(draft, state, left)
     if not state.ids:
@@ -194,10 +194,10 @@ def sent_again(draft: Draft, state: StreamState, left: float | None) -> Draft:
 
 
 def resumed(draft: GenerateDraft, state: StreamState, left: float | None) -> GenerateDraft:
-    """The same request from the ids received so far; `left`: seconds to the user's deadline.
+    """Returns the request that continues after the ids received so far.
 
-    A request that was never accepted has no seed to go on with: it is sent as it was. Raises
-    TooLarge for more ids than a message holds.
+    `left` is the seconds to the user's deadline. A request that was never accepted has no seed to
+    continue with: it is sent as it was. Raises TooLarge if a message cannot hold the ids.
     """
     settings = {key: value for key, value in draft.settings.items() if key not in FIRST_ONLY}
     if left is not None:
@@ -212,42 +212,43 @@ def resumed(draft: GenerateDraft, state: StreamState, left: float | None) -> Gen
 
 
 def reports_prompt(draft: GenerateDraft) -> bool:
-    """Whether the tokens of the prompt are reported; of options that the broker refuses: as is."""
-    wanted = draft.options.get("prompt_logprobs")
-    return draft.options.get("echo") is True or (type(wanted) is int and wanted >= 0)
+    """Returns whether the tokens of the prompt are reported; the options may be invalid."""
+    alternatives = draft.options.get("prompt_logprobs")
+    asks = type(alternatives) is int and alternatives >= 0
+    return draft.options.get("echo") is True or asks
 
 
 def index_of(draft: GenerateDraft) -> int:
-    """The number of the choice that it asks for."""
-    given = draft.settings.get(choice.KEY)
-    return int(given["index"]) if isinstance(given, Mapping) else 0
+    """Returns the index of a request's choice; 0 if it has no `choice`."""
+    body = draft.settings.get(choice.KEY)
+    return int(body["index"]) if isinstance(body, Mapping) else 0
 
 
 def is_durable(draft: Draft) -> bool:
-    """Whether it is sent again after a loss."""
+    """Returns whether a stream is sent again after the loss of a connection or a broker."""
     return isinstance(draft, Fetch) or draft.settings.get("durable") is not False
 
 
 def deadline_of(draft: Draft) -> float | None:
-    """Seconds of the user's deadline; None without one, or for one that the broker refuses."""
+    """Returns the seconds of the user's deadline; None if it is absent or invalid."""
     if isinstance(draft, Fetch):
         return None
-    given = draft.settings.get("deadline_ms")
-    return given / 1000 if type(given) is int and given > 0 else None
+    deadline_ms = draft.settings.get("deadline_ms")
+    return deadline_ms / 1000 if type(deadline_ms) is int and deadline_ms > 0 else None
 
 
 # ---- calls ---------------------------------------------------------------------------------------
 
 
 class Question(Struct, Generic[Answer], frozen=True):
-    """A message with one answer, the id under which it is sent, and how to read the answer."""
+    """A message with one answer, its id, and the function that reads the answer."""
 
     id: bytes
     content: Content
     read: Callable[[Message], Answer]
 
     def answer(self, reply: Message | PoolError) -> Answer | PoolError:
-        """The answer in a reply, or the error that the caller has to raise."""
+        """Returns the answer in a reply, or the error that the caller has to raise."""
         if isinstance(reply, PoolError):
             return reply
         try:
@@ -257,19 +258,22 @@ class Question(Struct, Generic[Answer], frozen=True):
 
 
 def list_models() -> Question[list[dict[str, Any]]]:
-    """Ask for the models, a map each."""
+    """Returns the question for the list of models, a map each."""
     return Question(os.urandom(ID_BYTES), ListModels(), lambda a: ModelList.parse(a.body).models)
 
 
 def describe(model: str) -> Question[dict[str, Any]]:
-    """Ask for all that is known of one model."""
+    """Returns the question for everything about one model."""
     return Question(
         os.urandom(ID_BYTES), ListModels(model), lambda a: ModelList.parse(a.body).models[0]
     )
 
 
 def keep(model: str, seconds: float) -> Question[float]:
-    """Ask to keep a model loaded; the answer is the seconds that hold. Raises BadRequest."""
+    """Returns the question that keeps a model loaded; its answer is the seconds that hold.
+
+    Raises BadRequest if the seconds are out of bounds.
+    """
     if not is_number(seconds) or not -math.inf <= seconds <= MAX_KEEP_MS / 1000:
         raise BadRequest(
             f"seconds is {shown(seconds)}, must be at most {MAX_KEEP_MS // 1000}, or below 0: for"
@@ -288,7 +292,7 @@ def _seconds_kept(kept: Kept) -> float:
 
 
 def tokenize(model: str, text: str) -> Question[list[int]]:
-    """Ask for the ids of a text. Raises BadRequest for a value that is no str."""
+    """Returns the question for the ids of a text. Raises BadRequest if it is not a str."""
     data = _utf8(text)
     if len(data) > TEXT_AS_BLOB:
         content = ModelCall(from_client.TOKENIZE, model, {"text": True}, (data,))
@@ -302,7 +306,7 @@ def tokenize(model: str, text: str) -> Question[list[int]]:
 
 
 class ChatTokens(Struct, frozen=True):
-    """A chat in token ids, as the model's template renders it."""
+    """The token ids of a chat in the form of the model's template."""
 
     ids: list[int]
     thinks: bool  # the prompt ends inside the thoughts: the completion begins with them
@@ -314,7 +318,7 @@ def tokenize_chat(
     tools: Sequence[Mapping[str, object]] | None = None,
     think: bool | str | None = None,
 ) -> Question[ChatTokens]:
-    """Ask for the ids of a chat. Raises BadRequest for messages that are no maps."""
+    """Returns the question for the ids of a chat. Raises BadRequest unless messages are maps."""
     prompt = ChatPrompt(_maps(messages), tools, think)
     return Question(
         os.urandom(ID_BYTES),
@@ -326,19 +330,22 @@ def tokenize_chat(
 
 
 def detokenize(model: str, ids: Sequence[int]) -> Question[str]:
-    """Ask for the text of ids. Raises BadRequest for an invalid token id."""
+    """Returns the question for the text of ids. Raises BadRequest if an id is invalid."""
     content = ModelCall(from_client.DETOKENIZE, model, packed=(pack_ids(ids),))
     return Question(os.urandom(ID_BYTES), content, lambda answer: str(answer.body["text"]))
 
 
 def token_texts(model: str, ids: Sequence[int]) -> Question[list[str]]:
-    """Ask for the text of each id. Raises BadRequest for an invalid token id."""
+    """Returns the question for the text of each id. Raises BadRequest if an id is invalid."""
     content = ModelCall(from_client.DETOKENIZE, model, {"each": True}, (pack_ids(ids),))
     return Question(os.urandom(ID_BYTES), content, lambda answer: [*map(str, answer.body["each"])])
 
 
 def cancel(request_id: bytes | None) -> Question[dict[str, Any]]:
-    """Cancel a request and ask for its fate. Raises BadRequest for an invalid id."""
+    """Returns the question that cancels a request; its answer is the request's fate.
+
+    Raises BadRequest if the id is invalid.
+    """
     if not isinstance(request_id, bytes) or len(request_id) != ID_BYTES:
         raise BadRequest(
             f"a request's id is {ID_BYTES} bytes, got {shown(request_id)};"

@@ -1,6 +1,6 @@
 """Decides when a stream is sent again, and when it is given up. Pure: time is an argument.
 
-All times are those of `SilenceTimer.now`: seconds in which this process ran. Only deadlines are
+All times are of the clock `SilenceTimer.now`: seconds in which this process ran. Only deadlines are
 real time; they are passed as `left`, the seconds until then.
 """
 
@@ -17,7 +17,7 @@ from mlxpool.common.protocol.kept.job_messages import JobAccepted
 from mlxpool.common.protocol.to_client import Accepted, Failed
 
 BROKER_GRACE = 60.0  # seconds of silence after which the client ends its streams itself
-CONNECT_GRACE = 5.0  # the same, as long as the broker was never heard
+CONNECT_GRACE = 5.0  # the same if no frame of the broker ever came
 ENDED = frozenset({"done", "failed", "cancelled"})  # states of a `fate`
 UNKNOWN_PEER = (0, 0)
 
@@ -26,25 +26,25 @@ Peer = tuple[int, int]
 
 
 class Pace(Struct, frozen=True):
-    """The time that a client waits before it sends again or gives up, in seconds.
+    """The times that a client waits before it retries or gives up, in seconds.
 
-    The n-th value of a list is for the n-th time in a row, the last value for all further times.
+    The n-th value of a list is for the n-th retry in a row, the last value for all further retries.
     """
 
     ping: float = 1.0  # between two pings, while a stream or a call is open
-    tick: float = 0.25  # between two checks of what is due
-    gap: float = 0.5  # the bound of one turn of the loop in measured time
+    tick: float = 0.25  # between two checks for due work
+    gap: float = 0.5  # the most measured time of one turn of the loop
     silence: float = 3.0  # without any frame, until the connection is replaced
-    answer: tuple[float, ...] = (2.0, 4.0, 8.0)  # wait for `accepted` or `fate`, then send again
-    pause: tuple[float, ...] = (0.0, 0.0, 2.0, 4.0, 8.0)  # before sending again without a new id
+    answer: tuple[float, ...] = (2.0, 4.0, 8.0)  # without `accepted` or `fate`, until a retry
+    pause: tuple[float, ...] = (0.0, 0.0, 2.0, 4.0, 8.0)  # before a retry, if no new id came
     overdue: float = 1.0  # after a deadline, until the client ends the stream itself
-    broker_grace: float = BROKER_GRACE  # of silence, until the client ends its streams
+    broker_grace: float = BROKER_GRACE  # without any frame, until the client ends its streams
     connect_grace: float = CONNECT_GRACE  # the same if no broker ever answered
     handshake_grace: float = math.inf  # the same if there never was a connection
 
 
 class Action(Enum):
-    """What has to be done for a stream now."""
+    """The due action for a stream."""
 
     NOTHING = "nothing"
     SEND = "send"  # `generate` again
@@ -60,7 +60,7 @@ SILENCE = "the broker fell silent"
 
 
 def nth(seconds: tuple[float, ...], number: int) -> float:
-    """The entry for the `number`-th time, counted from 0; the last one if there are not so many."""
+    """Returns the entry with the index `number`; the last entry if there are fewer entries."""
     return seconds[min(number, len(seconds) - 1)]
 
 
@@ -68,12 +68,12 @@ class SilenceTimer:
     """The clock of a connection, which stops with its thread, and the time since the last frame."""
 
     def __init__(self, pace: Pace, wall: float) -> None:
-        """`wall`: the monotonic time now."""
+        """`wall` is the present monotonic time."""
         self.pace = pace
         self.now = 0.0
-        self.heard_at = -math.inf  # when any frame came last
-        self.connected = False  # whether there ever was a connection
-        self.reconnects = 0  # connections replaced since then
+        self.heard_at = -math.inf  # the time of the last frame
+        self.connected = False  # True if there ever was a connection
+        self.reconnects = 0  # connections replaced since the last frame
         self._wall = wall
         self._waiting_since = self._connected_at = 0.0
 
@@ -88,18 +88,18 @@ class SilenceTimer:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the silence so far, for example because nothing is waited for."""
+        """Forget the silence so far, for example because no stream or call waits."""
         self._waiting_since = self._connected_at = self.now
         self.reconnects = 0
 
     @property
     def silent(self) -> float:
-        """Seconds for which a frame has been waited for."""
+        """Seconds of the present wait for a frame."""
         return self.now - self._waiting_since
 
     @property
     def reconnect_due(self) -> bool:
-        """Whether to replace the connection, which may be half-open without an error."""
+        """True if the connection has to be replaced; it may be half-open without an error."""
         number = self.reconnects
         wait = nth(self.pace.answer, number) if number else self.pace.silence
         return self.now - self._connected_at >= wait
@@ -111,7 +111,7 @@ class SilenceTimer:
 
     @property
     def lost(self) -> bool:
-        """Whether the grace is over, so that streams have to end."""
+        """True if the grace is over, so that streams have to end."""
         grace = self.pace.broker_grace
         if self.heard_at == -math.inf:
             grace = min(grace, self.pace.connect_grace)
@@ -130,14 +130,14 @@ class StreamRetry(Struct, eq=False):
     due: float = math.inf
     why: str = ""
     unanswered: int = 0  # sendings in a row without an answer
-    barren: int = 0  # sendings in a row that brought no id, beyond the first
-    refused_at: float = math.inf  # the first in a row of errors that put the stream off
+    barren: int = 0  # sendings in a row without a new id, beyond the first
+    refused_at: float = math.inf  # the time of the first error in a row that delayed the stream
     cancelled: bool = False
-    ended_at_broker: bool = False  # a `fate` said so; its terminal may be lost
-    peer: Peer = UNKNOWN_PEER  # the newest that the broker reported
+    ended_at_broker: bool = False  # from a `fate`; the stream's terminal may be lost
+    peer: Peer = UNKNOWN_PEER  # the newest peer that the broker reported
     overdue_at: float = math.inf
 
-    # ---- what is sent --------------------------------------------------------------------------
+    # ---- sendings ------------------------------------------------------------------------------
 
     def sent(self, now: float) -> None:
         """The first sending went out."""
@@ -152,7 +152,7 @@ class StreamRetry(Struct, eq=False):
         self._expect_answer(now)
 
     def cancel_sent(self, now: float) -> None:
-        """A `cancel` goes out; from now on only that is sent again."""
+        """A `cancel` goes out; from now on only the `cancel` is sent again."""
         if not self.cancelled:
             self.cancelled, self.unanswered = True, 0
         self._expect_answer(now)
@@ -162,10 +162,10 @@ class StreamRetry(Struct, eq=False):
         self.due, self.why = now + nth(self.pace.answer, self.unanswered), NO_ANSWER
         self.unanswered += 1
 
-    # ---- what happens --------------------------------------------------------------------------
+    # ---- events --------------------------------------------------------------------------------
 
     def receive(self, frame: Frame, now: float, left: float | None = None) -> Delta | None:
-        """Take a frame of this stream; returns the delta to give to the reader."""
+        """Take a frame of this stream. Returns the delta for the reader."""
         state, content = self.state, frame.content
         if not state.counts(frame.attempt):
             return None
@@ -188,7 +188,7 @@ class StreamRetry(Struct, eq=False):
             self.unanswered, self.due, self.why = 0, math.inf, ""
 
     def _put_off(self, error: PoolError, now: float, left: float | None) -> bool:
-        """Whether an error only delays the stream: it was running, and can run again later."""
+        """Returns whether an error only delays the stream, which was running, and can run again."""
         known = self.state.attempt > 1 or (error.code == Draining.code and self.state.boot)
         if error.retry_after_ms is None or not known or not self.durable or self.cancelled:
             return False
@@ -201,7 +201,7 @@ class StreamRetry(Struct, eq=False):
         return True
 
     def identified(self, peer: Peer, now: float) -> None:
-        """The broker sent its boot and link. What was sent to another peer is lost."""
+        """The broker sent its boot and link. Messages to another peer are lost."""
         before, self.peer = self.peer, peer
         state = self.state
         if self.cancelled:
@@ -217,7 +217,7 @@ class StreamRetry(Struct, eq=False):
             self.due = now
 
     def _lost(self, now: float, why: str) -> None:
-        """The newest sending brings nothing more: plan the next, or end a stream that has none."""
+        """The newest sending is lost: plan a retry, or end a stream that is not durable."""
         if self.cancelled:
             return
         if not self.durable:
@@ -227,7 +227,7 @@ class StreamRetry(Struct, eq=False):
         self.due, self.why = min(self.due, max(now, self.sent_at + pause)), why
 
     def fate(self, state: str, now: float) -> None:
-        """The answer to `cancel`: a terminal is under way, was lost, or never was."""
+        """The answer to `cancel`: a terminal is on its way, was lost, or does not exist."""
         if not self.cancelled or self.state.over:
             return
         self.ended_at_broker = state in ENDED
@@ -237,16 +237,16 @@ class StreamRetry(Struct, eq=False):
             self.due = now + nth(self.pace.answer, 0)
 
     def error_of_sending(self, error: PoolError, attempt: int) -> PoolError | None:
-        """The stream's end by an error about one of its messages; None if it goes on."""
+        """Returns the error that ends the stream, about one of its messages; None if it goes on."""
         state = self.state
         if error.code == DuplicateId.code:
             return error if attempt == state.attempt else None
         return error if not state.boot and state.counts(attempt) else None
 
-    # ---- what is due ---------------------------------------------------------------------------
+    # ---- due work ------------------------------------------------------------------------------
 
     def tick(self, now: float, heard_at: float, left: float | None = None) -> Action:
-        """What to do now; may end the stream. `heard_at`: when any frame came last."""
+        """Returns the due action; may end the stream. `heard_at` is the time of the last frame."""
         if self.state.over:
             return Action.NOTHING
         if left is not None and left <= 0:
@@ -265,7 +265,7 @@ class StreamRetry(Struct, eq=False):
 
     def _send_again(self, now: float, heard_at: float) -> Action:
         if self.why == NO_ANSWER and heard_at < self.sent_at:
-            return Action.NOTHING  # no broker is there: the silence decides, not this sending
+            return Action.NOTHING  # the broker is silent: SilenceTimer decides, not this sending
         if not self.durable:
             self._lost(now, NO_ANSWER)
             return Action.NOTHING

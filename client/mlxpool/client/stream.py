@@ -2,8 +2,8 @@
 
 An `attempt` is the number of one of the client's sendings of a stream.
 
-Invariants: a frame counts only if its attempt is that of the newest sending; ids count only after
-that sending was accepted, and only if their `pos` is the number of ids received so far.
+Invariants: a frame counts only if its attempt is the attempt of the newest sending. Ids count only
+after that sending was accepted, and only if their `pos` is the number of ids received so far.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mlxpool.common.protocol.resume import Facts
 from mlxpool.common.protocol.to_client import Accepted, Done, Failed, StreamDelta
 from mlxpool.common.protocol.token_ids import unpack_ids
 
-# ---- what the reader gets ------------------------------------------------------------------------
+# ---- values for the reader -----------------------------------------------------------------------
 
 
 class Delta(Struct, frozen=True):
@@ -35,8 +35,8 @@ class Delta(Struct, frozen=True):
     pos: int = 0  # the index of `ids[0]` in the completion
     logprobs: tuple[Mapping[str, Any], ...] = ()  # one for each id, with the option
     prompt: tuple[Mapping[str, Any], ...] = ()  # the next tokens of the prompt, with the option
-    index: int = 0  # of the choice
-    steps: tuple[tuple[int, int], ...] = ()  # of a job, see `Client.fetch`
+    index: int = 0  # the number of the choice
+    steps: tuple[tuple[int, int], ...] = ()  # the steps of a job, see `Client.fetch`
 
 
 class Result(Struct, frozen=True):
@@ -50,20 +50,20 @@ class Result(Struct, frozen=True):
     seed: int
     attempts: int  # the number of workers that had the request; 0: no broker reported it
     logprobs: tuple[Mapping[str, Any], ...] = ()  # one for each id, with the option
-    warnings: tuple[str, ...] = ()  # of the broker, about keys of the request that it ignores
-    complete: bool | None = None  # whether it has the requested format; None: no format
+    warnings: tuple[str, ...] = ()  # the broker's, about ignored keys of the request
+    complete: bool | None = None  # True if it has the requested format; None: no format
     prompt: tuple[Mapping[str, Any], ...] = ()  # tokens of the prompt, with the option
-    index: int = 0  # of the choice
-    answer: CallAnswer | None = None  # of a job that is a call, see `Vectors.of`
+    index: int = 0  # the number of the choice
+    answer: CallAnswer | None = None  # the answer of a job that is a call, see `Vectors.of`
 
 
-# ---- what the broker says ------------------------------------------------------------------------
+# ---- messages of the broker ----------------------------------------------------------------------
 
 
 class Piece(Struct, frozen=True):
     """Text and token ids of a stream: of a `delta` message, or of a row of `deltas`.
 
-    `prompt`: what it reports of tokens of the prompt, which come before all ids.
+    `prompt` are the reported tokens of the prompt, which come before all ids.
     """
 
     text: str
@@ -78,8 +78,8 @@ class Piece(Struct, frozen=True):
 class Frame(Struct, frozen=True):
     """One message about a stream.
 
-    `attempt` is the sending that it answers, 0 if the broker could not read that. `pos` is the
-    index of the first token id in the completion; in a terminal, how many ids were sent before.
+    `attempt` is the sending that it answers, 0 if the broker could not read that sending. `pos` is
+    the index of its first token id in the completion; in a terminal, the number of ids sent before.
     """
 
     content: Accepted | JobAccepted | Piece | Done | Failed
@@ -88,9 +88,9 @@ class Frame(Struct, frozen=True):
 
 
 def parse_frame(message: Message) -> Frame | None:
-    """The frame in a message; None for a kind that is not about a stream, or unknown.
+    """Returns the frame in a message; None if its kind is unknown, or not about a stream.
 
-    Raises PoolError, KeyError, TypeError or ValueError for a malformed body.
+    Raises PoolError, KeyError, TypeError or ValueError if the body is malformed.
     """
     content: Accepted | JobAccepted | Piece | Done | Failed
     if message.kind == StreamDelta.kind:
@@ -108,7 +108,7 @@ def parse_frame(message: Message) -> Frame | None:
 
 
 def frame_of_row(row: deltas.Delta) -> Frame:
-    """The frame in a row of `deltas`."""
+    """Returns the frame in a row of `deltas`."""
     facts = Facts.from_worker(row.facts) if row.facts else None
     prompt, logprobs = _divided(row.logprobs)
     piece = Piece(row.text, tuple(unpack_ids(row.ids)), logprobs, facts, prompt=prompt)
@@ -135,7 +135,7 @@ Entries = tuple[Mapping[str, Any], ...]
 
 
 def _divided(entries: Sequence[Mapping[str, Any]] | None) -> tuple[Entries, Entries]:
-    """The entries of a message: those about tokens of the prompt, and those of its ids."""
+    """Divides the entries of a message into those of the prompt's tokens and those of its ids."""
     if not entries:
         return (), ()
     of_prompt = sum(PROMPT_KEY in entry for entry in entries)
@@ -146,15 +146,15 @@ def _divided(entries: Sequence[Mapping[str, Any]] | None) -> tuple[Entries, Entr
 
 
 class StreamState(Struct, eq=False):
-    """The state of one stream; belongs to the thread that reads the socket."""
+    """The state of one stream, for the thread that reads the socket."""
 
     id: bytes
-    start: int = 0  # position of the first id; of a reading it may become a lower one
+    start: int = 0  # position of the first id; a reading of a job may lower it
     gen: int | None = None  # generation of the job that is read; None: no job, or not yet known
     attempt: int = 1  # the number of this client's newest sending
-    accepted: bool = False  # whether the newest sending was accepted
-    boot: int = 0  # of the broker process that accepted the stream last; 0: none did
-    link: int = 0  # the number that this process gave to the connection
+    accepted: bool = False  # True if the newest sending was accepted
+    boot: int = 0  # the broker process that accepted the stream last; 0: none did
+    link: int = 0  # that process's number of the connection
     barren_boots: int = 0  # broker processes in a row that accepted the stream and sent no id
     seed: int = -1
     warnings: tuple[str, ...] = ()
@@ -163,24 +163,24 @@ class StreamState(Struct, eq=False):
     logprobs: list[Mapping[str, object]] = field(default_factory=list)
     facts: Facts | None = None
     prompt: list[Mapping[str, object]] = field(default_factory=list)
-    reports: bool = False  # whether the tokens of the prompt are reported
-    index: int = 0  # of the choice
-    gap: str = ""  # why the newest sending brings nothing usable any more; "": it may
+    reports: bool = False  # True if the tokens of the prompt are reported
+    index: int = 0  # the number of the choice
+    gap: str = ""  # why the frames of the newest sending are unusable; "": they are usable
     result: Result | None = None
     error: PoolError | None = None
 
     @property
     def over(self) -> bool:
-        """Whether the stream has ended."""
+        """True if the stream has ended."""
         return self.result is not None or self.error is not None
 
     @property
     def position(self) -> int:
-        """The position behind the last id."""
+        """The position after the last id."""
         return self.start + len(self.ids)
 
     def whole(self) -> Result:
-        """The completion. Raises the stream's error, and RuntimeError before the end."""
+        """Returns the completion. Raises the stream's error, and RuntimeError before the end."""
         if self.error is not None:
             raise self.error
         if self.result is None:
@@ -188,19 +188,19 @@ class StreamState(Struct, eq=False):
         return self.result
 
     def begin_attempt(self) -> None:
-        """Count one more sending; frames for the earlier ones are ignored from now on."""
+        """Count one more sending; frames of earlier sendings are ignored from now on."""
         self.attempt += 1
         self.accepted, self.gap = False, ""
 
     def counts(self, attempt: int) -> bool:
-        """Whether a frame of this attempt is about the newest sending of a live stream.
+        """Returns whether a frame of this attempt is about the newest sending of a live stream.
 
-        Attempt 0 is that of an error about a message that the broker could not read.
+        An error about a message that the broker could not read has attempt 0.
         """
         return not self.over and attempt in (0, self.attempt)
 
     def receive(self, frame: Frame) -> Delta | None:
-        """Take a frame; returns the delta to give to the reader."""
+        """Take a frame. Returns the delta for the reader."""
         if not self.counts(frame.attempt):
             return None
         content = frame.content
@@ -236,9 +236,9 @@ class StreamState(Struct, eq=False):
             self.gen = accepted.gen
 
     def _append(self, pos: int, piece: Piece) -> Delta | None:
-        """Append a piece. One that does not fit is a gap: the stream has to be sent again."""
+        """Append a piece. A piece that does not fit is a gap: the stream has to be sent again."""
         if not self.ids and pos < self.start:
-            self.start = pos  # a job's ids are read from the border of a step on
+            self.start = pos  # a job's ids are read from the beginning of a step on
         if pos != self.position or not piece.complete:
             self.gap = f"a frame begins at token {pos}, {self.position} were received"
             return None
@@ -256,7 +256,7 @@ class StreamState(Struct, eq=False):
         return Delta(piece.text, piece.ids, pos, piece.logprobs, piece.prompt, self.index, steps)
 
     def _takes_report(self, piece: Piece) -> bool:
-        """Whether a piece goes on with the report of the prompt, which is whole before all ids."""
+        """Returns whether a piece continues the report of the prompt, which ends before all ids."""
         if piece.prompt and piece.prompt[0].get(PROMPT_KEY) != len(self.prompt):
             return False
         facts = self.facts or piece.facts

@@ -1,4 +1,4 @@
-"""What encoder models are asked, `embed`, `rerank` and `classify`, and what they answer."""
+"""The questions and answers of encoder models: `embed`, `rerank` and `classify`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 MAX_IN_FLIGHT = 16  # calls of one `embed` that are open at a time
 MAX_CALL_TEXT = 512 * 1024  # characters of one call: more texts are divided among several calls
-# A text or a list of texts; pairs of texts for `classify`; a list of token ids, or several of them.
+# A text or a list of texts; pairs of texts for `classify`; a list of token ids, or several lists.
 Inputs = str | Sequence[str] | Sequence[tuple[str, str]] | Sequence[int] | Sequence[Sequence[int]]
 
 
@@ -51,8 +51,8 @@ class Ranked(Struct, frozen=True):
 class Ranking(list[Ranked]):
     """A list of the ranked documents, best first; `usage`: {prompt_tokens, total_tokens}."""
 
-    def __init__(self, found: Iterable[Ranked], usage: Mapping[str, int]) -> None:
-        super().__init__(found)
+    def __init__(self, documents: Iterable[Ranked], usage: Mapping[str, int]) -> None:
+        super().__init__(documents)
         self.usage = usage
 
 
@@ -69,14 +69,14 @@ class Vectors(Sequence["list[float]"], Struct, frozen=True, metaclass=_SequenceR
     data: bytes  # little-endian float32
     rows: int
     columns: int
-    labels: tuple[str, ...] = ()  # names of the columns, of `classify`
+    labels: tuple[str, ...] = ()  # names of the columns, for `classify`
     usage: Mapping[str, int] = field(default_factory=dict)  # prompt_tokens, total_tokens
 
     @classmethod
     def of(cls, result: Result) -> Vectors:
-        """The vectors of an `embed`, `rerank` or `classify` job.
+        """Returns the vectors of an `embed`, `rerank` or `classify` job.
 
-        Raises ValueError for another job.
+        Raises ValueError if the result belongs to another kind of job.
         """
         answer = result.answer
         if answer is None or answer.kind != VECTORS:
@@ -92,7 +92,7 @@ class Vectors(Sequence["list[float]"], Struct, frozen=True, metaclass=_SequenceR
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(self.rows))]
+            return [self[row] for row in range(*index.indices(self.rows))]
         if not -self.rows <= index < self.rows:
             raise IndexError(f"row {index} of {self.rows}")
         size = self.columns * NUMBER_BYTES
@@ -100,21 +100,21 @@ class Vectors(Sequence["list[float]"], Struct, frozen=True, metaclass=_SequenceR
         return _numbers(self.data[begin : begin + size]).tolist()
 
     def tolist(self) -> list[list[float]]:
-        """All rows as lists."""
+        """Returns all rows as lists."""
         return list(self)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[np.float32]:
         import numpy as np
 
-        found = np.frombuffer(self.data, "<f4").reshape(self.rows, self.columns)
-        return found.astype(dtype or np.float32, copy=bool(copy))
+        rows = np.frombuffer(self.data, "<f4").reshape(self.rows, self.columns)
+        return rows.astype(dtype or np.float32, copy=bool(copy))
 
 
 def _numbers(data: bytes) -> array[float]:
-    found = array("f", data)
+    numbers = array("f", data)
     if sys.byteorder == "big":
-        found.byteswap()
-    return found
+        numbers.byteswap()
+    return numbers
 
 
 # ---- questions -----------------------------------------------------------------------------------
@@ -132,9 +132,9 @@ def embed(
     prompt: str | None = None,
     deadline_ms: int | None = None,
 ) -> list[Question[Vectors]]:
-    """The calls for these inputs, a batch each; `task` may also be "classify".
+    """Returns the calls for these inputs, a batch each; `task` may also be "classify".
 
-    Raises BadRequest for inputs that cannot be sent; the worker checks everything else.
+    Raises BadRequest if inputs cannot be sent. The worker checks everything else.
     """
     settings = {
         "truncate": truncate,
@@ -145,14 +145,14 @@ def embed(
     }
     fields = {key: value for key, value in settings.items() if value is not None}
     _check_sizes({"prompt": prompt, "prompt_name": prompt_name})
-    found = [inputs] if isinstance(inputs, str) else listed("inputs", inputs)
-    if all(map(_is_id, found)):
-        found = [found]
-    if any(map(_is_list_of_ids, found)):
-        return _of_ids(model, task, found, fields, deadline_ms)
-    for index, one in enumerate(found):
-        _check_texts(f"inputs[{index}]", one)
-    return _divided(model, task, fields, "inputs", found, deadline_ms)
+    items = [inputs] if isinstance(inputs, str) else listed("inputs", inputs)
+    if all(map(_is_id, items)):
+        items = [items]
+    if any(map(_is_list_of_ids, items)):
+        return _of_ids(model, task, items, fields, deadline_ms)
+    for index, item in enumerate(items):
+        _check_texts(f"inputs[{index}]", item)
+    return _divided(model, task, fields, "inputs", items, deadline_ms)
 
 
 def rerank(
@@ -165,43 +165,46 @@ def rerank(
     prompt: str | None = None,
     deadline_ms: int | None = None,
 ) -> list[Question[Vectors]]:
-    """The calls that rate documents for a query, a batch each. Raises BadRequest as `embed`.
+    """Returns the calls that rate documents for a query, a batch each.
 
-    `top` is only checked: `ranked` takes it.
+    `top` is only checked here: `ranked` takes it. Raises BadRequest as `embed` does.
     """
     integer({"top": top}, "top", 1, MAX_FIRST)
     if not isinstance(query, str):
         raise BadRequest(f"query must be a str, got {shown(query)}")
     _check_sizes({"query": query, "prompt": prompt})
-    found = listed("documents", documents)
-    for index, one in enumerate(found):
-        if not isinstance(one, str):
-            raise BadRequest(f"documents[{index}] must be a str, got {shown(one)}")
-    fields = {"query": query, "truncate": truncate, "prompt": prompt}
-    given = {key: value for key, value in fields.items() if value is not None}
-    return _divided(model, "rerank", given, "documents", found, deadline_ms)
+    texts = listed("documents", documents)
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise BadRequest(f"documents[{index}] must be a str, got {shown(text)}")
+    settings = {"query": query, "truncate": truncate, "prompt": prompt}
+    fields = {key: value for key, value in settings.items() if value is not None}
+    return _divided(model, "rerank", fields, "documents", texts, deadline_ms)
 
 
 def listed(name: str, values: Any) -> list[Any]:
-    """The values of an argument, which may be any iterable. Raises BadRequest for none."""
+    """Returns the values of an argument, which may be any iterable.
+
+    Raises BadRequest if it is not an iterable of texts, or empty.
+    """
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
         raise BadRequest(f"{name} must be a list of texts, got {shown(values)}")
-    found = list(values)
-    if not found:
+    items = list(values)
+    if not items:
         raise BadRequest(f"{name} is empty, must have at least 1 text")
-    return found
+    return items
 
 
 def _check_texts(name: str, value: Any) -> None:
     pair = isinstance(value, list | tuple) and len(value) == 2
-    if not isinstance(value, str) and not (pair and all(isinstance(one, str) for one in value)):
+    if not isinstance(value, str) and not (pair and all(isinstance(text, str) for text in value)):
         raise BadRequest(
             f"{name} must be a str, a pair of them or a list of token ids, got {shown(value)}"
         )
 
 
 def _check_sizes(texts: Mapping[str, Any]) -> None:
-    """Raises TooLarge for a text beside the inputs that is too long for the body of a call."""
+    """Raises TooLarge if a text other than the inputs is too long for the body of a call."""
     for name, text in texts.items():
         size = len(text.encode("utf-8", "surrogatepass")) if isinstance(text, str) else 0
         if size > TEXT_AS_BLOB:
@@ -211,7 +214,7 @@ def _check_sizes(texts: Mapping[str, Any]) -> None:
 
 
 def _is_id(value: Any) -> bool:
-    """Whether a value is an integer, also NumPy's; a boolean is none."""
+    """Returns whether a value is an integer, also of NumPy; a boolean is not an integer."""
     if isinstance(value, bool) or _has_items(value):
         return False
     try:
@@ -222,7 +225,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _is_list_of_ids(value: Any) -> bool:
-    """Whether a value is to be token ids: a list, tuple or array that begins with no text."""
+    """Returns whether a value is meant as token ids: a list, tuple or array without texts."""
     if isinstance(value, str | bytes | bytearray | memoryview | Mapping) or not _has_items(value):
         return False
     return len(value) == 0 or not isinstance(value[0], str)
@@ -233,15 +236,15 @@ def _has_items(value: Any) -> bool:
 
 
 def _batches(texts: Sequence[Any]) -> Iterator[list[Any]]:
-    """Texts or pairs in batches of a call: at most MAX_INPUTS, about MAX_CALL_TEXT characters."""
+    """Yields the texts or pairs of each call: up to MAX_INPUTS, about MAX_CALL_TEXT characters."""
     batch: list[Any] = []
     size = 0
-    for one in texts:
-        own = len(one) if isinstance(one, str) else sum(map(len, one))
+    for text in texts:
+        own = len(text) if isinstance(text, str) else sum(map(len, text))
         if batch and (len(batch) == MAX_INPUTS or size + own > MAX_CALL_TEXT):
             yield batch
             batch, size = [], 0
-        batch.append(one)
+        batch.append(text)
         size += own
     yield batch
 
@@ -254,23 +257,23 @@ def _divided(
     texts: Sequence[Any],
     deadline_ms: int | None,
 ) -> list[Question[Vectors]]:
-    """The calls for texts or pairs; each says with which number it begins."""
+    """Returns the calls for texts or pairs; each has the number of its first input."""
     questions, first = [], 0
     for batch in _batches(texts):
         body, blobs = _packed(key, batch)
-        given = {**fields, **body, **_begin(first)}
-        questions.append(_question(model, task, given, blobs, deadline_ms))
+        call = {**fields, **body, **_begin(first)}
+        questions.append(_question(model, task, call, blobs, deadline_ms))
         first += len(batch)
     return questions
 
 
 def _begin(first: int) -> dict[str, int]:
-    """The key by which errors count inputs; older pools do not know it."""
+    """Returns the key with the number of the first input; nothing for 0, as older pools need."""
     return {"first": first} if first else {}
 
 
 def _packed(name: str, batch: Texts) -> tuple[dict[str, Any], tuple[bytes, ...]]:
-    """The key of a batch and its blob. Raises BadRequest for what is no Unicode text."""
+    """Returns the key of a batch, and its blob. Raises BadRequest if a text is not Unicode."""
     try:
         data = pack_texts(batch)
     except UnicodeEncodeError as error:
@@ -283,7 +286,7 @@ def _packed(name: str, batch: Texts) -> tuple[dict[str, Any], tuple[bytes, ...]]
 def _of_ids(
     model: str, task: Task, inputs: Sequence[Any], fields: dict[str, Any], deadline_ms: int | None
 ) -> list[Question[Vectors]]:
-    lists = [_checked_ids(f"inputs[{index}]", one) for index, one in enumerate(inputs)]
+    lists = [_checked_ids(f"inputs[{index}]", item) for index, item in enumerate(inputs)]
     batches = [(at, lists[at : at + MAX_INPUTS]) for at in range(0, len(lists), MAX_INPUTS)]
     return [
         _question(
@@ -298,17 +301,17 @@ def _of_ids(
 
 
 def _checked_ids(name: str, value: Any) -> list[int]:
-    """The token ids of one input. Raises BadRequest naming the input and its first wrong value."""
+    """Returns the token ids of an input. Raises BadRequest naming it and its first wrong value."""
     if not _is_list_of_ids(value):
         raise BadRequest(f"{name} must be a list of token ids, as others are; got {shown(value)}")
     if len(value) == 0:
         raise BadRequest(f"{name} has no token ids, must have at least 1")
-    wrong = next((one for one in value if not _is_id(one) or not 0 <= int(one) < 2**32), None)
+    wrong = next((item for item in value if not _is_id(item) or not 0 <= int(item) < 2**32), None)
     if wrong is not None:
         raise BadRequest(
             f"{name} must have token ids, integers from 0 to {2**32 - 1}, got {shown(wrong)}"
         )
-    return [int(one) for one in value]
+    return [int(item) for item in value]
 
 
 def _question(
@@ -323,7 +326,7 @@ def _question(
 
 
 def _read(body: Mapping[str, Any], blobs: Sequence[bytes]) -> Vectors:
-    """Raises ValueError for an answer whose blob has another size than it says."""
+    """Returns the vectors of an answer. Raises ValueError if its blob has a wrong size."""
     data = b"".join(blobs)
     rows, columns = int(body["rows"]), int(body["columns"])
     if len(data) != rows * columns * NUMBER_BYTES:
@@ -335,28 +338,28 @@ def _read(body: Mapping[str, Any], blobs: Sequence[bytes]) -> Vectors:
 
 
 def joined(parts: Sequence[Vectors]) -> Vectors:
-    """The rows of all batches, one after the other. Raises Internal where their widths differ."""
+    """Returns the rows of all batches as one. Raises Internal if their widths differ."""
     if len(parts) == 1:
         return parts[0]
     first = parts[0]
-    if any(one.columns != first.columns for one in parts):
-        widths = sorted({one.columns for one in parts})
+    if any(part.columns != first.columns for part in parts):
+        widths = sorted({part.columns for part in parts})
         raise Internal(f"the model was changed meanwhile: its vectors have {widths} numbers")
-    usage = {key: sum(one.usage.get(key, 0) for one in parts) for key in first.usage}
-    data, rows = b"".join(one.data for one in parts), sum(one.rows for one in parts)
+    usage = {key: sum(part.usage.get(key, 0) for part in parts) for key in first.usage}
+    data, rows = b"".join(part.data for part in parts), sum(part.rows for part in parts)
     return replace(first, data=data, rows=rows, usage=usage)
 
 
 def ranked(scores: Vectors, documents: Sequence[str], top: int | None = None) -> Ranking:
-    """The documents, best first; `top`: only so many of them. Ties are in the order of the request.
+    """Returns the documents, best first; with `top` at most `top` documents.
 
-    Equal documents get the score of the first one: computed beside different others, theirs differ
-    in the last digits.
+    Ties are in the order of the request. Equal documents get the score of the first of them:
+    computed in different batches, their scores differ in the last digits.
     """
-    given = _numbers(scores.data)
+    computed = _numbers(scores.data)
     first: dict[str, int] = {}
-    numbers = [given[first.setdefault(one, index)] for index, one in enumerate(documents)]
+    numbers = [computed[first.setdefault(text, index)] for index, text in enumerate(documents)]
     order = sorted(range(scores.rows), key=lambda index: (-numbers[index], index))
     bound = math.inf if top is None else top
-    found = [Ranked(index, numbers[index]) for place, index in enumerate(order) if place < bound]
-    return Ranking(found, scores.usage)
+    best = [Ranked(index, numbers[index]) for place, index in enumerate(order) if place < bound]
+    return Ranking(best, scores.usage)

@@ -27,7 +27,7 @@ class AsyncBatch:
         self.row = dict(row)
 
     async def progress(self) -> AsyncIterator[dict[str, Any]]:
-        """The row of the batch now, and after each change; see `Batch.progress`."""
+        """Yields the row of the batch now, and after each change; see `Batch.progress`."""
         seen = ""
         while True:
             self.row = await self._caller.run(steps.progress(self.key, seen))
@@ -37,13 +37,13 @@ class AsyncBatch:
             seen = self.row["mark"]
 
     async def wait(self) -> dict[str, Any]:
-        """Wait until the batch has ended; returns its row."""
+        """Wait until the batch has ended. Returns its row."""
         async for _ in self.progress():
             pass
         return self.row
 
     async def results(self, *, wait: bool = True, after: int = -1) -> AsyncIterator[LineResult]:
-        """The outcome of each line, in the order of the file; see `Batch.results`."""
+        """Yields the outcome of each line, in the order of the file; see `Batch.results`."""
         if wait:
             await self.wait()
         while True:
@@ -62,11 +62,11 @@ class AsyncBatch:
                 return await stream.read()
         except PoolError as error:
             if error.code in jobs.READING_CODES:
-                raise  # it is not the job's
+                raise  # an error of the reading, not of the job
             return error
 
     async def refresh(self) -> dict[str, Any]:
-        """The row of the batch as it is now."""
+        """Returns the present row of the batch."""
         return await self._about(READ)
 
     async def cancel(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class AsyncBatch:
         return await self._about(CANCEL)
 
     async def retry(self) -> dict[str, Any]:
-        """Try the dead and expired lines again."""
+        """Retry the dead and expired lines."""
         return await self._about(RETRY)
 
     async def release(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Calls of a client for asyncio: questions that are answered once."""
+"""Calls of a client for asyncio: questions with one answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Answer = TypeVar("Answer")
 
 
 def call_in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """Have the loop run a call; a closed loop runs nothing."""
+    """Let the loop run a call; a closed loop runs nothing."""
     try:
         loop.call_soon_threadsafe(call)
     except RuntimeError:
@@ -24,7 +24,7 @@ def call_in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> N
 
 
 def put_in_loop(loop: asyncio.AbstractEventLoop, items: asyncio.Queue[Item], item: Item) -> None:
-    """Have the loop put an item into its queue; a closed loop drops it."""
+    """Let the loop put an item into its queue; a closed loop drops it."""
     call_in_loop(loop, lambda: items.put_nowait(item))
 
 
@@ -35,7 +35,7 @@ class AsyncCaller:
         self.connection = connection
 
     async def call(self, question: Question[Answer]) -> Answer:
-        """The answer to a question. Raises PoolError."""
+        """Returns the answer to a question. Raises PoolError."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Answer] = loop.create_future()
 
@@ -55,7 +55,7 @@ class AsyncCaller:
             raise
 
     async def answers(self, questions: Sequence[Question[Answer]], at_once: int) -> list[Answer]:
-        """The answers to questions, of which at most `at_once` are open at a time."""
+        """Returns the answers to questions; at most `at_once` questions are open at a time."""
         places = asyncio.Semaphore(at_once)
 
         async def ask(question: Question[Answer]) -> Answer:
@@ -70,7 +70,7 @@ class AsyncCaller:
                 task.cancel()
 
     async def run(self, steps: Steps[Answer]) -> Answer:
-        """Perform steps of which each depends on the answer to the one before."""
+        """Perform steps, each of which depends on the answer to the previous step."""
         try:
             step = next(steps)
             while True:

@@ -1,4 +1,4 @@
-"""The client for asyncio: the same connection; deltas come through an asyncio queue."""
+"""The client for asyncio: the same connection, with deltas in an asyncio queue."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class AsyncClient(AsyncJobMethods):
     """A client for asyncio, with the constructor, methods and errors of `Client`.
 
     Its methods are coroutines, except `stream`, `streams`, `fetch`, `for_owner` and the
-    asynchronous iterator `follow_jobs`. Calls wait without a bound: use `asyncio.timeout`. The
+    asynchronous iterator `follow_jobs`. A call has no time limit: use `asyncio.timeout`. The
     cancellation of a task cancels its request or call.
     """
 
@@ -69,7 +69,7 @@ class AsyncClient(AsyncJobMethods):
         self._caller = AsyncCaller(self._connection)
 
     def for_owner(self, owner: str) -> Self:
-        """A client on behalf of an owner; see `Client.for_owner`."""
+        """Returns a client on behalf of an owner; see `Client.for_owner`."""
         named = copy.copy(self)
         named._connection = OwnerConnection(self._connection, owner_name(owner))
         named._caller = AsyncCaller(named._connection)
@@ -107,8 +107,8 @@ class AsyncClient(AsyncJobMethods):
             for draft in drafts:
                 started.append(AsyncStream(self._connection, draft))
         except BaseException:
-            for one in started:
-                one.close()
+            for stream in started:
+                stream.close()
             raise
         return started
 
@@ -122,7 +122,7 @@ class AsyncClient(AsyncJobMethods):
         images: Sequence[Image] = (),
         **options: Unpack[GenerateOptions],
     ) -> Result:
-        """A whole completion; see `Client.generate`."""
+        """Returns a whole completion; see `Client.generate`."""
         draft = generate(model, prompt, messages, tokens, options, images)
         async with AsyncStream(self._connection, draft) as stream:
             return await stream.read()
@@ -153,17 +153,17 @@ class AsyncClient(AsyncJobMethods):
         images: Sequence[Image] = (),
         **options: Unpack[GenerateOptions],
     ) -> Choices:
-        """`n` whole completions of one prompt; see `Client.choices`."""
+        """Returns `n` whole completions of one prompt; see `Client.choices`."""
         draft = generate(model, prompt, messages, tokens, options, images)
         async with AsyncChoicesStream(self._connection, drafts_of(draft, n)) as choices:
             return await choices.read()
 
     async def models(self) -> list[dict[str, Any]]:
-        """The models of the pool, each a map; see `Client.models`."""
+        """Returns the models of the pool, each a map; see `Client.models`."""
         return await self._caller.call(list_models())
 
     async def describe(self, model: str) -> dict[str, Any]:
-        """One model; see `Client.describe`."""
+        """Returns the map of one model; see `Client.describe`."""
         return await self._caller.call(describe(model))
 
     async def keep(self, model: str, seconds: float) -> float:
@@ -171,7 +171,7 @@ class AsyncClient(AsyncJobMethods):
         return await self._caller.call(keep(model, seconds))
 
     async def tokenize(self, model: str, text: str) -> list[int]:
-        """The token ids of a text, as the model reads it as a prompt; see `Client.tokenize`."""
+        """Returns the token ids of a text as a prompt of the model; see `Client.tokenize`."""
         return await self._caller.call(tokenize(model, text))
 
     async def tokenize_chat(
@@ -182,15 +182,15 @@ class AsyncClient(AsyncJobMethods):
         tools: Sequence[Mapping[str, Any]] | None = None,
         think: bool | str | None = None,
     ) -> ChatTokens:
-        """The token ids of a chat; see `Client.tokenize_chat`."""
+        """Returns the token ids of a chat; see `Client.tokenize_chat`."""
         return await self._caller.call(tokenize_chat(model, messages, tools, think))
 
     async def detokenize(self, model: str, ids: Sequence[int]) -> str:
-        """The text of token ids; see `Client.detokenize`."""
+        """Returns the text of token ids; see `Client.detokenize`."""
         return await self._caller.call(detokenize(model, ids))
 
     async def token_texts(self, model: str, ids: Sequence[int]) -> list[str]:
-        """The text that each token id adds; see `Client.token_texts`."""
+        """Returns the text that each token id adds; see `Client.token_texts`."""
         return await self._caller.call(token_texts(model, ids))
 
     async def embed(
@@ -205,7 +205,7 @@ class AsyncClient(AsyncJobMethods):
         prompt: str | None = None,
         deadline_ms: int | None = None,
     ) -> Vectors:
-        """A vector for each input; see `Client.embed`."""
+        """Returns a vector for each input; see `Client.embed`."""
         return await self._vectors(
             vectors.embed(
                 model,
@@ -230,7 +230,7 @@ class AsyncClient(AsyncJobMethods):
         prompt: str | None = None,
         deadline_ms: int | None = None,
     ) -> Ranking:
-        """The documents as (index, score), best first; see `Client.rerank`."""
+        """Returns the documents as (index, score), best first; see `Client.rerank`."""
         texts = listed("documents", documents)
         questions = vectors.rerank(
             model,
@@ -251,7 +251,7 @@ class AsyncClient(AsyncJobMethods):
         truncate: bool | None = None,
         deadline_ms: int | None = None,
     ) -> Vectors:
-        """The probability of each label for each input; see `Client.classify`."""
+        """Returns the probability of each label for each input; see `Client.classify`."""
         return await self._vectors(
             vectors.embed(
                 model, inputs, task="classify", truncate=truncate, deadline_ms=deadline_ms
@@ -267,7 +267,7 @@ class AsyncClient(AsyncJobMethods):
         temperature: float | None = None,
         deadline_ms: int | None = None,
     ) -> Decision:
-        """The answer to a prompt that ends with a question; see `Client.decide`."""
+        """Returns the answer to a prompt that ends with a question; see `Client.decide`."""
         calls = decide(
             model, prompt, [("", choices)], temperature=temperature, deadline_ms=deadline_ms
         )
@@ -282,7 +282,7 @@ class AsyncClient(AsyncJobMethods):
         temperature: float | None = None,
         deadline_ms: int | None = None,
     ) -> DecisionList:
-        """The answers to questions about a text; see `Client.decide_all`."""
+        """Returns the answers to questions about a text; see `Client.decide_all`."""
         calls = decide(model, prompt, questions, temperature=temperature, deadline_ms=deadline_ms)
         return joined_decisions(await self._caller.answers(calls, 1))
 
