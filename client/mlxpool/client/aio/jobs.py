@@ -1,4 +1,4 @@
-"""What a client for asyncio can do with jobs and batches."""
+"""The methods of an asyncio client for jobs and batches."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Answer = TypeVar("Answer")
 
 
 class AsyncJobMethods:
-    """The methods of `AsyncClient` about requests that outlive it."""
+    """The methods of `AsyncClient` for requests that outlive it."""
 
     _caller: AsyncCaller
     _connection: AnyConnection
 
     async def ask(self, question: Question[Answer]) -> Answer:
-        """The answer to a question of the protocol. Raises PoolError."""
+        """Returns the answer to a question of the protocol. Raises PoolError."""
         return await self._caller.call(question)
 
     async def submit(
@@ -71,7 +71,7 @@ class AsyncJobMethods:
         limit: int = 0,
         batch: str = "",
     ) -> list[dict[str, Any]]:
-        """The jobs of this user; see `Client.jobs`."""
+        """Returns the jobs of this user; see `Client.jobs`."""
         pages = jobs.Pages(after, state, limit, batch, before)
         while not pages.complete:
             pages.add(await self._caller.call(pages.question()))
@@ -80,7 +80,7 @@ class AsyncJobMethods:
     async def follow_jobs(
         self, after: int = 0, *, interval: float = 1.0
     ) -> AsyncIterator[dict[str, Any]]:
-        """The ended jobs of this user, without end; see `Client.follow_jobs`."""
+        """Yields the ended jobs of this user, without end; see `Client.follow_jobs`."""
         while True:
             for row in await self.jobs(after=after):
                 after = row["end_seq"]
@@ -88,15 +88,15 @@ class AsyncJobMethods:
             await asyncio.sleep(interval)
 
     async def job(self, job: JobRef) -> dict[str, Any]:
-        """The map of one job; see `Client.job`."""
+        """Returns the map of one job; see `Client.job`."""
         return await self._caller.call(jobs.about(READ, job))
 
     async def submitted(self, job: JobRef) -> SubmittedJob:
-        """A job with its submitted request; see `Client.submitted`."""
+        """Returns a job with its submitted request; see `Client.submitted`."""
         return await self._caller.call(jobs.submitted(job))
 
     async def retry(self, job: JobRef) -> dict[str, Any]:
-        """Try a dead or expired job again; see `Client.retry`."""
+        """Retry a dead or expired job; see `Client.retry`."""
         return await self._caller.call(jobs.about(RETRY, job))
 
     async def release(self, job: JobRef) -> dict[str, Any]:
@@ -123,12 +123,12 @@ class AsyncJobMethods:
         return AsyncBatch(self._caller, await self._caller.run(sending))
 
     async def batch(self, key: str) -> AsyncBatch:
-        """A batch by its key. Raises UnknownJob."""
+        """Returns the batch with a key. Raises UnknownJob."""
         row = await self._caller.call(steps.about(READ_BATCH, key))
         return AsyncBatch(self._caller, row)
 
     async def batches(self, *, limit: int = 0) -> list[dict[str, Any]]:
-        """The batches of this user; see `Client.batches`."""
+        """Returns the batches of this user; see `Client.batches`."""
         pages = steps.BatchPages(limit)
         while not pages.complete:
             pages.add(await self._caller.call(pages.question()))
@@ -137,7 +137,7 @@ class AsyncJobMethods:
     async def files(
         self, *, purpose: str = "", limit: int = 0, oldest_first: bool = False
     ) -> list[dict[str, Any]]:
-        """The files of this user; see `Client.files`."""
+        """Returns the files of this user; see `Client.files`."""
         pages = FilePages(limit, purpose, oldest_first=oldest_first)
         while not pages.complete:
             pages.add(await self._caller.call(pages.question()))

@@ -19,14 +19,14 @@ from mlxpool.common.protocol.from_client import GenerateDraft
 class AsyncStream(AsyncClosing):
     """An asynchronous iterator over the deltas of one completion, as they arrive.
 
-    It has the members of `Stream`, `read` is a coroutine, and belongs to the event loop that
-    started it. It is cancelled as a `Stream` is.
+    It has the members of `Stream`; `read` is a coroutine. It belongs to the event loop that started
+    it. It is cancelled as a `Stream` is.
     """
 
     def __init__(self, connection: AnyConnection, draft: Draft) -> None:
         self._connection = connection
         self._queue: asyncio.Queue[Delta | None] = asyncio.Queue()
-        # The connection keeps what it delivers to: that must not be this object, see `__del__`.
+        # The connection keeps the receiver: it must not be this object, see `__del__`.
         put = partial(put_in_loop, asyncio.get_running_loop(), self._queue)
         self._open = connection.open(draft, put)
 
@@ -37,7 +37,7 @@ class AsyncStream(AsyncClosing):
 
     @property
     def accepted(self) -> bool:
-        """Whether a broker has accepted the request, or it was cancelled before."""
+        """True if a broker has accepted the request, or if it was cancelled before that."""
         return bool(self._open.state.boot or self._open.state.result)
 
     @property
@@ -69,7 +69,7 @@ class AsyncStream(AsyncClosing):
         return self._connection.took(self._open, await self._queue.get())
 
     async def ready(self) -> list[Delta]:
-        """Wait for the next delta; returns it and all others that have arrived, none at the end.
+        """Wait for the next delta. Returns all deltas that have arrived; an empty list at the end.
 
         Raises the stream's error. A cancelled wait loses no delta.
         """
@@ -85,7 +85,7 @@ class AsyncStream(AsyncClosing):
         return deltas
 
     async def read(self) -> Result:
-        """Wait for the end; returns the whole completion. Raises the stream's error."""
+        """Wait for the end. Returns the whole completion. Raises the stream's error."""
         while await self._next() is not None:
             pass
         return self.result
@@ -95,21 +95,21 @@ class AsyncStream(AsyncClosing):
         self._connection.leave(self._open)
 
     def __del__(self) -> None:
-        if hasattr(self, "_open"):  # it was sent
+        if hasattr(self, "_open"):  # the request was sent
             self._connection.abandon(self._open)
 
 
 class AsyncChoicesStream(AsyncClosing):
     """An asynchronous iterator over the deltas of several choices, see `ChoicesStream`.
 
-    It has the members of `ChoicesStream`, `read` is a coroutine. It belongs to the event loop that
+    It has the members of `ChoicesStream`; `read` is a coroutine. It belongs to the event loop that
     started it.
     """
 
     def __init__(self, connection: AnyConnection, drafts: Sequence[GenerateDraft]) -> None:
         self._connection = connection
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
-        # The connection keeps what it delivers to: that must not be this object, see `__del__`.
+        # The connection keeps the receiver: it must not be this object, see `__del__`.
         put = partial(put_in_loop, asyncio.get_running_loop(), self._queue)
         self._choices = OpenChoices(connection, drafts, put)
 
@@ -133,15 +133,15 @@ class AsyncChoicesStream(AsyncClosing):
             self.close()
 
     async def read(self) -> Choices:
-        """Wait for the end of all choices. Raises the error of the first that ends with one."""
+        """Wait for the end of all choices. Raises the first error of a choice."""
         async for _ in self:
             pass
         return self.result
 
     def close(self) -> None:
-        """Cancel the choices that are not finished."""
+        """Cancel the unfinished choices."""
         self._choices.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_choices"):  # they were sent
+        if hasattr(self, "_choices"):  # the choices were sent
             self._choices.abandon()

@@ -1,4 +1,4 @@
-"""Batches: files of lines that the pool works off by itself.
+"""Batches: files of lines, which the pool computes without the client.
 
-What is here waits for nothing: `sync` and `aio` perform its steps.
+These modules do not wait: they make steps, which `sync` and `aio` perform.
 """

@@ -1,4 +1,4 @@
-"""The files that the pool keeps for batches, as clients list and delete them."""
+"""Lists and deletes the files that the pool keeps for batches."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from mlxpool.common.protocol.kept.job_messages import job_key
 
 
 def delete(key: str) -> Question[dict[str, Any]]:
-    """Ask to delete a file; the answer is the map that it had. Raises BadRequest."""
+    """Returns the question that deletes a file; its answer is the file's map. Raises BadRequest."""
     about = AboutFile(messages.DELETE, KeyName(job_key(key)))
     return Question(os.urandom(ID_BYTES), about, lambda answer: dict(answer.body))
 
 
 class FilePages:
-    """A list of files over as many answers as it takes.
+    """A list of files, collected from several answers.
 
-    Files that are deleted, or come, between two answers change nothing of the others.
+    A file that is deleted or added between two answers does not change the rest of the list.
     """
 
     def __init__(
@@ -38,14 +38,14 @@ class FilePages:
         *,
         oldest_first: bool = False,
     ) -> None:
-        """`limit` 0: all. `behind`: those that follow this place."""
+        """`limit` 0 means all files. With `behind` the list begins after this place."""
         self.rows: list[dict[str, Any]] = []
         self.complete = False
         self._limit, self._purpose, self._behind = limit, purpose, behind
         self._oldest_first = oldest_first
 
     def content(self) -> ListFiles:
-        """The next question."""
+        """Returns the message that asks for the next rows."""
         left = self._limit - len(self.rows) if self._limit else messages.MAX_FILES
         return ListFiles(
             limit=min(left, messages.MAX_FILES),
@@ -55,13 +55,13 @@ class FilePages:
         )
 
     def question(self) -> Question[FileList]:
-        """Ask for the next rows."""
+        """Returns the question for the next rows."""
         return Question(
             os.urandom(ID_BYTES), self.content(), lambda answer: FileList.parse(answer.body)
         )
 
     def add(self, answer: FileList) -> None:
-        """Take an answer."""
+        """Add the rows of an answer."""
         self.rows += map(dict, answer.files)
         self._behind = answer.next
         self.complete = answer.next is None or 0 < self._limit <= len(self.rows)

@@ -1,4 +1,4 @@
-"""What became of the lines of a batch."""
+"""The outcomes of the lines of a batch."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class LineResult(Struct, frozen=True):
 
     line: int  # the number of the line in the file, from 0
     id: str  # the `id` of the line, "" if it has none
-    state: str  # done, dead, expired, cancelled, gone, or failed: the line is no job
-    job: bytes | None  # the id of its job; None: it failed or expired before it became one
+    state: str  # done, dead, expired, cancelled, gone; or failed: the line did not become a job
+    job: bytes | None  # the id of its job; None: it failed or expired before it became a job
     result: Result | None
     error: PoolError | None
 
     @property
     def text(self) -> str:
-        """The text of the result, "" without one."""
+        """The text of the result; "" without a result."""
         return "" if self.result is None else self.result.text
 
     @property
     def vectors(self) -> Vectors | None:
-        """The vectors of an `embed`, `rerank` or `classify` line; None without."""
+        """The vectors of an `embed`, `rerank` or `classify` line; None for other lines."""
         answer = None if self.result is None else self.result.answer
         if self.result is None or answer is None or answer.kind != VECTORS:
             return None
@@ -41,7 +41,7 @@ class LineResult(Struct, frozen=True):
 
 
 class Page(Struct, frozen=True):
-    """Outcomes in the order of lines. `next`: the `after` of the next page, -1: the last."""
+    """Outcomes in the order of lines. `next` is the `after` of the next page; -1 in the last."""
 
     rows: tuple[Mapping[str, Any], ...]
     next: int
@@ -52,7 +52,7 @@ class Page(Struct, frozen=True):
 
 
 def line_result(row: Mapping[str, Any], whole: Result | PoolError | None = None) -> LineResult:
-    """The outcome of a row. `whole`: what was fetched of a job that is too long for a page."""
+    """Returns the outcome of a row. `whole` is the fetched job if it is too long for a page."""
     result, error = None, None
     if isinstance(whole, Result):
         result = whole
@@ -82,15 +82,15 @@ def _result(row: Mapping[str, Any], done: Done) -> Result:
 
 
 def is_too_long(row: Mapping[str, Any]) -> bool:
-    """Whether the output of the job has to be fetched by itself."""
+    """Returns whether the job of a row is too long for a page, and has to be fetched."""
     return row.get("job") is not None and not row.get("whole", True)
 
 
 def count_ended(row: Mapping[str, Any]) -> int:
-    """How many lines of a batch have ended, well or not."""
+    """Returns the number of lines of a batch that have ended in any state."""
     return sum(row[state] for state in ("done", "dead", "expired", "cancelled", "failed"))
 
 
 def count_bad(row: Mapping[str, Any]) -> int:
-    """How many lines of a batch have ended without a result."""
+    """Returns the number of lines of a batch that have ended without a result."""
     return sum(row[state] for state in ("dead", "expired", "failed"))

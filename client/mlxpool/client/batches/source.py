@@ -1,4 +1,4 @@
-"""Where the lines of a batch come from, and the parts of the file that is made of them."""
+"""The source of a batch's lines, and the parts of the file that is made of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Lines = str | os.PathLike[str] | Iterable[Mapping[str, Any] | str | bytes]
 
 
 class Part(Struct, frozen=True):
-    """Bytes of a file that begin at `start`. `last`: the file ends with them."""
+    """Bytes of a file, from byte `start` on. `last`: the file ends with them."""
 
     start: int
     data: bytes
@@ -27,36 +27,36 @@ class Part(Struct, frozen=True):
 
 
 def _sha256() -> Any:
-    import hashlib  # with OpenSSL it is a twentieth of the client's import
+    import hashlib  # loads OpenSSL, which takes a twentieth of the client's import
 
     return hashlib.sha256()
 
 
 class Source(Struct, eq=False):
-    """Reads lines as they are needed: no more than a part and a line are in memory.
+    """Reads lines when they are needed: at most a part and a line are in memory.
 
-    `lines`: the path of a file of JSON lines, or lines as maps, texts or bytes. `check`: raise
-    BadRequest for the first line that the pool would not take, with its number from 1.
+    `lines` is the path of a file of JSON lines, or lines as maps, texts or bytes. With `check` the
+    first line that the pool would refuse raises BadRequest naming its number, from 1.
     """
 
     lines: Lines
     defaults: Mapping[str, Any]
     check: bool = True
-    count: int = 0  # lines that are not empty, of those read
+    count: int = 0  # lines read that are not empty
     size: int = 0  # bytes read
     digest: Any = field(default_factory=_sha256)
 
     @property
     def repeatable(self) -> bool:
-        """Whether the lines can be read from the begin a second time."""
+        """True if the lines can be read a second time."""
         return isinstance(self.lines, str | os.PathLike | list | tuple)
 
     def again(self) -> Source:
-        """The same lines from the beginning."""
+        """Returns a source of the same lines from the beginning."""
         return Source(self.lines, self.defaults, self.check)
 
     def parts(self) -> Iterator[Part]:
-        """The parts in their order. Raises BadRequest and TooLarge naming the line, OSError."""
+        """Yields the parts in order. Raises BadRequest and TooLarge naming the line, OSError."""
         waiting = bytearray()
         start = 0
         for line in self._checked():
@@ -75,7 +75,7 @@ class Source(Struct, eq=False):
         return Part(start, data, last)
 
     def _checked(self) -> Iterator[bytes]:
-        """Whole lines with their line ends."""
+        """Yields whole lines with their line ends."""
         for number, line in enumerate(self._read(), 1):
             if line.strip():
                 self.count += 1
@@ -87,8 +87,8 @@ class Source(Struct, eq=False):
         try:
             parsed = parse_line(line.rstrip(b"\r\n"), self.defaults)
         except BadLine as bad:
-            named = f" (id {bad.label!r})" if bad.label else ""
-            raise type(bad.error)(f"line {number}{named}: {bad.error.message}") from None
+            label = f" (id {bad.label!r})" if bad.label else ""
+            raise type(bad.error)(f"line {number}{label}: {bad.error.message}") from None
         if not parsed.submit.work.model:
             raise BadRequest(f"line {number}: names no model")
 
@@ -102,12 +102,12 @@ class Source(Struct, eq=False):
                         raise TooLarge(f"line {number} has more than {MAX_LINE} bytes")
                     yield line
             return
-        for number, given in enumerate(self.lines, 1):
-            yield _line_bytes(number, given)
+        for number, line_given in enumerate(self.lines, 1):
+            yield _line_bytes(number, line_given)
 
 
 def _line_bytes(number: int, line: object) -> bytes:
-    """A line as bytes. Raises BadRequest."""
+    """Returns a line as bytes. Raises BadRequest if it is not one line of JSON."""
     try:
         if isinstance(line, Mapping):
             return json.dumps(line, ensure_ascii=False, allow_nan=False).encode()

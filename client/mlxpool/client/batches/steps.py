@@ -1,6 +1,6 @@
-"""What clients do with batches, as steps that a client performs: it waits, or its event loop does.
+"""The client's work with batches, as steps that a client performs, by waiting or in an event loop.
 
-A generator yields a step and is sent its answer, or has the step's error thrown into it.
+A generator yields a step. Then it is sent the step's answer, or the step's error is thrown into it.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from mlxpool.common.protocol.kept.batch_messages import (
 from mlxpool.common.protocol.kept.file_messages import AboutFile, KeyName, PutFile
 from mlxpool.common.protocol.kept.job_messages import IDLE, Notify, job_key
 
-KEY_BYTES = 8  # of a key that is drawn
-PATIENCE = 120  # times in a row that a busy store is asked again, about a second apart
-PAUSE = 1.0  # seconds, where the pool names no time
+KEY_BYTES = 8  # bytes of a drawn key
+PATIENCE = 120  # retries in a row of a question to a busy store, about a second apart
+PAUSE = 1.0  # seconds before a retry, if the pool names no time
 
 Answer = TypeVar("Answer")
 
 
 def submission(lines: Lines, model: str | None, options: BatchOptions) -> Steps[dict[str, Any]]:
-    """The steps that submit a batch, see `steps.submit`. Raises BadRequest."""
+    """Returns the steps that submit a batch, see `submit`. Raises BadRequest."""
     source, settings = source_and_settings(lines, model, options)
     key = options.get("key")
     return submit(source, drawn_key() if key is None else key, settings, options.get("on_sent"))
@@ -57,10 +57,10 @@ def submission(lines: Lines, model: str | None, options: BatchOptions) -> Steps[
 def source_and_settings(
     lines: Lines, model: str | None, options: BatchOptions
 ) -> tuple[Source, dict[str, Any]]:
-    """The lines with their defaults, and the settings of the batch. Raises BadRequest."""
-    given = {name: value for name, value in options.items() if name not in OF_BATCHES}
-    priority = given.pop("priority", None)
-    sampling, others = divide_options(given)
+    """Returns the lines with their defaults, and the settings of the batch. Raises BadRequest."""
+    of_lines = {name: value for name, value in options.items() if name not in OF_BATCHES}
+    priority = of_lines.pop("priority", None)
+    sampling, others = divide_options(of_lines)
     unknown = [name for name in others if name not in DEFAULTS]
     if unknown:
         raise BadRequest(f"{unknown[0]} is of streams, not of batches")
@@ -82,13 +82,13 @@ def source_and_settings(
 
 
 class Pause(Struct, frozen=True):
-    """A step that waits for `seconds`; it is answered with None."""
+    """A step that waits for `seconds`; its answer is None."""
 
     seconds: float
 
 
 class Work(Struct, frozen=True):
-    """Read or check something, which takes time. Its answer is what `call` returns."""
+    """A step that takes time, such as reading a file. Its answer is the result of `call`."""
 
     call: Callable[[], Any]
 
@@ -105,7 +105,7 @@ def _row(answer: Message) -> dict[str, Any]:
 
 
 def _patiently(content: Content, read: Callable[[Message], Any]) -> Steps[Any]:
-    """Ask, and ask again while the store is busy or its disk fails."""
+    """Ask a question, and retry it while the store is busy or its disk fails."""
     for attempt in range(PATIENCE):
         try:
             return (yield _ask(content, read))
@@ -126,10 +126,10 @@ def drawn_key() -> str:
 def submit(
     source: Source, key: str, settings: Mapping[str, Any], on_sent: OnSent | None
 ) -> Steps[dict[str, Any]]:
-    """Send a file and submit its lines as a batch; both have the same key.
+    """Send a file, and submit its lines as a batch; both have the same key.
 
-    A program that does not know how far an earlier one came does the same again. `settings` are
-    those of SubmitBatch. Raises PoolError.
+    The steps may be repeated, also after an earlier program that did not finish them. `settings`
+    are fields of SubmitBatch. Raises PoolError.
     """
     name = KeyName(job_key(key))
     try:
@@ -146,12 +146,12 @@ def submit(
 
 
 def _send(source: Source, name: KeyName, on_sent: OnSent | None) -> Steps[None]:
-    """Send the file, part by part: each is on the disk before the next one goes out."""
+    """Send the file part by part: each part is on the disk before the next is sent."""
     parts = source.parts()
     while True:
         try:
             part = yield Work(partial(next, parts, None))
-        except PoolError:  # of a line
+        except PoolError:  # a line is invalid
             yield from _drop_incomplete(name)
             raise
         if part is None:
@@ -171,7 +171,7 @@ def _put(part: Part, name: KeyName) -> Steps[None]:
 
 
 def _drop_incomplete(name: KeyName) -> Steps[bool]:
-    """Delete what an earlier program began to send; whether there was such a file."""
+    """Delete an incomplete file of an earlier program. Returns whether there was such a file."""
     try:
         row = yield _ask(AboutFile(files.READ, name), _row)
         if not row["complete"]:
@@ -186,12 +186,12 @@ def _drop_incomplete(name: KeyName) -> Steps[bool]:
 
 
 def about(kind: str, key: str) -> Question[dict[str, Any]]:
-    """Ask for a batch, or change it: a kind of batch_messages.CALLS. Raises BadRequest."""
+    """Returns a question about a batch: a kind of batch_messages.CALLS. Raises BadRequest."""
     return _ask(AboutBatch(kind, KeyName(job_key(key))), _row)
 
 
 def progress(key: str, seen: str) -> Steps[dict[str, Any]]:
-    """The batch once it is no longer as `seen` says, however long that takes."""
+    """Wait until a batch has changed since `seen`, for any time. Returns its row."""
     while True:
         row = yield from _patiently(WaitForProgress(KeyName(key), seen), _row)
         if row["mark"] != seen or is_over(row):
@@ -199,18 +199,18 @@ def progress(key: str, seen: str) -> Steps[dict[str, Any]]:
 
 
 def is_over(row: Mapping[str, Any]) -> bool:
-    """Whether no job of a batch waits or runs any more."""
+    """Returns whether all jobs of a batch have ended."""
     return row["state"] not in ("running", "cancelling")
 
 
 def page(key: str, after: int) -> Steps[Page]:
-    """The outcomes behind a line."""
-    found: Page = yield from _patiently(ReadOutcomes(KeyName(key), after), Page.of)
-    return found
+    """Read the outcomes of lines after the line with the number `after`."""
+    answer: Page = yield from _patiently(ReadOutcomes(KeyName(key), after), Page.of)
+    return answer
 
 
 class BatchPages:
-    """A list of batches over as many answers as it takes."""
+    """A list of batches, collected from several answers."""
 
     def __init__(self, limit: int) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -218,13 +218,13 @@ class BatchPages:
         self._limit, self._before = limit, ""
 
     def question(self) -> Question[BatchList]:
-        """Ask for the next rows."""
+        """Returns the question for the next rows."""
         left = self._limit - len(self.rows) if self._limit else messages.MAX_BATCHES
-        asked = ListBatches(before=self._before, limit=min(left, messages.MAX_BATCHES))
-        return _ask(asked, lambda answer: BatchList.parse(answer.body))
+        content = ListBatches(before=self._before, limit=min(left, messages.MAX_BATCHES))
+        return _ask(content, lambda answer: BatchList.parse(answer.body))
 
     def add(self, answer: BatchList) -> None:
-        """Take an answer."""
+        """Add the rows of an answer."""
         self.rows += map(dict, answer.batches)
         self._before = answer.next
         self.complete = not answer.next or 0 < self._limit <= len(self.rows)

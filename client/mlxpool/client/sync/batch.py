@@ -28,7 +28,7 @@ class Batch:
         self.row = dict(row)
 
     def progress(self) -> Iterator[dict[str, Any]]:
-        """The row of the batch now, and after each change, until the batch has ended.
+        """Yields the row of the batch now, and after each change, until the batch has ended.
 
         Several programs may follow a batch, also across a restart of the broker.
         """
@@ -41,16 +41,16 @@ class Batch:
             seen = self.row["mark"]
 
     def wait(self) -> dict[str, Any]:
-        """Wait until the batch has ended; returns its row."""
+        """Wait until the batch has ended. Returns its row."""
         for _ in self.progress():
             pass
         return self.row
 
     def results(self, *, wait: bool = True, after: int = -1) -> Iterator[LineResult]:
-        """The outcome of each line, in the order of the file, one page at a time.
+        """Yields the outcome of each line, in the order of the file, one page at a time.
 
-        Waits for the end of the batch; with wait=False it gives the lines that have ended. `after`
-        is the number of the last line that was read.
+        Waits for the end of the batch; with wait=False it yields only lines that have ended.
+        `after` is the number of the last line that was read.
         """
         if wait:
             self.wait()
@@ -69,11 +69,11 @@ class Batch:
                 return stream.read()
         except PoolError as error:
             if error.code in jobs.READING_CODES:
-                raise  # it is not the job's
+                raise  # an error of the reading, not of the job
             return error
 
     def refresh(self) -> dict[str, Any]:
-        """The row of the batch as it is now."""
+        """Returns the present row of the batch."""
         return self._about(READ)
 
     def cancel(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class Batch:
         return self._about(CANCEL)
 
     def retry(self) -> dict[str, Any]:
-        """Try the dead and expired lines again."""
+        """Retry the dead and expired lines."""
         return self._about(RETRY)
 
     def release(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Calls of a blocking client: questions that are answered once."""
+"""Calls of a blocking client: questions with one answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Caller:
         self.connection = connection
 
     def call(self, question: Question[Answer]) -> Answer:
-        """The answer to a question. Raises PoolError; DeadlineExceeded after CALL_TIMEOUT."""
+        """Returns the answer to a question. Raises PoolError, also after CALL_TIMEOUT."""
         answers: queue.SimpleQueue[Answer | PoolError] = queue.SimpleQueue()
         self.connection.ask(question, answers.put)
         started = time.monotonic()
@@ -41,27 +41,27 @@ class Caller:
         return answer
 
     def answers(self, questions: Sequence[Question[Answer]], at_once: int) -> list[Answer]:
-        """The answers to questions, of which at most `at_once` are open at a time."""
+        """Returns the answers to questions; at most `at_once` questions are open at a time."""
         answers: queue.SimpleQueue[tuple[int, Answer | PoolError]] = queue.SimpleQueue()
-        found: dict[int, Answer] = {}
+        received: dict[int, Answer] = {}
         sent = 0
         try:
-            while len(found) < len(questions):
-                while sent < len(questions) and sent - len(found) < at_once:
+            while len(received) < len(questions):
+                while sent < len(questions) and sent - len(received) < at_once:
                     self.connection.ask(questions[sent], partial(_put, answers, sent))
                     sent += 1
                 place, answer = answers.get()
                 if isinstance(answer, PoolError):
                     raise answer
-                found[place] = answer
+                received[place] = answer
         finally:
             for place in range(sent):
-                if place not in found:
+                if place not in received:
                     self.connection.forget(questions[place])
-        return [found[place] for place in range(len(questions))]
+        return [received[place] for place in range(len(questions))]
 
     def run(self, steps: Steps[Answer]) -> Answer:
-        """Perform steps of which each depends on the answer to the one before."""
+        """Perform steps, each of which depends on the answer to the previous step."""
         try:
             step = next(steps)
             while True:

@@ -48,10 +48,10 @@ class Client(JobMethods):
 
     `run_dir` is the run directory of a local broker (default: the usual one). `endpoint` replaces
     it: tcp://HOST:PORT or ipc://PATH, else BadRequest. An endpoint with CURVE needs `server_key`,
-    the broker's public key (text or a file), and `key`, the file of a key that the broker knows;
-    BadKey is raised for keys that cannot be used. Calls and streams end with BrokerLost if no
-    broker answers within `connect_timeout` seconds or is silent for `broker_grace` seconds, and
-    with Unauthorized if the broker refuses the key.
+    the broker's public key (text or a file), and `key`, the file of a key that the broker knows.
+    BadKey is raised if a key cannot be used. Calls and streams end with BrokerLost if no broker
+    answers within `connect_timeout` seconds, or if it is silent for `broker_grace` seconds. They
+    end with Unauthorized if the broker refuses the key.
 
     A stream survives the loss of its connection, worker or broker, unless durable=False; `pace`
     sets the intervals of the retries. A client works only in the process that made it, see
@@ -77,11 +77,11 @@ class Client(JobMethods):
         self._caller = Caller(self._connection)
 
     def for_owner(self, owner: str) -> Self:
-        """A client on behalf of an owner: quotas, shares and jobs are those of the owner.
+        """Returns a client on behalf of an owner: quotas, shares and jobs are those of the owner.
 
-        It shares the connection: close only this client. For gateways: the broker permits it to its
-        own user and to keys with `may_name_owners`, and answers other clients with Unauthorized.
-        Raises BadRequest unless `owner` is 1 to 200 printable characters.
+        It shares the connection: close only this client. It is for gateways: the broker permits it
+        to its own user and to keys with `may_name_owners`, and answers other clients with
+        Unauthorized. Raises BadRequest unless `owner` is 1 to 200 printable characters.
         """
         named = copy.copy(self)
         named._connection = OwnerConnection(self._connection, owner_name(owner))
@@ -101,8 +101,8 @@ class Client(JobMethods):
         """Start a completion of exactly one of `prompt`, `messages` and `tokens`.
 
         `messages` are maps with role and content, `tokens` token ids, `images` image files that a
-        prompt names by `[img-n]`, see "Images". The options are listed below. Raises BadRequest for
-        a request that cannot be sent; any other error ends the stream and is raised by its reader.
+        prompt names by `[img-n]`, see "Images". The options are listed below. Raises BadRequest if
+        the request cannot be sent; the reader of the stream raises any other error.
         """
         draft = generate(model, prompt, messages, tokens, options, images)
         return Stream(self._connection, draft)
@@ -117,7 +117,7 @@ class Client(JobMethods):
         images: Sequence[Image] = (),
         **options: Unpack[GenerateOptions],
     ) -> Result:
-        """A whole completion; takes the arguments of `stream` and raises its error."""
+        """Returns a whole completion; takes the arguments of `stream`, and raises its error."""
         draft = generate(model, prompt, messages, tokens, options, images)
         with Stream(self._connection, draft) as stream:
             return stream.read()
@@ -151,20 +151,20 @@ class Client(JobMethods):
         images: Sequence[Image] = (),
         **options: Unpack[GenerateOptions],
     ) -> Choices:
-        """`n` whole completions of one prompt; takes the arguments of `stream_choices`.
+        """Returns `n` whole completions of one prompt; takes the arguments of `stream_choices`.
 
-        Raises its errors, and that of the first choice that has one.
+        Raises the errors of `stream_choices`, and the first error of a choice.
         """
         draft = generate(model, prompt, messages, tokens, options, images)
         with ChoicesStream(self._connection, drafts_of(draft, n)) as choices:
             return choices.read()
 
     def models(self) -> list[dict[str, Any]]:
-        """The models of the pool, each a map: name, state, … (docs/protocol.md, `models`)."""
+        """Returns the models, each a map: name, state, … (docs/protocol.md, `models`)."""
         return self._caller.call(list_models())
 
     def describe(self, model: str) -> dict[str, Any]:
-        """One model: its map in `models`, and `about`, the content of its files.
+        """Returns the map of one model, as in `models`, with `about`, the content of its files.
 
         Raises UnknownModel.
         """
@@ -180,7 +180,7 @@ class Client(JobMethods):
         return self._caller.call(keep(model, seconds))
 
     def tokenize(self, model: str, text: str) -> list[int]:
-        """The token ids of a text, as the model reads it as a prompt. Loads the model.
+        """Returns the token ids of a text as a prompt of the model. Loads the model.
 
         Raises UnknownModel.
         """
@@ -194,20 +194,21 @@ class Client(JobMethods):
         tools: Sequence[Mapping[str, Any]] | None = None,
         think: bool | str | None = None,
     ) -> ChatTokens:
-        """The token ids of a chat as the model's template renders it.
+        """Returns the token ids of a chat in the form of the model's template.
 
-        Raises the errors of `tokenize`, and BadRequest for messages that the template refuses.
+        Raises the errors of `tokenize`, and BadRequest if the template refuses the messages.
         """
         return self._caller.call(tokenize_chat(model, messages, tools, think))
 
     def detokenize(self, model: str, ids: Sequence[int]) -> str:
-        """The text of token ids. Raises the errors of `tokenize`."""
+        """Returns the text of token ids. Raises the errors of `tokenize`."""
         return self._caller.call(detokenize(model, ids))
 
     def token_texts(self, model: str, ids: Sequence[int]) -> list[str]:
-        """The text that each token id adds. Raises the errors of `tokenize`.
+        """Returns the text that each token id adds. Raises the errors of `tokenize`.
 
-        A part of a character is U+FFFD, so the joined texts may differ from that of `detokenize`.
+        A part of a character is U+FFFD, so the joined texts may differ from the text of
+        `detokenize`.
         """
         return self._caller.call(token_texts(model, ids))
 
@@ -223,13 +224,13 @@ class Client(JobMethods):
         prompt: str | None = None,
         deadline_ms: int | None = None,
     ) -> Vectors:
-        """A vector for each input.
+        """Returns a vector for each input.
 
-        `dimensions` keeps the first numbers of each vector, for models trained for it; `normalise`
-        makes the length of each vector 1 (default: the model's own). `prompt_name` puts one of the
-        model's prompts, such as "query", before each text; `prompt` puts any text there. A text
-        that is too long raises ContextExceeded, or loses its end with `truncate`; token ids are
-        never cut. The number of inputs has no bound. Raises BadRequest, TooLarge, and
+        `dimensions` is the number of kept dimensions, for models that are trained for that.
+        `normalise` gives each vector the length 1 (default: as set for the model). `prompt_name`
+        puts a prompt of the model, such as "query", before each text; `prompt` puts any text there.
+        A text that is too long raises ContextExceeded, or loses its end with `truncate`; token ids
+        are never cut. The number of inputs has no bound. Raises BadRequest, TooLarge, and
         DeadlineExceeded after `deadline_ms`.
         """
         return self._vectors(
@@ -256,10 +257,10 @@ class Client(JobMethods):
         prompt: str | None = None,
         deadline_ms: int | None = None,
     ) -> Ranking:
-        """The documents with their scores, best first; equal scores keep the order of the request.
+        """Returns the documents with their scores, best first, and ties in the request's order.
 
-        `top` limits the number of documents; `prompt` is the instruction of a model that takes one.
-        Other arguments and errors are those of `embed`.
+        `top` is the most documents of the result; `prompt` is the instruction of a model that takes
+        an instruction. Other arguments and errors are those of `embed`.
         """
         texts = listed("documents", documents)
         questions = vectors.rerank(
@@ -281,7 +282,7 @@ class Client(JobMethods):
         truncate: bool | None = None,
         deadline_ms: int | None = None,
     ) -> Vectors:
-        """The probability of each label for each input, a text or a pair of texts.
+        """Returns the probability of each label for each input, a text or a pair of texts.
 
         `labels` of the result name the columns. Other arguments and errors are those of `embed`.
         """
@@ -300,12 +301,11 @@ class Client(JobMethods):
         temperature: float | None = None,
         deadline_ms: int | None = None,
     ) -> Decision:
-        """The answer to a prompt that ends with a question, with the probability of each answer.
+        """Returns the answer to a prompt that ends with a question, and all probabilities.
 
-        `choices`: texts, a range such as range(1, 11) for a scale, or None for yes or no.
+        `choices` are texts, a range such as range(1, 11) for a scale, or None for yes or no.
         `temperature` above 1 flattens the probabilities, below 1 sharpens them. Raises BadRequest
-        for a model that generates no text, ContextExceeded, and DeadlineExceeded after
-        `deadline_ms`.
+        if the model generates no text, ContextExceeded, and DeadlineExceeded after `deadline_ms`.
         """
         calls = decide(
             model, prompt, [("", choices)], temperature=temperature, deadline_ms=deadline_ms
@@ -321,10 +321,10 @@ class Client(JobMethods):
         temperature: float | None = None,
         deadline_ms: int | None = None,
     ) -> DecisionList:
-        """The answers to questions about a text, which is read once for all questions.
+        """Returns the answers to questions about a text, which is read once for all questions.
 
-        A question is a text, answered yes or no, or a pair of a text and its choices, see `decide`.
-        The number of questions has no bound. An error names the first question that it concerns.
+        A question is a text with the answers yes and no, or a pair of a text and its choices, see
+        `decide`. The number of questions has no bound. An error names the first faulty question.
         """
         calls = decide(model, prompt, questions, temperature=temperature, deadline_ms=deadline_ms)
         return joined_decisions(self._caller.answers(calls, 1))

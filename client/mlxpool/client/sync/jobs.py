@@ -1,4 +1,4 @@
-"""What a blocking client can do with jobs and batches."""
+"""The methods of a blocking client for jobs and batches."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Answer = TypeVar("Answer")
 
 
 class JobMethods(Closing):
-    """The methods of `Client` about requests that outlive it."""
+    """The methods of `Client` for requests that outlive it."""
 
     _caller: Caller
     _connection: AnyConnection
 
     def ask(self, question: Question[Answer]) -> Answer:
-        """The answer to a question of the protocol. Raises PoolError."""
+        """Returns the answer to a question of the protocol. Raises PoolError."""
         return self._caller.call(question)
 
     def submit(
@@ -44,13 +44,13 @@ class JobMethods(Closing):
         images: Sequence[Image] = (),
         **options: Unpack[SubmitOptions],
     ) -> Job:
-        """Submit a completion as a job; returns when the job is on the disk.
+        """Submit a completion as a job. Returns when the job is on the disk.
 
         The job survives the end of this program, of a worker, of the broker and of the machine. A
         second submission of the same request with the same `key` returns the same job, so a program
-        may repeat a submission. The arguments are those of `stream`, and the options of
-        jobs. Raises JobsOff for a pool without jobs, DuplicateId for the key of another request,
-        Gone for a key whose result was deleted, StoreFull, and the errors of `stream`.
+        may repeat a submission. The arguments are those of `stream`, and the options of jobs.
+        Raises JobsOff if the pool keeps no jobs, DuplicateId if another request has the key, Gone
+        if the key's result was deleted, StoreFull, and the errors of `stream`.
         """
         question = jobs.submit(model, prompt, messages, tokens, images, options)
         return self._caller.call(question)
@@ -61,7 +61,7 @@ class JobMethods(Closing):
         model: str,
         **options: Unpack[CallOptions],
     ) -> Job:
-        """Submit a call as a job; returns when the job is on the disk.
+        """Submit a call as a job. Returns when the job is on the disk.
 
         `kind` is embed, rerank, classify or decide; the options are the keys of such a call, with
         at most 256 texts. Read the answer with `Vectors.of` or `DecisionList.of` of
@@ -78,9 +78,9 @@ class JobMethods(Closing):
         survives the loss of its connection or broker; the end of the stream does not cancel the
         job. With a `start` above 0 pass `gen`, the generation of the ids before it (`Job.gen`):
         JobRestarted is raised if the job was begun again, because its model has changed. The first
-        delta may begin before `start`, at the border of a step. With `steps` each delta has
+        delta may begin before `start`, at the beginning of a step. With `steps` each delta has
         `steps`: its ids and characters up to the end of each step, and (0, 0) for each retry after
-        an error. The errors of the job are raised by the reader, UnknownJob for an unknown job.
+        an error. The reader raises the errors of the job, and UnknownJob if there is no such job.
         """
         return Stream(self._connection, jobs.fetch(job, start, gen, steps))
 
@@ -93,11 +93,12 @@ class JobMethods(Closing):
         limit: int = 0,
         batch: str = "",
     ) -> list[dict[str, Any]]:
-        """The jobs of this user, the newest first, each a map (docs/protocol.md, `jobs`).
+        """Returns this user's jobs, the newest first, each a map (docs/protocol.md, `jobs`).
 
-        `state` selects by state, `batch` the jobs of a batch's lines; `limit` 0: all. With `after`
-        only jobs that ended after the end of this number, in the order of their ends: pass 0 first,
-        then the last `end_seq`. `before`: only jobs submitted before the job with this `seq`.
+        `state` selects jobs in a state, `batch` the jobs of a batch's lines; `limit` 0 means all.
+        `after` selects jobs that ended after the end with this number, in the order of their ends:
+        pass 0 first, then the last `end_seq`. `before` selects jobs that were submitted before the
+        job with this `seq`.
         """
         pages = jobs.Pages(after, state, limit, batch, before)
         while not pages.complete:
@@ -105,10 +106,10 @@ class JobMethods(Closing):
         return pages.rows
 
     def follow_jobs(self, after: int = 0, *, interval: float = 1.0) -> Iterator[dict[str, Any]]:
-        """The ended jobs of this user in the order of their ends, without end.
+        """Yields the ended jobs of this user in the order of their ends, without end.
 
         Begins after the end with the number `after`: keep the last `end_seq` to continue there, in
-        another program too. `interval`: seconds between two questions.
+        another program too. `interval` is in seconds, between two questions.
         """
         while True:
             for row in self.jobs(after=after):
@@ -117,15 +118,15 @@ class JobMethods(Closing):
             time.sleep(interval)
 
     def job(self, job: JobRef) -> dict[str, Any]:
-        """The map of one job, with `failures`, its errors. Raises UnknownJob."""
+        """Returns the map of one job, with `failures`, its errors. Raises UnknownJob."""
         return self._caller.call(jobs.about(READ, job))
 
     def submitted(self, job: JobRef) -> SubmittedJob:
-        """A job with its submitted request and its note. Raises UnknownJob and Gone."""
+        """Returns a job with its submitted request and its note. Raises UnknownJob and Gone."""
         return self._caller.call(jobs.submitted(job))
 
     def retry(self, job: JobRef) -> dict[str, Any]:
-        """Try a dead or expired job again, from the ids that it has."""
+        """Retry a dead or expired job, from the ids that it has."""
         return self._caller.call(jobs.about(RETRY, job))
 
     def release(self, job: JobRef) -> dict[str, Any]:
@@ -141,7 +142,7 @@ class JobMethods(Closing):
         """Cancel a request of this owner by its id (16 bytes), or a job, also by its `key`.
 
         Returns {state, pos}: the state before (`unknown` for an unknown id) and the number of token
-        ids sent. Raises BadRequest for an invalid id, UnknownJob for an unknown key.
+        ids sent. Raises BadRequest if the id is invalid, UnknownJob if the key is unknown.
         """
         return self._caller.call(jobs.cancel_request(request, key))
 
@@ -151,27 +152,27 @@ class JobMethods(Closing):
         model: str | None = None,
         **options: Unpack[BatchOptions],
     ) -> Batch:
-        """Submit each line of a file as a job; returns when all lines are on the disk.
+        """Submit each line of a file as a job. Returns when all lines are on the disk.
 
         `lines` is the path of a file of JSON lines, or an iterable of maps or JSON texts. A line
         has the keys of a `generate` (docs/protocol.md) and may have an `id`. `model` and the
         options hold for lines that do not set them. A second submission of the same lines with the
         same `key` adds nothing, so a program may repeat it. The first invalid line raises
-        BadRequest with its number, unless check=False. Raises JobsOff, DuplicateId for the key of
-        another file, Gone, StoreFull, OverQuota, OSError.
+        BadRequest with its number, unless check=False. Raises JobsOff, DuplicateId if another file
+        has the key, Gone, StoreFull, OverQuota, OSError.
         """
         sending = submission(lines, model, options)
         return Batch(self._caller, self._caller.run(sending))
 
     def batch(self, key: str) -> Batch:
-        """A batch by its key. Raises UnknownJob."""
+        """Returns the batch with a key. Raises UnknownJob."""
         row = self._caller.call(steps.about(READ_BATCH, key))
         return Batch(self._caller, row)
 
     def batches(self, *, limit: int = 0) -> list[dict[str, Any]]:
-        """The batches of this user, the newest first, each a map (docs/protocol.md, `batch`).
+        """Returns this user's batches, the newest first, each a map (docs/protocol.md, `batch`).
 
-        `limit` 0: all.
+        `limit` 0 means all.
         """
         pages = steps.BatchPages(limit)
         while not pages.complete:
@@ -181,9 +182,9 @@ class JobMethods(Closing):
     def files(
         self, *, purpose: str = "", limit: int = 0, oldest_first: bool = False
     ) -> list[dict[str, Any]]:
-        """The files of this user, the newest first, each a map (docs/protocol.md, `file`).
+        """Returns this user's files, the newest first, each a map (docs/protocol.md, `file`).
 
-        `purpose` selects by purpose; uploads through OpenAI's interface have "batch". `limit` 0:
+        `purpose` selects by purpose; uploads through OpenAI's API have "batch". `limit` 0 means
         all.
         """
         pages = FilePages(limit, purpose, oldest_first=oldest_first)
@@ -192,8 +193,8 @@ class JobMethods(Closing):
         return pages.rows
 
     def delete_file(self, key: str) -> dict[str, Any]:
-        """Delete a file; returns its map.
+        """Delete a file. Returns its map.
 
-        Raises UnknownJob for an unknown file, BadRequest while an open batch reads it.
+        Raises UnknownJob if the file is unknown, BadRequest while an open batch reads it.
         """
         return self._caller.call(delete(key))

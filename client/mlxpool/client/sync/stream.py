@@ -15,8 +15,8 @@ from mlxpool.common.closing import Closing
 class Stream(Closing):
     """An iterator over the deltas of one completion, as they arrive.
 
-    Leaving the loop, `close`, the end of a `with` block or the end of the object cancels an
-    unfinished stream.
+    An unfinished stream is cancelled when its loop is left, by `close`, at the end of a `with`
+    block, and at the end of the object.
     """
 
     def __init__(self, connection: AnyConnection, draft: Draft) -> None:
@@ -58,7 +58,7 @@ class Stream(Closing):
         return self._connection.took(self._open, self._queue.get())
 
     def read(self) -> Result:
-        """Wait for the end; returns the whole completion. Raises the stream's error."""
+        """Wait for the end. Returns the whole completion. Raises the stream's error."""
         while self._next() is not None:
             pass
         return self.result
@@ -68,5 +68,5 @@ class Stream(Closing):
         self._connection.leave(self._open)
 
     def __del__(self) -> None:
-        if hasattr(self, "_open"):  # it was sent
+        if hasattr(self, "_open"):  # the request was sent
             self._connection.abandon(self._open)
