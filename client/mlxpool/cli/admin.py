@@ -1,4 +1,4 @@
-"""Questions to the broker's admin socket, and the errors where nobody answers."""
+"""Questions to the broker's admin socket, and the errors of a missing answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_socket(run_dir: Path, endpoint: str) -> None:
 
 
 def no_answer(run_dir: Path, endpoint: str) -> str:
-    """The error message for a broker that does not answer; the lock file tells if it runs."""
+    """Returns the error message for a broker that does not answer; its lock file names its pid."""
     if endpoint.startswith("tcp:"):
         return f"no broker answers at {endpoint}; is it its admin endpoint?"
     if why := _absence(run_dir, endpoint):
@@ -37,9 +37,9 @@ def no_answer(run_dir: Path, endpoint: str) -> str:
 
 
 def _absence(run_dir: Path, endpoint: str) -> str:
-    """Why nobody can answer at an ipc endpoint; "" if somebody may.
+    """Returns why nobody can answer at an ipc endpoint; "" if somebody may.
 
-    There is no socket, or it is that of the run directory and the broker that made it has ended.
+    Either there is no socket, or the run directory has a socket whose broker has ended.
     """
     path = endpoint.removeprefix("ipc://")
     if path == endpoint or path.startswith("@"):
@@ -47,31 +47,31 @@ def _absence(run_dir: Path, endpoint: str) -> str:
     pid = lock_pid(run_dir) if path.startswith(f"{run_dir}/") else None
     if os.path.exists(path):
         if pid is None or alive(pid) or not _refused(path):
-            return ""  # the ids of another container's processes are not known here
-        what = f"the broker of {run_dir} (pid {pid}) has ended without removing {path}"
+            return ""  # the process may be in another container, so its pid is unknown here
+        cause = f"the broker of {run_dir} (pid {pid}) has ended without removing {path}"
     elif pid is not None and alive(pid):
         return (
             f"the broker (pid {pid}) of {run_dir} is starting or ending: there is no socket {path}"
         )
     else:
-        what = f"there is no socket {path}"
+        cause = f"there is no socket {path}"
     advice = _fault(run_dir) if path.startswith(f"{run_dir}/") else ""
-    return f"no broker runs here: {what}; {advice or ADVICE}"
+    return f"no broker runs here: {cause}; {advice or ADVICE}"
 
 
 def _fault(run_dir: Path) -> str:
-    """Why a broker would not start in this run directory; "" where nothing is wrong with it."""
-    # Here and not above: only this error needs the code of settings.
+    """Returns why a broker would not start in this run directory; "" if it would."""
+    # Imported here, because only this error needs the code of settings.
     from mlxpool.common.config.loading import access_fault
 
     try:
         return access_fault(run_dir, run_dir.stat())
     except OSError:
-        return ""  # there is none, or it cannot be seen
+        return ""  # the directory does not exist, or cannot be read
 
 
 def explained(run_dir: Path, error: BrokerLost) -> BrokerLost:
-    """The error of a client; if the broker of the run directory lives, with what `ps` would say."""
+    """Returns a client's error; the error of `ps` if the broker of the run directory lives."""
     pid = lock_pid(run_dir)
     local = error.message.startswith(f"no broker answers at ipc://{run_dir}/")
     if not local or pid is None or not alive(pid):
@@ -80,14 +80,14 @@ def explained(run_dir: Path, error: BrokerLost) -> BrokerLost:
 
 
 def _refused(path: str) -> bool:
-    """Whether nobody listens at a socket."""
+    """Returns whether nobody listens at a socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         return probe.connect_ex(path) == errno.ECONNREFUSED
 
 
 def lock_pid(run_dir: Path) -> int | None:
-    """The process that the lock file of a run directory names; it need not live."""
+    """Returns the pid in the lock file of a run directory; that process need not live."""
     try:
         return int((run_dir / "lock").read_text())
     except (OSError, ValueError):
@@ -95,7 +95,7 @@ def lock_pid(run_dir: Path) -> int | None:
 
 
 def alive(pid: int) -> bool:
-    """Whether there is a process with this id, of whatever user."""
+    """Returns whether a process with this id exists, of any user."""
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -113,11 +113,11 @@ def ask(
     *,
     timeout: float = ANSWER_TIMEOUT,
 ) -> dict[str, Any]:
-    """Send one admin message; returns the body of the answer.
+    """Send one admin message. Returns the body of the answer.
 
     `where` is the run directory of a local broker, or a target. Raises BrokerLost naming the
-    endpoint without an answer in time, which a broker that is starting may still give, Unauthorized
-    naming a key that the broker refuses, and the error that the broker answers with.
+    endpoint if no answer comes in time; a starting broker may still answer later. Raises
+    Unauthorized naming a refused key, and the error that the broker answers with.
     """
     target = Target(where) if isinstance(where, Path) else where
     endpoint, credentials = target.endpoint_of("admin"), target.credentials()
@@ -128,6 +128,6 @@ def ask(
 
 
 def reload(target: Target) -> dict[str, Any]:
-    """Have the broker read its settings again; returns what has changed. Raises as `ask` does."""
-    ask(target, "stats")  # says within ANSWER_TIMEOUT that a broker is frozen
+    """Make the broker read its settings again. Returns the changes. Raises the errors of `ask`."""
+    ask(target, "stats")  # fails within ANSWER_TIMEOUT if the broker is frozen
     return ask(target, "reload", timeout=RELOAD_TIMEOUT)

@@ -1,4 +1,4 @@
-"""What `submit`, `fetch`, `jobs`, `retry`, `release` and `cancel` do with batches and files."""
+"""The work of `submit`, `fetch`, `jobs`, `retry`, `release` and `cancel` on batches and files."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mlxpool.cli.style import StatusLine, bar, print_table
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.escapes import escape_line
 
-MIN_SECONDS = 1.0  # of a batch before a rate is shown
+MIN_SECONDS = 1.0  # seconds of a batch before a rate is shown
 
 
 def progress_text(row: Mapping[str, Any], ended_before: int, seconds: float) -> str:
-    """How far a batch is; `ended_before` lines had ended when it was looked at first.
+    """Returns the progress of a batch; `ended_before` lines had ended at the first look at it.
 
-    What not every terminal has room for is in parentheses at the end.
+    The parentheses at the end are left out on narrow terminals.
     """
     from mlxpool.client.batches.outcome import count_bad, count_ended
 
@@ -42,7 +42,7 @@ def progress_text(row: Mapping[str, Any], ended_before: int, seconds: float) -> 
 
 
 def summary(row: Mapping[str, Any]) -> str:
-    """One line about a batch that has ended, or as it is."""
+    """Returns one line about the state of a batch."""
     parts = [f"{row[state]:,} {state}" for state in _STATES if row[state]]
     return f"{row['key']}: {row['state']}, {', '.join(parts) or 'no lines'}"
 
@@ -51,7 +51,7 @@ _STATES = ("waiting", "running", "done", "dead", "expired", "cancelled", "failed
 
 
 def sent_text(sent: int, whole: int | None) -> str:
-    """How much of a file was sent."""
+    """Returns the share of a file that was sent, as text."""
     return f"sending {size(sent)}" if not whole else f"sending {bar(sent / whole)} of {size(whole)}"
 
 
@@ -84,11 +84,11 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def submit(options: argparse.Namespace) -> int:
-    """Send a file and print the key of its batch; with --wait or --output, see it to its end."""
-    given = {name: value for name, value in options_of(options).items() if value is not None}
-    deadline_ms = given.pop("deadline_ms", None)
+    """Send a file and print the key of its batch; with --wait or --output, wait for its end."""
+    settings = {name: value for name, value in options_of(options).items() if value is not None}
+    deadline_ms = settings.pop("deadline_ms", None)
     if options.priority is not None:
-        given["priority"] = options.priority
+        settings["priority"] = options.priority
     stdin = options.batch == "-"
     line = StatusLine()
     whole = None if stdin else Path(options.batch).stat().st_size
@@ -103,7 +103,7 @@ def submit(options: argparse.Namespace) -> int:
                 notify=options.notify,
                 check=not options.allow_bad_lines,
                 on_sent=lambda sent: line.show(sent_text(sent, whole)),
-                **given,
+                **settings,
             )
             line.clear()
             if not options.json and options.output != "-":
@@ -118,9 +118,9 @@ def submit(options: argparse.Namespace) -> int:
 
 
 def fetch(options: argparse.Namespace) -> int:
-    """Write the results of a batch, once it has ended; exit code 1 if a line has none."""
+    """Write the results of a batch once it has ended; exit code 1 if a line has no result."""
     if options.start or options.gen is not None:
-        raise BadRequest("--from and --gen are of a single job, not of a batch")
+        raise BadRequest("--from and --gen are for a single job, not for a batch")
     with client_of(options) as client:
         options.output = options.output or "-"
         return _see_to_its_end(options, client.batch(options.key))
@@ -142,7 +142,7 @@ def _see_to_its_end(options: argparse.Namespace, batch: Batch) -> int:
 
 @contextlib.contextmanager
 def _opened(name: str) -> Iterator[TextIO]:
-    """A file that has its name once it is whole; "-" is standard output."""
+    """Opens a file that gets its name when it is complete; "-" is standard output."""
     if name == "-":
         yield sys.stdout
         sys.stdout.flush()
@@ -154,7 +154,7 @@ def _opened(name: str) -> Iterator[TextIO]:
 
 
 def result_as_json(result: LineResult) -> dict[str, Any]:
-    """A line of the file of results."""
+    """Returns a line of the file of results."""
     row: dict[str, Any] = {"line": result.line, "id": result.id, "state": result.state}
     if result.job is not None:
         row["job"] = result.job.hex()
@@ -186,21 +186,21 @@ BATCHES = (
 def list_batches(options: argparse.Namespace) -> int:
     """Print a row for each batch, the newest first."""
     with client_of(options) as client:
-        found = client.batches(limit=options.limit)
+        rows = client.batches(limit=options.limit)
     if options.json:
-        print(json_text({"batches": list(map(as_json, found))}))
+        print(json_text({"batches": list(map(as_json, rows))}))
     else:
-        print_batches(found)
+        print_batches(rows)
     return 0
 
 
-def print_batches(found: Iterable[Mapping[str, Any]]) -> None:
+def print_batches(rows: Iterable[Mapping[str, Any]]) -> None:
     now = time.time()
-    print_table(BATCHES, [cells(row, now) for row in found])
+    print_table(BATCHES, [cells(row, now) for row in rows])
 
 
 def cells(row: Mapping[str, Any], now: float) -> tuple[str, ...]:
-    """The cells of a batch under the columns BATCHES."""
+    """Returns the cells of a batch under the columns BATCHES."""
     from mlxpool.client.batches.outcome import count_bad
 
     return (
@@ -218,7 +218,7 @@ def cells(row: Mapping[str, Any], now: float) -> tuple[str, ...]:
 
 
 def change(options: argparse.Namespace, key: str, what: str) -> int:
-    """Cancel, retry or release a batch, and print how it is then."""
+    """Cancel, retry or release a batch, and print its new state."""
     with client_of(options) as client:
         batch = client.batch(key)
         row = {"cancel": batch.cancel, "retry": batch.retry, "release": batch.release}[what]()
@@ -229,14 +229,14 @@ def change(options: argparse.Namespace, key: str, what: str) -> int:
 
 
 def tell_of_notice(row: Mapping[str, Any]) -> None:
-    """Say that the end of a released job or batch is still to be told, if it is."""
+    """Print a line if the notice of a released job or batch is still to be delivered."""
     if row["notice"] == "waiting":
-        told = f"mlxpool: {row['key']}: the notice of its end was not delivered yet; it still will"
-        print(escape_line(f"{told} be, and says how it ended"), file=sys.stderr)
+        text = f"mlxpool: {row['key']}: the notice of its end was not delivered yet;"
+        print(escape_line(f"{text} the pool still sends it, with its state"), file=sys.stderr)
 
 
 def as_json(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row of a batch as commands print it."""
+    """Returns the row of a batch for output as JSON."""
     return {**row, "batch": row["batch"].hex()}
 
 
@@ -256,12 +256,12 @@ FILES = (
 def list_files(options: argparse.Namespace) -> int:
     """Print a row for each file, the newest first."""
     with client_of(options) as client:
-        found = client.files(limit=options.limit)
+        rows = client.files(limit=options.limit)
     if options.json:
-        print(json_text({"files": found}))
+        print(json_text({"files": rows}))
         return 0
     now = time.time()
-    print_table(FILES, [_file_cells(row, now) for row in found])
+    print_table(FILES, [_file_cells(row, now) for row in rows])
     return 0
 
 
@@ -279,7 +279,7 @@ def _file_cells(row: Mapping[str, Any], now: float) -> tuple[str, ...]:
 
 
 def delete_file(options: argparse.Namespace) -> int:
-    """Delete a file, and print what it was."""
+    """Delete a file, and print its key and size."""
     with client_of(options) as client:
         row = client.delete_file(options.key)
     if options.json:

@@ -1,4 +1,4 @@
-"""Tables that fit a terminal: which columns are shown, and which texts are shortened. Pure."""
+"""Tables that fit a terminal: they leave out columns, and shorten texts. Pure."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from msgspec import Struct
 from mlxpool.common.escapes import escape_line
 
 GAP = 2  # spaces between two columns
-MIN_ID = 8  # digits of an id that is shortened
-MIN_TEXT = 8  # characters of a text that is shortened
-GOOD_TEXT = 20  # the same, as long as there are columns of DETAIL to leave out instead
-DETAIL = 5  # the least rank of a column that is left out before texts get shorter than that
+MIN_ID = 8  # the fewest digits of a shortened id
+MIN_TEXT = 8  # the fewest characters of a shortened text
+GOOD_TEXT = 20  # the same while columns of rank DETAIL or more can be left out instead
+DETAIL = 5  # columns of this rank or more are left out before texts are shorter than GOOD_TEXT
 
 
 class Column(Struct, frozen=True):
     """A column of a table. Columns leave a narrow terminal in the order of `rank`, highest first.
 
-    What a column is for says how it gives way: `text` can be shortened in its middle, `id` to a
-    prefix that no other id has; figures and their units never are.
+    A `text` is shortened in its middle, an `id` to a prefix that no other id has. Figures and their
+    units are never shortened.
     """
 
     name: str
     rank: int = 0
-    shortens: str = ""  # "text", "id", or "" for what is shown as it is or not at all
-    right: bool = False  # figures that change are easier to compare when they end together
-    wide: bool = False  # only with --wide
+    shortens: str = ""  # "text", "id", or "" if it is shown as it is or not at all
+    right: bool = False  # aligned to the right: figures that change are easier to compare
+    wide: bool = False  # shown only with --wide
 
 
 class Table(Struct, frozen=True):
-    """What of a table is shown: the columns, their cells and widths, and the names left out."""
+    """The shown part of a table: columns, cells and widths; and the names of left-out columns."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[str]]
@@ -38,7 +38,7 @@ class Table(Struct, frozen=True):
     left_out: Sequence[str]
 
     def padded(self, cells: Sequence[str]) -> list[str]:
-        """The cells of one row at the widths of the columns."""
+        """Returns the cells of one row, padded to the widths of the columns."""
         return [
             cell.rjust(width) if column.right else cell.ljust(width)
             for cell, width, column in zip(cells, self.widths, self.columns, strict=True)
@@ -48,16 +48,16 @@ class Table(Struct, frozen=True):
         return self.padded([column.name for column in self.columns])
 
     def lines(self) -> list[str]:
-        """The table as text, with its head."""
+        """Returns the lines of the table, with its head."""
         padded = [self.head(), *(self.padded(row) for row in self.rows)]
         return [(" " * GAP).join(cells).rstrip() for cells in padded]
 
 
 def fitted(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> Table:
-    """The table that fits `width` characters.
+    """Returns the table that fits `width` characters.
 
-    Columns are left out until what is left fits when its texts and ids are shortened. If not even
-    the first columns fit, a line is longer than the terminal.
+    Columns are left out until the others fit with shortened texts and ids. If not even the columns
+    of rank 0 fit, a line is longer than the terminal.
     """
     cells = [[escape_line(cell) for cell in row] for row in rows]
     places = list(range(len(columns)))
@@ -91,7 +91,7 @@ def _width(column: Column, cells: Sequence[str]) -> int:
 
 
 def _least(column: Column, cells: Sequence[str], whole: int, detailed: bool) -> int:
-    """The smallest width of a column; `detailed`: there are columns of DETAIL."""
+    """Returns the smallest width of a column; `detailed`: a column of rank DETAIL is left."""
     if column.shortens == "text":
         return min(whole, max(GOOD_TEXT if detailed else MIN_TEXT, len(column.name)))
     if column.shortens == "id":
@@ -102,8 +102,10 @@ def _least(column: Column, cells: Sequence[str], whole: int, detailed: bool) -> 
 def _shared(
     columns: Sequence[Column], natural: Sequence[int], least: Sequence[int], width: int
 ) -> list[int]:
-    """Widths between `least` and `natural`. An id is whole or as short as can be; then what is left
-    goes to the narrowest texts first.
+    """Returns widths between `least` and `natural`.
+
+    An id gets either its natural or its least width. The rest of the terminal's width goes to the
+    narrowest texts first.
     """
     widths = list(least)
     left = width - _total(widths)
@@ -134,7 +136,7 @@ def _shortened(cells: Sequence[str], column: Column, width: int) -> list[str]:
 
 
 def shorten(text: str, width: int) -> str:
-    """A text without its middle, for names often differ at their ends."""
+    """Returns a text without its middle, because names often differ at their ends."""
     if len(text) <= width:
         return text
     tail = (width - 1) // 2
@@ -142,16 +144,16 @@ def shorten(text: str, width: int) -> str:
 
 
 def prefix_length(ids: Sequence[str]) -> int:
-    """The length of prefixes that tell these ids apart, at least MIN_ID."""
+    """Returns the shortest length at which the prefixes of these ids differ, at least MIN_ID."""
     longest = max(map(len, ids), default=0)
     length = min(MIN_ID, longest)
-    while length < longest and len({one[:length] for one in ids}) < len(set(ids)):
+    while length < longest and len({id[:length] for id in ids}) < len(set(ids)):
         length += 1
     return length
 
 
 def joined(parts: Sequence[str], width: int) -> list[str]:
-    """Lines of parts with commas between them; a part is broken only if it is wider than a line."""
+    """Returns lines of parts with commas between them; a part is never divided."""
     lines: list[str] = []
     for number, part in enumerate(parts):
         piece = part + ("," if number < len(parts) - 1 else "")

@@ -1,4 +1,4 @@
-"""Tables, sizes, times and JSON as the command line prints them; numbers as it reads them."""
+"""Formats tables, sizes, times and JSON for the command line, and reads numbers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from mlxpool.common.errors import BadRequest, Internal, PoolError
 from mlxpool.common.escapes import escape_line
 
-# How a loaded model keeps keys and values, and what it supports, in the words of `models`, `check`
-# and `prefix ls`; by the names in their JSON.
+# The words of `models`, `check` and `prefix ls` for the KV cache of a loaded model, and for its
+# features, by their names in JSON.
 KV_CACHES = {
     "slabs": "paged",
     "rows": "contiguous",
@@ -22,17 +22,17 @@ KV_CACHES = {
 }
 FEATURES = {"tree": "prefix-cache"}
 UNNAMED = (BadRequest.code, Internal.code)  # codes that add nothing to their messages
-MAX_EXACT = 2**53 - 1  # the largest integer up to which doubles hold each
+MAX_EXACT = 2**53 - 1  # doubles hold every integer up to this
 
 
 def error_text(error: PoolError, message: str = "") -> str:
-    """An error as all commands print it: its code in front, and `message` or else its own."""
+    """Returns the text of an error: its code, and `message` or else its own message."""
     code = "" if error.code in UNNAMED else f"{error.code}: "
     return code + (message or escape_line(error.message))
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table; a column is as wide as its widest cell."""
+    """Returns the lines of a table; a column is as wide as its widest cell."""
     shown = [[escape_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, cells)) for cells in zip(*shown, strict=True)]
     return [
@@ -42,7 +42,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def size(value: object) -> str:
-    """Bytes in the largest unit that gives at least 1; "-" for what is no integer."""
+    """Returns bytes in the largest unit that gives at least 1; "-" if it is not an integer."""
     if not isinstance(value, int):
         return "-"
     count = float(value)
@@ -54,7 +54,7 @@ def size(value: object) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as text in seconds, minutes or hours."""
+    """Returns seconds as text in seconds, minutes or hours."""
     if seconds < 100:
         return f"{seconds:.1f} s"
     minutes = seconds / 60
@@ -62,19 +62,19 @@ def duration(seconds: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """A short time in milliseconds, a longer one as `duration` has it."""
+    """Returns a time below 10 s in milliseconds, a longer time as `duration` does."""
     return f"{1000 * seconds:.0f} ms" if seconds < 10 else duration(seconds)
 
 
 def count(text: str) -> int:
-    """The count that an argument gives. Raises ArgumentTypeError below 1."""
+    """Returns the count in an argument. Raises ArgumentTypeError below 1."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
     return int(text)
 
 
 def jobs_line(jobs: Mapping[str, Any] | None) -> Sequence[str]:
-    """The parts of the line about jobs in `ps` and `top`; none where the broker keeps none."""
+    """Returns the parts of the line about jobs in `ps` and `top`; () if the broker keeps none."""
     if jobs is None:
         return ()
     if jobs["store"] == "unusable":
@@ -90,7 +90,7 @@ def jobs_line(jobs: Mapping[str, Any] | None) -> Sequence[str]:
 
 
 def kv_cache(layout: str | None) -> str:
-    """How keys and values are kept, by the name that JSON has; "-" while that is not known."""
+    """Returns the words for a KV cache, by its name in JSON; "-" while it is unknown."""
     name, comma, kv = (layout or "").rpartition(", ")
     if comma and layout not in KV_CACHES:
         return f"{KV_CACHES.get(name, name)}, {kv}"
@@ -98,25 +98,25 @@ def kv_cache(layout: str | None) -> str:
 
 
 def feature(name: str) -> str:
-    """What a model supports, by the name that JSON has."""
+    """Returns the word for a feature of a model, by its name in JSON."""
     return FEATURES.get(name, name)
 
 
 def share(value: float | None) -> str:
-    """A share of 0 to 1 in percent; "-" for None."""
+    """Returns a share of 0 to 1 in percent; "-" for None."""
     return "-" if value is None else f"{value:.0%}"
 
 
 def json_text(value: Any) -> str:
-    """A value as one line of JSON; an integer beyond ±MAX_EXACT becomes a string of its digits."""
+    """Returns a value as one line of JSON; an integer beyond ±MAX_EXACT becomes a string."""
     return json.dumps(_exact(value))
 
 
 def _exact(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _exact(one) for key, one in value.items()}
+        return {key: _exact(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_exact(one) for one in value]
+        return [_exact(item) for item in value]
     if isinstance(value, int) and abs(value) > MAX_EXACT:
         return str(value)
     return value

@@ -1,8 +1,8 @@
 """Downloads a model of the hub into the Hugging Face cache, through huggingface_hub.
 
-That package brings the progress bars, the token (HF_TOKEN, or that of `hf auth login`), the form of
-the cache, the lock of a file that two processes download, and the attempts that take a connection
-up again where it was cut. Files that have come stay in the cache when a download fails.
+That package has the progress bars, the token (HF_TOKEN, or that of `hf auth login`), the form of
+the cache, the lock of a file that two processes download, and the retries that resume a cut
+connection. Complete files stay in the cache when a download fails.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class Download(Struct, frozen=True):
-    """A model in the cache. `model` names it as settings do; `size`: bytes of all its files."""
+    """A model in the cache. `model` is its name in settings; `size` is the bytes of its files."""
 
     model: HubModel
     path: Path
@@ -41,39 +41,39 @@ class Download(Struct, frozen=True):
 
 
 def download(model: HubModel) -> Download:
-    """Download the files of a model that are not in the cache, and check the hashes of all.
+    """Download the files of a model that the cache lacks, and check the hashes of all files.
 
-    The cache's name of the newest revision changes last, so that a pool serves an older one until
-    then. Raises BadRequest where huggingface_hub is not installed, and ModelLoadFailed where the
-    model cannot be had.
+    The cache's name of the newest revision changes last, so that a pool serves the older revision
+    until then. Raises BadRequest if huggingface_hub is not installed, and ModelLoadFailed if the
+    download fails.
     """
     api = _api()
     cache = hub_cache.cache_folder()
     with _explained(model, api.endpoint, cache):
-        found = api.model_info(model.repository, files_metadata=True)
-        known = {one.rfilename: one for one in found.siblings or ()}
+        info = api.model_info(model.repository, files_metadata=True)
+        known = {entry.rfilename: entry for entry in info.siblings or ()}
 
         def fetch(name: str) -> Path:
             return Path(
-                api.hf_hub_download(model.repository, name, revision=found.sha, cache_dir=cache)
+                api.hf_hub_download(model.repository, name, revision=info.sha, cache_dir=cache)
             )
 
         indexed = _indexed(fetch(INDEX)) if INDEX in known and not model.file else set()
         names = needed_files(model, known.keys(), indexed)
         total = sum(known[name].size or 0 for name in names)
-        snapshot = hub_cache.repository_folder(model.repository) / "snapshots" / found.sha
+        snapshot = hub_cache.repository_folder(model.repository) / "snapshots" / info.sha
         lacking = [name for name in names if not (snapshot / name).exists()]
         _require_room(cache, sum(known[name].size or 0 for name in lacking))
         files = {name: fetch(name) for name in names}
         _verify(files, known)
-        _set_newest(hub_cache.repository_folder(model.repository), found.sha)
+        _set_newest(hub_cache.repository_folder(model.repository), info.sha)
     if names[0].endswith(".gguf"):
         return Download(HubModel(model.repository, names[0]), files[names[0]], len(names), total)
     return Download(model, snapshot, len(names), total)
 
 
 def _api() -> Any:
-    """The client of the hub that HF_ENDPOINT names, else of huggingface.co."""
+    """Returns the client of the hub: of HF_ENDPOINT, else of huggingface.co."""
     try:
         from huggingface_hub import HfApi
     except ModuleNotFoundError as error:
@@ -88,14 +88,14 @@ def _api() -> Any:
 
 
 def _indexed(index: Path) -> set[str]:
-    """The names of the shards in an index."""
+    """Returns the names of the shards in an index."""
     weight_map = read_json(index).get("weight_map")
     return set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
 
 
 def _require_room(cache: Path, needed: int) -> None:
-    """Raises ModelLoadFailed if the disk of the cache has fewer free bytes."""
-    place = next(one for one in (cache, *cache.parents) if one.exists())
+    """Raises ModelLoadFailed if the disk of the cache has fewer than `needed` free bytes."""
+    place = next(path for path in (cache, *cache.parents) if path.exists())
     free = shutil.disk_usage(place).free
     if needed > free:
         raise ModelLoadFailed(
@@ -105,61 +105,66 @@ def _require_room(cache: Path, needed: int) -> None:
 
 
 def _verify(files: Mapping[str, Path], known: Mapping[str, Any]) -> None:
-    """Removes a file whose hash is not the hub's, and raises ModelLoadFailed."""
+    """Removes a file whose hash differs from the hub's, and raises ModelLoadFailed."""
     line = StatusLine()
     for name, file in files.items():
         line.show(f"checking {name}")
-        if _hash_of(file, lfs=known[name].lfs is not None) != _told_hash(known[name]):
+        if _hash_of(file, lfs=known[name].lfs is not None) != _hash_in_hub(known[name]):
             line.clear()
             file.resolve().unlink()
             file.unlink()
             raise ModelLoadFailed(
-                f"{name} came with another hash than the hub says, and was removed: repeat the"
-                " command; if it fails again, HF_ENDPOINT or a proxy changes what it sends"
+                f"{name} has another hash than in the hub, and was removed: repeat the command; if"
+                " it fails again, HF_ENDPOINT or a proxy changes the files"
             )
     line.clear()
 
 
 def _hash_of(file: Path, *, lfs: bool) -> str:
-    """The SHA-256 of a large file; of others git's SHA-1 of a blob, in hex."""
+    """Returns in hex the SHA-256 of a large file (LFS), else git's SHA-1 of a blob."""
     if lfs:
         return sha256(file)
     content = file.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
-def _told_hash(entry: Any) -> str | None:
-    found: str | None = entry.lfs.sha256 if entry.lfs is not None else entry.blob_id
-    return found
+def _hash_in_hub(entry: Any) -> str | None:
+    digest: str | None = entry.lfs.sha256 if entry.lfs is not None else entry.blob_id
+    return digest
 
 
 def _set_newest(repository: Path, revision: str) -> None:
-    """Write refs/main of a repository of the cache; readers see the old name or the new one."""
+    """Write refs/main of a repository of the cache; readers see the old or the new revision."""
     file = repository / "refs" / "main"
     file.parent.mkdir(exist_ok=True)
-    made = file.with_name(f".main.{os.getpid()}")
-    made.write_text(revision, "ascii")
-    made.replace(file)
+    temporary = file.with_name(f".main.{os.getpid()}")
+    temporary.write_text(revision, "ascii")
+    temporary.replace(file)
 
 
 @contextmanager
 def _explained(model: HubModel, endpoint: str, cache: Path) -> Iterator[None]:
-    """Raises what fails of a download as ModelLoadFailed, with one line that says what to do."""
+    """Raises the errors of a download as ModelLoadFailed, with a remedy in one line."""
     import httpx2
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
         yield
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, httpx2.HTTPError) as one:
-        cause = one.__cause__ if isinstance(one, LocalEntryNotFoundError) else one
-        raise ModelLoadFailed(_words(cause or one, model.repository, endpoint)) from None
+    except (
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        httpx2.HTTPError,
+    ) as error:
+        cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else error
+        raise ModelLoadFailed(_words(cause or error, model.repository, endpoint)) from None
     except OSError as error:
         if error.errno in NO_SPACE:
             raise ModelLoadFailed(
                 f"no room is left in {cache} ({error.strerror}): make room, or name another folder"
                 " in HF_HUB_CACHE"
             ) from None
-        if error.errno is None:  # of huggingface_hub, such as a file of another size than it said
+        if error.errno is None:  # an error of huggingface_hub, such as a file of a wrong size
             raise ModelLoadFailed(f"{_first_line(error)}: repeat the command") from None
         raise
 
@@ -184,15 +189,15 @@ def _words(error: BaseException, repository: str, endpoint: str) -> str:
             " the name, or set HF_TOKEN to a token that may read it"
         )
     if isinstance(error, OfflineModeIsEnabled):
-        return f"HF_HUB_OFFLINE is set, so that {endpoint} is not asked: unset it"
+        return f"HF_HUB_OFFLINE is set, so {endpoint} is not asked: unset it"
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code
-        told = error.server_message or error.response.reason_phrase
+        reason = error.server_message or error.response.reason_phrase
         remedy = {401: "HF_TOKEN is not valid", 403: "the token in HF_TOKEN may not read it"}
-        return f"{endpoint} answered {status} ({told}): {remedy.get(status, 'try again later')}"
+        return f"{endpoint} answered {status} ({reason}): {remedy.get(status, 'try again later')}"
     return (
         f"{endpoint} cannot be reached, or cut the connection ({_first_line(error)}): check the"
-        " network, HTTPS_PROXY and HF_ENDPOINT, and repeat the command; files that have come stay"
+        " network, HTTPS_PROXY and HF_ENDPOINT, and repeat the command; complete files are kept"
     )
 
 

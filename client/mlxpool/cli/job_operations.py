@@ -1,4 +1,4 @@
-"""What operators do with the jobs of all owners: list, look, export, verify, notices."""
+"""The actions of operators on the jobs of all owners: list, look, export, verify, notices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mlxpool.common.protocol.kept.job_messages import MAX_LISTED, READ, ListJobs
 from mlxpool.common.protocol.kept.job_operations import as_json
 
 ANSWER_TIMEOUT = 60.0  # seconds; a disk may be slow
-FORMAT = 1  # of the lines of an export
+FORMAT = 1  # version of the lines of an export
 LOCAL = "%Y-%m-%d %H:%M:%S"
 
 
@@ -41,45 +41,49 @@ OF_USERS = ("after", "batch", "files", "follow")
 
 
 def given(options: argparse.Namespace, flags: Iterable[str]) -> list[str]:
-    """Those of the flags that were given; 0 is a value."""
+    """Returns the names of the given flags; 0 is a value, None and False are not."""
     values = {flag: getattr(options, flag) for flag in flags}
     return [flag for flag, value in values.items() if value is not None and value is not False]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add what operators ask about the jobs of all owners."""
+    """Add the flags of operators, about the jobs of all owners."""
     of_all = parser.add_argument_group("for operators, over the admin socket")
     of_all.add_argument(
         "--all-owners",
         action="store_true",
         help="list the jobs of all owners; with --batches their batches",
     )
-    of_all.add_argument("--owner", metavar="OWNER", help="only those of this owner, as uid:1000")
-    of_all.add_argument("--model", metavar="MODEL", help="only those of this model")
+    of_all.add_argument(
+        "--owner",
+        metavar="OWNER",
+        help="only jobs, batches or notices of this owner, such as uid:1000",
+    )
+    of_all.add_argument("--model", metavar="MODEL", help="only jobs of this model")
     of_all.add_argument("--of-batch", metavar="ID", help="only the lines of the batch with this id")
     of_all.add_argument(
-        "--show", metavar="ID", help="all that is known of one job, with the stacks of workers"
+        "--show", metavar="ID", help="everything about one job, with the stacks of workers"
     )
     of_all.add_argument(
         "--notices", action="store_true", help="the notices that were not delivered"
     )
     of_all.add_argument(
-        "--export", metavar="FILE", help="write all that is stored as JSON lines; -: to the output"
+        "--export", metavar="FILE", help="write all stored data as JSON lines; -: to the output"
     )
     of_all.add_argument(
-        "--verify", action="store_true", help="compare all that is stored with its checksums"
+        "--verify", action="store_true", help="compare all stored data with its checksums"
     )
 
 
 def run_asked(options: argparse.Namespace) -> int | None:
-    """The exit code of what operators ask; None: the user asks for his own jobs."""
+    """Returns the exit code of an operator's question; None if users ask for their own jobs."""
     target = options.admin_target
-    asked = given(options, FLAGS)
-    for flag in given(options, OF_USERS) if asked else ():
-        shown = asked[0].replace("_", "-")
+    flags = given(options, FLAGS)
+    for flag in given(options, OF_USERS) if flags else ():
+        shown = flags[0].replace("_", "-")
         raise BadRequest(f"--{flag} is about your own jobs, --{shown} about those of all owners")
-    if options.batches and asked:
-        return list_batches(options, asked)
+    if options.batches and flags:
+        return list_batches(options, flags)
     if options.export is not None:
         return export(target, options.export, options.state or "")
     if options.verify:
@@ -102,7 +106,7 @@ def run_asked(options: argparse.Namespace) -> int | None:
 
 
 def shown_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The map of a job as JSON has it: ids as hexadecimal digits."""
+    """Returns the map of a job for JSON: ids as hexadecimal digits."""
     ids = {name: row[name].hex() for name in ("job", "batch") if isinstance(row.get(name), bytes)}
     return {**row, **ids}
 
@@ -124,7 +128,7 @@ JOBS = (
 
 
 def list_all(target: Target, filters: Mapping[str, Any], limit: int, *, as_json: bool) -> int:
-    """Print a row for each job of all owners that the filters let through, the newest first."""
+    """Print a row for each job of all owners that passes the filters, the newest first."""
     rows: list[dict[str, Any]] = []
     before = 0
     while len(rows) < limit:
@@ -238,7 +242,7 @@ def list_notices(target: Target, owner: str, *, as_json: bool) -> int:
 
 
 def id_of(text: str) -> bytes:
-    """The id of a job from its digits. Raises BadRequest."""
+    """Returns the id of a job from its hexadecimal digits. Raises BadRequest for other texts."""
     try:
         id = bytes.fromhex(text)
     except ValueError:
@@ -249,7 +253,7 @@ def id_of(text: str) -> bytes:
 
 
 def look(target: Target, id: bytes, *, as_json: bool) -> int:
-    """Print all that is known of a job: where it stands, what went wrong, the end of its text."""
+    """Print everything about a job: its state, its failures, and the end of its text."""
     job = ask(target, READ, {"job": id}, timeout=ANSWER_TIMEOUT)
     if as_json:
         print(json_text(shown_row(job)))
@@ -259,16 +263,16 @@ def look(target: Target, id: bytes, *, as_json: bool) -> int:
 
 
 def print_job(job: Mapping[str, Any]) -> None:
-    """Print where a job stands, and what went wrong; of an operator's also stacks and text.
+    """Print the state and the failures of a job; for operators also stacks and text.
 
-    `job` is the answer to `job`: of the front without, of the admin socket with owner and text.
+    `job` is the answer to `job`; only an answer of the admin socket has owner, stacks and text.
     """
     attempts = f"{job['attempts']} in a row that failed" if job["attempts"] else ""
     if job.get("starts"):
         attempts += (
             f", started {job['starts']} times since its last token, charge {job['charge']:g}"
         )
-    waits, gone, told = job["state"] == "waiting", job["state"] == "gone", job.get("notify")
+    waits, gone, url = job["state"] == "waiting", job["state"] == "gone", job.get("notify")
     lines = {
         "job": job["job"].hex(),
         "key": job["key"],
@@ -282,7 +286,7 @@ def print_job(job: Mapping[str, Any]) -> None:
         "deadline": _moment(job["deadline"]),
         "ended": _moment(job["ended"]),
         "key free at" if gone else "kept until": _moment(job["forget"]),
-        "told to": f"{told} ({job.get('notice') or 'at its end'})" if told else "",
+        "notice to": f"{url} ({job.get('notice') or 'at its end'})" if url else "",
         "cause": job["cause"],
         "damaged": job.get("damaged", ""),
     }
@@ -307,9 +311,10 @@ def _moment(at: float | None) -> str:
 
 
 def export(target: Target, file: str, state: str) -> int:
-    """Write all that is stored of jobs into a file of JSON lines, "-": standard output.
+    """Write all stored data of jobs into a file of JSON lines; "-" is standard output.
 
-    A file is put in its place when it is whole. The last line counts what there is in front of it.
+    A file is put in its place when it is complete. The last line has the counts of the lines before
+    it.
     """
     with _output(file) as out:
         counts = {"jobs": 0, "lines": 1}
@@ -340,22 +345,22 @@ def _output(file: str) -> Iterator[IO[str]]:
         sys.stdout.flush()
         return
     path = Path(file)
-    made = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "w", encoding="utf-8") as out:
             yield out
             out.flush()
             os.fsync(out.fileno())
-        os.replace(made, path)
+        os.replace(temporary, path)
     except OSError as error:
         raise BadRequest(f"cannot write {file}: {error.strerror}") from None
     finally:
-        made.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def verify(target: Target, *, as_json: bool, told: Callable[[str], None] = print) -> int:
-    """Compare all that is stored with its checksums; 1 if something was changed by the disk."""
+    """Compare all stored data with its checksums. Returns 1 if the disk has changed any, else 0."""
     checked = read = 0
     damaged: list[dict[str, Any]] = []
     after: int | None = 0

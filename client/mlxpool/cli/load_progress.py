@@ -1,6 +1,6 @@
-"""The progress of a model's load, written on standard error while a command waits for it.
+"""Writes the progress of a model's load to standard error while a command waits for the load.
 
-It comes from `ps`, which has it from the worker's heartbeats.
+The progress comes from `ps`, which has it from the worker's heartbeats.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FIRST_DELAY = 0.5  # seconds of waiting before the first question: a short wait 
 SHOW_INTERVAL = 0.5  # seconds between two questions of `LoadProgress`
 WAIT_INTERVAL = 0.1  # seconds between two questions of `wait_for`
 KERNELS_REASON = "later loads find them on the disk"
-# Behind the phases of a load that take seconds.
+# Explanations after the phases of a load that take seconds.
 REASONS = {
     "device": "this takes longest the first time on a machine",
     "trials": KERNELS_REASON,
@@ -37,9 +37,9 @@ FAILED = frozenset({"failed", "broken"})  # states of a model
 
 
 def progress_text(answer: Mapping[str, Any], name: str) -> str:
-    """What a request for this model waits for, by an answer of `ps`; "" if for nothing known.
+    """Returns the cause of a request's wait for this model, by an answer of `ps`; "" if unknown.
 
-    A reason that not every terminal has room for is in parentheses at the end.
+    An explanation is in parentheses at the end, which are left out on narrow terminals.
     """
     model = _model_row(answer, name)
     own = _worker_rows(answer, model, name)
@@ -64,14 +64,14 @@ def progress_text(answer: Mapping[str, Any], name: str) -> str:
 
 
 def phase_seconds(worker: Mapping[str, Any]) -> float:
-    """For how long a load is in its phase; 0 where the worker has not said so."""
+    """Returns the seconds of a load in its present phase; 0 if the worker did not send them."""
     took: float = (worker.get("load_phases") or {}).get(worker.get("load_phase"), 0.0)
     beat_age_ms: float = worker.get("beat_age_ms", 0)
     return took + beat_age_ms / 1000
 
 
 def remote_worker_needed(name: str) -> str:
-    """The text for a model without a worker, for a broker that starts none itself."""
+    """Returns the text for a model without a worker, if the broker does not start workers."""
     return (
         f"waiting for a worker of {name}: this broker starts none;"
         f" `mlxpool worker {name} --endpoint ENDPOINT` brings one (docs/operate.md)"
@@ -85,7 +85,7 @@ def _model_row(answer: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _worker_rows(
     answer: Mapping[str, Any], model: Mapping[str, Any], name: str
 ) -> list[Mapping[str, Any]]:
-    """The workers that serve a model; an alias is served by those of the model it shares."""
+    """Returns the workers of a model; an alias has the workers of the model that it shares."""
     return [row for row in answer["workers"] if row["model"] == (model.get("shares") or name)]
 
 
@@ -94,7 +94,7 @@ def _newest(own: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _step(own: Sequence[Mapping[str, Any]]) -> str:
-    """What the newest worker does; it changes with the phase of its load."""
+    """Returns the activity of the newest worker, which changes with the phase of its load."""
     if not own:
         return "none"
     newest = _newest(own)
@@ -103,7 +103,7 @@ def _step(own: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _loaded_share(worker: Mapping[str, Any], model: Mapping[str, Any]) -> str:
-    """The part of the weights that is loaded; "" if it is not known, none or all of them."""
+    """Returns the loaded share of the weights as text; "" if it is unknown, 0 or all."""
     loaded, whole = worker.get("load_progress") or 0.0, model.get("size")
     if not 0 < loaded < 1:
         return ""
@@ -117,7 +117,7 @@ class LoadProgress(Closing):
     """
 
     def __init__(self, target: Target | None, model: str) -> None:
-        self.slow_blas = ""  # of the broker that was waited for, see BrokerInfo
+        self.slow_blas = ""  # the broker's `slow_blas`, see BrokerInfo
         self._over = threading.Event()
         self._line = StatusLine()
         self._writing = threading.Lock()
@@ -134,28 +134,28 @@ class LoadProgress(Closing):
                 answer = ask(target, "ps")
                 text = progress_text(answer, model)
             except (PoolError, OSError, ValueError):
-                continue  # the stream that is waited for ends with the error
+                continue  # the waiting stream ends with the error
             self.slow_blas = answer["broker"].get("slow_blas", "")
             with self._writing:
                 if not self._over.is_set():
                     self._line.show(text)
 
     def close(self) -> None:
-        """The line is gone when this returns, and stays so. A question may still be unanswered."""
+        """Remove the line for good. A question to the broker may still be unanswered."""
         self._over.set()
         with self._writing:
             self._line.clear()
 
 
 def wait_for(target: Target, name: str, seconds: float = math.inf) -> str:
-    """Wait until a worker of the model is ready, at most `seconds`; returns the model's name.
+    """Wait until a worker of the model is ready, at most `seconds`. Returns the model's name.
 
-    A terminal shows the progress in one line; elsewhere each phase of the load gets a line.
+    A terminal shows the progress in one line; other output gets a line for each phase of the load.
 
     Raises ModelLoadFailed with the worker's reason, Draining if no worker will be started,
     DeadlineExceeded after `seconds`, BrokerLost if the broker does not answer.
     """
-    line, begun, told = StatusLine(), False, ""
+    line, begun, printed = StatusLine(), False, ""
     end = time.monotonic() + seconds
     try:
         while True:
@@ -172,7 +172,7 @@ def wait_for(target: Target, name: str, seconds: float = math.inf) -> str:
             if time.monotonic() >= end:
                 raise DeadlineExceeded(f"{name} is not loaded after {seconds:g} s: {text}")
             line.show(text)
-            if not line.live and told != (told := _step(own)):
+            if not line.live and printed != (printed := _step(own)):
                 print(f"mlxpool: {escape_line(text)}", file=sys.stderr, flush=True)
             time.sleep(WAIT_INTERVAL)
     finally:

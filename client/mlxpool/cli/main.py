@@ -42,7 +42,7 @@ EXAMPLES = {
 
 
 def parser(arguments: Sequence[str] = ()) -> RootParser:
-    """The parser of the whole command line, or of the one command that the arguments name."""
+    """Returns the parser of the whole command line, or only of the command in the arguments."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
         "--run-dir",
@@ -77,7 +77,7 @@ def parser(arguments: Sequence[str] = ()) -> RootParser:
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """The first argument behind the common flags, where the command stands; "" if there is none."""
+    """Returns the command: the first argument after the common flags; "" if there is none."""
     rest = list(arguments)
     while rest and (rest[0] in ("--json", "--run-dir") or rest[0].startswith("--run-dir=")):
         rest = rest[2:] if rest[0] == "--run-dir" else rest[1:]
@@ -85,12 +85,12 @@ def _command(arguments: Sequence[str]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command. Returns the exit code."""
     _open_missing_streams()
     core_dumps.turn_off()
     try:
         options = _parsed(arguments)
-    except OSError as error:  # of the help, such as a full disk
+    except OSError as error:  # the help cannot be written, for example on a full disk
         return _unwritten(error)
     options.run_dir_flag = getattr(options, "run_dir", None)
     options.json = getattr(options, "json", False)
@@ -124,7 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _open_missing_streams() -> None:
     """Replace standard streams that the shell closed (`>&-`) by the null device.
 
-    It gets their descriptors, so no file or socket that is opened later does.
+    The null device gets their descriptors, so no file or socket that is opened later gets them.
     """
     for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
@@ -135,9 +135,9 @@ def _open_missing_streams() -> None:
 
 
 def _unwritten(error: OSError) -> int:
-    """Say why standard output is not complete; nothing where its reader has closed it."""
+    """Print why standard output is not complete; print nothing if its reader has closed it."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())  # or what is left would be a second error at the exit
+    os.dup2(nowhere, sys.stdout.fileno())  # or unwritten text would cause an error at the exit
     if not isinstance(error, BrokenPipeError):
         words = f"mlxpool: the output cannot be written: {_message_of(error)}"
         try:
@@ -148,12 +148,12 @@ def _unwritten(error: OSError) -> int:
 
 
 def _parsed(arguments: list[str] | None) -> argparse.Namespace:
-    given = sys.argv[1:] if arguments is None else arguments
-    root = parser(given)
-    if not given:
+    words = sys.argv[1:] if arguments is None else arguments
+    root = parser(words)
+    if not words:
         root.print_help(sys.stderr)
         sys.exit(USAGE)
-    options, rest = root.parse_known_args(given)
+    options, rest = root.parse_known_args(words)
     take_rest: Callable[[argparse.Namespace, list[str]], bool] | None
     take_rest = getattr(options, "take_rest", None)  # set by `run` and `submit`
     if rest and not (take_rest and take_rest(options, rest)):
@@ -173,7 +173,7 @@ def _message_of(error: OSError) -> str:
 def _print_error(
     options: argparse.Namespace, error: PoolError, code: int, lines: Sequence[str] = ()
 ) -> int:
-    """Print the message, or these lines of it; returns the exit code."""
+    """Print the message of an error, or these lines of it. Returns the exit code."""
     if options.json:
         print(json_text({"error": error.body()}))
     message = error_text(error, "\n  ".join(map(escape_line, lines)))

@@ -1,6 +1,6 @@
 """The table of commands, and the parser of the command line.
 
-Help lists the commands in groups; an error names the nearest word to one that is unknown.
+Help lists the commands in groups. An error about an unknown word names the nearest known word.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ GROUPS = MappingProxyType(
 )
 COMMAND_MODULES = {name: module for group in GROUPS.values() for name, module in group.items()}
 
-# The modules whose commands take --endpoint, --server-key and --key. Others add them by
-# themselves: the --key of `submit` is a job's, and a gateway has several endpoints.
+# The modules whose commands take --endpoint, --server-key and --key. Other modules add these flags
+# by themselves: the --key of `submit` is the key of a job, and a gateway has several endpoints.
 REMOTE_MODULES = frozenset(
     COMMAND_MODULES[name]
     for name in (
@@ -93,11 +93,11 @@ REMOTE_MODULES = frozenset(
         "revoke",
     )
 )
-# The messages of argparse about a word that is none of its choices; Python 3.12 has no quotes.
+# The messages of argparse about a word that is not a choice; those of Python 3.12 lack quotes.
 _CHOICE = re.compile(r"(argument \S+: )invalid choice: '?(.*?)'? \(choose from (.*)\)", re.S)
 _UNKNOWN_FLAGS = re.compile(r"unrecognized arguments: (.*)", re.S)
 
-KINDS = {  # of the words that name a command, by argparse's name of the argument
+KINDS = {  # kinds of words that name a command, by argparse's name of the argument
     "argument COMMAND: ": "command",
     "argument VERB: ": "command",
     "argument WHAT: ": "measurement",
@@ -105,7 +105,7 @@ KINDS = {  # of the words that name a command, by argparse's name of the argumen
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """A formatter whose usage names no option where a line would be wider than the terminal."""
+    """A formatter whose usage omits the options if a line would be wider than the terminal."""
 
     def _format_usage(
         self,
@@ -125,44 +125,44 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors name the nearest known word, as do those of its commands."""
+    """A parser whose errors name the nearest known word, also in its commands."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         named.setdefault("formatter_class", HelpFormatter)
         super().__init__(*arguments, **named)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Write a text. Raises OSError if it cannot be written, which argparse would hide."""
+        """Write a text. Raises OSError if it cannot be written; argparse would hide the error."""
         stream = file or sys.stderr
         stream.write(message)
         stream.flush()
 
     def error(self, message: str) -> NoReturn:
-        """Print usage and message; ends with exit code 2."""
-        if (found := _CHOICE.fullmatch(message)) is not None:
-            message = _unknown_choice(*found.groups())
-        elif (found := _UNKNOWN_FLAGS.fullmatch(message)) is not None:
-            flag = found[1].split()[0].partition("=")[0]
+        """Print usage and message, and end with exit code 2."""
+        if (match := _CHOICE.fullmatch(message)) is not None:
+            message = _unknown_choice(*match.groups())
+        elif (match := _UNKNOWN_FLAGS.fullmatch(message)) is not None:
+            flag = match[1].split()[0].partition("=")[0]
             message += did_you_mean(flag, self.flags()) if flag.startswith("--") else ""
         super().error(escape_line(message))
 
     def flags(self) -> list[str]:
-        """The flags of this parser and of its commands."""
-        found: list[str] = []
+        """Returns the flags of this parser and of its commands."""
+        flags: list[str] = []
         for action in self._actions:
-            found += action.option_strings
+            flags += action.option_strings
             if isinstance(action, argparse._SubParsersAction):
                 for inner in action.choices.values():
-                    found += inner.flags()
-        return found
+                    flags += inner.flags()
+        return flags
 
 
-def _unknown_choice(argument: str, given: str, known: str) -> str:
-    """The message for a word that is none of the known ones; argparse has escaped it."""
+def _unknown_choice(argument: str, word: str, known: str) -> str:
+    """Returns the message for an unknown word; argparse has escaped the word."""
     words = re.findall(r"[\w.-]+", known)
     kind = KINDS.get(argument)
-    hint = did_you_mean(given, words) or f"; known: {', '.join(words)}"
-    return f"there is no {kind} '{given}'{hint}" if kind else f"{argument}not '{given}'{hint}"
+    hint = did_you_mean(word, words) or f"; known: {', '.join(words)}"
+    return f"there is no {kind} '{word}'{hint}" if kind else f"{argument}not '{word}'{hint}"
 
 
 class RootParser(Parser):
@@ -176,7 +176,7 @@ class RootParser(Parser):
         examples: Mapping[str, str],
         **named: Any,
     ) -> None:
-        """`notes` and `examples` stand at the end of the help; examples: command -> meaning."""
+        """`notes` and `examples` (command -> meaning) are the end of the help."""
         super().__init__(*arguments, **named)
         self.groups = groups
         self.notes = notes
@@ -194,14 +194,14 @@ class RootParser(Parser):
             formatter.add_arguments([helps[name] for name in names if name in helps])
             formatter.end_section()
         formatter.start_section("options")
-        formatter.add_arguments([one for one in self._actions if one.option_strings])
+        formatter.add_arguments([action for action in self._actions if action.option_strings])
         formatter.end_section()
         for note in self.notes:
             formatter.add_text(note)
         return f"{self.format_usage()}\n{formatter.format_help()}\n{self._shown_examples()}"
 
     def _shown_examples(self) -> str:
-        """The examples, with the meanings in a column of their own where it has room."""
+        """Returns the examples, with the meanings in a column of their own if it has room."""
         widest = max(map(len, self.examples)) + 4
         formatter = HelpFormatter(self.prog, max_help_position=widest)
         formatter.start_section("examples")

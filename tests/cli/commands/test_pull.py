@@ -157,7 +157,7 @@ def test_a_file_with_another_hash_is_removed(
     found = hub.repositories[NAME]
     found.sent[file] = found.files[file][:-1] + b"!"
     told = refused(capsys)
-    assert f"{file} came with another hash than the hub says, and was removed" in told
+    assert f"{file} has another hash than in the hub, and was removed" in told
     assert not (cache / "refs").exists()
     assert file not in files_in(cache / "snapshots" / found.commit)
     found.sent.clear()
