@@ -1,4 +1,4 @@
-"""The flags with which a command gives settings of the pool: `serve`, `check`, `config`, ..."""
+"""The flags of commands that set settings of the pool: `serve`, `check`, `config` and others."""
 
 from __future__ import annotations
 
@@ -20,37 +20,39 @@ POOL_FLAGS = (
 
 def add_endpoints(parser: argparse.ArgumentParser) -> None:
     """Add the flags for the broker's further endpoints, key, metrics, HTTP and log format."""
-    for name, whom in (
+    for name, peers in (
         ("front", "clients"),
         ("back", "workers that dial in"),
         ("admin", "operators"),
     ):
         parser.add_argument(
-            f"--{name}", action="append", metavar="ENDPOINT", help=f"further endpoint for {whom}"
+            f"--{name}", action="append", metavar="ENDPOINT", help=f"further endpoint for {peers}"
         )
-    parser.add_argument("--secret-key", metavar="FILE", help="the broker's own key: tcp is CURVE")
+    parser.add_argument(
+        "--secret-key", metavar="FILE", help="the broker's secret key; with it tcp uses CURVE"
+    )
     parser.add_argument(
         "--metrics",
         metavar="HOST:PORT",
-        help="the status page and Prometheus's /metrics, such as 127.0.0.1:9464 (default: `metrics`"
-        " of the settings, else not at all)",
+        help="address of the status page and Prometheus's /metrics, such as 127.0.0.1:9464"
+        " (default: `metrics` of the settings, else none)",
     )
     parser.add_argument(
         "--http",
         metavar="HOST:PORT",
-        help="answer HTTP as OpenAI and Ollama do, such as 127.0.0.1:11434 (default: `http` of the"
-        " settings, else not at all)",
+        help="address of the HTTP APIs of OpenAI and Ollama, such as 127.0.0.1:11434 (default:"
+        " `http` of the settings, else none)",
     )
     parser.add_argument(
         "--http-keys",
         metavar="FILE",
-        help="bearer keys, one a line; --http needs them on an address that others reach",
+        help="bearer keys, one a line; needed if others can reach the address of --http",
     )
     parser.add_argument(
         "--state-dir",
         metavar="DIR",
-        help="keep jobs there, so that they outlive the broker; '': keep none (default: `state_dir`"
-        " of the settings, else a folder of yours)",
+        help="folder of the jobs, which outlive the broker; '': no jobs (default: `state_dir` of"
+        " the settings, else a folder of yours)",
     )
     parser.add_argument("--log-format", choices=("text", "json"))
 
@@ -61,11 +63,12 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="TOML (default: $MLXPOOL_CONFIG, $XDG_CONFIG_HOME/mlxpool/mlxpool.toml,"
+        help="settings in TOML (default: $MLXPOOL_CONFIG, $XDG_CONFIG_HOME/mlxpool/mlxpool.toml,"
         " /etc/mlxpool/mlxpool.toml; deploy/mlxpool.toml shows all settings)",
     )
     parser.add_argument(
-        "--models-dir", help="each folder in it with a config.json or a GGUF file is a model"
+        "--models-dir",
+        help="folder of models: each folder in it with a config.json or a GGUF file is a model",
     )
     parser.add_argument(
         "--model",
@@ -77,9 +80,9 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(options: argparse.Namespace) -> PoolConfig:
-    """The pool's settings; a flag beats the environment, which beats the file.
+    """Returns the pool's settings, from flags, the environment and the file, in this order.
 
-    Raises ConfigError, and ValueError for a --model that is not NAME=PATH.
+    Raises ConfigError, and ValueError if a --model is not NAME=PATH.
     """
     from mlxpool.common.config import loading
 
@@ -87,7 +90,7 @@ def settings_of(options: argparse.Namespace) -> PoolConfig:
 
 
 def flags_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The settings of [pool] that flags give; None: not given."""
+    """Returns the settings of [pool] in flags; None for an absent flag."""
     return {
         "run_dir": options.run_dir_flag,
         "models_dir": options.models_dir,
@@ -96,7 +99,7 @@ def flags_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def model_paths_of(options: argparse.Namespace) -> dict[str, str]:
-    """The paths that --model gives, by name."""
+    """Returns the paths of --model, by name."""
     return dict(map(_name_and_path, options.model))
 
 

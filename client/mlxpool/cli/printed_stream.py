@@ -1,4 +1,4 @@
-"""A stream on standard output: its prompt, text or lines of JSON, and a line of figures."""
+"""Prints a stream to standard output: text or lines of JSON, and a line of figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def prompt_of(text: str, images: Sequence[Path], *, chat: bool) -> dict[str, Any]:
-    """The prompt arguments of `stream`; images that a text does not name stand in front of it."""
+    """Returns the prompt arguments of `stream`; images that a text does not name are before it."""
     if chat:
         parts = [{"type": "image", "image": file} for file in images]
         content = [*parts, {"type": "text", "text": text}] if images else text
@@ -34,10 +34,10 @@ def print_deltas(
     choices: int = 1,
     on_first: Callable[[], None] = lambda: None,
 ) -> float:
-    """Print a stream as it comes; returns the time of its first delta, 0 if there was none.
+    """Print a stream as it comes. Returns the time of its first delta, 0 without a delta.
 
     `add` prints a delta as text. `on_first` is called before each delta is printed. Raises the
-    stream's error, after a line of text that it cut short was ended.
+    stream's error after it has ended an incomplete line of text.
     """
     shown, first = False, 0.0
     try:
@@ -68,7 +68,7 @@ def _delta_as_json(delta: Delta, choices: int) -> dict[str, Any]:
 
 
 def result_as_json(result: Result, choices: int = 1) -> dict[str, Any]:
-    """The last line of a stream as JSON, one for each choice."""
+    """Returns the last line of a stream for JSON; each choice has such a line."""
     return {
         **({"index": result.index} if choices > 1 else {}),
         "done": True,
@@ -85,7 +85,7 @@ def result_as_json(result: Result, choices: int = 1) -> dict[str, Any]:
 
 
 def answer_as_json(result: Result) -> dict[str, Any]:
-    """The answer of a job that is a call: its fields, and its numbers as `vectors`."""
+    """Returns the answer of a job that is a call: its fields, and its numbers as `vectors`."""
     from mlxpool.client import Vectors
 
     answer = result.answer
@@ -95,9 +95,10 @@ def answer_as_json(result: Result) -> dict[str, Any]:
 
 
 def figures(result: Result, seconds: float, streamed: float) -> str:
-    """One line about a finished completion; times are seconds, `streamed` since the first token.
+    """Returns one line about a finished completion; `seconds` is its time.
 
-    A worker reports the decode time of its own tokens only, which is too short after a failover.
+    `streamed` is the seconds since the first token. A worker reports only the decode time of its
+    own tokens, which is too short after a failover.
     """
     generated = result.usage.get("completion_tokens", 0)
     decode = max(streamed, result.timings_ms.get("decode", 0.0) / 1000)
@@ -111,7 +112,7 @@ def figures(result: Result, seconds: float, streamed: float) -> str:
 
 
 def figures_of(choices: Choices, seconds: float, streamed: float) -> str:
-    """As `figures`, about all choices of a prompt; about a single one the same."""
+    """Returns the line of `figures` for all choices of a prompt."""
     if len(choices) == 1:
         return figures(choices[0], seconds, streamed)
     usage = choices.usage
@@ -123,18 +124,18 @@ def figures_of(choices: Choices, seconds: float, streamed: float) -> str:
 
 
 class ChoicesOutput:
-    """Prints choice 0 as it comes, and the others behind it when all have ended.
+    """Prints choice 0 as it comes, and the other choices after it when all have ended.
 
     A single choice has no title.
     """
 
     def __init__(self, choices: int, write: Callable[[str], None]) -> None:
         self._write = write
-        self._texts = [""] * choices  # of the later ones
+        self._texts = [""] * choices  # the texts of choices after choice 0
         self._begun = choices == 1
 
     def add(self, delta: Delta) -> None:
-        """Print a delta of choice 0, or keep that of another."""
+        """Print a delta of choice 0, or keep a delta of another choice."""
         if not self._begun:
             self._begun = True
             self._write(_title(0))
@@ -144,11 +145,11 @@ class ChoicesOutput:
             self._write(delta.text)
 
     def end(self) -> None:
-        """Print the others: all have ended."""
+        """Print the other choices, after all have ended."""
         for index, text in enumerate(self._texts[1:], 1):
             self._write(f"\n{_title(index)}{text}")
 
 
 def _title(index: int) -> str:
-    """The line in front of a choice."""
+    """Returns the line before a choice."""
     return f"--- choice {index}\n"

@@ -19,11 +19,12 @@ from mlxpool.common.options import CHECKS, FLAGS, MAX_DEADLINE_MS
 if TYPE_CHECKING:
     from mlxpool.client import Client
 
-BROKER_GRACE = 10.0  # seconds; shorter than the client's own, for a person waits
-# Seconds until a broker that completes no handshake counts as gone: a command says so within one
-# second. The broker's thread answers between two turns of its loop, over tcp in four round trips.
+BROKER_GRACE = 10.0  # seconds; shorter than the client's own, because a person waits
+# Seconds until a broker that completes no handshake counts as gone, so that a command fails within
+# one second. The broker's thread answers between two turns of its loop, over tcp in four round
+# trips.
 IPC_GRACE, TCP_GRACE = 0.5, 0.75
-TICK = 0.05  # seconds between two looks whether that time is over
+TICK = 0.05  # seconds between two checks of that time
 
 
 def add_connect_timeout(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +33,7 @@ def add_connect_timeout(parser: argparse.ArgumentParser) -> None:
         "--connect-timeout",
         type=seconds,
         metavar="SECONDS",
-        help="wait so long for a broker that is not there yet (default: not at all)",
+        help="time to wait for a broker that does not answer yet (default: none)",
     )
 
 
@@ -52,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--format",
         type=format_of,
         metavar="json|FILE",
-        help="answer with a JSON object, or as the JSON schema or the format in a file says",
+        help="answer with a JSON object, or by the JSON schema or the format in a file",
     )
     parser.add_argument(
         "--deadline", type=seconds, metavar="SECONDS", help="give up after this time"
@@ -65,10 +66,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def take_prompt(options: argparse.Namespace, rest: list[str]) -> bool:
-    """Take the prompt from the arguments that argparse left over; returns whether it could.
+    """Take the prompt from the arguments that argparse left over. Returns whether there was one.
 
-    In `run MODEL --chat PROMPT`, and in `submit`, the argparse of Python 3.11 takes the prompt for
-    absent at MODEL.
+    In `run MODEL --chat PROMPT`, and in `submit`, the argparse of Python 3.11 decides at MODEL that
+    the prompt is absent.
     """
     missing = options.prompt is None and len(rest) == 1
     if not missing or (rest[0].startswith("-") and rest[0] != "-"):
@@ -78,7 +79,7 @@ def take_prompt(options: argparse.Namespace, rest: list[str]) -> bool:
 
 
 def seconds(text: str) -> float:
-    """A time of a flag. Raises ArgumentTypeError outside its bounds."""
+    """Returns the seconds in a flag. Raises ArgumentTypeError if they are out of bounds."""
     value = float(text)
     if not 0 < value <= MAX_DEADLINE_MS / 1000:
         most = MAX_DEADLINE_MS // 1000
@@ -87,25 +88,25 @@ def seconds(text: str) -> float:
 
 
 def format_of(text: str) -> dict[str, Any]:
-    """The option `format` of a flag. Raises ArgumentTypeError for a file that has none."""
+    """Returns the option `format` of a flag. Raises ArgumentTypeError if the file has no format."""
     if text == "json":
         return {"type": "json"}
     try:
-        found = json.loads(Path(text).read_text("utf-8"))
+        value = json.loads(Path(text).read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{text}: {error}") from None
-    given = found.get("type") if isinstance(found, dict) else None
-    whole = isinstance(given, str) and given in KEYS  # no type of JSON has such a name
+    kind = value.get("type") if isinstance(value, dict) else None
+    whole = isinstance(kind, str) and kind in KEYS  # no type of a JSON schema has such a name
     try:
-        return check_format("format", found if whole else {"type": "json_schema", "schema": found})
+        return check_format("format", value if whole else {"type": "json_schema", "schema": value})
     except BadRequest as error:
         raise argparse.ArgumentTypeError(f"{text}: {error.message}") from None
 
 
 def options_of(flags: argparse.Namespace) -> dict[str, Any]:
-    """The options of `generate` that flags give; None: not given.
+    """Returns the options of `generate` in flags; None for an absent flag.
 
-    Raises BadRequest naming the flag, its value and its bound, as the broker would for the option.
+    Raises BadRequest naming the flag, its value and its bound.
     """
     options = {name: getattr(flags, name) for name in CHECKS if hasattr(flags, name)}
     for name, value in options.items():
@@ -119,14 +120,14 @@ def options_of(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def shown_form(options: argparse.Namespace) -> Callable[[str], str]:
-    """What makes a model's text printable: escapes for a terminal, nothing for a file or a pipe."""
+    """Returns the function that makes a model's text printable: escapes only for a terminal."""
     return escape_text if sys.stdout.isatty() and not options.raw else str
 
 
 def check_broker(options: argparse.Namespace) -> None:
-    """Raises BrokerLost at once where no broker can be; with --connect-timeout one may be to come.
+    """Raises BrokerLost at once if no broker can answer, except with --connect-timeout.
 
-    Raises BadRequest for a malformed endpoint.
+    Raises BadRequest if the endpoint is malformed.
     """
     target = target_of(options, "front")
     endpoint = target.endpoint_of("front")
@@ -135,8 +136,8 @@ def check_broker(options: argparse.Namespace) -> None:
 
 
 def client_of(options: argparse.Namespace) -> Client:
-    """A client of the broker that the flags name. Raises as `check_broker` does."""
-    # Here and not above: commands that only show help start faster without.
+    """Returns a client of the broker in the flags. Raises the errors of `check_broker`."""
+    # Imported here, so that commands that only show help start faster.
     from mlxpool.client import Client, Pace
 
     check_broker(options)
@@ -154,15 +155,15 @@ def client_of(options: argparse.Namespace) -> Client:
 
 
 def admin_target_of(options: argparse.Namespace) -> Target | None:
-    """Where to ask for the progress of a load.
+    """Returns the target to ask for the progress of a load.
 
-    None if --endpoint names the front of a broker elsewhere: its admin endpoint is not known.
+    None if --endpoint names the front of a remote broker, whose admin endpoint is unknown.
     """
     return None if getattr(options, "endpoint", None) else options.admin_target
 
 
 def decode_utf8(read: bytes) -> str:
-    """The text of standard input. Raises ValueError for bytes that are no UTF-8."""
+    """Returns the text of standard input. Raises ValueError if the bytes are not UTF-8."""
     try:
         return read.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -11,8 +11,8 @@ from typing import TextIO
 from mlxpool.cli.columns import GAP, Column, Table, fitted, joined
 from mlxpool.common.escapes import escape_line
 
-UNBOUNDED = 10_000  # columns of what is no terminal, so that nothing is left out
-STATES = {  # of workers, models and requests
+UNBOUNDED = 10_000  # columns of a file or a pipe, so that nothing is left out
+STATES = {  # colours of the states of workers, models and requests
     "ready": "green",
     "streaming": "green",
     "assigned": "cyan",
@@ -33,29 +33,29 @@ STATES = {  # of workers, models and requests
 }
 DUMB = frozenset({"dumb", "unknown"})  # values of $TERM: a terminal without control sequences
 FONTS = frozenset({"bold", "dim"})
-CODES = {  # of ECMA-48
+CODES = {  # codes of ECMA-48
     "bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36",
 }  # fmt: skip
 HEAD, ERROR, NOTE = "bold", "bold red", "dim"
 
 Cells = Sequence[str]
-# Takes a text and names of CODES, such as `bold red`; returns the text as a terminal takes it.
+# Takes a text and names of CODES, such as `bold red`. Returns the text with control sequences.
 Paint = Callable[[str, str], str]
 BAR = 24  # characters of a progress bar
 
 
 def plain(text: str, style: str) -> str:
-    """The text as it is."""
+    """Returns the text unchanged."""
     return text
 
 
 def takes_controls(stream: TextIO) -> bool:
-    """Whether a stream is a terminal that can move its cursor and clear what it shows."""
+    """Returns whether a stream is a terminal that can move its cursor and clear its text."""
     return stream.isatty() and os.environ.get("TERM", "").lower() not in DUMB
 
 
 def paint_of(stream: TextIO) -> Paint:
-    """What colours text on a stream: a terminal gets ANSI codes, with $NO_COLOR none of colours."""
+    """Returns the function that adds ANSI codes for a terminal; with $NO_COLOR no colours."""
     if not takes_controls(stream):
         return plain
     shown = {name: code for name, code in CODES.items() if name in FONTS or not no_color()}
@@ -68,19 +68,19 @@ def paint_of(stream: TextIO) -> Paint:
 
 
 def no_color() -> bool:
-    """Whether the user wants no colours (https://no-color.org)."""
+    """Returns whether the user has turned off colours (https://no-color.org)."""
     return bool(os.environ.get("NO_COLOR"))
 
 
 def width_of(stream: TextIO) -> int:
-    """The columns of a terminal; UNBOUNDED of what is none."""
+    """Returns the columns of a terminal; UNBOUNDED for another stream."""
     return shutil.get_terminal_size().columns if stream.isatty() else UNBOUNDED
 
 
 def table_lines(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, paint: Paint
 ) -> list[str]:
-    """The lines of a table that fits a width: the head is bold, states have their colours."""
+    """Returns the lines of a table that fits a width: the head is bold, states have colours."""
     table = fitted(columns, rows, width)
     head = (" " * GAP).join(table.head()).rstrip()
     return [paint(head, HEAD), *(_row(table, row, paint) for row in table.rows)]
@@ -98,7 +98,7 @@ def _row(table: Table, row: Sequence[str], paint: Paint) -> str:
 def left_out(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, paint: Paint
 ) -> list[str]:
-    """Lines that name the columns for which the terminal is too narrow; none if it is not."""
+    """Returns lines that name the left-out columns of a narrow terminal; [] if all columns fit."""
     first, *others = fitted(columns, rows, width).left_out or [""]
     notes = joined([f"no room in {width} columns for {first}", *others], width)
     return [paint(note, NOTE) for note in notes] if first else []
@@ -113,7 +113,7 @@ def print_table(
     notes: Sequence[str] = (),
     width: int | None = None,
 ) -> None:
-    """Print a table between lines above and below it. `width` None: that of standard output."""
+    """Print a table between lines above and below it. `width` None: the width of the output."""
     paint = paint_of(sys.stdout)
     width = width_of(sys.stdout) if width is None else width
     lines = [
@@ -127,21 +127,21 @@ def print_table(
 
 
 def bar(share: float) -> str:
-    """A progress bar, and the share in percent, rounded down."""
+    """Returns a progress bar, and the share in percent, rounded down."""
     share = min(1.0, max(0.0, share))
     filled = int(share * BAR)
     return f"[{'#' * filled}{'.' * (BAR - filled)}] {int(100 * share)} %"
 
 
 def in_one_line(text: str, width: int) -> str:
-    """The text, or as much as a line of `width` characters has room for; reasons go first."""
+    """Returns the part of a text that fits a line of `width` characters; parentheses go first."""
     if len(text) >= width:
         text = text.partition(" (")[0]
     return text if len(text) < width else f"{text[: width - 2]}…"
 
 
 class StatusLine:
-    """One line of standard error that is written over, if its terminal can; else nothing."""
+    """One line of standard error that is overwritten; no output without such a terminal."""
 
     def __init__(self) -> None:
         self.live = takes_controls(sys.stderr)

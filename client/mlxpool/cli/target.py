@@ -1,4 +1,4 @@
-"""The broker that a command talks to: its flags, its environment variables, its endpoint."""
+"""The target of a command, a broker: its flags, its environment variables, its endpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_flags(
 ) -> None:
     """Add `--endpoint`, `--server-key` and, if `with_key`, `--key`.
 
-    `several`: the first two may be repeated, for several brokers (`targets_of`).
+    With `several` the first two may be repeated, for several brokers (`targets_of`).
     """
     action, ending = ("append", "s") if several else ("store", "")
     repeated = "; may be repeated: one gateway for several pools" if several else ""
@@ -36,7 +36,7 @@ def add_flags(
         dest=f"endpoint{ending}",
         default=argparse.SUPPRESS,
         help="the broker's endpoint for this command, such as tcp://pool:7200 (default: the local"
-        f" broker's; ${front}, ${admin} for what operators ask,"
+        f" broker's; ${front}, ${admin} for commands of operators,"
         f" ${back} for `worker`){repeated}",
     )
     parser.add_argument(
@@ -67,14 +67,14 @@ class Target(Struct, frozen=True):
     key: str | None = None
 
     def credentials(self) -> Credentials | None:
-        """The CURVE keys; None without keys. Raises BadKey for keys that cannot be used."""
+        """Returns the CURVE keys; None without keys. Raises BadKey if a key cannot be used."""
         return Credentials.of(self.server_key, self.key)
 
     def endpoint_of(self, socket: str) -> str:
-        """The endpoint given, or the local broker's ipc endpoint of this socket.
+        """Returns the given endpoint, or the local broker's ipc endpoint of this socket.
 
-        Raises BadRequest for a malformed endpoint, ValueError for a run directory whose path is too
-        long for a socket.
+        Raises BadRequest if the endpoint is malformed, and ValueError if the path of the run
+        directory is too long for a socket.
         """
         if not self.endpoint:
             return sockets.ipc(self.run_dir, socket)
@@ -84,7 +84,7 @@ class Target(Struct, frozen=True):
 
 
 def targets_of(options: argparse.Namespace, socket: str) -> list[Target]:
-    """The targets that repeated flags name; that of `target_of` without any.
+    """Returns the targets of repeated flags; without them the target of `target_of`.
 
     Raises BadRequest unless there is one server key for all endpoints, or one for each.
     """
@@ -97,17 +97,17 @@ def targets_of(options: argparse.Namespace, socket: str) -> list[Target]:
         )
     if len(server_keys) == 1:
         server_keys *= len(endpoints)
-    given = vars(options)
+    flags = vars(options)
     return [
-        target_of(argparse.Namespace(**{**given, "endpoint": one, "server_key": key}), socket)
-        for one, key in zip(endpoints, server_keys, strict=True)
+        target_of(argparse.Namespace(**{**flags, "endpoint": endpoint, "server_key": key}), socket)
+        for endpoint, key in zip(endpoints, server_keys, strict=True)
     ]
 
 
 def target_of(options: argparse.Namespace, socket: str) -> Target:
-    """The target that flags or the environment name, for one of the broker's sockets.
+    """Returns the target in flags or the environment, for one of the broker's sockets.
 
-    A local broker, with --run-dir or without any endpoint, is asked without keys.
+    A local broker (with --run-dir, or without an endpoint) is asked without keys.
     """
     run_dir: Path = options.run_dir
     endpoint = getattr(options, "endpoint", None)

@@ -14,13 +14,13 @@ from mlxpool.cli.style import takes_controls, width_of
 ENTER_SCREEN = "\x1b[?1049h\x1b[?25l"  # the alternate screen, without a cursor
 LEAVE_SCREEN = "\x1b[?25h\x1b[?1049l"
 HOME, CLEAR_LINE, CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
-ALL_LINES = 10_000  # of what has no bound
+ALL_LINES = 10_000  # lines of an output without a bound
 
 
 class Screen:
-    """Standard output, be it a terminal (`live`) or not, and the keys of a terminal's input.
+    """Standard output, which is `live` if it is a terminal, and the keys of a terminal's input.
 
-    A terminal that takes no control sequences (TERM=dumb) is not live: pages follow each other.
+    A terminal without control sequences (TERM=dumb) is not live: pages follow each other.
     """
 
     def __init__(self) -> None:
@@ -29,14 +29,14 @@ class Screen:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Columns and lines; so many that nothing is cut where pages are not drawn in place."""
+        """Columns and lines; large enough for any page if pages are not drawn in place."""
         if not self.live:
             return width_of(sys.stdout), ALL_LINES
         now = shutil.get_terminal_size()
         return now.columns, now.lines
 
     def show(self, text: str) -> None:
-        """Draw a page over the last one; without a terminal print it below."""
+        """Draw a page over the last page; without a terminal print it below."""
         if not self.live:
             print(text, end="\n\n", flush=True)
             return
@@ -46,7 +46,7 @@ class Screen:
         sys.stdout.flush()
 
     def pressed_keys(self) -> str:
-        """The keys pressed since the last call."""
+        """Returns the keys that were pressed since the last call."""
         if not self.keys or not select.select([sys.stdin], [], [], 0)[0]:
             return ""
         return os.read(sys.stdin.fileno(), 64).decode(errors="replace")
@@ -54,7 +54,7 @@ class Screen:
 
 @contextlib.contextmanager
 def screen() -> Iterator[Screen]:
-    """A screen for the time of a `with`, which restores the terminal at its end."""
+    """Yields a screen; restores the terminal at the end of the `with` block."""
     shown = Screen()
     before = _read_single_keys() if shown.keys else None
     if shown.live:

@@ -1,4 +1,4 @@
-"""The admin socket's `watch`: a snapshot of the pool each second, for `top` and `stats --watch`."""
+"""Subscribes to `watch`: a snapshot of the pool each second, for `top` and `stats --watch`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ KEY_INTERVAL = 0.1  # seconds between two reads of the keyboard
 
 
 class Subscription(Closing):
-    """A `watch` subscription that renews itself; belongs to one thread."""
+    """A `watch` subscription that renews itself, for one thread."""
 
     def __init__(self, target: Target) -> None:
-        """Raises BadKey for keys that cannot be used."""
+        """Raises BadKey if a key cannot be used."""
         self._target = target
         self._endpoint = target.endpoint_of("admin")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -41,7 +41,7 @@ class Subscription(Closing):
         self._lost_at = time.monotonic() + FIRST_TIMEOUT
 
     def next(self, seconds: float) -> dict[str, Any] | None:
-        """The next snapshot, or None when none comes within `seconds`.
+        """Returns the next snapshot; None if none comes within `seconds`.
 
         Raises BrokerLost naming the endpoint after FIRST_TIMEOUT or NEXT_TIMEOUT, and the error
         that the broker answers with.
@@ -77,7 +77,7 @@ class Subscription(Closing):
 
 
 def snapshots(target: Target, count: int = 0) -> Iterator[dict[str, Any]]:
-    """`count` snapshots, a second apart; 0: without end."""
+    """Yields `count` snapshots, a second apart; 0: without end."""
     with Subscription(target) as subscription:
         seen = 0
         while not count or seen < count:
@@ -88,15 +88,15 @@ def snapshots(target: Target, count: int = 0) -> Iterator[dict[str, Any]]:
 
 
 class View(Protocol):
-    """What keys choose, and what of the snapshots is shown."""
+    """The pages of snapshots, which keys control."""
 
     def press(self, keys: str) -> bool:
-        """Apply pressed keys; returns False to end."""
+        """Apply pressed keys. Returns False to end."""
 
     def take(self, snapshot: Mapping[str, Any]) -> None: ...
 
     def page(self, columns: int, height: int, *, keys: bool, paint: Paint) -> str:
-        """The page; "" if there is none yet. With `keys` it names the keys."""
+        """Returns the page; "" if there is none yet. With `keys` it names the keys."""
 
 
 def show_pages(target: Target, count: int, view: View) -> None:

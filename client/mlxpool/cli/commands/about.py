@@ -14,9 +14,9 @@ SHELLS = ("bash", "zsh", "fish")
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     """Add `help`, `version` and `completion`."""
     parser = commands.add_parser(
-        "help", parents=[common], help="show the commands, or the options of one"
+        "help", parents=[common], help="show the commands, or the options of a command"
     )
-    parser.add_argument("words", metavar="COMMAND", nargs="*", help="such as `run`, `config show`")
+    parser.add_argument("words", metavar="COMMAND", nargs="*", help="`run`, `config show`, …")
     parser.set_defaults(run=show_help)
     commands.add_parser("version", parents=[common], help="print the version").set_defaults(
         run=show_version
@@ -24,16 +24,16 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "completion",
         parents=[common],
-        help="print a script by which a shell completes this command line",
+        help="print a script that completes this command line in a shell",
         description='For this session: `eval "$(mlxpool completion bash)"`, or with zsh;'
-        " `mlxpool completion fish | source`. docs/cli.md says where the script can stay.",
+        " `mlxpool completion fish | source`. docs/cli.md shows how to install the script.",
     )
     parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
     parser.set_defaults(run=complete)
 
 
 def show_help(options: argparse.Namespace) -> int:
-    """Print the help; an unknown command ends with exit code 2, as it does without `help`."""
+    """Print the help; an unknown command ends with exit code 2."""
     arguments = [*options.words, "--help"]
     options.whole_parser(arguments).parse_args(arguments)
     return 0
@@ -53,7 +53,7 @@ def complete(options: argparse.Namespace) -> int:
 
 
 def script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The script for one of SHELLS."""
+    """Returns the script for one of SHELLS."""
     import shtab  # only this command needs it
 
     return str(shtab.complete(parser, shell=shell))

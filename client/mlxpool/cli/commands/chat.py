@@ -1,4 +1,4 @@
-"""`mlxpool chat`: a conversation in the terminal. Ctrl-C ends an answer, Ctrl-D the whole."""
+"""`mlxpool chat`: a conversation in the terminal. Ctrl-C ends an answer, Ctrl-D the chat."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ PROMPT, CONTINUED = ">>> ", "... "
 FENCE = '"""'  # begins and ends a message of several lines
 HINT = f"Send a message; /? lists commands, {FENCE} begins and ends several lines."
 HELP = """\
-/? or /help            this
-/set OPTION VALUE      an option of the answers, such as /set temperature 0.2
-/set system TEXT       the system's message from now on; without TEXT: none
-/set think, nothink    whether the model thinks; /set think low: how much
-/set verbose, quiet    whether figures follow each answer
-/set                   what is set
-/unset OPTION          the default again
-/image FILE            an image for the next message; may be repeated
-/clear                 forget the conversation, but for the system's message
-/bye or /quit          the end, as Ctrl-D is
-Ctrl-C ends the answer under way.
+/? or /help            show this help
+/set OPTION VALUE      set an option of the answers, such as /set temperature 0.2
+/set system TEXT       set the system's message from now on; without TEXT: none
+/set think, nothink    turn thinking on or off; /set think low: its effort
+/set verbose, quiet    turn the figures after each answer on or off
+/set                   show the options that are set
+/unset OPTION          restore the default of an option
+/image FILE            add an image to the next message; may be repeated
+/clear                 forget the conversation, except the system's message
+/bye or /quit          end the conversation, as Ctrl-D does
+Ctrl-C ends the running answer.
 Three quotation marks begin and end a message of several lines.
 A line that begins with // is sent with one / less."""
 ENDS = frozenset({"/bye", "/quit", "/exit"})
 BOOLEANS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
-LEVELS = ("low", "medium", "high")  # of thinking
+LEVELS = ("low", "medium", "high")  # effort of thinking
 
 Read = Callable[[str], str | None]  # a line, for a prompt; None at the end of the input
 
 
 def read_message(read: Read) -> str | None:
-    """The next message or command; None at the end. FENCE begins and ends one of several lines."""
+    """Reads a message or command; None at the end. FENCE is around a message of several lines."""
     line = read(PROMPT)
     if line is None or not line.lstrip().startswith(FENCE):
         return line
@@ -67,49 +67,49 @@ def read_message(read: Read) -> str | None:
         lines.append(line)
     lines[-1] = lines[-1].rstrip().removesuffix(FENCE)
     text = "\n".join(lines).strip("\n")
-    return f"/{text}" if text.startswith("/") else text  # it is no command
+    return f"/{text}" if text.startswith("/") else text  # // begins a text, / a command
 
 
 class Conversation(Struct, eq=False):
     """The messages so far, the system message, and the options of answers.
 
-    `attached`: images for the next message, the contents of their files.
+    `attached` are the images of the next message, as the contents of their files.
     """
 
     system: str = ""
-    options: dict[str, Any] = field(default_factory=dict)  # of `generate`; None: not set
-    verbose: bool = False  # whether figures follow each answer
+    options: dict[str, Any] = field(default_factory=dict)  # for `generate`; None: not set
+    verbose: bool = False  # True if figures follow each answer
     turns: list[dict[str, Any]] = field(default_factory=list)
     attached: list[bytes] = field(default_factory=list)
 
     def messages(self, text: str) -> list[dict[str, Any]]:
-        """The messages to send for the next text of the user.
+        """Returns the messages to send for the next text of the user.
 
-        Raises TooLarge if their texts are longer than the messages of a request can be.
+        Raises TooLarge if their texts are too long for a request.
         """
         first = [{"role": "system", "content": self.system}] if self.system else []
-        every = [*first, *self.turns, self._asked(text)]
-        whole, own = sum(map(_text_bytes, every)), _text_bytes(every[-1])
+        messages = [*first, *self.turns, self._user_message(text)]
+        whole, own = sum(map(_text_bytes, messages)), _text_bytes(messages[-1])
         if whole > MAX_BODY:
             before, remedy = "", ""
             if whole > own:
                 before = f", with the conversation {whole:,}"
-                remedy = "; /clear forgets what was said before"
+                remedy = "; /clear forgets the conversation"
             raise TooLarge(
                 f"the message has {own:,} bytes{before}; at most {MAX_BODY:,} are taken: send a"
                 f" shorter text{remedy}"
             )
-        return every
+        return messages
 
     def keep(self, text: str, answer: str) -> None:
-        """Add a text and its answer; of a cancelled answer the part that the user has read."""
-        self.turns.append(self._asked(text))
+        """Add a text and its answer; a cancelled answer is the part that the user has read."""
+        self.turns.append(self._user_message(text))
         self.turns.append({"role": "assistant", "content": answer})
         self.attached.clear()
 
     def attach(self, file: str) -> None:
-        """Read an image, which goes with the next message. Raises BadRequest and TooLarge."""
-        # Here and not above: the help of commands needs no client.
+        """Read an image for the next message. Raises BadRequest and TooLarge."""
+        # Imported here, because the help of commands needs no client.
         from mlxpool.client.request import read_images
 
         parts = [part for turn in self.turns for part in turn["content"]]
@@ -121,15 +121,15 @@ class Conversation(Struct, eq=False):
             )
         self.attached.extend(read_images([expanded(file)]))
 
-    def _asked(self, text: str) -> dict[str, Any]:
-        """A message of the user, with the attached images in front of its text."""
+    def _user_message(self, text: str) -> dict[str, Any]:
+        """Returns a message of the user, with the attached images before its text."""
         if not self.attached:
             return {"role": "user", "content": text}
         parts = [{"type": "image", "image": image} for image in self.attached]
         return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
     def command(self, line: str) -> str | None:
-        """Run a line that begins with /; returns what to tell the user, None to end."""
+        """Run a line that begins with /. Returns the reply to the user; None to end."""
         name, _, rest = line.strip().partition(" ")
         rest = rest.strip()
         if name in ENDS:
@@ -162,7 +162,7 @@ class Conversation(Struct, eq=False):
         count = len(self.attached)
         return f"the next message has {count} image{'s' * (count > 1)}"
 
-    # ---- what is set ---------------------------------------------------------------------------
+    # ---- options -------------------------------------------------------------------------------
 
     def _set(self, words: str) -> str:
         name, _, value = words.removeprefix("parameter ").strip().partition(" ")
@@ -195,22 +195,22 @@ class Conversation(Struct, eq=False):
         return "the model thinks" if name == "think" else "the model does not think"
 
     def _settings(self) -> str:
-        given = {name: value for name, value in self.options.items() if value is not None}
-        lines = [f"{name} {escape_line(_typed(value))}" for name, value in given.items()]
+        values = {name: value for name, value in self.options.items() if value is not None}
+        lines = [f"{name} {escape_line(_typed(value))}" for name, value in values.items()]
         lines += [f"system {escape_line(self.system)}"] * bool(self.system)
         lines += ["verbose"] * self.verbose
         return "\n".join(lines) or "nothing is set: options have their defaults"
 
 
 def _text_bytes(message: Mapping[str, Any]) -> int:
-    """Bytes of UTF-8 of a message's texts."""
+    """Returns the bytes in UTF-8 of a message's texts."""
     content = message["content"]
     parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
     return sum(len(part.encode("utf-8", "surrogatepass")) for part in parts)
 
 
 def _typed(value: Any) -> str:
-    """A value of an option in the form in which a user types it."""
+    """Returns the value of an option as a user types it."""
     if isinstance(value, str):
         return value
     if isinstance(value, (list, tuple)):
@@ -219,7 +219,7 @@ def _typed(value: Any) -> str:
 
 
 def _option(name: str) -> str:
-    """The name of an option that can be set. Raises BadRequest."""
+    """Returns the name of an option. Raises BadRequest if it cannot be set."""
     if name not in FLAGS:
         known = [*FLAGS, "system", "think", "nothink", "verbose", "quiet"]
         hint = did_you_mean(name, known) or f"; known: {', '.join(known)}"
@@ -228,7 +228,7 @@ def _option(name: str) -> str:
 
 
 def read_option(name: str, text: str) -> Any:
-    """The value of an option that a text gives. Raises BadRequest naming its bounds."""
+    """Returns the value of an option in a text. Raises BadRequest naming its bounds."""
     kind = FLAGS[_option(name)][0]
     if not text:
         raise BadRequest(f"/set {name} needs a value")
@@ -253,8 +253,8 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "chat",
         parents=[common],
         help="talk with a model in the terminal",
-        description="A conversation: the model sees what was said before. Without a terminal each"
-        " line of standard input is a message. /? lists what else can be typed.",
+        description="A conversation: the model sees the earlier messages. Without a terminal each"
+        " line of standard input is a message. /? lists the commands that can be typed.",
     )
     parser.add_argument("model", metavar="MODEL", help="a name that `mlxpool models` shows")
     parser.add_argument("--system", metavar="TEXT", help="the system's message")
@@ -263,7 +263,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         metavar="FILE",
         action="append",
         default=[],
-        help="an image in front of the first message; may be repeated",
+        help="an image before the first message; may be repeated",
     )
     add_options(parser)
     add_connect_timeout(parser)
@@ -304,7 +304,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def typed_line(prompt: str) -> str | None:
-    """A line that the user types; None at Ctrl-D. Raises KeyboardInterrupt."""
+    """Returns a line that the user types; None at Ctrl-D. Raises KeyboardInterrupt."""
     try:
         return input(prompt)
     except EOFError:
@@ -313,7 +313,7 @@ def typed_line(prompt: str) -> str | None:
 
 
 def read_line(prompt: str) -> str | None:
-    """A line of standard input without its end; None after the last. Raises ValueError."""
+    """Returns a line of standard input without its end; None after the last. Raises ValueError."""
     line = sys.stdin.buffer.readline()
     return decode_utf8(line).rstrip("\r\n") if line else None
 
@@ -321,7 +321,7 @@ def read_line(prompt: str) -> str | None:
 def _edit_lines() -> None:
     """Give `input` arrow keys and a history, if the terminal and this Python can.
 
-    A text of several lines that is pasted is then one message.
+    Then a pasted text of several lines is one message.
     """
     if not takes_controls(sys.stdout):  # readline writes control sequences
         return
@@ -339,7 +339,7 @@ def _tell(note: str) -> None:
 def answer(
     client: Client, options: argparse.Namespace, conversation: Conversation, text: str
 ) -> int:
-    """Print one answer as it arrives; returns 1 if it failed, which does not end the conversation.
+    """Print one answer as it arrives. Returns 1 if it failed; the conversation goes on.
 
     Raises BrokerLost, and KeyboardInterrupt without a terminal.
     """
@@ -378,7 +378,7 @@ def answer(
         _end_line(options, parts)
         painted = paint_of(sys.stderr)("mlxpool:", ERROR)
         print(f"{painted} {error_text(error)}", file=sys.stderr)
-        conversation.attached.clear()  # they may be what was wrong
+        conversation.attached.clear()  # the images may be the cause
         _print_json(options, {"error": error.body()})
         return 1
     now = time.monotonic()

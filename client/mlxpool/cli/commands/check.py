@@ -1,4 +1,4 @@
-"""`mlxpool check`: what a model is, what it needs, what is wrong with it. Needs no broker."""
+"""`mlxpool check`: a model's properties, needs and problems. Needs no broker."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mlxpool.common.escapes import escape_line
 from mlxpool.common.records import as_map
 
 SOUND, UNSOUND = 0, 1
-MAX_SHOWN = 40  # problems; a wrong size in config.json makes one of every tensor
-DIAGNOSE_MODULE = "mlxpool.worker.diagnose.check"  # a process: the client imports no worker
+MAX_SHOWN = 40  # problems; a wrong size in config.json causes one for every tensor
+DIAGNOSE_MODULE = "mlxpool.worker.diagnose.check"  # runs as a process: the client imports no worker
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -27,21 +27,24 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "check",
         parents=[common],
         help="examine a model without serving it",
-        description="Says what a model is and needs, and everything that is wrong with it. Exit"
-        " code 0: it is sound and can run here; 1: it is not, or cannot.",
+        description="Shows the properties of a model, its needs, and everything that is wrong with"
+        " it. Exit code 0: it is sound and can run here; 1: it is not sound, or cannot run here.",
     )
     parser.add_argument(
         "name", metavar="MODEL", help="a name of the settings, or a folder or a reference"
     )
     parser.add_argument(
-        "--context", type=int, metavar="TOKENS", help="reckon with this context (default: its own)"
+        "--context",
+        type=int,
+        metavar="TOKENS",
+        help="context for which memory is computed (default: the model's own)",
     )
     add_settings(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report; returns the exit code."""
+    """Print the report. Returns the exit code."""
     report = diagnose(options)
     if options.json:
         print(json_text(report))
@@ -52,9 +55,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def diagnose(options: argparse.Namespace) -> dict[str, Any]:
-    """The report of a process with the worker's code, as docs/models.md shows it.
+    """Returns the report of a process with the worker's code, as docs/models.md shows it.
 
-    Raises ValueError for a name that is neither in the settings nor a path.
+    Raises ValueError if the name is neither in the settings nor a path.
     """
     import subprocess
 
@@ -64,7 +67,7 @@ def diagnose(options: argparse.Namespace) -> dict[str, Any]:
         if options.context < 1:
             raise ValueError(f"--context must be at least 1, got {options.context}")
         spec = replace(spec, context=options.context)
-    asked = {
+    question = {
         "name": options.name,
         "model": as_map(spec),
         "machine": True,
@@ -72,7 +75,7 @@ def diagnose(options: argparse.Namespace) -> dict[str, Any]:
     }
     done = subprocess.run(
         [sys.executable, "-P", "-m", DIAGNOSE_MODULE],
-        input=json.dumps(asked) + "\n",
+        input=json.dumps(question) + "\n",
         stdout=subprocess.PIPE,
         text=True,
         check=False,
@@ -97,7 +100,7 @@ def _by_path(text: str, known: Mapping[str, Any]) -> Any:
 
 
 def lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """The report as lines of text."""
+    """Yields the report as lines of text."""
     model, memory, machine = (report.get(part) for part in ("model", "memory", "machine"))
     rows = [("name", report["name"]), ("path", report["path"])]
     if model:
@@ -108,16 +111,16 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
         rows += _machine_rows(machine)
     yield from table(rows)
     yield from (f"note: {words}" for words in report.get("notes", ()))
-    wrong = report["problems"]
+    problems = report["problems"]
     yield ""
-    if wrong:
-        yield f"{len(wrong)} problem{'s' * (len(wrong) > 1)}:"
+    if problems:
+        yield f"{len(problems)} problem{'s' * (len(problems) > 1)}:"
     else:
         notes = "it can be used, see the notes" if report.get("notes") else ""
         yield notes or "nothing is wrong with it"
-    yield from (f"  - {words}" for words in wrong[:MAX_SHOWN])
-    if len(wrong) > MAX_SHOWN:
-        yield f"  … and {len(wrong) - MAX_SHOWN} more, which --json lists"
+    yield from (f"  - {words}" for words in problems[:MAX_SHOWN])
+    if len(problems) > MAX_SHOWN:
+        yield f"  … and {len(problems) - MAX_SHOWN} more, which --json lists"
     if machine and not machine["fits"]:
         yield "it cannot run on this machine:"
         yield from (f"  - {words}" for words in machine["why"])
@@ -139,7 +142,7 @@ def _model_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _encoder_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What only a model that embeds, rates or classifies has."""
+    """Returns the rows that only a model has that embeds, rates or classifies."""
     rows = [("dimensions", f"{model['dimensions']:,}")] if model.get("dimensions") else []
     for key in ("prompts", "labels"):
         if model.get(key):
@@ -151,28 +154,28 @@ def _without_template(model: Mapping[str, Any]) -> str:
     if "dimensions" in model:
         return "none: it generates no text"
     if model["type"] == "counting":
-        return "none: of messages it makes a line each, `ROLE: CONTENT`"
+        return "none: it makes a line of each message, `ROLE: CONTENT`"
     return "none: it takes no messages, only a prompt"
 
 
 def _figure(value: int | None) -> str:
-    """A number as text; "-" for one that is not known before the model is loaded."""
+    """Returns a number as text; "-" if it is unknown until the model is loaded."""
     return "-" if value is None else f"{value:,}"
 
 
 def _kind_of_kv(kv: str) -> str:
-    """What is said of keys and values that are not stored as the model computes them."""
+    """Returns a note if keys and values are not stored as the model computes them, else ""."""
     return "" if kv == "auto" else f", kv = {kv}"
 
 
 def _memory_rows(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
-    many = f"{memory['sequences']} of {memory['context']:,} tokens"
+    sequences = f"{memory['sequences']} of {memory['context']:,} tokens"
     return [
         ("weights in memory", size(memory["weights"])),
         ("cache, a token", f"{size(memory['token'])}{_kind_of_kv(memory['kv'])}"),
         ("cache, constant", size(memory["fixed"])),
         ("cache, a sequence", f"{size(memory['sequence'])} with {memory['context']:,} tokens"),
-        ("cache, all", f"{size(memory['all_sequences'])}, {many}"),
+        ("cache, all", f"{size(memory['all_sequences'])}, {sequences}"),
         ("prefix cache", f"up to {size(memory['prefix_cache'])}"),
         *(
             [("  on disk", f"up to {size(memory['prefix_disk'])}")]

@@ -13,7 +13,7 @@ from mlxpool.common.escapes import escape_line
 if TYPE_CHECKING:
     from mlxpool.client import Decision
 
-SHOWN = 5  # labels of a line, the most probable
+SHOWN = 5  # the most labels of a line
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -27,20 +27,22 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "questions",
         metavar="QUESTION",
         nargs="*",
-        help="questions about the text; without any the text ends with one",
+        help="questions about the text; without any, the text itself ends with a question",
     )
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument(
         "--choice",
         action="append",
         metavar="LABEL",
-        help="a label of which one is picked; give several (default: yes or no)",
+        help="a possible answer; give several (default: yes or no)",
     )
     kinds.add_argument(
         "--scale", type=scale, metavar="LOW-HIGH", help="answer with a whole number, as 1-10"
     )
     parser.add_argument(
-        "--temperature", type=float, help="above 1: less sure, below 1: surer (default 1)"
+        "--temperature",
+        type=float,
+        help="above 1 flattens the probabilities, below 1 sharpens them (default 1)",
     )
     parser.add_argument(
         "--deadline", type=seconds, metavar="SECONDS", help="give up after this time"
@@ -50,7 +52,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def scale(text: str) -> range:
-    """The numbers of a scale. Raises ArgumentTypeError for what is no LOW-HIGH."""
+    """Returns the numbers of a scale. Raises ArgumentTypeError if the text is not LOW-HIGH."""
     low, _, high = text.partition("-")
     if not low.isdecimal() or not high.isdecimal() or int(low) >= int(high):
         raise argparse.ArgumentTypeError(f"must be two numbers such as 1-10, got {text}")
@@ -58,14 +60,14 @@ def scale(text: str) -> range:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a line for each question: its labels with their probabilities, the greatest first."""
+    """Print a line for each question: its labels and probabilities, the most probable first."""
     prompt = options.prompt
     if prompt == "-":
         prompt = decode_utf8(sys.stdin.buffer.read())
     choices = options.choice or options.scale
     deadline = options.deadline
     with client_of(options) as client:
-        found = client.decide_all(
+        decisions = client.decide_all(
             options.model,
             prompt,
             [(question, choices) for question in options.questions or [""]],
@@ -75,22 +77,22 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         rows = [
             {
-                "answer": _shown(one.answer),
-                "labels": [_shown(label) for label in one.probabilities],
-                "probabilities": list(one.probabilities.values()),
-                "outside": one.outside,
+                "answer": _shown(decision.answer),
+                "labels": [_shown(label) for label in decision.probabilities],
+                "probabilities": list(decision.probabilities.values()),
+                "outside": decision.outside,
             }
-            for one in found
+            for decision in decisions
         ]
-        print(json_text({"decisions": rows, "usage": found.usage}))
+        print(json_text({"decisions": rows, "usage": decisions.usage}))
         return 0
-    for question, decision in zip(options.questions or [""], found, strict=True):
+    for question, decision in zip(options.questions or [""], decisions, strict=True):
         print(escape_line(f"{_line(decision)}{question and ': '}{question}"))
     return 0
 
 
 def _line(decision: Decision) -> str:
-    best = sorted(decision.probabilities.items(), key=lambda one: -one[1])
+    best = sorted(decision.probabilities.items(), key=lambda item: -item[1])
     shares = [f"{_shown(label)} {share:.3f}" for label, share in best[:SHOWN]]
     return ", ".join([*shares, f"outside {decision.outside:.3f}"])
 

@@ -1,4 +1,4 @@
-"""`mlxpool embed`, `rerank` and `classify`: what encoder models answer, from arguments or stdin."""
+"""`mlxpool embed`, `rerank` and `classify`: answers of encoder models to arguments or stdin."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from mlxpool.cli.formatting import count, json_text, table
 from mlxpool.cli.request_flags import add_connect_timeout, client_of, decode_utf8, seconds
 from mlxpool.common.escapes import escape_line
 
-TEXTS_HELP = "texts; none, or -: the lines of standard input"
+TEXTS_HELP = "texts; without any, or with -, the lines of standard input"
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     """Add `embed`, `rerank` and `classify`."""
     embed = _add(commands, common, "embed", "print a vector for each text")
     embed.add_argument("texts", metavar="TEXT", nargs="*", help=TEXTS_HELP)
-    embed.add_argument("--dimensions", type=count, help="keep so many numbers of a vector")
+    embed.add_argument("--dimensions", type=count, help="the number of kept dimensions of a vector")
     embed.add_argument(
         "--normalise",
         action=argparse.BooleanOptionalAction,
-        help="whether vectors have the length 1 (default: as the model has it)",
+        help="give vectors the length 1 (default: as set for the model)",
     )
     embed.add_argument(
         "--prompt-name", metavar="NAME", help="put this prompt of the model before each text"
@@ -56,7 +56,7 @@ def _add(
 def run_embed(options: argparse.Namespace) -> int:
     """Print a line of JSON for each text: its vector; with --json one object for all."""
     with client_of(options) as client:
-        found = client.embed(
+        vectors = client.embed(
             options.model,
             _texts(options),
             dimensions=options.dimensions,
@@ -65,9 +65,9 @@ def run_embed(options: argparse.Namespace) -> int:
             **_settings(options),
         )
     if options.json:
-        print(json_text({"vectors": found.tolist(), "usage": found.usage}))
+        print(json_text({"vectors": vectors.tolist(), "usage": vectors.usage}))
     else:
-        for row in found:
+        for row in vectors:
             print(json_text(row))
     return 0
 
@@ -76,14 +76,14 @@ def run_rerank(options: argparse.Namespace) -> int:
     """Print the documents, best first, with their scores."""
     texts = _texts(options)
     with client_of(options) as client:
-        found = client.rerank(
+        ranking = client.rerank(
             options.model, options.query, texts, top=options.top, **_settings(options)
         )
     if options.json:
-        results = [{"index": one.index, "score": one.score} for one in found]
+        results = [{"index": item.index, "score": item.score} for item in ranking]
         print(json_text({"results": results}))
     else:
-        rows = [(f"{one.score:.4f}", str(one.index), texts[one.index]) for one in found]
+        rows = [(f"{item.score:.4f}", str(item.index), texts[item.index]) for item in ranking]
         print("\n".join(table([("score", "index", "document"), *rows])))
     return 0
 
@@ -92,27 +92,27 @@ def run_classify(options: argparse.Namespace) -> int:
     """Print the labels of each text with their probabilities, the most probable first."""
     texts = _texts(options)
     with client_of(options) as client:
-        found = client.classify(options.model, texts, **_settings(options))
+        classified = client.classify(options.model, texts, **_settings(options))
     if options.json:
-        print(json_text({"labels": found.labels, "probabilities": found.tolist()}))
+        print(json_text({"labels": classified.labels, "probabilities": classified.tolist()}))
         return 0
-    for text, row in zip(texts, found, strict=True):
-        best = sorted(zip(row, found.labels, strict=True), reverse=True)
+    for text, row in zip(texts, classified, strict=True):
+        best = sorted(zip(row, classified.labels, strict=True), reverse=True)
         shares = ", ".join(f"{label} {share:.3f}" for share, label in best)
         print(escape_line(f"{shares}: {text}"))
     return 0
 
 
 def _texts(options: argparse.Namespace) -> Sequence[str]:
-    """The texts of the arguments. Raises ValueError where standard input has none."""
+    """Returns the texts of the arguments, or of standard input. Raises ValueError without texts."""
     texts: list[str] = options.texts
     if texts and texts != ["-"]:
         return texts
     lines = decode_utf8(sys.stdin.buffer.read()).splitlines()
-    found = [line for line in lines if line]
-    if not found:
+    texts = [line for line in lines if line]
+    if not texts:
         raise ValueError("there is no text: give one as an argument, or lines on standard input")
-    return found
+    return texts
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:

@@ -20,53 +20,56 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     add_flags(gateway, several=True)
     gateway.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     gateway.add_argument(
-        "--port", type=int, default=11434, help="0: any that is free (11434, as Ollama's)"
+        "--port", type=int, default=11434, help="port to listen on, 0: any free port (11434)"
     )
     gateway.add_argument(
         "--keys", type=Path, metavar="FILE", help="bearer keys, one a line (none: all may ask)"
     )
     gateway.add_argument(
-        "--max-body", type=int, default=8 * 2**20, metavar="BYTES", help="of a request (8388608)"
-    )
+        "--max-body", type=int, default=8 * 2**20, metavar="BYTES",
+        help="the most bytes of a request's body (8388608)",
+    )  # fmt: skip
     gateway.add_argument(
         "--idle-time", type=float, default=120.0, metavar="SECONDS",
-        help="for which a connection without a request stays open (120)",
+        help="time that a connection without a request stays open (120)",
     )  # fmt: skip
     gateway.add_argument(
         "--stream-keep", type=float, default=600.0, metavar="SECONDS",
-        help="for which an answer with an Idempotency-Key stays after its end (600)",
+        help="time that an answer with an Idempotency-Key is kept after its end (600)",
     )  # fmt: skip
     gateway.add_argument(
         "--keep-alive", type=float, default=10.0, metavar="SECONDS",
-        help="of silence until a stream says that it is there (10)",
+        help="time of silence before a stream sends a sign of life (10)",
     )  # fmt: skip
     gateway.add_argument(
-        "--deadline", type=float, metavar="SECONDS", help="for a request (default: the pool's own)"
-    )
+        "--deadline", type=float, metavar="SECONDS",
+        help="deadline of a request (default: the pool's own)",
+    )  # fmt: skip
     gateway.add_argument(
-        "--per-key", type=int, metavar="N", help="requests at once of one key (default: any number)"
-    )
+        "--per-key", type=int, metavar="N",
+        help="the most requests at once of one key (default: any number)",
+    )  # fmt: skip
     gateway.add_argument(
         "--drain-timeout", type=float, default=30.0, metavar="SECONDS",
-        help="for running requests after SIGTERM (30)",
+        help="time for running requests after SIGTERM (30)",
     )  # fmt: skip
     gateway.add_argument(
         "--cors-origin", action="append", default=[], metavar="ORIGIN",
-        help="whose pages in browsers may use it, as https://app.example or '*'; may be repeated"
-        " (none)",
+        help="origin whose pages in browsers may use it, such as https://app.example, or '*' for"
+        " all; may be repeated (none)",
     )  # fmt: skip
     gateway.add_argument(
         "--name-owners", action="store_true",
-        help="tell a broker over tcp whose key asks; its settings have to let this gateway do so",
+        help="name the owner of each bearer key to a broker over tcp, whose settings must allow it",
     )  # fmt: skip
     gateway.add_argument(
         "--trusted-proxy", action="append", default=[], metavar="ADDRESS",
-        help="of a proxy whose X-Forwarded-For names the client, or a network such as 10.0.0.0/8;"
-        " may be repeated (none)",
+        help="proxy whose X-Forwarded-For names the client, or network of proxies such as"
+        " 10.0.0.0/8; may be repeated (none)",
     )  # fmt: skip
     gateway.add_argument(
         "--access-log", action=argparse.BooleanOptionalAction, default=True,
-        help="a line of the log for each request (yes)",
+        help="log a line for each request (yes)",
     )  # fmt: skip
     gateway.add_argument("--log-format", choices=("text", "json"), default="text")
     gateway.set_defaults(run=run)
@@ -74,7 +77,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
-    # Here and not above: only this command needs the gateway and its packages.
+    # Imported here, because only this command needs the gateway and its packages.
     from mlxpool.common import logs
     from mlxpool.common.process import private_temp
     from mlxpool.gateway import server
@@ -85,8 +88,10 @@ def run(options: argparse.Namespace) -> int:
     targets = targets_of(options, "front")
     settings = Settings(
         run_dir=targets[0].run_dir,
-        remote=tuple(Broker(one.endpoint, one.server_key) for one in targets if one.endpoint),
-        key=next((one.key for one in targets if one.key), None),
+        remote=tuple(
+            Broker(target.endpoint, target.server_key) for target in targets if target.endpoint
+        ),
+        key=next((target.key for target in targets if target.key), None),
         host=options.host,
         port=options.port,
         keys=options.keys,
