@@ -1,6 +1,6 @@
 """`mlxpool submit`, `fetch`, `jobs`, `retry` and `release`: requests that outlive their clients.
 
-What they do with batches and files is in batch_actions.py.
+batch_actions.py has their work on batches and files.
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ if TYPE_CHECKING:
 
 FOLLOW_INTERVAL = 0.5  # seconds
 KEY = "the key that `mlxpool submit` printed"
-OF_JOBS = ("state", "after", "follow")  # which of them are listed
+OF_JOBS = ("state", "after", "follow")  # flags that select jobs
 LISTING = ("state", "after", "batch", "batches", "files", "follow", *job_operations.FLAGS)
 DESCRIPTIONS = {
-    "retry": "Lets a job that is dead or expired wait again; it goes on behind the tokens that it"
-    " has.",
+    "retry": "Lets a dead or expired job wait again; it goes on after the tokens that it has.",
     "release": "Deletes the result of a job that has ended. Its key answers `gone` for"
     " job_key_life (24 h), then it is free.",
 }
@@ -63,9 +62,9 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         commands.add_parser(
             "submit",
             parents=[submitting],
-            help="have a text completed, whoever is there to read it",
+            help="complete a text as a job, without waiting for it",
             description="Submits a completion as a job, prints its key when it is on the disk, and"
-            " ends; with --batch a file of many. The file of your own"
+            " ends; with --batch a file of many completions. The file of your own"
             f" key is ${KEY_VARIABLE}.",
         )
     )
@@ -74,9 +73,9 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "fetch",
         parents=[common],
-        help="print a job's text, as it comes or as it is",
-        description="Prints a job's text from its beginning, and waits for the rest of one that is"
-        " not done. Any number of programs may read a job; leaving one does not cancel it.",
+        help="print a job's text, and wait for its end",
+        description="Prints a job's text from its beginning, and waits for the rest if the job is"
+        " not done. Any number of programs may read a job; leaving does not cancel it.",
     )
     sub.add_argument("key", metavar="KEY", help=KEY)
     sub.add_argument(
@@ -85,44 +84,43 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=0,
-        help="begin at the token with this index, or at the border of a step before it",
+        help="index of the first token; the text may begin earlier, at the beginning of a step",
     )
     sub.add_argument(
         "--gen",
         type=int,
         metavar="N",
-        help="only if it was not begun anew since; see `jobs --json`",
+        help="generation of the job: fail if it was begun anew since; see `jobs --json`",
     )
     sub.add_argument(
         "--raw",
         action="store_true",
         help="print control characters as they are, even on a terminal",
     )
-    _add_batch(sub, "KEY is that of a batch: wait for its end, and print its results as JSON lines")
+    _add_batch(sub, "KEY names a batch: wait for its end, and print its results as JSON lines")
     batches.add_output(sub)
     sub.set_defaults(run=fetch)
     sub = commands.add_parser(
         "jobs",
         parents=[common],
-        help="list your jobs, or show one",
-        description="Lists your jobs, the newest first; with KEY shows one, and each of its"
-        " failures.",
+        help="list your jobs, or show one job",
+        description="Lists your jobs, the newest first; with KEY shows one job with its failures.",
     )
-    sub.add_argument("job_key", metavar="KEY", nargs="?", help=f"of one job: {KEY}")
+    sub.add_argument("job_key", metavar="KEY", nargs="?", help=f"key of a job: {KEY}")
     sub.add_argument(
         "--state",
         choices=JOB_STATES,
         metavar="STATE",
-        help=f"only those that are {', '.join(JOB_STATES[:-1])} or {JOB_STATES[-1]}",
+        help=f"only jobs that are {', '.join(JOB_STATES[:-1])} or {JOB_STATES[-1]}",
     )
     sub.add_argument(
         "--after",
         metavar="END_SEQ",
         type=int,
-        help="those that ended after the end with this number, in order; 0: all that have ended",
+        help="jobs that ended after the end with this number, in order; 0: all ended jobs",
     )
     sub.add_argument(
-        "--limit", metavar="N", type=count, default=100, help="at most so many (default 100)"
+        "--limit", metavar="N", type=count, default=100, help="the most rows (default 100)"
     )
     of = sub.add_mutually_exclusive_group()
     of.add_argument("--batch", metavar="KEY", help="a batch, and the jobs of its lines")
@@ -131,20 +129,20 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--follow",
         action="store_true",
-        help="print each job when it ends, in the order of the ends, until it is stopped; with"
-        " --after from there on, else those that end from now on",
+        help="print each job when it ends, until Ctrl-C; begin after --after, else with jobs that"
+        " end from now on",
     )
     job_operations.add_flags(sub)
     sub.set_defaults(run=jobs)
     for name, text, action in (
-        ("retry", "try a dead or expired job, or such lines of a batch, again", retry),
+        ("retry", "retry a dead or expired job, or such lines of a batch", retry),
         ("release", "delete the result of an ended job or batch, or a file", release),
     ):
         sub = commands.add_parser(name, parents=[common], help=text, description=DESCRIPTIONS[name])
         sub.add_argument("key", metavar="KEY", help=KEY)
-        _add_batch(sub, "KEY is that of a batch")
+        _add_batch(sub, "KEY names a batch")
         if action is release:
-            sub.add_argument("--file", action="store_true", help="KEY is that of a file: delete it")
+            sub.add_argument("--file", action="store_true", help="KEY names a file: delete it")
         sub.set_defaults(run=action)
     for name in ("fetch", "jobs", "retry", "release"):
         add_connect_timeout(commands.choices[name])
@@ -159,35 +157,37 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         nargs="?",
-        help="a name that `mlxpool models` shows; with --batch, of lines that name none",
+        help="a name that `mlxpool models` shows; with --batch for lines that name no model",
     )
-    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="default, or -: standard input")
     parser.add_argument(
-        "--key", dest="job_key", help="names the job; the same request with it is the same job"
+        "prompt", metavar="PROMPT", nargs="?", help="the text (default, or -: standard input)"
+    )
+    parser.add_argument(
+        "--key", dest="job_key", help="key of the job; with it the same request is the same job"
     )
     parser.add_argument(
         "--keep",
         type=_seconds,
         metavar="TIME",
-        help="keep the result so long after the end, such as 1h (default: job_keep, 24h)",
+        help="time that the result is kept after the end, such as 1h (default: job_keep, 24h)",
     )
     parser.add_argument(
-        "--delay", type=_seconds, metavar="TIME", help="do not begin before this time has passed"
+        "--delay", type=_seconds, metavar="TIME", help="time before the job may begin"
     )
     parser.add_argument(
-        "--notify", metavar="URL", help="post a notice there when the job, or the batch, has ended"
+        "--notify", metavar="URL", help="URL for a notice when the job, or the batch, has ended"
     )
     parser.add_argument(
         "--priority",
         type=_priority,
         metavar="P",
-        help="0 to 2, 2 goes first; idle: when nothing else waits (default 0)",
+        help="0 to 2, 2 goes first; idle: if no other request waits (default 0)",
     )
     parser.add_argument(
         "--batch",
         metavar="FILE",
         help="submit every line of a file of JSON lines (-: standard input) as a job; the options"
-        " hold for lines that do not say otherwise",
+        " hold for lines that do not set them",
     )
     parser.add_argument(
         "--wait", action="store_true", help="with --batch: show its progress until it has ended"
@@ -205,7 +205,7 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
         type=Path,
         action="append",
         default=[],
-        help="an image in front of the prompt, or where it has [img-n]; may be repeated",
+        help="an image before the prompt, or at its [img-n]; may be repeated",
     )
     add_options(parser)
     add_connect_timeout(parser)
@@ -213,7 +213,7 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
 
 
 def _seconds(text: str) -> float:
-    """A time with or without a unit. Raises ArgumentTypeError."""
+    """Returns the seconds of a time with or without a unit. Raises ArgumentTypeError."""
     try:
         value = seconds_of(text, "TIME")
     except ConfigError as error:
@@ -236,12 +236,12 @@ def submit(options: argparse.Namespace) -> int:
     _check_submit(options)
     if options.batch is not None:
         return batches.submit(options)
-    given = options_of(options)
+    settings = options_of(options)
     prompt = options.prompt
     if prompt in (None, "-"):
         prompt = decode_utf8(sys.stdin.buffer.read())
     if options.priority is not None:
-        given["priority"] = options.priority
+        settings["priority"] = options.priority
     with client_of(options) as client:
         job = client.submit(
             options.model,
@@ -250,7 +250,7 @@ def submit(options: argparse.Namespace) -> int:
             keep=options.keep,
             not_before=None if options.delay is None else time.time() + options.delay,
             notify=options.notify,
-            **given,
+            **settings,
         )
     if options.json:
         print(
@@ -272,7 +272,7 @@ def submit(options: argparse.Namespace) -> int:
 
 
 def _check_submit(options: argparse.Namespace) -> None:
-    """Raises BadRequest for flags that do not go together."""
+    """Raises BadRequest if flags exclude each other."""
     if options.batch is None:
         if options.model is None:
             raise BadRequest("give MODEL and PROMPT, or --batch FILE")
@@ -284,7 +284,7 @@ def _check_submit(options: argparse.Namespace) -> None:
         raise BadRequest("with --batch the prompts are in the file: give no PROMPT")
     for flag in ("image", "chat", "delay"):
         if getattr(options, flag):
-            raise BadRequest(f"--{flag} is of a single job, not of a batch")
+            raise BadRequest(f"--{flag} is for a single job, not for a batch")
 
 
 def fetch(options: argparse.Namespace) -> int:
@@ -328,7 +328,7 @@ OF_BATCHES = (Column("LINE", 0), Column("ID", 2, "text"), *JOBS[1:])
 
 
 def jobs(options: argparse.Namespace) -> int:
-    """Print a row for each job, the newest first; or batches, or what operators ask."""
+    """Print a row for each job, the newest first; or batches, or answers to operators."""
     if options.job_key is not None:
         return show(options)
     for flag in job_operations.given(options, OF_JOBS) if options.batches or options.files else ():
@@ -345,7 +345,7 @@ def jobs(options: argparse.Namespace) -> int:
         return batches.list_files(options)
     with client_of(options) as client:
         batch = None if options.batch is None else client.batch(options.batch)
-        found = client.jobs(
+        rows = client.jobs(
             after=options.after,
             state=options.state or "",
             limit=options.limit,
@@ -353,19 +353,19 @@ def jobs(options: argparse.Namespace) -> int:
         )
     if options.json:
         whole = {} if batch is None else {"batch": batches.as_json(batch.row)}
-        print(json_text({**whole, "jobs": list(map(_as_json, found))}))
+        print(json_text({**whole, "jobs": list(map(_as_json, rows))}))
         return 0
     if batch is not None:
         batches.print_batches([batch.row])
         print()
     now = time.time()
     columns = JOBS if batch is None else OF_BATCHES
-    print_table(columns, [_row(row, now, lines=batch is not None) for row in found])
+    print_table(columns, [_row(row, now, lines=batch is not None) for row in rows])
     return 0
 
 
 def _as_json(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The map of a job as commands print it: ids in hexadecimal digits."""
+    """Returns the map of a job for output as JSON: ids in hexadecimal digits."""
     return {name: value.hex() if isinstance(value, bytes) else value for name, value in row.items()}
 
 
@@ -384,7 +384,7 @@ def _row(job: Mapping[str, Any], now: float, *, lines: bool) -> tuple[str, ...]:
 
 
 def show(options: argparse.Namespace) -> int:
-    """Print what is known of one job of the user, with its failures."""
+    """Print one job of the user with its failures."""
     for flag in job_operations.given(options, LISTING):
         raise BadRequest(
             f"--{flag.replace('_', '-')} lists jobs: give it without KEY, or KEY without it"
@@ -399,7 +399,7 @@ def show(options: argparse.Namespace) -> int:
 
 
 def follow(options: argparse.Namespace) -> int:
-    """Print each job when it ends, until it is stopped."""
+    """Print each job when it ends, until Ctrl-C."""
     with client_of(options) as client:
         after = options.after
         if after is None:

@@ -1,4 +1,4 @@
-"""`mlxpool logs`: what the workers of the local pool log, from files in its run directory."""
+"""`mlxpool logs`: the logs of the local pool's workers, from files in its run directory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 from mlxpool.cli.formatting import count, json_text, size
 from mlxpool.common.paths import log_slot, worker_log
 
-POLL_INTERVAL = 0.2  # seconds between two looks at a file that is followed
-BLOCK = 1 << 16  # bytes that are read at a time
+POLL_INTERVAL = 0.2  # seconds between two checks of a followed file
+BLOCK = 1 << 16  # bytes of one read
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -22,27 +22,28 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "logs",
         parents=[common],
-        help="show what a worker logs",
+        help="show the log of a worker",
         description="Prints the last lines of a worker's log; without SLOT a line for each log. The"
         " broker logs to its standard error. Workers on other machines log there.",
     )
-    parser.add_argument("slot", nargs="?", metavar="SLOT", help="as `mlxpool ps` has it: demo/0")
+    parser.add_argument("slot", nargs="?", metavar="SLOT", help="a slot in `mlxpool ps`: demo/0")
     parser.add_argument("-f", "--follow", action="store_true", help="go on, until Ctrl-C")
     parser.add_argument(
-        "-n", "--tail", type=count, default=100, metavar="LINES", help="last lines, 0: all (100)"
-    )
+        "-n", "--tail", type=count, default=100, metavar="LINES",
+        help="number of last lines, 0: all (100)",
+    )  # fmt: skip
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a log, or which there are. Raises ValueError for a slot without a log."""
+    """Print a log, or the list of logs. Raises ValueError if the slot has no log."""
     folder = options.run_dir / "logs"
     files = {log_slot(path): path for path in sorted(folder.glob("*.log"))}
     if options.slot is None:
         rows = [(slot, path, path.stat().st_size) for slot, path in files.items()]
         if options.json:
-            found = [{"slot": s, "path": str(p), "bytes": b} for s, p, b in rows]
-            print(json_text({"logs": found}))
+            logs = [{"slot": s, "path": str(p), "bytes": b} for s, p, b in rows]
+            print(json_text({"logs": logs}))
         else:
             print("\n".join(f"{s}  {size(b)}  {p}" for s, p, b in rows) or f"no logs in {folder}")
         return 0
@@ -59,9 +60,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def parts(path: Path, lines: int, *, follow: bool) -> Iterator[bytes]:
-    """The last lines of a file, 0: all; with `follow` without end what is appended to it.
+    """Yields the last lines of a file, 0: all; with `follow` also all later lines, without end.
 
-    The file is read from its beginning again where the broker has cut or replaced it.
+    If the broker has cut or replaced the file, it is read from its beginning again.
     """
     file = path.open("rb")
     try:
@@ -79,19 +80,19 @@ def parts(path: Path, lines: int, *, follow: bool) -> Iterator[bytes]:
 
 
 def tail_offset(file: BinaryIO, lines: int) -> int:
-    """The offset at which the last `lines` lines begin; 0 for all of them."""
+    """Returns the offset at which the last `lines` lines begin; 0 for all lines."""
     end = position = file.seek(0, os.SEEK_END)
     if not lines:
         return 0
-    found = 0
+    count_of_lines = 0
     while position:
         begin = max(0, position - BLOCK)
         file.seek(begin)
         block = file.read(position - begin)
         for i in range(len(block) - 1, -1, -1):
             if block[i] == 0x0A and begin + i != end - 1:
-                found += 1
-                if found == lines:
+                count_of_lines += 1
+                if count_of_lines == lines:
                     return begin + i + 1
         position = begin
     return 0

@@ -20,9 +20,9 @@ from mlxpool.common.escapes import escape_line
 from mlxpool.common.protocol import frames
 
 ID_DIGITS = 2 * frames.ID_BYTES
-MAX_LISTED = 1000  # rows of `requests`
-SHOWN_IDS = 5  # in an error
-CHANGES = (  # of an answer to `reload`, and how they are printed
+MAX_LISTED = 1000  # rows of an answer to `requests`
+SHOWN_IDS = 5  # ids in an error
+CHANGES = (  # keys of an answer to `reload`, and their words
     ("limits", "changed settings"),
     ("added", "new models"),
     ("gone", "models that are gone"),
@@ -30,7 +30,7 @@ CHANGES = (  # of an answer to `reload`, and how they are printed
     ("keys", "changed keys"),
     ("restart_needed", "only a restart changes"),
 )
-SLOT = re.compile(r"/\d+$")  # the end of a slot's name; no model's name ends so
+SLOT = re.compile(r"/\d+$")  # the end of a slot's name; no model's name has this end
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "reload",
         parents=[common],
         help="read models, limits and keys again",
-        description="Has the broker read models, limits and keys again, as SIGHUP does.",
+        description="Makes the broker read models, limits and keys again, as SIGHUP does.",
     ).set_defaults(run=reload)
     commands.add_parser(
         "stop",
@@ -51,14 +51,14 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser("load", parents=[common], help="start a model's workers now")
     sub.add_argument("model", metavar="MODEL", help="a name that `mlxpool models` shows")
     sub.add_argument(
-        "--wait", action="store_true", help="until it is loaded; exit code 1 if it cannot be"
+        "--wait", action="store_true", help="wait until it is loaded; exit code 1 if that fails"
     )
     sub.add_argument(
         "--timeout",
         metavar="SECONDS",
         type=float,
         default=math.inf,
-        help="with --wait: exit code 1 if it is not loaded by then (default: no limit)",
+        help="with --wait: time until it ends with exit code 1 (default: no limit)",
     )
     add_connect_timeout(sub)
     sub.set_defaults(run=load)
@@ -82,8 +82,8 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "--timeout",
         metavar="SECONDS",
         type=float,
-        help="how long streams may go on where they are; then those of a worker move to another,"
-        " others end with `draining` (default: drain_grace, 30)",
+        help="time that streams may go on; then streams of a worker move to another worker, and"
+        " other streams end with `draining` (default: drain_grace, 30)",
     )
     sub.set_defaults(run=drain)
     sub = commands.add_parser(
@@ -91,16 +91,14 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         parents=[common],
         help="replace a worker; its streams go on in the next one",
     )
-    sub.add_argument("slot", metavar="SLOT", help="as `mlxpool ps` shows it, such as demo/0")
+    sub.add_argument("slot", metavar="SLOT", help="a slot in `mlxpool ps`, such as demo/0")
     sub.set_defaults(run=restart)
     sub = commands.add_parser("cancel", parents=[common], help="cancel a request, a job or a batch")
     named = sub.add_mutually_exclusive_group(required=True)
     named.add_argument(
-        "id", metavar="ID", nargs="?", help="as `mlxpool requests` shows it, or its first digits"
+        "id", metavar="ID", nargs="?", help="an id in `mlxpool requests`, or its first digits"
     )
-    named.add_argument(
-        "--job", metavar="KEY", help="your job with this key, whether it runs or not"
-    )
+    named.add_argument("--job", metavar="KEY", help="your job with this key, running or not")
     named.add_argument("--batch", metavar="KEY", help="your batch with this key, and all its lines")
     add_connect_timeout(sub)
     sub.set_defaults(run=cancel)
@@ -140,7 +138,7 @@ def drain(options: argparse.Namespace) -> int:
 
 
 def _after_drain(body: Mapping[str, Any], drained: str) -> str:
-    """What follows a drain that the broker was asked for with this body."""
+    """Returns the text about the state after a drain with this body."""
     if "model" in body:
         return f"closed to new requests until `mlxpool load {drained}`"
     return "then its slot is free for a new worker" if "slot" in body else "then the broker ends"
@@ -152,7 +150,7 @@ def restart(options: argparse.Namespace) -> int:
 
 
 def cancel(options: argparse.Namespace) -> int:
-    """Cancel a request; exit code 1 if there is none with this id."""
+    """Cancel a request; exit code 1 if no request has this id."""
     if options.batch is not None:
         import mlxpool.cli.batch_actions as batches
 
@@ -174,24 +172,27 @@ def cancel(options: argparse.Namespace) -> int:
 
 
 def _whole_id(options: argparse.Namespace, prefix: str) -> str:
-    """The id of the live request that begins with these digits. Raises BadRequest."""
-    known: list[str] = [one["id"] for one in ask(options.admin_target, "requests")["requests"]]
-    found = [ident for ident in known if ident.startswith(prefix)]
-    if len(found) > 1:
-        shown = ", ".join(found[:SHOWN_IDS]) + ", …" * (len(found) > SHOWN_IDS)
-        raise BadRequest(f"{len(found)} live requests begin with {prefix}: {shown}")
+    """Returns the id of the only live request whose id begins with these digits.
+
+    Raises BadRequest if there is none, or more than one.
+    """
+    known: list[str] = [row["id"] for row in ask(options.admin_target, "requests")["requests"]]
+    matches = [ident for ident in known if ident.startswith(prefix)]
+    if len(matches) > 1:
+        shown = ", ".join(matches[:SHOWN_IDS]) + ", …" * (len(matches) > SHOWN_IDS)
+        raise BadRequest(f"{len(matches)} live requests begin with {prefix}: {shown}")
     if len(known) >= MAX_LISTED:
         raise BadRequest(f"{MAX_LISTED:,} or more requests are live; give all {ID_DIGITS} digits")
-    if not found:
+    if not matches:
         raise BadRequest(
             f"no live request begins with {prefix}; `mlxpool requests` lists them; of a job give"
             " --job KEY"
         )
-    return found[0]
+    return matches[0]
 
 
 def reload(options: argparse.Namespace) -> int:
-    """Print what has changed; the broker's error says what is wrong with its settings."""
+    """Print the changes. The broker's error names the faults of its settings."""
     answer = admin.reload(options.admin_target)
     changes = [f"{words}: {', '.join(answer[key])}" for key, words in CHANGES if answer.get(key)]
     return _show(options, answer, "reloaded", *(changes or ["the settings are as they were"]))

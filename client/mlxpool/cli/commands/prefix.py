@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SOUND, UNSOUND = 0, 1
 SHOWN_DIGEST = 12  # characters
-MAX_SHOWN = 20  # faults; --json has all
+MAX_SHOWN = 20  # shown faults; --json has all faults
 FIGURES = ("segments", "records", "tokens", "bytes", "bad", "torn")
 
 
@@ -29,20 +29,20 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     parser = verbs.add_parser(
         "ls",
         parents=[common],
-        help="what there is, by model and digest",
-        description="A row for each digest of each model. Segments of another digest than the"
-        " workers have now are of no use to them, and the first to be deleted.",
+        help="list prefixes by model and digest",
+        description="A row for each digest of each model. The present workers cannot use segments"
+        " of another digest than their own; these are the first to be deleted.",
     )
-    _add_flags(parser, "of this model only", optional=True)
+    _add_flags(parser, "only prefixes of this model", optional=True)
     parser.set_defaults(run=ls)
     parser = verbs.add_parser(
         "verify",
         parents=[common],
         help="read and check every record",
-        description="Exit code 0: every record checks; 1: some do not, which workers take for"
-        " misses. What a worker that was killed had not completed is `torn`, and no fault.",
+        description="Exit code 0: every record is sound; 1: some are bad, which workers treat as"
+        " misses. An incomplete record of a killed worker is `torn`, which is not a fault.",
     )
-    _add_flags(parser, "of this model only", optional=True)
+    _add_flags(parser, "only prefixes of this model", optional=True)
     parser.set_defaults(run=verify)
     parser = verbs.add_parser(
         "rm",
@@ -50,13 +50,13 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         help="delete the prefixes of a model",
         description="Workers may run: they notice it within a second.",
     )
-    _add_flags(parser, "whose prefixes are deleted", optional=False)
-    parser.add_argument("--digest", default="", help="only those whose digest begins so")
+    _add_flags(parser, "model whose prefixes are deleted", optional=False)
+    parser.add_argument("--digest", default="", help="only prefixes whose digest begins with this")
     parser.set_defaults(run=rm)
 
 
-def _add_flags(parser: argparse.ArgumentParser, what: str, *, optional: bool) -> None:
-    parser.add_argument("name", metavar="MODEL", nargs="?" if optional else None, help=what)
+def _add_flags(parser: argparse.ArgumentParser, text: str, *, optional: bool) -> None:
+    parser.add_argument("name", metavar="MODEL", nargs="?" if optional else None, help=text)
     parser.add_argument(
         "--prefix-dir",
         type=Path,
@@ -68,12 +68,12 @@ def _add_flags(parser: argparse.ArgumentParser, what: str, *, optional: bool) ->
 
 
 def _root(options: argparse.Namespace) -> Path:
-    found: Path = options.prefix_dir or settings_of(options).prefix_dir
-    return found
+    folder: Path = options.prefix_dir or settings_of(options).prefix_dir
+    return folder
 
 
 def _surveys() -> Any:
-    """The module that reads segments. Raises ValueError where its packages are not installed."""
+    """Returns the module that reads segments. Raises ValueError if its packages are missing."""
     try:
         from mlxpool.worker.prefix_disk import survey
     except ImportError as error:
@@ -84,26 +84,26 @@ def _surveys() -> Any:
 
 
 def ls(options: argparse.Namespace) -> int:
-    """Print what the folder has."""
+    """Print the contents of the folder."""
     root = _root(options)
-    found = _surveys().survey(root, options.name)
+    contents = _surveys().survey(root, options.name)
     if options.json:
-        models = [as_map(one) for one in found]
+        models = [as_map(part) for part in contents]
         print(json_text({"prefix_dir": str(root), "models": models}))
     else:
-        print("\n".join(_rows(root, found)))
+        print("\n".join(_rows(root, contents)))
     return SOUND
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Print whether every record checks."""
+    """Read every record, and print the faults."""
     root = _root(options)
-    found = _surveys().survey(root, options.name, verify=True)
-    total = {name: sum(getattr(one, name) for one in found) for name in FIGURES}
-    faults = [fault for one in found for fault in one.faults]
+    contents = _surveys().survey(root, options.name, verify=True)
+    total = {name: sum(getattr(part, name) for part in contents) for name in FIGURES}
+    faults = [fault for part in contents for fault in part.faults]
     if options.json:
         print(json_text({"prefix_dir": str(root), **total, "faults": faults}))
-    elif not found:
+    elif not contents:
         print(escape_line(_nothing_in(root)))
     else:
         lines = [
@@ -129,31 +129,31 @@ def rm(options: argparse.Namespace) -> int:
 
 
 def _counted(number: int, noun: str) -> str:
-    """A number and its noun, as `1 segment`."""
+    """Returns a number and its noun, such as `1 segment`."""
     return f"{number:,} {noun if number == 1 else f'{noun}s'}"
 
 
 def _nothing_in(root: Path) -> str:
-    what = "has no prefixes" if root.exists() else "does not exist: no prefixes were kept there"
-    return f"{root} {what}"
+    state = "has no prefixes" if root.exists() else "does not exist: no prefixes were kept there"
+    return f"{root} {state}"
 
 
-def _rows(root: Path, found: Sequence[Contents]) -> Iterator[str]:
-    if not found:
+def _rows(root: Path, contents: Sequence[Contents]) -> Iterator[str]:
+    if not contents:
         yield escape_line(_nothing_in(root))
         return
     rows = [("MODEL", "DIGEST", "KV CACHE", "DEVICE", "RECORDS", "TOKENS", "SIZE", "USED")]
-    for one in found:
+    for part in contents:
         rows.append(
             (
-                one.model,
-                one.digest[:SHOWN_DIGEST],
-                kv_cache(str(one.about.get("layout", "-"))),
-                str(one.about.get("device", "-")),
-                f"{one.records:,}",
-                f"{one.tokens:,}",
-                size(one.bytes),
-                f"{duration(max(0.0, time.time() - one.used))} ago",
+                part.model,
+                part.digest[:SHOWN_DIGEST],
+                kv_cache(str(part.about.get("layout", "-"))),
+                str(part.about.get("device", "-")),
+                f"{part.records:,}",
+                f"{part.tokens:,}",
+                size(part.bytes),
+                f"{duration(max(0.0, time.time() - part.used))} ago",
             )
         )
     yield from table(rows)

@@ -18,7 +18,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         parents=[common],
         help="download a model from the Hugging Face hub",
         description="Downloads the files that a model needs into the Hugging Face cache, and checks"
-        " their hashes; what is there already is checked alone. Needs `pip install"
+        " their hashes. Files that are there already are only checked. Needs `pip install"
         " 'mlxpool[hub]'`.",
     )
     parser.add_argument(
@@ -30,7 +30,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Download; prints the path, and the command that serves the model."""
+    """Download a model, and print its path and the command that serves it."""
     from mlxpool.cli.hub_download import download
     from mlxpool.worker.weights import hub_cache
 
@@ -38,23 +38,23 @@ def run(options: argparse.Namespace) -> int:
         model = hub_cache.parse(options.model)
     except ModelLoadFailed as error:
         raise BadRequest(str(error)) from None
-    found = download(model)
-    reference = f"{hub_cache.PREFIX}{found.model}"
+    loaded = download(model)
+    reference = f"{hub_cache.PREFIX}{loaded.model}"
     if options.json:
         print(
             json_text(
                 {
                     "model": reference,
-                    "path": str(found.path),
-                    "files": found.files,
-                    "size": found.size,
+                    "path": str(loaded.path),
+                    "files": loaded.files,
+                    "size": loaded.size,
                 }
             )
         )
         return 0
-    print(found.path)
+    print(loaded.path)
     name = model.repository.rpartition("/")[2]
-    files = f"{found.files} files, {size(found.size)}" if found.files > 1 else size(found.size)
+    files = f"{loaded.files} files, {size(loaded.size)}" if loaded.files > 1 else size(loaded.size)
     print(
         f"{files}; serve it: mlxpool serve --model {shlex.quote(f'{name}={reference}')}",
         file=sys.stderr,

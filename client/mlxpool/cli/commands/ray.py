@@ -29,7 +29,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     verbs = group.add_subparsers(dest="verb", metavar="up | down | status", required=True)
     up = verbs.add_parser(
-        "up", parents=[common], help="start a pool, or give one that runs new settings"
+        "up", parents=[common], help="start a pool, or give a running pool new settings"
     )
     down = verbs.add_parser("down", parents=[common], help="end a pool; its files stay")
     status = verbs.add_parser("status", parents=[common], help="the broker and its workers")
@@ -39,19 +39,19 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
             "file", type=Path, nargs="?", metavar="FILE", help="the settings; only its name is used"
         )
     for parser in (up, down, status):
-        parser.add_argument("--name", help="of the pool (default: that of FILE, without .toml)")
+        parser.add_argument("--name", help="name of the pool (default: FILE without .toml)")
         parser.add_argument(
             "--address",
             default="auto",
-            help="of the Ray cluster (default: $RAY_ADDRESS, or that of this machine)",
+            help="address of the Ray cluster (default: $RAY_ADDRESS, or this machine's cluster)",
         )
     up.add_argument(
         "--folder",
         default="",
-        help="for the broker's key, sockets and log on its machine (~/.mlxpool/ray/NAME)",
+        help="folder of the broker's key, sockets and log on its machine (~/.mlxpool/ray/NAME)",
     )
-    up.add_argument("--front-port", type=int, default=7200, help="for clients (7200)")
-    up.add_argument("--back-port", type=int, default=7201, help="for workers (7201)")
+    up.add_argument("--front-port", type=int, default=7200, help="port for clients (7200)")
+    up.add_argument("--back-port", type=int, default=7201, help="port for workers (7201)")
     up.set_defaults(run=run_up)
     down.set_defaults(run=run_down)
     status.set_defaults(run=run_status)
@@ -66,8 +66,8 @@ def run_up(options: argparse.Namespace) -> int:
     )
     ray = _ray_cluster()
     with ray.connected(options.address):
-        found = ray.up(spec, PATIENCE)
-    print_status(options, found)
+        pool = ray.up(spec, PATIENCE)
+    print_status(options, pool)
     return 0
 
 
@@ -77,8 +77,8 @@ def run_down(options: argparse.Namespace) -> int:
     ray = _ray_cluster()
     with ray.connected(options.address):
         actors = ray.down(name)
-    found = f"{name}: ended" if actors else f"{name}: there is no such pool"
-    print(json_text({"name": name, "actors": actors}) if options.json else found)
+    text = f"{name}: ended" if actors else f"{name}: there is no such pool"
+    print(json_text({"name": name, "actors": actors}) if options.json else text)
     return 0
 
 
@@ -86,13 +86,13 @@ def run_status(options: argparse.Namespace) -> int:
     """Print a pool's status; exit code 1 if its broker does not answer."""
     ray = _ray_cluster()
     with ray.connected(options.address):
-        found = ray.status(name_of(options))
-    print_status(options, found)
-    return 0 if found.get("broker") else 1
+        pool = ray.status(name_of(options))
+    print_status(options, pool)
+    return 0 if pool.get("broker") else 1
 
 
 def name_of(options: argparse.Namespace) -> str:
-    """The pool's name: --name, or the file's. Raises BadRequest without both."""
+    """Returns the pool's name: --name, or the file's name. Raises BadRequest without both."""
     from mlxpool.cluster.pool_spec import check_name
 
     if options.name is None and options.file is None:
@@ -100,39 +100,39 @@ def name_of(options: argparse.Namespace) -> str:
     return check_name(options.name or options.file.stem)
 
 
-def print_status(options: argparse.Namespace, found: Mapping[str, Any]) -> None:
-    """Print a status, for people or as JSON."""
+def print_status(options: argparse.Namespace, pool: Mapping[str, Any]) -> None:
+    """Print the status of a pool, for people or as JSON."""
     if options.json:
-        print(json_text(found))
+        print(json_text(pool))
         return
-    if found["fault"]:
-        print(f"{found['name']}: no broker: {found['fault']}")
+    if pool["fault"]:
+        print(f"{pool['name']}: no broker: {pool['fault']}")
         return
-    answers = "does not answer" if found["broker"] is None else "answers"
+    answers = "does not answer" if pool["broker"] is None else "answers"
     print_table(
         MODELS,
         [(row["name"], _bounds(row), str(row["ready"]), str(row["started"]))
-         for row in found["models"]],
+         for row in pool["models"]],
         above=[
-            f"pool {found['name']}: the broker {answers}",
-            f"--endpoint {found['endpoint']} --server-key '{found['server_key']}'",
+            f"pool {pool['name']}: the broker {answers}",
+            f"--endpoint {pool['endpoint']} --server-key '{pool['server_key']}'",
         ],
     )  # fmt: skip
     print_table(
         WORKERS,
         [(row["id"], row["model"], row["state"], row["address"] or "-")
-         for row in found["workers"]],
+         for row in pool["workers"]],
         above=[""],
     )  # fmt: skip
 
 
 def _bounds(row: Mapping[str, Any]) -> str:
-    """The workers that a model should have: a number, or the least and the most."""
+    """Returns the number of workers that a model should have, or its bounds."""
     return str(row["min"]) if row["min"] == row["max"] else f"{row['min']} to {row['max']}"
 
 
 def _ray_cluster() -> Any:
-    """The module that speaks to Ray. Raises BadRequest where Ray is not installed."""
+    """Returns the module that uses Ray. Raises BadRequest if Ray is not installed."""
     try:
         from mlxpool.cluster import ray_cluster
     except ModuleNotFoundError as error:

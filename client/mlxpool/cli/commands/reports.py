@@ -1,7 +1,7 @@
-"""`mlxpool ps`, `models` and `requests`: tables of what the broker's admin socket answers.
+"""`mlxpool ps`, `models` and `requests`: tables of the answers of the broker's admin socket.
 
-`ps` and `models` have a few columns, which fit 100 characters, and with --wide all. A terminal that
-is too narrow gets those for which there is room.
+`ps` and `models` have a few columns, which fit 100 characters, and all columns with --wide. A
+narrower terminal gets the columns that fit.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from mlxpool.cli.style import UNBOUNDED, Cells, print_table, width_of
 from mlxpool.common.load_times import activity
 
 PS_COLUMNS = (
-    "A row for each worker. SLOT: the name by which logs, drain and restart take it; PHASE, FOR:"
-    " what it does, and since when; RUN: requests that it computes; WAIT: those in the queue of its"
-    " model; RESTARTS: of the slot."
+    "A row for each worker. SLOT: its name for logs, drain and restart; PHASE, FOR: its activity,"
+    " and the time since its begin; RUN: requests that it computes; WAIT: requests in the queue of"
+    " its model; RESTARTS: restarts of the slot."
 )
 
 
@@ -43,7 +43,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 PS = (
     Column("SLOT", 0, "text"),
     Column("PID", 6),
-    Column("GPU", wide=True),  # left out where no worker was given one
+    Column("GPU", wide=True),  # left out if no worker has a GPU
     Column("STATE", 0),
     Column("PHASE", 5),
     Column("FOR", 8),
@@ -71,7 +71,7 @@ MEMORY = {  # columns, by the keys of a worker's memory
 
 
 def ps(options: argparse.Namespace) -> int:
-    """Print the broker, a row for each worker, and what is wrong."""
+    """Print the broker, a row for each worker, and errors."""
     answer = ask(options.admin_target, "ps")
     if options.json:
         print(json_text(answer))
@@ -84,17 +84,17 @@ def ps(options: argparse.Namespace) -> int:
         *([f"status page {broker['metrics']}"] if broker.get("metrics") else []),
     )
     columns = [
-        one
-        for one in _columns(PS, options)
-        if one.name != "GPU" or any(w.get("gpus") for w in workers)
+        column
+        for column in _columns(PS, options)
+        if column.name != "GPU" or any(w.get("gpus") for w in workers)
     ]
     drained = {m["name"] for m in answer["models"] if m.get("state") in DRAINED}
-    found = [
+    cells_of_rows = [
         cells
         for worker in workers
         for cells in (_worker_cells(worker, drained), *_rank_cells(worker))
     ]
-    rows = [tuple(cells.get(column.name, "-") for column in columns) for cells in found]
+    rows = [tuple(cells.get(column.name, "-") for column in columns) for cells in cells_of_rows]
     dumps = [f"{w['slot']}: stacks in {w['last_dump']}" for w in workers if w.get("last_dump")]
     print_table(
         columns,
@@ -111,7 +111,7 @@ def ps(options: argparse.Namespace) -> int:
         notes=[
             *filter(None, [broker.get("slow_blas")]),
             *_drained(answer["models"]),
-            *([] if options.wide else _last_exits(found)),
+            *([] if options.wide else _last_exits(cells_of_rows)),
             *dumps,
         ],
         width=_width(options),
@@ -120,7 +120,7 @@ def ps(options: argparse.Namespace) -> int:
 
 
 def _gateway(gateway: Mapping[str, Any] | None) -> Sequence[str]:
-    """The parts of the line of the gateway that the broker runs; none where it runs none."""
+    """Returns the parts of the line about the broker's gateway; () if it runs none."""
     if gateway is None:
         return ()
     restarts, last = gateway["restarts"], gateway["last_exit"]
@@ -134,16 +134,16 @@ def _gateway(gateway: Mapping[str, Any] | None) -> Sequence[str]:
 
 
 def _columns(columns: Sequence[Column], options: argparse.Namespace) -> Sequence[Column]:
-    return [one for one in columns if options.wide or not one.wide]
+    return [column for column in columns if options.wide or not column.wide]
 
 
 def _width(options: argparse.Namespace) -> int | None:
-    """The width of a table; None: that of standard output."""
+    """Returns the width of a table; None: the width of standard output."""
     return UNBOUNDED if options.wide else None
 
 
 def _drained(models: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lines about models that take no requests because an operator has drained them."""
+    """Returns lines about models that take no requests because an operator has drained them."""
     return [
         f"{m['name']} is {m['state']}: closed to new requests until `mlxpool load {m['name']}`"
         for m in models
@@ -151,15 +151,16 @@ def _drained(models: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _last_exits(found: Sequence[Mapping[str, str]]) -> list[str]:
-    """Lines with the last exits of workers, in place of their column."""
-    exits = ((cells["SLOT"], cells.get("LAST EXIT", "-")) for cells in found)
+def _last_exits(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Returns lines with the last exits of workers, in place of their column."""
+    exits = ((cells["SLOT"], cells.get("LAST EXIT", "-")) for cells in rows)
     return [f"{slot}: last exit: {last}" for slot, last in exits if last != "-"]
 
 
 def _rank_cells(worker: Mapping[str, Any]) -> list[Mapping[str, str]]:
-    """Cells of the ranks behind the first of a group, by column; without what only a whole worker
-    has.
+    """Returns the cells, by column, of each rank of a group after the first.
+
+    Cells that are about the whole worker are left out.
     """
     gpus = dict(enumerate(worker.get("gpus") or ()))
     return [
@@ -176,7 +177,7 @@ def _rank_cells(worker: Mapping[str, Any]) -> list[Mapping[str, str]]:
 
 
 def _phase(worker: Mapping[str, Any]) -> tuple[str, float]:
-    """What a worker does, and for how many seconds."""
+    """Returns the activity of a worker, and its seconds so far."""
     seconds = worker.get("phase_age_ms", 0) / 1000
     loading = worker.get("load_phase") if worker.get("phase") == "load" else None
     return (
@@ -186,9 +187,10 @@ def _phase(worker: Mapping[str, Any]) -> tuple[str, float]:
 
 
 def _worker_cells(worker: Mapping[str, Any], drained: Collection[str]) -> Mapping[str, str]:
-    """The cells of a worker's row, by column; that of a group has the GPU of its first rank.
+    """Returns the cells of a worker's row, by column.
 
-    A slot without a worker is drained if its model is.
+    The row of a group has the GPU of its first rank. A slot without a worker is drained if its
+    model is drained.
     """
     state = "suspect" if worker.get("suspect") else worker["state"]
     memory = worker.get("memory") or {}
@@ -226,20 +228,18 @@ MODELS = (
 
 
 def models(options: argparse.Namespace) -> int:
-    """Print a row for each model, and which of them cannot be had and why."""
+    """Print a row for each model, and the errors of unavailable models."""
     answer = ask(options.admin_target, "models")
     if options.json:
         print(json_text(answer))
         return 0
-    found = answer["models"]
+    rows = answer["models"]
     columns = _columns(MODELS, options)
     print_table(
         columns,
-        [_model_row(model)[: len(columns)] for model in found],
-        errors=[f"{m['name']} cannot be had: {m['error']}" for m in found if m.get("error")],
-        notes=[
-            f"{m['name']} shares the workers of {m['shares']}" for m in found if m.get("shares")
-        ],
+        [_model_row(model)[: len(columns)] for model in rows],
+        errors=[f"{m['name']} cannot be had: {m['error']}" for m in rows if m.get("error")],
+        notes=[f"{m['name']} shares the workers of {m['shares']}" for m in rows if m.get("shares")],
         width=_width(options),
     )
     return 0
@@ -272,14 +272,14 @@ REQUESTS = (
 
 
 def requests(options: argparse.Namespace) -> int:
-    """Print a row for each live request; ids that have no room are prefixes for `cancel`."""
+    """Print a row for each live request; in a narrow table ids are prefixes for `cancel`."""
     answer = ask(options.admin_target, "requests")
     if options.json:
         print(json_text(answer))
         return 0
     rows = [
-        (one["id"], one["model"], one["state"], str(one["tokens"]), duration(one["age_s"]))
-        for one in answer["requests"]
+        (row["id"], row["model"], row["state"], str(row["tokens"]), duration(row["age_s"]))
+        for row in answer["requests"]
     ]
     print_table(REQUESTS, rows)
     return 0

@@ -1,4 +1,4 @@
-"""`mlxpool revoke`: removes a key from the broker's config, and has the broker reload it."""
+"""`mlxpool revoke`: removes a key from the broker's config, and makes the broker reload it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "revoke",
         parents=[common],
         help="take a key away at once",
-        description="Removes [keys.NAME] from the broker's config, writes that anew as a whole, and"
-        " has the broker read it. The key's file stays where it is.",
+        description="Removes [keys.NAME] from the broker's config, replaces that file, and makes"
+        " the broker read it. The key's file stays where it is.",
     )
-    sub.add_argument("name", metavar="NAME", help="as its section in the config is called")
+    sub.add_argument("name", metavar="NAME", help="name of the key's section in the config")
     sub.add_argument(
-        "--config", type=Path, metavar="FILE", help="the broker's (default: as for `serve`)"
+        "--config", type=Path, metavar="FILE", help="the broker's config (default: as for `serve`)"
     )
     sub.set_defaults(run=run)
 
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def without(text: str, name: str, where: str) -> str:
-    """The text of a config without the section of a key. Pure.
+    """Returns the text of a config without the section of a key. Pure.
 
     Raises ValueError if there is no such key, or if it has no section of its own.
     """
@@ -81,19 +81,19 @@ def without(text: str, name: str, where: str) -> str:
     while end > begin + 1 and re.match(r"\s*(#|$)", lines[end - 1]):
         end -= 1  # comments above the next section belong to it
     rest = "".join([*lines[:begin], *lines[end:]])
-    wanted = {**table, "keys": {key: value for key, value in keys.items() if key != name}}
-    if not _parses_to(rest, wanted):
+    expected = {**table, "keys": {key: value for key, value in keys.items() if key != name}}
+    if not _parses_to(rest, expected):
         raise ValueError(
             f"{where} has the key {name!r} in no section of its own: take it out by hand"
         )
     return rest
 
 
-def _parses_to(text: str, wanted: Mapping[str, Any]) -> bool:
+def _parses_to(text: str, expected: Mapping[str, Any]) -> bool:
     import tomllib
 
     try:
-        return {"keys": {}, **tomllib.loads(text)} == wanted
+        return {"keys": {}, **tomllib.loads(text)} == expected
     except tomllib.TOMLDecodeError:
         return False
 

@@ -37,11 +37,11 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "run",
         parents=[common],
         help="complete a text, printed as it is generated",
-        description="Completes a text that is an argument or standard input.",
+        description="Completes a text from an argument or from standard input.",
     )
     run_parser.add_argument("model", metavar="MODEL", help="a name that `mlxpool models` shows")
     run_parser.add_argument(
-        "prompt", metavar="PROMPT", nargs="?", help="default, or -: standard input"
+        "prompt", metavar="PROMPT", nargs="?", help="the text (default, or -: standard input)"
     )
     run_parser.add_argument(
         "--chat", action="store_true", help="send the prompt as a user's message"
@@ -52,7 +52,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         type=Path,
         action="append",
         default=[],
-        help="an image in front of the prompt, or where it has [img-n]; may be repeated",
+        help="an image before the prompt, or at its [img-n]; may be repeated",
     )
     run_parser.add_argument(
         "-n",
@@ -60,7 +60,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         dest="n",
         type=int,
         metavar="N",
-        help="so many choices, with seed, seed + 1, … (1 to 64)",
+        help="number of choices, with seed, seed + 1, … (1 to 64)",
     )
     run_parser.add_argument(
         "--echo", action="store_true", default=None, help="print the prompt first"
@@ -69,8 +69,8 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "--prompt-logprobs",
         type=int,
         metavar="N",
-        help="report the prompt's tokens with so many alternatives, with --json; without"
-        " completion for --max-tokens 0",
+        help="report the prompt's tokens with N alternatives each, with --json; --max-tokens 0"
+        " leaves out the completion",
     )
     add_options(run_parser)
     add_connect_timeout(run_parser)
@@ -80,10 +80,10 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the completion to standard output, the figures to standard error."""
-    # Here and not above: the other commands start faster without.
+    # Imported here, so that other commands start faster.
     from mlxpool.cli.load_progress import LoadProgress
 
-    given = options_of(options)
+    settings = options_of(options)
     check_broker(options)  # before a prompt is typed
     prompt = options.prompt
     if prompt in (None, "-"):
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     output = ChoicesOutput(choices, lambda text: print(form(text), end="", flush=True))
     with (
         client_of(options) as client,
-        client.stream_choices(options.model, n=choices, **prompt_arguments, **given) as stream,
+        client.stream_choices(options.model, n=choices, **prompt_arguments, **settings) as stream,
         LoadProgress(admin_target_of(options), options.model) as progress,
     ):
         first = print_deltas(
@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
         if not options.quiet:
             now = time.monotonic()
             line = escape_line(figures_of(results, now - started, now - first))
-            for told in filter(None, [line, escape_line(progress.slow_blas)]):
-                print(paint_of(sys.stderr)(told, NOTE), file=sys.stderr)
+            for note in filter(None, [line, escape_line(progress.slow_blas)]):
+                print(paint_of(sys.stderr)(note, NOTE), file=sys.stderr)
     # Cancelled by another client: the text is not complete.
     return int(any(result.reason == "cancelled" for result in results))

@@ -37,19 +37,19 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         parents=[common],
         help="run a worker of a broker elsewhere",
         description="Dials a broker's back endpoint over tcp with a key of the role `worker`, or a"
-        " `mlxpool broker` of this machine over ipc. A worker that crashes or hangs is started"
-        " again. Exit codes: 0 the broker sent it away, or SIGTERM; 1 its key is refused; 3 no"
-        " broker answered for --orphan-grace.",
+        " `mlxpool broker` of this machine over ipc. A worker that crashes or hangs is restarted."
+        " Exit codes: 0 the broker stopped it, or SIGTERM; 1 its key is refused; 3 no broker"
+        " answered within --orphan-grace.",
     )
     add_flags(worker)
-    worker.add_argument("name", metavar="MODEL", help="the name under which requests ask for it")
+    worker.add_argument("name", metavar="MODEL", help="the model's name in requests")
     add_settings(worker)
     worker.add_argument(
         "--orphan-grace",
         type=float,
         default=ORPHAN_GRACE,
         metavar="SECONDS",
-        help="how long the broker may be gone before the worker ends (default 60)",
+        help="time without a broker before the worker ends (default 60)",
     )
     worker.add_argument("--log-format", choices=("text", "json"))
     worker.set_defaults(run=run_worker)
@@ -57,7 +57,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
-    # Here and not above: only this command needs the broker's code.
+    # Imported here, because only this command needs the broker's code.
     from mlxpool.broker.edge.broker import Broker
     from mlxpool.common import logs
     from mlxpool.common.process import private_temp
@@ -70,8 +70,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_worker(options: argparse.Namespace) -> int:
-    """Supervise one worker until the broker sends it away, or SIGTERM."""
-    # Here and not above: only this command needs that code.
+    """Supervise one worker until the broker stops it, or SIGTERM."""
+    # Imported here, because only this command needs the supervisor's code.
     from mlxpool.broker.processes.remote_supervisor import RemoteSupervisor
     from mlxpool.broker.processes.supervisor import DialSettings
     from mlxpool.common import logs
@@ -79,7 +79,7 @@ def run_worker(options: argparse.Namespace) -> int:
     from mlxpool.common.process import private_temp
 
     target = target_of(options, "back")
-    target.credentials()  # raises here for a bad key, and not in every worker
+    target.credentials()  # a bad key raises here, not in every worker
     config = settings_of(options)
     model = config.models.get(options.name)
     if model is None:
@@ -93,6 +93,6 @@ def run_worker(options: argparse.Namespace) -> int:
     private_temp.use(config.run_dir)  # for the worker that it starts
     dial = DialSettings(target.server_key or "", target.key or "", options.orphan_grace)
     check_run_dir(config.run_dir)
-    # A folder of its own: a broker in the run directory deletes the files that it does not know.
+    # A folder of its own, because a broker in the run directory deletes unknown files.
     own = replace(config, run_dir=config.run_dir / "remote")
     return RemoteSupervisor(own, target.endpoint_of("back"), options.name, model, dial).run()

@@ -1,4 +1,4 @@
-"""`mlxpool config`: the effective settings, the origin of each, and what is wrong with them."""
+"""`mlxpool config`: the effective settings, their origins and their problems."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     parser = verbs.add_parser(
         "show",
         parents=[common],
-        help="every setting as it counts",
-        description="The settings that `mlxpool serve` with the same flags, here and now, would"
-        " have: flag > environment > file > default. As TOML.",
+        help="show the effective settings",
+        description="Shows the settings that `mlxpool serve` with the same flags would have now"
+        " and here, as TOML. Precedence: flag > environment > file > default.",
     )
-    parser.add_argument("--origin", action="store_true", help="and where each comes from")
+    parser.add_argument("--origin", action="store_true", help="show the origin of each setting")
     add_settings(parser)
     parser.set_defaults(run=show)
     parser = verbs.add_parser(
         "check",
         parents=[common],
-        help="whether a broker could start with them",
+        help="check if a broker could start with the settings",
         description="Exit code 0: the settings are sound; 1: something is missing or unread;"
         " 2: a broker would refuse them.",
     )
@@ -52,24 +52,25 @@ def _settings(options: argparse.Namespace) -> list[Setting]:
 
 def show(options: argparse.Namespace) -> int:
     """Print the settings as JSON, or as TOML that can be read again."""
-    found = _settings(options)
+    settings = _settings(options)
     if options.json:
         file = config_file(options.config)
-        answer = {"file": str(file) if file else None, "settings": [as_map(one) for one in found]}
-        print(json_text(answer))
+        rows = [as_map(setting) for setting in settings]
+        print(json_text({"file": str(file) if file else None, "settings": rows}))
     else:
-        print("\n".join(as_toml(found, origin=options.origin)))
+        print("\n".join(as_toml(settings, origin=options.origin)))
     return SOUND
 
 
-def as_toml(found: Sequence[Setting], *, origin: bool) -> Iterator[str]:
-    """The lines of a TOML file, a section for each table; `origin` adds comments."""
+def as_toml(settings: Sequence[Setting], *, origin: bool) -> Iterator[str]:
+    """Yields the lines of a TOML file, a section for each table; `origin` adds comments."""
     sections: dict[str, list[tuple[str, str]]] = {}
-    for one in found:
-        section, _, key = one.key.rpartition(".")
-        # TOML has no null: what is not set is shown as a comment.
-        text = f"{key} = {_value(one.value)}" if one.value is not None else f"# {key} is not set"
-        sections.setdefault(section, []).append((text, f"# {one.origin}" if origin else ""))
+    for setting in settings:
+        section, _, key = setting.key.rpartition(".")
+        # TOML has no null: a setting without a value is shown as a comment.
+        is_set = setting.value is not None
+        text = f"{key} = {_value(setting.value)}" if is_set else f"# {key} is not set"
+        sections.setdefault(section, []).append((text, f"# {setting.origin}" if origin else ""))
     for number, (section, lines) in enumerate(sections.items()):
         if number:
             yield ""
@@ -78,9 +79,9 @@ def as_toml(found: Sequence[Setting], *, origin: bool) -> Iterator[str]:
 
 
 def _value(value: Any) -> str:
-    """A value in TOML: the same as in JSON, but other alphabets are not escaped."""
+    """Returns a value in TOML: the same as in JSON, but other alphabets are not escaped."""
     return CONTROLS.sub(
-        lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False)
+        lambda match: f"\\u{ord(match[0]):04x}", json.dumps(value, ensure_ascii=False)
     )
 
 

@@ -1,4 +1,4 @@
-"""`mlxpool stats`: counters of the broker, in groups and with rates; --watch repeats them."""
+"""`mlxpool stats`: the broker's counters, in groups and with rates; --watch repeats them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mlxpool.cli.formatting import count, duration, json_text, milliseconds
 from mlxpool.cli.style import ERROR, HEAD, Paint, paint_of, width_of
 from mlxpool.common.escapes import escape_line
 
-Answer = Mapping[str, Any]  # of `stats`
+Answer = Mapping[str, Any]  # an answer to `stats`
 
-RATE_SNAPSHOTS = 3  # a second apart; with --watch rates are an average over them
+RATE_SNAPSHOTS = 3  # seconds over which rates are averaged with --watch
 FIGURE, RATE = 14, 11  # characters of the columns for figures and rates
-NAME = 15  # characters of the names, at least
-ROOMY = NAME + 3 + FIGURE + RATE  # columns of a terminal; the gaps of a narrower one are smaller
+NAME = 15  # the least characters of the column for names
+ROOMY = NAME + 3 + FIGURE + RATE  # columns of a terminal; narrower terminals have smaller gaps
 NEXT_KEYS, BACK_KEYS, QUIT_KEYS = " nj", "bpk", "qQ\x03\x04"
 
 
@@ -31,7 +31,7 @@ class Counter(Struct, frozen=True):
 
     name: str
     key: str
-    rate: bool = False  # whether it only grows, so that it has a rate
+    rate: bool = False  # True if it only grows, and so has a rate
 
 
 GROUPS: Mapping[str, tuple[Counter, ...]] = {
@@ -58,45 +58,48 @@ GROUPS: Mapping[str, tuple[Counter, ...]] = {
     ),
 }
 BY_CODE = {"failures": "failed requests, by code", "rejected": "refused requests, by code"}
-REFUSED_JOBS = "jobs.refused"  # by code
+REFUSED_JOBS = "jobs.refused"  # key of counts by code
 MEANS = {"queue": "in the queue", "total": "until the end"}  # keys of `seconds`
 SHOWN_ABOVE = ("pid", "state", "uptime_s", "run_dir")  # keys of `broker` in the first line
 
 
 def lines(history: Sequence[Answer], width: int, paint: Paint) -> list[str]:
-    """The lines for the newest answer; rates are since the oldest, with one since the start.
+    """Returns the lines for the newest answer; rates are since the oldest answer.
 
-    They fit 40 columns unless a figure, a code or a value is very long.
+    With one answer rates are since the broker's start. The lines fit 40 columns unless a figure, a
+    code or a value is very long.
     """
     now, before = history[-1], history[0]
     if len(history) == 1 or before["broker"]["boot"] != now["broker"]["boot"]:
         before = {}
     seconds = now["broker"]["uptime_s"] - (before["broker"]["uptime_s"] if before else 0.0)
     values, old = _flat(now), _flat(before)
-    found = _head(now, width)
+    text = _head(now, width)
     for title, counters in GROUPS.items():
         rows = [
-            _counter_row(one, values, old, seconds, width) for one in counters if one.key in values
+            _counter_row(counter, values, old, seconds, width)
+            for counter in counters
+            if counter.key in values
         ]
         if rows:
-            found += ["", paint(_row(title, width, "total", "a second"), HEAD), *rows]
+            text += ["", paint(_row(title, width, "total", "a second"), HEAD), *rows]
         for counter in counters:
             values.pop(counter.key, None)
-    found += _means(now, values, width, paint)
+    text += _means(now, values, width, paint)
     for key, title in BY_CODE.items():
-        found += _codes(now.get(key), title, width, paint)
-    found += _codes(values.pop(REFUSED_JOBS, None), "refused jobs, batches, files", width, paint)
+        text += _codes(now.get(key), title, width, paint)
+    text += _codes(values.pop(REFUSED_JOBS, None), "refused jobs, batches, files", width, paint)
     known = (*(f"broker.{key}" for key in SHOWN_ABOVE), *BY_CODE)
-    rest = {key: one for key, one in values.items() if key not in known}
-    rest = {key: one for key, one in rest.items() if key.partition(".")[0] not in BY_CODE}
+    rest = {key: value for key, value in values.items() if key not in known}
+    rest = {key: value for key, value in rest.items() if key.partition(".")[0] not in BY_CODE}
     if rest.get("conserved") is False:
         lost = "a stream was lost or counted twice: conserved is false"
-        found += ["", *(paint(line, ERROR) for line in textwrap.wrap(lost, width))]
-    found += ["", paint("other", HEAD)]
+        text += ["", *(paint(line, ERROR) for line in textwrap.wrap(lost, width))]
+    text += ["", paint("other", HEAD)]
     widest = max(NAME, *(len(escape_line(key)) for key in rest)) if rest else NAME
-    for key, one in rest.items():
-        found += _value_lines(escape_line(key), _plain(one), widest, width)
-    return found
+    for key, value in rest.items():
+        text += _value_lines(escape_line(key), _plain(value), widest, width)
+    return text
 
 
 def _head(now: Answer, width: int) -> list[str]:
@@ -118,7 +121,7 @@ def _row(name: str, width: int, figure: str, rate: str = "") -> str:
 
 
 def _value_lines(key: str, value: str, widest: int, width: int) -> list[str]:
-    """A key and its value in one line, in two where they do not fit."""
+    """Returns a key and its value in one line, or in two lines if they do not fit."""
     aligned, close = f"  {key:<{widest}} {value}", f"  {key} {value}"
     for line in (aligned, close):
         if len(line) <= width:
@@ -140,7 +143,7 @@ def _counter_row(
 
 
 def _means(now: Answer, values: dict[str, Any], width: int, paint: Paint) -> Iterator[str]:
-    """Mean times of the requests that have ended; takes their sums out of `values`."""
+    """Yields the mean times of ended requests; removes their sums from `values`."""
     counts, sums = now.get("requests", {}), now.get("seconds", {})
     ended = sum(counts.get(key, 0) for key in ("done", "failed", "cancelled"))
     for key in MEANS:
@@ -153,7 +156,7 @@ def _means(now: Answer, values: dict[str, Any], width: int, paint: Paint) -> Ite
 
 
 def _codes(counts: Any, title: str, width: int, paint: Paint) -> Iterator[str]:
-    """A line for each code; none where nothing failed."""
+    """Yields a head and a line for each code; nothing if nothing failed."""
     if isinstance(counts, Mapping) and counts:
         yield ""
         yield paint(title, HEAD)
@@ -166,20 +169,20 @@ def _rate(value: float) -> str:
 
 
 def _flat(answer: Answer) -> dict[str, Any]:
-    """The values of an answer, by keys with dots."""
-    found: dict[str, Any] = {}
+    """Returns the values of an answer, by keys with dots."""
+    values: dict[str, Any] = {}
     for name, value in answer.items():
         if isinstance(value, Mapping):
-            found |= {f"{name}.{key}": one for key, one in value.items()}
+            values |= {f"{name}.{key}": inner for key, inner in value.items()}
         else:
-            found[name] = value
-    return found
+            values[name] = value
+    return values
 
 
 def _plain(value: Any) -> str:
-    """A value without Python's notation."""
+    """Returns a value without Python's notation."""
     if isinstance(value, Mapping):
-        return escape_line(" ".join(one for many in value.values() for one in many)) or "-"
+        return escape_line(" ".join(word for words in value.values() for word in words)) or "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
@@ -193,11 +196,11 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "stats",
         parents=[common],
         help="show counters since the broker's start, with rates",
-        description="Counters since the broker's start, and how much they grow a second: since the"
+        description="Shows counters since the broker's start, and their growth a second: since the"
         f" start, with --watch over {RATE_SNAPSHOTS} s. Keys of --watch: space next page, b page"
         " before, q quit.",
     )
-    parser.add_argument("--watch", action="store_true", help="again each second, until Ctrl-C")
+    parser.add_argument("--watch", action="store_true", help="repeat each second, until Ctrl-C")
     parser.add_argument(
         "--count", type=count, default=0, metavar="N", help="with --watch: end after N snapshots"
     )
@@ -215,14 +218,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 class Pages:
-    """The page of the newest counters that is shown; keys turn pages."""
+    """The pages of the newest counters; keys turn pages."""
 
     def __init__(self) -> None:
         self.history: deque[Answer] = deque(maxlen=RATE_SNAPSHOTS + 1)
         self.number = 0
 
     def press(self, keys: str) -> bool:
-        """Apply pressed keys; returns False to end."""
+        """Apply pressed keys. Returns False to end."""
         for key in keys:
             if key in QUIT_KEYS:
                 return False
@@ -233,24 +236,24 @@ class Pages:
         self.history.append(_stats_of(snapshot))
 
     def page(self, columns: int, height: int, *, keys: bool, paint: Paint) -> str:
-        """One page of the counters, with the keys below if there are more; "" before the first."""
+        """Returns a page of the counters; "" before the first snapshot."""
         return self.text(lines(list(self.history), columns, paint), height) if self.history else ""
 
-    def text(self, found: list[str], height: int) -> str:
-        """The lines of one page, with the keys below them if there are more."""
-        if len(found) <= height:
+    def text(self, page_lines: list[str], height: int) -> str:
+        """Returns the present page of these lines, with the keys below if there are more pages."""
+        if len(page_lines) <= height:
             self.number = 0
-            return "\n".join(found)
+            return "\n".join(page_lines)
         room = max(1, height - 1)
-        pages = -(-len(found) // room)
+        pages = -(-len(page_lines) // room)
         self.number = min(max(0, self.number), pages - 1)
-        shown = found[self.number * room : (self.number + 1) * room]
+        shown = page_lines[self.number * room : (self.number + 1) * room]
         keys = f"page {self.number + 1} of {pages}: space next, b back, q quit"
         return "\n".join([*shown, *[""] * (room - len(shown)), keys])
 
 
 def _watch(options: argparse.Namespace) -> int:
-    # Here and not above: `stats` alone starts faster without.
+    # Imported here, so that `stats` without --watch starts faster.
     from mlxpool.cli.watch import show_pages, snapshots
 
     if options.json:
@@ -262,5 +265,5 @@ def _watch(options: argparse.Namespace) -> int:
 
 
 def _stats_of(snapshot: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer of `stats`, from a snapshot of `watch`."""
+    """Returns the answer of `stats` from a snapshot of `watch`."""
     return {"broker": snapshot["broker"], **snapshot["stats"]}

@@ -1,6 +1,6 @@
-"""`mlxpool top`: the pool, live. Its rows are computed from the snapshots of the last minute.
+"""`mlxpool top`: a live view of the pool, computed from the snapshots of the last minute.
 
-Times are the broker's own (`uptime_s`), so rates are right also for a slow reader.
+Times are the broker's own (`uptime_s`), so rates are also right if the reader is slow.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mlxpool.common.escapes import escape_line
 
 Snapshot = Mapping[str, Any]
 
-RATE_SNAPSHOTS = 3  # a second apart; tokens per second are an average over them
-MAX_SNAPSHOTS = 61  # a minute, over which the time to the first token has its median
+RATE_SNAPSHOTS = 3  # seconds over which tokens per second are averaged
+MAX_SNAPSHOTS = 61  # a minute, for the median time to the first token
 
 COLUMNS = (
     Column("SLOT", 0, "text"),
@@ -39,7 +39,7 @@ COLUMNS = (
 
 
 class Row(Struct, frozen=True):
-    """One slot, or a model without workers. None: not known, or there are no samples."""
+    """One slot, or a model without workers. A value is None if unknown, or without samples."""
 
     model: str
     slot: str = "-"
@@ -47,10 +47,10 @@ class Row(Struct, frozen=True):
     running: int = 0
     waiting: int = 0  # requests in the queue of its model
     rate: float | None = None  # tokens a second
-    first_token: float | None = None  # seconds; the median of its model
-    kv: float | None = None  # 0 to 1: keys and values, of the memory that weights leave
-    memory: int | None = None  # bytes: weights, keys and values, prefixes, what steps need
-    acceptance: float | None = None  # 0 to 1: of the checked drafts, those that were right
+    first_token: float | None = None  # median seconds to the first token of its model
+    kv: float | None = None  # share of the KV cache in the memory that weights leave, 0 to 1
+    memory: int | None = None  # bytes of weights, KV cache, prefixes and steps
+    acceptance: float | None = None  # share of accepted draft tokens, 0 to 1
     restarts: int = 0
     up: float | None = None  # seconds
 
@@ -62,7 +62,7 @@ class SortOrder(Struct, frozen=True):
     """A column to sort by; the largest number is first."""
 
     key: str  # the key to press
-    name: str  # for --sort
+    name: str  # the name in --sort
     value: Callable[[Row], Any]
     descending: bool = True
 
@@ -89,7 +89,7 @@ KEYS = (
 
 
 def rows(history: Sequence[Snapshot]) -> list[Row]:
-    """The rows of the newest snapshot; `history` begins with the oldest and is not empty."""
+    """Returns the rows of the newest snapshot; `history` has at least one, the oldest first."""
     history = _of_one_broker(history)
     now, before = history[-1], history[-1 - min(RATE_SNAPSHOTS, len(history) - 1)]
     models = {model["name"]: model for model in now["models"]}
@@ -97,29 +97,29 @@ def rows(history: Sequence[Snapshot]) -> list[Row]:
     seconds = now["broker"]["uptime_s"] - before["broker"]["uptime_s"]
     medians = _medians(history[0], now)
     began = {_incarnation(worker): worker for worker in history[0]["workers"]}
-    found = []
+    result = []
     for worker in now["workers"]:
         model = models.pop(worker["model"], None) or _model(now, worker["model"])
         grown = worker.get("tokens", 0) - tokens_before.get(_incarnation(worker), 0)
         rate = grown / seconds if seconds > 0 and worker.get("pid") else None
         earlier = began.get(_incarnation(worker)) if history[0] is not now else None
         drafts = _acceptance(earlier or {}, worker)
-        found.append(_row(worker, model, rate, medians.get(worker["model"]), drafts))
+        result.append(_row(worker, model, rate, medians.get(worker["model"]), drafts))
     for name, model in models.items():
-        found.append(
+        result.append(
             Row(name, state=model["state"], waiting=model["waiting"], first_token=medians.get(name))
         )
-    return found
+    return result
 
 
-def ordered(found: Sequence[Row], order: SortOrder, *, reverse: bool = False) -> list[Row]:
-    """Sorted by one column; equal ones by model and slot."""
-    by_name = sorted(found, key=lambda row: (row.model, row.slot))
+def ordered(unsorted: Sequence[Row], order: SortOrder, *, reverse: bool = False) -> list[Row]:
+    """Returns rows sorted by one column; ties by model and slot."""
+    by_name = sorted(unsorted, key=lambda row: (row.model, row.slot))
     return sorted(by_name, key=order.value, reverse=order.descending is not reverse)
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """The cells of a row, one for each of COLUMNS. A model without workers has no slot."""
+    """Returns the cells of a row, one for each of COLUMNS. A model without workers has no slot."""
     return (
         row.model if row.slot == "-" else row.slot,
         row.state,
@@ -136,7 +136,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def summary(history: Sequence[Snapshot]) -> list[str]:
-    """The whole pool in parts of a line."""
+    """Returns the parts of the line about the whole pool."""
     history = _of_one_broker(history)
     now, before = history[-1], history[-1 - min(RATE_SNAPSHOTS, len(history) - 1)]
     broker, counts = now["broker"], now["stats"]["requests"]
@@ -157,7 +157,7 @@ def summary(history: Sequence[Snapshot]) -> list[str]:
 
 
 def median(bounds: Sequence[float], counts: Sequence[int]) -> float | None:
-    """The median of a histogram, interpolated in its bucket; None if it is empty."""
+    """Returns the median of a histogram, interpolated in its bucket; None if it is empty."""
     half, below, low = sum(counts) / 2, 0, 0.0
     if not half:
         return None
@@ -169,25 +169,25 @@ def median(bounds: Sequence[float], counts: Sequence[int]) -> float | None:
 
 
 def _medians(before: Snapshot, now: Snapshot) -> dict[str, float | None]:
-    """Median seconds to the first token by model, of the requests between two snapshots.
+    """Returns the median seconds to the first token by model, of requests between two snapshots.
 
-    With one snapshot only, of all requests.
+    With only one snapshot it is the median of all requests.
     """
     models = () if before is now else before["models"]
     old = {model["name"]: model["first_token"]["counts"] for model in models}
-    found = {}
+    medians = {}
     for model in now["models"]:
         counts = model["first_token"]["counts"]
         known = old.get(model["name"], [0] * len(counts))
         grown = [new - was for new, was in zip(counts, known, strict=True)]
-        found[model["name"]] = median(model["first_token"]["bounds"], grown)
-    return found
+        medians[model["name"]] = median(model["first_token"]["bounds"], grown)
+    return medians
 
 
 def _of_one_broker(history: Sequence[Snapshot]) -> Sequence[Snapshot]:
-    """The snapshots of the newest broker process: another one counted from 0."""
+    """Returns the snapshots of the newest broker process: each process counts from 0."""
     boot = history[-1]["broker"]["boot"]
-    return [one for one in history if one["broker"]["boot"] == boot]
+    return [snapshot for snapshot in history if snapshot["broker"]["boot"] == boot]
 
 
 def _incarnation(worker: Mapping[str, Any]) -> tuple[str, Any]:
@@ -195,7 +195,7 @@ def _incarnation(worker: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _model(snapshot: Snapshot, name: str) -> Mapping[str, Any]:
-    """A model by name, for its second replica and further ones."""
+    """Returns a model by its name, for replicas after the first."""
     return next((m for m in snapshot["models"] if m["name"] == name), {})
 
 
@@ -226,7 +226,7 @@ def _row(
 
 
 def _acceptance(before: Mapping[str, Any], now: Mapping[str, Any]) -> float | None:
-    """The share of the drafts checked between two rows of a worker that were right; None: none."""
+    """Returns the share of accepted draft tokens between two rows of a worker; None without."""
     old, new = (row.get("speculation") or {} for row in (before, now))
     drafted, accepted = (new.get(key, 0) - old.get(key, 0) for key in ("drafted", "accepted"))
     return accepted / drafted if drafted > 0 else None
@@ -242,10 +242,10 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "top",
         parents=[common],
         help="show workers and their work, live",
-        description="A snapshot each second. RUN: requests that a worker computes; WAIT: those in"
-        " the queue of its model; TOK/S: over three seconds; TTFT: median time to the first token;"
-        " KV%: share of the memory beside the weights that running requests take; DRAFTS: share of"
-        f" the drafted tokens that were right. Keys: {', '.join(KEYS)}.",
+        description="A snapshot each second. RUN: requests that a worker computes; WAIT: requests"
+        " in the queue of its model; TOK/S: tokens a second, over three seconds; TTFT: median time"
+        " to the first token; KV%: share of the memory left by the weights that running requests"
+        f" use; DRAFTS: share of accepted draft tokens. Keys: {', '.join(KEYS)}.",
     )
     columns = [order.name for order in SORT_ORDERS]
     parser.add_argument(
@@ -253,7 +253,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         metavar="COLUMN",
         choices=columns,
         default=columns[0],
-        help=f"the column to begin with: {', '.join(columns)} (default: %(default)s)",
+        help=f"the first column to sort by: {', '.join(columns)} (default: %(default)s)",
     )
     parser.add_argument(
         "--count", type=count, default=0, metavar="N", help="end after N snapshots (default: never)"
@@ -262,7 +262,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 class View:
-    """The sort order that keys choose, and the snapshots of the last minute."""
+    """The sort order, which keys change, and the snapshots of the last minute."""
 
     def __init__(self, sort: str) -> None:
         self.history: deque[Snapshot] = deque(maxlen=MAX_SNAPSHOTS)
@@ -273,7 +273,7 @@ class View:
         self.history.append(snapshot)
 
     def press(self, keys: str) -> bool:
-        """Apply pressed keys; returns False to end."""
+        """Apply pressed keys. Returns False to end."""
         for key in keys:
             if key in "qQ\x03\x04":
                 return False
@@ -293,7 +293,7 @@ class View:
         return ordered(rows(self.history), self.order, reverse=self.reversed)
 
     def page(self, columns: int, height: int, *, keys: bool, paint: Paint = plain) -> str:
-        """The page, at most `height` lines of `columns` characters; with the keys if `keys`."""
+        """Returns the page, at most `height` lines of `columns` characters, and keys if `keys`."""
         if not self.history:
             return "waiting for the broker's first snapshot"
         arrow = "falling" if self.order.descending is not self.reversed else "rising"
@@ -307,7 +307,7 @@ class View:
 
 def run(options: argparse.Namespace) -> int:
     """Show a page for each snapshot until `q`, Ctrl-C or the last of --count."""
-    # Here and not above: the other commands start faster without.
+    # Imported here, so that other commands start faster.
     from mlxpool.cli.watch import show_pages, snapshots
 
     view = View(options.sort)
@@ -321,7 +321,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def as_json(view: View) -> dict[str, Any]:
-    """One line of `top --json`."""
+    """Returns one line of `top --json`."""
     newest = view.history[-1]
     return {
         "uptime_s": newest["broker"]["uptime_s"],
