@@ -262,7 +262,7 @@ def test_the_command_line_names_bad_lines(pool: Pool) -> None:
         (("submit",), "give MODEL and PROMPT, or --batch FILE"),
         (("submit", "m", "x", "--batch", "-"), "give no PROMPT"),
         (("submit", "m", "x", "--wait"), "--wait goes with --batch FILE"),
-        (("submit", "m", "--batch", "-", "--chat"), "--chat is of a single job"),
+        (("submit", "m", "--batch", "-", "--chat"), "--chat is for a single job"),
         (("submit", "m", "--batch", "/none/there"), "/none/there"),
         (("fetch", "x", "--output", "y"), "--output goes with --batch"),
         (("fetch", "--batch", "nosuch"), "there is no batch 'nosuch'"),

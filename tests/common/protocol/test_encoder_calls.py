@@ -71,7 +71,7 @@ WRONG: dict[str, tuple[Task, dict[str, Any], tuple[bytes, ...], str]] = {
     "no text": ("embed", {"inputs": []}, (), "got 0"),
     "too many": ("embed", {"inputs": ["a"] * 257}, (), "got 257"),
     "nil": ("embed", {"inputs": [None]}, (), r"inputs\[0\] must be a text, got None"),
-    "no blob": ("embed", {"inputs": True}, (), "the message has none"),
+    "no blob": ("embed", {"inputs": True}, (), "the message has no blob"),
     "garbage": ("embed", {"inputs": True}, (os.urandom(64) + b"\xc1",), "no msgpack array"),
     "deep": ("embed", {"inputs": True}, (b"\x91" * 5000,), "no msgpack array"),
     "a map": ("embed", {"inputs": True}, (msgpack.packb({"a": 1}),), "no msgpack array"),
