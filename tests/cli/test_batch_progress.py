@@ -1,4 +1,4 @@
-"""How far a batch is, in one line."""
+"""The progress of a batch in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which columns a terminal of some width gets, and how texts and ids are shortened."""
+"""The columns that a terminal of some width gets, and shortened texts and ids."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from mlxpool.common.protocol.frames import MAX_BODY
 
 
 def messages(*lines: str) -> tuple[list[str], list[str]]:
-    """The messages that these lines are, and the prompts that were shown."""
+    """Returns the messages in these lines, and the shown prompts."""
     left = iter(lines)
     prompts: list[str] = []
 

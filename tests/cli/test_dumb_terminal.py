@@ -1,4 +1,4 @@
-"""TERM=dumb: a terminal that takes no control sequences gets none."""
+"""A terminal without control sequences (TERM=dumb) gets plain text."""
 
 from __future__ import annotations
 

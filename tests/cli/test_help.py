@@ -1,4 +1,4 @@
-"""Help, the version, and the nearest word where one is unknown."""
+"""Help, the version, and the nearest known word for an unknown word."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of models, workers and clients that would control a terminal, in each command's output."""
+"""Each command escapes text of models, workers and clients that would control a terminal."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "restart m/0": {"slot": HOSTILE},
     f"cancel {'0' * 32}": {"state": HOSTILE, "pos": 1},
 }
-LINES = {"ps": 6, "models": 4, "requests": 2, "stats": 5}  # of output; the others print one
+LINES = {"ps": 6, "models": 4, "requests": 2, "stats": 5}  # lines; other commands print one line
 
 Answer = Callable[..., Mapping[str, Any]]
 
 
 def answering(answer: Mapping[str, Any] | PoolError) -> Answer:
-    """Replaces the question to the admin socket."""
+    """Replaces the admin socket: returns a function that answers its questions."""
 
     def ask(*_: Any, timeout: float = 0) -> Mapping[str, Any]:
         if isinstance(answer, PoolError):

@@ -1,4 +1,4 @@
-"""JSON of commands has no integer that readers with double precision would change."""
+"""Integers in the JSON of commands are exact for readers with double precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text that shows a load's progress, made of answers of `ps`."""
+"""The text of a load's progress, made from answers of `ps`."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_progress_text(answer: dict[str, Any], told: str) -> None:
     ],
 )
 def test_the_line_is_no_wider_than_the_terminal(width: int, shown: str) -> None:
-    """A line that is broken by the terminal could not be written over."""
+    """A line that the terminal breaks could not be overwritten."""
     assert in_one_line("warming demo up, 12.0 s (kernels are compiled)", width) == shown
     assert len(shown) < width
 

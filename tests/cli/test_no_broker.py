@@ -1,4 +1,4 @@
-"""Commands that send requests, where no broker answers."""
+"""Commands that send requests, without a broker that answers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_without_a_socket_nothing_is_waited_for(
 def test_a_run_directory_in_which_no_broker_starts_is_named(
     arguments: list[str], empty: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A broker in the background has said so in its log only."""
+    """A broker in the background has the reason only in its log."""
     empty.chmod(0o777)
     assert main([*arguments, "--run-dir", str(empty)]) == UNREACHABLE
     said = capsys.readouterr().err
@@ -84,7 +84,7 @@ def test_a_run_directory_in_which_no_broker_starts_is_named(
 def test_without_a_socket_standard_input_is_not_read(
     empty: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", object())  # it has nothing to read from
+    monkeypatch.setattr(sys, "stdin", object())  # no broker to read from
     assert main(["run", "m", "--run-dir", str(empty)]) == UNREACHABLE
 
 
@@ -114,7 +114,7 @@ def test_a_socket_that_a_killed_broker_left_is_not_waited_for(
 
 
 def test_a_broker_of_another_container_is_no_killed_one(empty: Path) -> None:
-    """Its process id is not known here, but it listens."""
+    """Its process id is unknown in this container, but it listens."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     (empty / "lock").write_text(f"{ended.pid}\n")
@@ -128,9 +128,9 @@ def test_a_broker_of_another_container_is_no_killed_one(empty: Path) -> None:
 def test_a_broker_that_takes_no_connection_is_given_up_within_a_second(
     known: bool, empty: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not after the 5 s that a broker which took the connection has to answer."""
+    """The limit of 5 s is only for a broker that has accepted the connection."""
     assert request_flags.IPC_GRACE < request_flags.TCP_GRACE
-    start = 0.2  # seconds, of Python and its imports where it is not busy: the rest of 1 s
+    start = 0.2  # seconds; on an idle machine the rest of 1 s is for Python and its imports
     assert start + request_flags.TCP_GRACE + request_flags.TICK <= 1
     given: list[float] = []
 
@@ -162,7 +162,7 @@ def test_connect_timeout_waits_for_a_broker(tmp_path: Path) -> None:
             stderr=subprocess.PIPE,
             env={**pool.environment, "MLXPOOL_HISTORY": str(tmp_path)},
         )
-        try:  # its history has the request before there is a broker
+        try:  # its history has the request before a broker runs
             until(
                 lambda: any('"sent"' in f.read_text() for f in tmp_path.glob("client-*")),
                 "the command has sent its request",

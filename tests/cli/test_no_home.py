@@ -1,6 +1,6 @@
 """Every command of a user id without a name and a home folder, as containers run: no traceback.
 
-Such a user's errors are one line, or those of the help; they name what to give.
+Such a user's errors are one line, or errors of the parser; they name the missing variable or flag.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ ARGUMENTS = {
     "unload": ["m"],
 }
 FURTHER = (["prefix", "verify"], ["config", "check"], ["chat", "~/x"])
-OTHERS = SERVERS | {"check"}  # which start processes
+OTHERS = SERVERS | {"check"}  # commands that start processes
 NAMED = ([name, *ARGUMENTS.get(name, [])] for name in COMMAND_MODULES if name not in OTHERS)
 COMMANDS = sorted([*NAMED, *FURTHER])
 
 
 @pytest.fixture
 def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user of this process has no name and no home folder, and cannot write to "/"."""
+    """The user of this process lacks a name and a home folder, and cannot write to "/"."""
 
     def unknown(uid: int) -> NoReturn:
         raise KeyError(f"getpwuid(): uid not found: {uid}")
 
     monkeypatch.setattr(pwd, "getpwuid", unknown)
-    # Root, as whom tests may run, could write to "/".
+    # Tests may run as root, who could write to "/".
     monkeypatch.setattr(paths, "home", lambda: Path("/proc/nobody"))
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 @pytest.mark.parametrize("home", [None, "x" * 300], ids=["no home", "a closed home"])
 def test_every_command(nobody: None, command: list[str], home: str | None) -> None:
-    """A name that is too long stands for a folder that cannot be entered: both are an OSError."""
+    """A name that is too long stands for a folder that is closed: both raise OSError."""
     environment = {"PATH": "/usr/bin:/bin"} | ({} if home is None else {"HOME": home})
-    with patch.dict(ask.__kwdefaults__, {"timeout": 0.01}):  # no broker is there to answer
+    with patch.dict(ask.__kwdefaults__, {"timeout": 0.01}):  # no broker answers
         done = run_here(command, environment)
     assert "Traceback" not in done.stderr + done.stdout
     assert done.returncode == 0 or done.stderr or done.stdout

@@ -63,7 +63,7 @@ class Asked:
 
 
 def ended(*arguments: str) -> int:
-    """The exit code where argparse ends the process."""
+    """Returns the exit code if argparse ends the process."""
     with pytest.raises(SystemExit) as caught:
         main(list(arguments))
     assert isinstance(caught.value.code, int)
@@ -447,7 +447,7 @@ def test_a_table_is_as_wide_as_its_cells() -> None:
 
 
 def test_every_command_is_found_in_its_module() -> None:
-    """The parser of one module's commands and the parser of all know each command."""
+    """The parser of one module's commands and the parser of all commands have each command."""
     whole = verbs(cli.parser())
     assert set(whole) == set(COMMAND_MODULES)
     for name in COMMAND_MODULES:
@@ -462,7 +462,7 @@ def test_help_and_errors_know_every_command(arguments: list[str]) -> None:
 
 
 def test_ps_imports_few_modules() -> None:
-    """`ps` does not import modules that it does not need, as imports take time."""
+    """`ps` imports only modules that it needs, because imports take time."""
     code = (
         "import sys\nfrom mlxpool.cli.commands import reports as ops\n"
         "ops.ask = lambda *a, **k: sys.exit(0)\n"

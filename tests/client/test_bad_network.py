@@ -45,7 +45,7 @@ def survive(broker: FakeBroker, relay: Relay, fault: str) -> None:
 
 
 def test_a_broker_that_starts_behind_a_proxy_is_waited_for() -> None:
-    """A proxy accepts and hangs up meanwhile: that is no refusal of a client without keys."""
+    """Until then the proxy accepts and hangs up: not a refusal for a client without keys."""
     with (
         fake_broker() as broker,
         Relay(("ipc", f"{broker.run_dir}/front.ipc")) as relay,
@@ -61,14 +61,14 @@ def test_a_broker_that_starts_behind_a_proxy_is_waited_for() -> None:
 
 
 def failures(client: Client) -> int:
-    """How many handshakes of a client have failed in a row."""
+    """Returns the number of handshakes of a client that have failed in a row."""
     connection = client._connection
     assert isinstance(connection, Connection)
     return connection._dealer.handshake.failures
 
 
 def test_a_proxy_without_a_broker_is_told_as_such() -> None:
-    """A busy machine may not come to a connection's end within one second: the next try does."""
+    """On a busy machine the end of a connection may take over a second, so the test retries."""
     with (
         Relay(("ipc", "/nowhere/at/all")) as relay,
         Client(endpoint=relay.endpoint, pace=NO_RESEND_PACE, connect_timeout=1) as client,

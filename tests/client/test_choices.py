@@ -1,4 +1,4 @@
-"""Choices in the client: the requests that are sent, and what a stream takes of a report."""
+"""Choices in the client: their requests, and the prompt's report in a stream."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def frame(kind: str, body: dict[str, Any], *blobs: bytes, pos: int = 0) -> Frame
 
 
 def piece(begin: int, end: int, *ids: int, pos: int = 0, size: int = 6) -> Frame:
-    """A report of tokens [begin, end) of a prompt of `size`, with the ids behind it."""
+    """Returns a report of tokens [begin, end) of a prompt of `size` tokens, with ids after it."""
     entries: list[dict[str, Any]] = [
         {"prompt": n, "id": n, "token": "x"} for n in range(begin, end)
     ]

@@ -1,4 +1,4 @@
-"""The stream of several choices, against a fake broker of the test."""
+"""The stream of several choices, against a fake broker."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from support.fake_broker import NEVER, NO_RESEND_PACE, PATIENCE, FakeBroker
 
 @pytest.fixture
 def broker(closed_broker: FakeBroker) -> FakeBroker:
-    """Its socket is not open yet: some tests begin without a broker."""
+    """A broker whose socket is not open yet, because some tests begin without a broker."""
     return closed_broker
 
 
@@ -146,7 +146,7 @@ def test_a_call_given_up_long_ago_does_not_end_the_next_one(broker: FakeBroker) 
             assert isinstance(connection, Connection)
             while connection._waiting():  # until its thread has forgotten the call
                 await asyncio.sleep(0.001)
-            timer = connection.timer  # as if that had been long ago
+            timer = connection.timer  # as if the forgotten call were long ago
             timer._waiting_since = timer._connected_at = -2.0 * PATIENCE
             later = asyncio.ensure_future(client.models())
             await asyncio.sleep(0)
@@ -514,7 +514,7 @@ def nested(depth: int) -> Any:
     return value
 
 
-HUGE: Any = 10**4400  # Python shows no integer of so many digits
+HUGE: Any = 10**4400  # Python does not print an integer of this many digits
 DEEP: Any = nested(5000)
 CHAT: Any = [{"role": "user", "content": "x"}]
 
@@ -594,7 +594,7 @@ def test_a_call_that_nobody_waits_for_is_cancelled(broker: FakeBroker) -> None:
 
 
 def test_a_call_that_the_broker_has_dropped_with_its_link_is_sent_again(broker: FakeBroker) -> None:
-    """As after a stop of the client for `client_grace`, before any other `pong`."""
+    """This happens if the client stood still for `client_grace`, before another `pong` comes."""
     broker.open()
     pace = replace(NO_RESEND_PACE, ping=NEVER)
     with (

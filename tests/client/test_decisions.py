@@ -1,4 +1,4 @@
-"""What the client sends for `decide`, and what it makes of the answers."""
+"""The client's messages of `decide`, and its reading of the answers."""
 
 from __future__ import annotations
 

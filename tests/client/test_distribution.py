@@ -18,7 +18,7 @@ from support.pool import PATIENCE, Pool
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("pyzmq", "msgpack", "msgspec")
-MAX_BYTES = 210_000  # of the wheel
+MAX_BYTES = 210_000  # bytes of the wheel
 
 
 def project(folder: Path) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def project(folder: Path) -> dict[str, Any]:
 
 
 def build(folder: Path, kind: str, source: Path = ROOT / "client") -> Path:
-    """Build a wheel or an sdist into a folder that is empty; returns its path."""
+    """Build a wheel or an sdist into an empty folder. Returns its path."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(folder)]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
@@ -41,7 +41,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def packages(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what `pip install ./client` installs, and nothing else."""
+    """A folder with only the packages that `pip install ./client` installs."""
     folder = tmp_path_factory.mktemp("site-packages")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
@@ -54,7 +54,7 @@ def packages(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(packages: Path, code: str, *arguments: str) -> str:
-    """Run code where only the standard library and these packages can be imported."""
+    """Run code that can import only the standard library and these packages."""
     begin = f"import sys; sys.path.append({str(packages)!r})\n"
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", begin + code, *arguments],

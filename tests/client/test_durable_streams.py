@@ -214,7 +214,7 @@ def test_a_broker_that_starts_late_does_not_get_ended_requests(broker: FakeBroke
                 client.generate("m", "a")
             connection = client._connection
             assert isinstance(connection, Connection)
-            # The next request waits for the broker, however slow it is.
+            # The next request waits for the broker, also if it is slow.
             connection.timer.pace = replace(NO_RESEND_PACE, connect_grace=PATIENCE)
             stream = client.stream("m", "b")
             assert late.open().accept() == stream.id

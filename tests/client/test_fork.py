@@ -79,7 +79,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 
 def ran(pool: Pool, made: str, done: str, after: str) -> dict[str, Any]:
-    """What the program printed; MADE and AFTER are statements of the parent, DONE a callable."""
+    """Returns a program's output; MADE and AFTER are statements of the parent, DONE a callable."""
     text = PROGRAM.replace("MADE", f"    {made}").replace("AFTER", f"    {after}")
     process = subprocess.run(
         [sys.executable, "-c", text.replace("DONE", done), str(pool.run_dir),

@@ -1,4 +1,4 @@
-"""Images that a client is given: bytes, files, parts of messages."""
+"""Images as arguments of a client: bytes, files, parts of messages."""
 
 from __future__ import annotations
 

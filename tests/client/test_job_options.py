@@ -1,4 +1,4 @@
-"""The keyword arguments of submissions: those of both clients, and what becomes of them."""
+"""The keyword arguments of submissions: equal in both clients, and sent in messages."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from mlxpool.common.protocol.kept.job_work import OF_POOL
 
 
 def submitted(**options: Any) -> dict[str, Any]:
-    """The body of `submit` for a completion."""
+    """Returns the body of `submit` for a completion."""
     question = jobs.submit("m", "a", None, None, (), cast(SubmitOptions, options))
     return question.content.body() or {}
 
 
 def called(**options: Any) -> dict[str, Any]:
-    """The body of `submit` for a call."""
+    """Returns the body of `submit` for a call."""
     return jobs.submit_call("embed", "m", cast(CallOptions, options)).content.body() or {}
 
 
@@ -52,7 +52,7 @@ def test_options_of_jobs_and_batches_are_no_options_of_requests() -> None:
 
 
 def test_each_option_of_a_job_is_in_its_message() -> None:
-    """With the names that the protocol has, whatever the job computes."""
+    """The message has the protocol's names, for jobs of any kind."""
     given: dict[str, Any] = {
         "key": "k",
         "keep": 1.5,

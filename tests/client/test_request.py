@@ -1,4 +1,4 @@
-"""The messages that are made of the arguments of the client's methods."""
+"""The messages of the client's methods, made from their arguments."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from support import kinds
 
 ID = bytes(16)
 PACE = Pace()
-HEARD = math.inf  # "a frame came just now"
+HEARD = math.inf  # the time of a frame that came just now
 
 
 class Story:
@@ -49,7 +49,7 @@ class Story:
         self.say(kinds.ERROR, {"code": code, "message": "no", **more}, left=left)
 
     def tick(self, heard: float = HEARD, left: float | None = None) -> Action:
-        """The action that is due now; performs it at once, as the connection does."""
+        """Performs the due action at once, as the connection does, and returns it."""
         step = self.retry.tick(self.at, heard, left)
         if step is Action.SEND:
             self.retry.sent_again(self.at)
@@ -346,7 +346,7 @@ def test_after_the_deadline_a_stream_is_given_up_and_not_sent_again() -> None:
 
 
 def run(timer: SilenceTimer, wall: float, seconds: float) -> float:
-    """Advance the timer in the steps of a healthy loop; returns the monotonic time."""
+    """Advance the timer in the steps of a healthy loop. Returns the monotonic time."""
     for _ in range(round(seconds / 0.25)):
         wall += 0.25
         timer.advance(wall)

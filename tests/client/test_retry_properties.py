@@ -1,4 +1,4 @@
-"""With any losses, each id reaches the reader once and in order, and the stream ends."""
+"""After any losses each id reaches the reader once and in order, and the stream ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def token(seed: int, position: int) -> int:
 
 
 def text(seed: int, count: int) -> str:
-    """The text sent after so many ids: that of the newest id is held back."""
+    """Returns the text after this many ids; the text of the newest id is held back."""
     return "".join(f"{token(seed, i)} " for i in range(count - 1))
 
 
@@ -117,7 +117,7 @@ class Reader:
         self._send(kinds.GENERATE, draft.body(), *draft.blobs())
 
     def turn(self, seconds: float = TICK) -> None:
-        """One turn of the connection: read everything, then do what is due."""
+        """Make one turn of the connection: read everything, then do the due work."""
         self.wall += seconds
         self.timer.advance(self.wall)
         while self.broker.open and self.broker.out:

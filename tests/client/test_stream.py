@@ -1,4 +1,4 @@
-"""StreamState: from frames to deltas and the end of a stream."""
+"""StreamState makes deltas and the end of a stream from frames."""
 
 from __future__ import annotations
 

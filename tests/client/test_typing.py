@@ -84,7 +84,7 @@ FOUND = {  # line of WRONG: the error that mypy reports
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment with our wheel, and msgspec, whose types its records have."""
+    """The Python of an environment with our wheel and msgspec, which types its records."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=2 * PATIENCE)
@@ -97,7 +97,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def checked(python: Path, program: str, folder: Path) -> list[str]:
-    """The output of `mypy --strict` for a program outside of our tree."""
+    """Returns the output of `mypy --strict` for a program outside our tree."""
     (folder / "program.py").write_text(program)
     flags = ["--strict", "--no-error-summary", "--config-file=", "--cache-dir=/dev/null"]
     mypy = [sys.executable, "-m", "mypy", *flags, f"--python-executable={python}", "program.py"]

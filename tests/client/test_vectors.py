@@ -1,4 +1,4 @@
-"""What `embed`, `rerank` and `classify` of a client send, and how scores become a ranking."""
+"""The messages of a client's `embed`, `rerank` and `classify`, and rankings by scores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlxpool.common.protocol.encoder_calls import EncoderCall
 
 
 def sent(inputs: Any, **settings: Any) -> EncoderCall:
-    """The one call for these inputs, as a worker reads it."""
+    """Returns the only call for these inputs, as a worker reads it."""
     (question,) = vectors.embed("m", inputs, **settings)
     return EncoderCall.parse("embed", question.content.body() or {}, question.content.blobs())
 

@@ -1,4 +1,4 @@
-"""Pages of other sites are told by two headers of browsers."""
+"""Two headers of browsers identify pages of other sites."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from mlxpool.common import logs
 
 @pytest.fixture(autouse=True)
 def root() -> Iterator[logging.Logger]:
-    """The root logger, which is restored after the test, as are the hooks for exceptions."""
+    """The root logger; it and the hooks for exceptions are restored after the test."""
     logger = logging.getLogger()
     handlers, level = logger.handlers[:], logger.level
     hooks = sys.excepthook, threading.excepthook
@@ -68,7 +68,7 @@ def nepal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def parsed(line: str) -> dict[str, str | bool]:
-    """A line as the parser of go-logfmt reads it. Raises LogfmtSyntaxError and for a key twice."""
+    """Parses a line as go-logfmt does. Raises LogfmtSyntaxError, also if a key occurs twice."""
     return logfmtkv.parse(line, strict=True, duplicates="error")
 
 
@@ -167,7 +167,7 @@ SHOWN = r"\u001b[2J\u202e\r\nts=1970-01-02T00:00:00.000Z level=info a fake line"
 
 
 def raised(error: Exception) -> Any:
-    """What `sys.exc_info` has of an error."""
+    """Returns the `sys.exc_info` of an error."""
     try:
         raise error
     except type(error):

@@ -1,4 +1,4 @@
-"""Sampling options: names, types, bounds, and their way over the wire."""
+"""Sampling options: names, types, bounds, and their form in messages."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_keywords_of_the_client_are_the_options_and_the_keys_of_a_request() 
     assert set(GenerateOptions.__annotations__) == {*CHECKS, *ALIASES, *REQUEST_KEYS}
     assert not GenerateOptions.__required_keys__
     elsewhere = {"echo", "prompt_logprobs"}  # flags of `run`, not of `chat`
-    elsewhere |= {"continue_message", "plain_contents", "suffix"}  # of prompts that a flag has not
+    elsewhere |= {"continue_message", "plain_contents", "suffix"}  # for prompts without a flag
     maps = {"logit_bias", "format"}  # which cannot be flags
     assert set(module.FLAGS) == set(CHECKS) - maps - elsewhere
 
@@ -244,7 +244,7 @@ def test_what_is_reported_of_a_prompt(
     assert Options.parse({**raw, "max_tokens": 0}).prompt_only == reports
 
 
-# ---- the way there and back ----------------------------------------------------------------------
+# ---- round trips ---------------------------------------------------------------------------------
 
 given_options = st.fixed_dictionaries(
     {},

@@ -1,4 +1,4 @@
-"""How bodies become records, and what is said of values that are not of their field's type."""
+"""Bodies become records; the error of a value of a wrong type names its field."""
 
 from __future__ import annotations
 

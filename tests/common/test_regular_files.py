@@ -1,4 +1,4 @@
-"""Files of secrets are regular files: a read of anything else may never end."""
+"""Files of secrets must be regular files: a read of another file may never end."""
 
 from __future__ import annotations
 

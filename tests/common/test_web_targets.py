@@ -1,4 +1,4 @@
-"""Where notices may go: the forms of URLs, the allowed hosts, and addresses that are not public."""
+"""The targets of notices: forms of URLs, allowed hosts, and addresses that are not public."""
 
 from __future__ import annotations
 

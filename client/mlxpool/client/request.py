@@ -122,9 +122,9 @@ def divide_options(
     options: Mapping[str, object],
 ) -> tuple[dict[str, object], dict[str, object]]:
     """Returns the sampling options among keyword arguments, and the keys of the request."""
-    given = {key: value for key, value in options.items() if value is not None}
-    settings = {key: value for key, value in given.items() if key in REQUEST_KEYS}
-    sampling = {key: value for key, value in given.items() if key not in REQUEST_KEYS}
+    values = {key: value for key, value in options.items() if value is not None}
+    settings = {key: value for key, value in values.items() if key in REQUEST_KEYS}
+    sampling = {key: value for key, value in values.items() if key not in REQUEST_KEYS}
     biases = sampling.get("logit_bias")
     if isinstance(biases, Mapping):  # the protocol's maps have texts as keys
         sampling["logit_bias"] = {_digits(token): bias for token, bias in biases.items()}

@@ -1,4 +1,4 @@
-"""`mlxpool logs`: the last lines of a file, and what is appended to it."""
+"""`mlxpool logs`: the last lines of a file, and later lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mlxpool prefix`: what is on the disk, whether it checks, and its deletion."""
+"""`mlxpool prefix`: lists, checks and deletes the prefixes on the disk."""
 
 from __future__ import annotations
 

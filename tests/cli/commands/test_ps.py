@@ -1,4 +1,4 @@
-"""What `mlxpool ps` prints of the answer of the admin socket."""
+"""The output of `mlxpool ps` for answers of the admin socket."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def shown(
     *workers: dict[str, Any],
     columns: int = 200,
 ) -> list[list[str]]:
-    """The words of the table's lines, the head first."""
+    """Returns the words of the table's lines, the head first."""
     answer: dict[str, Any] = {"broker": BROKER, "workers": workers, "models": []}
     monkeypatch.setattr(reports, "ask", lambda target, what: answer)
     monkeypatch.setenv("COLUMNS", str(columns))

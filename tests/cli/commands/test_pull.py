@@ -1,4 +1,4 @@
-"""`mlxpool pull` against a hub on loopback, and what goes wrong with real ones."""
+"""`mlxpool pull` against a hub on the loopback, also with the faults of real hubs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def cache(hub: ModelHub, tmp_path: Path) -> Path:
 
 
 def refused(output: Output, *words: str, model: str = NAME, code: int = FAILED) -> str:
-    """The one line that a pull ends with."""
+    """Returns the only line of a pull that fails."""
     assert main(["pull", model, *words]) == code
     told = output.readouterr()
     assert told.out == ""
@@ -261,7 +261,7 @@ def test_a_disk_without_room_is_told_before_the_download(
 
 
 def test_a_disk_that_becomes_full(hub: ModelHub, tmp_path: Path) -> None:
-    """A limit on the size of files stands for it."""
+    """A limit on the size of files stands for a full disk."""
     most = len(hub.repositories[NAME].files[WEIGHTS]) - 1
 
     def bounded() -> None:

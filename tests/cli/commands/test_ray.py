@@ -1,4 +1,4 @@
-"""`mlxpool ray` without Ray: names, refusals, what is printed."""
+"""`mlxpool ray` without Ray: names, refusals, output."""
 
 from __future__ import annotations
 

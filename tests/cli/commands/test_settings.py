@@ -124,7 +124,7 @@ def test_the_script_knows_every_command(shell: str, capsys: pytest.CaptureFixtur
 
 
 def completed_by_bash(words: list[str]) -> list[str]:
-    """The completions that bash offers for the last of these words, with the script loaded."""
+    """Returns bash's completions of the last of these words, with the script loaded."""
     quoted = " ".join(f"'{word}'" for word in words)
     ask = (
         'source /dev/stdin <<< "$SCRIPT"\n'

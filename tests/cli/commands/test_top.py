@@ -1,4 +1,4 @@
-"""`mlxpool top` without a terminal: rows made of snapshots, and the order that keys choose."""
+"""`mlxpool top` without a terminal: rows from snapshots, and the order that keys select."""
 
 from __future__ import annotations
 

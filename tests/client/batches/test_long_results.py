@@ -44,14 +44,14 @@ class EndedReading:
 
 
 class Connected:
-    """Stands for what a batch calls the pool with."""
+    """Replaces the object with which a batch calls the pool."""
 
     connection = None
 
 
 @pytest.fixture(params=["sync", "asyncio", "gateway"])
 def read_whole(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Reads the result of ROW, of which the reading ends with an error."""
+    """Reads the result of ROW, whose reading ends with an error."""
     caller = cast(Any, Connected())
 
     def read(error: PoolError) -> Any:

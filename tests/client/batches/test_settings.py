@@ -1,4 +1,4 @@
-"""The settings of a batch, as its message has them."""
+"""The settings of a batch in its message."""
 
 from __future__ import annotations
 

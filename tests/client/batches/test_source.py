@@ -1,4 +1,4 @@
-"""Where lines come from: files, maps and texts, in parts, with the number of the first bad one."""
+"""The sources of lines: files, maps and texts, in parts; errors name the first bad line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def prompts(count: int, size: int = 1) -> list[dict[str, Any]]:
 
 
 def whole(parts: list[Part]) -> bytes:
-    """The bytes of parts that fit together."""
+    """Returns the bytes of parts, which must fit together."""
     data = b""
     for part in parts:
         assert part.start == len(data)

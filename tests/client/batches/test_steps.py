@@ -1,4 +1,4 @@
-"""What clients do with batches, step by step, against answers that the test makes up."""
+"""The steps of clients with batches, with answers from the test."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {"priority": 1}
 
 
 class Broker:
-    """Answers questions by their kind; `put` is what a `file_put` is answered with, in turn."""
+    """Answers questions by their kind; `put` has the answers to `file_put`, in their order."""
 
     def __init__(self, *put: Any, complete: bool = False) -> None:
         self.put = list(put)

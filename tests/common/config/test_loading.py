@@ -1,4 +1,4 @@
-"""Settings: where they come from, which one wins, and what is said of wrong ones."""
+"""Settings: their sources, the precedence of sources, and the errors of wrong settings."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def refused(file: Path, text: str, **flags: Any) -> str:
     return str(caught.value)
 
 
-# ---- which one wins ------------------------------------------------------------------------------
+# ---- precedence ----------------------------------------------------------------------------------
 
 
 def test_without_anything_there_are_defaults_and_the_built_in_models() -> None:
@@ -146,7 +146,7 @@ def test_models_by_flag(file: Path) -> None:
     assert load(file, None, {"a": "/flag"}).models["a"].path == "/flag"
 
 
-# ---- what is wrong -------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ public = "short"
 
 
 def test_all_that_is_wrong_is_told_at_once(file: Path) -> None:
-    """Each as if it were alone, and nothing that only follows from another."""
+    """Each error reads as if it were alone, and no error only follows from another error."""
     file.write_text(SEVERAL)
     with pytest.raises(ConfigError) as caught:
         load(file)
@@ -291,7 +291,7 @@ def test_all_that_is_wrong_is_told_at_once(file: Path) -> None:
 
 
 def test_a_batch_without_a_place_for_prompts_is_refused_before_a_worker_loads(file: Path) -> None:
-    """A reload of it would end the workers that run."""
+    """A reload of this setting would end the running workers."""
     model = '[models.a]\npath = "builtin:demo"\n'
     for settings in ("batch = 8", "batch = 12\nsequences = 12"):
         file.write_text(f"{model}{settings}")
@@ -414,7 +414,7 @@ def test_a_run_directory_that_others_may_write_to(tmp_path: Path, mode: int) -> 
 
 
 def test_a_run_directory_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The owner is wrong, and the mode, which nobody else can change, is not mentioned."""
+    """The error is about the owner, not about the mode, which only the owner can change."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     run_dir.chmod(0o777)

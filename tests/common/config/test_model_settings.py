@@ -44,7 +44,7 @@ def test_a_draft_model_that_is_used(tmp_path: Path, speculation: str) -> None:
 
 
 # ---- prefix settings -----------------------------------------------------------------------------
-# The settings of prefixes on disk: what is refused, and the folder that is the default.
+# The settings of prefixes on disk: refused values, and the default folder.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Each setting's origin, and the places where settings are looked for."""
+"""The origin of each setting, and the files in which settings are looked for."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_variables_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_variable_of_the_code_is_known() -> None:
-    """One that is forgotten here would be called a stranger."""
+    """A variable that is missing in the list would be reported as unread."""
     root = Path(__file__).parents[3]
     read = {
         name
@@ -147,7 +147,7 @@ def test_commands_find_the_broker_by_the_file(
     file = tmp_path / "a.toml"
     monkeypatch.setenv("MLXPOOL_CONFIG", str(file))
     default = tmp_path / "mlxpool"
-    assert paths.run_dir_of() == default  # there is no such file: `serve` says so, `ps` goes on
+    assert paths.run_dir_of() == default  # the file does not exist: `serve` fails, `ps` goes on
     for text, run_dir in (
         ('[pool]\nrun_dir = "/of/the/file"', Path("/of/the/file")),
         ("[pool]\nrun_dir = 5", default),

@@ -1,4 +1,4 @@
-"""Where jobs are kept: by default in a folder of the user for each run directory."""
+"""The folder of jobs: by default a folder of the user for each run directory."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_settings_that_are_made_in_a_program_keep_nothing() -> None:
 
 
 def test_a_user_without_a_home_has_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container with a user id that /etc/passwd does not have."""
+    """A container may run with a user id that /etc/passwd lacks."""
 
     def unknown(uid: int) -> pwd.struct_passwd:
         raise KeyError(uid)

@@ -1,4 +1,4 @@
-"""Where OpenBLAS is looked for, and which variable makes a worker load it."""
+"""The places where OpenBLAS is looked for, and the variable that makes a worker load it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlxpool.common.process import blas
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A system that has its libraries in one folder, which is empty."""
+    """A system whose only folder of libraries is empty."""
     monkeypatch.delenv("MLXPOOL_OPENBLAS", raising=False)
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     monkeypatch.setattr(blas, "FOLDERS", (str(tmp_path),))
@@ -71,7 +71,7 @@ def test_an_empty_or_missing_path_turns_the_preload_off(
 
 @pytest.fixture
 def cached(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A system without OpenBLAS, but with the package; returns its folder of caches."""
+    """A system without OpenBLAS, but with the package. Returns its folder of caches."""
     if not (sys.platform == "linux" and importlib.util.find_spec("scipy_openblas32")):
         pytest.skip("scipy-openblas32 is not installed")
     monkeypatch.undo()

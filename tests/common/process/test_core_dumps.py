@@ -17,7 +17,7 @@ from support.pool import Pool
 
 
 def crash(folder: Path, program: str) -> list[str]:
-    """Has a process abort that may write a core of any size; returns the files in its folder."""
+    """Aborts a process that may write a core of any size. Returns the files in its folder."""
     lifted = (
         "import os, resource; from mlxpool.common.process import core_dumps\n"
         "hard = resource.getrlimit(resource.RLIMIT_CORE)[1]\n"

@@ -1,4 +1,4 @@
-"""The temporary folder of processes that compute belongs to their user alone."""
+"""Only their user may reach the temporary folder of processes that compute."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mode_of(path: Path) -> int:
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The temporary folder of all users; the variables are as a login shell has them."""
+    """The temporary folder of all users, with the variables of a login shell."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     folder = tmp_path / "tmp"
@@ -45,7 +45,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def without_home(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """As `shared`; the folder of caches cannot be made."""
+    """The temporary folder of `shared`, if the folder of caches cannot be made."""
     file = shared.parent / "file"
     file.touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
@@ -79,7 +79,7 @@ def test_a_folder_that_is_private_already_is_kept(
 def test_a_user_without_a_home_has_a_folder_in_the_temporary_one(
     without_home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is locked, for a cleaner's lock is exclusive: nobody else can take its name meanwhile."""
+    """Its lock excludes a cleaner's lock, so nobody else can take its name meanwhile."""
     with caplog.at_level(logging.WARNING):
         folder = private_temp.use()
     assert folder == without_home / f"mlxpool-{os.getuid()}" and mode_of(folder) == 0o700
@@ -95,7 +95,7 @@ def test_a_user_without_a_home_has_a_folder_in_the_temporary_one(
 def test_a_container_that_can_write_to_the_run_directory_alone(
     without_home: Path, monkeypatch: pytest.MonkeyPatch, by_variable: bool
 ) -> None:
-    (without_home / f"mlxpool-{os.getuid()}").touch()  # no folder can be made there
+    (without_home / f"mlxpool-{os.getuid()}").touch()  # no folder can be made in it
     run_dir = without_home.parent / "run"
     if by_variable:
         monkeypatch.setenv("MLXPOOL_RUN_DIR", str(run_dir))
@@ -136,7 +136,7 @@ def test_where_no_folder_is_safe_a_fresh_one_is_made_and_inherited(
         fresh = private_temp.use()
     assert fresh.parent == without_home and fresh != taken and mode_of(fresh) == 0o700
     assert "compiled kernels are not kept" in caplog.text and "rm -r" in caplog.text
-    without_home.chmod(0o777)  # as a pod's folder may be: the next process has no better one
+    without_home.chmod(0o777)  # as in a pod, where the next process has no better folder
     assert private_temp.use() == fresh
     os.close(*private_temp._kept_open)
     ((remove, folder, owner),) = ended
@@ -163,7 +163,7 @@ def test_what_others_may_have_written_is_not_used(
     wrong: str,
     why: str,
 ) -> None:
-    """Neither as TMPDIR nor as the folder of GPU kernels."""
+    """Such a folder is used neither as TMPDIR nor for GPU kernels."""
     folder = shared.parent / "shared" / "kernels"
     folder.mkdir(parents=True, mode=0o700)
     user = os.getuid()
@@ -186,7 +186,7 @@ def test_what_others_may_have_written_is_not_used(
         used = private_temp.use()
     assert KERNELS not in os.environ and re.search(why, caplog.text)
     monkeypatch.setenv(TEMPORARY, str(folder))
-    if wrong != "file":  # in which nothing can be made
+    if wrong != "file":  # no file can be made in it
         assert private_temp.use() == used
 
 
@@ -224,7 +224,7 @@ def computing(program: str, temporary: Path) -> None:
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Of the libraries that MLX makes for COMPUTE, with their folder."""
+    """Returns the paths of the libraries that MLX makes for COMPUTE."""
     if sys.platform != "linux" or not shutil.which("g++"):
         pytest.skip("MLX compiles on a CPU under Linux, with g++")
     folder = tmp_path_factory.mktemp("names")
@@ -234,7 +234,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture
 def planted(shared: Path, names: list[str]) -> Iterator[Path]:
-    """Writes the file that the planted libraries write when they are loaded."""
+    """Returns the file that the planted libraries write when they are loaded."""
     mark = shared.parent / "mark"
     source = shared.parent / "planted.cpp"
     source.write_text(PLANTED.replace("MARK", f'"{mark}"'))
@@ -248,7 +248,7 @@ def planted(shared: Path, names: list[str]) -> Iterator[Path]:
 
 
 def test_a_library_that_another_user_planted_is_not_loaded(shared: Path, planted: Path) -> None:
-    """In a process that sets TMPDIR; in one that does not, MLX loads it."""
+    """A process that sets TMPDIR does not load it; without that MLX does load it."""
     computing(f"{SAFE}\n{COMPUTE}", shared)
     assert not planted.exists()
     with pytest.raises(subprocess.CalledProcessError):
@@ -262,7 +262,7 @@ COMPUTES = re.compile(
     r"import mlx\.core|mlxpool\.bench\.our_engine|mlxpool\.worker\.(engine|compute)"
 )
 SETS = re.compile(r"private_temp\.use\([\w.]*\)|set_mlx_environment\(\)")
-# Started by processes that set it.
+# Programs whose parent processes set TMPDIR.
 CHILDREN = {
     "worker/mlxpool/worker/kernels/nvrtc.py",
     "worker/mlxpool/worker/preparation/fork_server.py",
@@ -271,7 +271,7 @@ CHILDREN = {
 
 
 def programs() -> Iterator[Path]:
-    """The files of this tree that are run as programs and compute, or start what does."""
+    """Returns the programs in this tree that compute, or that start processes that compute."""
     for package in ("bench", "broker", "cluster", "gateway", "worker"):
         for file in sorted((ROOT / package).rglob("*.py")):
             text = file.read_text("utf-8")
@@ -297,7 +297,7 @@ def test_every_program_that_computes_sets_it() -> None:
 
 
 def test_no_module_is_imported_from_the_folder_in_which_a_program_was_started() -> None:
-    """`python -m` looks there first, unless it is told `-P`; a file there may be anybody's."""
+    """Without `-P`, `python -m` looks there first; a file there may belong to anybody."""
     started = re.compile(r'sys\.executable, "-m"')
     packages = ("bench", "broker", "client", "cluster", "common", "gateway", "worker")
     files = [file for package in packages for file in (ROOT / package).rglob("*.py")]

@@ -1,4 +1,4 @@
-"""Lines of batches: what they become, and what is said of those that cannot be jobs."""
+"""Lines of batches become jobs; lines that cannot be jobs have an error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parsed(line: Any, **defaults: Any) -> Line:
 
 
 def error(line: Any, **defaults: Any) -> BadLine:
-    """Why a line is bad; one that is bytes is taken as it is."""
+    """Returns the error of a bad line; a line of bytes is taken as it is."""
     data = line if isinstance(line, bytes) else json.dumps(line).encode()
     with pytest.raises(BadLine) as caught:
         parse_line(data, {"model": "m", **defaults})

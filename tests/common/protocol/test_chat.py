@@ -1,4 +1,4 @@
-"""The messages and tools of a chat: what passes, in which shape, and what is named."""
+"""The messages and tools of a chat: the checked form, and errors that name the fault."""
 
 from __future__ import annotations
 

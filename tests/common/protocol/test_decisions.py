@@ -1,4 +1,4 @@
-"""`decide` as a worker reads it: what is taken, and what is refused by name."""
+"""A worker's view of `decide`: valid bodies, and errors that name the faulty key."""
 
 from __future__ import annotations
 

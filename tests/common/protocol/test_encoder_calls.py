@@ -1,4 +1,4 @@
-"""`embed`, `rerank` and `classify` as a worker reads them."""
+"""A worker's view of `embed`, `rerank` and `classify`."""
 
 from __future__ import annotations
 

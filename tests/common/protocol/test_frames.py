@@ -1,4 +1,4 @@
-"""The protocol's bytes: what goes out comes back; whatever else comes is garbage, nothing worse."""
+"""The protocol's bytes: an encoded message is decoded again; all other bytes raise Garbage."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_the_depth_of_a_body_is_bounded() -> None:
 
 
 def body_of(size: int) -> dict[str, str]:
-    return {"p": "x" * (size - 8)}  # a map of one: 1 + 2 + 5 bytes around the text
+    return {"p": "x" * (size - 8)}  # a map with one key: 1 + 2 + 5 bytes around the text
 
 
 def test_the_size_of_a_body_is_bounded() -> None:

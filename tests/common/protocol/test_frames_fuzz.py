@@ -1,4 +1,4 @@
-"""Whatever bytes come, decoding them ends in a message or in an error of the pool, never else."""
+"""Decoding any bytes ends in a message or in a PoolError."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support import kinds
 ID = bytes(range(16))
 MUTATIONS = 20_000
 
-# ---- what is legal -------------------------------------------------------------------------------
+# ---- legal messages ------------------------------------------------------------------------------
 
 GENERATES: tuple[tuple[dict[str, Any], tuple[bytes, ...]], ...] = (
     ({"model": "m", "prompt": "hello", "options": {"max_tokens": 5, "seed": 7}}, ()),
@@ -62,7 +62,7 @@ DELTAS = (
 
 
 def corpus() -> list[list[bytes]]:
-    """Legal messages of every shape that a decoder has to tell apart."""
+    """Returns legal messages of every shape that a decoder distinguishes."""
     messages = [
         frames.encode(Header(kinds.GENERATE, ID, 0, 1), body, blobs) for body, blobs in GENERATES
     ]
@@ -74,7 +74,7 @@ def corpus() -> list[list[bytes]]:
 
 
 def digest(parts: Sequence[bytes]) -> str:
-    """Run the parts through every decoder that they reach; what became of them, in a word."""
+    """Run the parts through every decoder that they reach. Returns the outcome as a word."""
     try:
         message = frames.decode(parts)
     except Garbage as garbage:
@@ -123,7 +123,7 @@ TELLING = bytes([0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, *range(0xC0, 0xE0), 0x00, 0
 
 
 def bend(parts: list[bytes], rng: random.Random) -> list[bytes]:
-    """One to four small injuries."""
+    """Returns the parts with one to four small mutations."""
     parts = list(parts)
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(parts))
@@ -152,7 +152,7 @@ def bend(parts: list[bytes], rng: random.Random) -> list[bytes]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_mutated_messages_raise_pool_errors_alone(seed: int) -> None:
-    """Both ends of the road are seen, so the injuries are neither too small nor too large."""
+    """Some mutations are decoded, and some fail, so they are neither too small nor too large."""
     rng, legal = random.Random(seed), corpus()
     seen = {"garbage": 0}
     for number in range(MUTATIONS // 4):
@@ -230,7 +230,7 @@ def test_nesting_is_refused_before_it_hurts(opener: bytes) -> None:
 
 
 def test_sizes_are_checked_before_anything_is_read() -> None:
-    """A body over its limit is not even msgpack, and nobody finds out."""
+    """A body over its limit is not msgpack here, but the error is about its size."""
     head = frames.encode(Header(kinds.PING))[0]
     with pytest.raises(Garbage) as caught:
         frames.decode([head, b"\xc1" * (frames.MAX_BODY + 1)])

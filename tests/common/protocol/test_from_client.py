@@ -1,4 +1,4 @@
-"""Keys of a generate that nobody reads are warned of, or refused."""
+"""Keys of a generate that nobody reads are refused, or have a warning."""
 
 from __future__ import annotations
 

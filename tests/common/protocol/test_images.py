@@ -1,4 +1,4 @@
-"""Images of a request: bounds, and the places where a prompt names them."""
+"""Images of a request: their bounds, and their names in a prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages about jobs: what is taken, and what is refused by name."""
+"""Messages about jobs: valid bodies, and errors that name the faulty key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What jobs compute: a `generate` or a call, checked as its worker would."""
+"""The work of jobs: a `generate` or a call, checked as its worker would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Typed messages: what is sent is parsed to the same message, by a later version's body as well."""
+"""A typed message is parsed to the same message, also with keys of a later version."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ PARSED_BY_BODY: list[Any] = [
 
 
 def received(content: Content) -> Message:
-    """The message that the other side gets, with a key of a later version in its body."""
+    """Returns the message that the other side gets, with a key of a later version in its body."""
     message = decode(encoded(content, ID))
     return Message(message.header, {**message.body, "later": 1}, message.blobs)
 

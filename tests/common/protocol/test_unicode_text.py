@@ -1,4 +1,4 @@
-"""Half a surrogate pair is found wherever it is, with its place."""
+"""Half a surrogate pair is found at any place, and the error names the place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made of handshakes that fail."""
+"""Handshakes that fail: final refusals, and failures after which the client tries again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlxpool.common.transport.handshake import HOPELESS_FAILURES, Handshake
 from mlxpool.common.transport.keys import Credentials, KeyPair
 
 BROKEN_OFF = HOPELESS_FAILURES + 2
-ANSWER = GREETING + ready("ROUTER")  # what a broker without keys sends in the handshake
+ANSWER = GREETING + ready("ROUTER")  # the greeting of a broker without keys
 SECURE_GREETING = GREETING.replace(b"NULL\0", b"CURVE")
 MILLISECONDS = int(PATIENCE * 1000)
 
@@ -63,7 +63,7 @@ def dialled(endpoint: str, credentials: Credentials | None = None) -> Iterator[H
 
 
 def follow(handshake: Handshake, until: Callable[[], bool]) -> bool:
-    """Read the monitor until the condition holds or a handshake succeeds; whether one did."""
+    """Read the monitor until the condition holds or a handshake succeeds. True if one did."""
     while not until():
         assert handshake.monitor.poll(MILLISECONDS), "the handshake reports nothing more"
         if handshake.succeeded():
@@ -73,7 +73,7 @@ def follow(handshake: Handshake, until: Callable[[], bool]) -> bool:
 
 @contextlib.contextmanager
 def answering(listener: socket.socket, answers: list[bytes]) -> Iterator[None]:
-    """Take connections one after the other: send the answer and hang up; the last stays open."""
+    """Accept connections one after the other: answer and hang up; the last stays open."""
     leave = threading.Event()
 
     def serve() -> None:
@@ -111,7 +111,7 @@ def keys() -> tuple[str, str]:
 
 
 def test_a_handshake_cut_at_any_byte_is_no_refusal(listener: socket.socket) -> None:
-    """Of a greeting that is not whole nobody knows what it says; the next one may come whole."""
+    """A greeting that is cut proves nothing; the next greeting may come whole."""
     cuts = [ANSWER[:size] for size in range(len(ANSWER))]
     cuts += [SECURE_GREETING[:size] for size in range(len(GREETING))]
     with answering(listener, [*cuts, ANSWER]), dialled(endpoint_of(listener)) as handshake:
@@ -141,7 +141,7 @@ def test_a_broker_and_a_client_of_which_one_has_keys(secure: bool) -> None:
 
 
 def test_connections_closed_in_a_row_make_keys_doubtful(listener: socket.socket) -> None:
-    """A broker closes so for a wrong server key. On ipc there are no keys."""
+    """A broker closes connections in this way for a wrong server key. On ipc keys do not exist."""
     if listener.family == socket.AF_UNIX:
         pytest.skip("keys are for tcp")
     with (

@@ -1,4 +1,4 @@
-"""Key files: made closed, never overwritten, refused when others can read them."""
+"""Key files: only their owner can read them, no file is overwritten, open files are refused."""
 
 from __future__ import annotations
 

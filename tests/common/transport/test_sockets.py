@@ -1,4 +1,4 @@
-"""How sockets are made."""
+"""The options and the endpoints of ZeroMQ sockets."""
 
 from __future__ import annotations
 
