@@ -21,7 +21,7 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def shown(value: object) -> str:
-    """Returns a value as errors quote it: 60 characters of its repr; its type if repr fails."""
+    """Returns a value as errors quote it: its repr, cut to 60 characters, else its type."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):  # nested too deep, or an integer of too many digits

@@ -44,7 +44,7 @@ MAX_MESSAGE = 2000  # characters
 
 
 def sendable(text: str) -> str:
-    """Returns MAX_MESSAGE characters of a message in valid Unicode, which file names may lack."""
+    """Returns a message in valid Unicode, cut to MAX_MESSAGE; file names may not be Unicode."""
     return text[:MAX_MESSAGE].encode(errors="backslashreplace").decode()[:MAX_MESSAGE]
 
 
