@@ -120,8 +120,8 @@ class GptOssMoE(Struct, frozen=True):
 
         It is stored in mxfp4, or dense and transposed.
         """
-        modules = {"gate_up": ("gate", "up"), "down": ("down",)}
-        for stored, names in modules.items():
+        parts = {"gate_up": ("gate", "up"), "down": ("down",)}
+        for stored, names in parts.items():
             source = f"{name}.experts.{stored}_proj"
             modules = [f"{name}.experts.{part}_proj" for part in names]
             if f"{source}_blocks" in found:
