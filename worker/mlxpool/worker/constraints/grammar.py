@@ -107,7 +107,7 @@ def _require_one_meaning(schema: Mapping[str, Any]) -> None:
 
 def _literal(text: str) -> str:
     """Returns the regular expression of a text."""
-    return _META.sub(lambda found: "\\" + found[0], text)
+    return _META.sub(lambda match: "\\" + match[0], text)
 
 
 def check(format: Mapping[str, Any]) -> None:

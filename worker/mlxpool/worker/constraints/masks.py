@@ -70,7 +70,7 @@ class Masks:
             self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="masks")
         future = self._threads.submit(timed_mask, constraint)
         constraint.record.making = SingleMask(future)
-        future.add_done_callback(lambda made: self._news.set())
+        future.add_done_callback(lambda future: self._news.set())
 
     # ---- tokens ----------------------------------------------------------------------------------
 
@@ -262,8 +262,8 @@ class Masks:
 
         Masks that batches made for others are copied and kept.
         """
-        batches = [one for one, is_made in made.items() if is_made and isinstance(one, Batch)]
-        base = max(batches, key=lambda one: len(one.constraints), default=None)
+        batches = [job for job, is_made in made.items() if is_made and isinstance(job, Batch)]
+        base = max(batches, key=lambda batch: len(batch.constraints), default=None)
         others = [one for one in constraints if one.record.making is not base]
         if base is not None and not base.has_room(len(others)):
             base, others = None, [*constraints]
@@ -275,19 +275,19 @@ class Masks:
         lines = {one: line for one, line in first.lines.items() if one in asked}
         failed = {one: error for one, error in first.failed.items() if one in asked}
         kept = _kept(batches, asked)
-        for one, mask in self._made_by(made, others):
+        for constraint, mask in self._made_by(made, others):
             if isinstance(mask, Exception):
-                failed[one] = mask
+                failed[constraint] = mask
             elif isinstance(mask, int):
-                lines[one] = mask
+                lines[constraint] = mask
             else:
                 table.masks[used, : mask.size] = mask[0]
-                lines[one] = used
+                lines[constraint] = used
                 used += 1
         for batch in batches:
             self._read(batch)
-        for one, single in kept:
-            one.record.making = single
+        for constraint, single in kept:
+            constraint.record.making = single
         if base is None:
             self._free.append(table)
         return MadeMasks(table, used, lines, failed)

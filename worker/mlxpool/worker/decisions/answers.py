@@ -35,11 +35,11 @@ class Answers(Struct, frozen=True):
 
     def branches(self) -> dict[Path, tuple[int, ...]]:
         """Returns the tokens that may follow at each branch; the empty branch is the first."""
-        found: dict[Path, set[int]] = {(): set()}
+        followers: dict[Path, set[int]] = {(): set()}
         for path in self._all_paths():
             for at, token in enumerate(path):
-                found.setdefault(path[:at], set()).add(token)
-        return {branch: tuple(sorted(tokens)) for branch, tokens in found.items()}
+                followers.setdefault(path[:at], set()).add(token)
+        return {branch: tuple(sorted(tokens)) for branch, tokens in followers.items()}
 
     def twice(self) -> tuple[int, int] | None:
         """Returns the indices of two labels that share a token sequence; None: all differ."""

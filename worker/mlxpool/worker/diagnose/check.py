@@ -94,8 +94,8 @@ def check(
     """
     report = _check(name, config, machine=machine, memory_limit=memory_limit, tell=tell)
     if machine and (why := gpu_problem(config, visible_gpus(os.environ))):
-        found = report.setdefault("machine", {"fits": True, "why": []})
-        found.update(fits=False, why=[*found["why"], why])
+        fit = report.setdefault("machine", {"fits": True, "why": []})
+        fit.update(fits=False, why=[*fit["why"], why])
     return report
 
 

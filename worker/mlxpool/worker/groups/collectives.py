@@ -159,28 +159,28 @@ class Collectives:
     def gathered(self, own: bytes) -> list[bytes]:
         """Returns the bytes of every rank, at once; all have the same length, a multiple of 4."""
         mine = mx.array(np.frombuffer(own, dtype=np.int32))
-        every = mx.distributed.all_gather(mine, group=self._group)
-        return [bytes(part) for part in np.array(every).reshape(self.ranks, -1)]
+        parts = mx.distributed.all_gather(mine, group=self._group)
+        return [bytes(part) for part in np.array(parts).reshape(self.ranks, -1)]
 
     def least(self, number: int) -> int:
         """Returns the least of the ranks' numbers, at once."""
         own = mx.array([number], dtype=mx.int64)
-        found: Any = mx.distributed.all_min(own, group=self._group).item()
-        return int(found)
+        least: Any = mx.distributed.all_min(own, group=self._group).item()
+        return int(least)
 
     def joined(self, x: mx.array) -> mx.array:
-        """x [T, n] of each rank -> [T, ranks * n]: the columns of rank 0, of rank 1, and so on."""
-        found = None if self._peers is None else self._peers.joined(x)
-        if found is not None:
-            return found
+        """Joins x [T, n] of each rank to [T, ranks * n], in the order of ranks."""
+        joined = None if self._peers is None else self._peers.joined(x)
+        if joined is not None:
+            return joined
         lines, columns = x.shape
-        every = mx.distributed.all_gather(x, group=self._group)
-        every = every.reshape(self.ranks, lines, columns)
-        return every.swapaxes(0, 1).reshape(lines, self.ranks * columns)
+        parts = mx.distributed.all_gather(x, group=self._group)
+        parts = parts.reshape(self.ranks, lines, columns)
+        return parts.swapaxes(0, 1).reshape(lines, self.ranks * columns)
 
     def from_first(self, x: mx.array) -> mx.array:
-        """The array of rank 0; the others give one of the same shape, whose numbers do not count.
+        """Returns the array of rank 0; the numbers of the other ranks' arrays are ignored.
 
-        Their zeros are added to it, which changes no bit.
+        All arrays have the same shape. Zeros of the other ranks are added, which changes no bit.
         """
         return self.all_sum(x if self.rank == 0 else mx.zeros(x.shape, x.dtype))

@@ -79,9 +79,9 @@ class CudaPeerMemory:
 
     def identity(self) -> bytes:
         """See PeerMemory. It is the UUID."""
-        found = (ctypes.c_ubyte * IDENTITY_BYTES)()
-        self._call("cuDeviceGetUuid_v2", ctypes.byref(found), self._device)
-        return bytes(found)
+        identity = (ctypes.c_ubyte * IDENTITY_BYTES)()
+        self._call("cuDeviceGetUuid_v2", ctypes.byref(identity), self._device)
+        return bytes(identity)
 
     def over_nvlink(self, identity: bytes) -> bool:
         """See PeerMemory. False for a part of a GPU (MIG), which has no NVLink."""
@@ -153,11 +153,11 @@ class CudaPeerMemory:
 
     def _call(self, name: str, *arguments: object) -> None:
         try:
-            found = getattr(self._cuda, name)(*arguments)
+            code = getattr(self._cuda, name)(*arguments)
         except AttributeError as error:
             raise PeerMemoryError(f"NVIDIA's driver has no {name}") from error
-        if found != _SUCCESS:
-            raise PeerMemoryError(f"{name} failed: {self._error_name(found)}")
+        if code != _SUCCESS:
+            raise PeerMemoryError(f"{name} failed: {self._error_name(code)}")
 
     def _error_name(self, code: int) -> str:
         text = ctypes.c_char_p()
@@ -174,5 +174,5 @@ def _nvlink_between(nvml: ctypes.CDLL, *identities: bytes) -> bool:
             return False
         devices.append(device)
     status = ctypes.c_int(-1)
-    asked = nvml.nvmlDeviceGetP2PStatus(*devices, _P2P_OVER_NVLINK, ctypes.byref(status))
-    return bool(asked == _SUCCESS and status.value == _SUCCESS)
+    code = nvml.nvmlDeviceGetP2PStatus(*devices, _P2P_OVER_NVLINK, ctypes.byref(status))
+    return bool(code == _SUCCESS and status.value == _SUCCESS)

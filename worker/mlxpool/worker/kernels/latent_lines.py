@@ -109,10 +109,10 @@ def _is_right(dtype: mx.Dtype) -> bool:
     pool = mx.zeros((1, 1, block, rank + turned), dtype=dtype)
     slots = mx.array([2, -1], dtype=mx.int32)
     mx.eval(lines, gains, pool)
-    asked = norm_and_write(lines, (gains[0], gains[1]), 1e-5, pool, slots, turns)
-    mx.eval(asked)
+    result = norm_and_write(lines, (gains[0], gains[1]), 1e-5, pool, slots, turns)
+    mx.eval(result)
     numbers, query_gain, latent_gain, mine, written = (
-        np.array(array.astype(mx.float32)) for array in (lines, *gains, asked, pool)
+        np.array(array.astype(mx.float32)) for array in (lines, *gains, result, pool)
     )
 
     def normed(x: FloatArray, gain: FloatArray) -> FloatArray:

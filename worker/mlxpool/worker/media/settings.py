@@ -111,8 +111,8 @@ def tile_arrangement(tiles: int, side: int, height: int, width: int) -> tuple[in
     than all arrangements. If several scale it alike, the one with the fewest tiles is taken.
     """
 
-    def cost(tiles: tuple[int, int]) -> tuple[bool, float, int]:
-        rows, columns = tiles
+    def cost(arrangement: tuple[int, int]) -> tuple[bool, float, int]:
+        rows, columns = arrangement
         scale = min(rows * side / height, columns * side / width)
         return scale < 1, scale if scale >= 1 else -scale, rows * columns
 

@@ -116,9 +116,9 @@ def _feeds(config: Mapping[str, Any], layers: int) -> tuple[GatedMLP | SigmoidMo
     if not config.get("n_routed_experts"):
         return (dense,) * layers
     mixture = SigmoidMoE.from_config(config)
-    first, every = _count(config, "first_k_dense_replace"), integer(config, "moe_layer_freq", 1)
+    first, step = _count(config, "first_k_dense_replace"), integer(config, "moe_layer_freq", 1)
     return tuple(
-        mixture if layer >= first and layer % every == 0 else dense for layer in range(layers)
+        mixture if layer >= first and layer % step == 0 else dense for layer in range(layers)
     )
 
 

@@ -120,8 +120,8 @@ class GptOssMoE(Struct, frozen=True):
 
         It is stored in mxfp4, or dense and transposed.
         """
-        parts = {"gate_up": ("gate", "up"), "down": ("down",)}
-        for stored, names in parts.items():
+        stacks = {"gate_up": ("gate", "up"), "down": ("down",)}
+        for stored, names in stacks.items():
             source = f"{name}.experts.{stored}_proj"
             modules = [f"{name}.experts.{part}_proj" for part in names]
             if f"{source}_blocks" in found:

@@ -81,14 +81,14 @@ def _layers(text: Mapping[str, Any]) -> Iterator[DecoderLayer]:
 
 def _crossing(text: Mapping[str, Any], count: int) -> tuple[int, ...]:
     """Returns the layers that attend to images; the last layer, which selects lines, never does."""
-    given = text.get("cross_attention_layers")
-    layers = list(CROSS_LAYERS) if given is None else given
+    value = text.get("cross_attention_layers")
+    layers = list(CROSS_LAYERS) if value is None else value
     sound = isinstance(layers, list) and all(
         type(layer) is int and 0 <= layer < count - 1 for layer in layers
     )
     if not sound or not layers or len(set(layers)) != len(layers):
         raise ModelLoadFailed(
-            f"config.json has cross_attention_layers {given!r:.80}, must be different layers below"
+            f"config.json has cross_attention_layers {value!r:.80}, must be different layers below"
             f" {count - 1}: the last of {count} reads tokens",
             details={"key": "cross_attention_layers"},
         )

@@ -35,11 +35,11 @@ def _feeds(config: Mapping[str, Any]) -> Iterator[FeedForward]:
 
     Every `decoder_sparse_step`th layer has experts, except the layers in `mlp_only_layers`.
     """
-    every, dense = integer(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    step, dense = integer(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         raise ModelLoadFailed(f"config.json has mlp_only_layers {dense!r}, must list layers")
     for layer in range(layer_count(config)):
-        if layer in dense or (layer + 1) % every:
+        if layer in dense or (layer + 1) % step:
             yield GatedMLP(integer(config, "hidden_size"), integer(config, "intermediate_size"))
         else:
             yield SoftmaxMoE.from_config(config, normed=False)

@@ -128,15 +128,15 @@ def _experts(config: Mapping[str, Any], normed: bool) -> SoftmaxMoE:
 
 def _kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
     layers = layer_count(config)
-    every = integer(config, "full_attention_interval", FULL_INTERVAL)
+    interval = integer(config, "full_attention_interval", FULL_INTERVAL)
     kinds = layer_types(config, layers, (FULL, LINEAR))
-    return kinds or tuple(FULL if (at + 1) % every == 0 else LINEAR for at in range(layers))
+    return kinds or tuple(FULL if (at + 1) % interval == 0 else LINEAR for at in range(layers))
 
 
 def _sparse(config: Mapping[str, Any], layer: int) -> bool:
     dense = layer in (config.get("mlp_only_layers") or ())
-    every = integer(config, "decoder_sparse_step", 1)
-    return bool(config.get("num_experts")) and not dense and (layer + 1) % every == 0
+    step = integer(config, "decoder_sparse_step", 1)
+    return bool(config.get("num_experts")) and not dense and (layer + 1) % step == 0
 
 
 def _derived(

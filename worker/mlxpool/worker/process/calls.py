@@ -100,8 +100,8 @@ def _decide(opened: Opened, key: CallKey, call: DecideCall, prompts: QuestionPro
     for number, (tail, answers) in enumerate(zip(prompts.tails, prompts.answers, strict=True)):
         prompt = (*shared, *unpack_ids(tail))
         paths = tuple(tuple(map(tuple, label)) for label in answers)
-        known = [token for label in paths for path in label for token in path]
-        check_ids([*prompt, *known], opened.vocab_size, f"questions[{call.first + number}]")
+        label_ids = [token for label in paths for path in label for token in path]
+        check_ids([*prompt, *label_ids], opened.vocab_size, f"questions[{call.first + number}]")
         labels = Answers(paths)
         questions.append(EncodedQuestion(prompt, labels, labels.branches()))
     return Decide(

@@ -263,9 +263,9 @@ def _reported(work: Work) -> int:
 def _unseen(opened: Opened, work: Work, prompt: tuple[int, ...]) -> int:
     """Returns the number of tokens that the tokenizer has put before the text of a prompt."""
     added = () if opened.source is None else tuple(opened.source.prefix)
-    given = work.prompt
-    is_text = isinstance(given, TextPrompt) or (
-        isinstance(given, PackedPrompt) and given.key == "prompt"
+    source = work.prompt
+    is_text = isinstance(source, TextPrompt) or (
+        isinstance(source, PackedPrompt) and source.key == "prompt"
     )
     return len(added) if is_text and prompt[: len(added)] == added else 0
 

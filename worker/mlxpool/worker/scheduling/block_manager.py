@@ -112,13 +112,13 @@ class BlockManager:
 
     def lacking(self, live: Iterable[Sequence]) -> list[Sequence]:
         """Returns the running sequences that `lacks_blocks`, in their order."""
-        given, running = self._given, Phase.RUNNING
+        blocks, running = self._given, Phase.RUNNING
         return [
             seq
             for seq in live
             if seq.phase is running
             # A cheap bound of its length: few sequences need the calculation that follows.
-            and len(seq.prompt) + len(seq.ids) + LOOKAHEAD > given.get(seq, 0) * KV_BLOCK_TOKENS
+            and len(seq.prompt) + len(seq.ids) + LOOKAHEAD > blocks.get(seq, 0) * KV_BLOCK_TOKENS
             and self.lacks_blocks(seq)
         ]
 

@@ -171,13 +171,13 @@ def _tile_positions(name: str, ratios: int, spec: TiledEncoder) -> WeightShapes:
 
 
 def _taken(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    given = config.get("intermediate_layers_indices")
-    indices = list(TAKEN) if given is None else given
+    value = config.get("intermediate_layers_indices")
+    indices = list(TAKEN) if value is None else value
     if not isinstance(indices, list) or any(
         type(layer) is not int or not 0 <= layer < layers for layer in indices
     ):
         raise ModelLoadFailed(
-            f"config.json has intermediate_layers_indices {given!r:.60}, must be layers below"
+            f"config.json has intermediate_layers_indices {value!r:.60}, must be layers below"
             f" {layers}"
         )
     return tuple(indices)

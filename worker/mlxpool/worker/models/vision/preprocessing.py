@@ -55,10 +55,10 @@ def free_size(
 
     Raises ModelLoadFailed naming the key that cannot be used.
     """
-    for key, wanted in (("patch_size", patch), ("merge_size", merge)):
-        if config.get(key) not in (None, wanted):
+    for key, number in (("patch_size", patch), ("merge_size", merge)):
+        if config.get(key) not in (None, number):
             raise ModelLoadFailed(
-                f"{_WHERE} has {key} {config[key]!r:.40}, config.json has {wanted}"
+                f"{_WHERE} has {key} {config[key]!r:.40}, config.json has {number}"
             )
     size = config.get("size")
     edges = size if isinstance(size, Mapping) else {}
