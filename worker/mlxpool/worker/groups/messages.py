@@ -40,7 +40,7 @@ class MakePool(Struct, frozen=True):
 
 
 class CopyBlock(Struct, frozen=True):
-    """Copy a block of the pool to another one, in all layers."""
+    """Copy a block of the pool to another block, in all layers."""
 
     source: int
     target: int

@@ -37,7 +37,7 @@ class PartLayerBuilder(WeightLayerBuilder):
         batch_invariant: bool = False,
         dequantise: bool = False,
     ) -> None:
-        """The parameters after `collectives` are those of WeightLayerBuilder."""
+        """See WeightLayerBuilder for the parameters after `collectives`."""
         super().__init__(
             weights, layouts, dtype, batch_invariant=batch_invariant, dequantise=dequantise
         )

@@ -81,10 +81,10 @@ def limits_of(ranks: int) -> Limits:
 
 
 class BufferShape(Struct, frozen=True):
-    """The places in a rank's buffer: words for small sums, and for large ones lines or chunks.
+    """The places in a rank's buffer: words for small sums, lines or chunks for large sums.
 
-    `lines`: 128 bytes that a warp of one GPU writes at once into the memory of another one arrive
-    whole there, as they do over NVLink.
+    `lines`: 128 bytes that a warp of a GPU writes at once into the memory of another GPU arrive
+    whole there, as over NVLink.
     """
 
     ranks: int

@@ -76,7 +76,7 @@ class Rank0Layout(PagedLayout):
         orders: Orders,
         collectives: Collectives,
     ) -> None:
-        """All parameters but the last two are those of PagedLayout."""
+        """See PagedLayout for all parameters but the last two."""
         self._orders, self._collectives = orders, collectives
         self._fresh = True  # whether the next pass may compile something
         # The newest pass, if all its spans were single inputs: spans, wanted spans, rows' ends.

@@ -1,4 +1,4 @@
-"""Writes tokens into a pool of blocks, rotated, quantised or as they are, and copies a block."""
+"""Writes tokens into a pool of blocks, rotated, quantised or unchanged, and copies a block."""
 
 from __future__ import annotations
 

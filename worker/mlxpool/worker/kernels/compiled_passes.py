@@ -94,7 +94,7 @@ class CompiledPasses(Generic[P, R]):
             self._notice()
             if len(self._passes) == self._max_passes:
                 self._begun.discard(self._passes.popitem(last=False)[0])
-            # MLX identifies a function by its object, so each kind has an object of its own.
+            # MLX identifies a function by its object, so each kind has a separate object.
             self._passes[kind] = mx.compile(partial(self._function))
             self._begun.add(kind)
         self._passes.move_to_end(kind)

@@ -23,7 +23,7 @@ SLOW_CHUNK = (
     64  # the same with the reference BLAS: a chunk of 512 may take longer than prefill_limit
 )
 DEFAULT_MEMORY_SHARE = 0.8  # of the device's memory, for a worker without a configured limit
-MMAP_THRESHOLD = 2**20  # bytes; an array of this size or more has pages of its own
+MMAP_THRESHOLD = 2**20  # bytes; an array of this size or more has its own pages
 _M_MMAP_THRESHOLD = -3  # the parameter of mallopt
 _MULTIPROCESSOR_COUNT, _MPS_ENABLED = 16, 133  # of cuDeviceGetAttribute
 # Texts of errors that leave the device usable.
@@ -99,7 +99,7 @@ def memory_limit(configured: int) -> int:
 
 
 def has_own_memory() -> bool:
-    """Returns whether the device has a memory of its own, apart from that of processes."""
+    """Returns whether the device has its own memory, apart from the memory of processes."""
     return on_gpu() and sys.platform == "linux"
 
 

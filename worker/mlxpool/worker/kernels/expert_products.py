@@ -56,7 +56,8 @@ FILES = {"EXPERT_ITEMS": "expert_items.cuh"}
 class ExpertWeight(Struct, frozen=True):
     """The weights of all experts and a bias [E, out] or None.
 
-    Dense weights are [E, out, in], quantised ones as `expert_fragments.in_fragments` has them.
+    Dense weights are [E, out, in], quantised weights are the result of
+    `expert_fragments.in_fragments`.
     """
 
     weight: mx.array
@@ -72,7 +73,7 @@ class ExpertWeight(Struct, frozen=True):
 class ExpertWeights(Struct, frozen=True):
     """The experts' gates and ups [E, 2 * W, d], gates first, and their downs [E, d, W].
 
-    `limit`: above 0 the activation is that of gpt-oss, else silu(gate) * up.
+    `limit`: above 0 the activation is gpt-oss's, else silu(gate) * up.
     """
 
     gate_up: ExpertWeight

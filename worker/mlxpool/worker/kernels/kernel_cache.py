@@ -332,7 +332,7 @@ def compile_to_disk(job: KernelJob) -> None:
                 return
             LOAD.count("kernels_compiled_alone", 1)
             module = compiler.machine_code(NAMESPACE + kernel_name(job.text), code)
-            # The files were read just now, but the name is that of the old files.
+            # The files were read just now, but the name was made from the old files.
             if _texts() not in build_key():
                 raise RuntimeError("another edition of mlxpool was installed while this one runs")
             write_entry(path, *module)

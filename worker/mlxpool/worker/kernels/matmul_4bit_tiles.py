@@ -131,7 +131,7 @@ def many(
 
 
 class Parts(Struct, frozen=True):
-    """How a product of many tokens is divided into thread blocks, and those into warpgroups."""
+    """The division of a product of many tokens into thread blocks, and of these into warpgroups."""
 
     sets: int  # sets of 8 tokens of a thread block
     high: int  # warpgroups with rows of their own

@@ -88,7 +88,7 @@ def supports(
     *,
     quantised: bool = False,
 ) -> bool:
-    """Returns whether `attend` supports heads of these sizes, stored as integers or as they are."""
+    """Returns whether `attend` supports heads of these sizes; `quantised`: stored as integers."""
     fits = key_dim == value_dim and key_dim in (QUANTISED_SIZES if quantised else HEAD_SIZES)
     return fits and heads % pairs == 0 and heads // pairs <= MAX_GROUP and dtype in HALF_DTYPES
 

@@ -108,7 +108,7 @@ def tile_arrangement(tiles: int, side: int, height: int, width: int) -> tuple[in
     """Returns the (rows, columns) of tiles for an image of this size; `side`: side of a tile.
 
     It is the arrangement that enlarges the image least, or reduces it least if the image is larger
-    than all arrangements. If several scale it alike, the one with the fewest tiles is taken.
+    than all arrangements. If several scale it alike, the arrangement with the fewest tiles wins.
     """
 
     def cost(arrangement: tuple[int, int]) -> tuple[bool, float, int]:

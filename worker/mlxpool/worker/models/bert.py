@@ -37,7 +37,7 @@ def encoder_plan(config: Mapping[str, Any]) -> EncoderPlan:
     require(config, "is_decoder", [False])
     roberta = config.get("model_type") in ROBERTA
     hidden = integer(config, "hidden_size")
-    # The positions of a RoBERTa begin after that of its padding token, 1 unless config.json has it.
+    # A RoBERTa's positions begin after its padding token's, which is 1 unless config.json has it.
     first = config.get("pad_token_id", 1) + 1 if roberta else 0
     model = Bert(
         vocab_size=integer(config, "vocab_size"),

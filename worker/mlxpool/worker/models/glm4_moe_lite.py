@@ -104,14 +104,14 @@ def _attention(config: Mapping[str, Any]) -> LatentAttention:
 
 
 def _gain(config: Mapping[str, Any]) -> float:
-    """Returns the gain of queries and keys in a stretched context, besides that of the rotation."""
+    """Returns the gain of queries and keys in a stretched context, besides the rotation's gain."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     weight = scaling.get("mscale_all_dim")
     return yarn_mscale(number(scaling, "factor"), weight) if weight else 1.0
 
 
 def _feeds(config: Mapping[str, Any], layers: int) -> tuple[GatedMLP | SigmoidMoE, ...]:
-    """The feed-forward of each layer: dense ones first, then experts every `moe_layer_freq`."""
+    """Returns the feed-forwards: dense layers first, then experts every `moe_layer_freq`."""
     dense = GatedMLP(integer(config, "hidden_size"), integer(config, "intermediate_size"))
     if not config.get("n_routed_experts"):
         return (dense,) * layers

@@ -290,7 +290,7 @@ def answers_in_channels(opened: Opened) -> bool:
 
 
 def _inputs(opened: Opened, prompt: Encoded) -> Inputs:
-    """The inputs of a prompt, with its images. Raises BadRequest for an id without a row."""
+    """Returns the inputs of a prompt with its images. Raises BadRequest for an id without a row."""
     ids = unpack_ids(prompt.packed)
     if not prompt.named:
         if opened.images is not None:

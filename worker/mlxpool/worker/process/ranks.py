@@ -149,8 +149,8 @@ def start_ranks(config: WorkerConfig, block: Block) -> GroupLinks:
 def environments(config: WorkerConfig) -> list[dict[str, str]]:
     """Returns the environment of each rank; each rank sees one GPU, in the order of ranks.
 
-    The GPUs are those that the broker gave to a worker that it started. For a worker that dials,
-    they are all GPUs of its machine, or those in gpu_ids. Raises ModelLoadFailed.
+    A worker that its broker started has the broker's choice of GPUs. A worker that dials has all
+    GPUs of its machine, or the GPUs in gpu_ids. Raises ModelLoadFailed.
     """
     ranks = config.model.devices
     if sys.platform != "linux":

@@ -266,7 +266,7 @@ class TokenMasks(Struct, frozen=True):
 class SamplerOutput(Struct, frozen=True):
     """R tokens, not evaluated yet, and log-probabilities if some row requests them."""
 
-    tokens: mx.array  # [R] int32, NO_TOKEN where logits were not numbers
+    tokens: mx.array  # [R] int32; NO_TOKEN for rows with logits that were not numbers
     logprobs: mx.array | None = None  # [R] float32
     top_ids: mx.array | None = None  # [R, k] int32 of the likeliest tokens, in any order
     top_logprobs: mx.array | None = None  # [R, k] float32

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Many
 
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 
-MIN_SHARED = 64  # tokens that a wait must save, unless others are known to have the whole prompt
+MIN_SHARED = 64  # the least tokens that a wait must save, unless both prompts are `shared`
 
 
 def awaited_prompt(

@@ -36,7 +36,7 @@ OPENBLAS_THREADS = "OPENBLAS_NUM_THREADS"  # an OpenBLAS reads it when it is loa
 
 
 def import_numpy() -> None:
-    """Imports numpy with one thread of its own OpenBLAS, unless the user has set their number.
+    """Imports numpy with one thread of its OpenBLAS, unless the user has set another number.
 
     A thread for each core would take 40 ms of processor time on two cores, and numpy multiplies
     nothing large. MLX has another OpenBLAS, which keeps its threads.

@@ -30,7 +30,7 @@ class StateSlice(Struct, eq=False):
     index: int
 
     def alone(self) -> StateSlice:
-        """Returns the state in an array of its own, so that `whole` can be freed."""
+        """Returns the state in a separate array, so that `whole` can be freed."""
         if self.whole.shape[0] == 1:
             return self
         return StateSlice(mx.contiguous(self.whole[self.index : self.index + 1]), 0)

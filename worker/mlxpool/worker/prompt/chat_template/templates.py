@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mlxpool.worker.prompt.chat_template.sandbox import Template
 
 DEVELOPER = "developer"  # a role that not every template knows
-MAX_TEMPLATE_CHARS = 2**18  # characters of one template; real ones have 20,000
+MAX_TEMPLATE_CHARS = 2**18  # characters of a template; real templates have 20,000
 NO_TOOLS = "the chat template of this model has no place for tools: leave `tools` out"
 
 
