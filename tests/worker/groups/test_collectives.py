@@ -109,7 +109,7 @@ def test_the_load_log_says_what_adds_up(
         monkeypatch.setattr(peer_exchange, "connect", lambda *given: Peers())
         group.connect_gpus(30.0, AUTO)
     chosen, refused, connected = caplog.records
-    assert chosen.levelname == "INFO" and "NCCL's" in chosen.message
+    assert chosen.levelname == "INFO" and "NCCL computes" in chosen.message
     assert refused.levelname == "WARNING" and "INVALID_HANDLE" in vars(refused)["why"]
     assert "over the memory of each other" in connected.message
 

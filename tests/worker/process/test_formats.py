@@ -159,7 +159,10 @@ def test_a_vocabulary_that_cannot_be_loaded_ends_requests_with_a_format_alone(
 
 @pytest.mark.parametrize(
     ("template", "words"),
-    [("<|channel|>", "models that answer in channels"), ("{{ enable_thinking }}", "beside think")],
+    [
+        ("<|channel|>", "models that answer in channels"),
+        ("{{ enable_thinking }}", "format with think"),
+    ],
 )
 def test_thoughts_that_cannot_be_told_are_refused(template: str, words: str) -> None:
     folder, text, table = demo()
