@@ -44,7 +44,7 @@ LIMITS = LLParserLimits(
 
 
 def digest_of(format: Mapping[str, Any], vocabulary: str) -> str:
-    """Returns a digest of all that decides which ids may follow: format, llguidance, vocabulary."""
+    """Returns a digest of the format, llguidance and the vocabulary, which decide about the ids."""
     bounds = f"{MAX_DIGITS} {MAX_EXPONENT}" if has_json(format) else ""
     options = json.dumps(JSON_OPTIONS) + bounds
     parts = text_of(format), llguidance.get_version(), options, vocabulary

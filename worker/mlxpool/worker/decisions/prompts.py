@@ -26,7 +26,7 @@ BORDER = "\n\n"  # between the shared text and a question
 _RAW_END = "\nAnswer:"  # after a question to a model without a chat template
 _CONTEXT_CHARS = 256  # characters before a border that decide how tokenizers divide the text
 _ANCHOR = "\n"  # a text before parts, so that they get no begin-of-sequence token
-THINKS = "the chat template of this model opens its thoughts: its next token is no answer"
+THINKS = "the chat template of this model opens its thoughts: the next token is not an answer"
 
 
 class AskQuestions(Struct, frozen=True):

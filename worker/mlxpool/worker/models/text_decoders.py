@@ -140,7 +140,7 @@ def require_answers(yes: int | None, no: int | None) -> Answers:
     """Returns the answers' ids; raises ModelLoadFailed if the tokenizer lacks such tokens."""
     if yes is None or no is None:
         raise ModelLoadFailed(
-            'tokenizer.json has no tokens "yes" and "no", whose logits a language model that rates'
-            " is asked for: take task out, or name another model"
+            'tokenizer.json has no tokens "yes" and "no": a language model that rates needs their'
+            " logits; take task out, or name another model"
         )
     return Answers(yes, no)

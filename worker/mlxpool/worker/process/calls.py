@@ -34,7 +34,7 @@ from mlxpool.worker.prompt.size_bound import check_ids
 from mlxpool.worker.prompt.text_model import Opened
 
 COUNTS = "this model counts: it has no probabilities, so it does not decide"
-CHANNELS = "decide is not supported with models that answer in channels: their next token is none"
+CHANNELS = "decide is not supported with models that answer in channels: they begin with a channel"
 
 
 # ---- of the tokenizer ----------------------------------------------------------------------------

@@ -225,7 +225,7 @@ class Edge:
             self._exit(ALONE)
 
     def _redial(self, poller: zmq.Poller, now: float) -> None:
-        log.warning("the broker says nothing: calling it again")
+        log.warning("the broker sends nothing: connecting to it again")
         poller.unregister(self.link.socket)
         epoch_ended = self.link.redial(now)
         poller.register(self.link.socket, zmq.POLLIN)

@@ -157,7 +157,7 @@ def _replacement(rule: DecodeRule, step: Mapping[str, Any]) -> DecodeRule:
     old, new = (step.get("pattern") or {}).get("String"), step.get("content")
     if not isinstance(old, str) or not isinstance(new, str):
         raise ModelLoadFailed(
-            f"tokenizer.json: the decoder replaces what is no plain text: {dict(step)!r:.200}"
+            f"tokenizer.json: the decoder can replace only plain text: {dict(step)!r:.200}"
         )
     steps = (*rule.steps, lambda token, first: token.replace(old, new))
     return replace(rule, steps=steps)

@@ -214,8 +214,8 @@ def image_input(folder: ModelFolder, tokenizer: Tokenizer) -> ImageInput | None:
         text = tokenizer.id_to_token(token)
         if text is None:
             raise ModelLoadFailed(
-                f"tokenizer.json has no token with the id {token}, by which config.json names"
-                " images: the tokenizer is of another model"
+                f"tokenizer.json has no token with the id {token}, which stands for images in"
+                " config.json: the tokenizer is of another model"
             )
         texts[token] = text
     return ImageInput(vision.settings, vision.plan.places(texts))
