@@ -1,15 +1,15 @@
 #!/bin/sh
 # Makes the keys of deploy/compose.yaml once: make-keys SETTINGS FOLDER
 #
-# FOLDER has a folder for each service, with what this service needs and no more:
-#   broker   its key, and mlxpool.toml: SETTINGS with the public keys that may come in
+# FOLDER gets a folder for each service, with only the files that this service needs:
+#   broker   its key, and mlxpool.toml: SETTINGS with the public keys that may connect
 #   worker   its key, and the broker's public key
-#   gateway  the same, and the bearer key that may ask over HTTP
+#   gateway  the same, and the bearer key of HTTP clients
 #   app      the key of a program that speaks ZeroMQ, and the broker's public key
 set -eu
 umask 077
 settings=$1 folder=$2
-made=$folder/broker/mlxpool.toml # is written last
+made=$folder/broker/mlxpool.toml # written last
 if [ -e "$made" ]; then
     echo "make-keys: the keys are in $folder already"
     exit 0
