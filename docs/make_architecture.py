@@ -1,4 +1,4 @@
-"""Makes what docs/architecture.md takes from the code: `python docs/make_architecture.py`.
+"""Makes the parts of docs/architecture.md from code: `python docs/make_architecture.py`.
 
 The table of packages comes from their docstrings, the drawings of states from the tables of
 transitions. A test compares the page with the result.
@@ -26,7 +26,7 @@ SOURCES = {  # folder of the sources of each package below mlxpool
 }  # fmt: skip
 TABLE = re.compile(r"^TRANSITIONS\b", re.M)
 SENTENCE = re.compile(r"(?<=[.])\s+(?=[A-Z`])")
-MANY = 3  # an event that leads from as many states to one state is listed below the drawing
+MANY = 3  # an event from this many states to one state is listed below the drawing
 Transitions = Mapping[Enum, Mapping[str, Enum]]
 
 
@@ -46,7 +46,7 @@ def packages(top: str) -> list[str]:
 
 
 def table() -> str:
-    """A row for each package: its docstring says what it is for. Inner packages follow theirs."""
+    """Returns a row for each package with its docstring. Inner packages follow their package."""
     rows = ["| package | is for |", "|---|---|"]
     for top in SOURCES:
         rows += [
@@ -106,7 +106,7 @@ def state_diagram(transitions: Transitions) -> str:
 
 
 def _ways(transitions: Transitions) -> dict[tuple[str, Enum], list[Enum]]:
-    """The states from which an event leads to another state, by event and that state."""
+    """Returns the source states of each event, by event and target state."""
     found: dict[tuple[str, Enum], list[Enum]] = {}
     for state, events in transitions.items():
         for event, after in events.items():
@@ -116,7 +116,7 @@ def _ways(transitions: Transitions) -> dict[tuple[str, Enum], list[Enum]]:
 
 
 def _listed(froms: Sequence[Enum], transitions: Transitions, after: Enum) -> str:
-    """The names of states, or those that are missing where that is shorter."""
+    """Returns the names of states, or the missing states if that is shorter."""
     others = [state.value for state in transitions if state is not after and state not in froms]
     if not others:
         return "every other state"

@@ -1,7 +1,7 @@
 """Draws a stream whose worker is killed: `python docs/make_kill_picture.py`, docs/img/kill.svg.
 
 Runs a pool, requests the same completion twice, and kills the worker of the second with SIGKILL in
-mid-stream. The picture shows what was measured: when each token arrived at the client, the end of
+mid-stream. The picture shows the measurement: when each token arrived at the client, the end of
 the first worker and the start of the next, and the tokens on both sides of the kill with their ids.
 """
 
@@ -180,7 +180,7 @@ def _asked(prompt: str) -> list[dict[str, str]]:
 
 
 def faults(measured: Measured) -> list[str]:
-    """What the pool did wrong; none if the stream is whole and the same as without a kill."""
+    """Returns the faults of the pool; empty if the stream is as without a kill."""
     found = []
     if [token.position for token in measured.tokens] != list(range(len(measured.tokens))):
         found.append("positions are lost, doubled or out of order")

@@ -1,7 +1,8 @@
 """Makes the table of docs/licences.md: the Python packages of the images, and their licences.
 
 `make licences` runs it. Versions are those of requirements/constraints.txt for the images' Python;
-licences are what the packages say, which pip reads without installing them.
+licences are those that the
+packages declare; pip reads them without an installation.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def packages_of(extra: str | None) -> dict[str, str]:
 
 
 def broker_packages() -> list[str]:
-    """What the Dockerfile installs into the image without MLX."""
+    """Returns the requirements that the Dockerfile installs into the image without MLX."""
     text = (ROOT / "deploy" / "docker" / "Dockerfile").read_text("utf-8")
     (words,) = re.findall(r"AS build-broker\nRUN (\[.*\])\n", text)
     return list(json.loads(words)[2:])
@@ -79,7 +80,7 @@ def normal(name: str) -> str:
 
 
 def licence_of(metadata: Mapping[str, Any]) -> str:
-    """The licence expression, a short licence text, or what the classifiers say."""
+    """Returns the licence expression, a short licence text, or the licences of the classifiers."""
     expression = metadata.get("license_expression")
     text = str(metadata.get("license") or "")
     classes = [

@@ -73,7 +73,7 @@ def _row(section: str, match: re.Match[str]) -> str:
 
 
 def _bounds(kind: type, key: str) -> str:
-    """The bounds of a number behind its text, unless they only refuse nonsense."""
+    """Returns the bounds of a number, after its text, unless they only refuse nonsense."""
     for check in declarations(kind)[key].checks:
         if isinstance(check, Within) and check.high >= NO_BOUND:
             return f"; at least {check.low:,.16g}" if check.low else ""
@@ -326,7 +326,7 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _members(kind: type[Any]) -> dict[str, Any]:
-    """The members of a class, then those that it has of other classes of the client."""
+    """Returns the members of a class, then its inherited members of other client classes."""
     members: dict[str, Any] = {}
     for each in kind.__mro__:
         if each.__module__.startswith(mlxpool.client.__name__):
@@ -338,7 +338,7 @@ def _members(kind: type[Any]) -> dict[str, Any]:
 
 
 def _is_documented(key: str, value: object) -> bool:
-    """Whether a member is public; `ask` takes questions that are not."""
+    """Returns whether a member is public; `ask` is not, as its questions are private."""
     is_member = isinstance(value, property) or inspect.isfunction(value)
     return is_member and not key.startswith("_") and key != "ask" and bool(inspect.getdoc(value))
 
@@ -359,7 +359,7 @@ OF_REQUESTS = (  # the arguments of all requests: `stream` shows them
 def _short(annotation: str) -> str:
     """Types and defaults without quotes, types of JSON without those of their members.
 
-    A default of None says that None is of the type.
+    A default of None means that None is of the type.
     """
     for long, short in SHORTER.items():
         annotation = annotation.replace(long, short)

@@ -1,4 +1,4 @@
-"""What the site needs besides the pages of docs/: MkDocs calls these functions (mkdocs.yml, hooks).
+"""The parts of the site besides docs/: MkDocs calls these functions (mkdocs.yml, hooks).
 
 README.md, CONTRIBUTING.md and CHANGELOG.md become pages. A file that a page links to outside docs/
 is copied into the site, unless it is Markdown.
@@ -44,7 +44,7 @@ def linked_files(files: Files) -> set[str]:
 
 
 def from_root(link: str, page: str) -> str | None:
-    """Where a link of a page leads, if that is outside docs/; None otherwise."""
+    """Returns the target of a page's link if it is outside docs/, else None."""
     if ":" in link or link.startswith("/"):
         return None
     folder = "" if page in ROOT_PAGES.values() else f"docs/{os.path.dirname(page)}"
@@ -84,7 +84,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def title_of(name: str) -> str:
-    """The title of a page, such as `cli.md`; the name itself if there is no such page."""
+    """Returns the title of a page, such as `cli.md`; its name if the page does not exist."""
     path = (ROOT if name in ROOT_PAGES else DOCS) / name
     found = TITLE.search(path.read_text("utf-8")) if path.is_file() else None
     return found[1] if found else name
