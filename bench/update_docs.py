@@ -216,9 +216,9 @@ def whole(mark: str) -> str:
 
 
 def updated(page: str) -> str:
-    """Returns the page with everything between marks made again.
+    """Returns the page with new text between each mark and its end.
 
-    Raises ValueError for a wrong mark.
+    Raises ValueError if a mark names no known figure or table.
     """
 
     def between(match: re.Match[str]) -> str:

@@ -82,9 +82,9 @@ def states() -> str:
 
 
 def state_diagram(transitions: Transitions) -> str:
-    """The drawing of one table, whose first state is the initial one.
+    """The drawing of a state table. The table's first state is the initial one.
 
-    Events that lead from many states to one would hide the others: lines below list them.
+    An event from many states to the same state is a line below: its arrows would hide the others.
     """
     first, *_ = transitions
     common = {found: froms for found, froms in _ways(transitions).items() if len(froms) >= MANY}

@@ -361,9 +361,9 @@ print("alive")
 
 
 def test_a_peer_that_fills_the_input_and_leaves_does_not_abort_the_process(tmp_path: Path) -> None:
-    """libzmq#4364: with heartbeats on such a socket the whole process is aborted.
+    """libzmq#4364: with heartbeats on the socket, such a peer aborts the whole process.
 
-    The socket is in its own process, whose main thread does not read for 3 s.
+    The test's socket is in another process, whose main thread does not read for 3 s.
     """
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:
         done = subprocess.run(

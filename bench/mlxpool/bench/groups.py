@@ -33,9 +33,9 @@ def about(options: argparse.Namespace) -> str:
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> Iterator[Measurement]:
-    """Yields the measurements after all pools have been measured.
+    """Yields the measurements of all setups, once the last setup was measured.
 
-    Raises ValueError for a setup that is not two counts.
+    Raises ValueError if a setup is not of the form WORKERSxDEVICES.
     """
     setups = dict(map(_setup, options.setup))
     plan = scenario.plan_of(options) if options.rate else None

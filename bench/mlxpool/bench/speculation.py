@@ -195,9 +195,9 @@ def about(options: argparse.Namespace) -> str:
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> Iterator[Measurement]:
-    """Yields the tokens/s of each load and number of streams.
+    """Yields the tokens/s with and without drafts, for each load and number of streams.
 
-    Raises ValueError if the model has no such drafts.
+    Raises ValueError if a load is unknown, or if the model cannot make the requested drafts.
     """
     if unknown := set(options.loads) - set(LOADS):
         raise ValueError(f"--loads {min(unknown)} must be of {', '.join(LOADS)}")

@@ -89,8 +89,8 @@ def changes(
 def removal_order(workers: Sequence[WorkerView], model: ModelSpec) -> list[WorkerView]:
     """Returns the workers of a model in the order in which they are ended.
 
-    First come workers without a place, then workers with old settings, then workers of the node
-    with the most workers of the model, then the newest.
+    First come workers that no live node runs, then workers with old settings, then workers of the
+    node with the most workers of the model, then the newest.
     """
     on_node = Counter(worker.node for worker in workers)
     newest_first = list(reversed(workers))

@@ -149,7 +149,7 @@ async def decoded(body: AsyncIterator[bytes], fields: Sequence[str]) -> AsyncIte
 
 
 def _through(decoders: Sequence[Decoder], data: bytes) -> Iterator[bytes]:
-    """Yields the output of all decoders in a row for some bytes."""
+    """Yields the bytes that a chain of decoders makes of some input bytes."""
     if not decoders:
         yield data
         return

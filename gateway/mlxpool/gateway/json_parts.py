@@ -111,7 +111,10 @@ class _Reader:
         return value, end
 
     def _small(self, place: int) -> tuple[Any, int] | None:
-        """Returns a value that ends in the window; None for a larger value and for other text."""
+        """Returns the value at `place` and its end, if the value ends in the current window.
+
+        Returns None for a larger value, and for text that is not a value.
+        """
         for _ in range(2):
             end_of_window = self._base + len(self._window)
             if self._base <= place < end_of_window:

@@ -80,11 +80,11 @@ class EventNumbers:
         self._number += count
 
     def of_events(self, data: bytes) -> bytes:
-        """Returns whole events with their numbers as `id`, without those up to `after`."""
+        """Returns the events after the number `after`, each with its number as `id`."""
         return self._kept(data, b"\n\n", "id: {}\n")
 
     def of_lines(self, data: bytes) -> bytes:
-        """Returns whole lines of JSON, which cannot have a number, without those up to `after`."""
+        """Returns the lines of JSON after the number `after`; a line does not show its number."""
         return self._kept(data, b"\n", "")
 
     def _kept(self, data: bytes, end: bytes, name: str) -> bytes:

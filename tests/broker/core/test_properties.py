@@ -487,7 +487,7 @@ class Pool(RuleBasedStateMachine):
         assert not any(isinstance(key, bytes) for key in story.core.state.timers._at)
 
     def check_ends(self) -> None:
-        """Check that only resent requests, and those of gone clients, lack a terminal."""
+        """Check that streams have a terminal, unless they were resent or their client is gone."""
         for (request, attempt), stream in self.story.heard.items():
             gone = stream.forgotten or stream.link in self.lost
             replaced = attempt < self.newest[request]

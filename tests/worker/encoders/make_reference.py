@@ -50,7 +50,7 @@ def checkpoint_digest(folder: Path) -> str:
 
 
 def asked(case: Case) -> str:
-    """What the model is for: embed, rerank or classify."""
+    """Returns the task of the case's model: embed, rerank or classify."""
     labels = len(case.config.get("id2label", ()))
     if case.answers or (labels == 1 and case.config["architectures"][0].endswith(SEQUENCES)):
         return "rerank"

@@ -176,7 +176,7 @@ def _run_peer(paths: list[str], prompts: list[list[int]]) -> None:
 
 
 def alone(checked: Checked) -> None:
-    """Prefills at once; compares all logits of every token."""
+    """Prefills a prompt in one pass and decodes it alone; compares the logits of every token."""
     _assert_logits(checked, checked.answers[0], PROMPT_SIZES[0], STEPS)
     engine, seq = checked.engine(), checked.answers[0].sequence()
     enter(engine, seq)

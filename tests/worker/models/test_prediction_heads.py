@@ -194,7 +194,7 @@ def drafting(path: Path, weights: Weights) -> Path:
 
 
 def test_a_head_that_drafts_some_tokens_gives_these(tmp_path: Path) -> None:
-    """The likeliest of them, by their numbers in the whole vocabulary."""
+    """It gives the likeliest of these tokens, as ids of the whole vocabulary."""
     stored = weights_with_head("llama", 3, **DRAFTED)
     path = drafting(tmp_path, stored)
     head, _ = head_of(path)

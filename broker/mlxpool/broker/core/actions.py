@@ -166,7 +166,7 @@ class Outbox:
         self.send(reader.link, message, request.id, reader.attempt, pos)
 
     def merge(self, link: int, row: Delta) -> None:
-        """Send a row together with others of this event on the same link."""
+        """Send a delta in one message with the other deltas of this event to the same link."""
         self.merged.setdefault(link, []).append(row)
 
     def complain(self, link: int, error: PoolError, about: bytes | None) -> None:

@@ -134,7 +134,7 @@ class ClientModelCall(Event, Struct, frozen=True):
 
 
 class ClientHeard(Event, Struct, frozen=True):
-    """A frame came on this link and makes no other event."""
+    """A frame without an event of its own came on this link: the peer is alive."""
 
     link: int
 

@@ -262,10 +262,10 @@ def _opened_store(config: PoolConfig, boot: int, wake: Callable[[], None]) -> St
 
 
 def why_without_jobs(config: PoolConfig, error: StoreError) -> str | None:
-    """Returns why a pool serves streams without jobs; None if it must not start with this error.
+    """Returns why the pool serves streams without jobs; None if the pool must not start.
 
-    It starts if the folder is the default one, or if it cannot be written. With any other fault of
-    a store that the settings name, its jobs would be left behind silently.
+    It starts if the folder is the default one, or if the folder cannot be written. With any other
+    fault of a configured store, a started pool would leave that store's jobs undone without notice.
     """
     by_default = config.state_dir == str(default_state_dir(config.run_dir))
     if not by_default and not isinstance(error, StoreUnwritable):

@@ -57,7 +57,10 @@ def raise_descriptor_limit() -> int:
 
 
 class Lifecycle:
-    """Owned by the broker's thread. The loop ends when `stopping` and the last child has ended."""
+    """The stop of the broker, decided in its thread.
+
+    The loop ends if `stopping` is true and the last child process has ended.
+    """
 
     def __init__(
         self,

@@ -101,7 +101,7 @@ CLOSE_MS = 2000  # most time to send the last spans at the end of the broker
 
 
 class Part(NamedTuple):
-    """A part of a request. Times are seconds on the clock of its record."""
+    """A part of a request, such as its prefill. Times are seconds on the core's clock."""
 
     name: str
     begin: float

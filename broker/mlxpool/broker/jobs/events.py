@@ -49,7 +49,7 @@ class ReaderLeft(Struct, frozen=True):
 
 
 class Output(Struct, frozen=True):
-    """Rows of jobs that run, from the core."""
+    """Deltas of running jobs, from the core."""
 
     rows: Sequence[Delta]
 

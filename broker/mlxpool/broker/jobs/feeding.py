@@ -195,7 +195,7 @@ class Feeder(Struct, eq=False):
     ) -> FeedNext | None:
         """Plan a read of jobs of owners with less than an equal share, while the core is full.
 
-        `room`: jobs of a full core. `most`: the most jobs to read.
+        `room`: the number of jobs that fill the core. `most`: the most jobs to read.
         """
         backlog.share = max(1, room // (len(backlog.owners) + 1))
         count = min(backlog.share, most, MAX_LEAVING - backlog.leaving)
@@ -367,7 +367,7 @@ class AnswerRoom:
         self._bytes: Counter[str] = Counter()
 
     def take(self, model: str, size: int) -> None:
-        """Reserve `size` bytes, the most that the answer of a call may have; 0 for other jobs."""
+        """Reserve `size` bytes: the most bytes of a call's answer; 0 if the job is not a call."""
         self._bytes[model] += size
 
     def give_back(self, model: str, size: int) -> None:

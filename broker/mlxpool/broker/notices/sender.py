@@ -36,7 +36,7 @@ SETTING = "pool.job_notify_secret"
 
 
 def read_secrets(file: Path) -> tuple[bytes, ...]:
-    """Returns the secrets in a file, one a line. Raises ConfigError without the secrets."""
+    """Returns the secrets in a file, one a line. Raises ConfigError; its text has no secret."""
     try:
         with open_regular(file) as opened:
             mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)

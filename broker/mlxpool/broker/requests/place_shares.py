@@ -163,7 +163,7 @@ class Places(Struct, eq=False):
     _kept: deque[tuple[float, str]] = field(default_factory=deque)  # (until when, owner)
 
     def get(self, owner: str) -> None:
-        """Give a place to a request of an owner."""
+        """Count a place (a sequence of a worker) that a request of an owner got."""
         self.held[owner] += 1
         kept = next((entry for entry in self._kept if entry[1] == owner), None)
         if self.promised[owner]:

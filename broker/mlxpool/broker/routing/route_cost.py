@@ -95,10 +95,10 @@ class Route(Struct, eq=False):
 
 
 class Crowd(Struct, frozen=True):
-    """The waiting requests, which the choice for a request takes into account.
+    """The requests that wait while a worker is chosen for one request.
 
-    The best cache is estimated to have `cached` tokens of the prompt. To read them again elsewhere
-    delays later requests: `behind` is the number of waiting requests for each worker.
+    `cached`: the estimated tokens of the prompt in the best prefix cache. Another worker has to
+    read them again, which delays the waiting requests. `behind`: their number for each worker.
     """
 
     cached: float = 0.0

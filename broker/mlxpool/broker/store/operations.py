@@ -46,13 +46,12 @@ class Operation:
 class Submit(Operation, Struct, frozen=True):
     """Store a job. Results: Submitted, DuplicateKey, KeyGone.
 
-    `request` is the packed request, which the store does not read. `blobs` are those of its
-    message: equal blobs of all jobs are stored once. Two submissions with the same `digest` are the
-    same job. `delay`: seconds before which it is not fed; `not_before`: a time of day before which
-    it is not fed. `deadline`: seconds from now, None for no deadline. `keep`: seconds between the
-    end and the deletion of the result; None: until it is released. `label` is the client's name of
-    a line of a batch. `max_jobs` and `max_bytes` bound the stored jobs and bytes of the owner, 0
-    for no bound.
+    `request`: the packed request, which the store does not read. `blobs`: the blobs of its message;
+    equal blobs of all jobs are stored once. Two submissions with the same `digest` are the same
+    job. The job waits for at least `delay` seconds, and until the time of day `not_before`.
+    `deadline`: seconds from now; None: no deadline. `keep`: seconds between the end and the
+    deletion of the result; None: until it is released. `label`: the client's name of a line of a
+    batch. `max_jobs`, `max_bytes`: bounds of the owner's stored jobs and bytes; 0: no bound.
     """
 
     admits: ClassVar[bool] = True

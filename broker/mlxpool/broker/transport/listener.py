@@ -181,7 +181,7 @@ def count_open() -> int:
 
 
 def shut_down(descriptor: int, inode: int) -> None:
-    """End the connection of a descriptor, unless it is closed or another file by now."""
+    """End the connection of a descriptor if the descriptor still belongs to this inode."""
     if descriptor < 0 or inode_of(descriptor) != inode:
         return
     try:

@@ -77,9 +77,9 @@ class MemoryGuard:
             self._set_floor(used - self._explained())
 
     def _set_floor(self, left: int) -> None:
-        """Tolerate `left` bytes from now on: without connections the C library keeps them.
+        """Ignore about `left` bytes in later checks: memory that the C library keeps for itself.
 
-        At most MAX_UNEXPLAINED are tolerated, since some may be unread messages of ended
+        At most MAX_UNEXPLAINED bytes are ignored, since some may be unread messages of ended
         connections.
         """
         self._floor = min(MAX_UNEXPLAINED, max(0, self._floor + left - MAX_UNEXPLAINED // 2))

@@ -302,9 +302,9 @@ class Peers:
         return self.by_number[number].backlog_bytes
 
     def _give_up(self, peer: Peer) -> None:
-        """End the connection of a peer that reads too little: libzmq frees its queue.
+        """End the connection of a peer that reads too little, so that libzmq frees its queue.
 
-        With `keep_gone` the peer is only forgotten: the end of a worker is reported by its number.
+        With `keep_gone` only forget the peer: the caller ends the worker, by the peer's number.
         """
         self.given_up += 1
         if self.keep_gone:

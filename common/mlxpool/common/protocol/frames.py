@@ -157,9 +157,9 @@ def _culprit(value: Any, path: str, depth: int) -> str:
 
 
 def decode(parts: Sequence[bytes], *, max_body: int = MAX_BODY) -> Message:
-    """Returns the message of parts that `encode` made. Raises Garbage if it is not legal.
+    """Returns the message that `encode` split into these parts. Raises Garbage if it is malformed.
 
-    `max_body` above MAX_BODY is for the back socket, whose peers hold a token.
+    `max_body` above MAX_BODY is for the socket of workers, which hold a token.
     """
     if not 1 <= len(parts) <= MAX_PARTS:
         about = header_of(parts)

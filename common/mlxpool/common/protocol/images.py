@@ -81,7 +81,10 @@ def images_of_text(text: str) -> list[int]:
 
 
 def _index(digits: str) -> int:
-    """Returns the index of digits. A bound avoids Python's limit of digits."""
+    """Returns the number that the digits write; 10**_INDEX_DIGITS if they are too many.
+
+    Python's `int` would raise ValueError for thousands of digits.
+    """
     significant = digits.lstrip("0")
     return int(significant or "0") if len(significant) <= _INDEX_DIGITS else 10**_INDEX_DIGITS
 

@@ -181,7 +181,7 @@ class Failed(Content, Struct, frozen=True):
 
     @classmethod
     def about(cls, error: PoolError, id: bytes | None) -> Failed:
-        """Returns a report about the message with this id, None if unknown. It ends no stream."""
+        """Returns an error about the message with this id (None: unknown). It ends no stream."""
         return cls({**error.body(), "about": id})
 
     @property

@@ -103,10 +103,10 @@ def strict_calls(tool_format: str | None, tools: Sequence[Mapping[str, Any]]) ->
 def calls_or_answer(
     tool_format: str | None, tools: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]
 ) -> Any:
-    """Returns the format of an answer that is calls of these tools, or a text in format `answer`.
+    """Returns a format that allows calls of these tools, or a text in the format `answer`.
 
-    Arguments are as in `forced_call`. Returns None if this format of tools, or of answers, does not
-    allow it. Raises ValueError as `forced_call` does.
+    The calls have the form that `forced_call` describes. Returns None if the format of tools, or
+    `answer`, does not allow both. Raises ValueError as `forced_call` does.
     """
     style, schema = _STYLES.get(tool_format or ""), _schema_of(answer)
     rule = _answer(answer) if schema is None else f"answer: %json {_guided(schema)}"

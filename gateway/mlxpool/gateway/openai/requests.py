@@ -75,9 +75,9 @@ def wanted_tool(choice: Any) -> str | None:
 class CompletionRequest(Struct, frozen=True):
     """A checked request.
 
-    `prompts`: the prompt arguments of the client's `stream`, one for each prompt. `candidates`:
-    number of completions that are computed for each prompt. `choices`: number of the most likely of
-    these that are returned.
+    `prompts`: for each prompt, the keyword arguments that give it to `Client.stream`. `candidates`:
+    the number of computed completions of each prompt. `choices`: the number of returned
+    completions, which are the most likely candidates.
     """
 
     model: str

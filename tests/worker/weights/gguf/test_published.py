@@ -89,7 +89,7 @@ def write_dense(file: Path, folder: ModelFolder, path: Path) -> Path:
 def _released(
     name: str, weight: np.ndarray, architecture: str, config: dict[str, Any]
 ) -> np.ndarray:
-    """Undoes what llama.cpp's conversion does to a released weight."""
+    """Returns the released weight: undoes llama.cpp's changes at its conversion."""
     keys = {".q_proj.": "num_attention_heads", ".k_proj.": "num_key_value_heads"}
     heads = next((config[key] for part, key in keys.items() if part in name), 0)
     if architecture == "llama" and heads:

@@ -125,7 +125,7 @@ class Layout:
         return self._kinds.is_new((1 << (lines - 1).bit_length(), decoding))
 
     def evaluated(self) -> None:
-        """Records that all built passes are evaluated, so that their kinds are compiled."""
+        """Records that all built passes were evaluated: passes of their kinds are compiled now."""
         for compiling in self._compiling:
             compiling.evaluated()
 

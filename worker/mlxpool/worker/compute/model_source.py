@@ -355,7 +355,7 @@ def draft_of(folder: ModelFolder, config: ModelConfig) -> ModelFolder | None:
 
 
 def require_group_settings(config: ModelConfig) -> None:
-    """Raises ModelLoadFailed for a setting that several devices do not support."""
+    """Raises ModelLoadFailed if a setting is not supported for a model on several devices."""
     if config.deterministic:
         raise ModelLoadFailed(
             f"deterministic = true is not built for devices = {config.devices}: sums over devices"

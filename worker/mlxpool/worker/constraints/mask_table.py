@@ -24,7 +24,7 @@ class MaskTable(Struct, frozen=True):
 
     @property
     def masks(self) -> npt.NDArray[np.uint32]:
-        """The same memory [lines, words of a mask] without signs."""
+        """The words as unsigned integers [lines, words of a mask], in the same memory."""
         return self.words.view(np.uint32)
 
 

@@ -108,7 +108,7 @@ def teams_of(shape: PassShape) -> int:
 
 
 def splits_of(shape: PassShape) -> tuple[int, ...]:
-    """Returns the parts of the products of a layer, in the order of PassShape.products."""
+    """Returns the number of splits of each product of a layer, in PassShape.products' order."""
     return tuple(matmul_tiled.splits_of(rows, columns) for rows, columns in shape.products)
 
 

@@ -208,7 +208,10 @@ def _check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
 
 
 def _digest(files: ModelFiles, folder: str, vectors: VectorSettings, task: Task) -> str:
-    """Returns the digest of the folder, the task, and the settings and weights after the model."""
+    """Returns the digest of the folder, the task, and the layers after the model.
+
+    Those layers count with their settings and weights. `folder` is the folder's own digest.
+    """
     digest = hashlib.sha256(f"{folder} {task} {vectors}".encode())
     if task == "embed" and has_modules(files):
         digest.update(read_file(files / settings_files.MODULES))

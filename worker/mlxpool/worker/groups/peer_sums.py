@@ -94,7 +94,7 @@ class BufferShape(Struct, frozen=True):
 
     @classmethod
     def of(cls, ranks: int, limits: Limits | None = None, *, lines: bool) -> BufferShape:
-        """Returns the shape for this number of ranks; `limits` None: `limits_of` it."""
+        """Returns the shape for this number of ranks; `limits` defaults to `limits_of(ranks)`."""
         limits = limits or limits_of(ranks)
         if lines:  # the kernel of lines is also for few bytes
             return cls(ranks, Limits(0, max(limits.small, limits.large)), LINE_LAUNCHES, lines)

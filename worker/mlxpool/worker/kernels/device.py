@@ -71,7 +71,7 @@ def prefill_chunk(configured: int = 0) -> int:
 
 
 def device_memory() -> tuple[int, int]:
-    """Returns the device's bytes, in all and free; the machine's if both share one memory."""
+    """Returns the total and free bytes of the device's memory; the machine's if it is shared."""
     machine = psutil.virtual_memory()
     if not on_gpu():
         return int(machine.total), int(machine.available)

@@ -145,7 +145,10 @@ def _unpack_strip(packed: Bytes, bits: int, target: Bytes) -> None:
 
 @cache
 def _units(shape: tuple[int, ...]) -> tuple[mx.array, mx.array]:
-    """Returns the scales and biases that make bytes numbers around 0; all weights share them."""
+    """Returns the scales (1) and biases (-ZERO) with which MLX reads bytes as numbers around 0.
+
+    All weights with the same shape share the arrays.
+    """
     units = mx.ones(shape), mx.full(shape, -float(ZERO))
     mx.eval(*units)
     return units

@@ -60,7 +60,7 @@ class Prediction(Protocol):
 
 
 class PredictingModel(Model, Protocol):
-    """A built model whose plan `predicts`."""
+    """A built model with the head that predicts further tokens."""
 
     @property
     def prediction(self) -> Prediction: ...

@@ -119,10 +119,10 @@ class PrefixCache(Generic[R]):
         """
 
     def close(self, row: R, tokens: Sequence[int]) -> None:
-        """Ends the use of a row in any phase, and keeps the `tokens` that it has.
+        """Ends the use of a row, and keeps its entries for later prompts. Allowed in any phase.
 
-        `tokens` are prompt and completion; the row may have fewer. Drops further tokens of the row,
-        such as a token in flight.
+        `tokens`: prompt and completion; the row may have only the first of them. Entries beyond
+        `tokens`, such as a token in flight, are dropped.
         """
         self._release(row)
 

@@ -40,7 +40,7 @@ class PieceStore(Protocol[E, S_contra]):
         """Whether `join` copies the tokens."""
 
     def cut(self, held: E, at: int) -> tuple[E, E]:
-        """Returns the first `at` tokens and the rest; consumes `held`."""
+        """Splits the piece `held` into its first `at` tokens and the rest; consumes `held`."""
 
     def join(self, left: E, right: E) -> E:
         """Joins two neighbouring pieces into one; consumes both."""

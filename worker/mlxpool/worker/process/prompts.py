@@ -59,9 +59,9 @@ class Arrival(Struct, frozen=True):
 class Preparation(Struct, frozen=True):
     """The preparation of a request.
 
-    `job` is performed first; an `Encoded` in its place is its result already. `finish` makes the
-    next message from the job's result, and from the constraint of `format` if the answer has a
-    format; it raises PoolError. `size` in bytes or characters, `deadline` in monotonic seconds.
+    `job` runs first; an `Encoded` is a result that needs no job. `finish` makes the next message
+    from the result, and from the constraint if the answer has a `format`; it raises PoolError.
+    `size`: the request's bytes or characters. `deadline`: a time in monotonic seconds.
     """
 
     owner: str

@@ -44,7 +44,7 @@ class RowSearch:
         return self.saved > 0 and self.saved >= min(self._needed, MAX_SAVED)
 
     def earn(self, step: float, gained: float = 0.0) -> None:
-        """Saves shares of the time of a step and of the time that its drafts gained."""
+        """Adds to the budget a share of a step's seconds, and of the seconds its drafts gained."""
         self._step = step
         self._save(TIME_SHARE * step + GAIN_SHARE * max(0.0, gained))
 

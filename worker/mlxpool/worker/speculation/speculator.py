@@ -242,7 +242,10 @@ class Speculator:
         self.times.settle()  # no step is measured meanwhile
 
     def _those_that_pay(self, drafts: Drafts) -> Drafts:
-        """Returns the drafts of each row that pay; the time to make them is already spent."""
+        """Returns the drafts of each row whose check is expected to gain time.
+
+        The time to make the drafts does not count: it is already spent.
+        """
         rows, times, predict = self._choice.rows, self.times, self._lines_seconds
         sure = [self.drafter.sharper_chances(seq)[: len(some)] for seq, some in drafts.items()]
         if not any(sure) or not times.known_drafts(rows):

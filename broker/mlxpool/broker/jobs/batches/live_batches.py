@@ -248,7 +248,7 @@ class Batches:
         self._outbox.store(operation, then)
 
     def lost(self) -> None:
-        """The store takes nothing any more: watchers get an error."""
+        """The store of jobs has failed: every watcher gets StoreUnavailable."""
         error = StoreUnavailable("the store of jobs does not take anything now; try again")
         for batch in self.live.values():
             for watcher in batch.watchers.values():

@@ -282,7 +282,7 @@ class ListJobs(Content, Struct, frozen=True):
 
 
 class AboutJob(Content, Struct, frozen=True):
-    """Asks for one job, or changes it: the kinds of JOB_CALLS and `cancel`, with only a name."""
+    """A message about one job that has only the job's name: `cancel` or a kind in JOB_CALLS."""
 
     kind: str  # type: ignore[misc]  # one record for several kinds
     name: JobName

@@ -343,9 +343,10 @@ class KeptBatches:
     async def _whole(
         self, outcome: dict[str, Any]
     ) -> tuple[dict[str, Any], Result | PoolError | None]:
-        """Fetches an answer that is too long for a page, with the facts of its job.
+        """Returns the outcome, and its answer if that is too long for a page.
 
-        Raises PoolError if it cannot be read now.
+        Such an answer is fetched, or its job's error returned; `facts` of the job join the outcome.
+        Raises PoolError if the answer cannot be read now.
         """
         if not is_too_long(outcome):
             return outcome, None

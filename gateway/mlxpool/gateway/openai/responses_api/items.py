@@ -161,7 +161,10 @@ class Conversation:
             message["content"] = ""
 
     def _assistant(self, lacks: Sequence[str] = ()) -> dict[str, Any]:
-        """Returns the assistant's last message if it lacks these members, else a new one."""
+        """Returns the last message if it is the assistant's, else a new message.
+
+        A last message with one of the members `lacks` also gets a new message after it.
+        """
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or any(last.get(name) for name in lacks):
             last = {"role": "assistant"}

@@ -79,8 +79,8 @@ _GEMMA3 = {
 class Architecture(Struct, frozen=True):
     """The rules to read files of an architecture.
 
-    `names`: of a layer's modules or tensors, llama.cpp's -> ours. `scales`: the dtype that a GPU
-    uses for weights in blocks. `ignored`: prefixes of the names of parts that are not read.
+    `names`: our name of a layer's module or tensor, by the name in llama.cpp. `scales`: the dtype
+    that a GPU uses for weights in blocks. `ignored`: prefixes of names of parts that are not read.
     """
 
     config: Callable[[Fields, Tensors], Config]
