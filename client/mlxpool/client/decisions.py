@@ -59,7 +59,7 @@ class DecisionList(list[Decision]):
 
     @classmethod
     def of(cls, result: Result, questions: Sequence[Asked | Mapping[str, Any]]) -> DecisionList:
-        """Returns the answers of a `decide` job with these questions, also as maps of its line.
+        """Returns the answers of a `decide` job. `questions`: its questions, or maps of them.
 
         Raises ValueError if the result belongs to another kind of job.
         """

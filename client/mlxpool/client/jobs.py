@@ -54,7 +54,7 @@ class JobOptions(TypedDict, total=False):
     keep: float | None  # seconds that the result stays after the end; default: `job_keep`
     not_before: float | None  # earliest time of its begin, as of `time.time()`
     notify: str | None  # the URL that gets a notice of its end
-    note: bytes | None  # up to 64 KiB that `submitted` returns
+    note: bytes | None  # up to 64 KiB of your own; `submitted` returns them
 
 
 class SubmitOptions(GenerateOptions, JobOptions, total=False):
@@ -99,7 +99,7 @@ class Job(Struct, frozen=True):
     """A job in the pool: it is on the disk, and survives the end of this program."""
 
     key: str  # its name, for clients of the same user or with the same key
-    id: bytes  # its other name, 16 bytes
+    id: bytes  # the id, 16 bytes, which names the job, too
     gen: int  # the number of times that it began again because its model had changed
     seed: int
     state: str  # at its submission: waiting, or the state of the earlier job with this key

@@ -33,14 +33,14 @@ class Pace(Struct, frozen=True):
 
     ping: float = 1.0  # between two pings, while a stream or a call is open
     tick: float = 0.25  # between two checks for due work
-    gap: float = 0.5  # the most measured time of one turn of the loop
+    gap: float = 0.5  # the most time that counts for one turn of the loop
     silence: float = 3.0  # without any frame, until the connection is replaced
     answer: tuple[float, ...] = (2.0, 4.0, 8.0)  # without `accepted` or `fate`, until a retry
     pause: tuple[float, ...] = (0.0, 0.0, 2.0, 4.0, 8.0)  # before a retry, if no new id came
     overdue: float = 1.0  # after a deadline, until the client ends the stream itself
     broker_grace: float = BROKER_GRACE  # without any frame, until the client ends its streams
-    connect_grace: float = CONNECT_GRACE  # the same if no broker ever answered
-    handshake_grace: float = math.inf  # the same if there never was a connection
+    connect_grace: float = CONNECT_GRACE  # as `broker_grace`, if no broker ever answered
+    handshake_grace: float = math.inf  # as `broker_grace`, if there never was a connection
 
 
 class Action(Enum):

@@ -33,8 +33,8 @@ class Delta(Struct, frozen=True):
     text: str
     ids: tuple[int, ...] = ()
     pos: int = 0  # the index of `ids[0]` in the completion
-    logprobs: tuple[Mapping[str, Any], ...] = ()  # one for each id, with the option
-    prompt: tuple[Mapping[str, Any], ...] = ()  # the next tokens of the prompt, with the option
+    logprobs: tuple[Mapping[str, Any], ...] = ()  # one for each id, if requested
+    prompt: tuple[Mapping[str, Any], ...] = ()  # the next prompt tokens, if requested
     index: int = 0  # the number of the choice
     steps: tuple[tuple[int, int], ...] = ()  # the steps of a job, see `Client.fetch`
 
@@ -49,10 +49,10 @@ class Result(Struct, frozen=True):
     timings_ms: Mapping[str, float]  # queue, prepare, prefill, first_token, decode, total
     seed: int
     attempts: int  # the number of workers that had the request; 0: no broker reported it
-    logprobs: tuple[Mapping[str, Any], ...] = ()  # one for each id, with the option
+    logprobs: tuple[Mapping[str, Any], ...] = ()  # one for each id, if requested
     warnings: tuple[str, ...] = ()  # the broker's, about ignored keys of the request
     complete: bool | None = None  # True if it has the requested format; None: no format
-    prompt: tuple[Mapping[str, Any], ...] = ()  # tokens of the prompt, with the option
+    prompt: tuple[Mapping[str, Any], ...] = ()  # the tokens of the prompt, if requested
     index: int = 0  # the number of the choice
     answer: CallAnswer | None = None  # the answer of a job that is a call, see `Vectors.of`
 

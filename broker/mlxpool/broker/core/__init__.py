@@ -1,4 +1,4 @@
-"""Decides: components around one State, from an event and a time to actions.
+"""The decisions of the broker: components around one State turn events and times into actions.
 
 Pure: no I/O, no clock, no random number.
 """

@@ -109,7 +109,7 @@ class JobMethods(Closing):
         """Yields the ended jobs of this user in the order of their ends, without end.
 
         Begins after the end with the number `after`: keep the last `end_seq` to continue there, in
-        another program too. `interval` is in seconds, between two questions.
+        another program too. `interval`: seconds between two requests for new ends.
         """
         while True:
             for row in self.jobs(after=after):
