@@ -200,7 +200,7 @@ BEYOND = tuple(
 
 
 def beyond(words: Words) -> str:
-    """Some question of drawn words."""
+    """A question of random words, which the model cannot answer."""
     return words.rng.choice(
         (
             *("Why is the {} {}?", "How does a {} {}?", "Explain the {} of {}."),

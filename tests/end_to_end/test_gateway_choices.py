@@ -77,9 +77,9 @@ def test_streamed_choices_are_interleaved_by_index(api: openai.OpenAI) -> None:
 
 
 def test_the_prompt_is_read_once(api: openai.OpenAI, client: Client) -> None:
-    """The exchange has the cached tokens of choice 0: none, or all if another choice was first.
+    """The usage of HTTP has the cached tokens of choice 0: all but one if another choice was first.
 
-    The pool's client sees the other choices.
+    A stream of the pool's client has the text of choice 2 and finds the whole prompt cached.
     """
     found = completion(api, PROMPT * 12, n=4, temperature=1, seed=9)
     size = found["usage"]["prompt_tokens"]

@@ -1,4 +1,4 @@
-"""Notices of batches over processes: from every interface, signed, over the death of the broker.
+"""Notices of batches, with real processes: every interface, signatures, a broker that is killed.
 
 test_job_operations.py has the notices of single jobs.
 """

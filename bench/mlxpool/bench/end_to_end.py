@@ -124,7 +124,7 @@ def _alone(
 
 @contextmanager
 def _pool(at: Path, folder: Path, options: argparse.Namespace) -> Iterator[Target]:
-    """Runs a broker with the model inside the context, which begins when the model is loaded."""
+    """Runs a broker for the `with` block. Loads the model before the block begins."""
     model = {
         "path": str(folder),
         "sequences": max(options.streams),

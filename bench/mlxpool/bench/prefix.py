@@ -34,7 +34,7 @@ ANSWER_TOKENS = 40
 
 
 def about(options: argparse.Namespace) -> str:
-    """Returns the conditions in words."""
+    """Returns a sentence with the model, and the number and length of the conversations."""
     if options.disk:
         return f"{models.named(options)}; conversations of {options.tokens:,} tokens."
     return (

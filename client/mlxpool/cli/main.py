@@ -173,7 +173,7 @@ def _message_of(error: OSError) -> str:
 def _print_error(
     options: argparse.Namespace, error: PoolError, code: int, lines: Sequence[str] = ()
 ) -> int:
-    """Print the message of an error, or these lines of it. Returns the exit code."""
+    """Print an error: `lines` if there are any, else its message. Returns `code`."""
     if options.json:
         print(json_text({"error": error.body()}))
     message = error_text(error, "\n  ".join(map(escape_line, lines)))

@@ -117,7 +117,7 @@ def submit(
     images: Sequence[Image],
     options: SubmitOptions,
 ) -> Question[Job]:
-    """Returns the question that submits a job. Raises BadRequest if it cannot be sent."""
+    """Returns the message that submits a job. Raises BadRequest if it cannot be sent."""
     of_job, rest = _divided(options)
     if rest.get("priority") == IDLE_NAME:
         rest["priority"] = IDLE
@@ -129,7 +129,7 @@ def submit(
 
 
 def submit_call(kind: str, model: str, options: CallOptions) -> Question[Job]:
-    """Returns the question that submits a call, such as `embed`, as a job.
+    """Returns the message that submits a call, such as `embed`, as a job.
 
     Raises BadRequest and TooLarge if it cannot be sent.
     """

@@ -105,7 +105,7 @@ class Pools:
         self._probe: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Starts looking at the pools, if there are several. A request waits for a single pool."""
+        """Starts the probes that find pools without an answer. A single pool is not probed."""
         if len(self.pools) > 1:
             self._probe = asyncio.create_task(self._look())
 

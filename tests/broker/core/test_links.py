@@ -226,7 +226,7 @@ def test_a_client_that_comes_back_keeps_the_streams_that_have_not_ended(story: S
 
 
 def test_what_a_lost_link_still_has_may_end_otherwise_and_ends_once(story: Story) -> None:
-    """Its worker ends one stream and dies with another, a deadline passes, then the broker ends."""
+    """Streams of a lost link end once: by a worker, its death, a deadline, or the broker's end."""
     worker, done = story.running(sequences=2, durable=False)
     late = story.generate(durable=False, deadline_ms=1)
     plain = plain_streams(story, 4 * MAX_ENDED)

@@ -136,7 +136,7 @@ def test_a_charged_job_of_a_high_priority_waits_for_no_stream_of_a_lower_one() -
 
 @pytest.mark.parametrize(("priority", "ids"), [(0, CHARGED_IDS), (-1, IDLE_IDS)])
 def test_a_charged_job_gives_way_though_its_worker_has_places(priority: int, ids: int) -> None:
-    """Others cannot have these places as long as it runs."""
+    """It runs alone, so no other request can use the worker's free places meanwhile."""
     story, job, worker = running_alone(priority)
     tokens(story, worker, job, 3)
     stream = story.generate()

@@ -24,7 +24,7 @@ from support.pool import PATIENCE, until
 
 @dataclass
 class Office:
-    """Stands for the poster; `held` holds back every post until it is set."""
+    """A fake of the poster; posts do not end before the event `held` is set."""
 
     posts: list[tuple[str, bytes, dict[str, str]]] = field(default_factory=list)
     held: threading.Event = field(default_factory=threading.Event)

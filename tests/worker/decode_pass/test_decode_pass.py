@@ -263,7 +263,7 @@ def test_a_barrier_counts_on_from_launch_to_launch() -> None:
 
 
 def arrivals(kernel: DecodePass, state: Any, rows: Rows) -> int:
-    """Launches the kernel with this state of its barrier; returns the counter behind the launch."""
+    """Launches the kernel with this state of its barrier; returns the counter after the launch."""
     kernel._arrays = replace(kernel._arrays, state=state)
     rows.kernel = kernel
     rows.run(2)

@@ -330,7 +330,7 @@ def test_the_mixture_of_quantised_experts_equals_float64(name: str) -> None:
 def test_few_blocks_multiply_all_units_of_quantised_experts(
     tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With room for the lines of one item, a block has those of several after one another."""
+    """A thread block whose memory holds the lines of one item computes several items in turn."""
     experts = PACKED["mxfp4"]()
     monkeypatch.setattr(expert_products, "MULTIPROCESSORS", 2)
     room = expert_routing.item_lines(tokens, experts.routing) * 2 * (experts.hidden + 8)

@@ -33,7 +33,7 @@ TOLERANCE = 2e-4  # of the largest number
 
 
 def head_of(path: Path) -> tuple[Prediction, RowShape | None]:
-    """The head of a stored model, and the shape of its rows; None: it keeps none."""
+    """The head of a stored model, and the shape of its rows; None if the head has no cache."""
     loaded = load(inspect(path, predicts=True))
     plan = loaded.folder.plan
     assert plan.predicts

@@ -161,7 +161,7 @@ class State(Struct, eq=False):
     # ---- links -------------------------------------------------------------------------------
 
     def heard(self, link: int, now: float) -> None:
-        """A frame came on this link."""
+        """Note the time of a frame on a link; add the link if it is new."""
         known = self.links.get(link)
         if known is None:
             self.links[link] = Link(now)

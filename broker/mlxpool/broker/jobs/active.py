@@ -107,11 +107,11 @@ class ActiveJob(Struct, eq=False):
         self.taken += count_of(row.ids)
 
     def plan_write(self, now: float, *, read: bool) -> None:
-        """Set the time of the next write of its steps. `read`: a reader waits for them.
+        """Set the time of the next write of the job's output. `read`: a reader waits for it.
 
-        Steps without a reader may wait: most short jobs are then written once, with their end. If
-        an earlier start left no durable id, the first ids are written soon, so that starts count
-        against the job only if it computes nothing.
+        Without a reader the write may wait: most short jobs are then written once, with their end.
+        If the job was started before and this start has no ids on the disk yet, it is written soon:
+        ids on the disk set the job's count of starts back to 0.
         """
         unproven = self.job.starts > 1 and not self.proven
         soon = read or unproven or self.size >= UNREAD_BYTES

@@ -373,7 +373,10 @@ class Runs:
             self._outbox.perform(core.ClientAck(JOBS_LINK, Ack([(active.id, active.durable)])))
 
     def _lost(self, active: ActiveJob, result: Result, now: float) -> None:
-        """The job has changed on the disk: it was ended, or a commit that failed was made."""
+        """Drop a run whose write had no effect, because the job on the disk has changed.
+
+        The job was ended, or a commit that returned an error was made all the same.
+        """
         self.drop(active.id, now)
         if isinstance(result, Fate):
             self._readers.job_changed(result.job, now)

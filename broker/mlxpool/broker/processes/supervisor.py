@@ -383,7 +383,10 @@ def _environment(settings: WorkerConfig) -> dict[str, str]:
 
 
 def rank_wait_limit(config: PoolConfig) -> float:
-    """Returns the seconds that a rank waits for others in a sum, longer than the broker's bound."""
+    """Returns the most seconds that a rank of a group waits in a sum for the other ranks.
+
+    It is longer than the limits after which the broker ends a group that hangs.
+    """
     longest = max(config.load_limit, config.fresh_limit, config.prefill_limit, config.step_limit)
     return 2 * longest + SPARE_WAIT
 

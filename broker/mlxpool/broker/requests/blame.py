@@ -38,7 +38,7 @@ def batch_bound(charge: float) -> int:
 
 
 def max_wait(rank: int) -> float:
-    """Returns the seconds for which a charged job of this rank lets others go first."""
+    """Returns the most seconds that a charged job of `rank` waits for requests of higher ranks."""
     return MAX_WAIT_IDLE if rank == IDLE_RANK else MAX_WAIT
 
 

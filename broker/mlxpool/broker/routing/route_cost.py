@@ -129,10 +129,12 @@ def cost_ms(
 ) -> float:
     """Returns the cost in milliseconds of a request on a worker that runs `rows` others.
 
-    It is the time to read the tokens that are not cached, after other unread tokens of the worker,
-    and the time of the answer's decode steps. The steps count half of the present rows, since rows
-    end while the answer is made. Tokens that another worker has cached count once more for each
-    waiting request. `model` is the speed of the model's workers together.
+    It is the sum of three times:
+    - the prefill of the worker's other prompts, and of the prompt's tokens that it has not cached;
+    - the decode steps of the answer, in batches with half of the present rows, since rows end;
+    - the prefill of tokens that another worker has cached, for each request that waits behind it.
+
+    `model` is the speed of all workers of the model, for a worker with few measurements.
     """
     cached = route.trust * route.found(demand)
     unread, again = max(0.0, demand.pieces.tokens - cached), max(0.0, crowd.cached - cached)

@@ -307,11 +307,13 @@ class ReadLines(Operation, Struct, frozen=True):
 class AddLines(Operation, Struct, frozen=True):
     """Make jobs of lines, in one transaction. Results: BatchView, UnknownName.
 
-    If `first_line` is not the batch's `next_line`, another call was first: nothing is changed, and
-    the view has the present `next_line`. `next_line`, `end` and `last` are those of `Lines`. `jobs`
-    have `batch` and `line`; `failed` and `expired` are (line, label, cause). A job whose key is
-    taken becomes a failed line. The deadline of the batch cut off the `expired` lines: they count
-    as expired jobs.
+    Changes nothing if `first_line` is not the batch's `next_line`, because another call has added
+    these lines. The view has the present `next_line` in either case.
+
+    `next_line`, `end` and `last` have the values that `Lines` had. Each of `jobs` has its `batch`
+    and `line`. `failed` and `expired` have (line, label, cause) of lines that become no job: of
+    invalid lines, and of lines after the batch's deadline, which count as expired jobs. A job
+    whose key is taken becomes a failed line.
     """
 
     admits: ClassVar[bool] = True

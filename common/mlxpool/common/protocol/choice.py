@@ -1,6 +1,7 @@
 """Choices: several completions of one prompt, each a request of its own.
 
-Their key `choice` has their common group. So one worker computes them, and reads the prompt once.
+The requests have the same `group` in their field `choice`. So the broker sends them to one worker,
+which reads the prompt once.
 """
 
 from __future__ import annotations

@@ -145,9 +145,10 @@ class PoolAccess:
         return milliseconds(self.settings.deadline)
 
     async def model(self, name: str, response: ResponseWriter) -> ModelInfo:
-        """Returns a model for generation, from the pool that already has the answer if one has it.
+        """Returns a model for generation.
 
-        Raises HttpError and PoolError.
+        If the request has an Idempotency-Key that a pool already has a job for, returns that pool's
+        model. Raises HttpError and PoolError.
         """
         if response.resumption is not None:
             with contextlib.suppress(JobsOff):

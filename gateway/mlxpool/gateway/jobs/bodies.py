@@ -43,11 +43,11 @@ def job_list(rows: Sequence[Mapping[str, Any]], following: int) -> dict[str, Any
 
 
 class Place(Struct, frozen=True):
-    """The position of a reader: a generation (None: the present one) and its number of ids.
+    """The position of a reader: `pos` ids of a generation `gen` (None: the present one).
 
-    `ended`: the reader has the result, which is final. `failed`: 0, or the number of the last error
-    that the reader has, counted from 1 at this position. After an error the job may be tried again
-    (`retry`) and go on from here, or fail here again.
+    `ended`: the reader has the final result. `failed`: the number of errors at this position that
+    the reader has; 0: none. A job that failed may be tried again (`retry`): it then goes on from
+    this position, or fails here once more.
     """
 
     gen: int | None = None

@@ -1,4 +1,4 @@
-"""The block pool: rows and tree share memory, and tokens equal those of rows with own arrays.
+"""The block pool: rows and the prefix tree share blocks, without an effect on drawn tokens.
 
 Tested with MLX's operations and with our kernels, which simt.py simulates without a GPU.
 """

@@ -106,7 +106,10 @@ def wanted_lines(spans: Sequence[RowSpan], wanted: Sequence[int]) -> int:
 
 
 def logit_spans(spans: Sequence[RowSpan], wanted: Sequence[int]) -> Sequence[int]:
-    """Returns the spans of `wanted` that get logits; spans that give hidden states come last."""
+    """Returns the spans of `wanted` that get logits, without spans that give hidden states.
+
+    In `wanted`, spans that give hidden states come last.
+    """
     if not wanted or not spans[wanted[-1]].hidden:
         return wanted
     return [number for number in wanted if not spans[number].hidden]

@@ -317,7 +317,7 @@ def why_no_drafts(folder: ModelFolder, config: ModelConfig) -> str:
 
 
 def _why_none_of_any(folder: ModelFolder, config: ModelConfig) -> str:
-    """Returns why no step checks drafts, not even of the model's own head; else empty."""
+    """Returns why steps cannot check drafts, also not of the model's own head; "" if they can."""
     if folder.uses_mlx_lm:
         return "mlx-lm's code computes this model, and checks no drafts"
     if config.devices > 1:

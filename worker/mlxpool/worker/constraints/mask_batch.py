@@ -29,9 +29,9 @@ FIRST_WORDS = 16  # of a mask; nearly all masks have a bit there
 class FilledTable(Struct, frozen=True):
     """The masks of several constraints.
 
-    `lines`: the line of each in the table, or the value of `only` for a forced token.
-    `used`: the lines of the table that have a mask. `failed`: the places of constraints whose mask
-    could not be made, and the errors.
+    `lines`: for each constraint the number of its mask in the table; for a constraint that allows
+    only one token, `mask_table.only(token)`. `used`: the number of masks in the table. `failed`:
+    the error of each constraint whose mask could not be made, by its index.
     """
 
     lines: list[int]

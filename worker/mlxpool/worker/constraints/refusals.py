@@ -1,7 +1,7 @@
 """Finds the tool and the schema member that a grammar cannot follow, for an error message.
 
-It compiles parts of a schema separately, so it is called in the process with bounds that checks
-formats.
+It compiles up to MAX_TRIES parts of a schema. So it runs in the child process that checks formats,
+which has limits of time and memory.
 """
 
 from __future__ import annotations

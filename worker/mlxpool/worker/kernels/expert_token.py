@@ -58,7 +58,10 @@ def supports(
     routing: RoutingParams,
     experts: ExpertWeights,
 ) -> bool:
-    """Returns whether a TokenMixture of these serves x [T, d]; the first call tries the kernel."""
+    """Returns whether a TokenMixture with these parts supports x [T, d].
+
+    The first call for a dtype and format tries the kernel.
+    """
     weights, sizes = (experts.gate_up, experts.down), (x.shape[1], experts.width)
     biases = [weight.bias for weight in weights if weight.bias is not None]
     dense = [weight.weight for weight in weights if weight.packed is None]

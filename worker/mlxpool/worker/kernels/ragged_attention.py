@@ -154,10 +154,11 @@ def attend(
 ) -> mx.array:
     """Attends with q [T, H, D], rotated, to pools [blocks, KV, block, D] -> [T, H, D].
 
-    q may be a view. A line reads the last `window` of the keys that it sees; 0: all. Lines that see
-    nothing, and the padding lines of the work list, get zeros; lines without an item get arbitrary
-    numbers. With `fresh` each line is the last of its own row, and q is not rotated yet. `chunks`:
-    as in the `tile_shape` of the work list. Four pools: see rotate_and_write.
+    q may be a view. A line (a query token) attends to the last `window` of its keys; 0: to all.
+    Lines without keys, and padding lines of the plan's work list, get zeros; lines that the work
+    list lacks get arbitrary numbers. With `fresh` each line is the newest token of its own row, and
+    q is not rotated yet. `chunks`: the argument of `tile_shape` for the work list. Four pools are
+    8-bit keys and values with their scales, see rotate_and_write.
     """
     hopper = chunks and not is_quantised(pools) and hopper_tiles(q.shape[2])
     return _attend(q, pools, plan, scores, window, hopper, fresh)

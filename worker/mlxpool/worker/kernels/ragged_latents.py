@@ -55,7 +55,7 @@ def supports(heads: int, line: int, rank: int, block: int, dtype: mx.Dtype) -> b
 
 
 def tile_shape(heads: int, line: int, rank: int) -> TileShape:
-    """Returns the tiles of layers with these heads. The work list is made for them."""
+    """Returns the shape of the tiles into which work_list.py divides attention of these heads."""
     most = max_rows(line, rank)
     groups = next(n for n in range(1, heads + 1) if heads % n == 0 and heads // n <= most)
     each = heads // groups

@@ -97,7 +97,7 @@ class SoftmaxMoE(Struct, frozen=True):
             yield from linear_shapes(f"{name}.shared_expert_gate", 1, self.hidden)
 
     def derived(self, found: StoredTensors, name: str) -> Iterator[DerivedWeights]:
-        """See `_derived_experts`."""
+        """Yields the stacked experts of released checkpoints, which store each expert by itself."""
         return _derived_experts(found, name, self.count)
 
     def build(self, builder: LayerBuilder, name: str) -> LayerFunction:
@@ -215,7 +215,7 @@ class SigmoidMoE(Struct, frozen=True):
             yield from self._shared.shapes(f"{name}.shared_experts")
 
     def derived(self, found: StoredTensors, name: str) -> Iterator[DerivedWeights]:
-        """See `_derived_experts`."""
+        """Yields the stacked experts of released checkpoints, which store each expert by itself."""
         return _derived_experts(found, name, self.count)
 
     def build(self, builder: LayerBuilder, name: str) -> LayerFunction:

@@ -26,7 +26,8 @@ PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.
 class Index:
     """The places of all records. One thread changes it; other threads may look up keys.
 
-    If several records have the same kind and key, the first counts, while its segment exists.
+    If several records have the same kind and key, the index has only the first that was added,
+    until its segment is removed.
     """
 
     def __init__(self) -> None:

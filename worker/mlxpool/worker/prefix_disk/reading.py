@@ -62,7 +62,7 @@ class Choice(Struct, frozen=True):
 
 
 class ReadRecord(Struct, frozen=True):
-    """A record that was read and checked. Its inputs up to `end` are wanted."""
+    """A record that was read and checked. Only its inputs before `end` are used."""
 
     header: RecordHeader
     arrays: Bytes

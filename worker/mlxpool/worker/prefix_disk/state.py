@@ -35,7 +35,7 @@ class TierCounters(Struct):
 
 
 class TierState(Struct):
-    """The state of a tier: the records of one digest in a folder that workers share.
+    """The state of a disk tier: the prefix records of one model in a folder that workers share.
 
     Only `busy` and `ending` change; the compute thread sets `busy`. `on_cores`: whether steps
     compute on the cores that the tier's threads use. The threads call `wake` when the compute

@@ -155,7 +155,7 @@ class Intake:
     # ---- the model -----------------------------------------------------------------------------
 
     def opened(self, opened: Opened | OpenedEncoder) -> None:
-        """Begins to start the preparation of requests, after the model was checked."""
+        """Starts the preparation of requests for a model that was checked; does not wait for it."""
         self._opened = opened
         self._service = self._make_service(opened, self._deliver_result)
         self._service.start()

@@ -34,7 +34,7 @@ def _is_read(reader: Sequence) -> bool:
 
 
 def _worth(seq: Sequence, reader: Sequence, *, whole: bool) -> bool:
-    """Returns whether the wait for a reader saves enough."""
+    """Returns whether `seq` saves enough prefill if it waits until `reader` has read its prompt."""
     if not _is_read(reader) or seq.discarded or reader.discarded:
         return False
     begun, size = reader.cached, len(reader.prompt)

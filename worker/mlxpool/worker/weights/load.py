@@ -175,8 +175,8 @@ class _OpenedFile(Struct):
 class _Reader:
     """Makes the weights of a model from its files, layer by layer.
 
-    A file is opened for its first tensor and closed after its last: a store has a file for each
-    tensor, and a process cannot have all of them open.
+    A file is opened for its first tensor and closed after its last: a model folder may have a file
+    for each tensor, more than a process can have open.
     """
 
     def __init__(

@@ -160,7 +160,7 @@ class RaggedRunner:
         return max((size for size in self.sizes if size <= MAX_LINES), default=0)
 
     def decodes(self, spans: Sequence[RowSpan]) -> bool:
-        """Returns True if the newest pass was over this object `spans`, all single lines."""
+        """Returns True if the newest pass was over the same object `spans`, each with one token."""
         return self._decoding is not None and self._decoding.spans is spans
 
     def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:

@@ -1,8 +1,9 @@
 """The architectures of GGUF files: their config.json, and our names for their tensors. No MLX.
 
-llama.cpp stores weights mostly as the released checkpoints do. The table here undoes three
-differences: rows of a llama's queries and keys are in the order of llama.cpp's rotation, norms of
-Gemma have one added, and llama's wavelengths are a tensor.
+llama.cpp stores most weights as the released checkpoints do. This module undoes three differences:
+- llama: the rows of the query and key weights are in the order of llama.cpp's rotation;
+- Gemma: the weights of norms have 1 added;
+- llama: the RoPE frequency factors are a tensor, not a setting.
 """
 
 from __future__ import annotations
