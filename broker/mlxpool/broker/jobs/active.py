@@ -153,7 +153,7 @@ class ActiveJob(Struct, eq=False):
         self.size = 0
 
     def written(self, chunk: Chunk) -> None:
-        """A chunk is on the disk."""
+        """Forget the steps of a chunk that is on the disk now."""
         for _ in chunk.borders:
             self.size -= self.steps.popleft().size
         self.durable = chunk.end

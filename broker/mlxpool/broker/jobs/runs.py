@@ -390,7 +390,7 @@ class Runs:
         self._feeder.came((job.model, job.priority), due, job.scope.owner, suspect=suspect)
 
     def _unwritable(self, active: ActiveJob, operation: Operation, refused: Refused) -> None:
-        """The store can never hold this: end the job with the ids that are on the disk."""
+        """End a job with the ids that are on the disk: the store can never hold `operation`."""
         if isinstance(operation, Finish) and operation.state is JobState.DEAD:
             active.drop_steps()
             return  # this end is short: the steps beside it were at fault

@@ -307,7 +307,7 @@ def _folder(
 
 
 def why_no_drafts(folder: ModelFolder, config: ModelConfig) -> str:
-    """Returns why no step checks drafts, as far as files and settings decide it; else empty."""
+    """Returns why steps cannot check drafts, by the files and settings; "" if they can."""
     recurrent = any(isinstance(cache, RecurrentSpec) for cache in folder.plan.caches)
     if why := _why_none_of_any(folder, config):
         return why

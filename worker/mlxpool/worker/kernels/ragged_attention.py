@@ -96,7 +96,7 @@ def supports(
 def tile_shape(
     heads: int, pairs: int, size: int, *, chunks: bool = False, quantised: bool = False
 ) -> TileShape:
-    """Returns the tiles of layers with these heads. The work list is made for them.
+    """Returns the shape of the tiles into which work_list.py divides attention of these heads.
 
     `chunks`: the pass reads chunks of prompts, with single lines of rows beside them or not. Chunks
     use Hopper's tiles, if there are any, up to 1.6 times as fast; 8-bit keys and values never do.
