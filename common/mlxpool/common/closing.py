@@ -31,14 +31,14 @@ class Closing(ABC):
 class AsyncClosing(ABC):
     """An asynchronous context manager: `async with` calls `close` at its end.
 
-    It calls `close` also after an exception. `close` does not wait.
+    `close` is also called after an exception. It does not wait.
     """
 
     __slots__ = ()
 
     @abstractmethod
     def close(self) -> None:
-        """Free all resources, or begin to free them."""
+        """Free all resources, or start to free them without waiting."""
 
     async def __aenter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
 """Settings: declarations, reading, bounds and origins.
 
-Every process gets one frozen object with its settings and never changes it.
+Every process gets its settings in one frozen object.
 """

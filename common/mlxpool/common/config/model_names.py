@@ -1,6 +1,6 @@
-"""Names of models: a check of names, and a scan of the models folder.
+"""Checks the names of models, and scans the models folder.
 
-A name is a key, never a path: a name from a client is only looked up.
+A name is a key, never a path: a name that a client sends is only looked up in a table.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ from __future__ import annotations
 import unicodedata
 from pathlib import Path
 
-MAX_NAME = 200  # bytes of UTF-8; the name is a part of the names of log files
-MAX_PARTS = 4  # parts of a name with slashes, such as registry/owner/model
-SCAN_DEPTH = 2  # levels of folders: NAME and OWNER/NAME
-MAX_SCANNED = 500  # models of one folder; a list of this many fits into a message
+MAX_NAME = 200  # bytes of UTF-8; a log file's name has the model's name
+MAX_PARTS = 4  # the most parts of a name with slashes, such as registry/owner/model
+SCAN_DEPTH = 2  # levels of folders that are scanned: NAME and OWNER/NAME
+MAX_SCANNED = 500  # the most models of a folder; a list of them fits into one message
 
 
 def fault_of_name(name: str) -> str | None:
     """Returns why a text cannot be a model's name; None if it can.
 
-    A name that ends in /NUMBER is the name of a slot.
+    A name must not end in /NUMBER, because names of slots do.
     """
     parts = name.split("/")
     if not _is_text(name):
@@ -42,9 +42,9 @@ def _is_text(name: str) -> bool:
 def scan(models_dir: Path) -> dict[str, Path]:
     """Returns the models in a folder: each NAME or OWNER/NAME with a config.json or a GGUF file.
 
-    Opens no file. Leaves out hidden folders, folders that cannot be opened, names that are not
-    allowed, and all models after the first MAX_SCANNED. Follows a link one step. The load of a
-    model refuses a link that leads out of `models_dir`.
+    Opens no file. Leaves out hidden folders, folders that cannot be opened, wrong names, and all
+    models after the first MAX_SCANNED. Follows a link once. The load of a model refuses a link that
+    leads out of `models_dir`.
     """
     return dict(sorted(_scan(models_dir, "", SCAN_DEPTH).items())[:MAX_SCANNED])
 
@@ -65,7 +65,7 @@ def _scan(folder: Path, prefix: str, depth: int) -> dict[str, Path]:
 def _entries(folder: Path) -> list[Path]:
     try:
         return list(folder.iterdir())
-    except OSError:  # a file, or no permission
+    except OSError:  # not a folder, or not permitted
         return []
 
 
@@ -79,7 +79,7 @@ def _is_model(folder: Path) -> bool:
 def outside_target(path: Path, border: Path) -> Path | None:
     """Returns the target of a link that leads from a model's folder out of the folder `border`.
 
-    None if there is no such link. Checks `path` itself and the entries directly in it.
+    None if no link leads out. Checks `path` itself and the entries directly in it.
     """
     inside = border.resolve()
     targets = (_real(entry) for entry in (path, *_entries(path)))
@@ -89,5 +89,5 @@ def outside_target(path: Path, border: Path) -> Path | None:
 def _real(entry: Path) -> Path:
     try:
         return entry.resolve()
-    except (OSError, RuntimeError):  # a link to itself stays in its folder
+    except (OSError, RuntimeError):  # a loop of links does not leave the folder
         return entry.parent.resolve() / entry.name
