@@ -87,6 +87,19 @@ def test_a_tokenizer_that_is_refused_is_refused_again(tmp_path: Path, reads: lis
     assert len(reads) == 2
 
 
+def test_a_template_that_is_not_unicode_is_read_at_each_load(
+    tmp_path: Path, reads: list[Path]
+) -> None:
+    path = write_checkpoint(tmp_path / "model")
+    settings = path / "tokenizer_config.json"
+    template = "{{ messages[0].content }}\ud83d"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": template}))
+    for _ in range(2):
+        _, source, _ = text_of(inspect(path))
+        assert source.templates == {"default": template}
+    assert len(reads) == 2
+
+
 def test_a_broken_file_is_logged_and_the_tokenizer_read(
     tmp_path: Path, reads: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,6 +7,7 @@ kept data need not read it.
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -43,7 +44,8 @@ def text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource, tuple[str, ...
     kept = _decoded(file) if known else None
     if kept is None:
         kept = _read(folder)
-        file.write(msgspec.msgpack.encode(kept))
+        with suppress(UnicodeEncodeError):  # a template has half a surrogate pair: nothing is kept
+            file.write(msgspec.msgpack.encode(kept))
     path = str(folder.files / "tokenizer.json")
     source = TextSource.from_map({**kept.source, "tokenizer": path})
     return TokenTable(kept.pieces, source.max_bytes_per_token), source, kept.notes
