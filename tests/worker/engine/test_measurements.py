@@ -77,7 +77,14 @@ def test_an_engine_that_is_not_told_to_keep_figures_measures(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"max_sequences": 3}, {"context": 64}, {"batch": 32}, {"layout": "rows"}]
+    "settings",
+    [
+        {"max_sequences": 3},
+        {"context": 64},
+        {"batch": 32},
+        {"layout": "rows"},
+        {"limit": 2**33},  # a share of the limit is left to the heap
+    ],
 )
 def test_other_settings_are_measured(loaded: LoadedModel, settings: dict[str, Any]) -> None:
     warmed(loaded)

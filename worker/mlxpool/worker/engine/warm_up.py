@@ -111,6 +111,7 @@ def kept_measurement(engine: LoadedEngine) -> KeptMeasurement | None:
         {
             **kept_rules(parts),
             "model": engine.digest,
+            "limit": memory.budget.limit,  # the heap's growth is a share of it
             "weights": memory.budget.weights,
             "context": engine.context,
             "batch": parts.batch,
