@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mlxpool.worker.system import kept_files
-from mlxpool.worker.system.kept_files import MAX_FILES, KeptFile
+from mlxpool.worker.system.kept_files import MAX_BYTES, MAX_FILES, KeptFile
 
 KEY = {"model": "a", "context": 8}
 
@@ -54,6 +57,22 @@ def test_a_file_under_the_name_of_another_key_is_not_read() -> None:
     assert other.read() is None
 
 
+@pytest.mark.parametrize("kind", ["pipe", "device", "huge"])
+def test_what_is_no_small_file_is_not_read_and_is_replaced(kind: str) -> None:
+    """A read of it would never return, or would take all memory."""
+    kept = KeptFile("times", KEY)
+    kept.write(b"1")
+    file = file_of(kept)
+    if kind == "huge":
+        os.truncate(file, MAX_BYTES + 1)
+    else:
+        file.unlink()
+        os.mkfifo(file) if kind == "pipe" else file.symlink_to("/dev/zero")
+    assert kept.read() is None
+    kept.write(b"2")
+    assert kept.read() == b"2"
+
+
 def test_several_processes_may_write_and_read_at_once(folder: Path) -> None:
     def work(number: int) -> bytes | None:
         kept = KeptFile("times", KEY)
@@ -74,6 +93,26 @@ def test_the_least_recently_used_files_are_removed(folder: Path) -> None:
         assert first.read() == b"1"
     assert len(list(folder.iterdir())) == MAX_FILES
     assert KeptFile("times", {"number": 0}).read() is None
+
+
+def test_a_new_file_is_kept_beside_files_of_a_clock_that_was_ahead(folder: Path) -> None:
+    future = time.time() + 10**6
+    for number in range(MAX_FILES):
+        other = KeptFile("times", {"number": number})
+        other.write(b"1")
+        os.utime(file_of(other), (future, future))
+    for kind in ("times", "sizes"):
+        KeptFile(kind, KEY).write(b"2")
+    assert KeptFile("times", KEY).read() == KeptFile("sizes", KEY).read() == b"2"
+    assert len(list(folder.iterdir())) == MAX_FILES
+
+
+def test_a_folder_among_the_files_stays(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "a folder").mkdir(parents=True)
+    os.utime(folder / "a folder", (0, 0))
+    for number in range(MAX_FILES + 2):
+        KeptFile("times", {"number": number}).write(b"1")
+    assert len(list(folder.iterdir())) == MAX_FILES + 1 and not caplog.records
 
 
 def test_a_folder_that_cannot_be_written_is_logged(
@@ -106,6 +145,8 @@ def test_the_machines_key_changes_with_its_blas_and_compiler(
 
     monkeypatch.setenv("PATH", str(tmp_path))
     note()
+    monkeypatch.setenv("MLX_DISABLE_COMPILE", "1")  # passes take other memory
+    note()
     monkeypatch.setenv("LD_PRELOAD", str(blas))
     note()
     blas.write_text("a newer version")
@@ -130,3 +171,17 @@ def test_the_machines_key_changes_with_our_code(
         keys.append(kept_files.code())
     kept_files.code.cache_clear()
     assert keys[0] != keys[1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of files are Unicode")
+def test_any_name_and_a_link_to_nothing_have_a_place_in_our_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Editors leave such a link beside a file that they change."""
+    module = tmp_path / os.fsdecode(b"caf\xe9") / "__init__.py"
+    module.parent.mkdir()
+    module.with_name(".#layers.py").symlink_to("me@here.1:2")
+    monkeypatch.setattr("mlxpool.worker.__file__", str(module))
+    kept_files.code.cache_clear()
+    assert kept_files.code()
+    kept_files.code.cache_clear()

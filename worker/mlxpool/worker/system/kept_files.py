@@ -1,7 +1,8 @@
 """Files with the results of a load, for later loads of the same model.
 
 They are beside the compiled kernels, in this user's private temporary folder; if TMPDIR names
-another folder, nothing is kept. A file is valid only for the key in it; a broken file is not read.
+another folder, nothing is kept. A file is valid only for the key in it. A file that is broken or
+not a regular file is not read.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import os
 import platform
 import re
 import shutil
+import stat
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -30,10 +33,13 @@ Key = Mapping[str, Any]  # of JSON's types
 
 FOLDER = "loads"  # in the temporary folder
 MAX_FILES = 64  # of all models and settings; the least recently used are removed
+MAX_BYTES = 256 * 2**20  # of a file that is read
+MAX_AHEAD = 60.0  # seconds by which the clock of a file server may be ahead of this one
 MAGIC = b"mlxpool kept 1\n"  # with the version of the file format
 _DIGEST_BYTES = 32
-# They decide about the cores and the memory of a product.
-_VARIABLES = ("LD_PRELOAD", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+# The beginnings of variables that decide what MLX compiles, how a product is divided between cores,
+# and what memory both take.
+_VARIABLES = ("LD_PRELOAD", "MLX_", "OMP_", "OPENBLAS_")
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -55,7 +61,7 @@ class KeptFile:
         if self.path is None:
             return None
         try:
-            data = self.path.read_bytes()
+            data = _contents(self.path)
         except OSError:
             return None
         head = len(MAGIC) + _DIGEST_BYTES
@@ -104,13 +110,24 @@ class KeptFile:
             )
 
 
+def _contents(file: Path) -> bytes:
+    """Returns the bytes of a regular file; a read of a pipe may never return. Raises OSError."""
+    status = file.lstat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
+        raise OSError(f"{file} is no regular file of at most {MAX_BYTES} bytes")
+    return file.read_bytes()
+
+
 def _remove_oldest(folder: Path) -> None:
-    used = []
+    """Leaves MAX_FILES. A file of a time to come was used before the clock was set back."""
+    now, used = time.time(), []
     for file in folder.iterdir():
         with contextlib.suppress(OSError):  # another process has removed it
-            used.append((file.stat().st_mtime, file))
+            at = file.lstat().st_mtime
+            used.append((0.0 if at > now + MAX_AHEAD else at, file))
     for _, file in sorted(used, reverse=True)[MAX_FILES:]:
-        file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the same, or it is a folder
+            file.unlink()
 
 
 @cache
@@ -119,8 +136,7 @@ def code() -> dict[str, str]:
     digest = hashlib.sha256(VERSION.encode())
     root = Path(mlxpool.worker.__file__).parent
     for file in sorted(root.rglob("*.py")):
-        status = file.stat()
-        digest.update(f"{file}:{status.st_size}:{status.st_mtime_ns}\n".encode())
+        digest.update(os.fsencode(f"{file}:{_stamp(file)}\n"))
     return {"code": digest.hexdigest()}
 
 
@@ -135,7 +151,9 @@ def machine() -> dict[str, Any]:
         "cpu": _cpu(),
         "cores": _cores(),
         "compiler": shutil.which("g++"),  # MLX fuses operations with it on a CPU
-        "environment": {name: os.environ.get(name, "") for name in _VARIABLES},
+        "environment": {
+            name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)
+        },
         "preloaded": [_stamp(Path(file)) for file in _preloaded()],
     }
 
