@@ -27,13 +27,14 @@ from mlxpool.worker.compute.messages import (
 from mlxpool.worker.encoders.text import EncoderTextSource, OpenedEncoder
 from mlxpool.worker.engine.counting_engine import CountingText
 from mlxpool.worker.preparation.errors import CANCELLED
-from mlxpool.worker.preparation.jobs import Result, perform
+from mlxpool.worker.preparation.jobs import Checked, CheckFormat, Result, perform
 from mlxpool.worker.preparation.queue import Waiting
 from mlxpool.worker.preparation.service import Deliver, Load
 from mlxpool.worker.process.intake import Intake, Prepared, State
 from mlxpool.worker.process.link import Link
 from mlxpool.worker.prompt.text_model import Opened
 from support import kinds
+from support.constrained_answers import demo
 from support.worker_process import id_of
 
 TEXT = CountingText()
@@ -279,6 +280,22 @@ def test_a_cancelled_run_keeps_its_place_until_its_preparation_has_ended() -> No
     assert harness.credit == 3
     harness.intake.cancel((id_of(2), 1))
     assert harness.computed[-1] == Drop((id_of(2), 1)) and len(harness.intake.tasks) == 1
+
+
+def test_a_run_that_is_cancelled_between_two_jobs_begins_no_further_one() -> None:
+    """The service has delivered that its format was checked, and does not know its prompt yet."""
+    folder, text, table = demo()
+    opened = Opened("digest", 64, folder.plan.vocab_size, table, text.source, folder.eos_ids)
+    harness = Harness(opened)
+    harness.work(1, options={"format": {"type": "choice", "choices": ["a", "b"]}})
+    ((run, check),) = harness.jobs.waiting.items()
+    assert isinstance(check.job, CheckFormat)
+    harness.jobs.waiting.clear()
+    harness.intake.cancel((id_of(1), 1))
+    harness.jobs.deliver(run, Checked())
+    assert not harness.jobs.waiting
+    harness.take()
+    assert harness.link.ends() == {1: "cancelled"} and not harness.intake.tasks
 
 
 def test_a_drain_ends_cancelled_runs_and_hands_the_others_back() -> None:

@@ -367,6 +367,9 @@ class Intake:
             finish(result)
         else:
             self._submit(task, preparation, finish)
+            if task.state is State.CANCELLED:  # the service did not know this job before
+                assert self._service is not None
+                self._service.cancel(task)
 
     def _finish(self, task: Task, preparation: Preparation, *results: Result | Constraint) -> None:
         """Posts the outcome of a preparation from its results, or from an error among them."""
