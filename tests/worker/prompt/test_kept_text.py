@@ -10,10 +10,10 @@ import pytest
 
 from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.prompt import kept_text
-from mlxpool.worker.prompt.kept_text import text_of
+from mlxpool.worker.prompt.kept_text import KeptText, text_of
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.system.kept_files import KeptFile
-from mlxpool.worker.weights.inspect import inspect
+from mlxpool.worker.weights.inspect import ModelFolder, inspect
 from support.seeing_models import write_qwen
 from support.worker_checkpoints import write_checkpoint
 
@@ -60,6 +60,40 @@ def test_changed_files_are_read(tmp_path: Path, reads: list[Path]) -> None:
     _, _, notes = text_of(inspect(path))
     assert "added_tokens.json" in str(notes) and len(reads) == 3
     assert text_of(inspect(path))[2] == notes and len(reads) == 3
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "added_tokens.json"])
+def test_what_is_read_of_files_that_changed_after_the_check_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It would count for the files of the check, when these are back."""
+    path = write_checkpoint(tmp_path / "model")
+    file, folder, read = path / name, inspect(path), kept_text._read
+
+    def changed(folder: ModelFolder) -> KeptText:
+        file.write_text(json.dumps({"a": 7}))
+        return read(folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kept_text, "_read", changed)
+        found = text_of(folder)
+    file.unlink()
+    _, source, notes = text_of(folder)
+    text = ChatTokenizer.from_folder(folder)
+    assert (source, notes) == (text.source, tuple(text.notes)) != found[1:]
+
+
+@pytest.mark.parametrize("name", ["tokenizers", "jinja2"])
+def test_another_library_reads_again(
+    tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    folder = inspect(write_checkpoint(tmp_path / "model"))
+    text_of(folder)
+    monkeypatch.setattr(kept_text, "version_of", lambda one: "9.9" if one == name else "1")
+    text_of(folder)
+    monkeypatch.setattr(kept_text, "version_of", lambda one: "1")
+    text_of(folder)
+    assert len(reads) == 3
 
 
 def test_a_model_that_was_moved_has_the_paths_of_its_new_place(

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxpool.worker.prompt.added_tokens import OLDER_IDS
 from mlxpool.worker.prompt.text_model import TextSource, TokenTable
@@ -19,7 +20,7 @@ from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.system.kept_files import KeptFile, code
 from mlxpool.worker.versions import version_of
 from mlxpool.worker.weights.chat_template_files import named_files
-from mlxpool.worker.weights.inspect import ModelFolder
+from mlxpool.worker.weights.inspect import ModelFolder, digest_now
 from mlxpool.worker.weights.json_files import is_present, read_file
 
 KIND = "tokenizer"
@@ -38,14 +39,16 @@ def text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource, tuple[str, ...
 
     Raises ModelLoadFailed as ChatTokenizer.from_folder.
     """
-    file = KeptFile(KIND, _key(folder))
-    # The digest leaves out templates that are not regular files; `_read` refuses them.
+    key = _key(folder)
+    file = KeptFile(KIND, key)
+    # The digest leaves out templates that are no regular files, which the reading below refuses.
     known = all(template.is_file() for template in named_files(folder.files))
     kept = _decoded(file) if known else None
     if kept is None:
         kept = _read(folder)
-        with suppress(UnicodeEncodeError):  # a template has half a surrogate pair: nothing is kept
-            file.write(msgspec.msgpack.encode(kept))
+        if _key(replace(folder, digest=digest_now(folder))) == key:  # of the files of the check
+            with suppress(UnicodeEncodeError):  # a template has half a surrogate pair
+                file.write(msgspec.msgpack.encode(kept))
     path = str(folder.files / "tokenizer.json")
     source = TextSource.from_map({**kept.source, "tokenizer": path})
     return TokenTable(kept.pieces, source.max_bytes_per_token), source, kept.notes
@@ -57,6 +60,7 @@ def _key(folder: ModelFolder) -> dict[str, Any]:
     return {
         **code(),
         "tokenizers": version_of("tokenizers"),
+        "jinja2": version_of("jinja2"),  # a load that reads compiles the templates
         "model": folder.digest,
         "ids": ids,
         "rows": folder.plan.embedding_rows,

@@ -193,6 +193,12 @@ def _uses_mlx_lm(config: Mapping[str, Any], supported: bool, engine: str) -> boo
     return engine == "mlx-lm" or (engine == "auto" and not supported and available)
 
 
+def digest_now(folder: ModelFolder) -> str:
+    """The digest of a checked model's files as they are now. Raises ModelLoadFailed."""
+    forced = folder.uses_mlx_lm and folder.model_type in models.SUPPORTED
+    return _digest(folder.files, folder.files.contents(), forced=forced)
+
+
 def _digest(files: ModelFiles, contents: Mapping[Path, ShardContent], *, forced: bool) -> str:
     """The digest over all small files and each shard: its digest, or header, size and both ends.
 
