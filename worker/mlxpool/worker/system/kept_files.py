@@ -33,7 +33,7 @@ Key = Mapping[str, Any]  # of JSON's types
 
 FOLDER = "loads"  # in the temporary folder
 MAX_FILES = 64  # of all models and settings; the least recently used are removed
-MAX_BYTES = 256 * 2**20  # of a file that is read
+MAX_BYTES = 64 * 2**20  # of a file that is read
 MAX_AHEAD = 60.0  # seconds by which the clock of a file server may be ahead of this one
 MAGIC = b"mlxpool kept 1\n"  # with the version of the file format
 _DIGEST_BYTES = 32
