@@ -134,6 +134,22 @@ def test_a_template_that_is_not_unicode_is_read_at_each_load(
     assert len(reads) == 2
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "chat_template.json"])
+def test_a_template_that_is_a_link_to_nothing_is_refused_after_a_load_without_it(
+    tmp_path: Path, name: str
+) -> None:
+    """The digest of the model is the same, as it leaves out what is no file."""
+    path = write_checkpoint(tmp_path / "model")
+    settings = path / "tokenizer_config.json"
+    fields = json.loads(settings.read_text())
+    fields.pop("chat_template", None)
+    settings.write_text(json.dumps(fields))
+    text_of(inspect(path))
+    (path / name).symlink_to("nowhere")
+    with pytest.raises(ModelLoadFailed, match="nowhere"):
+        text_of(inspect(path))
+
+
 def test_a_broken_file_is_logged_and_the_tokenizer_read(
     tmp_path: Path, reads: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:

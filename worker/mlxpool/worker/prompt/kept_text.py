@@ -19,7 +19,7 @@ from mlxpool.worker.prompt.text_model import TextSource, TokenTable
 from mlxpool.worker.prompt.tokenizer import ChatTokenizer
 from mlxpool.worker.system.kept_files import KeptFile, code
 from mlxpool.worker.versions import version_of
-from mlxpool.worker.weights.chat_template_files import named_files
+from mlxpool.worker.weights.chat_template_files import all_regular
 from mlxpool.worker.weights.inspect import ModelFolder, digest_now
 from mlxpool.worker.weights.json_files import is_present, read_file
 
@@ -42,8 +42,7 @@ def text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource, tuple[str, ...
     key = _key(folder)
     file = KeptFile(KIND, key)
     # The digest leaves out templates that are no regular files, which the reading below refuses.
-    known = all(template.is_file() for template in named_files(folder.files))
-    kept = _decoded(file) if known else None
+    kept = _decoded(file) if all_regular(folder.files) else None
     if kept is None:
         kept = _read(folder)
         if _key(replace(folder, digest=digest_now(folder))) == key:  # of the files of the check

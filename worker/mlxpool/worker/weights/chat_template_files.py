@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from mlxpool.worker.weights.json_files import FileLookup, is_present, optional_j
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 JINJA_FILE = "chat_template.jinja"
+JSON_FILE = "chat_template.json"
 JINJA_FOLDER = "additional_chat_templates"
 SETTINGS = "tokenizer_config.json"
 
@@ -30,6 +32,12 @@ def named_files(path: FileLookup) -> list[Path]:
     return [file for file in files if not file.name.startswith(".")]
 
 
+def all_regular(path: FileLookup) -> bool:
+    """Returns whether no file of templates is a dangling link, a folder, a pipe or a device."""
+    files = (path / JINJA_FILE, path / JSON_FILE, *named_files(path))
+    return all(file.is_file() or not os.path.lexists(file) for file in files)
+
+
 def find_sources(path: FileLookup) -> TemplateSources:
     """The templates of the first file that has any, as transformers chooses; may be empty.
 
@@ -41,7 +49,7 @@ def find_sources(path: FileLookup) -> TemplateSources:
     files = {file.stem: file for file in named_files(path)}
     if is_present(single):
         files[DEFAULT] = single
-    for file in (path / SETTINGS, path / "chat_template.json"):
+    for file in (path / SETTINGS, path / JSON_FILE):
         templates = _parsed(file, optional_json(file).get("chat_template"))
         if files:
             return _of_jinja_files(path, files, templates)
