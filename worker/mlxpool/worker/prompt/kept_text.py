@@ -45,7 +45,8 @@ def text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource, tuple[str, ...
     kept = _decoded(file) if all_regular(folder.files) else None
     if kept is None:
         kept = _read(folder)
-        if _key(replace(folder, digest=digest_now(folder))) == key:  # of the files of the check
+        # Files that changed since they were checked were read; nothing is kept of these.
+        if file.path is not None and key == _key(replace(folder, digest=digest_now(folder))):
             with suppress(UnicodeEncodeError):  # a template has half a surrogate pair
                 file.write(msgspec.msgpack.encode(kept))
     path = str(folder.files / "tokenizer.json")
