@@ -1,4 +1,5 @@
-"""Jobs: requests that stay on the disk until they are done and read.
+"""Jobs: requests that stay on the disk until their results are read or expire.
 
-Pure: decisions from events and a time to actions. `store` keeps them, `edge` performs the actions.
+The package is pure: it decides actions from events and the time. `store` keeps jobs, `edge`
+performs the actions.
 """

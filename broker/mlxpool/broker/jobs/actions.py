@@ -1,4 +1,4 @@
-"""Actions: what the job manager can decide, and the outbox that collects them."""
+"""The actions that the job manager can decide, and the outbox that collects them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlxpool.common.protocol.to_client import Failed
 
 
 class Store(Struct, frozen=True):
-    """Give an operation to the store; its result comes back to `JobManager.stored`."""
+    """Give an operation to the store; the result of the operation comes to `JobManager.stored`."""
 
     operation: Operation
 
@@ -39,7 +39,7 @@ class Perform(Struct, frozen=True):
 
 
 class Forget(Struct, frozen=True):
-    """Forget a link: the next frame makes a new one, so that its client notices a loss."""
+    """Forget a client's link: its next frame makes a new link, so the client notices the loss."""
 
     link: int
 
@@ -55,18 +55,19 @@ class Post(Struct, frozen=True):
 
 Action = Store | Tell | Perform | Forget | Post
 R = TypeVar("R", bound=Result)
-Then = Callable[[Result, float], None]  # takes the result of an operation, and the time
+Then = Callable[[Result, float], None]  # called with the result of an operation and the time
 
 
 class Outbox:
-    """Collects the actions of one event, and calls `then` with the result of each operation.
+    """Collects the actions of one event. Calls `then` with the result of each store operation.
 
-    Operations are matched by identity, not by equality: the store gives back the same object.
+    Operations are matched by identity, not by equality: the store returns the operation's own
+    object.
     """
 
     def __init__(self, boot: int) -> None:
         self.boot = boot
-        self.refused: Counter[str] = Counter()  # refused submissions by error code
+        self.refused: Counter[str] = Counter()  # number of refused submissions by error code
         self._actions: list[Action] = []
         self._then: dict[int, tuple[Operation, Then]] = {}
 
@@ -80,7 +81,7 @@ class Outbox:
         return actions
 
     def store(self, operation: Operation, then: Then) -> None:
-        """Give an operation to the store, and its result to `then`."""
+        """Give an operation to the store. `then` is called with its result."""
         self._then[id(operation)] = (operation, then)
         self._actions.append(Store(operation))
 
@@ -92,7 +93,10 @@ class Outbox:
         then: Callable[[R, float], None],
         error: Callable[[Result], PoolError] = unexpected,
     ) -> None:
-        """Have `then` get a result of this kind, and the client the error of any other result."""
+        """Ask the store for a client:
+
+        `then` gets a result of type `kind`, the client any other as an error.
+        """
 
         def settle(result: Result, now: float) -> None:
             if isinstance(result, kind):
@@ -103,7 +107,7 @@ class Outbox:
         self.store(operation, settle)
 
     def resolve(self, operation: Operation, result: Result, now: float) -> None:
-        """The store has performed, or refused, an operation."""
+        """Handle the result of an operation that the store has performed or refused."""
         _, then = self._then.pop(id(operation))
         then(result, now)
 
@@ -123,7 +127,7 @@ class Outbox:
         self._actions.append(Tell(link, header, message))
 
     def refuse(self, event: QuestionAsked, error: PoolError) -> None:
-        """Answer a question with an error, and count a submission that it refuses."""
+        """Answer a question with an error. Count the refusal if the question is a submission."""
         if event.submits:
             self.refused[error.code] += 1
         self.fail(event.link, error, event.id, event.attempt)

@@ -1,4 +1,4 @@
-"""A job that runs, with the output of its run that is not on the disk yet."""
+"""The state of a running job, with the output that is not on the disk yet."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mlxpool.common.protocol.deltas import Delta, size_of
 from mlxpool.common.protocol.frames import pack
 from mlxpool.common.protocol.token_ids import count_of
 
-WRITE_DELAY = 0.05  # seconds for which steps are gathered before a write
-UNREAD_DELAY = 1.0  # the same for a job without a reader; after a crash it computes these again
-UNREAD_BYTES = 8 * 1024  # bytes of unread steps from which on WRITE_DELAY applies
+WRITE_DELAY = 0.05  # seconds of output that one write gathers
+UNREAD_DELAY = 1.0  # WRITE_DELAY of a job without a reader; after a crash it recomputes these
+UNREAD_BYTES = 8 * 1024  # bytes of unread steps above which WRITE_DELAY applies
 
 
 class Step(NamedTuple):
-    """Output that is never divided: `text` is exactly the text of `ids`."""
+    """A piece of output that is stored whole: `text` is exactly the text of `ids`."""
 
     text: str
     ids: bytes
@@ -35,28 +35,29 @@ class Step(NamedTuple):
 class ActiveJob(Struct, eq=False):
     """A job between the commit that gave it to the core and the commit that ends or defers it.
 
-    `durable` ids are on the disk, `taken` ids have come from its run. `steps` has the output
-    between the two, in order. A job has at most one operation under way: `writing`.
+    `durable` counts the token ids on the disk, `taken` the token ids that its run has produced.
+    `steps` has the output between both positions, in order. At most one store operation for the job
+    is under way: `writing`.
     """
 
     job: JobView
     attempt: int  # the number of its run in the core
-    model: str  # the name under which its model runs
-    deadline: float = math.inf  # on the core's clock
+    model: str  # the name under which the pool runs its model
+    deadline: float = math.inf  # time on the core's clock
     taken: int = 0
     durable: int = 0
     steps: deque[Step] = field(default_factory=deque)
     size: int = 0  # bytes of `steps`
     text_before: str = ""  # text that came without ids; the next step's text begins with it
-    facts: bytes | None = None  # the facts of its first worker, until they are on the disk
+    facts: bytes | None = None  # the first worker's data about its model, until stored
     writing: Operation | None = None
     outcome: Operation | None = None  # the operation that ends or defers it, after its last ids
     phase: JobPhase = JobPhase.RUNNING  # its phase once `outcome` is on the disk
-    ran: bool = True  # the core has its run
+    ran: bool = True  # the core has a run of this job
     leaving: bool = False  # its run is over and `outcome` is not on the disk
     write_at: float = math.inf  # time of the next write; infinity: no steps, or being written
-    answer_bound: int = 0  # most bytes of its answer, reserved in AnswerRoom
-    yield_at: int = 0  # number of ids at which it yields its place; 0: it need not
+    answer_bound: int = 0  # bytes reserved in AnswerRoom: the most of its answer
+    yield_at: int = 0  # number of ids at which it gives its slot to others; 0: never
 
     @classmethod
     def of(cls, fed: FedJob, attempt: int, model: str, now: float) -> ActiveJob:
@@ -74,12 +75,12 @@ class ActiveJob(Struct, eq=False):
 
     @property
     def suspect(self) -> bool:
-        """Returns whether it may have ended the broker; `starts` counts this start too."""
+        """Returns whether this job may have ended the broker; `starts` includes this start."""
         return self.job.starts > ALONE_STARTS
 
     @property
     def proven(self) -> bool:
-        """Returns whether this start put ids on the disk: its starts then count from 0 again."""
+        """Returns whether this start put ids on the disk: starts are then counted from 0."""
         return self.durable > self.job.pos
 
     def move(self, event: str) -> None:
@@ -90,11 +91,11 @@ class ActiveJob(Struct, eq=False):
         self.phase = following
 
     def fits(self, row: Delta) -> bool:
-        """Returns whether output begins after the last taken id: no id is lost or doubled."""
+        """Returns whether the output follows the last taken id: no id is lost or doubled."""
         return not row.ids or row.pos == self.taken
 
     def take(self, row: Delta) -> None:
-        """Take output of its run."""
+        """Add output of the job's run to the steps."""
         if row.facts and self.job.facts is None and self.facts is None:
             self.facts = pack(row.facts)
         if not row.ids:
@@ -107,7 +108,7 @@ class ActiveJob(Struct, eq=False):
         self.taken += count_of(row.ids)
 
     def plan_write(self, now: float, *, read: bool) -> None:
-        """Set the time of the next write of the job's output. `read`: a reader waits for it.
+        """Set the time of the next write of its steps. `read`: a reader waits for the steps.
 
         Without a reader the write may wait: most short jobs are then written once, with their end.
         If the job was started before and this start has no ids on the disk yet, it is written soon:
@@ -118,7 +119,7 @@ class ActiveJob(Struct, eq=False):
         self.write_at = min(self.write_at, now + (WRITE_DELAY if soon else UNREAD_DELAY))
 
     def chunk(self) -> Chunk | None:
-        """Returns the first steps that are not on the disk, up to MAX_CHUNK bytes."""
+        """Returns the first steps that are not on the disk, at most MAX_CHUNK bytes."""
         if not self.steps:
             return None
         ids, texts, borders = bytearray(), list[str](), list[tuple[int, int]]()
@@ -148,12 +149,12 @@ class ActiveJob(Struct, eq=False):
         return outcome
 
     def drop_steps(self) -> None:
-        """Forget the steps that are not on the disk: the store cannot hold them."""
+        """Drop the steps that are not on the disk, because the store cannot hold them."""
         self.steps.clear()
         self.size = 0
 
     def written(self, chunk: Chunk) -> None:
-        """Forget the steps of a chunk that is on the disk now."""
+        """Remove the steps of a chunk that is now on the disk."""
         for _ in chunk.borders:
             self.size -= self.steps.popleft().size
         self.durable = chunk.end

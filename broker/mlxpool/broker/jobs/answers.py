@@ -1,4 +1,4 @@
-"""Answers to clients about jobs: rows, and the errors of their questions."""
+"""Answers to clients about jobs: the maps of jobs, and the errors of questions."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _OF_STORE: dict[str, tuple[type[PoolError], int | None]] = {
 
 
 def name_of(owner: str, name: JobName) -> Name:
-    """Returns the store's name of a job. An id has no owner: the caller checks the owner."""
+    """Returns the store's name of a job. A job id names no owner: the caller checks the owner."""
     return name.id or Scope(owner, name.tenant, name.key)
 
 
 def store_error(refused: Refused) -> PoolError:
-    """Returns the error for a client whose operation was refused."""
+    """Returns the error for a client whose store operation was refused."""
     kind, retry_after_ms = _OF_STORE.get(refused.code, (errors.Internal, None))
     details = {"value": refused.value, "bound": refused.bound} if refused.bound else None
     return kind(refused.message, details=details, retry_after_ms=retry_after_ms)
 
 
 def unexpected(result: Result) -> PoolError:
-    """Returns the error for a result of the store that does not answer a question."""
+    """Returns the error for a store result of a type that the question does not expect."""
     if isinstance(result, Refused):
         return store_error(result)
     return errors.Internal(f"the store answered with {type(result).__name__}")
@@ -90,15 +90,15 @@ def row_of(job: JobView, *, runs: bool) -> dict[str, Any]:
 
 
 def notice_state(notify: str, ended: float | None, stored: str) -> str:
-    """Returns the state of an end's notice: waiting, delivered, given_up; "" without a notice.
+    """Returns waiting, delivered or given_up for the notice of a job's end; "" without a notice.
 
-    `notify` is its URL. `stored` is the state of an undelivered notice in the store.
+    `notify` is the URL of the notice. `stored` is the state of an undelivered notice in the store.
     """
     return "" if not notify or ended is None else stored or "delivered"
 
 
 def fitting(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the first rows, up to MAX_LIST_BYTES."""
+    """Returns the first maps of `rows` that fit in MAX_LIST_BYTES."""
     if len(pack(list(rows))) <= MAX_LIST_BYTES:
         return list(rows)
     size = 0
@@ -113,14 +113,14 @@ def fitting(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def packed_end(terminal: Done | Failed) -> bytes:
-    """Returns the bytes of an end as the store keeps them, without the blobs of the answer."""
+    """Returns the packed end of a job for the store, without the blobs of its answer."""
     return pack({"kind": terminal.kind, "body": terminal.body()})
 
 
 def terminal_of(end: bytes | None, blobs: Sequence[bytes] = ()) -> Done | Failed:
     """Undo `packed_end`; `blobs` are the blobs of the answer, if it has one.
 
-    Bytes that cannot be read give an end without text or figures.
+    Unreadable bytes give an end without text or figures.
     """
     try:
         stored = unpack(end or b"")

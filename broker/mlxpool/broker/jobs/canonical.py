@@ -22,16 +22,16 @@ DEFAULTS = {
     }
     for call in (EncoderCall, DecideCall)
 }
-PLAIN = (str, int, bool, bytes)  # types of values that are canonical already, as nearly all are
-MAX_EXACT = 2**53  # a larger float may stand for several whole numbers
+PLAIN = (str, int, bool, bytes)  # types whose values are already canonical, as most values are
+MAX_EXACT = 2**53  # a larger float may equal several whole numbers after rounding
 
 
 def job_digest(work: Work) -> bytes:
     """Returns a digest of 16 bytes; submissions with equal digests are the same request.
 
     The digest is of the checked request. A key with its default equals a missing key. Neither the
-    order of keys nor 1 in place of 1.0 makes a difference. Deadlines, priority and the time for
-    which the result is kept are left out, as they do not change the answer.
+    order of keys nor 1 in place of 1.0 makes a difference. The digest leaves out deadlines,
+    priority and the time to keep the result: they do not change the answer.
     """
     return hashlib.sha256(pack(_meaning(work))).digest()[:DIGEST_BYTES]
 
@@ -63,7 +63,7 @@ def _without_defaults(call: ModelCall) -> dict[str, Any]:
 
 
 def canonical(value: Any) -> Any:
-    """Returns one form for all equal values: maps sorted and without None, 1 for 1.0."""
+    """Returns one form for all equal values: maps are sorted, without None, and 1 replaces 1.0."""
     if type(value) in PLAIN:
         return value
     if isinstance(value, Mapping):

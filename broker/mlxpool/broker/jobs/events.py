@@ -1,4 +1,4 @@
-"""Events of jobs. Frozen, without behaviour. `JobManager.stored` takes results of the store."""
+"""Events of jobs: frozen records without behaviour. Store results go to `JobManager.stored`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ class QuestionAsked(Struct, frozen=True):
     """A client asks about jobs, files or batches.
 
     `message` is the question, or the error of a body that cannot be parsed. `new_id` and `seed` are
-    random; a new job gets them. `operator`: an operator asks, who may read and change the jobs of
-    all owners; `owner` is then the owner that the question names. `submits`: the question submits a
-    job, a batch or a part of a file, even in a bad body; refusals of such questions are counted.
+    random values for a new job. `operator`: the sender is an operator, who may read and change the
+    jobs of all owners. `owner` is then the owner that the question names. `submits`: the question
+    submits a job, a batch or a part of a file, even in a bad body; refusals of such questions are
+    counted.
     """
 
     link: int
@@ -34,7 +35,7 @@ class QuestionAsked(Struct, frozen=True):
 
 
 class Acknowledged(Struct, frozen=True):
-    """A client has read ids: `have` pairs each reading with the number of ids read in all."""
+    """A client has read ids: `have` has pairs of a reading and the total number of ids read."""
 
     link: int
     have: Sequence[tuple[bytes, int]]
@@ -63,9 +64,9 @@ class RunEnded(Struct, frozen=True):
 
 
 class SetBack(Struct, frozen=True):
-    """A worker that ran a job was lost; its run goes on, or `RunEnded` follows.
+    """A worker that ran a job was lost; the run goes on, or `RunEnded` follows.
 
-    `stacks` are the stacks of its threads if it hung or crashed on this machine, else "".
+    `stacks` are the stacks of the worker's threads if it hung or crashed on this machine, else "".
     """
 
     id: bytes
@@ -76,9 +77,10 @@ class SetBack(Struct, frozen=True):
 
 
 class Posted(Struct, frozen=True):
-    """A try to post a notice is over. `why`: the cause of a failure; `final`: a retry cannot help.
+    """An attempt to post a notice has ended.
 
-    `unreachable`: no notice to its origin can be delivered now.
+    `why`: the cause of a failure, "" after a success. `final`: a retry cannot help. `unreachable`:
+    no notice can be delivered to its origin now.
     """
 
     end_seq: int
@@ -90,11 +92,11 @@ class Posted(Struct, frozen=True):
 
 
 class StoreOpened(Struct, frozen=True):
-    """The store takes operations: for the first time, or again after a failure of the disk."""
+    """The store takes operations, for the first time or again after a disk failure."""
 
 
 class StoreLost(Struct, frozen=True):
-    """The store takes no operations: those under way were refused, and jobs stand as they did."""
+    """The store takes no operations. Operations under way were refused, and no job was changed."""
 
 
 class Closing(Struct, frozen=True):

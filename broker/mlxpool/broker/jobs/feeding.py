@@ -1,19 +1,19 @@
-"""Decides which waiting jobs are run next, and how many.
+"""Decides which waiting jobs run next, and how many.
 
-The core has at most WINDOW jobs of a model and priority for each place in ready workers. That is
-enough for every place that becomes free, and few enough that streams of the same priority share the
-places with them. If these jobs belong to few owners, each other owner gets an equal share beside
-them, so that the core can share the places among all (requests/place_shares.py). Calls, such as
-`embed`, are limited by the room for their answers. The store finds the jobs, one of each owner in
-turn.
+The core has at most WINDOW jobs of a model and priority for each place (batch slot) of ready
+workers. That number fills every place that becomes free. It is small enough that streams of equal
+priority get their share of the places. If these jobs belong to few owners, every other owner gets
+an equal number of further jobs, so that the core can divide the places among all owners
+(requests/place_shares.py). Calls, such as `embed`, are limited by the memory for their answers. The
+store finds the jobs, one of each owner in turn.
 
 A suspect is a job that may have ended the broker, see `retries.ALONE_STARTS`. A started job is
 unproven until an id of it is on the disk. While the core has an unproven suspect, it gets no other
 job of the model and no other suspect. It gets a suspect only while it has no other unproven job. So
-the next end of the broker counts against the suspect alone. A suspect holds up other jobs for
-SUSPECT_WAIT at most, as streams of a higher priority may have all places. After that, or if the
-suspect has waited for SUSPECT_WAIT itself, other jobs run beside it. The next end of the broker
-then counts against them too, until they are suspects.
+the next crash of the broker counts against the suspect alone. A suspect delays other jobs for at
+most SUSPECT_WAIT, because streams of a higher priority may use all places. After that time, or if
+the suspect itself has waited for SUSPECT_WAIT, other jobs run beside the suspect. The next crash of
+the broker then counts against these jobs too, until they are suspects.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ from mlxpool.broker.store.records import Fed
 from mlxpool.common.protocol.frames import MAX_BLOB
 from mlxpool.common.protocol.kept.job_messages import IDLE
 
-WINDOW = 2  # jobs for each place of ready workers
-MAX_WITH_OTHERS = 4  # times the jobs of a full core: most jobs with equal shares
-FEED_BYTES = 64 * 1024 * 1024  # bytes of requests that one operation reads
-MAX_FED = 256  # jobs that one operation reads
+WINDOW = 2  # jobs of a group for each batch slot of ready workers
+MAX_WITH_OTHERS = 4  # most jobs with equal shares, as a multiple of the jobs of a full core
+FEED_BYTES = 64 * 1024 * 1024  # most bytes of requests that one operation reads
+MAX_FED = 256  # most jobs that one operation reads
 LEAST_SHARE = 8  # more jobs are read once 1 / LEAST_SHARE of the room is free,
-FEED_INTERVAL = 0.1  # or after this many seconds: one large read costs less than many small ones
-MAX_LEAVING = 256  # jobs of a group whose run is over and whose end is not on the disk
-SUSPECTS = 1  # suspects that one operation reads
-SUSPECT_WAIT = 30.0  # seconds for which all other jobs of their model go before suspects
+FEED_INTERVAL = 0.1  # or after these seconds: one large read costs less than many small reads
+MAX_LEAVING = 256  # most jobs of a group whose run has ended and whose end is not on the disk
+SUSPECTS = 1  # most suspects that one operation reads
+SUSPECT_WAIT = 30.0  # seconds during which all other jobs of a model go before its suspects
 MIN_OTHERS_TURN = 1.0  # seconds for other jobs after a suspect that went first
 
 Group = tuple[str, int]  # (the model's name as jobs have it, priority)
 
 
 class Backlog(Struct, eq=False):
-    """The known times and counts of one group. The store has the jobs themselves."""
+    """The known times and counts of the jobs of one group. The jobs themselves are in the store."""
 
-    due: float = math.inf  # the earliest time at which a job may run; the past: now
-    suspects_due: float = math.inf  # the same of suspects, which run alone
+    due: float = math.inf  # earliest time at which a job may run; a time in the past: now
+    suspects_due: float = math.inf  # earliest time at which a suspect may run alone
     last_owner: str = ""
     feeding: bool = False  # a FeedNext is under way
     due_since: float = math.inf  # the earliest `due` of jobs that came during the FeedNext
-    pause_until: float = 0.0  # no read until then: the store refused one
-    active: int = 0  # jobs of it that the core has
+    pause_until: float = 0.0  # no read before this time: the store refused a read
+    active: int = 0  # number of the group's jobs that the core has
     leaving: int = 0  # jobs whose run is over and whose outcome is not on the disk
     unproven: int = 0  # active and leaving jobs without an id on the disk since their start
     suspects: int = 0  # unproven jobs that are suspects
     reads_suspect: bool = False  # the FeedNext under way is for a suspect
-    others_until: float = 0.0  # until then other due jobs go before suspects
+    others_until: float = 0.0  # other due jobs go before suspects until this time
     planned_at: float = -math.inf  # time of the last FeedNext
     suspect_at: float = -math.inf  # time of the last FeedNext for a suspect
-    calls: tuple[str, int] = ("", 0)  # (model, the most calls of it that are being read)
-    owners: Counter[str] = field(default_factory=Counter)  # active jobs of each owner
-    share: int = 1  # active jobs that each owner may have, whatever others have
+    calls: tuple[str, int] = ("", 0)  # (model, most calls that the FeedNext reads)
+    owners: Counter[str] = field(default_factory=Counter)  # number of active jobs by owner
+    share: int = 1  # active jobs that every owner may have, in a full core too
     others_wait: bool = False  # owners with fewer active jobs may have jobs that wait
 
     def holds_up(self, now: float) -> bool:
@@ -73,13 +73,13 @@ class Backlog(Struct, eq=False):
         return self.reads_suspect or bool(started)
 
     def suspects_have_turn(self, now: float) -> bool:
-        """Returns whether suspects have waited for long enough and have their turn."""
+        """Returns whether the group's suspects have waited long enough to go before other jobs."""
         over = now - max(self.suspects_due + SUSPECT_WAIT, self.others_until)
         return 0 <= over < math.inf and over // SUSPECT_WAIT % 2 == 0
 
 
 class Feeder(Struct, eq=False):
-    """Plans reads of the store, from the jobs that `came` and `fed` report."""
+    """Plans reads of the store. `came` and `fed` report the jobs that wait there."""
 
     answer_room: AnswerRoom
     groups: dict[Group, Backlog] = field(default_factory=dict)
@@ -87,9 +87,9 @@ class Feeder(Struct, eq=False):
     def came(
         self, group: Group, due: float, owner: str | None = None, *, suspect: bool = False
     ) -> None:
-        """A job waits in the group and may be run from the time `due` on.
+        """Note that a job waits in the group and may run from the time `due` on.
 
-        `owner` None: any owner's. `suspect`: it has to run alone.
+        `owner` None: the owner is unknown. `suspect`: the job has to run alone.
         """
         backlog = self.groups.setdefault(group, Backlog())
         if owner is None or backlog.owners[owner] < backlog.share:
@@ -107,7 +107,7 @@ class Feeder(Struct, eq=False):
         return min((time for time in times if time > now), default=math.inf)
 
     def hungry(self, now: float) -> set[str]:
-        """Returns the names of models with due jobs."""
+        """Returns the names of models with jobs that are due."""
         return {name for (name, _), backlog in self.groups.items() if _waits(backlog, now)}
 
     def plan(self, view: PoolView, held: Collection[bytes], now: float) -> list[FeedNext]:
@@ -137,7 +137,7 @@ class Feeder(Struct, eq=False):
         return self.answer_room.taken(view.model_of(name) or name), -priority
 
     def _call_room(self, model: str) -> int:
-        """Returns how many calls of a model may be read now."""
+        """Returns the number of calls of a model that may be read now."""
         reads: Counter[str] = Counter()
         for backlog in self.groups.values():
             reads[backlog.calls[0]] += backlog.calls[1]
@@ -177,7 +177,7 @@ class Feeder(Struct, eq=False):
             most = self._call_room(model) if view.may_answer(model) else MAX_FED
             return self._plan_others(group, backlog, room, most, held, now)
         if another or due or backlog.suspects_due > now:
-            return None  # of two suspects that are started one may be innocent
+            return None  # if two suspects start together, one of them may be innocent
         if self._alone(name, view, now, waited=waited):
             return FeedNext(
                 name, priority, SUSPECTS, "", frozenset(held), ALONE_STARTS, max_bytes=FEED_BYTES
@@ -193,7 +193,7 @@ class Feeder(Struct, eq=False):
         held: Collection[bytes],
         now: float,
     ) -> FeedNext | None:
-        """Plan a read of jobs of owners with less than an equal share, while the core is full.
+        """Plan a read for owners with fewer jobs than an equal share, while the core is full.
 
         `room`: the number of jobs that fill the core. `most`: the most jobs to read.
         """
@@ -223,9 +223,9 @@ class Feeder(Struct, eq=False):
     def _suspects_waited(self, name: str, now: float) -> bool:
         """Returns whether suspects of this model have waited for long enough.
 
-        Then no other job of the model is read until a suspect was, so that a model which always has
-        other jobs does not hold suspects up for ever. If that takes longer than SUSPECT_WAIT,
-        because started jobs wait for a place, others and suspects take turns of that length.
+        Then no other job of the model is read before a suspect. Otherwise a model that always has
+        other jobs would delay suspects for ever. If started jobs wait longer than SUSPECT_WAIT for
+        a place, other jobs and suspects alternate in periods of that length.
         """
         return any(
             backlog.suspects_have_turn(now)
@@ -234,11 +234,11 @@ class Feeder(Struct, eq=False):
         )
 
     def _alone(self, name: str, view: PoolView, now: float, *, waited: bool) -> bool:
-        """Returns whether the next end of the broker would count against a suspect of it alone.
+        """Returns whether a crash of the broker would count against one suspect of the model.
 
-        A suspect that has not `waited` for long enough lets all due jobs and streams of the model
-        go first, and waits for started jobs of other models. A suspect that has waited is given to
-        the core even if streams have all workers.
+        A suspect that has not `waited` long enough lets all due jobs and streams of the model go
+        first, and waits for started jobs of other models. A suspect that has waited is given to the
+        core even if streams use all workers.
         """
         busy = any(
             backlog.unproven or backlog.feeding or (backlog.due <= now and not waited)
@@ -253,7 +253,7 @@ class Feeder(Struct, eq=False):
         return view.free(model) > 0 or (waited and view.available(model, now))
 
     def _room(self, model: str, name: str, priority: int, view: PoolView, now: float) -> int:
-        """Returns how many jobs of this priority the core may have."""
+        """Returns the number of jobs of this priority that the core may have."""
         if not view.available(model, now):
             return 0
         if priority != IDLE:
@@ -267,7 +267,10 @@ class Feeder(Struct, eq=False):
         return 0 if others else active + max(0, view.free(model))
 
     def fed(self, plan: FeedNext, result: Fed, due: float) -> None:
-        """A read has ended. `due`: the earliest time that a job waits for, see `now`."""
+        """Handle the result of a read.
+
+        `due`: the earliest time that a waiting job reported, see `now`.
+        """
         group = (plan.model, plan.priority)
         backlog = self.groups.get(group)
         if backlog is None:
@@ -275,7 +278,7 @@ class Feeder(Struct, eq=False):
         backlog.feeding = backlog.reads_suspect = False
         backlog.calls = "", 0
         if plan.min_starts:
-            if not result.more:  # a read with results does not look for later times
+            if not result.more:  # a read with results does not search later times
                 backlog.suspects_due = backlog.planned_at if result.jobs else due
         elif plan.but_owners:
             backlog.others_wait = len(result.jobs) >= plan.count
@@ -288,7 +291,7 @@ class Feeder(Struct, eq=False):
         self._drop_if_empty(group)
 
     def refused(self, plan: FeedNext, again_at: float) -> None:
-        """The store refused a read; it is not asked before `again_at`."""
+        """Pause the reads of a group: the store refused a read. The pause ends at `again_at`."""
         backlog = self.groups.get((plan.model, plan.priority))
         if backlog is not None:
             backlog.feeding = backlog.reads_suspect = False
@@ -296,7 +299,10 @@ class Feeder(Struct, eq=False):
             backlog.pause_until = again_at
 
     def started(self, group: Group, owner: str, *, suspect: bool = False) -> None:
-        """The core has a job of the group. `suspect`: it was read as a suspect."""
+        """Count a job of the group that the core now has.
+
+        `suspect`: the job was read as a suspect.
+        """
         backlog = self.groups.setdefault(group, Backlog())
         backlog.active += 1
         backlog.owners[owner] += 1
@@ -304,14 +310,14 @@ class Feeder(Struct, eq=False):
         backlog.suspects += suspect
 
     def proven(self, group: Group, now: float, *, suspect: bool) -> None:
-        """A job has ids on the disk since it was started, or is not in the core any more."""
+        """Count a job as proven: its ids are on the disk since its start, or the core lost it."""
         backlog = self.groups[group]
         backlog.unproven -= 1
         if suspect:
             backlog.suspects -= 1
             held_up = min(SUSPECT_WAIT, now - backlog.suspect_at)
             others_until = now + max(MIN_OTHERS_TURN, held_up)
-            for other in self._of_model(group[0]):  # a suspect of any priority would hold them up
+            for other in self._of_model(group[0]):  # a suspect of any priority would delay them
                 other.others_until = others_until
 
     def has_due(self, group: Group, now: float) -> bool:
@@ -320,12 +326,15 @@ class Feeder(Struct, eq=False):
         return backlog is not None and backlog.due <= now
 
     def leaving(self, group: Group, owner: str) -> None:
-        """The run of a job is over: the core has a place for another one."""
+        """Count the end of a job's run: the core has room for another job."""
         self._not_active(self.groups[group], owner)
         self.groups[group].leaving += 1
 
     def left(self, group: Group, owner: str, *, leaving: bool) -> None:
-        """A job of the group is neither run nor written any more. `leaving`: it was leaving."""
+        """Count a job as gone: it neither runs nor is written.
+
+        `leaving`: its run had ended before.
+        """
         if leaving:
             self.groups[group].leaving -= 1
         else:
@@ -350,7 +359,7 @@ def _waits(backlog: Backlog, now: float) -> bool:
 
 
 # ---- answer room ---------------------------------------------------------------------------------
-# Limits the bytes of answers that are computed or wait for the disk. Pure. The size of an answer is
+# Limits the bytes of answers that are computed or wait for the disk. The size of an answer is
 # known once its request is read. So a job that may be a call is read from the store only while
 # there is room for the largest answer: no job is begun without room, and no job is charged with a
 # start that it did not have.
@@ -361,7 +370,7 @@ LARGEST = MAX_BLOB  # most bytes of an answer
 
 
 class AnswerRoom:
-    """Counts the bytes of each model's answers."""
+    """Counts the reserved bytes of each model's answers."""
 
     def __init__(self) -> None:
         self._bytes: Counter[str] = Counter()
@@ -371,16 +380,17 @@ class AnswerRoom:
         self._bytes[model] += size
 
     def give_back(self, model: str, size: int) -> None:
-        """Free `size` bytes: the answer is on the disk, or will not come."""
+        """Free `size` bytes: the answer is on the disk, or no answer will come."""
         self._bytes[model] -= size
 
     def taken(self, model: str) -> int:
         return self._bytes[model]
 
     def calls(self, model: str, reads: Counter[str]) -> int:
-        """Returns how many more calls of a model may be read. `reads`: calls being read, by model.
+        """Returns the number of further calls of a model that may be read.
 
-        A model without any gets at least one, so that no model waits for answers of another.
+        `reads`: number of calls being read, by model. A model without calls gets at least one call,
+        so that it never waits for another model's answers.
         """
         left = MAX_ANSWERS - sum(self._bytes.values()) - LARGEST * sum(reads.values())
         least = 0 if self._bytes[model] or reads[model] else 1

@@ -1,4 +1,4 @@
-"""Counts of jobs, as the status page, `ps`, `top` and Prometheus show them."""
+"""The counts of jobs for the status page, `ps`, `top` and Prometheus."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from msgspec import Struct, field
 from mlxpool.broker.store.records import JobState, StoreFigures
 
 UNUSABLE = "unusable"  # no jobs are kept until the broker restarts; see JobFigures.why
-REFUSING = "refusing"  # new jobs are refused for want of room; running jobs go on
+REFUSING = "refusing"  # the store refuses new jobs for lack of room; running jobs go on
 
 
 class JobFigures(Struct, frozen=True):
-    """Counts of jobs by state, and bytes; lines of batches are jobs.
+    """Counts of jobs by state, and bytes of the store. Each line of a batch counts as a job.
 
     The fields are the keys of `jobs` in `ps` and `stats`.
     """
@@ -26,19 +26,19 @@ class JobFigures(Struct, frozen=True):
     expired: int
     readers: int
     bytes: int  # bytes of the store on the disk
-    max_bytes: int  # most bytes of the store
+    max_bytes: int  # bound of the store in bytes
     notices: int = 0  # notices not delivered yet
     notices_given_up: int = 0
     store: str = "ok"  # opening | ok | refusing | full | failed | fenced | closed | unusable
     batches: int = 0  # batches that have not ended
-    room: int = 0  # bytes that new jobs may take; 0: they are refused
+    room: int = 0  # bytes that new jobs may still use; 0: new jobs are refused
     refused: Mapping[str, int] = field(default_factory=dict)  # refused submissions by error code
 
     why: str = ""  # the cause of an unusable store
 
     @classmethod
     def none(cls, why: str) -> JobFigures:
-        """Returns the figures of a pool whose settings name a place for jobs that it cannot use."""
+        """Returns the figures of a pool that cannot use the store in its settings."""
         return cls(0, 0, 0, 0, 0, 0, 0, 0, 0, store=UNUSABLE, why=why)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The states of a job and their transitions, as everybody but the store sees them."""
+"""The states of a job and their transitions, for all modules but the store."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from mlxpool.broker.store.records import JobState
 
 
 class JobPhase(Enum):
-    """The states of the store, and RUNNING, which is memory only: on the disk such a job waits."""
+    """The states of the store, and RUNNING, which is only in memory: on disk the job waits."""
 
     WAITING = "waiting"
     RUNNING = "running"
     DONE = "done"
     CANCELLED = "cancelled"
-    DEAD = "dead"  # it failed for good
+    DEAD = "dead"  # it failed and is not tried again
     EXPIRED = "expired"  # its deadline passed
     GONE = "gone"  # its result is deleted
 
@@ -42,5 +42,5 @@ TRANSITIONS: dict[JobPhase, dict[str, JobPhase]] = {
 
 
 def phase_of(state: JobState, *, runs: bool) -> JobPhase:
-    """Returns the phase of a job that is stored in `state`. `runs`: the core has its run."""
+    """Returns the phase of a job that is stored in `state`. `runs`: the core has a run of it."""
     return _R if runs and state is JobState.WAITING else JobPhase(state.value)

@@ -47,22 +47,22 @@ from mlxpool.common.protocol.kept.job_messages import Fetch
 from mlxpool.common.protocol.kept.kept_questions import Question
 from mlxpool.common.protocol.to_client import Failed
 
-POLL_INTERVAL = 0.1  # seconds between two looks for places, while jobs are due
-PLACE_DELAY = 0.01  # seconds from the end of a run until its worker reports the free place
-SWEEP_INTERVAL = 1.0  # seconds between two sweeps of missed deadlines and outdated results
-READER_INTERVAL = 1.0  # seconds between two looks for readers that are slow, or gone
-FIGURES_INTERVAL = 2.0  # seconds between two counts of the jobs in the store, if no job changed
+POLL_INTERVAL = 0.1  # seconds between two checks for free slots, while jobs are due
+PLACE_DELAY = 0.01  # seconds from the end of a run until its worker reports the free slot
+SWEEP_INTERVAL = 1.0  # seconds between two sweeps of missed deadlines and expired results
+READER_INTERVAL = 1.0  # seconds between two checks for slow or absent readers
+FIGURES_INTERVAL = 2.0  # seconds between two counts of the stored jobs, if no job changed
 RECOUNT_DELAY = 0.1  # seconds between two counts, if a job changed
-RECOUNT_COST = 20  # the same, as a multiple of the time of a count, which holds the store up
+RECOUNT_COST = 20  # least interval of counts, as a multiple of a count's own time
 BACKLOG_RETRY = 1.0  # seconds until a refused ReadBacklog is tried again
-BROKER_RETRY_MS = 1000  # `retry_after_ms` of readings that end with the broker
+BROKER_RETRY_MS = 1000  # `retry_after_ms` of readings that the end of the broker ends
 
 
 class JobManager:
     """Builds the components and routes each event to its handler."""
 
     def __init__(self, boot: int, view: PoolView, policy: Callable[[], JobPolicy]) -> None:
-        """`policy` returns the settings in force."""
+        """`policy` returns the present settings."""
         active: dict[bytes, ActiveJob] = {}
         self._view = view
         self._outbox = outbox = Outbox(boot)
@@ -101,7 +101,7 @@ class JobManager:
             ev.Wake: self._on_wake,
         }
         self._stored = StoreFigures((), 0, 0, 0, 0, 0)
-        self._running = 0  # jobs that ran at the last count
+        self._running = 0  # number of running jobs at the last count
         self._count_began = self._recount_at = 0.0
         self._open = False
         self._sweeping = self._counting = False
@@ -110,11 +110,11 @@ class JobManager:
 
     @property
     def busy(self) -> bool:
-        """Returns whether jobs run, or have outcomes that are not yet on the disk."""
+        """Returns whether any job runs, or has an outcome that is not on the disk yet."""
         return bool(self.runs.active)
 
     def decided(self) -> list[Action]:
-        """Returns the actions that a failed event had decided: the state has their effects."""
+        """Returns the actions of an event that raised: the state has their effects."""
         return self._outbox.take()
 
     # ---- events --------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class JobManager:
         return self._outbox.take()
 
     def next_wake(self) -> float:
-        """Returns the latest time for `Wake`; infinity if nothing waits for a time."""
+        """Returns the latest time for the next `Wake`; infinity if nothing is scheduled."""
         return min(
             self._poll_at,
             self._sweep_at,
@@ -150,7 +150,10 @@ class JobManager:
         )
 
     def figures(self) -> JobFigures:
-        """Returns the counts of jobs and their bytes. Counts by state are of the last count."""
+        """Returns the counts of jobs and their bytes.
+
+        The counts by state come from the latest `ReadFigures`.
+        """
         live, refused = len(self.batches.live), self._outbox.refused
         return JobFigures.of(self._stored, self._running, len(self.readers.all), live, refused)
 
@@ -268,7 +271,7 @@ class JobManager:
         retry = None if event.final else BROKER_RETRY_MS
         error = Draining("the broker is going down", retry_after_ms=retry)
         self.readers.end_all(error)
-        if event.final:  # else the next broker answers them: their clients ask it again
+        if event.final:  # otherwise the next broker answers them: clients ask it again
             self.batches.end_all(error)
 
     def _on_batch_cancelled(self, job: JobView, now: float) -> None:
@@ -304,12 +307,18 @@ class JobManager:
             self._outbox.store(store.ReadFigures(), self._counted)
 
     def _recount(self) -> None:
-        """A job has changed: count soon. A count under way has it: results come in order."""
+        """Schedule an early count, because a job has changed.
+
+        A count under way includes the change: results come in order.
+        """
         if not self._counting:
             self._figures_at = min(self._figures_at, self._recount_at)
 
     def _counted(self, result: Result, now: float) -> None:
-        """Keep a count. The store counts running jobs as waiting, so their number is kept too."""
+        """Keep the result of a count, and the number of running jobs at that time.
+
+        The store counts running jobs as waiting.
+        """
         self._counting = False
         self._recount_at = now + max(RECOUNT_DELAY, RECOUNT_COST * (now - self._count_began))
         if isinstance(result, StoreFigures):

@@ -1,12 +1,13 @@
-"""Notices of ended jobs and batches: decides which are posted now, and handles the results.
+"""Notices (webhook posts) of ended jobs and batches: when they are posted, and their results.
 
-A notice is in the store from the commit of its end until its delivery, so it is delivered at least
-once, even if the broker ends in between. A job or batch has at most one notice under way, the
-earliest first. A notice that cannot be delivered within the time of the settings is given up. It is
-kept with its cause until its job or batch is forgotten.
+The commit of an end stores its notice, which stays in the store until its delivery. So the notice
+is delivered at least once, even if the broker ends in between. A job or batch has at most one
+notice under way, the earliest first. A notice that cannot be delivered within the time of the
+settings is given up. It is kept with its cause until its job or batch is deleted.
 
-No origin (scheme, host and port) delays the notices of another: each has at most PER_ORIGIN notices
-under way. An unreachable origin is tried again with a single notice, after pauses that grow.
+No origin (scheme, host and port) delays the notices of another origin: each has at most PER_ORIGIN
+notices under way. An unreachable origin is tried again with a single notice, after pauses that
+grow.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ from mlxpool.broker.store.operations import (
 from mlxpool.broker.store.records import Notice, Notices, Refused, Result
 
 MAX_UNDER_WAY = 64  # notices in all
-PER_ORIGIN = 8  # notices to one origin under way
+PER_ORIGIN = 8  # seconds until the first retry of a notice; it doubles
 FIRST_DELAY, MAX_DELAY = 5.0, 3600.0  # seconds until a notice is tried again; it doubles
-JITTER = 0.25  # largest share added to a delay
-FIRST_PAUSE, MAX_PAUSE = 1.0, 60.0  # seconds until an unreachable origin is tried again
-RETRY_INTERVAL = 1.0  # seconds until a store that refused is asked again
+JITTER = 0.25  # largest random part of a delay, as a share
+FIRST_PAUSE, MAX_PAUSE = 1.0, 60.0  # seconds until the first retry of an unreachable origin
+RETRY_INTERVAL = 1.0  # seconds until the next read after a refusal of the store
 
 
 class Try(Struct, frozen=True):
-    """A notice under way. `age`: seconds for which it had been tried when this try began."""
+    """A notice under way. `age`: seconds between its first try and the begin of this try."""
 
     notice: Notice
     age: float
 
 
 class Pause(Struct, frozen=True):
-    """A pause of an origin after `failures` failed tries in a row; it is tried again at `until`."""
+    """A pause of an origin after `failures` consecutive failed tries. It ends at `until`."""
 
     failures: int
     until: float
@@ -57,39 +58,42 @@ class NoticeQueue:
     """Reads due notices from the store, has them posted, and writes the results."""
 
     def __init__(self, outbox: Outbox, give_up_after: Callable[[], float]) -> None:
-        """`give_up_after`: seconds after an end until its notice is tried no more."""
+        """`give_up_after` returns the seconds after an end for which its notice is retried."""
         self._outbox = outbox
         self._give_up_after = give_up_after
         self._under_way: dict[int, Try] = {}  # by end_seq
         self._paused: dict[str, Pause] = {}  # unreachable origins
         self._reading = False
-        self._came = False  # something ended while the store was read
+        self._came = False  # a job or batch ended during the read
         self._due = math.inf  # time of the next read of the store
 
     def came(self, url: str, now: float) -> None:
-        """A job or a batch has ended, and has a notice to `url`; "": it has none."""
+        """Note the end of a job or batch with a notice to `url`. An empty `url` means no notice."""
         if url:
             self._came = self._reading
             self._due = min(self._due, now)
 
     def opened(self, now: float) -> None:
-        """The store takes operations; notices that were under way are posted again."""
+        """Start to read: the store takes operations.
+
+        Notices that were under way are posted again.
+        """
         self._under_way.clear()
         self._reading, self._due = False, now
 
     def lost(self) -> None:
-        """The store takes no operations."""
+        """Stop to read: the store takes no operations."""
         self._reading, self._due = False, math.inf
 
     # ---- posting ---------------------------------------------------------------------------------
 
     def next_read(self) -> float:
-        """Returns the time of the next read; infinity while it waits for a result or for room."""
+        """Returns the time of the next read; infinity while a result or room is awaited."""
         waits = self._reading or len(self._under_way) >= MAX_UNDER_WAY
         return math.inf if waits else self._due
 
     def read_due(self, now: float) -> None:
-        """Read due notices, if it is time and there is room."""
+        """Read due notices, if the time of the next read has come and there is room."""
         if now < self.next_read():
             return
         self._reading, self._came, self._due = True, False, math.inf
@@ -97,7 +101,7 @@ class NoticeQueue:
         self._outbox.store(ReadNotices(room, held, PER_ORIGIN, self._loads(now)), self._read)
 
     def _loads(self, now: float) -> tuple[OriginLoad, ...]:
-        """Returns the load and free room of each origin that is paused or has notices under way."""
+        """Returns the number under way and the free room of each paused or busy origin."""
         busy = Counter(attempt.notice.origin for attempt in self._under_way.values())
         loads = []
         for origin in sorted(busy.keys() | self._paused.keys()):
@@ -114,7 +118,7 @@ class NoticeQueue:
         subjects = {attempt.notice.subject for attempt in self._under_way.values()}
         for notice in sorted(result.notices, key=lambda notice: notice.end_seq):
             if notice.subject in subjects:
-                continue  # it is read again when the one under way is done
+                continue  # it is read again when the try under way has ended
             subjects.add(notice.subject)
             self._under_way[notice.end_seq] = Try(notice, result.now - notice.since)
             id = notice_id(notice.kind, notice.subject, notice.end_seq)
@@ -130,10 +134,10 @@ class NoticeQueue:
     # ---- results ---------------------------------------------------------------------------------
 
     def on_posted(self, event: ev.Posted, now: float) -> None:
-        """A try is over."""
+        """Handle the result of a try."""
         attempt = self._under_way.get(event.end_seq)
         if attempt is None:
-            return  # it was read again from a store that was opened anew
+            return  # it was read again after the store was opened anew
         origin = attempt.notice.origin
         if event.unreachable:
             failures = self._paused.get(origin, Pause(0, now)).failures
@@ -155,7 +159,7 @@ class NoticeQueue:
 
     def _noted(self, end_seq: int, result: Result, now: float) -> None:
         self._under_way.pop(end_seq, None)
-        refused = isinstance(result, Refused)  # then it is posted once more
+        refused = isinstance(result, Refused)  # then it is posted a second time
         self._due = min(self._due, now + RETRY_INTERVAL if refused else now)
 
     def _delay(self, attempt: Try, event: ev.Posted) -> float | None:
@@ -166,12 +170,15 @@ class NoticeQueue:
 
 
 def retry_delay(subject: bytes, tries: int) -> float:
-    """Returns the seconds until the next try after `tries` in vain, spread by `subject`."""
+    """Returns the seconds until the next try after `tries` failures.
+
+    The jitter depends on `subject`.
+    """
     usual = min(MAX_DELAY, FIRST_DELAY * 2.0 ** min(tries, 16))
     share = hashlib.blake2b(subject + b"%d" % tries, digest_size=2).digest()
     return usual * (1 + JITTER * int.from_bytes(share, "big") / 2**16)
 
 
 def origin_pause(failures: int) -> float:
-    """Returns the seconds of a pause of an origin that had failed `failures` times before."""
+    """Returns the seconds of an origin's pause after `failures` earlier failures."""
     return min(MAX_PAUSE, FIRST_PAUSE * 2.0 ** min(failures, 16))

@@ -1,4 +1,4 @@
-"""Answers questions of operators: one job with its failures, notices, export, checksums."""
+"""Answers operators' questions: a job with its failures, notices, exports, checksums."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from mlxpool.common.protocol.to_client import Done
 from mlxpool.common.protocol.token_ids import unpack_ids
 from mlxpool.common.records import as_map
 
-SHOWN_IDS = 2000  # the last ids of a job's output in one answer
+SHOWN_IDS = 2000  # most token ids of a job's output in one answer, the last ones
 PAGE_BYTES = 64 * 1024
 
 
 class OperatorQuestions:
-    """Answers each question once. Questions has the changes of jobs."""
+    """Answers each question exactly once. `Questions` answers requests to change jobs."""
 
     def __init__(self, outbox: Outbox, row: Callable[[JobView], dict[str, Any]]) -> None:
-        """`row` makes the map of a job, its owner included."""
+        """`row` returns the map of a job with its owner."""
         self._outbox = outbox
         self._row = row
 
     def on_asked(self, event: ev.QuestionAsked, question: object) -> bool:
-        """Answer a question that only operators ask. Returns False for any other question."""
+        """Answer a question that only operators ask. Returns False if clients may ask it too."""
         if isinstance(question, job_operations.ListNotices):
             self._notices(event, question)
         elif isinstance(question, job_operations.ExportJobs):
@@ -63,7 +63,7 @@ class OperatorQuestions:
     # ---- one job -------------------------------------------------------------------------------
 
     def _look(self, event: ev.QuestionAsked, question: AboutJob) -> None:
-        """Answer with a job, its failures, and the end of its text."""
+        """Answer with a job, its failures, and the last part of its text."""
 
         def then(history: History, now: float) -> None:
             self._look_at_text(event, history)
@@ -149,7 +149,7 @@ class OperatorQuestions:
 
 
 def items_of(exported: ExportedJob, row: dict[str, Any]) -> Sequence[dict[str, Any]]:
-    """Returns the items of an export: the job, unless an earlier part has it, and its output."""
+    """Returns the items of an export: the job, unless an earlier page has it, and its output."""
     job, items = exported.job, list[dict[str, Any]]()
     if exported.request is not None:
         terminal = None if job.end is None else terminal_of(job.end)
@@ -185,7 +185,7 @@ def items_of(exported: ExportedJob, row: dict[str, Any]) -> Sequence[dict[str, A
 
 
 def with_owner(row: dict[str, Any], job: JobView) -> dict[str, Any]:
-    """Returns the map of a job as operators get it."""
+    """Returns the map of a job for operators: with its owner."""
     return {
         **row,
         "owner": job.scope.owner,

@@ -1,4 +1,4 @@
-"""The settings of jobs, as they are in force."""
+"""The present settings of jobs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ class JobPolicy(Struct, frozen=True):
     keep_max: float
     quota_jobs: int = 0
     quota_file_bytes: int = 0
-    notify_url: str = ""  # the URL of jobs and batches that name none
-    notify_for: float = 86400.0  # seconds after the end, until a notice is given up
+    notify_url: str = ""  # URL for notices of jobs and batches without their own URL
+    notify_for: float = 86400.0  # seconds after the end until its notice is given up
     notify_allowed: Allowed = Allowed()  # frozen
 
     def told(self, notify: Notify | None) -> str:
-        """Returns the URL for the notice of an end; "": none. Raises BadRequest if not allowed."""
+        """Returns the URL for the notice of an end; "" if none.
+
+        Raises BadRequest if it is not allowed.
+        """
         if notify is None:
             return self.notify_url
         if refused := self.notify_allowed.refusal(notify.target):
@@ -29,11 +32,14 @@ class JobPolicy(Struct, frozen=True):
         return notify.url
 
     def kept(self, keep_ms: int | None) -> float:
-        """Returns the seconds for which a result or file is kept; `keep_ms`: the client's wish."""
+        """Returns the seconds for which a result or file is kept.
+
+        `keep_ms`: the client's request.
+        """
         return min(self.keep if keep_ms is None else keep_ms / 1000, self.keep_max)
 
     def keep_warning(self, keep_ms: int | None) -> tuple[str, ...]:
-        """Returns the warning for a client that wants a result kept for longer than `keep_max`."""
+        """Returns the warning for a client that asks for more than `keep_max` seconds."""
         if keep_ms is None or keep_ms / 1000 <= self.keep_max:
             return ()
         return (

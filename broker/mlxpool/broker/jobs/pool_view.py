@@ -1,4 +1,4 @@
-"""The job manager's view of the pool. It changes nothing there."""
+"""The job manager's read-only view of the pool."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mlxpool.common.protocol.kept.job_work import Work
 
 
 class PoolView(Protocol):
-    """A view of the core, made by the broker's edge; tests have their own."""
+    """A view of the core. The broker's edge implements it; tests have their own implementation."""
 
     @property
     def admits(self) -> bool:
@@ -17,12 +17,12 @@ class PoolView(Protocol):
 
     @property
     def poison_life(self) -> float:
-        """Seconds for which a request that ended workers is refused."""
+        """Seconds for which requests that have ended workers stay refused."""
         ...
 
     @property
     def ack_grace(self) -> float:
-        """Seconds for which a reader may have a full window without an ack."""
+        """Seconds for which a reader with a full flow-control window may go without an ack."""
         ...
 
     def check(self, owner: str, work: Work, digest: bytes, now: float) -> None:
@@ -30,7 +30,7 @@ class PoolView(Protocol):
         ...
 
     def model_of(self, name: str) -> str | None:
-        """Returns the name under which a model runs; None for an unknown model."""
+        """Returns the name under which the pool runs a model; None for an unknown model."""
         ...
 
     def available(self, model: str, now: float) -> bool:
@@ -38,25 +38,25 @@ class PoolView(Protocol):
         ...
 
     def places(self, model: str) -> int:
-        """Returns how many requests its ready workers run at once."""
+        """Returns the number of requests that the model's ready workers run concurrently."""
         ...
 
     def may_answer(self, model: str) -> bool:
-        """Returns whether jobs of the model may be calls that have answers, such as `embed`."""
+        """Returns whether jobs of the model may be calls with blobs as answers: `embed`."""
         ...
 
     def free(self, model: str) -> int:
-        """Returns how many more requests they could run now, less the requests in its queue."""
+        """Returns the free slots of the model's ready workers, less its queued requests."""
         ...
 
     def is_outranked(self, id: bytes) -> bool:
-        """Returns whether requests of a higher rank (`rank_of`) wait for a running job's model."""
+        """Returns whether requests of a higher rank (`rank_of`) wait for the job's model."""
         ...
 
     def loads_freely(self, model: str) -> bool:
-        """Returns whether a worker of it can start without the end of another model's worker."""
+        """Returns whether a worker of the model can start without another model's stop."""
         ...
 
     def link_known(self, link: int) -> bool:
-        """Returns whether a client was heard from lately."""
+        """Returns whether a frame of this client came recently."""
         ...

@@ -1,4 +1,4 @@
-"""Answers questions of clients about jobs: submit, list, look up, cancel, retry, release."""
+"""Answers clients' questions about jobs: submit, list, look up, cancel, retry, release."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ from mlxpool.common.protocol.kept.job_messages import (
 )
 from mlxpool.common.protocol.kept.job_work import seed_of, warnings_of
 
-# The errors of changes that the state of a job does not allow, by kind.
+# The errors of changes that a job's state does not allow, by the kind of change.
 REFUSALS = {
     messages.RETRY: "only dead and expired jobs can be tried again",
     messages.RELEASE: "only an ended job has a result to release; cancel it first",
 }
 RUNNING = JobPhase.RUNNING.value
-READS = (messages.READ, messages.REQUEST)  # the kinds that change nothing
+READS = (messages.READ, messages.REQUEST)  # the kinds of questions that change nothing
 ALREADY = {messages.RETRY: JobState.WAITING, messages.RELEASE: JobState.GONE}
 
 
 class Questions:
-    """Answers each question once, after the commit that it needs."""
+    """Answers each question exactly once, after the commit that it needs."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Questions:
         notices: NoticeQueue,
         policy: Callable[[], JobPolicy],
     ) -> None:
-        """`policy` returns the settings in force."""
+        """`policy` returns the present settings."""
         self._policy = policy
         self._outbox = outbox
         self._view = view
@@ -112,7 +112,10 @@ class Questions:
     # ---- submit --------------------------------------------------------------------------------
 
     def _submit(self, event: ev.QuestionAsked, message: Submit, now: float) -> None:
-        """Store a job. A job that the pool does not take is refused, unless it is stored."""
+        """Store a job.
+
+        A job that the pool does not accept is refused, unless it is already stored.
+        """
         work, policy = message.work, self._policy()
         digest = job_digest(work)
         try:
@@ -334,7 +337,7 @@ class Questions:
         return store.Release(name), then
 
     def _changed(self, event: ev.QuestionAsked, message: AboutJob, result: Result) -> None:
-        """Answer with the job, even if it is changed already: questions may come twice."""
+        """Answer with the job, even if it was changed before: a question may come twice."""
         already = isinstance(result, Fate) and result.job.state is ALREADY[message.kind]
         if isinstance(result, Changed) or (isinstance(result, Fate) and already):
             self._send(event, JobRow(self._row(result.job)))
@@ -361,5 +364,5 @@ CHANGES = {
 
 
 def _stored(state: str) -> JobState:
-    """Returns the state on the disk of a state that clients see."""
+    """Returns the stored state for a state that clients see."""
     return JobState.WAITING if state == RUNNING else JobState(state)

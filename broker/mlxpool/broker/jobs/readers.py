@@ -1,7 +1,7 @@
-"""Readers of jobs: up to MAX_READERS of a job, from any id, before, during and after its run.
+"""Readers of jobs: at most MAX_READERS of a job, from any id, before, during and after its run.
 
-A reader holds no output. It is sent chunks that have just become durable, and pages of the store,
-one at a time. A slow reader ends alone; the job goes on.
+A reader keeps no output. It is sent chunks that have just become durable, and pages of the store,
+one at a time. The reading of a slow reader ends; the job and its other readers go on.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ from mlxpool.common.protocol.frames import unpack
 from mlxpool.common.protocol.kept.job_messages import Fetch, JobAccepted
 from mlxpool.common.protocol.to_client import Done, Failed, Fate, StreamDelta
 
-MAX_READERS = 64  # readers of one job
+MAX_READERS = 64  # most readers of one job
 PAGE_BYTES = 64 * 1024
-RETRIED = ((0, 0),)  # a border that means that the job failed here and was tried again
+RETRIED = ((0, 0),)  # a step border (see Chunk) that marks a failure and a retry of the job
 LATER = frozenset({"store_busy", "store_closed"})  # refusals after which a page is read again
 
 ReaderKey = tuple[int, bytes]  # link, id of the reading
 
 
 class Reader(Struct, eq=False):
-    """One reading. `sent` and `acked` count ids from the start of the job, as its client does."""
+    """A client's reading of a job. `sent` and `acked` count token ids from the start of the job."""
 
     link: int
     id: bytes
     attempt: int
     owner: str
     fetch: Fetch
-    job: bytes = b""  # b"": it was not found yet
+    job: bytes = b""  # b"" until the job is found
     gen: int = 0
     sent: int = 0
     acked: int = 0
     told: bool = False  # `accepted` went out
-    began: bool = False  # ids went out: the client has `sent` ids
-    reading: bool = False  # a page is under way
-    behind: bool = True  # the store may have more output than was sent
+    began: bool = False  # ids were sent: the client has `sent` ids
+    reading: bool = False  # a read of a page is under way
+    behind: bool = True  # the store may have output that was not sent yet
     blocked_since: float = math.inf  # time at which its window became full
-    known: JobView | None = None  # the job as last read
+    known: JobView | None = None  # the job at its last read
 
     @property
     def open(self) -> bool:
-        """Returns whether its window has room."""
+        """Returns whether the reader's flow-control window has room."""
         return self.sent - self.acked < self.fetch.window
 
 
@@ -76,7 +76,7 @@ class Readers:
         running: Container[bytes],
         on_begun: Callable[[bytes, float], None],
     ) -> None:
-        """`running`: the ids of jobs that run. `on_begun` gets each job that is read."""
+        """`running`: the ids of jobs that run. `on_begun` gets each job whose reading begins."""
         self.all: dict[ReaderKey, Reader] = {}
         self._outbox = outbox
         self._running = running
@@ -88,7 +88,7 @@ class Readers:
     def fetch(
         self, link: int, owner: str, id: bytes, attempt: int, fetch: Fetch, now: float
     ) -> None:
-        """Begin a reading, or go on with one on a new connection or from another id."""
+        """Begin a reading, or continue a reading on a new connection or from another id."""
         for reader in [reader for reader in self.all.values() if reader.id == id]:
             if reader.owner != owner:
                 error = DuplicateId(f"the id {id.hex()} is that of another reading")
@@ -102,7 +102,7 @@ class Readers:
         self._read(reader, now)
 
     def acknowledged(self, link: int, id: bytes, count: int, now: float) -> bool:
-        """A client has read `count` ids. Returns whether the reading exists."""
+        """Note that a client has read `count` ids. Returns whether the reading exists."""
         reader = self.all.get((link, id))
         if reader is None:
             return False
@@ -112,7 +112,7 @@ class Readers:
         return True
 
     def leave(self, link: int, owner: str, id: bytes) -> None:
-        """A client ends a reading of its owner."""
+        """End a reading at the request of its owner."""
         for reader in [
             reader for reader in self.all.values() if (reader.id, reader.owner) == (id, owner)
         ]:
@@ -121,7 +121,7 @@ class Readers:
             self._end(reader, Done("cancelled", "", usage.body()))
 
     def has(self, id: bytes, owner: str) -> bool:
-        """Returns whether this owner has a reading with this id."""
+        """Returns whether this owner has a reading with this reading id."""
         return any((reader.id, reader.owner) == (id, owner) for reader in self.all.values())
 
     def reads(self, job: bytes) -> bool:
@@ -129,9 +129,9 @@ class Readers:
         return job in self._of_job
 
     def drop_silent(self, known: Callable[[int], bool]) -> None:
-        """Forget the readings of connections that were silent for long.
+        """Forget the readings of connections that were silent for too long.
 
-        Such a client may only have slept. It gets a new link, and asks again.
+        The client may only have been suspended. It then gets a new link, and asks again.
         """
         silent = [reader for reader in self.all.values() if not known(reader.link)]
         for reader in silent:
@@ -140,22 +140,22 @@ class Readers:
             self._outbox.forget(link)
 
     def read_again(self, now: float) -> None:
-        """Read the pages that the store could not give."""
+        """Retry the pages that the store could not return."""
         for reader in list(self.all.values()):
             self._go_on(reader, now)
 
     def read_all(self, now: float) -> None:
-        """Read on for all readers: the store was opened.
+        """Continue all readings, because the store was opened.
 
-        It may have output and ends that were never sent, from commits whose results came after the
-        store was lost, or never.
+        Output and ends may be unsent: the results of their commits came after the loss of the
+        store, or never.
         """
         for reader in list(self.all.values()):
             reader.behind = True
             self._go_on(reader, now)
 
     def end_all(self, error: PoolError) -> None:
-        """The broker ends."""
+        """End all readings with `error`: the broker ends."""
         for reader in list(self.all.values()):
             self._fail(reader, error)
 
@@ -172,9 +172,10 @@ class Readers:
     def chunk_durable(
         self, job: bytes, gen: int, chunk: Chunk, facts: bytes | None, now: float
     ) -> None:
-        """A chunk is on the disk: readers that have all output before it get it from memory.
+        """Send a new durable chunk to readers that have all output before it.
 
-        `facts`: the facts of the first worker, if known. Readers that began earlier may lack them.
+        `facts`: the first worker's data about its model, if known. Readers that began earlier may
+        lack them.
         """
         for reader in list(self._of_job.get(job, {}).values()):
             if reader.gen == gen and chunk.end <= reader.sent:
@@ -189,7 +190,7 @@ class Readers:
                 self._go_on(reader, now)
 
     def job_changed(self, job: JobView, now: float) -> None:
-        """A job ended, waits again, or began a new generation."""
+        """Handle a job that ended, waits again, or began a new generation of its output."""
         for reader in list(self._of_job.get(job.id, {}).values()):
             reader.known, reader.behind = job, True
             self._go_on(reader, now)
@@ -262,8 +263,8 @@ class Readers:
         logprobs = unpack(chunk.logprobs) if chunk.logprobs else []
         delta = StreamDelta(chunk.pos, [chunk.text], bytearray(chunk.ids), logprobs)
         if reader.fetch.steps:
-            # A reader with all ids up to a retry got the end that the retry took back. `known` has
-            # the retry, as it was read before the ids after it.
+            # A reader with all ids up to a retry got the end that the retry undid. `known` has
+            # the retry, because it was read before the ids that follow.
             retries = 0 if reader.known is None else reader.known.retries_at(chunk.pos)
             delta.steps = retries * RETRIED + chunk.borders
         facts = None if reader.known is None else reader.known.facts
@@ -275,7 +276,7 @@ class Readers:
         self._outbox.send(reader.link, delta, reader.id, reader.attempt, chunk.pos)
 
     def _tell_retries(self, reader: Reader, job: JobView) -> None:
-        """Before its end: send the retries after the last id of a job, which no other delta has."""
+        """Send the retries after the last id of a job, before its end: no other delta has them."""
         retries = job.retries_at(reader.sent)
         if reader.fetch.steps and retries:
             delta = StreamDelta(reader.sent, steps=retries * RETRIED)
@@ -301,13 +302,13 @@ class Readers:
 
 
 def _may_read(reader: Reader, scope: Scope | None) -> bool:
-    """Returns whether a job belongs to the reader's owner; an id finds jobs of any owner."""
+    """Returns whether the job belongs to the reader's owner; job ids find jobs of all owners."""
     mine = (reader.owner, reader.fetch.name.tenant)
     return scope is not None and (scope.owner, scope.tenant) == mine
 
 
 def _page_error(reader: Reader, result: Result) -> PoolError:
-    """Returns the error of a reading that ends without its job."""
+    """Returns the error of a reading whose page the store could not return."""
     if isinstance(result, JobRestarted) and _may_read(reader, result.job.scope):
         if (reader.fetch.gen or 0) > result.job.gen:
             what = f"gen is {reader.fetch.gen}, the newest generation of the job is"

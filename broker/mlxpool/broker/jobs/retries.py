@@ -1,4 +1,4 @@
-"""Decides from the error of a job's run whether and when it is tried again. Pure."""
+"""Decides whether and when a failed job is tried again. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from mlxpool.broker.workers import exit_causes
 from mlxpool.common import errors
 from mlxpool.common.errors import PoolError
 
-MAX_ATTEMPTS = 8  # failures of a job's runs, after which it is dead
-MAX_STARTS = 5  # starts in a row without a durable id: the broker, or the machine, ended each time
-ALONE_STARTS = 3  # with this many such starts a job is started alone, after all others
-FIRST_DELAY, MAX_DELAY = 2.0, 60.0  # seconds until the next attempt; it doubles
-JITTER = 0.25  # largest share added to a delay
+MAX_ATTEMPTS = 8  # failed runs of a job after which it is dead
+MAX_STARTS = 5  # consecutive starts without a durable id; after each the broker or machine ended
+ALONE_STARTS = 3  # number of them after which the job starts alone, after all other jobs
+FIRST_DELAY, MAX_DELAY = 2.0, 60.0  # seconds until the first retry; it doubles
+JITTER = 0.25  # largest random part of a delay, as a share
 FREE_DELAY = 1.0  # seconds until the next try of a job that is not at fault
 MAX_FREE_DELAY = 60.0
 
 
 class Verdict(Enum):
-    """The fate of a job whose run failed."""
+    """The decision about a job whose run failed."""
 
     PUT_BACK = "put back"  # it waits again, and no attempt is counted
     RETRY = "retry"  # it waits again, and an attempt is counted
-    NEW_GENERATION = "new generation"  # its model has changed: it begins anew
+    NEW_GENERATION = "new generation"  # the digest of its model has changed: its output begins anew
     DEAD = "dead"
     EXPIRED = "expired"
 
 
-# Nothing is wrong with the job: the pool had no room for it, went down, or lost its model.
+# Nothing is wrong with the job: the pool had no room for it, shut down, or lost its model.
 _PUT_BACK = (
     errors.Draining,
     errors.QueueFull,
     errors.OverQuota,
     errors.UnknownModel,
     errors.ModelLoadFailed,
-    errors.DuplicateId,  # a stream had the id of the job
-    errors.SlowConsumer,  # the store took no ids for too long
+    errors.DuplicateId,  # a stream had the job's id as its id
+    errors.SlowConsumer,  # the store could not take its ids for too long
 )
 
 
 def verdict(error: PoolError) -> Verdict:
-    """Returns the fate of a job from the error of its run."""
+    """Returns the decision about a job from the error of its run."""
     if isinstance(error, _PUT_BACK):
         return Verdict.PUT_BACK
     if isinstance(error, errors.ModelUnavailable):
@@ -57,14 +57,17 @@ def verdict(error: PoolError) -> Verdict:
 
 
 def retry_delay(job: bytes, attempts: int) -> float:
-    """Returns the seconds until the next attempt after `attempts` failed, spread by `job`."""
+    """Returns the seconds until the next attempt after `attempts` failures.
+
+    The jitter depends on `job`.
+    """
     usual = min(MAX_DELAY, FIRST_DELAY * 2.0 ** min(max(0, attempts - 1), 16))
     share = hashlib.blake2b(job + b"%d" % attempts, digest_size=2).digest()
     return min(MAX_DELAY, usual * (1 + JITTER * int.from_bytes(share, "big") / 2**16))
 
 
 def put_back_delay(error: PoolError) -> float:
-    """Returns the seconds until the next try: those of the error, within bounds."""
+    """Returns the seconds until the next try: the `retry_after` of the error, within bounds."""
     if error.retry_after_ms is None:
         return FREE_DELAY
     return min(MAX_FREE_DELAY, max(FREE_DELAY, error.retry_after_ms / 1000))

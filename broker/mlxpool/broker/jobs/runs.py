@@ -1,7 +1,7 @@
-"""Runs jobs: gives them to the core, writes their output, and ends or defers them.
+"""Runs of jobs: gives jobs to the core, writes their output, and ends or defers them.
 
-Invariants: a job has at most one operation on its output under way; an id goes to readers only
-when it is durable; the end of a job is written after all its ids.
+Invariants: a job has at most one operation on its output under way; an id goes to readers only when
+it is durable; the end of a job is written after all its ids.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ from mlxpool.common.protocol.kept.job_work import Work, answer_bound, parse_work
 from mlxpool.common.protocol.resume import Facts, Resume
 from mlxpool.common.protocol.to_client import Done, Failed
 
-WINDOW = 4096  # ids of a run that may wait for the disk
-RETRY_INTERVAL = 1.0  # seconds until an operation that the store refused is given to it again
-IDLE_IDS = 64  # ids that an idle job may still compute when others wait
-CHARGED_IDS = 256  # the same of a job charged with the end of a worker and not idle
+WINDOW = 4096  # most ids of a run that may wait for the disk
+RETRY_INTERVAL = 1.0  # seconds until a retry of an operation that the store refused
+IDLE_IDS = 64  # ids that an idle job may still compute while others wait
+CHARGED_IDS = 256  # IDLE_IDS of a job that is not idle and is charged with a worker's end
 
 
 class Runs:
@@ -73,7 +73,10 @@ class Runs:
         notices: NoticeQueue,
         active: dict[bytes, ActiveJob],
     ) -> None:
-        """`active` is filled and emptied here; others may read it."""
+        """`active` maps job ids to running jobs.
+
+        Only this class changes the map; others may read it.
+        """
         self.active = active
         self._outbox = outbox
         self._view = view
@@ -86,7 +89,7 @@ class Runs:
     # ---- starts --------------------------------------------------------------------------------
 
     def feed(self, now: float) -> None:
-        """Read the jobs that can run now, and want workers for the models of other due jobs."""
+        """Read the jobs that can run now. Ask for workers for the models of other due jobs."""
         for plan in self._feeder.plan(self._view, self.active.keys(), now):
             self._outbox.store(plan, self._fed(plan))
         for name in self._feeder.hungry(now):
@@ -95,7 +98,10 @@ class Runs:
                 self._outbox.perform(core.WantModel(model))
 
     def _wants(self, name: str, model: str, now: float) -> bool:
-        """Returns whether to start a worker. Idle jobs alone do not end other models' workers."""
+        """Returns whether to start a worker.
+
+        Jobs of priority `idle` do not end other models' workers.
+        """
         if self._view.places(model) or not self._view.available(model, now):
             return False
         idle = all(
@@ -157,11 +163,11 @@ class Runs:
     # ---- output --------------------------------------------------------------------------------
 
     def on_output(self, event: ev.Output, now: float) -> None:
-        """Take the output of runs. Raises ValueError, at the end, if a row does not fit."""
+        """Take the output of runs. Raises ValueError, after all deltas, if one does not fit."""
         unfit: list[str] = []
         for row in event.rows:
             active = self.active.get(row.id)
-            # Output of a job that has left may still come: its next run computes it again.
+            # Output of a job that has ended may still come: its next run computes it again.
             if active is None or active.attempt != row.attempt or not active.ran:
                 continue
             if not active.fits(row):
@@ -169,7 +175,7 @@ class Runs:
                 self._give_back(active, now)
                 continue
             active.take(row)
-            if active.steps and active.writing is None:  # else once that is written
+            if active.steps and active.writing is None:  # else `_written` plans the write
                 active.plan_write(now, read=self._readers.reads(row.id))
             if active.job.priority == IDLE or active.job.charge:
                 self._give_way(active, now)
@@ -177,9 +183,10 @@ class Runs:
             raise ValueError(f"output of jobs does not follow, so they run again: {unfit}")
 
     def _give_way(self, active: ActiveJob, now: float) -> None:
-        """Defer an idle or a charged job after IDLE_IDS or CHARGED_IDS ids while others wait.
+        """Defer an idle job after IDLE_IDS ids, a charged job after CHARGED_IDS, if others wait.
 
-        A charged job shares its worker with few others: it gives way to a higher rank.
+        A charged job has a worker's crash counted against it and shares its worker with few
+        requests. It defers to requests of a higher rank.
         """
         if active.job.charge:
             place_wanted = self._view.is_outranked(active.id)
@@ -194,7 +201,7 @@ class Runs:
             self._give_back(active, now)
 
     def _give_back(self, active: ActiveJob, now: float) -> None:
-        """End its run; it goes on in another one from the ids that it has."""
+        """End the run of a job; a later run continues from the ids that the job has."""
         self._cancel_run(active)
         self._leave(active, self._put_back(active, 0.0), now)
 
@@ -209,7 +216,7 @@ class Runs:
             self._leave(active, self._failed(active, event.terminal, now), now)
 
     def on_set_back(self, event: ev.SetBack, now: float) -> None:
-        """Note the loss at once: the broker may be the next that ends."""
+        """Store the loss of a worker immediately: the broker may be the next process that ends."""
         active = self.active.get(event.id)
         if active is None or active.attempt != event.attempt:
             return
@@ -218,13 +225,13 @@ class Runs:
         self._outbox.store(noted, lambda result, now: None)
 
     def reader_came(self, id: bytes, now: float) -> None:
-        """A job has a reader from now on: write its steps."""
+        """Schedule a write of the steps of a job that now has a reader."""
         active = self.active.get(id)
         if active is not None and active.steps and active.writing is None:
             active.write_at = now
 
     def write_due(self, now: float) -> None:
-        """Write the steps that are due."""
+        """Write the steps whose time has come."""
         for active in list(self.active.values()):
             if active.write_at <= now:
                 self._write(active, now)
@@ -245,13 +252,13 @@ class Runs:
         )
 
     def _failed(self, active: ActiveJob, failed: Failed, now: float) -> Operation:
-        """Returns the operation that follows from the error of its run."""
+        """Returns the store operation that follows from the error of a job's run."""
         error, job = failed.error(), active.job
         what = retries.verdict(error)
         if what is Verdict.NEW_GENERATION:
             return NewGeneration(active.id, job.gen)
         if what is Verdict.EXPIRED and now < active.deadline - 1:
-            what = Verdict.PUT_BACK  # the stream's longest time is over, not the job's
+            what = Verdict.PUT_BACK  # the time limit of the stream is over, not that of the job
         if what is Verdict.EXPIRED:
             end = packed_end(failed)
             return Finish(active.id, job.gen, JobState.EXPIRED, end, error.message)
@@ -268,13 +275,13 @@ class Runs:
         return Defer(active.id, job.gen, delay, attempts, job.charge, 0, error.message)
 
     def _put_back(self, active: ActiveJob, delay: float) -> Defer:
-        """Defer a job that is not at fault: this start does not count."""
+        """Returns the Defer of a job without fault: the present start does not count."""
         job = active.job
         starts = 0 if active.taken > job.pos else max(0, job.starts - 1)
         return Defer(active.id, job.gen, delay, job.attempts, job.charge, starts)
 
     def _leave(self, active: ActiveJob, outcome: Operation, now: float) -> None:
-        """Its run is over: write the remaining steps, then the outcome."""
+        """Write the remaining steps of a job whose run is over, then its outcome."""
         active.move(_event_of(outcome))
         active.ran, active.leaving, active.outcome = False, True, outcome
         self._feeder.leaving(active.group, active.job.scope.owner)
@@ -295,7 +302,7 @@ class Runs:
         return True
 
     def drop_all(self, now: float) -> None:
-        """The store is lost: no running job can be kept."""
+        """Forget all running jobs: the store is lost, so no output can be kept."""
         for active in list(self.active.values()):
             self.drop(active.id, now)
 
@@ -324,9 +331,9 @@ class Runs:
         )
 
     def _is_patient(self, active: ActiveJob, now: float) -> bool:
-        """Returns whether the end of a job may wait, to be written with ends of its batch.
+        """Returns whether the end of a job may wait for the ends of other jobs of its batch.
 
-        The read of the next jobs, which is urgent, takes these ends along.
+        The next read of jobs is urgent; its commit includes these ends.
         """
         job = active.job
         return (
@@ -344,12 +351,12 @@ class Runs:
         now: float,
     ) -> None:
         if self.active.get(active.id) is not active:
-            return  # it was cancelled, or the store was lost
+            return  # the job was cancelled, or the store was lost
         active.writing = None
         if isinstance(result, Refused):
             if result.code == "store_error":
                 self._unwritable(active, operation, result)
-            active.write_at = now + RETRY_INTERVAL  # all of it is still there
+            active.write_at = now + RETRY_INTERVAL  # all steps are still in memory
             return
         if not isinstance(result, Durable | Changed):
             self._lost(active, result, now)
@@ -373,10 +380,7 @@ class Runs:
             self._outbox.perform(core.ClientAck(JOBS_LINK, Ack([(active.id, active.durable)])))
 
     def _lost(self, active: ActiveJob, result: Result, now: float) -> None:
-        """Drop a run whose write had no effect, because the job on the disk has changed.
-
-        The job was ended, or a commit that returned an error was made all the same.
-        """
+        """Handle a write that no longer fits: the job was ended, or a failed commit was made."""
         self.drop(active.id, now)
         if isinstance(result, Fate):
             self._readers.job_changed(result.job, now)
@@ -390,10 +394,10 @@ class Runs:
         self._feeder.came((job.model, job.priority), due, job.scope.owner, suspect=suspect)
 
     def _unwritable(self, active: ActiveJob, operation: Operation, refused: Refused) -> None:
-        """End a job with the ids that are on the disk: the store can never hold `operation`."""
+        """End a job with its durable ids, because the store can never accept the operation."""
         if isinstance(operation, Finish) and operation.state is JobState.DEAD:
             active.drop_steps()
-            return  # this end is short: the steps beside it were at fault
+            return  # this end is short: the steps beside it were too large
         if active.ran:
             self._cancel_run(active)
         if active.outcome is None:
@@ -402,7 +406,7 @@ class Runs:
         active.outcome = self._dead(active, Internal(refused.message))
 
     def _left(self, active: ActiveJob, job: JobView, now: float) -> None:
-        """Its outcome is on the disk."""
+        """Handle a job whose outcome is on the disk."""
         self._remove(active, now)
         self._readers.job_changed(job, now)
         outcome = active.outcome
@@ -422,14 +426,14 @@ EVENTS = {
 
 
 def _event_of(outcome: Operation) -> str:
-    """Returns the event of TRANSITIONS for an outcome."""
+    """Returns the event of TRANSITIONS that matches an outcome."""
     return EVENTS[outcome.state] if isinstance(outcome, Finish) else "retryable"
 
 
 def _work(fed: FedJob, left: float) -> Work:
-    """Returns the work of a job with `left` seconds. A `generate` goes on from its durable ids.
+    """Returns the work of a job with `left` seconds. A `generate` continues after its durable ids.
 
-    Raises PoolError, ValueError.
+    Raises PoolError or ValueError if the stored request is invalid.
     """
     job = fed.job
     request = {key: value for key, value in unpack(fed.request).items() if key != "note"}

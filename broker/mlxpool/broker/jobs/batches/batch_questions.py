@@ -1,4 +1,4 @@
-"""Answers questions of clients and operators about batches, each after the commit it needs."""
+"""Answers clients' and operators' questions about batches, after the commits that they need."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ from mlxpool.common.protocol.kept.batch_messages import (
 )
 from mlxpool.common.protocol.kept.file_messages import KeyName
 
-MAX_LIVE = 256  # batches of one owner that have not ended
-RETRY_COUNT = 1000  # lines that one commit makes wait again
-RELEASE_COUNT = 1000  # lines whose results one commit deletes
+MAX_LIVE = 256  # most batches of one owner that have not ended
+RETRY_COUNT = 1000  # most lines that one commit returns to the waiting state
+RELEASE_COUNT = 1000  # most lines whose results one commit deletes
 
 
 class BatchQuestions:
     """Answers the questions of `batch_messages`, and `ListAllBatches` of operators."""
 
     def __init__(self, outbox: Outbox, batches: Batches, policy: Callable[[], JobPolicy]) -> None:
-        """`policy` returns the settings in force."""
+        """`policy` returns the present settings."""
         self._outbox = outbox
         self._batches = batches
         self._policy = policy
@@ -71,7 +71,10 @@ class BatchQuestions:
         message: messages.Question | job_operations.ListAllBatches,
         now: float,
     ) -> None:
-        """Answer a question. Raises PoolError if it is refused at once."""
+        """Answer a question.
+
+        Raises PoolError if the question is refused without a store operation.
+        """
         if isinstance(message, SubmitBatch):
             self._submit(event, message)
         elif isinstance(message, ListBatches):
@@ -247,7 +250,7 @@ class BatchQuestions:
         self._outbox.ask(event, operation, BatchView, then, partial(_error, message.name))
 
     def _release_results(self, event: ev.QuestionAsked, message: AboutBatch) -> None:
-        """Delete the results of the lines that are done, or of all others, then answer."""
+        """Delete the results of the done lines, or of all other lines, then answer."""
 
         def then(result: BatchChanged, now: float) -> None:
             if result.batch.live:
@@ -271,11 +274,11 @@ ABOUT: Mapping[str, Callable[[BatchQuestions, ev.QuestionAsked, AboutBatch], Non
     messages.RELEASE: BatchQuestions._release,
     messages.RELEASE_RESULTS: BatchQuestions._release_results,
 }
-PAGE_BYTES = 256 * 1024  # bytes of outcomes in one answer; a single outcome may have more
+PAGE_BYTES = 256 * 1024  # most bytes of outcomes in one answer; a single outcome may exceed it
 
 
 def _with_owner(row: messages.BatchRow, batch: BatchView) -> dict[str, Any]:
-    """Returns the map of a batch as operators get it."""
+    """Returns the map of a batch for operators: with its owner."""
     return {**row.body(), "owner": batch.scope.owner, "tenant": batch.scope.tenant}
 
 

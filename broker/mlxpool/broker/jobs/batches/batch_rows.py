@@ -1,4 +1,4 @@
-"""Batches as the store keeps their settings, and as clients see them. Pure."""
+"""The stored settings of batches, and the maps of batches and files for clients. Pure functions."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from mlxpool.common.protocol.kept.batch_messages import DONE, OTHERS, SubmitBatc
 from mlxpool.common.protocol.to_client import Failed
 
 RUNNING, CANCELLING = "running", "cancelling"
-RELEASED = {DONE: Outcomes.DONE, OTHERS: Outcomes.OTHERS}  # results, as clients name them
+RELEASED = {DONE: Outcomes.DONE, OTHERS: Outcomes.OTHERS}  # the results, by their names for clients
 
 
 class BatchSettings(Struct, frozen=True):
-    """The settings of a batch that the store does not read: it keeps them packed, as `defaults`."""
+    """The settings of a batch that the store keeps packed, as `defaults`, and does not read."""
 
     file: str = ""
-    lines: int = 0  # as the client counted them; 0: not counted
+    lines: int = 0  # lines that the client counted; 0: it did not count
     defaults: Mapping[str, Any] = field(default_factory=dict)
     priority: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    output_file: str = ""  # names of the files of the results, for the notice of the end
+    output_file: str = ""  # names of the result files, for the notice of the batch's end
     error_file: str = ""
 
     @classmethod
@@ -75,7 +75,7 @@ class BatchSettings(Struct, frozen=True):
 
 
 def batch_digest(message: SubmitBatch) -> bytes:
-    """Returns the digest of content and defaults: equal submissions of a key are one batch."""
+    """Returns the digest of a batch's file and defaults; equal digests with one key: one batch."""
     content = message.digest or message.file.encode()
     meaning = {"content": content, "defaults": canonical(message.defaults)}
     return hashlib.sha256(pack(meaning)).digest()[:DIGEST_BYTES]
@@ -115,13 +115,16 @@ def shown_state(batch: BatchView) -> str:
 
 
 def mark_of(batch: BatchView) -> str:
-    """Returns a text that changes when a fact of the batch changes that its clients see."""
+    """Returns a text that changes whenever a fact of the batch that clients see changes."""
     counts = [batch.next_line, batch.failed, *(count for _, count in batch.counts)]
     return f"{shown_state(batch)} {'.'.join(map(str, counts))}"
 
 
 def batch_row(batch: BatchView, running: int, trouble: str) -> dict[str, Any]:
-    """Returns the map of a batch, see docs/protocol.md, `batch`. `running`: its jobs that run."""
+    """Returns the map of a batch, see docs/protocol.md, `batch`.
+
+    `running`: number of its running jobs.
+    """
     settings, counts = BatchSettings.unpacked(batch.defaults), dict(batch.counts)
     known = sum(counts.values()) + batch.failed
     lines = known if batch.state is not BatchState.OPEN else max(settings.lines, known)
@@ -160,7 +163,7 @@ def _deleted(batch: BatchView) -> list[str]:
 
 
 def failure_text(error: PoolError) -> str:
-    """Returns the error of a line that cannot become a job, as the store keeps it."""
+    """Returns the error of a line that cannot become a job, as text for the store."""
     return f"{error.code}: {error.message}"
 
 

@@ -30,12 +30,12 @@ class FileQuestions:
     """Answers the questions of `file_messages`."""
 
     def __init__(self, outbox: Outbox, policy: Callable[[], JobPolicy]) -> None:
-        """`policy` returns the settings in force."""
+        """`policy` returns the present settings."""
         self._outbox = outbox
         self._policy = policy
 
     def on_asked(self, event: ev.QuestionAsked, message: messages.Question) -> None:
-        """Ask the store; its result is the answer to the client."""
+        """Give the store the operation for a question; its result is the answer to the client."""
         if isinstance(message, PutFile):
             self._put(event, message)
         elif isinstance(message, ReadFile):

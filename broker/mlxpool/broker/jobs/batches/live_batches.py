@@ -1,12 +1,12 @@
 """Live batches: their lines become jobs, watchers get their progress, and they end.
 
-The store counts the jobs. This module has the last view of each batch. It reads the view again when
-a job of the batch has ended, at most ten times a second.
+The store counts the jobs. This module keeps the latest view of each batch. After the end of a job
+it reads the view of the job's batch again, at most ten times a second.
 
-Lines become jobs in portions, so that a large file holds up neither memory nor the store's thread.
-One portion is under way at a time; batches take turns. A portion is read from the store, checked in
-slices that are short beside a turn of the broker's loop, and stored as jobs in one commit. A line
-that cannot become a job is a failed line, and disturbs nothing else.
+Lines become jobs in portions, so that a large file neither fills memory nor blocks the store's
+thread. One portion is under way at a time; batches take turns. A portion is read from the store,
+checked in slices that are short against one iteration of the broker's loop, and stored as jobs in
+one commit. A line that cannot become a job is a failed line; the other lines still become jobs.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from mlxpool.common.protocol.kept.batch_messages import BatchRow
 from mlxpool.common.protocol.kept.job_work import Work, seed_of
 from mlxpool.common.protocol.to_client import Done
 
-AHEAD = 1024  # jobs of a batch that wait or run; with as many no further lines become jobs
-PORTION_LINES = 128  # lines that one commit makes jobs of: about 10 ms of the store's thread
-SLICE_LINES = 16  # lines that are checked in one turn of the broker's loop
-SLICE_BYTES = 64 * 1024  # bytes of the same; a longer line is a slice by itself
+AHEAD = 1024  # waiting and running jobs of a batch at which no further lines become jobs
+PORTION_LINES = 128  # most lines in one commit: about 10 ms of the store's thread
+SLICE_LINES = 16  # most lines that one iteration of the broker's loop checks
+SLICE_BYTES = 64 * 1024  # most bytes of them; a longer line is a slice by itself
 
 
 class Check(Protocol):
@@ -151,32 +151,35 @@ def line_key(batch: bytes, number: int) -> str:
 
 
 def line_id(batch: bytes, number: int) -> bytes:
-    """Returns the id of the job of a line: the same whenever the line is read."""
+    """Returns the id of the job of a line; every read of the line gives an equal id."""
     return hashlib.sha256(b"line %d of " % number + batch).digest()[:DIGEST_BYTES]
 
 
 def line_seed(batch: bytes, number: int) -> int:
-    """Returns the seed of a line that names none; it is random, as the id of the batch is."""
+    """Returns the seed of a line without a `seed`; it is random, because the id of the batch is."""
     drawn = hashlib.sha256(b"seed of line %d of " % number + batch).digest()
     return int.from_bytes(drawn[:8], "big") >> (64 - EXACT_BITS)
 
 
 class FeedPause(Struct, eq=False):
-    """The time from which more lines of a batch may become jobs, and the cause of a pause."""
+    """The pause before more lines of a batch become jobs, and its cause."""
 
-    pause_until: float = 0.0  # after a refusal by the pool or the store
+    pause_until: float = 0.0  # the time from which lines may become jobs again after a refusal
     trouble: str = ""  # the cause; "": no pause
 
     def due(self, batch: BatchView) -> float:
-        """Returns the time from which lines can become jobs; infinity if not in this state."""
+        """Returns the time from which lines can become jobs.
+
+        It is infinity if the batch is not open, or has AHEAD waiting jobs.
+        """
         hungry = batch.state.value == "open" and batch.waiting < AHEAD
         return self.pause_until if hungry else math.inf
 
 
-READ_INTERVAL = 0.1  # seconds between two looks at the counts of a batch
+READ_INTERVAL = 0.1  # least seconds between two reads of the counts of a batch
 RETRY_INTERVAL = 1.0  # seconds until a retry after a refusal by the store or the pool
-PAGE = 100  # batches that are read at once when the store opens
-MAX_WATCHERS = 64  # watchers of one batch
+PAGE = 100  # most batches per read when the store opens
+MAX_WATCHERS = 64  # most watchers of one batch
 CANCELLED_END = packed_end(Done("cancelled"))
 
 
@@ -189,18 +192,18 @@ class Watcher(Struct, frozen=True):
 
 
 class LiveBatch(Struct, eq=False):
-    """A batch that has not ended. `busy`: an operation of its own is under way."""
+    """A batch that has not ended. `busy`: an operation for this batch itself is under way."""
 
     view: BatchView
     feed_pause: FeedPause = field(default_factory=FeedPause)
     busy: bool = False
     stale: bool = False  # the counts of `view` are outdated
-    read_at: float = 0.0  # time of the next read, if it is stale
+    read_at: float = 0.0  # time of the next read of the view, if `stale`
     watchers: dict[tuple[int, bytes], Watcher] = field(default_factory=dict)
 
 
 class Batches:
-    """Owns every LiveBatch and the portion of lines that is under way."""
+    """Owns every LiveBatch, and the one portion of lines that is under way."""
 
     def __init__(
         self,
@@ -226,13 +229,13 @@ class Batches:
         self._quota_jobs = quota_jobs
         self._portion: Portion | None = None
         self._reading: bytes = b""  # the batch whose lines are read, or stored
-        self._last = b""  # the batch that had a portion last
+        self._last = b""  # the batch that had a portion most recently
         self._find_at = math.inf  # when `find` is tried again
 
     # ---- the store opens and is lost -------------------------------------------------------------
 
     def find(self, behind: Place | None = None) -> None:
-        """Find the batches that have not ended: the store was opened."""
+        """Find the batches that have not ended, after the store was opened."""
         self._find_at = math.inf
         operation = ListBatches(live=True, count=PAGE, behind=behind)
 
@@ -248,7 +251,7 @@ class Batches:
         self._outbox.store(operation, then)
 
     def lost(self) -> None:
-        """The store of jobs has failed: every watcher gets StoreUnavailable."""
+        """Answer every watcher with StoreUnavailable: the store of jobs has failed."""
         error = StoreUnavailable("the store of jobs does not take anything now; try again")
         for batch in self.live.values():
             for watcher in batch.watchers.values():
@@ -258,7 +261,7 @@ class Batches:
         self._find_at = math.inf
 
     def end_all(self, error: PoolError) -> None:
-        """The broker ends and no other one follows."""
+        """Answer every watcher with `error`: the broker ends and no other broker follows."""
         for batch in self.live.values():
             for watcher in batch.watchers.values():
                 self._fail(watcher.question, error)
@@ -267,7 +270,7 @@ class Batches:
     # ---- views -----------------------------------------------------------------------------------
 
     def see(self, view: BatchView, now: float) -> None:
-        """The store has returned a view of a batch."""
+        """Handle a view of a batch that the store has returned."""
         batch = self.live.get(view.id)
         if batch is None:
             if not view.live:
@@ -285,7 +288,7 @@ class Batches:
             self._ask(batch, EndBatch(view.id, settings.output_file, settings.error_file))
 
     def touched(self, id: bytes, now: float) -> None:
-        """A job of the batch has ended, or waits again."""
+        """Mark the counts of a batch as outdated: one of its jobs has ended, or waits again."""
         batch = self.live.get(id)
         if batch is None:
             self._outbox.store(ReadBatch(id), self._seen)
@@ -297,7 +300,7 @@ class Batches:
             self.see(result, now)
 
     def row(self, view: BatchView) -> BatchRow:
-        """Returns the batch as its clients see it."""
+        """Returns the map of the batch for its clients."""
         running = sum(job.job.batch == view.id for job in self._active.values())
         batch = self.live.get(view.id)
         return BatchRow(batch_row(view, running, "" if batch is None else batch.feed_pause.trouble))
@@ -321,7 +324,7 @@ class Batches:
         self._outbox.store(operation, then)
 
     def changed(self, result: BatchChanged, now: float) -> None:
-        """Jobs of a batch were cancelled, or wait again."""
+        """Handle a change of several jobs of a batch: they were cancelled, or wait again."""
         for job in result.jobs:
             if job.ended is None:
                 self._feeder.came((job.model, job.priority), now, job.scope.owner)
@@ -335,7 +338,7 @@ class Batches:
     # ---- watchers --------------------------------------------------------------------------------
 
     def watch(self, view: BatchView, watcher: Watcher, now: float) -> None:
-        """Answer when the mark of the batch differs from `watcher.seen`; at once if it does now."""
+        """Answer once the mark of the batch differs from `watcher.seen`, now or later."""
         question = watcher.question
         batch = self.live.get(view.id)
         if batch is None or watcher.seen != mark_of(view) or watcher.until <= now:
@@ -365,7 +368,7 @@ class Batches:
     # ---- work ------------------------------------------------------------------------------------
 
     def next_wake(self) -> float:
-        """Returns the latest time for `work`; the past: at once."""
+        """Returns the latest time for `work`; a time in the past if work is due now."""
         if self._portion is not None:
             return 0.0
         times = [self._find_at]
@@ -378,7 +381,7 @@ class Batches:
         return min(times)
 
     def work(self, now: float) -> None:
-        """Reads rows and lines of batches, and answers watchers, as far as each is due."""
+        """Do the due work: read the views and lines of batches, and answer watchers."""
         if now >= self._find_at:
             self.find()
         for batch in list(self.live.values()):
@@ -392,7 +395,7 @@ class Batches:
             self._read_lines(now)
 
     def _read_lines(self, now: float) -> None:
-        """Begin a portion of the next batch in turn."""
+        """Begin a portion of the next batch whose turn it is."""
         hungry = [id for id, batch in self.live.items() if batch.feed_pause.due(batch.view) <= now]
         if not hungry:
             return
@@ -436,7 +439,7 @@ class Batches:
         self.see(result, now)
 
     def _give_up(self, batch: LiveBatch | None, result: Result, now: float) -> None:
-        """The store did not take this portion now: its lines stay in the file."""
+        """Abandon a portion that the store refused: its lines stay in the file."""
         if isinstance(result, Refused):
             self._pause(batch, answers.store_error(result).message, now)
         else:
