@@ -1,4 +1,5 @@
-"""The store of jobs, and the one thread that reads and writes it.
+"""The store of jobs, and the single thread that reads and writes the store.
 
-It decides nothing: `operations.py` has the operations on the store, `records.py` their results.
+The store makes no decisions about jobs: `operations.py` has the operations on the store,
+`records.py` their results.
 """

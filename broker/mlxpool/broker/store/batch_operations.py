@@ -1,6 +1,6 @@
 """The store's operations on files and batches, and their results.
 
-A batch is a stored file whose lines become jobs a thousand at a time, when there is room for them.
+A batch is a stored file whose lines become jobs, a thousand at a time, when there is room for them.
 The store finds the lines; the broker reads their contents. operations.py describes the properties
 that all operations share.
 """
@@ -15,14 +15,14 @@ from msgspec import Struct
 from mlxpool.broker.store.operations import Operation, Submit
 from mlxpool.broker.store.records import JobState, JobView, Name, Result, Scope
 
-MAX_LINE = 8 * 1024 * 1024  # bytes of a line of a batch
-MAX_OUTPUT = 2 * 1024 * 1024  # bytes of a job's output and end in a page of outcomes
+MAX_LINE = 8 * 1024 * 1024  # most bytes of a line of a batch
+MAX_OUTPUT = 2 * 1024 * 1024  # most bytes of a job's output and end in a page of outcomes
 
-Place = tuple[float, bytes]  # the place of an entry in a list: time of its creation, id
+Place = tuple[float, bytes]  # position in a list: time of an entry's creation, and its id
 
 
 class FileView(Result, Struct, frozen=True):
-    """A stored file. It is `complete` once its end is known, and then never changes."""
+    """A stored file. A file is `complete` once its end is known; then it never changes."""
 
     id: bytes
     owner: str
@@ -37,21 +37,21 @@ class FileView(Result, Struct, frozen=True):
 
 
 class FileDiffers(Result, Struct, frozen=True):
-    """The part for `start` differs from the bytes that the file has there; nothing was changed."""
+    """The bytes sent for `start` differ from the stored bytes of the file; nothing was changed."""
 
     file: FileView
     start: int
 
 
 class FileList(Result, Struct, frozen=True):
-    """Files in the requested order; `more`: others follow them."""
+    """Files in the requested order. `more`: further files follow."""
 
     files: tuple[FileView, ...]
     more: bool = False
 
 
 class FilePart(Result, Struct, frozen=True):
-    """Bytes of a file from `start` on; none after its end."""
+    """Bytes of a file from `start` on; empty after the end of the file."""
 
     file: FileView
     start: int
@@ -59,7 +59,7 @@ class FilePart(Result, Struct, frozen=True):
 
 
 class Outcomes(IntFlag):
-    """A choice of a batch's results: those of done lines, and all others."""
+    """Flags for the results of a batch: the results of done lines, and of all other lines."""
 
     NONE = 0
     DONE = 1
@@ -69,7 +69,7 @@ class Outcomes(IntFlag):
 class BatchState(StrEnum):
     """The states of a batch. BatchView.counts shows whether its jobs have all ended."""
 
-    OPEN = "open"  # some lines have not become jobs yet
+    OPEN = "open"  # some lines are not jobs yet
     FED = "fed"  # every line is a job or a failed line
     ENDED = "ended"
     CANCELLED = "cancelled"
@@ -80,9 +80,9 @@ class BatchView(Result, Struct, frozen=True):
     """A batch. `next_line` is the number, from 0, of the first line that has not become a job yet.
 
     `next_start` is the offset of that line in the file, which has `file_size` bytes. `counts` has
-    the number of jobs in each state. It counts lines that the deadline cut off before they were
-    jobs as expired. `failed` is the number of lines that could not become jobs. `defaults` comes
-    from `SubmitBatch`: the store does not read it.
+    the number of jobs in each state. Lines that the deadline cut off before they became jobs count
+    as expired. `failed` is the number of lines that could not become jobs. `defaults` comes from
+    `SubmitBatch`: the store does not read these settings.
     """
 
     id: bytes
@@ -102,13 +102,13 @@ class BatchView(Result, Struct, frozen=True):
     keep: float | None
     notify: str
     forget: float | None = None
-    end_seq: int = 0  # the number of its end among the ends of all jobs and batches; 0 before
+    end_seq: int = 0  # the number of its end in the order of all ends; 0 before its end
     notice: str = ""  # "waiting" or "given_up" if the notice of its end was not delivered
-    deleted: Outcomes = Outcomes.NONE  # the results that were deleted before their time
+    deleted: Outcomes = Outcomes.NONE  # the results that were deleted before their expiry
 
     @property
     def live(self) -> bool:
-        """True while some of its lines are still to become jobs, or wait, or run."""
+        """True while some lines of the batch are not jobs yet, or are waiting or running jobs."""
         states = (BatchState.OPEN, BatchState.FED, BatchState.CANCELLED)
         return self.ended is None and self.state in states
 
@@ -119,26 +119,26 @@ class BatchView(Result, Struct, frozen=True):
 
 
 class BatchSubmitted(Result, Struct, frozen=True):
-    """The batch is durable. `new` is false if the same batch was there before."""
+    """The batch is durable. `new` is false if an equal batch was already stored."""
 
     batch: BatchView
     new: bool
 
 
 class BatchList(Result, Struct, frozen=True):
-    """Batches, the newest first; `more`: others follow them."""
+    """Batches, the newest first. `more`: further batches follow."""
 
     batches: tuple[BatchView, ...]
     more: bool = False
 
     @property
     def next(self) -> Place | None:
-        """The `behind` of the next ListBatches; None: these are the last."""
+        """The `behind` of the next ListBatches; None after the last batches."""
         return (self.batches[-1].created, self.batches[-1].id) if self.more else None
 
 
 class BatchChanged(Result, Struct, frozen=True):
-    """The batch as it is now, and those of its jobs that the operation has changed."""
+    """The present view of a batch, and the jobs of the batch that the operation changed."""
 
     batch: BatchView
     jobs: tuple[JobView, ...]
@@ -147,9 +147,9 @@ class BatchChanged(Result, Struct, frozen=True):
 class Lines(Result, Struct, frozen=True):
     """The next lines of a batch, without their line ends: (number, offset in the file, bytes).
 
-    `end` is the offset of the line after the last of them. `last`: the file ends there. Empty lines
-    are counted and left out. A line over MAX_LINE is cut to MAX_LINE + 1 bytes. `deadline_left`:
-    seconds until the deadline of the batch.
+    `end` is the offset of the line after the last of these lines. `last`: the file ends there.
+    Empty lines count in the numbers and are left out. A line over MAX_LINE is cut to MAX_LINE + 1
+    bytes. `deadline_left`: seconds until the deadline of the batch.
     """
 
     batch: BatchView
@@ -163,8 +163,8 @@ class Lines(Result, Struct, frozen=True):
 class LineOutcome(Struct, frozen=True):
     """The outcome of a line: a job, or a cause of failure.
 
-    An ended job has its text and ids, or the blobs of its answer. `whole` is false for a job with
-    more output than a page may have; then the outcome has no output.
+    An ended job has its text and ids, or the blobs of its answer. `whole` is false if the job's
+    output exceeds the bound of a page; then the outcome has no output.
     """
 
     line: int
@@ -179,7 +179,10 @@ class LineOutcome(Struct, frozen=True):
 
 
 class LineOutcomes(Result, Struct, frozen=True):
-    """Outcomes in the order of lines. `next` goes into the following `after`; -1: the last."""
+    """Outcomes in the order of lines.
+
+    `next` is the `after` of the next read; -1 after the last line.
+    """
 
     outcomes: tuple[LineOutcome, ...]
     next: int
@@ -188,8 +191,8 @@ class LineOutcomes(Result, Struct, frozen=True):
 class CreateFile(Operation, Struct, frozen=True):
     """Begin a file with its first part. Results: FileView, FileDiffers.
 
-    If the file exists, it stays, and AppendFile's rules hold for the part. `keep`: seconds from now
-    until the file is deleted; None: only DeleteFile deletes it. `max_bytes`: see AppendFile.
+    If the file exists, the part is treated as by AppendFile. `keep`: seconds from now until the
+    file is deleted; None: only DeleteFile deletes it. `max_bytes`: see AppendFile.
     """
 
     admits: ClassVar[bool] = True
@@ -213,10 +216,10 @@ class AppendFile(Operation, Struct, frozen=True):
     """Append `data` at `start`, the present size. Results: FileView, FileDiffers, UnknownName.
 
     Bytes that the file already has are compared and skipped, so a part may be sent again, also to a
-    complete file. A start after the end changes nothing; the view has the size. `last`: the file is
-    complete. `max_bytes`: the bound on the files of the owner together, 0: no bound; above it
-    nothing is appended (`over_quota`). `keep`: seconds since the file was created until it is
-    deleted; None: as its first part has it.
+    complete file. A start after the end changes nothing; the view has the size. `last`: this part
+    completes the file. `max_bytes`: the bound on the total size of the owner's files; 0: no bound.
+    A part that exceeds the bound is refused (`over_quota`). `keep`: seconds from the file's
+    creation to its deletion; None: the value of the first part stays.
     """
 
     admits: ClassVar[bool] = True
@@ -248,8 +251,8 @@ class ReadFile(Operation, Struct, frozen=True):
 class ListFiles(Operation, Struct, frozen=True):
     """List files of a tenant, the newest or the oldest first. Result: FileList.
 
-    `purpose` "": files of all purposes. `behind`: only files that follow the one with this time and
-    id, which may have been deleted.
+    `purpose` "": files of all purposes. `behind`: only files after the file with this time and id,
+    even if that file was deleted.
     """
 
     writes: ClassVar[bool] = False
@@ -264,8 +267,8 @@ class ListFiles(Operation, Struct, frozen=True):
 class DeleteFile(Operation, Struct, frozen=True):
     """Delete a file. Results: FileView, UnknownName; Refused while a batch needs it.
 
-    An open batch needs its file. A batch that a gateway made needs its lines as long as it has
-    results.
+    An open batch needs its file. A batch that a gateway made needs its file as long as the batch
+    has results.
     """
 
     frees: ClassVar[bool] = True
@@ -275,12 +278,13 @@ class DeleteFile(Operation, Struct, frozen=True):
 
 
 class SubmitBatch(Operation, Struct, frozen=True):
-    """Store a batch of a complete file. Results: BatchSubmitted, DuplicateKey, KeyGone.
+    """Store a batch that consists of the lines of a complete file.
 
-    The result is FileView if the file is not complete, and UnknownName if it does not exist.
+    Results: BatchSubmitted, DuplicateKey, KeyGone. FileView if the file is not complete,
+    UnknownName if it does not exist.
 
-    `defaults` is for the broker, which reads the lines. A batch and a job may have the same key.
-    `max_live`: the most live batches of the owner, this one included.
+    `defaults` is for the broker, which reads the lines. A batch and a job may have equal keys.
+    `max_live`: the most live batches of the owner, this batch included.
     """
 
     admits: ClassVar[bool] = True
@@ -296,7 +300,7 @@ class SubmitBatch(Operation, Struct, frozen=True):
 
 
 class ReadLines(Operation, Struct, frozen=True):
-    """Read the next lines of a batch that have not become jobs. Results: Lines, UnknownName."""
+    """Read the next lines of a batch that are not jobs yet. Results: Lines, UnknownName."""
 
     writes: ClassVar[bool] = False
     batch: bytes
@@ -305,15 +309,15 @@ class ReadLines(Operation, Struct, frozen=True):
 
 
 class AddLines(Operation, Struct, frozen=True):
-    """Make jobs of lines, in one transaction. Results: BatchView, UnknownName.
+    """Make jobs of lines in one transaction. Results: BatchView, UnknownName.
 
     Changes nothing if `first_line` is not the batch's `next_line`, because another call has added
     these lines. The view has the present `next_line` in either case.
 
     `next_line`, `end` and `last` have the values that `Lines` had. Each of `jobs` has its `batch`
     and `line`. `failed` and `expired` have (line, label, cause) of lines that become no job: of
-    invalid lines, and of lines after the batch's deadline, which count as expired jobs. A job
-    whose key is taken becomes a failed line.
+    invalid lines, and of lines after the batch's deadline, which count as expired jobs. A job whose
+    key is taken becomes a failed line.
     """
 
     admits: ClassVar[bool] = True
@@ -332,7 +336,7 @@ class AddLines(Operation, Struct, frozen=True):
 
 
 class ReadBatch(Operation, Struct, frozen=True):
-    """Look a batch up, with counts. Results: BatchView, UnknownName."""
+    """Read a batch and the counts of its jobs. Results: BatchView, UnknownName."""
 
     writes: ClassVar[bool] = False
     name: Name
@@ -342,7 +346,7 @@ class ListBatches(Operation, Struct, frozen=True):
     """List batches, the newest first. Result: BatchList.
 
     `states` empty: batches in all states. `owner` None: batches of all owners. `live`: only batches
-    that have not ended. `behind`: only batches that follow the one with this time and id.
+    that have not ended. `behind`: only batches after the batch with this time and id.
     """
 
     writes: ClassVar[bool] = False
@@ -357,7 +361,8 @@ class ListBatches(Operation, Struct, frozen=True):
 class CancelBatch(Operation, Struct, frozen=True):
     """Make no further jobs of a batch, and cancel at most `count` of its waiting jobs.
 
-    Results: BatchChanged with those jobs, UnknownName. Repeat it while the batch has waiting jobs.
+    Results: BatchChanged with the cancelled jobs, UnknownName. The caller repeats the operation
+    while the batch has waiting jobs.
     """
 
     name: Name
@@ -366,9 +371,10 @@ class CancelBatch(Operation, Struct, frozen=True):
 
 
 class RetryBatch(Operation, Struct, frozen=True):
-    """Let at most `count` dead or expired jobs of a batch wait again. Results as of CancelBatch.
+    """Let at most `count` dead or expired jobs of a batch wait again.
 
-    An ended batch becomes live again. A cancelled or gone batch is not changed.
+    Results: as for CancelBatch. An ended batch becomes live again. A cancelled or gone batch is not
+    changed.
     """
 
     name: Name
@@ -376,10 +382,10 @@ class RetryBatch(Operation, Struct, frozen=True):
 
 
 class ReleaseBatch(Operation, Struct, frozen=True):
-    """Delete the results of an ended batch before their time. Results: BatchView, UnknownName.
+    """Delete the results of an ended batch before their expiry. Results: BatchView, UnknownName.
 
-    It sets `forget` of the batch to now, and the next sweeps delete some jobs at a time. A batch
-    that has not ended stays as it is.
+    The `forget` time of the batch becomes the present time; the next sweeps delete some jobs at a
+    time. A batch that has not ended is not changed.
     """
 
     frees: ClassVar[bool] = True
@@ -387,12 +393,13 @@ class ReleaseBatch(Operation, Struct, frozen=True):
 
 
 class ReleaseOutcomes(Operation, Struct, frozen=True):
-    """Delete some results of an ended batch before their time. Results: BatchChanged, UnknownName.
+    """Delete some results of an ended batch before their expiry.
 
-    At most `count` jobs lose their results. The result has these jobs: repeat it until there are
-    fewer than `count`. The batch and its counts stay. From the first commit on, `deleted` of the
-    view has the outcomes that are deleted. When the last results are deleted, so are the lines that
-    a gateway wrote. A batch that has not ended, or is gone, stays as it is.
+    Results: BatchChanged, UnknownName. At most `count` jobs lose their results; BatchChanged has
+    these jobs. The caller repeats the operation until it has fewer than `count` jobs. The batch and
+    its counts stay. From the first commit on, `deleted` of the view names the deleted choice of
+    results. The end of the last results also deletes lines that a gateway wrote. A batch that has
+    not ended, or is gone, is not changed.
     """
 
     frees: ClassVar[bool] = True
@@ -402,10 +409,11 @@ class ReleaseOutcomes(Operation, Struct, frozen=True):
 
 
 class EndBatch(Operation, Struct, frozen=True):
-    """End a fed or cancelled batch without waiting jobs. Results: BatchView, UnknownName.
+    """End a batch that is cancelled or has become jobs, and has no waiting jobs.
 
-    Any other batch stays as it is; its view shows that. `keep` counts from the end. A batch with
-    `notify` gets a notice, which names these two files of its results.
+    Results: BatchView, UnknownName. Any other batch is not changed. `keep`: seconds from the end to
+    the deletion of the results. A batch with `notify` gets a notice, which names the two files of
+    results.
     """
 
     batch: bytes
@@ -416,7 +424,7 @@ class EndBatch(Operation, Struct, frozen=True):
 class ReadOutcomes(Operation, Struct, frozen=True):
     """Read the outcomes of the lines after `after`. Results: LineOutcomes, UnknownName.
 
-    Waiting jobs come without their output, and so do jobs with more than MAX_OUTPUT bytes.
+    Waiting jobs, and jobs with more than MAX_OUTPUT bytes, come without output.
     """
 
     writes: ClassVar[bool] = False

@@ -1,7 +1,8 @@
-"""Checksums of the stored parts of a job: a bit that the disk has changed is never served.
+"""Checksums of the stored parts of a job, so that a bit changed by the disk is never sent.
 
-Each is a CRC-32, which detects any change within 32 bits in a row. The record, the request, the end
-and each chunk of output of a job have a checksum each, so damage to one part never costs another.
+Each checksum is a CRC-32, which detects any change within 32 consecutive bits. The record, the
+request, the end and each chunk of output of a job have separate checksums, so damage to one part
+leaves the other parts readable.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ Part = bytes | str | int
 
 
 def of_chunk(seq: int, gen: int, pos: int, columns: Iterable[bytes]) -> int:
-    """Returns the checksum of output.
+    """Returns the checksum of a chunk of output.
 
-    `columns` are its packed ids, text, borders and log-probabilities.
+    `columns` are the chunk's packed ids, text, borders and log-probabilities.
     """
     return _crc(seq, gen, pos, *columns)
 

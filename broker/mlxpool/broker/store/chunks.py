@@ -1,4 +1,4 @@
-"""Chunks of output as they are stored: packed borders of steps, and cuts at a border."""
+"""The stored form of chunks of output: packed step borders, and cuts at a border."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def unpack_borders(packed: bytes) -> Borders:
 
 
 def pack_text(text: str) -> bytes:
-    """Encode as UTF-8; half a surrogate pair, which a model can make, is kept."""
+    """Encode as UTF-8. Lone surrogates, which a model can produce, are kept."""
     return text.encode(errors="surrogatepass")
 
 
@@ -43,7 +43,7 @@ def unpack_text(packed: bytes) -> str:
 
 
 def stored_size(chunk: Chunk) -> int:
-    """Returns the bytes that a chunk takes in its columns."""
+    """Returns the bytes of a chunk in its columns."""
     return (
         len(chunk.ids)
         + len(pack_text(chunk.text))
@@ -69,8 +69,8 @@ def check(chunk: Chunk) -> None:
 
 
 def cut_from(chunk: Chunk, pos: int) -> Chunk:
-    """Returns the chunk from its last border at or before `pos` on; without one the whole chunk."""
-    keep = 0  # steps that are left out
+    """Returns a chunk from its last border at or before `pos` on; the whole chunk if none is."""
+    keep = 0  # number of dropped steps
     while keep < len(chunk.borders) and chunk.pos + chunk.borders[keep][0] <= pos:
         keep += 1
     return _part(chunk, keep, len(chunk.borders))

@@ -1,7 +1,7 @@
-"""Bodies of notices: the JSON that is posted when a job or a batch has ended. Pure functions.
+"""Bodies of notices: the JSON that is posted after the end of a job or batch. Pure functions.
 
-A body is made in the transaction that stores the end, and every try posts the same body: later
-changes of the job or the batch do not change it.
+A body is made in the transaction that stores the end. All tries post this body, so later changes of
+the job or batch do not change it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from mlxpool.broker.store.batch_operations import BatchState, BatchView
 from mlxpool.broker.store.records import ENDED, JobState, JobView
 from mlxpool.common.web_targets import Target
 
-MAX_CAUSE = 1000  # characters of a job's cause
+MAX_CAUSE = 1000  # most characters of a job's cause
 JOB_ENDED = "job.ended"
 
 
 def notice_id(kind: str, subject: bytes, end_seq: int) -> str:
-    """Returns the id of a notice, equal for all its tries and unique. `kind`: job or batch."""
+    """Returns the unique id of a notice, which all its tries have. `kind`: job or batch."""
     return f"{kind}_{subject.hex()}_{end_seq}"
 
 
 def origin_of(url: str) -> str:
-    """Returns scheme, host and port of a URL; the URL itself if it has another form."""
+    """Returns scheme, host and port of a URL; the whole URL if it cannot be split."""
     try:
         return str(Target.parse(url).origin)
     except ValueError:
@@ -33,7 +33,7 @@ def origin_of(url: str) -> str:
 
 
 def job_notice(job: JobView) -> bytes:
-    """Returns the notice of an ended job: `job` is its view after the end."""
+    """Returns the notice of an ended job. `job`: its view after the end."""
     data = {
         "job": job.id.hex(),
         "key": job.scope.key,
@@ -51,8 +51,8 @@ def job_notice(job: JobView) -> bytes:
 def batch_outcome(batch: BatchView) -> str:
     """Returns completed, cancelled, expired or failed; "" if the batch has not ended or is gone.
 
-    A batch has expired if its deadline ended some of its lines, jobs or not. It has failed if no
-    line could become a job.
+    A batch is expired if its deadline ended some of its lines, before or after they became jobs. It
+    is failed if no line could become a job.
     """
     if batch.ended is None or batch.state is BatchState.GONE:
         return ""
@@ -65,9 +65,9 @@ def batch_outcome(batch: BatchView) -> str:
 
 
 def batch_notice(batch: BatchView, output_file: str, error_file: str) -> bytes:
-    """Returns the notice of an ended batch: `batch` is its view after the end.
+    """Returns the notice of an ended batch. `batch`: its view after the end.
 
-    It names a file only if that has lines: done lines are in `output_file`, all others in
+    The notice names only files that have lines: done lines are in `output_file`, all other lines in
     `error_file`.
     """
     counts = {state.value: dict(batch.counts).get(state, 0) for state in sorted(ENDED)}

@@ -1,4 +1,4 @@
-"""The choice between SQLite and PostgreSQL, by the setting `state_dir`."""
+"""The choice between SQLite and PostgreSQL by the setting `state_dir`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ POSTGRES = ("postgresql://", "postgres://")
 
 
 def opener(place: str, max_bytes: int, key_life: float = KEY_LIFE) -> Opener:
-    """Returns the opener of a folder, or of the URL of a PostgreSQL database.
+    """Returns the opener of a SQLite folder, or of a PostgreSQL database if `place` is a URL.
 
-    Raises StoreInUse and StoreUnusable, see SqliteOpener.
+    Raises StoreInUse or StoreUnusable, see SqliteOpener.
     """
     scheme, marked, _ = place.partition("://")
     if marked and not place.startswith(POSTGRES):

@@ -1,10 +1,11 @@
 """The store's operations on jobs: one frozen record for each write and each read.
 
-Files and batches are in batch_operations.py. The results are in records.py. Each docstring names
-the possible results of its operation; any operation can also be `Refused`. The result of a write
-comes only after its commit. A write has changed nothing if its result is `Fate`, `UnknownName`,
-`DuplicateKey`, `KeyGone` or `Refused`. Ages are seconds; the store adds them to its own clock.
-`held` are the ids of the jobs that the broker runs: on disk these jobs wait.
+Operations on files and batches are in batch_operations.py, results in records.py. Each docstring
+names the possible results of its operation; every operation can also have the result `Refused`. The
+result of a write comes only after its commit. A write has changed nothing if its result is `Fate`,
+`UnknownName`, `DuplicateKey`, `KeyGone` or `Refused`. Durations are in seconds from the present
+time of the store's clock. `held` has the ids of the jobs that the broker runs: on disk these jobs
+are waiting.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from mlxpool.broker.store.records import Chunk, Cursor, JobState, Name, Scope
 class Operation:
     """Base of all operations.
 
-    `urgent`: its commit is not delayed to gather more operations. `admits`: it brings new work, and
-    is refused first when the inbox fills or the store nears its bound in bytes. `writes`: it can
-    change the store. `frees`: it deletes, concerns no running job, and so goes before others when
-    the disk is full.
+    `urgent`: its commit is not delayed to gather more operations. `admits`: it adds new work; such
+    operations are refused first when the inbox fills or the store nears its bound in bytes.
+    `writes`: it can change the store. `frees`: it deletes data and concerns no running job, so it
+    goes first when the disk is full.
     """
 
     __slots__ = ()
@@ -36,7 +37,7 @@ class Operation:
 
     @property
     def size(self) -> int:
-        """Bytes that the operation holds in memory while it waits, beside a small constant."""
+        """Bytes of the operation in memory while it waits, without a small constant."""
         return 0
 
 
@@ -47,11 +48,11 @@ class Submit(Operation, Struct, frozen=True):
     """Store a job. Results: Submitted, DuplicateKey, KeyGone.
 
     `request`: the packed request, which the store does not read. `blobs`: the blobs of its message;
-    equal blobs of all jobs are stored once. Two submissions with the same `digest` are the same
-    job. The job waits for at least `delay` seconds, and until the time of day `not_before`.
-    `deadline`: seconds from now; None: no deadline. `keep`: seconds between the end and the
-    deletion of the result; None: until it is released. `label`: the client's name of a line of a
-    batch. `max_jobs`, `max_bytes`: bounds of the owner's stored jobs and bytes; 0: no bound.
+    equal blobs of all jobs are stored once. Two submissions with equal digests are one job. The job
+    waits for at least `delay` seconds, and until the time of day `not_before`. `deadline`: seconds
+    from now; None: no deadline. `keep`: seconds between the end and the deletion of the result;
+    None: until it is released. `label`: the client's name of a line of a batch. `max_jobs`,
+    `max_bytes`: bounds of the owner's stored jobs and bytes; 0: no bound.
     """
 
     admits: ClassVar[bool] = True
@@ -81,12 +82,13 @@ class Submit(Operation, Struct, frozen=True):
 
 
 class FeedNext(Operation, Struct, frozen=True):
-    """Take waiting jobs that are due, to be run. Result: Fed.
+    """Take due waiting jobs, to be run. Result: Fed.
 
     Owners take turns, one job a turn, in the order of their names from the first after
-    `after_owner`. An owner's earliest due job comes first. It ends at `count` jobs or `max_bytes`
-    of requests. Skipped are jobs in `held`, jobs of `but_owners`, and jobs whose `starts` is below
-    `min_starts` or at least `below_starts`. `starts` is raised in the same commit.
+    `after_owner`. An owner's earliest due job comes first. The read ends at `count` jobs or
+    `max_bytes` of requests. It skips jobs in `held`, jobs of `but_owners`, and jobs whose `starts`
+    is below `min_starts` or at least `below_starts`. The same commit adds 1 to `starts` of each
+    job.
     """
 
     model: str
@@ -103,8 +105,8 @@ class FeedNext(Operation, Struct, frozen=True):
 class Progress(Operation, Struct, frozen=True):
     """Append output to a running job. Results: Durable, Fate, UnknownName.
 
-    The result is `Fate` unless `chunk.pos` is the number of stored ids. `facts` come with the first
-    ids of a generation. `starts` becomes 0.
+    The result is `Fate` unless `chunk.pos` is the number of stored ids. The first ids of a
+    generation come with `facts`, the worker's data about its model. `starts` becomes 0.
     """
 
     id: bytes
@@ -126,9 +128,9 @@ class Finish(Operation, Struct, frozen=True):
 
     `state` is one of `ENDED`. `end` is the packed terminal message, of at most MAX_END bytes.
     `answer` are the blobs of an answer, of at most MAX_ANSWER bytes together. A job with `notify`
-    gets a notice. A `cause` is kept as a failure of the job, with `stacks` of a worker. `attempts`
-    is the number of failed attempts in a row, the last included; None: as before. `patient`: it is
-    not urgent.
+    gets a notice. A `cause` is kept as a failure of the job, with a worker's thread `stacks`.
+    `attempts` is the number of consecutive failed attempts, the last included; None keeps the
+    stored number. `patient`: the operation is not urgent.
     """
 
     id: bytes
@@ -154,10 +156,10 @@ class Finish(Operation, Struct, frozen=True):
 
 
 class Defer(Operation, Struct, frozen=True):
-    """Let a running job wait again; it is due in `delay` seconds. Results as of Finish.
+    """Let a running job wait again. It is due in `delay` seconds. Results: as for Finish.
 
-    `attempts` and `charge` replace the stored values; `starts` too, unless None. A `cause` is kept
-    as a failure of the job, with `stacks` of a worker.
+    `attempts` and `charge` replace the stored values; `starts` too, unless it is None. A `cause` is
+    kept as a failure of the job, with a worker's thread `stacks`.
     """
 
     id: bytes
@@ -171,10 +173,10 @@ class Defer(Operation, Struct, frozen=True):
 
 
 class SetBack(Operation, Struct, frozen=True):
-    """Note that a job lost its worker; the job goes on. Results: Done, Fate, UnknownName.
+    """Store the loss of a job's worker; the job goes on. Results: Done, Fate, UnknownName.
 
-    `charge` replaces the stored value, so that it outlives the broker. `cause` is kept as a failure
-    of the job, with the `stacks` of the worker.
+    `charge` replaces the stored value, so that a restart of the broker keeps it. `cause` is kept as
+    a failure of the job, with the worker's thread `stacks`.
     """
 
     id: bytes
@@ -189,9 +191,10 @@ class SetBack(Operation, Struct, frozen=True):
 
 
 class NewGeneration(Operation, Struct, frozen=True):
-    """Begin the output of a job anew, as generation `gen` + 1 at 0. Results as of Finish.
+    """Restart the output of a job at position 0, as generation `gen` + 1. Results: as for Finish.
 
-    It is used if the worker's model has another digest. The ids so far and the facts are deleted.
+    The broker does this if the worker's model has another digest. The stored ids and facts are
+    deleted.
     """
 
     id: bytes
@@ -210,7 +213,7 @@ class Retry(Operation, Struct, frozen=True):
     """Let a dead or expired job wait again. Results: Changed, Fate, UnknownName.
 
     Its attempts, starts and charge become 0 and its quarantine ends. `new_generation`: the output
-    begins anew. `deadline`: seconds from now, None for no deadline.
+    restarts at position 0. `deadline`: seconds from now; None: no deadline.
     """
 
     name: Name
@@ -219,18 +222,22 @@ class Retry(Operation, Struct, frozen=True):
 
 
 class Release(Operation, Struct, frozen=True):
-    """Delete the result of an ended job: it is `gone`. Results: Changed, Fate, UnknownName."""
+    """Delete the result of an ended job, which becomes `gone`.
+
+    Results: Changed, Fate, UnknownName.
+    """
 
     frees: ClassVar[bool] = True
     name: Name
 
 
 class Sweep(Operation, Struct, frozen=True):
-    """Expire and delete jobs past their times, at most `count` of each sort. Result: Swept.
+    """Expire and delete jobs, files and batches whose times have passed. Result: Swept.
 
-    Waiting jobs past their deadline expire, unless they are `held`: the broker ends those itself.
-    Ended jobs past `forget` become gone, and gone jobs past `key_life` are deleted. So are files
-    and batches past their time. `expired_end` is the packed terminal message of expired jobs.
+    At most `count` jobs of each sort change. Waiting jobs expire after their deadline, unless they
+    are `held`: the broker ends these itself. Ended jobs become gone after `forget`. Gone jobs are
+    deleted after `key_life`. Files and batches are deleted after their times. `expired_end` is the
+    packed terminal message of expired jobs.
     """
 
     frees: ClassVar[bool] = True
@@ -243,14 +250,14 @@ class Sweep(Operation, Struct, frozen=True):
 
 
 class ReadJob(Operation, Struct, frozen=True):
-    """Look a job up. Results: Found, UnknownName."""
+    """Read the view of a job. Results: Found, UnknownName."""
 
     writes: ClassVar[bool] = False
     name: Name
 
 
 class ReadHistory(Operation, Struct, frozen=True):
-    """Look a job up, with its failures. Results: History, UnknownName."""
+    """Read the view of a job, and its failures. Results: History, UnknownName."""
 
     writes: ClassVar[bool] = False
     name: Name
@@ -264,11 +271,11 @@ class ReadRequest(Operation, Struct, frozen=True):
 
 
 class FetchPage(Operation, Struct, frozen=True):
-    """Read output. Results: Page, JobRestarted, KeyGone, UnknownName.
+    """Read a page of a job's output. Results: Page, JobRestarted, KeyGone, UnknownName.
 
     Output or an end that does not match its checksum is refused as `damaged`.
 
-    `pos` is rounded down to a border of steps. `gen` None is the present generation; any other
+    `pos` is rounded down to a border of steps. `gen` None: the present generation. Any other
     generation gives JobRestarted. The page has at most `max_bytes`, but at least one step.
     """
 
@@ -280,11 +287,13 @@ class FetchPage(Operation, Struct, frozen=True):
 
 
 class ListJobs(Operation, Struct, frozen=True):
-    """List jobs in order of arrival from the first after `after`. Result: JobList of seqs.
+    """List jobs in order of arrival, from the first after `after`.
 
-    `owner` and `tenant` None: jobs of all. `states` empty: jobs in all states but gone. `model` "":
-    jobs of all models. `reverse`: the newest first, from the last before `after` (0: the newest).
-    `batch`: only jobs of that batch; without it only jobs of no batch.
+    Result: JobList; `next` is a seq.
+
+    `owner` or `tenant` None: jobs of all owners or tenants. `states` empty: jobs in all states but
+    gone. `model` "": jobs of all models. `reverse`: the newest first, from the last before `after`
+    (0: the newest). `batch`: only jobs of that batch; None: only jobs that belong to no batch.
     """
 
     writes: ClassVar[bool] = False
@@ -299,10 +308,10 @@ class ListJobs(Operation, Struct, frozen=True):
 
 
 class ListEnded(Operation, Struct, frozen=True):
-    """Read the durable feed: ended jobs after the end number `after`. Result: JobList of end_seqs.
+    """List ended jobs after the end number `after`. Result: JobList; `next` is an end_seq.
 
-    The numbers rise in the order of the commits, so no job appears later below a number that was
-    read. Jobs whose result was deleted are listed as `gone`, until their key is forgotten.
+    End numbers rise in the order of the commits, so every later end has a higher number. Jobs whose
+    result was deleted are listed as `gone`, until their key is deleted.
     """
 
     writes: ClassVar[bool] = False
@@ -313,7 +322,7 @@ class ListEnded(Operation, Struct, frozen=True):
 
 
 class ReadBacklog(Operation, Struct, frozen=True):
-    """Read which models have waiting jobs. Result: Backlog."""
+    """Read the models with waiting jobs, and their counts. Result: Backlog."""
 
     writes: ClassVar[bool] = False
 
@@ -322,20 +331,23 @@ class ReadBacklog(Operation, Struct, frozen=True):
 
 
 class SetPoison(Operation, Struct, frozen=True):
-    """Keep a digest in quarantine for `life` seconds; 0 ends it. Result: Done."""
+    """Put a request's digest in quarantine for `life` seconds; 0 ends the quarantine.
+
+    Result: Done.
+    """
 
     digest: bytes
     life: float
 
 
 class ReadPoisons(Operation, Struct, frozen=True):
-    """Read the quarantine, when the broker starts. Result: Poisons."""
+    """Read all digests in quarantine, when the broker starts. Result: Poisons."""
 
     writes: ClassVar[bool] = False
 
 
 class OriginLoad(Struct, frozen=True):
-    """The number of notices to an origin under way, and the room for more."""
+    """The number of an origin's notices under way, and the number that may be added."""
 
     origin: str
     under_way: int
@@ -343,11 +355,12 @@ class OriginLoad(Struct, frozen=True):
 
 
 class ReadNotices(Operation, Struct, frozen=True):
-    """Read due notices that are not given up; notices in `held` are under way. Result: Notices.
+    """Read due notices that are not given up and not in `held`. Result: Notices.
 
-    At most `count` are read, and of one origin at most its room in `loads`, else `per_origin`.
-    Origins take turns, those with the fewest notices under way first. At equal numbers the origin
-    goes first whose notice is due for longest. So no origin waits for the older notices of others.
+    `held` names the notices under way. At most `count` notices are read, and at most the room of
+    each origin in `loads`, `per_origin` for other origins. Origins take turns. Origins with the
+    fewest notices under way go first, at equal numbers the origin with the longest overdue notice.
+    So no origin waits for older notices of other origins.
     """
 
     writes: ClassVar[bool] = False
@@ -358,7 +371,7 @@ class ReadNotices(Operation, Struct, frozen=True):
 
 
 class ListNotices(Operation, Struct, frozen=True):
-    """List notices that are not delivered, or given up, by `end_seq`. Result: Notices.
+    """List undelivered and given-up notices by `end_seq`. Result: Notices.
 
     `owner` None: notices of all owners.
     """
@@ -370,16 +383,16 @@ class ListNotices(Operation, Struct, frozen=True):
 
 
 class NoticeSent(Operation, Struct, frozen=True):
-    """Delete a notice that was delivered. Result: Done."""
+    """Delete a delivered notice. Result: Done."""
 
     frees: ClassVar[bool] = True
     end_seq: int
 
 
 class NoticeFailed(Operation, Struct, frozen=True):
-    """Note a failed try; the next follows in `delay` seconds, with None never. Result: Done.
+    """Store a failed try. The next try follows in `delay` seconds; None: never. Result: Done.
 
-    `unreachable`: an origin that cannot be reached at all. Its notices older than `give_up_after`
+    `unreachable`: an origin without a connection, else "". Its notices older than `give_up_after`
     seconds are given up without a further try, some at a time.
     """
 
@@ -400,9 +413,9 @@ class ReadFigures(Operation, Struct, frozen=True):
 
 
 class ExportJobs(Operation, Struct, frozen=True):
-    """Read jobs with all their stored parts, from `cursor` on, for a copy. Result: Export.
+    """Read jobs with all their stored parts from `cursor` on, for a backup. Result: Export.
 
-    If a job has more than `max_bytes` of output, a page has only a part of it.
+    A page has only a part of a job with more than `max_bytes` of output.
     """
 
     writes: ClassVar[bool] = False
@@ -415,7 +428,7 @@ class ExportJobs(Operation, Struct, frozen=True):
 class VerifyJobs(Operation, Struct, frozen=True):
     """Compare jobs after the number `after` with their checksums. Result: Verified.
 
-    It reads at most `count` jobs, and at most `max_bytes`, but at least one job.
+    The operation reads at most `count` jobs and `max_bytes` bytes, but at least one job.
     """
 
     writes: ClassVar[bool] = False

@@ -1,7 +1,7 @@
-"""The store in PostgreSQL, used by one broker at a time: another machine can take it over.
+"""The store in PostgreSQL. One broker uses it at a time; a broker on another machine can take over.
 
-The session that holds the advisory lock owns the store. A session can be lost with its lock while
-its broker still runs, so each transaction also locks and compares the number of the broker.
+The session that has the advisory lock owns the store. A broker can lose its session, and so the
+lock, and still run. So each transaction also locks and compares the number of the broker.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from mlxpool.broker.store.sql.database import Database, Row
 from mlxpool.broker.store.sql.sql_store import KEY_LIFE, Opener, SqlStore
 
 LOCK = 0x6D6C7870  # "mlxp": the first half of the advisory lock's number
-LOCK_WAIT = 2.0  # seconds for the server to notice that the last session has ended
-# Bounds on the wait for a server that does not answer; seconds, but tcp_user_timeout milliseconds.
+LOCK_WAIT = 2.0  # seconds that the server has to notice the end of the last session
+# Timeouts for a server that does not answer: seconds, but tcp_user_timeout is in milliseconds.
 CONNECTION = {
     "connect_timeout": 10,
     "keepalives_idle": 10,
@@ -37,7 +37,7 @@ CONNECTION = {
 
 
 class PostgresDatabase(Database):
-    """A session that holds the advisory lock. Raises StoreUnusable, StoreInUse and StoreFailed."""
+    """A session that holds the advisory lock. Raises StoreUnusable, StoreInUse or StoreFailed."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -99,7 +99,7 @@ class PostgresDatabase(Database):
         try:
             self._connection.execute("ROLLBACK")
         except psycopg.Error:
-            pass  # a lost session has no transaction
+            pass  # there is no transaction after the loss of the session
 
     def lock_boot(self) -> int:
         # A broker that takes the store over waits for this transaction, or this one sees its
@@ -129,7 +129,7 @@ class PostgresDatabase(Database):
 
 @cache
 def _translated(sql: str) -> str:
-    """Returns a statement with psycopg's placeholders; it has no other `?` and no `%`."""
+    """Returns a statement with psycopg's placeholders; it must have no other `?` and no `%`."""
     return sql.replace("?", "%s")
 
 
@@ -140,7 +140,7 @@ class PostgresOpener(Opener):
         self._url, self._max_bytes, self._key_life = url, max_bytes, key_life
 
     def open(self) -> SqlStore:
-        """Open the store; make its tables in an empty database. Raises StoreUnusable."""
+        """Open the store; create its tables in an empty database. Raises StoreUnusable."""
         try:
             return self._open()
         except StoreUnusable:

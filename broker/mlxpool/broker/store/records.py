@@ -1,4 +1,4 @@
-"""Results of the store's operations, with their views of jobs and pages of output.
+"""Results of the store's operations: views of jobs, and pages of output.
 
 Times are seconds since 1970 on the store's clock (see clock.py), which never goes back.
 """
@@ -13,43 +13,43 @@ from mlxpool.common.protocol.token_ids import count_of
 
 
 class StoreError(OSError):
-    """Base of the store's errors; the message has the remedy."""
+    """Base of the store's errors. The message names the remedy."""
 
 
 class StoreUnusable(StoreError):
-    """The store cannot be opened; nothing was changed."""
+    """Raised if the store cannot be opened; nothing was changed."""
 
 
 class StoreUnwritable(StoreUnusable):
-    """The folder of the store cannot be made, or this user cannot write into it."""
+    """Raised if the store's folder cannot be made, or this user cannot write into it."""
 
 
 class StoreInUse(StoreUnusable):
-    """Another broker uses the store."""
+    """Raised if another broker uses the store."""
 
 
 class StoreFenced(StoreError):
-    """Another broker has taken the store over since this one opened it: this one must end."""
+    """Raised if another broker has taken the store over: this broker must end."""
 
 
 class StoreFailed(StoreError):
-    """The disk or the connection failed. The last transaction may or may not be durable."""
+    """Raised if the disk or the connection failed. The last transaction may be durable or not."""
 
 
 class OutOfSpace(StoreError):
-    """The transaction found no room and was undone; the store is unchanged."""
+    """Raised if a transaction found no space and was undone; the store is unchanged."""
 
 
 class Damaged(Exception):
-    """A stored part does not match its checksum; the message names the job and the range."""
+    """Raised if a stored part does not match its checksum; the message names job and range."""
 
 
-MAX_CHUNK = 64 * 1024  # bytes of ids, text and log-probabilities in one chunk
-MAX_END = 4 * 1024 * 1024  # bytes of the end of a job, without the blobs of its answer
-MAX_ANSWER = 4 * 1024 * 1024  # bytes of the blobs of a job's answer
-MAX_FAILURES = 16  # failures that are kept of a job, the newest
-MAX_RETRIES = 1000  # retries of one generation of a job
-MAX_STACKS = 16 * 1024  # characters of a worker's stacks, kept with a failure
+MAX_CHUNK = 64 * 1024  # most bytes of ids, text and log-probabilities in a chunk
+MAX_END = 4 * 1024 * 1024  # most bytes of the end of a job, without the blobs of its answer
+MAX_ANSWER = 4 * 1024 * 1024  # most bytes of the blobs of a job's answer
+MAX_FAILURES = 16  # most failures that a job keeps, the newest
+MAX_RETRIES = 1000  # most retries of one generation of a job
+MAX_STACKS = 16 * 1024  # most characters of a worker's stacks in a failure
 
 
 class JobState(StrEnum):
@@ -68,10 +68,10 @@ RETRYABLE = frozenset({JobState.DEAD, JobState.EXPIRED})
 
 
 class Scope(Struct, frozen=True):
-    """The name of a job as its client knows it. Equal keys of two owners or tenants are two jobs.
+    """The name of a job for its client. Equal keys of two owners or tenants name two jobs.
 
-    `owner` is the key or the uid of the connection. `tenant` is a gateway's client, "" without a
-    gateway.
+    `owner` is the public key or the uid of the connection. `tenant` is the client of a gateway, ""
+    without a gateway.
     """
 
     owner: str
@@ -86,10 +86,10 @@ Name = Scope | bytes
 class Chunk(Struct, frozen=True):
     """Output of a job from `pos` on, in whole steps.
 
-    `ids` are packed ids. `borders` has (ids, characters) for each step: their numbers in this chunk
-    up to the step's end, so the last entry is (count, len(text)). Each step has ids: text without
-    ids goes into the next step, or into the end of the job. `logprobs` is a packed list with one
-    entry for each id; b"" if the request has none.
+    `ids` are packed ids. `borders` has (ids, characters) for the end of each step: the numbers of
+    ids and characters in this chunk before it. So the last entry is (count, len(text)). Each step
+    has ids: text without ids goes into the next step, or into the end of the job. `logprobs` is a
+    packed list with one entry for each id; b"" if the request has none.
     """
 
     pos: int
@@ -105,12 +105,12 @@ class Chunk(Struct, frozen=True):
 
     @property
     def end(self) -> int:
-        """The position after the last id."""
+        """The position after the last id of the chunk."""
         return self.pos + self.count
 
     @property
     def size(self) -> int:
-        """The most bytes that it takes."""
+        """The most bytes of the stored chunk."""
         return len(self.ids) + 4 * len(self.text) + 8 * len(self.borders) + len(self.logprobs)
 
 
@@ -118,12 +118,12 @@ class JobView(Struct, frozen=True):
     """A job without its request and its output. `seq` is its number in the order of arrival.
 
     `gen` is the generation of its output, `pos` the number of durable ids in it, `retried` the
-    (pos, times) of its retries. `starts` counts the times that it was given to a worker since its
-    last durable id. `end` comes from `Finish`, None while the job waits. `end_seq` orders the ends
-    of all jobs, 0 while it waits. A line of a batch has `batch` and `line`. `due`: the time before
-    which it is not fed. `notice` is `waiting` or `given_up` if the notice of its end was not
-    delivered. `damaged` names the parts that the disk has changed: then `end` is None, or `facts`,
-    `ended`, `cause`, `attempts`, `charge` and `retried` have the values of a new job.
+    (pos, times) of its retries. `starts` counts the times that the job was given to the core since
+    its last durable id. `end` is that of `Finish`; None while the job waits. `end_seq` orders the
+    ends of all jobs; 0 while the job waits. A line of a batch has `batch` and `line`. `due`: the
+    time before which the job does not run. `notice` is `waiting` or `given_up` if the notice of its
+    end was not delivered. `damaged` names the parts that the disk has changed: then `end` is None,
+    or `facts`, `ended`, `cause`, `attempts`, `charge` and `retried` have the values of a new job.
     """
 
     seq: int
@@ -164,7 +164,7 @@ class JobView(Struct, frozen=True):
 
 
 class Failure(Struct, frozen=True):
-    """A failure of a job: `cause` in words, `at` seconds since 1970.
+    """A failure of a job. `cause` is a text, `at` the time.
 
     `stacks` are the stacks of the threads of a worker that hung or crashed, else "".
     """
@@ -176,10 +176,11 @@ class Failure(Struct, frozen=True):
 
 
 class FedJob(Struct, frozen=True):
-    """A job as it is given to a worker. `request` and `blobs` are those of `Submit`.
+    """A job that the broker has read to run it. `request` and `blobs` are those of `Submit`.
 
-    `ids` are the packed durable ids, job.pos of them, without a gap. `deadline_left`: seconds.
-    `damaged`: the error if the disk has changed its request, so that it cannot be run; else "".
+    `ids` are the packed durable ids, `job.pos` of them, without a gap. `deadline_left`: seconds
+    until the deadline. `damaged`: the error if the disk has changed the request, so that the job
+    cannot run; else "".
     """
 
     job: JobView
@@ -200,7 +201,7 @@ class Result:
 
 
 class Refused(Result, Struct, frozen=True):
-    """Nothing was changed, and the operation can be sent again later.
+    """The operation was not performed and nothing was changed; a retry is possible.
 
     `code`: `store_full` (the bound in bytes, or the disk), `over_quota` (the owner's quota),
     `store_busy` (the inbox is full), `store_closed` (the disk failed, or the broker ends),
@@ -216,24 +217,24 @@ class Refused(Result, Struct, frozen=True):
 
 
 class Submitted(Result, Struct, frozen=True):
-    """The job is durable. `new` is false if the same job was there before."""
+    """The job is durable. `new` is false if an equal job was already stored."""
 
     job: JobView
     new: bool
 
 
 class DuplicateKey(Result, Struct, frozen=True):
-    """The key names a job or batch with another digest; `id` is the id of it."""
+    """The key names a job or batch with another digest. `id` is its id."""
 
     id: bytes
 
 
 class KeyGone(Result, Struct, frozen=True):
-    """The key named a job or batch that is deleted; the key is free again at `until`."""
+    """The key named a deleted job or batch. The key can be used again from `until` on."""
 
     id: bytes
     until: float
-    scope: Scope | None = None  # of the deleted job; only FetchPage and ReadRequest set it
+    scope: Scope | None = None  # scope of the deleted job; only FetchPage and ReadRequest set it
 
 
 class UnknownName(Result, Struct, frozen=True):
@@ -246,17 +247,17 @@ class UnknownName(Result, Struct, frozen=True):
 
 
 class Fate(Result, Struct, frozen=True):
-    """The operation does not fit the stored job, which is `job`; nothing was changed."""
+    """The operation does not match the state of the stored `job`; nothing was changed."""
 
     job: JobView
 
 
 class Fed(Result, Struct, frozen=True):
-    """Jobs to be run, in the order of the owners' turns. Their `starts` is one higher.
+    """Jobs to be run, in the order of the owners' turns. Their `starts` include this start.
 
-    `last_owner` goes into the next `FeedNext`. `next_due` is the earliest due time of further jobs;
-    None without such a job, and after a bound was reached. `more`: further jobs are due, and were
-    not fed because of the bounds.
+    `last_owner` is the `after_owner` of the next `FeedNext`. `next_due` is the earliest due time of
+    further jobs; None without further jobs, or after a bound was reached. `more`: the bounds left
+    out further due jobs.
     """
 
     jobs: tuple[FedJob, ...]
@@ -275,7 +276,7 @@ class Durable(Result, Struct, frozen=True):
 
 
 class Changed(Result, Struct, frozen=True):
-    """The operation was performed: `job` is its new view. After an end, `job.end_seq` is set."""
+    """The operation was performed. `job` is the new view; after an end it has an `end_seq`."""
 
     job: JobView
 
@@ -305,7 +306,7 @@ class Page(Result, Struct, frozen=True):
     """Output of a job from a step border on, in whole steps.
 
     `chunks` begin at or before the requested position. Output ends at `job.pos`, and can grow while
-    `job.state` is waiting. No chunks: there is no output after the position yet. `answer`: the
+    `job.state` is waiting. Without chunks there is no output after the position yet. `answer`: the
     blobs of the answer of an ended job, on the page that has its last id.
     """
 
@@ -315,22 +316,22 @@ class Page(Result, Struct, frozen=True):
 
 
 class JobRestarted(Result, Struct, frozen=True):
-    """The requested generation is not the present generation, which begins at 0."""
+    """The requested generation is not the present generation, which begins at position 0."""
 
     job: JobView
 
 
 class JobList(Result, Struct, frozen=True):
-    """Jobs in order. `next` is the `after` of the next operation; 0: these are the last."""
+    """Jobs in order. `next` is the `after` of the next operation; 0 after the last jobs."""
 
     jobs: tuple[JobView, ...]
     next: int
 
 
 class Swept(Result, Struct, frozen=True):
-    """Jobs that a sweep ended. `more`: others may be left, so sweep again at once.
+    """Jobs that a sweep ended. `more`: others may be left, so the next sweep is due now.
 
-    `next` is the earliest time at which a further sweep has something to do, None if not known.
+    `next` is the earliest time at which a sweep has something to do; None if unknown.
     """
 
     expired: tuple[JobView, ...]
@@ -340,19 +341,23 @@ class Swept(Result, Struct, frozen=True):
 
 
 class Backlog(Result, Struct, frozen=True):
-    """(model, priority, number of waiting and running jobs, earliest due time, most starts)."""
+    """The waiting jobs of each model and priority.
+
+    Entries are (model, priority, number of waiting and running jobs, earliest due time, most
+    starts).
+    """
 
     waiting: tuple[tuple[str, int, int, float, int], ...]
     now: float
 
 
 class Notice(Result, Struct, frozen=True):
-    """The notice of the end of a job or batch (`kind`): `body` is posted to `url`.
+    """The notice of the end of a job or batch (`kind`). Its `body` is posted to `url`.
 
     `subject` is the id of the job or batch, `origin` the scheme, host and port of the URL. `since`
-    is the time from which on it is tried; times without a broker are added to it. `tries` is the
-    number of failed tries, `cause` the cause of the last. `given_up` is the time at which the
-    broker gave it up, else None.
+    is the time of the first try, moved on by the times without a broker. `tries` is the number of
+    failed tries, `cause` the cause of the last failure. `given_up` is the time at which the broker
+    stopped its tries, else None.
     """
 
     end_seq: int
@@ -393,8 +398,8 @@ class Done(Result, Struct, frozen=True):
 class StoreFigures(Result, Struct, frozen=True):
     """Figures of the store. `used` and `bound` are bytes; new jobs are refused above `admit`.
 
-    `room`: bytes that new jobs may take, as the bound and the disk allow; 0: new jobs are refused.
-    `notices` are still to be delivered; `given_up` notices will not be tried again.
+    `room`: bytes that the bound and the disk leave for new jobs; 0: new jobs are refused. `notices`
+    counts the notices to be delivered, `given_up` the notices without further tries.
     """
 
     states: tuple[tuple[JobState, int], ...]
@@ -408,10 +413,11 @@ class StoreFigures(Result, Struct, frozen=True):
 
 
 class Cursor(Struct, frozen=True):
-    """The place at which an export goes on: the job `seq` or the first after it.
+    """The position at which an export continues: the job `seq`, or the first job after it.
 
-    `part` 0: at the job itself. Otherwise: at blob `part` - 1, counting the blobs of its request,
-    then of its answer. The further blobs follow, then the output of generation `gen` from `pos` on.
+    `part` 0: at the begin of the job. Otherwise: at blob `part` - 1 in the list of the blobs of its
+    request and of its answer. Later blobs follow, then the output of generation `gen` from `pos`
+    on.
     """
 
     seq: int = 0
@@ -421,10 +427,10 @@ class Cursor(Struct, frozen=True):
 
 
 class ExportedJob(Struct, frozen=True):
-    """A job, or only further blobs and output of it if `request` is None.
+    """A part of an exported job. `request` is None on all pages after the job's first page.
 
-    `blobs` of its request and blobs of its `answer` are (place, data). `damaged` names the parts
-    that the disk has changed; they are left out.
+    `blobs` of the request and of the `answer` are (number, data). `damaged` names the parts that
+    the disk has changed; they are left out.
     """
 
     job: JobView
@@ -436,9 +442,9 @@ class ExportedJob(Struct, frozen=True):
 
 
 class Export(Result, Struct, frozen=True):
-    """Jobs in order of `seq`. `next` goes into the following operation; None: these are the last.
+    """Jobs in order of `seq`. `next` is the cursor of the next export; None after the last jobs.
 
-    The output of the last job may go on in the next export.
+    The output of the last job may continue in the next export.
     """
 
     jobs: tuple[ExportedJob, ...]
@@ -446,9 +452,10 @@ class Export(Result, Struct, frozen=True):
 
 
 class Verified(Result, Struct, frozen=True):
-    """`checked` jobs were compared with their checksums: `damaged` are (job, damaged part).
+    """The result of a comparison with checksums.
 
-    `next` is the `after` of the next operation; 0: these were the last.
+    `checked` is the number of compared jobs, `damaged` has (job, damaged part). `next` is the
+    `after` of the next operation; 0 after the last jobs.
     """
 
     checked: int

@@ -1,8 +1,8 @@
-"""The store in SQLite: a single connection locks the file, and every commit is on disk.
+"""The store in SQLite. A single connection locks the file, and every commit is durable.
 
 SQLite has a write-ahead log and synchronous=FULL, so a commit is one fsync of the log. The index of
 the log is in this process's memory (locking_mode EXCLUSIVE before the first access). So no second
-connection is possible; with one, SQLite before 3.51.3 could damage a log.
+connection is possible; before 3.51.3, SQLite could damage a log with two connections.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ PRAGMAS = {
     "auto_vacuum": "INCREMENTAL",
     "journal_mode": "WAL",
     "synchronous": "FULL",
-    "fullfsync": "1",  # has an effect on macOS alone
+    "fullfsync": "1",  # has an effect only on macOS
     "checkpoint_fullfsync": "1",
     "secure_delete": "ON",
-    "wal_autocheckpoint": "0",  # `tend` does it, when no result waits for it
+    "wal_autocheckpoint": "0",  # `tend` copies the log, when no result waits
     "foreign_keys": "OFF",
     "temp_store": "MEMORY",
     "cache_size": "-16384",  # KiB
 }
 NO_BOUND = 1 << 44  # bytes
 LOG_HEAD, FRAME_HEAD = 32, 24  # bytes before the frames of the log, and before each page in it
-LOG_BYTES = 32 * 1024 * 1024  # length of the log from which on it is copied into the database
-RESERVE_PAUSE = 60.0  # seconds until a freed reserve is taken again
-FREE_PAGES = 256  # pages given back to the file system at once
+LOG_BYTES = 32 * 1024 * 1024  # length of the log above which it is copied
+RESERVE_PAUSE = 60.0  # seconds until a deleted reserve is allocated again
+FREE_PAGES = 256  # most free pages that one call gives back
 # Result codes after which this connection cannot be trusted.
 BROKEN = frozenset(
     {
@@ -57,7 +57,7 @@ BROKEN = frozenset(
 
 
 class SqliteDatabase(Database):
-    """A connection to a database file. Raises StoreError if it cannot be opened."""
+    """A connection to a database file. Raises StoreError if the file cannot be opened."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         if sqlite3.sqlite_version_info < MIN_VERSION:
@@ -83,7 +83,7 @@ class SqliteDatabase(Database):
             if name == "journal_mode" and (row is None or row[0] != "wal"):
                 raise StoreUnusable(f"SQLite cannot use a write-ahead log for {self.path}: {row}")
         self.execute(f"PRAGMA max_page_count = {max(64, max_bytes // PAGE)}")
-        self.begin()  # takes the lock and keeps it
+        self.begin()  # takes and keeps the lock
         self.rollback()
         if self.path.with_name(self.path.name + "-shm").exists():
             raise StoreInUse(f"another process has {self.path} open")
@@ -126,7 +126,7 @@ class SqliteDatabase(Database):
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
         except sqlite3.Error:
-            pass  # a failed connection is closed by its owner
+            pass  # its owner closes a failed connection
 
     def used_bytes(self) -> int:
         pages = self.number("PRAGMA page_count") - self.number("PRAGMA freelist_count")
@@ -139,21 +139,21 @@ class SqliteDatabase(Database):
         self.execute(f"PRAGMA user_version = {version}")
 
     def copy_to(self, path: Path) -> None:
-        """Write the readable contents of this database into a new one, and sync it to the disk."""
+        """Write the readable contents of this database into a new file, and sync the file."""
         path.unlink(missing_ok=True)
         make_private(path)
         self.execute("VACUUM INTO ?", str(path))
         sync(path)
 
     def copy_log(self) -> None:
-        """Copy the log into the database file; the next commit begins at the log's head again.
+        """Copy the log into the database file; the next commit overwrites the log from its start.
 
-        The log keeps its size on the disk: an overwrite needs an fsync of data alone, an append
-        also one of the new size.
+        The log file keeps its size, because an overwrite syncs only data, while an append also
+        syncs the new file size.
         """
         salt = self._log_salt()
         row = self.one("PRAGMA wal_checkpoint(PASSIVE)")
-        if row is not None and row[1] == row[2]:  # frames in the log, copied frames
+        if row is not None and row[1] == row[2]:  # (frames in the log, copied frames)
             self._copied_salt = salt
 
     def give_back(self, pages: int) -> None:
@@ -165,11 +165,11 @@ class SqliteDatabase(Database):
             raise self._translated(error) from error
 
     def log_is_long(self, size: int) -> bool:
-        """Returns whether the log has at least `size` bytes that are not copied yet.
+        """Returns whether at least `size` bytes of the log are not copied yet.
 
-        After the valid frames come frames from before the log was begun anew. Their salt differs
-        from the salt in the log's head. So the log is that long if the frame at offset `size` has
-        the same salt.
+        Old frames from before the last overwrite follow the valid frames. Their salt differs from
+        the salt in the log's header. So the log has `size` bytes if the frame at that offset has
+        the header's salt.
         """
         salt = self._log_salt()
         if not salt or salt == self._copied_salt:
@@ -193,7 +193,7 @@ class SqliteDatabase(Database):
 
 
 class SqliteStore(SqlStore):
-    """The store in a locked folder. Raises StoreError and sqlite3.Error."""
+    """The store in a locked folder. Raises StoreError or sqlite3.Error."""
 
     def __init__(self, folder: StateDir, max_bytes: int, key_life: float = KEY_LIFE) -> None:
         self._folder = folder
@@ -217,7 +217,7 @@ class SqliteStore(SqlStore):
 
     def begin(self, boot: int, now: float) -> None:
         super().begin(boot, now)
-        self._hold_reserve_at = now + RESERVE_PAUSE  # opening the store may have freed it
+        self._hold_reserve_at = now + RESERVE_PAUSE  # the opening may have deleted the reserve
 
     def transaction(self, operations: Sequence[Operation], now: float) -> list[Result]:
         if not self._holds_reserve and any(operation.admits for operation in operations):
@@ -226,7 +226,7 @@ class SqliteStore(SqlStore):
         return super().transaction(operations, now)
 
     def hold_reserve(self) -> None:
-        """Take the reserve if the store is not empty and the disk has room."""
+        """Allocate the reserve file if the store is not empty and the disk has room."""
         if self._holds_reserve:
             self._folder.hold_reserve()
 
@@ -234,7 +234,7 @@ class SqliteStore(SqlStore):
         return min(super().room(share), self._folder.free_bytes() - 2 * LOG_BYTES)
 
     def tend(self) -> None:
-        """Copy a long log into the database, give free pages back, and take the reserve."""
+        """Copy a long log into the database, return free pages, and allocate the reserve file."""
         database = self._sqlite
         if self._holds_reserve and self.wall_seen >= self._hold_reserve_at:
             held = self._folder.hold_reserve()
@@ -252,9 +252,9 @@ class SqliteStore(SqlStore):
 
 
 class SqliteOpener(Opener):
-    """The opener of the store in a folder, which it locks for the life of the broker.
+    """The opener of the store in a folder. It locks the folder for the life of the broker.
 
-    Raises StoreInUse, StoreUnwritable and StoreUnusable, see StateDir.
+    Raises StoreInUse, StoreUnwritable or StoreUnusable, see StateDir.
     """
 
     def __init__(
@@ -268,9 +268,9 @@ class SqliteOpener(Opener):
         self._max_bytes, self._key_life = max_bytes, key_life
 
     def open(self) -> SqliteStore:
-        """Open the store; make it if it does not exist.
+        """Open the store; create it if it does not exist.
 
-        Raises StoreUnusable, with the remedy, and leaves everything as it was.
+        Raises StoreUnusable, with the remedy, and changes nothing.
         """
         try:
             try:
@@ -292,10 +292,10 @@ class SqliteOpener(Opener):
             ) from error
 
     def reopen(self) -> SqliteStore:
-        """Open the store after its disk failed, as a new file with the readable contents.
+        """Open the store after a disk failure, as a new file with the readable contents.
 
-        After a failed fsync, reads may return data that is not in the old file. Raises StoreFailed
-        if the store cannot be opened now.
+        After a failed fsync, reads of the old file may return data that is not on the disk. Raises
+        StoreFailed if the store cannot be opened now.
         """
         rebuilt = self.folder.path / "rebuilt.db"
         try:

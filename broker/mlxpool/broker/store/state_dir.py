@@ -1,4 +1,4 @@
-"""The folder of the store: its lock, its databases, its reserve, and the refused file systems."""
+"""The folder of the store: its lock, its databases, its reserve file, and refused file systems."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mlxpool.broker.store.records import StoreInUse, StoreUnusable, StoreUnwrita
 from mlxpool.common.closing import Closing
 from mlxpool.common.files import FolderLocked, lock_folder
 
-RESERVE_BYTES = 64 * 1024 * 1024  # held for a full disk: even a delete needs room
-# File systems on which a lock or an fsync may not hold for other machines.
+RESERVE_BYTES = 64 * 1024 * 1024  # bytes of the reserve file: even a delete needs room
+# File systems on which a lock or an fsync may not be valid for other machines.
 NETWORK = frozenset(
     {
         *("9p", "afpfs", "afs", "beegfs", "ceph", "cifs", "coda", "gfs", "gfs2", "gpfs", "lustre"),
@@ -28,7 +28,7 @@ _DATABASE = re.compile(r"jobs-(\d+)\.db")
 
 
 class StateDir(Closing):
-    """The folder of the store: made if it does not exist, and locked for the life of this object.
+    """The folder of the store. It is created if missing, and locked for the life of this object.
 
     Raises StoreInUse if another broker has locked it, StoreUnwritable if this user cannot write
     into it, and StoreUnusable if it is on a network file system.
@@ -44,19 +44,19 @@ class StateDir(Closing):
     # ---- databases -----------------------------------------------------------------------------
 
     def database(self) -> Path:
-        """Returns the path of the newest database; of the first one to make in an empty folder.
+        """Returns the path of the newest database, or of the first database in an empty folder.
 
-        Databases are numbered, `jobs-1.db`. A database that replaces a damaged one gets the next
-        number by one rename, so its log never mixes with the old log.
+        Databases are numbered: `jobs-1.db`. The replacement of a damaged database gets the next
+        number in one rename, so its log never mixes with the old log.
         """
         return self.path / f"jobs-{max(self._numbers(), default=1)}.db"
 
     def replacement(self) -> Path:
-        """Returns the path of the database after the newest; `replace` puts a copy there."""
+        """Returns the path of the next database; `replace` moves a copy there."""
         return self.path / f"jobs-{max(self._numbers(), default=0) + 1}.db"
 
     def replace(self, made: Path) -> Path:
-        """Make a complete copy the newest database, then delete the older databases."""
+        """Make a complete copy the newest database, then delete all older databases."""
         older = [self.path / f"jobs-{number}.db" for number in self._numbers()]
         target = self.replacement()
         for suffix in ("-wal", "-shm", "-journal"):
@@ -80,7 +80,7 @@ class StateDir(Closing):
         return self.path / "reserve"
 
     def hold_reserve(self) -> bool:
-        """Take the reserve if the disk has room for two; returns whether it is held."""
+        """Allocate the reserve file if the disk has room for two; returns whether it exists."""
         if self._reserve.exists():
             return True
         if self.free_bytes() < 2 * self._reserve_bytes:
@@ -95,13 +95,13 @@ class StateDir(Closing):
         return True
 
     def free_reserve(self) -> bool:
-        """Delete the reserve, to make room for the database; returns whether it was held."""
+        """Delete the reserve file, so that the database has room; returns whether it existed."""
         held = self._reserve.exists()
         self._reserve.unlink(missing_ok=True)
         return held
 
     def free_bytes(self) -> int:
-        """Returns the bytes that the file system has left for this user."""
+        """Returns the bytes that the file system has free for this user."""
         status = os.statvfs(self.path)
         return status.f_bavail * status.f_frsize
 
@@ -111,9 +111,9 @@ class StateDir(Closing):
 
 
 def create(path: Path) -> None:
-    """Make the folder for this user alone, and sync it to the disk.
+    """Create the folder for this user alone, and sync it to the disk.
 
-    Raises StoreUnwritable if it cannot be made, is not a folder or belongs to another user.
+    Raises StoreUnwritable if the path cannot be created, is no folder or belongs to another user.
     """
     try:
         if not path.exists():
@@ -130,13 +130,13 @@ def create(path: Path) -> None:
 
 
 def make_private(path: Path) -> None:
-    """Make an empty file that no other user can read, unless it exists. Raises OSError."""
+    """Create an empty file that no other user can read, unless the file exists. Raises OSError."""
     if not path.exists():  # closing a descriptor of a file ends this process's locks on it
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
 
 def sync(path: Path) -> None:
-    """Sync a file or a folder to the disk itself. Raises OSError."""
+    """Sync a file or a folder to the disk, past the drive's cache. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if hasattr(fcntl, "F_FULLFSYNC"):  # macOS: fsync leaves data in the drive's cache
@@ -148,9 +148,9 @@ def sync(path: Path) -> None:
 
 
 def file_system(path: Path, mounts: Iterable[tuple[str, str]] | None = None) -> str:
-    """Returns the type of the file system of a path, "" if it is not known.
+    """Returns the type of the file system of a path; "" if unknown.
 
-    `mounts` are pairs of mount point and type, by default those of this machine.
+    `mounts` are pairs of mount point and type, by default the mounts of this machine.
     """
     if mounts is None:
         partitions = psutil.disk_partitions(all=True)
@@ -159,7 +159,7 @@ def file_system(path: Path, mounts: Iterable[tuple[str, str]] | None = None) -> 
     best, kind = -1, ""
     for point, fstype in mounts:
         inside = real == point or real.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= best:  # the last mount on a point hides the others
+        if inside and len(point) >= best:  # the last mount on a point is the visible mount
             best, kind = len(point), fstype
     return kind
 
@@ -195,7 +195,7 @@ def _allocate(path: Path, size: int) -> None:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(descriptor, 0, size)
         else:
-            block = os.urandom(1 << 20)  # zeros may take no room
+            block = os.urandom(1 << 20)  # the file system may store zeros without blocks
             for start in range(0, size, len(block)):
                 os.write(descriptor, block[: size - start])
         os.fsync(descriptor)

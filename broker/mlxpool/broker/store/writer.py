@@ -1,4 +1,7 @@
-"""The store's thread: commits waiting operations as one transaction, then hands out the results."""
+"""The store's thread.
+
+It commits waiting operations in one transaction, then hands out the results.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,13 @@ from mlxpool.broker.store.records import (
 )
 from mlxpool.broker.store.sql.sql_store import Opener
 
-GATHER = 0.1  # seconds for which output waits for more output
+GATHER = 0.1  # seconds for which output waits for more operations
 ADMIT_SHARE = 2  # new work may take 1 / ADMIT_SHARE of the inbox
-OPERATION_BYTES = 512  # size of an operation without its data
+OPERATION_BYTES = 512  # bytes of an operation without its data
 
 
 class Bounds(Struct, frozen=True):
-    """Bounds on waiting operations, and on the group that one transaction takes."""
+    """Bounds on the waiting operations, and on the group of operations in one transaction."""
 
     operations: int = 4096
     bytes: int = 64 * 1024 * 1024
@@ -37,14 +40,17 @@ class Bounds(Struct, frozen=True):
 
 
 class Load(Struct, frozen=True):
-    """The operations in the inbox and their bytes, those in work included."""
+    """The number and bytes of the operations in the inbox and in the present transaction."""
 
     operations: int
     bytes: int
 
 
 class Inbox:
-    """Queue of operations: the broker's loop adds without waiting, the store's thread takes."""
+    """The queue of operations.
+
+    The broker's loop adds without blocking; the store's thread takes.
+    """
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
@@ -57,7 +63,7 @@ class Inbox:
         self._paused: Refused | None = None
 
     def offer(self, operation: Operation) -> Refused | None:
-        """Add an operation; returns a refusal if the inbox is full, closed or paused."""
+        """Add an operation. Returns a refusal if the inbox is full, closed or paused."""
         size = operation.size + OPERATION_BYTES
         with self._changed:
             refused = self._closed or self._paused
@@ -89,10 +95,10 @@ class Inbox:
         )
 
     def take(self, until: float | None = None) -> list[Operation]:
-        """Wait for operations and take a group; it is empty at `until`, or after `close`.
+        """Wait for operations and return a group; an empty group at `until`, or after `close`.
 
-        Operations that are not urgent are taken once the oldest has waited for GATHER, or a group
-        is full.
+        Without urgent operations it waits until the oldest operation has waited for GATHER seconds,
+        or a group is full.
         """
         with self._changed:
             while True:
@@ -124,24 +130,24 @@ class Inbox:
         return group
 
     def done(self, operations: Sequence[Operation]) -> None:
-        """Free the room of operations whose results are known."""
+        """Free the inbox room of operations whose results are known."""
         with self._changed:
             self._operations -= len(operations)
             self._bytes -= sum(operation.size + OPERATION_BYTES for operation in operations)
 
     def load(self) -> Load:
-        """Returns the waiting operations and those in work."""
+        """Returns the load: waiting operations and operations in the present transaction."""
         with self._changed:
             return Load(self._operations, self._bytes)
 
     def close(self, why: Refused) -> None:
-        """Refuse new operations; waiting ones are still handed out."""
+        """Refuse new operations. Waiting operations are still handed out."""
         with self._changed:
             self._closed = self._closed or why
             self._changed.notify()
 
     def empty(self, why: Refused) -> list[Operation]:
-        """Refuse new operations until `open`, and hand out all waiting ones."""
+        """Refuse new operations until `open`, and return all waiting operations."""
         with self._changed:
             self._paused = why
             waiting = list(self._waiting)
@@ -166,16 +172,17 @@ class Inbox:
 
 
 def steady() -> float:
-    """Returns the seconds of a clock that is never set; on Linux it runs on while suspended."""
+    """Returns the seconds of a monotonic clock; on Linux it includes suspended time."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return time.monotonic() if clock is None else time.clock_gettime(clock)
 
 
 class StoreClock:
-    """A clock that starts at the time of day, or at `seen`, the newest time in the store, if later.
+    """The store's clock. It starts at the time of day, or at `seen` if that is later.
 
-    Then it follows the steady clock: a jump of the time of day while the broker runs neither ends
-    deadlines nor deletes results. The next start of the broker reads the time of day again.
+    `seen` is the newest time in the store. The clock then follows the monotonic clock. So a jump of
+    the time of day while the broker runs neither passes deadlines nor deletes results. The next
+    start of the broker reads the time of day again.
     """
 
     __slots__ = ("_offset", "_steady")
@@ -190,21 +197,21 @@ class StoreClock:
         self._offset = max(seen, wall()) - steady()
 
     def now(self) -> float:
-        """Seconds since 1970."""
+        """The time in seconds since 1970."""
         return self._steady() + self._offset
 
 
 log = logging.getLogger("mlxpool.broker")
 
-RETRY = 1.0  # seconds between two tries of a full or failed disk
+RETRY = 1.0  # seconds between two tries after a full or failed disk
 
 
 class HealthState(StrEnum):
     """The states of the store."""
 
     OK = "ok"
-    FULL = "full"  # the disk is full: new jobs are refused, output of running ones is kept
-    FAILED = "failed"  # the disk failed: everything is refused until the store is open again
+    FULL = "full"  # the disk is full: new jobs are refused, running jobs' output is kept
+    FAILED = "failed"  # the disk failed: all operations are refused until the store is open
     FENCED = "fenced"  # another broker owns the store: this broker must end
     CLOSED = "closed"
 
@@ -212,8 +219,8 @@ class HealthState(StrEnum):
 class Health(Struct, frozen=True):
     """The state of the store and its load.
 
-    `busy` is the age of the group that the disk works on, in seconds, 0 without one. `operations`
-    and `bytes` wait or are in work.
+    `busy` is the age of the present transaction in seconds; 0 without a transaction. `operations`
+    and `bytes` have the load, see Load.
     """
 
     state: HealthState
@@ -224,10 +231,12 @@ class Health(Struct, frozen=True):
 
 
 class StoreWriter(threading.Thread):
-    """The thread of the store: `offer` operations, and `take` their results after each `wake`.
+    """The thread of the store.
 
-    It calls `wake` on its own thread, after results and after changes of health. Raises
-    StoreUnusable if the store cannot be opened or written; then the caller must close the opener.
+    `offer` gives it operations; `take` returns results after each `wake`.
+
+    The thread calls `wake` after results and after changes of health. Raises StoreUnusable if the
+    store cannot be opened or written; then the caller must close the opener.
     """
 
     def __init__(
@@ -250,7 +259,7 @@ class StoreWriter(threading.Thread):
         except BaseException:
             self._store.close()
             raise
-        # Operations without a result; they stay over turns only while the disk is full.
+        # Operations without a result; they stay in later turns only while the disk is full.
         self._open: list[Operation] = []
         self._state, self._reason = HealthState.OK, ""
         self._busy_since: float | None = None
@@ -268,7 +277,7 @@ class StoreWriter(threading.Thread):
     # ---- on the broker's thread ----------------------------------------------------------------
 
     def offer(self, operation: Operation) -> Refused | None:
-        """Queue an operation; returns None, or the refusal if it is refused at once."""
+        """Queue an operation. Returns None, or the refusal if the queue does not accept it."""
         return self._inbox.offer(operation)
 
     def take(self) -> list[tuple[Operation, Result]]:
@@ -286,7 +295,7 @@ class StoreWriter(threading.Thread):
         return Health(self._state, self._reason, load.operations, load.bytes, busy)
 
     def close(self, timeout: float | None = None) -> bool:
-        """Commit waiting operations, then close the store; returns False at the timeout."""
+        """Commit waiting operations, then close the store. Returns False at the timeout."""
         self._inbox.close(Refused("store_closed", "the broker ends; send it again to the next one"))
         if self.ident is None:  # it was never started
             self._end()
@@ -307,7 +316,7 @@ class StoreWriter(threading.Thread):
             self._end()
 
     def _turn(self) -> bool:
-        """Perform one group; returns whether to go on."""
+        """Perform one group of operations. Returns whether to continue."""
         until = time.monotonic() + self._retry if self._open else None
         new = self._inbox.take(until)
         self._open += new
@@ -332,7 +341,10 @@ class StoreWriter(threading.Thread):
         return True
 
     def _perform(self) -> None:
-        """Perform all open operations in one transaction; on a full disk one by one."""
+        """Perform all open operations in one transaction.
+
+        If the disk is full, perform them singly.
+        """
         group = list(self._open)
         try:
             results = self._store.transaction(group, self._clock.now())
@@ -343,7 +355,7 @@ class StoreWriter(threading.Thread):
         self._change(HealthState.OK, "")
 
     def _perform_without_room(self, group: list[Operation], why: str) -> None:
-        """Refuse new work, perform deletes and reads first, and keep writes that find no room."""
+        """Handle a full disk: refuse new work, do deletes and reads, keep the other writes open."""
         self._change(HealthState.FULL, why)
         self._store.free_reserve()
         self._refuse([operation for operation in group if operation.admits], "store_full", why)
@@ -354,7 +366,7 @@ class StoreWriter(threading.Thread):
         for operation in others:
             writes = operation.writes and not operation.frees
             if writes and not self._perform_alone(operation):
-                return  # this write and all later ones stay open
+                return  # this write and all later writes stay open
         self._change(HealthState.OK, "")
 
     def _perform_alone(self, operation: Operation) -> bool:
@@ -368,7 +380,7 @@ class StoreWriter(threading.Thread):
     # ---- failures ------------------------------------------------------------------------------
 
     def _recover(self, why: str) -> bool:
-        """Refuse everything until the store is open again; returns whether it is."""
+        """Refuse all operations until the store is open again. Returns whether it is open."""
         log.error("the disk of the store failed", extra={"why": why})
         self._abandon(HealthState.FAILED, why)
         self._store.close()
@@ -390,7 +402,7 @@ class StoreWriter(threading.Thread):
         return False
 
     def _give_up(self, state: HealthState, why: str) -> None:
-        """Refuse everything for good."""
+        """Refuse all operations from now on."""
         self._inbox.close(Refused("store_closed", why))
         self._abandon(state, why)
 
@@ -409,13 +421,13 @@ class StoreWriter(threading.Thread):
     # ---- answers -------------------------------------------------------------------------------
 
     def _answer(self, operations: Sequence[Operation], results: Sequence[Result]) -> None:
-        """Hand out results, and free the room of their operations in the inbox."""
+        """Hand out results, and free the inbox room of their operations."""
         if len(operations) == len(self._open):
             self._open.clear()
         for operation in operations if self._open else ():
             index = next(i for i, open_one in enumerate(self._open) if open_one is operation)
             del self._open[index]
-        self._inbox.done(operations)  # first, so that a receiver of a result can use the room
+        self._inbox.done(operations)  # before the results, so that their receivers find the room
         self._results.extend(zip(operations, results, strict=True))
         if operations:
             self._wake()

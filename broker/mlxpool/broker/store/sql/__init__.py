@@ -1,1 +1,1 @@
-"""The operations as SQL for both databases: tables, rows, and a function for each operation."""
+"""The store's operations in SQL for both databases: tables, rows, and a function per operation."""

@@ -1,4 +1,4 @@
-"""Reads of batches: rows with their counts, lists, and outcomes of lines."""
+"""Reads of batches: the batches with counts of their jobs, lists, and outcomes of lines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LIVE = "batch.ended IS NULL AND batch.state IN ('open', 'fed', 'cancelled')"
 
 
 class StoredBatch(NamedTuple):
-    """The columns of a batch."""
+    """The columns of a row of the table `batch`."""
 
     id: bytes
     owner: str
@@ -72,7 +72,7 @@ COLUMNS = ", ".join(
 
 
 def select(database: Database, condition: str, *values: Any) -> list[BatchView]:
-    """Returns the batches that meet a condition of SQL, which may end with an order and a limit."""
+    """Returns the batches that meet an SQL condition, which may end with ORDER BY and LIMIT."""
     stored = database.execute(f"SELECT {COLUMNS} FROM batch WHERE {condition}", *values)
     return [_view(database, StoredBatch(*row)) for row in stored]
 
@@ -105,7 +105,7 @@ def _view(database: Database, stored: StoredBatch) -> BatchView:
 
 
 def find(database: Database, name: Name) -> BatchView | None:
-    """Returns the batch of this name; None if no batch of the owner and tenant has it."""
+    """Returns the batch of this name; None if the owner and tenant have no such batch."""
     if isinstance(name, bytes):
         batches = select(database, "id = ?", name)
     elif rows.has_nul(name):
@@ -145,7 +145,7 @@ def list_batches(database: Database, operation: ListBatches, now: float) -> Batc
 
 
 def read_outcomes(database: Database, operation: ReadOutcomes, now: float) -> Result:
-    """Read outcomes in the order of lines, jobs and failed lines together."""
+    """Read the outcomes of jobs and failed lines together, in the order of lines."""
     batch = find(database, operation.name)
     if batch is None:
         return UnknownName()
@@ -177,21 +177,21 @@ def read_outcomes(database: Database, operation: ReadOutcomes, now: float) -> Re
 
 
 def _output_size(outcome: LineOutcome) -> int:
-    """Returns the most bytes that the output of an outcome takes."""
+    """Returns the most bytes of output in an outcome."""
     end = 0 if outcome.job is None else len(outcome.job.end or b"")
     blobs = sum(map(len, (*outcome.logprobs, *outcome.answer)))
     return end + 4 * len(outcome.text) + len(outcome.ids) + blobs
 
 
 def _with_output(database: Database, outcome: LineOutcome) -> LineOutcome:
-    """Returns the outcome with the output of an ended job, unless that exceeds MAX_OUTPUT bytes."""
+    """Returns the outcome with the output of its ended job, if that fits in MAX_OUTPUT bytes."""
     job = outcome.job
     if job is None or job.state not in ENDED:
         return outcome
     try:
         chunks = list(contents.chunks_of(database, job))
         answer = contents.read_answer(database, job) if job.kind in CALLS else ()
-    except Damaged:  # fetching the job returns the error, with the range of ids
+    except Damaged:  # a fetch of the job returns the error, with the range of ids
         return _left_out(outcome, job)
     whole = replace(
         outcome,

@@ -1,4 +1,4 @@
-"""The operations on batches: lines of a file that become jobs."""
+"""The operations on batches, whose lines become jobs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from mlxpool.broker.store.sql.submitting import check_names, submit_line
 
 
 def submit_batch(database: Database, operation: SubmitBatch, now: float) -> Result:
-    """Store a batch, or return the batch that has its key already."""
+    """Store a batch, or return the stored batch that has its key."""
     scope = operation.scope
     known = find(database, scope)
     if known is not None:
@@ -89,7 +89,7 @@ def _again(database: Database, id: bytes) -> BatchView:
 
 
 def cancel_batch(database: Database, operation: CancelBatch, now: float) -> Result:
-    """Cancel waiting jobs, some at a time."""
+    """Cancel at most `count` waiting jobs of a batch."""
     batch = find(database, operation.name)
     if batch is None:
         return UnknownName()
@@ -107,11 +107,11 @@ def cancel_batch(database: Database, operation: CancelBatch, now: float) -> Resu
 
 
 EMPTY_LINES = re.compile(rb"(?:[ \t\r\v\f]*+\n)++")
-OUTCOMES = {True: Outcomes.DONE, False: Outcomes.OTHERS}  # keys: whether a line is done
+OUTCOMES = {True: Outcomes.DONE, False: Outcomes.OTHERS}  # by whether a line is done
 
 
 def retry_batch(database: Database, operation: RetryBatch, now: float) -> Result:
-    """Let dead and expired jobs wait again, some at a time."""
+    """Let at most `count` dead or expired jobs of a batch wait again."""
     batch = find(database, operation.name)
     if batch is None:
         return UnknownName()
@@ -123,7 +123,7 @@ def retry_batch(database: Database, operation: RetryBatch, now: float) -> Result
 
 
 def release_batch(database: Database, operation: ReleaseBatch, now: float) -> Result:
-    """Let the next sweeps delete an ended batch."""
+    """Schedule the deletion of an ended batch for the next sweeps."""
     batch = find(database, operation.name)
     if batch is None:
         return UnknownName()
@@ -135,7 +135,7 @@ def release_batch(database: Database, operation: ReleaseBatch, now: float) -> Re
 def release_outcomes(
     database: Database, operation: ReleaseOutcomes, now: float, key_life: float
 ) -> Result:
-    """Delete results of an ended batch, some jobs at a time."""
+    """Delete the results of at most `count` jobs of an ended batch."""
     batch = find(database, operation.name)
     if batch is None:
         return UnknownName()
@@ -149,10 +149,10 @@ def release_outcomes(
         endings.empty_job(database, job, now + key_life)
     if Outcomes.OTHERS & operation.outcomes:
         database.change("DELETE FROM failed_line WHERE batch = ?", batch.id)
-    # From the first deletion on: a reader of the other results can see why these are missing.
+    # Set at the first deletion, so that a reader of the other results knows why these are missing.
     deleted = batch.deleted | operation.outcomes
     if not _has_results(database, batch.id):
-        deleted = Outcomes.DONE | Outcomes.OTHERS  # its lines have no reader any more
+        deleted = Outcomes.DONE | Outcomes.OTHERS  # nobody reads its lines any more
         files.let_go(database, batch.id, now)
     database.change("UPDATE batch SET deleted = ? WHERE id = ?", int(deleted), batch.id)
     return BatchChanged(_again(database, batch.id), tuple(jobs))
@@ -167,7 +167,7 @@ def _has_results(database: Database, id: bytes) -> bool:
 def _jobs(
     database: Database, batch: BatchView, states: tuple[JobState, ...], count: int
 ) -> list[JobView]:
-    """Returns the first jobs of a batch that are in one of these states."""
+    """Returns the first `count` jobs of a batch in any of `states`."""
     return rows.select(
         database,
         f"batch = ? AND state IN ({', '.join('?' * len(states))}) LIMIT ?",
@@ -202,7 +202,7 @@ def end_batch(database: Database, operation: EndBatch, now: float) -> Result:
 
 
 def takes_again(database: Database, job: JobView) -> bool:
-    """Returns False for a line of a cancelled or deleted batch: the job may not wait again."""
+    """Returns whether a job may wait again: False if its batch is cancelled or deleted."""
     if job.batch is None:
         return True
     row = database.one("SELECT state FROM batch WHERE id = ?", job.batch)
@@ -210,9 +210,9 @@ def takes_again(database: Database, job: JobView) -> bool:
 
 
 def sweep(database: Database, now: float, key_life: float, count: int) -> bool:
-    """Forget batches and files past their time; returns whether more may be left.
+    """Delete batches and files past their times; returns whether more may be left.
 
-    The results of a batch are deleted some at a time, then the batch.
+    Each sweep deletes at most `count` results; the batch is deleted after its last result.
     """
     batches = database.execute(
         "SELECT id, state, end_seq FROM batch WHERE forget <= ? ORDER BY forget LIMIT ?", now, count
@@ -241,7 +241,7 @@ def sweep(database: Database, now: float, key_life: float, count: int) -> bool:
 
 
 def _delete(database: Database, id: bytes, end_seq: int | None, now: float) -> None:
-    """Delete a gone batch with its key, once the notice of its end needs no further try."""
+    """Delete a gone batch and its key, unless the notice of its end is still to be tried."""
     if outbox.is_waiting(database, end_seq):
         database.change("UPDATE batch SET forget = ? WHERE id = ?", now + outbox.HOLD, id)
         return
@@ -253,7 +253,7 @@ def _delete(database: Database, id: bytes, end_seq: int | None, now: float) -> N
 
 
 def read_lines(database: Database, operation: ReadLines, now: float) -> Result:
-    """Read the next lines of an open batch; no lines of any other."""
+    """Read the next lines of an open batch. A batch in another state has no next lines."""
     batch = find(database, operation.batch)
     if batch is None:
         return UnknownName()
@@ -266,7 +266,7 @@ def read_lines(database: Database, operation: ReadLines, now: float) -> Result:
     lines: list[tuple[int, int, bytes]] = []
     at = counted = skipped = 0
     while counted < operation.count and at < len(data):
-        if empty := EMPTY_LINES.match(data, at):  # millions of empty lines are one portion
+        if empty := EMPTY_LINES.match(data, at):  # one portion may skip millions of empty lines
             skipped += data.count(b"\n", at, empty.end())
             at = empty.end()
             continue
@@ -286,7 +286,7 @@ def read_lines(database: Database, operation: ReadLines, now: float) -> Result:
 
 
 def _next_bytes(database: Database, batch: BatchView, max_bytes: int) -> bytes:
-    """Returns bytes of the file from the next line on: a part, or more for one long line."""
+    """Returns bytes of the file from the next line on: one stored part, or one whole long line."""
     data = files.read_from(database, batch.file, batch.next_start, min(files.PART, max_bytes))
     while b"\n" not in data and len(data) < max_bytes:
         start = batch.next_start + len(data)
@@ -298,7 +298,7 @@ def _next_bytes(database: Database, batch: BatchView, max_bytes: int) -> bytes:
 
 
 def _line_end(database: Database, batch: BatchView, start: int) -> int:
-    """Returns the offset of the line after the line at `start`."""
+    """Returns the offset of the line that follows the line at `start`."""
     while part := files.read_from(database, batch.file, start, files.PART):
         end = part.find(b"\n")
         if end >= 0:
@@ -308,7 +308,7 @@ def _line_end(database: Database, batch: BatchView, start: int) -> int:
 
 
 def add_lines(database: Database, operation: AddLines, now: float, room: int) -> Result:
-    """Make jobs of all lines, or of none."""
+    """Make jobs of all lines, or of no line if any is refused."""
     batch = find(database, operation.batch)
     if batch is None:
         return UnknownName()
@@ -351,7 +351,7 @@ def add_lines(database: Database, operation: AddLines, now: float, room: int) ->
 
 
 class Full(Exception):
-    """One of several jobs was refused, so all are."""
+    """Raised if one of several jobs was refused: then all of them are refused."""
 
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.message)

@@ -1,4 +1,4 @@
-"""The operations on jobs by name, and the sweep of jobs past their times."""
+"""The operations that change a named job, and the sweep of jobs whose times have passed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def release(database: Database, operation: Release, now: float, key_life: float)
 
 
 def sweep(database: Database, operation: Sweep, now: float, key_life: float) -> Swept:
-    """Expire, forget and delete jobs, files and batches past their times."""
+    """Expire, empty and delete jobs, files and batches whose times have passed."""
     overdue = _overdue(database, operation, now)
     expired = tuple(
         endings.end_job(database, job, JobState.EXPIRED, operation.expired_end, DEADLINE_CAUSE, now)
@@ -87,7 +87,7 @@ def _overdue(database: Database, operation: Sweep, now: float) -> list[JobView]:
 
 
 def _forget(database: Database, seq: int, now: float, key_life: float) -> None:
-    """Empty an ended job, or delete a gone one once the notice of its end needs no further try."""
+    """Empty an ended job. Delete a gone job, unless the notice of its end is still to be tried."""
     job = rows.by_seq(database, seq)
     if job.state is not JobState.GONE:
         endings.empty_job(database, job, now + key_life)
@@ -101,7 +101,7 @@ def _forget(database: Database, seq: int, now: float, key_life: float) -> None:
 
 
 def _next(database: Database, now: float) -> float | None:
-    """Returns the earliest time after `now` at which a sweep has something to do, if any."""
+    """Returns the earliest time after `now` at which a sweep has something to do, or None."""
     times = [
         row[0]
         for row in (

@@ -1,4 +1,4 @@
-"""The stored parts of a job beside its row: request and output, each with a checksum."""
+"""The contents of a job outside its row in `job`: request and output, each with a checksum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHUNK = "pos, ids, text, borders, logprobs, crc"
 
 
 def chunk_of(job: JobView, row: Row) -> Chunk:
-    """Returns the chunk of a row of columns CHUNK. Raises Damaged with the job and the ids."""
+    """Returns the chunk in a row of the columns CHUNK. Raises Damaged with the job and the ids."""
     pos, ids, text, borders, logprobs, crc = row
     if crc != checksums.of_chunk(job.seq, job.gen, pos, (ids, text, borders, logprobs)):
         raise rows.damage(
@@ -26,7 +26,10 @@ def chunk_of(job: JobView, row: Row) -> Chunk:
 
 
 def chunks_of(database: Database, job: JobView, pos: int = 0) -> Iterator[Chunk]:
-    """Yields the chunk that has a position and all later chunks, one read each. Raises Damaged."""
+    """Yields the chunk that contains `pos`, then all later chunks.
+
+    Each chunk is one read. Raises Damaged.
+    """
     row = database.one(
         f"SELECT {CHUNK} FROM chunk WHERE job = ? AND gen = ? AND pos <= ?"
         " ORDER BY pos DESC LIMIT 1",
@@ -45,7 +48,7 @@ def chunks_of(database: Database, job: JobView, pos: int = 0) -> Iterator[Chunk]
 
 
 def add_chunk(database: Database, seq: int, gen: int, chunk: Chunk) -> None:
-    """Store output; the row of its job is not touched."""
+    """Store a chunk of output. The row of its job does not change."""
     columns = (chunk.ids, pack_text(chunk.text), pack_borders(chunk.borders), chunk.logprobs)
     database.change(
         "INSERT INTO chunk (job, gen, pos, ids, text, borders, logprobs, crc)"
@@ -59,7 +62,7 @@ def add_chunk(database: Database, seq: int, gen: int, chunk: Chunk) -> None:
 
 
 def begin_anew(database: Database, job: JobView) -> JobView:
-    """Delete the output and the facts of a job, and begin its next generation."""
+    """Delete the output and the model data (`facts`) of a job, and begin its next generation."""
     size = database.number(
         "SELECT SUM(LENGTH(ids) + LENGTH(text) + LENGTH(borders) + LENGTH(logprobs))"
         " FROM chunk WHERE job = ?",
@@ -72,7 +75,7 @@ def begin_anew(database: Database, job: JobView) -> JobView:
 
 
 def add_blobs(database: Database, seq: int, blobs: Iterable[tuple[int, bytes]]) -> None:
-    """Store (place, data) for a job; only the count of equal stored data is raised."""
+    """Store blobs (number, data) for a job. For data that is already stored only a count rises."""
     for place, data in blobs:
         sha = hashlib.sha256(data).digest()
         if not database.change("UPDATE blob SET refs = refs + 1 WHERE sha = ?", sha):
@@ -81,7 +84,7 @@ def add_blobs(database: Database, seq: int, blobs: Iterable[tuple[int, bytes]]) 
 
 
 def add_answer(database: Database, job: JobView, blobs: Sequence[bytes]) -> int:
-    """Store the blobs of a job's answer at the places -1, -2 and so on; returns their bytes."""
+    """Store the blobs of a job's answer with the numbers -1, -2 and so on; returns their bytes."""
     add_blobs(database, job.seq, ((-1 - index, data) for index, data in enumerate(blobs)))
     return sum(map(len, blobs))
 
@@ -95,7 +98,7 @@ def count_blobs(database: Database, job: JobView, *, of_answer: bool = False) ->
 
 
 def read_blob(database: Database, job: JobView, place: int) -> bytes:
-    """Read one blob of a job: a place below 0 is of its answer. Raises Damaged."""
+    """Read one blob of a job; numbers below 0 belong to the answer. Raises Damaged."""
     row = database.one(
         "SELECT blob.sha, data FROM job_blob JOIN blob ON blob.sha = job_blob.sha"
         " WHERE job = ? AND place = ?",
@@ -122,14 +125,14 @@ def read_answer(database: Database, job: JobView) -> tuple[bytes, ...]:
 
 
 def read_request(database: Database, job: JobView) -> bytes:
-    """Read the packed request of a job, b"" if the job was released. Raises Damaged."""
+    """Read the packed request of a job; b"" if it was deleted. Raises Damaged."""
     row = database.one("SELECT data, crc FROM request WHERE job = ?", job.seq)
     assert row is not None
     return checked_request(job, *row)
 
 
 def checked_request(job: JobView, data: bytes, crc: int | None) -> bytes:
-    """Returns the data of a request. Raises Damaged if the disk has changed it."""
+    """Returns the data of a request after a comparison with its checksum. Raises Damaged."""
     submitted = (job.id, job.digest, job.kind, job.model, job.seed, data, job.notify)
     if crc is not None and crc != checksums.of_request(*submitted):
         raise rows.damage(job, "its request")
@@ -137,7 +140,7 @@ def checked_request(job: JobView, data: bytes, crc: int | None) -> bytes:
 
 
 def drop_blobs(database: Database, seq: int) -> None:
-    """Delete the blobs that only this job has."""
+    """Delete the blobs of a job that no other job has."""
     for (sha,) in database.execute("SELECT sha FROM job_blob WHERE job = ?", seq):
         database.change("UPDATE blob SET refs = refs - 1 WHERE sha = ?", sha)
         database.change("DELETE FROM blob WHERE sha = ? AND refs <= 0", sha)

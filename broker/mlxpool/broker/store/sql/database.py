@@ -1,4 +1,4 @@
-"""The interface that the SQL of the operations needs; each database implements it."""
+"""The database interface for the SQL of the operations, with one implementation per database."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Row = Sequence[Any]
 
 
 class Database(Closing):
-    """A connection, used by one thread at a time.
+    """A connection to a database, used by one thread at a time.
 
-    Statements have `?` for parameters. Values are int, float, str, bytes and None. Every method can
-    raise `StoreFailed`. A method that writes can raise `OutOfSpace`; then only `rollback` and
+    Statements have `?` for parameters. Values are int, float, str, bytes or None. Every method can
+    raise `StoreFailed`. A method that writes can also raise `OutOfSpace`; then only `rollback` and
     `close` may follow.
     """
 
@@ -32,11 +32,11 @@ class Database(Closing):
 
     @abstractmethod
     def begin(self) -> None:
-        """Begin a transaction that writes."""
+        """Begin a write transaction."""
 
     @abstractmethod
     def commit(self) -> None:
-        """End the transaction. When it returns, the transaction survives the loss of power."""
+        """Commit the transaction. After the return it survives a loss of power."""
 
     @abstractmethod
     def rollback(self) -> None:
@@ -45,15 +45,15 @@ class Database(Closing):
     @property
     @abstractmethod
     def operation_errors(self) -> tuple[type[Exception], ...]:
-        """The exceptions of a statement that fails while the database works."""
+        """The exceptions of a failed statement after which the database still works."""
 
     def lock_boot(self) -> int:
-        """Returns the number of the owning broker; it cannot change before the commit."""
+        """Returns the number of the broker that owns the store, locked until the commit."""
         return self.number("SELECT boot FROM meta")
 
     @abstractmethod
     def used_bytes(self) -> int:
-        """Returns the bytes that the tables take, without free pages."""
+        """Returns the bytes of the tables, without free pages."""
 
     @abstractmethod
     def read_version(self) -> int:
@@ -67,7 +67,7 @@ class Database(Closing):
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Begin; at the end of the `with` commit, or undo everything after an exception."""
+        """Begin a transaction. The `with` block commits it, or undoes it after an exception."""
         self.begin()
         try:
             yield
@@ -77,21 +77,21 @@ class Database(Closing):
             raise
 
     def one(self, sql: str, *values: Any) -> Row | None:
-        """Returns the first row; None without rows."""
+        """Returns the first row of a query; None without rows."""
         rows = self.execute(sql, *values)
         return rows[0] if rows else None
 
     def number(self, sql: str, *values: Any) -> int:
-        """Returns the only value of the only row; 0 for NULL and without a row."""
+        """Returns the only value of a query's only row; 0 for NULL or no row."""
         row = self.one(sql, *values)
         return 0 if row is None or row[0] is None else int(row[0])
 
     def savepoint(self) -> None:
-        """Begin a part of the transaction that can be undone alone."""
+        """Set a savepoint: later changes of the transaction can be undone alone."""
         self.change("SAVEPOINT operation")
 
     def release(self) -> None:
-        """Keep the changes since the savepoint."""
+        """Keep the changes since the savepoint, and remove the savepoint."""
         self.change("RELEASE SAVEPOINT operation")
 
     def undo(self) -> None:

@@ -8,7 +8,7 @@ from mlxpool.broker.store.records import ENDED, MAX_RETRIES, Chunk, JobState, Jo
 from mlxpool.broker.store.sql import contents, outbox, rows
 from mlxpool.broker.store.sql.database import Database
 
-ENDED_COLUMNS = {state: state.value for state in ENDED}  # columns of a batch that count its jobs
+ENDED_COLUMNS = {state: state.value for state in ENDED}  # columns of `batch` that count its jobs
 
 
 def end_job(
@@ -23,10 +23,11 @@ def end_job(
     attempts: int | None = None,
     added: int = 0,
 ) -> JobView:
-    """End a waiting job: it gets the next end number, and a notice if it has `notify`.
+    """End a waiting job. It gets the next end number, and a notice if it has `notify`.
 
-    `last` is appended to its output; `facts` are stored unless it has facts. `attempts` replaces
-    the stored value, unless None. `added`: bytes that were stored for it and are not counted yet.
+    `last` is appended to the job's output. `facts` are stored unless the job has facts. `attempts`
+    replaces the stored number, unless it is None. `added`: bytes stored for the job that its
+    owner's usage lacks yet.
     """
     if state not in ENDED:
         raise ValueError(f"a job cannot end as {state.value!r}")
@@ -67,7 +68,7 @@ def let_wait(
 ) -> JobView:
     """Let an ended job wait again.
 
-    Undelivered notices of its end, and of the end of its batch, are dropped.
+    Undelivered notices of its end, and of its batch's end, are deleted.
     """
     outbox.drop(database, job.end_seq)
     database.change("DELETE FROM poison WHERE digest = ?", job.digest)
@@ -103,12 +104,12 @@ def let_wait(
 
 
 def may_retry(job: JobView) -> bool:
-    """Returns True while a job has fewer than MAX_RETRIES retries: each retry is stored."""
+    """Returns whether a job has fewer than MAX_RETRIES stored retries."""
     return sum(count for _, count in job.retried) < MAX_RETRIES
 
 
 def _retried_again(job: JobView) -> tuple[tuple[int, int], ...]:
-    """Returns the positions and times of a job's retries, with a retry at its present position."""
+    """Returns the (position, times) of a job's retries, with a retry at its present position."""
     if not may_retry(job):
         return job.retried
     counts = {**dict(job.retried), job.pos: job.retries_at(job.pos) + 1}
@@ -116,7 +117,7 @@ def _retried_again(job: JobView) -> tuple[tuple[int, int], ...]:
 
 
 def count_line(database: Database, job: JobView, state: JobState, change: int) -> None:
-    """Count the end of a line of a batch; `change` is -1 if the line waits again."""
+    """Count the end of a job in its batch. `change` is -1 if the job waits again."""
     if job.batch is not None:
         column = ENDED_COLUMNS[state]
         database.change(f"UPDATE batch SET {column} = {column} + ? WHERE id = ?", change, job.batch)

@@ -1,4 +1,4 @@
-"""The operations on files, which are stored in parts."""
+"""The operations on files. A file is stored in parts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from mlxpool.broker.store.sql.database import Database
 from mlxpool.broker.store.sql.submitting import check_names
 from mlxpool.common.protocol.kept.file_messages import LINES_PURPOSE
 
-PART = 256 * 1024  # bytes of a stored part at most
+PART = 256 * 1024  # most bytes of a stored part
 # Seconds between the last part of an abandoned file and its deletion. A file is abandoned if it is
-# incomplete, or if it has the lines of a batch that was never made.
+# incomplete, or if a gateway wrote it for a batch that was never made.
 UPLOAD_LIFE = 3600.0
-SWEPT = 4  # files of each kind that one sweep deletes: a file may have 1 GiB
+SWEPT = 4  # most files of each kind that one sweep deletes: a file may have 1 GiB
 DELETED_LIFE = 3600.0  # seconds for which the list position of a deleted file is kept
 # The condition under which a batch needs its file: lines are still to become jobs, or a gateway
 # wrote the file and reads it together with the results.
@@ -37,18 +37,18 @@ NEEDED = (
     f" OR file.purpose = '{LINES_PURPOSE}' AND batch.state <> 'gone'"
     f" AND batch.deleted <> {int(Outcomes.DONE | Outcomes.OTHERS)})"
 )
-COLUMNS = FileView.__struct_fields__  # the record has the columns of the table
+COLUMNS = FileView.__struct_fields__  # FileView has the columns of the table `file`
 
 
 def select(database: Database, condition: str, *values: Any) -> list[FileView]:
-    """Returns the files that meet a condition of SQL, which may end with an order and a limit."""
+    """Returns the files that meet an SQL condition, which may end with ORDER BY and LIMIT."""
     stored = database.execute(f"SELECT {', '.join(COLUMNS)} FROM file WHERE {condition}", *values)
     named = (dict(zip(COLUMNS, row, strict=True)) for row in stored)
     return [FileView(**{**columns, "complete": bool(columns["complete"])}) for columns in named]
 
 
 def find(database: Database, id: bytes, owner: str | None, tenant: str | None) -> FileView | None:
-    """Returns the file with this id; None if the owner or tenant has no such file."""
+    """Returns the file with this id; None if the owner and tenant have no such file."""
     files = select(database, "id = ?", id)
     if not files or owner not in (None, files[0].owner) or tenant not in (None, files[0].tenant):
         return None
@@ -56,7 +56,7 @@ def find(database: Database, id: bytes, owner: str | None, tenant: str | None) -
 
 
 def create_file(database: Database, operation: CreateFile, now: float, room: int) -> Result:
-    """Create a file with its first part; if the file exists, compare or append the part."""
+    """Create a file with its first part. If the file exists, handle the part like AppendFile."""
     check_names(
         Scope(operation.owner, operation.tenant, operation.key), operation.name, operation.purpose
     )
@@ -98,7 +98,7 @@ def _insert(database: Database, operation: CreateFile, now: float) -> None:
 
 
 def _no_room(database: Database, part: AppendFile, size: int, room: int) -> Refused | None:
-    """Returns the refusal of a part that adds `size` bytes; None if there is room."""
+    """Returns the refusal of a part that adds `size` bytes; None if there is room for it."""
     if len(part.data) > room:
         return Refused(
             "store_full",
@@ -121,7 +121,7 @@ def _no_room(database: Database, part: AppendFile, size: int, room: int) -> Refu
 
 
 def append_file(database: Database, operation: AppendFile, now: float, room: int) -> Result:
-    """Append the new bytes of a part."""
+    """Append the bytes of a part that the file does not have yet."""
     file = find(database, operation.id, operation.owner, operation.tenant)
     if file is None:
         return UnknownName()
@@ -162,7 +162,7 @@ def append_file(database: Database, operation: AppendFile, now: float, room: int
 
 
 def read_from(database: Database, id: bytes, start: int, max_bytes: int) -> bytes:
-    """Returns bytes of a file from `start` on; fewer than `max_bytes` only at its end."""
+    """Returns bytes of a file from `start` on; fewer than `max_bytes` only at the file's end."""
     data = bytearray()
     while len(data) < max_bytes:
         at = start + len(data)
@@ -189,7 +189,7 @@ def read_file(database: Database, operation: ReadFile, now: float) -> Result:
 
 
 def _unknown(database: Database, operation: ReadFile) -> UnknownName:
-    """Returns UnknownName, with the time of creation if the file was deleted lately."""
+    """Returns UnknownName. It has the time of creation if the file was deleted recently."""
     row = database.one(
         "SELECT created FROM deleted_file WHERE id = ? AND owner = ? AND tenant = ?",
         operation.id,
@@ -234,7 +234,7 @@ def delete_file(database: Database, operation: DeleteFile, now: float) -> Result
 
 
 def _needed_for(database: Database, file: FileView) -> str | None:
-    """Returns the reason against deleting a file now; None if no batch needs it."""
+    """Returns why a batch still needs a file; None if the file may be deleted now."""
     batch = database.one(
         f"SELECT batch.state FROM batch, file WHERE file.id = ? AND {NEEDED} LIMIT 1", file.id
     )
@@ -249,7 +249,7 @@ def _needed_for(database: Database, file: FileView) -> str | None:
 
 
 def let_go(database: Database, batch: bytes, now: float) -> None:
-    """Let sweeps delete the lines that a gateway wrote for a batch whose results are deleted."""
+    """Let sweeps delete a gateway's lines of a batch without results."""
     database.change(
         "UPDATE file SET forget = ? WHERE purpose = ?"
         " AND id = (SELECT file FROM batch WHERE batch.id = ?)",
@@ -269,7 +269,7 @@ def drop(database: Database, file: FileView) -> None:
 def sweep(database: Database, now: float) -> bool:
     """Delete files past their time and abandoned files; returns whether more may be left.
 
-    It also forgets the list positions of files that were deleted long ago.
+    Also deletes the list positions of files that were deleted long ago.
     """
     needed = f"EXISTS (SELECT 1 FROM batch WHERE {NEEDED})"
     expired = select(database, f"forget <= ? AND NOT {needed} ORDER BY forget LIMIT ?", now, SWEPT)

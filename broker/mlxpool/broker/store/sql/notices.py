@@ -1,4 +1,4 @@
-"""The operations on notices of ends, and on the quarantine of digests."""
+"""The operations on notices of ends, and on the quarantine of requests."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ GIVEN_UP_AT_ONCE = 1000  # the most notices that one failed try gives up
 
 
 def _notice(row: Row) -> Notice:
-    """Returns the notice of a row of the columns NOTICE, SCOPE and VALUES."""
+    """Returns the notice in a row of the columns NOTICE, SCOPE and VALUES."""
     end_seq, kind, subject, owner, tenant, key, *others = row
     return Notice(end_seq, kind, subject, Scope(owner, tenant, key), *others)
 
 
 def read_notices(database: Database, operation: ReadNotices, now: float) -> Notices:
-    """Read due notices, of each origin at most its room; origins take turns."""
+    """Read due notices: at most the room of each origin, origins in turns."""
     loads = {load.origin: load for load in operation.loads}
-    waiting: list[tuple[int, float, list[Row]]] = []  # number under way, earliest due time, notices
+    waiting: list[tuple[int, float, list[Row]]] = []  # (number under way, earliest due, notices)
     later: list[float] = []
     for origin in _origins(database):
         load = loads.get(origin) or OriginLoad(origin, 0, operation.per_origin)
@@ -64,7 +64,7 @@ def read_notices(database: Database, operation: ReadNotices, now: float) -> Noti
 
 
 def _origins(database: Database) -> Iterator[str]:
-    """Yields the origins that have notices to be delivered; each takes one look-up in the index."""
+    """Yields the origins of undelivered notices. Each origin costs one index look-up."""
     last = ""
     while True:
         row = database.one(
@@ -79,7 +79,7 @@ def _origins(database: Database) -> Iterator[str]:
 
 
 def _due(database: Database, origin: str, room: int, held: frozenset[int], now: float) -> list[Row]:
-    """Returns (end_seq, due) of the `room` notices of an origin that are due for longest."""
+    """Returns (end_seq, due) of the `room` longest overdue notices of an origin."""
     stored = database.execute(
         "SELECT end_seq, due FROM outbox WHERE origin = ? AND due <= ? AND given_up IS NULL"
         " ORDER BY due, end_seq LIMIT ?",

@@ -1,16 +1,16 @@
-"""Rows of the outbox: notices of ends that are not delivered yet, or were given up."""
+"""The table `outbox`: notices of ends that are not delivered yet, or were given up."""
 
 from __future__ import annotations
 
 from mlxpool.broker.store.notice_bodies import origin_of
 from mlxpool.broker.store.sql.database import Database
 
-JOB, BATCH = "job", "batch"  # kinds of notices, by what has ended
-HOLD = 60.0  # seconds until a sweep looks again at a deleted key with an undelivered notice
+JOB, BATCH = "job", "batch"  # kinds of notices: of the end of a job or a batch
+HOLD = 60.0  # seconds until a sweep checks a deleted key with an undelivered notice again
 
 
 def state_of(table: str) -> str:
-    """Returns SQL for the state of the notice of a row of `table`; NULL without a notice."""
+    """Returns SQL for the state of a row's notice in `table`; NULL without a notice."""
     return (
         "(SELECT CASE WHEN outbox.given_up IS NULL THEN 'waiting' ELSE 'given_up' END"
         f" FROM outbox WHERE outbox.end_seq = {table}.end_seq)"
@@ -31,7 +31,7 @@ def add(
     body: bytes,
     now: float,
 ) -> None:
-    """Store the notice of the end of a job or a batch, due now."""
+    """Store the notice of the end of a job or batch. It is due now."""
     database.change(
         "INSERT INTO outbox (end_seq, kind, subject, url, origin, since, tries, due, cause, body)"
         " VALUES (?, ?, ?, ?, ?, ?, 0, ?, '', ?)",
@@ -47,13 +47,13 @@ def add(
 
 
 def drop(database: Database, end_seq: int | None) -> None:
-    """Delete the notice of an end, if any."""
+    """Delete the notice of an end, if there is any."""
     if end_seq:
         database.change("DELETE FROM outbox WHERE end_seq = ?", end_seq)
 
 
 def is_waiting(database: Database, end_seq: int | None) -> bool:
-    """Returns whether the notice of an end is still to be delivered."""
+    """Returns whether the notice of an end is still to be tried."""
     if not end_seq:
         return False
     waiting = database.one("SELECT 1 FROM outbox WHERE end_seq = ? AND given_up IS NULL", end_seq)

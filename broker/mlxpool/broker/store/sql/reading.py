@@ -1,4 +1,4 @@
-"""The operations that read jobs and change nothing."""
+"""The operations that only read jobs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def read_request(database: Database, operation: ReadRequest, now: float) -> Resu
 
 
 def fetch_page(database: Database, operation: FetchPage, now: float) -> Result:
-    """Read whole steps of output from the border at or before a position on."""
+    """Read whole steps of output, from the border at or before `pos` on."""
     job = rows.find(database, operation.name)
     if job is None:
         return UnknownName()
@@ -83,7 +83,7 @@ def fetch_page(database: Database, operation: FetchPage, now: float) -> Result:
     for stored in contents.chunks_of(database, job, operation.pos):
         chunk = cut_from(stored, operation.pos)
         if not chunk.borders:
-            continue  # the chunk ends at the position
+            continue  # the chunk ends at `pos`
         part = cut_to(chunk, room)
         if chunks and part.size > room:
             break
@@ -157,7 +157,7 @@ def read_backlog(database: Database, operation: ReadBacklog, now: float) -> Back
 
 
 def export_jobs(database: Database, operation: ExportJobs, now: float) -> Export:
-    """Read jobs and their output, up to the requested bytes."""
+    """Read jobs and their output, at most the requested bytes."""
     jobs: list[ExportedJob] = []
     room = operation.max_bytes
     cursor: Cursor | None = operation.cursor
@@ -182,7 +182,7 @@ def _first_from(database: Database, seq: int, states: tuple[JobState, ...]) -> J
 def _exported(
     database: Database, job: JobView, at: Cursor, room: int
 ) -> tuple[ExportedJob, Cursor]:
-    """Returns the parts of a job from a place on, and the place at which to go on."""
+    """Returns the parts of a job from a cursor on, and the cursor at which to continue."""
     damaged: list[str] = []
     request: bytes | None = None
     if not at.part:
@@ -221,7 +221,7 @@ def _part(
     chunks: tuple[Chunk, ...],
     damaged: list[str],
 ) -> ExportedJob:
-    """Returns the parts of a job on a page; blobs at places below 0 are those of its answer."""
+    """Returns the parts of a job for a page. Blobs with numbers below 0 belong to its answer."""
     of_request = tuple(blob for blob in blobs if blob[0] >= 0)
     answer = tuple((-1 - place, data) for place, data in blobs if place < 0)
     return ExportedJob(job, request, of_request, chunks, tuple(damaged), answer)
@@ -230,9 +230,9 @@ def _part(
 def _output(
     database: Database, job: JobView, pos: int, room: int, damaged: list[str], first: bool
 ) -> tuple[tuple[Chunk, ...], int | None]:
-    """Returns output from `pos` on, and the position at which to go on, None at the end.
+    """Returns output from `pos` on, and the position at which to continue; None at the end.
 
-    `first`: at least one chunk.
+    `first`: return at least one chunk.
     """
     chunks: list[Chunk] = []
     try:
@@ -256,7 +256,7 @@ def _size(exported: ExportedJob) -> int:
 
 
 def verify_jobs(database: Database, operation: VerifyJobs, now: float) -> Verified:
-    """Compare stored jobs with their checksums, and name the damaged parts."""
+    """Compare stored jobs with their checksums, and return the damaged parts."""
     jobs = rows.select(database, "seq > ? ORDER BY seq LIMIT ?", operation.after, operation.count)
     damaged: list[tuple[JobView, str]] = []
     size = checked = 0
@@ -270,7 +270,7 @@ def verify_jobs(database: Database, operation: VerifyJobs, now: float) -> Verifi
 
 
 def _damages(database: Database, job: JobView) -> list[str]:
-    """Returns the damaged parts of a job; of its output only the first damaged part."""
+    """Returns the damaged parts of a job, including only the first damaged part of its output."""
     damages = [str(rows.damage(job, job.damaged))] if job.damaged else []
     if job.state is JobState.GONE:
         return damages

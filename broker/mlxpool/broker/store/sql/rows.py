@@ -1,8 +1,8 @@
-"""Rows of jobs: look-ups, changes, bytes in use, and failures.
+"""The rows of jobs: look-ups, changes, bytes in use, and failures.
 
-Columns that queries or counts need are in `job`. The submission, which nothing changes, is in
-`request`, so that no change of a job writes its prompt again. Everything else is in the packed
-`record` of the job.
+The table `job` has the columns that queries or counts need. The table `request` has the submission,
+which never changes, so that a change of a job does not write its prompt again. All other fields are
+in the packed column `record` of `job`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from mlxpool.broker.store.records import (
 from mlxpool.broker.store.sql import outbox
 from mlxpool.broker.store.sql.database import Database, Row
 
-ROW_BYTES = 512  # about the size of a job beside its request and its output
+ROW_BYTES = 512  # approximate bytes of a job without request and output
 WAITING = JobState.WAITING.value
 RECORD_DAMAGED = "its record (times, attempts, cause, model)"
 END_DAMAGED = "its end"
 
 
 class StoredJob(NamedTuple):
-    """The columns of a job, and of its request without the data."""
+    """The columns of a job and of its request, without the request's data."""
 
     seq: int
     id: bytes
@@ -71,7 +71,7 @@ class StoredJob(NamedTuple):
 
 
 class Record(NamedTuple):
-    """Fields of a job that no query needs, packed in this order."""
+    """Fields of a job that no query needs, in their packed order."""
 
     attempts: int = 0
     charge: float = 0.0
@@ -82,13 +82,13 @@ class Record(NamedTuple):
 
 
 def packed(id: bytes, record: Record) -> tuple[bytes, int]:
-    """Returns the packed record of a job, and its checksum."""
+    """Returns the packed record of a job and the checksum of the record."""
     data = msgpack.packb(record)
     return data, checksums.of_record(id, data)
 
 
 def unpacked(id: bytes, data: bytes | None, crc: int | None) -> Record | None:
-    """Undo `packed`; None if the disk has changed it. NULL is a record with its defaults."""
+    """Undo `packed`. Returns None if the disk has changed the data, the defaults for NULL."""
     if data is None:
         return Record()
     if crc != checksums.of_record(id, data):
@@ -96,16 +96,16 @@ def unpacked(id: bytes, data: bytes | None, crc: int | None) -> Record | None:
     return Record(*msgpack.unpackb(data, use_list=False))
 
 
-# A LEFT join: the database never begins with the requests.
+# A LEFT join, so that the query plan never begins with `request`.
 JOBS = "job LEFT JOIN request ON request.job = job.seq"
 COLUMNS = ", ".join((*StoredJob._fields[:-1], outbox.state_of("job")))
-CHANGED = frozenset(  # columns with the name and the value of a field of JobView
+CHANGED = frozenset(  # columns that equal a field of JobView
     ("gen", "pos", "starts", "size", "due", "deadline", "forget")
 )
 
 
 def view(row: Row) -> JobView:
-    """Returns the job of a row of COLUMNS."""
+    """Returns the view of a job from a row of COLUMNS."""
     stored = StoredJob(*row)
     damages = []
     end = stored.ending
@@ -116,7 +116,7 @@ def view(row: Row) -> JobView:
     if end is not None and stored.ending_crc != checksums.of_end(stored.id, stored.state, end):
         end = None
         damages.append(END_DAMAGED)
-    return JobView(  # positional: with field names this call takes three times as long
+    return JobView(  # positional arguments: names take three times as long
         stored.seq,
         stored.id,
         Scope(stored.owner, stored.tenant, stored.key),
@@ -153,10 +153,10 @@ def view(row: Row) -> JobView:
 
 
 def change(database: Database, job: JobView, **changes: Any) -> JobView:
-    """Store new values of fields of a job, count its bytes for its owner, and return its view.
+    """Store new values of a job's fields, update its owner's usage, and return the new view.
 
-    `job` is the view of this transaction. A record that the disk has changed stays damaged, and is
-    reported, until the facts in it are replaced.
+    `job` is the job's view in this transaction. A damaged record stays damaged, and is reported,
+    until its `facts` are replaced.
     """
     if "cause" in changes:
         changes["cause"] = storable(changes["cause"])
@@ -182,17 +182,20 @@ def change(database: Database, job: JobView, **changes: Any) -> JobView:
 
 
 def has_nul(scope: Scope) -> bool:
-    """Returns whether a name has a NUL: PostgreSQL cannot store it, so no job has the name."""
+    """Returns whether a name has a NUL character.
+
+    No job has such a name: PostgreSQL cannot store it.
+    """
     return "\0" in scope.owner + scope.tenant + scope.key
 
 
 def storable(text: str) -> str:
-    """Returns a message that both databases can store: NUL and lone surrogates are escaped."""
+    """Returns a text with NUL and lone surrogates escaped, so that both databases can store it."""
     return text.replace("\0", "\\0").encode(errors="backslashreplace").decode()
 
 
 def signed(seed: int) -> int:
-    """Returns a u64 as a signed 64-bit integer, which is what databases store."""
+    """Returns a u64 as the signed 64-bit integer that databases can store."""
     return seed - (1 << 64) if seed >= 1 << 63 else seed
 
 
@@ -202,13 +205,13 @@ def unsigned(stored: int) -> int:
 
 
 def select(database: Database, condition: str, *values: Any) -> list[JobView]:
-    """Returns the jobs that meet a condition of SQL, which may end with an order and a limit."""
+    """Returns the jobs that meet an SQL condition, which may end with ORDER BY and LIMIT."""
     stored = database.execute(f"SELECT {COLUMNS} FROM {JOBS} WHERE {condition}", *values)
     return list(map(view, stored))
 
 
 def find(database: Database, name: Name) -> JobView | None:
-    """Returns the job of this name; None if no job of the owner and tenant has it."""
+    """Returns the job of this name; None if the owner and tenant have no such job."""
     if isinstance(name, bytes):
         jobs = select(database, "id = ?", name)
     elif has_nul(name):
@@ -220,26 +223,26 @@ def find(database: Database, name: Name) -> JobView | None:
 
 
 def by_seq(database: Database, seq: int) -> JobView:
-    """Returns the job with this number, which must exist."""
+    """Returns the job with the number `seq`, which must exist."""
     (job,) = select(database, "seq = ?", seq)
     return job
 
 
 def fate(database: Database, name: Name) -> Result:
-    """Returns the result of an operation that changed no row of this job."""
+    """Returns Fate or UnknownName for an operation that changed no row of this job."""
     job = find(database, name)
     return UnknownName() if job is None else Fate(job)
 
 
 def damage(job: JobView, what: str) -> Damaged:
-    """Returns the error for a part of a job that the disk has changed."""
+    """Returns the error for a part of a job that does not match its checksum."""
     return Damaged(
         f"the disk has changed what is stored of the job {job.scope.key!r} ({job.id.hex()}): {what}"
     )
 
 
 def count_usage(database: Database, owner: str, jobs: int, size: int, file_bytes: int = 0) -> None:
-    """Add to the usage of an owner: jobs, bytes of jobs and files, and bytes of files alone."""
+    """Add jobs, bytes of jobs and files, and bytes of files alone to the usage of an owner."""
     if jobs or size or file_bytes:
         database.change(
             "INSERT INTO usage (owner, jobs, bytes, file_bytes) VALUES (?, ?, ?, ?)"
@@ -256,7 +259,7 @@ def count_usage(database: Database, owner: str, jobs: int, size: int, file_bytes
 def add_failure(database: Database, job: JobView, cause: str, stacks: str, now: float) -> int:
     """Add a failure to a job, unless `cause` is empty; only the newest failures are kept.
 
-    Returns the bytes by which the job has grown, below 0 if it has shrunk.
+    Returns the change of the job's size in bytes, which can be negative.
     """
     if not cause:
         return 0

@@ -1,4 +1,4 @@
-"""The operations on running jobs: feed, progress, end, and return to waiting."""
+"""The operations on running jobs: read to run, progress, end, and return to waiting."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from mlxpool.broker.store.sql.database import Database
 from mlxpool.broker.store.sql.schema import OFTEN_STARTED
 from mlxpool.common.protocol.token_ids import count_of
 
-PAGE = 64  # rows of an owner's jobs that are read at once
+PAGE = 64  # jobs of an owner in one query
 
 
 # ---- feed ----------------------------------------------------------------------------------------
 
 
 def feed_next(database: Database, operation: FeedNext, now: float) -> Fed:
-    """Take due jobs, with owners in turns, and raise their `starts`."""
+    """Take due jobs, owners in turns, and raise the jobs' `starts`."""
     jobs: list[FedJob] = []
     last_owner, size = operation.after_owner, 0
     seen: list[str] = []
@@ -59,9 +59,9 @@ def feed_next(database: Database, operation: FeedNext, now: float) -> Fed:
 def _turns(
     database: Database, operation: FeedNext, now: float, seen: list[str]
 ) -> Iterator[tuple[str, int]]:
-    """Yields (owner, seq): a job of each owner, then a second job of each, and so on.
+    """Yields (owner, seq) of due jobs: one job of each owner, then a second job of each, and so on.
 
-    Owners are appended to `seen` when their jobs are read.
+    Each owner is appended to `seen` when its first job is read.
     """
     again: deque[tuple[str, Iterator[int]]] = deque()
     for owner in _owners(database, operation):
@@ -80,9 +80,9 @@ def _turns(
 
 
 def _waiting(operation: FeedNext) -> str:
-    """Returns the condition of waiting jobs of the operation's model and priority.
+    """Returns the SQL condition for waiting jobs of the operation's model and priority.
 
-    Jobs that were started often have an index, see schema.SUSPECTS.
+    For jobs that were started often the condition uses the index schema.SUSPECTS.
     """
     condition = "state = 'waiting' AND model = ? AND priority = ?"
     if operation.min_starts < OFTEN_STARTED:
@@ -96,7 +96,7 @@ def owners_sql(operation: FeedNext) -> str:
 
 
 def due_sql(operation: FeedNext) -> str:
-    """Returns the query of a page of an owner's due jobs, the earliest first."""
+    """Returns the query for one page of an owner's due jobs, the earliest due first."""
     return (
         f"SELECT seq, id, due FROM job WHERE {_waiting(operation)}"
         " AND owner = ? AND due <= ? AND (due, seq) > (?, ?)"
@@ -106,7 +106,7 @@ def due_sql(operation: FeedNext) -> str:
 
 
 def next_due_sql(operation: FeedNext) -> str:
-    """Returns the query of the next due time of an owner's jobs."""
+    """Returns the query for the next due time among an owner's jobs."""
     return (
         f"SELECT due FROM job WHERE {_waiting(operation)}"
         " AND owner = ? AND due > ? AND starts >= ? ORDER BY due LIMIT 1"
@@ -131,7 +131,7 @@ def _owners(database: Database, operation: FeedNext) -> Iterator[str]:
 
 
 def _due(database: Database, operation: FeedNext, owner: str, now: float) -> Iterator[int]:
-    """Yields the numbers of an owner's jobs that may be fed, the earliest due first."""
+    """Yields the numbers of an owner's due jobs, the earliest due first."""
     last = (float("-inf"), 0)
     sql, starts = due_sql(operation), (operation.min_starts, operation.below_starts)
     while True:
@@ -160,7 +160,7 @@ def _next_due(
 
 
 def _feed(database: Database, seq: int, now: float) -> FedJob:
-    """Returns a job with its durable ids; if the disk has changed its output, it begins anew."""
+    """Returns a job with its durable ids. If the output is damaged, begins a new generation."""
     database.change("UPDATE job SET starts = starts + 1 WHERE seq = ?", seq)
     row = database.one(
         f"SELECT {rows.COLUMNS}, request.data, request.crc FROM {rows.JOBS} WHERE seq = ?", seq
@@ -176,13 +176,13 @@ def _feed(database: Database, seq: int, now: float) -> FedJob:
         return FedJob(job, b"", (), b"", left, damaged=str(error))
     ids = _durable_ids(database, job)
     if ids is None:
-        # Readers may have ids from after the damage, and a second computation may give others.
+        # Readers may have ids from after the damage, and a second run may compute other ids.
         job, ids = contents.begin_anew(database, job), b""
     return FedJob(job, request, blobs, ids, left)
 
 
 def _durable_ids(database: Database, job: JobView) -> bytes | None:
-    """Returns the packed ids of a job; None if the disk has changed them, or its facts."""
+    """Returns the packed ids of a job; None if the ids or the `facts` are damaged."""
     if job.damaged:
         return None
     if not job.pos:
@@ -198,7 +198,7 @@ def _durable_ids(database: Database, job: JobView) -> bytes | None:
 
 
 def progress(database: Database, operation: Progress, now: float) -> Result:
-    """Append a chunk at the end of the stored output."""
+    """Append a chunk to the stored output."""
     chunk = operation.chunk
     check(chunk)
     size = stored_size(chunk)
@@ -225,7 +225,7 @@ def progress(database: Database, operation: Progress, now: float) -> Result:
 
 
 def finish(database: Database, operation: Finish, now: float) -> Result:
-    """Append the last chunk and end the job, both or neither."""
+    """Append the last chunk and end the job; both happen or neither."""
     if len(operation.end) > MAX_END:
         raise ValueError(f"the end of a job has {len(operation.end)} bytes, at most {MAX_END}")
     if (size := sum(map(len, operation.answer))) > MAX_ANSWER:
@@ -259,14 +259,14 @@ def finish(database: Database, operation: Finish, now: float) -> Result:
 
 
 def _running(database: Database, id: bytes, gen: int) -> JobView | None:
-    """Returns the job if it waits and has this generation."""
+    """Returns the job if it is stored as waiting and has this generation."""
     job = rows.find(database, id)
     fits = job is not None and job.gen == gen and job.state is JobState.WAITING
     return job if fits else None
 
 
 def defer(database: Database, operation: Defer, now: float) -> Result:
-    """Let a running job wait until it is due again."""
+    """Let a running job wait until its next due time."""
     job = _running(database, operation.id, operation.gen)
     if job is None:
         return rows.fate(database, operation.id)

@@ -1,4 +1,4 @@
-"""The tables, in the dialects of both databases, and the version of the schema."""
+"""The tables in the SQL dialects of both databases, and the version of the schema."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ VERSION = 6
 
 
 class Dialect(Struct, frozen=True):
-    """The spellings that differ between the databases."""
+    """The SQL spellings that differ between the databases."""
 
     blob: str
     text: str  # sorted by its bytes
     real: str
     integer: str
-    numbered: str  # a primary key that counts up; a deleted row's number is never used again
+    numbered: str  # an increasing primary key that never reuses a deleted row's number
     strict: str  # after each table
-    clustered: str  # after a table that is stored in the order of its primary key
+    clustered: str  # suffix of a table that is stored in primary-key order
 
 
 SQLITE = Dialect(
@@ -41,8 +41,8 @@ POSTGRES = Dialect(
     clustered="",
 )
 
-# An index of jobs with at least OFTEN_STARTED starts without a durable id. They are few, and
-# without it a search for them reads all other jobs. A query must have the same number in its text.
+# An index of jobs with at least OFTEN_STARTED starts without a durable id. Such jobs are few;
+# without the index a search reads all other jobs. A query must contain the number as text.
 # It is created after job_waiting: of indices that serve a query equally SQLite takes the newest.
 OFTEN_STARTED = 3
 SUSPECTS = f"""CREATE INDEX job_suspect ON job (model, priority, owner, due, seq)
@@ -63,7 +63,7 @@ TABLES = (
         end_seq {integer} UNIQUE, record_crc {integer}, ending_crc {integer}, record {blob},
         ending {blob}, UNIQUE (owner, tenant, key)
     ) {strict}""",
-    # Submissions: apart, because SQLite writes the whole row of a changed job.
+    # Submissions have their own table, because SQLite writes the whole row of a changed job.
     """CREATE TABLE request (
         job {integer} PRIMARY KEY, digest {blob} NOT NULL, kind TEXT NOT NULL,
         seed {integer} NOT NULL, submitted {real} NOT NULL, keep {real}, label TEXT NOT NULL,
@@ -137,13 +137,13 @@ TABLES = (
         batch {blob} NOT NULL, line {integer} NOT NULL, label TEXT NOT NULL, cause TEXT NOT NULL,
         PRIMARY KEY (batch, line)
     ) {clustered}""",
-    # List positions of deleted files, for clients that go on after them in a list.
+    # List positions of deleted files, for clients that continue a list after such a file.
     """CREATE TABLE deleted_file (
         id {blob} PRIMARY KEY, owner {text} NOT NULL, tenant {text} NOT NULL,
         created {real} NOT NULL, forget {real} NOT NULL
     ) {strict}""",
     "CREATE INDEX deleted_file_forget ON deleted_file (forget)",
-    # Indices for pages of files and batches, and for the batches that keep a file.
+    # Indices for pages of files and batches, and for the batches that need a file.
     "CREATE INDEX file_listed ON file (owner, tenant, created, id)",
     "CREATE INDEX file_of_purpose ON file (owner, tenant, purpose, created, id)",
     "CREATE INDEX file_waiting ON file (waits_since) WHERE waits_since IS NOT NULL",
@@ -153,7 +153,7 @@ TABLES = (
 
 
 def create(database: Database, dialect: Dialect) -> None:
-    """Make the tables in an empty database, in one transaction."""
+    """Create the tables in an empty database, in one transaction."""
     spelled = {name: getattr(dialect, name) for name in Dialect.__struct_fields__}
     with database.transaction():
         for statement in TABLES:
@@ -163,9 +163,9 @@ def create(database: Database, dialect: Dialect) -> None:
 
 
 def ensure(database: Database, dialect: Dialect) -> bool:
-    """Make the tables in an empty database; returns whether it did.
+    """Create the tables if the database is empty; returns whether it was.
 
-    Raises StoreUnusable for tables of another version: there are no migrations.
+    Raises StoreUnusable if the tables have another version: there are no migrations.
     """
     version = database.read_version()
     if version == VERSION:

@@ -1,4 +1,7 @@
-"""A store on a database: a transaction performs many operations, which fail independently."""
+"""A store in an SQL database.
+
+One transaction performs many operations, which fail independently.
+"""
 
 from __future__ import annotations
 
@@ -35,20 +38,20 @@ from mlxpool.common.closing import Closing
 log = logging.getLogger("mlxpool.broker")
 
 KEY_LIFE = 24 * 3600.0  # seconds for which a key is kept after its result is deleted
-ADMIT_SHARE = 0.8  # share of the bound in bytes above which only running jobs write
+ADMIT_SHARE = 0.8  # share of the bound above which only running jobs may write
 # Owners below this share of the bound may still add new jobs above ADMIT_SHARE, up to the sum of
 # both shares: no owner can fill the store for all others.
 SMALL_SHARE = 0.1
-SEEN_EVERY = 1.0  # seconds between two stores of the time
+SEEN_EVERY = 1.0  # seconds between two writes of the present time
 
 Handler = Callable[..., Result]
 
 
 class SqlStore(Closing):
-    """The store of one broker, used by one thread at a time. `begin` takes it over.
+    """The store of one broker, used by one thread at a time. `begin` takes ownership.
 
     Every method can raise StoreFailed; then the store must be closed. `begin` and `transaction` can
-    raise StoreFenced. `transaction` can raise OutOfSpace, which leaves the store as it was.
+    raise StoreFenced. `transaction` can raise OutOfSpace; then the store is unchanged.
     """
 
     def __init__(self, database: Database, max_bytes: int, key_life: float = KEY_LIFE) -> None:
@@ -62,7 +65,10 @@ class SqlStore(Closing):
         self._handlers = self._table()
 
     def begin(self, boot: int, now: float) -> None:
-        """Take the store over; times without a broker do not count towards the life of results."""
+        """Take ownership of the store.
+
+        The lives of results are extended by the time without a broker.
+        """
         away = max(0.0, now - self.wall_seen)
         with self.database.transaction():
             for table in ("job", "batch", "file"):
@@ -77,15 +83,15 @@ class SqlStore(Closing):
         self._boot, self.wall_seen = boot, now
 
     def resume(self, boot: int) -> None:
-        """Go on after a failure. Raises StoreFenced if another broker took the store meanwhile."""
+        """Continue after a failure. Raises StoreFenced if another broker has taken the store."""
         if self.boot_before != boot:
             raise StoreFenced(_FENCED)
         self._boot = boot
 
     def transaction(self, operations: Sequence[Operation], now: float) -> list[Result]:
-        """Perform operations in order; when it returns they are durable.
+        """Perform operations in order. After the return they are durable.
 
-        An operation that cannot be performed is `Refused` and changes nothing; the others are
+        An operation that fails is `Refused` and changes nothing; the other operations are
         performed.
         """
         writes = any(operation.writes for operation in operations)
@@ -126,15 +132,15 @@ class SqlStore(Closing):
     # ---- bounds and figures, which depend on the store -----------------------------------------
 
     def admit_bound(self) -> int:
-        """Returns the bytes in use above which no new jobs are taken."""
+        """Returns the bytes in use above which new jobs are refused."""
         return int(ADMIT_SHARE * self._max_bytes)
 
     def room(self, share: float = ADMIT_SHARE) -> int:
-        """Returns the bytes left up to a share of the bound; below 0 above that share."""
+        """Returns the free bytes below a share of the bound; negative if more is in use."""
         return int(share * self._max_bytes) - self.database.used_bytes()
 
     def room_of(self, operation: Operation) -> int:
-        """Returns the bytes that the owner of new jobs, or of a part of a file, may add."""
+        """Returns the bytes that an operation of an owner may add."""
         room = self.room()
         owner, size = _claim(operation)
         if size <= room:
@@ -158,10 +164,10 @@ class SqlStore(Closing):
         )
 
     def tend(self) -> None:
-        """Do housekeeping after a transaction whose results are out."""
+        """Do housekeeping after the results of a transaction were handed out."""
 
     def free_reserve(self) -> bool:
-        """Free the reserve for a full disk; returns whether there was one."""
+        """Delete the reserve file when the disk is full; returns whether there was a reserve."""
         return False
 
     def close(self) -> None:
@@ -223,7 +229,7 @@ class SqlStore(Closing):
 
 
 def _claim(operation: Operation) -> tuple[str, int]:
-    """Returns the owner and the bytes, with rows, that an operation adds."""
+    """Returns the owner of an operation, and the bytes that it adds, rows included."""
     if isinstance(operation, of_batches.AddLines):
         owner = operation.jobs[0].scope.owner if operation.jobs else ""
         return owner, operation.size + len(operation.jobs) * ROW_BYTES
@@ -234,17 +240,17 @@ def _claim(operation: Operation) -> tuple[str, int]:
 
 
 class Opener(Closing):
-    """Opens the store, and holds its lock for the life of the broker; `close` releases it."""
+    """Opens the store, and holds its lock for the life of the broker. `close` releases the lock."""
 
     __slots__ = ()
 
     @abstractmethod
     def open(self) -> SqlStore:
-        """Open the store; make it if it does not exist. Raises StoreUnusable."""
+        """Open the store; create it if it does not exist. Raises StoreUnusable."""
 
     @abstractmethod
     def reopen(self) -> SqlStore:
-        """Open the store after a failure. Raises StoreError."""
+        """Open the store again after a failure. Raises StoreError."""
 
 
 _FENCED = "another broker has taken the store of jobs over; this broker must not write any more"

@@ -1,4 +1,4 @@
-"""The operation `Submit`: stores a job, or finds the job that has its key already."""
+"""The operation `Submit`: stores a job, or finds the stored job that has its key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlxpool.broker.store.sql.database import Database
 
 
 def submit(database: Database, operation: Submit, now: float, room: int) -> Result:
-    """Store a job, unless its key is known, it needs more than `room` bytes or exceeds a quota."""
+    """Store a job, unless its key is stored, it needs more than `room` bytes or exceeds a quota."""
     known = rows.find(database, operation.scope)
     if known is not None:
         if known.state is JobState.GONE:
@@ -31,16 +31,16 @@ def submit(database: Database, operation: Submit, now: float, room: int) -> Resu
     if refused is not None:
         return refused
     seq = _insert(database, operation, size, now)
-    assert seq is not None  # the key is free
+    assert seq is not None  # the key is unused
     rows.count_usage(database, operation.scope.owner, 1, size)
     return Submitted(rows.by_seq(database, seq), new=True)
 
 
 def submit_line(database: Database, operation: Submit, now: float, room: int) -> Result | int:
-    """Store a job that is a line of a batch, as `submit` does, but at less cost in the usual case.
+    """Store a job that is a line of a batch. Like `submit`, but cheaper in the usual case.
 
-    Returns the bytes of a new job, which the caller must count for its owner, or the result of
-    `submit`, which has counted them.
+    Returns the bytes of a new job, which the caller must add to the owner's usage. Otherwise
+    returns the result of `submit`, which has added them.
     """
     size = operation.size + rows.ROW_BYTES
     checked = operation.max_jobs or operation.max_bytes or size > room
@@ -87,7 +87,7 @@ def _over_quota(database: Database, operation: Submit, size: int) -> Refused | N
 
 
 def _insert(database: Database, operation: Submit, size: int, now: float) -> int | None:
-    """Insert the row of a job and its blobs; returns its number, None if its key is taken."""
+    """Insert the row of a job and its blobs. Returns the job's number; None if its key is used."""
     check_names(operation.scope, operation.kind, operation.model, operation.label, operation.notify)
     scope = operation.scope
     row = database.one(
