@@ -1,4 +1,4 @@
-"""The decisions of the broker: components around one State turn events and times into actions.
+"""The decisions of the broker: components that share one State turn events and times into actions.
 
 Pure: no I/O, no clock, no random number.
 """

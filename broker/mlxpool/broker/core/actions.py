@@ -39,28 +39,30 @@ class StartWorker(Struct, frozen=True):
 
 
 class StopWorker(Struct, frozen=True):
-    """Ask a process to end, then kill it. `at_once`: kill it now, as it cannot react."""
+    """Stop the process of a slot: ask it to end, later kill it. `at_once`: kill it immediately."""
 
     slot: str
     at_once: bool = False
 
 
 class ForgetLink(Struct, frozen=True):
-    """The next frame on this connection makes a new link."""
+    """Forget the link of a connection: its next frame makes a new link."""
 
     link: int
 
 
 class DumpStacks(Struct, frozen=True):
-    """Have the worker write the stacks of its threads into its log."""
+    """Ask a worker process to write the stacks of its threads into its log."""
 
     slot: str
 
 
 class JobSetBack(Struct, frozen=True):
-    """Tell the job manager of a lost worker that ran a job; the job's run goes on, or fails.
+    """Report the loss of a worker that ran a job to the job manager.
 
-    `charge` is the job's share in the ends of workers, see blame. `cause` is a sentence.
+    The job's run goes on, or fails.
+
+    `charge` is the job's blame for lost workers, see blame.py. `cause` is a sentence.
     """
 
     id: bytes
@@ -75,7 +77,7 @@ class StopPool(Struct, frozen=True):
 
 
 class Note(Struct, frozen=True):
-    """A log line. It never holds a prompt or a completion."""
+    """Write a log line. It never contains a prompt or a completion."""
 
     level: str
     event: str
@@ -83,11 +85,13 @@ class Note(Struct, frozen=True):
 
 
 class RequestEnded(Struct, frozen=True):
-    """The figures of an ended request for spans (setting `traces`). Times: seconds, core's clock.
+    """The figures of an ended request for trace spans (setting `traces`).
 
-    `assigned_at`: first given to a worker, 0: never. `resumes`: times at which it lost a worker or
-    its place, each with the time at which the next worker had it. `timings_ms`: of the newest
-    worker.
+    Times are on the core's clock.
+
+    `assigned_at`: the first time at which a worker got the request; 0: never. `resumes`: the times
+    at which the request lost its worker or its place in the batch, each with the time of its next
+    assignment. `timings_ms` comes from the newest worker.
     """
 
     id: bytes
@@ -124,22 +128,23 @@ Action = (
 
 
 class Outbox:
-    """Collects actions. Deltas of streams with `batch` are merged per link until the event ends.
+    """Collects the actions of one event.
 
-    Order on a link is kept: another message flushes the merged deltas first.
+    Deltas of streams with `batch` are merged into one message per link until the event ends. The
+    order on a link is kept: any other message flushes the merged deltas first.
     """
 
     def __init__(self, state: State) -> None:
         self._state = state
         self.actions: list[Action] = []
-        self.merged: dict[int, list[Delta]] = {}  # link -> rows of the current event
+        self.merged: dict[int, list[Delta]] = {}  # link -> deltas of the current event
 
     def open(self) -> None:
-        """Begin an event."""
+        """Begin to collect the actions of an event."""
         self.actions = []
 
     def close(self) -> list[Action]:
-        """End an event; returns its actions in order."""
+        """End the event. Returns its actions in order."""
         for link in list(self.merged):
             self._flush_merged(link)
         return self.actions
@@ -152,7 +157,7 @@ class Outbox:
     def send(
         self, link: int, message: Content, id: bytes | None = None, attempt: int = 0, pos: int = 0
     ) -> None:
-        """Send to a client, unless its link is lost."""
+        """Send a message to a client, unless the link is lost."""
         if link in self.merged:
             self._flush_merged(link)
         known = self._state.links.get(link)
@@ -161,16 +166,16 @@ class Outbox:
             self.actions.append(ToClient(link, header, message))
 
     def send_stream(self, request: Request, message: Content, pos: int) -> None:
-        """Send on a request's stream."""
+        """Send a message on the stream of a request."""
         reader = request.reader
         self.send(reader.link, message, request.id, reader.attempt, pos)
 
     def merge(self, link: int, row: Delta) -> None:
-        """Send a delta in one message with the other deltas of this event to the same link."""
+        """Send a delta, merged with the other deltas of this event to its link."""
         self.merged.setdefault(link, []).append(row)
 
     def complain(self, link: int, error: PoolError, about: bytes | None) -> None:
-        """Send an error that ends no stream."""
+        """Send an error that does not end a stream."""
         self.send(link, Failed.about(error, about))
 
     def _flush_merged(self, link: int) -> None:
@@ -180,7 +185,7 @@ class Outbox:
     # ---- workers -----------------------------------------------------------------------------
 
     def tell(self, worker: Worker, message: Content, id: bytes | None = None, run: int = 0) -> None:
-        """Send to a worker; `run` is the number of the run that the message is about."""
+        """Send a message to a worker. `run`: the number of the run that the message concerns."""
         header = Header(message.kind, id, worker.epoch, run)
         self.actions.append(ToWorker(worker.slot, header, message))
 
@@ -188,7 +193,7 @@ class Outbox:
         self.actions.append(StopWorker(worker.slot, at_once))
 
     def note_worker(self, level: str, event: str, worker: Worker, **fields: object) -> None:
-        """A log line about a worker."""
+        """Write a log line about a worker."""
         known = {"model": worker.model, "worker": worker.slot, "epoch": worker.epoch}
         gpus = {"gpus": ",".join(worker.gpus)} if worker.gpus else {}
         self.actions.append(Note(level, event, {**known, "pid": worker.pid, **gpus, **fields}))

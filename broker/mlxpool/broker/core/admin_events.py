@@ -1,4 +1,4 @@
-"""Handles commands of operators, and new settings."""
+"""Handles operators' commands and new settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlxpool.broker.workers import exit_causes
 from mlxpool.broker.workers.exit_causes import BROKER_ENDS, UNLOADED
 from mlxpool.common.errors import Draining, WorkerLost
 
-BROKER_RETRY_MS = 1000  # `retry_after_ms` of streams that end with the broker
+BROKER_RETRY_MS = 1000  # `retry_after_ms` of streams that the end of the broker ends
 
 
 class AdminEvents(Struct, eq=False):
@@ -30,7 +30,7 @@ class AdminEvents(Struct, eq=False):
     # ---- operators ---------------------------------------------------------------------------
 
     def on_load(self, event: ev.LoadModel, now: float) -> None:
-        """Start a model, even with an open breaker or a drain."""
+        """Start a model, even if its breaker is open or it drains."""
         if not self._state.admits:
             return
         model = self._state.registry.models[event.model]
@@ -40,7 +40,7 @@ class AdminEvents(Struct, eq=False):
         self._pool.require(model, now)
 
     def on_want(self, event: ev.WantModel, now: float) -> None:
-        """Have workers for the jobs that wait for a model, as for a request that would wait."""
+        """Start workers for the jobs that wait for a model, as for a waiting request."""
         model = self._state.registry.models.get(event.model)
         if model is None or not self._state.admits or not model.admits:
             return
@@ -48,7 +48,7 @@ class AdminEvents(Struct, eq=False):
             self._pool.require(model, now)
 
     def on_unload(self, event: ev.UnloadModel, now: float) -> None:
-        """Fail the runs of a model and stop its workers; waiting requests start it again."""
+        """Fail the runs of a model and stop its workers. Waiting requests start the model again."""
         model = self._state.registry.models[event.model]
         for worker in model.workers:
             error = WorkerLost(
@@ -58,7 +58,7 @@ class AdminEvents(Struct, eq=False):
             for request in self._failover.running(worker):
                 self._delivery.fail(request, error, now)
         self._pool.unload(model, UNLOADED)
-        if (model.queue or model.calls) and not model.workers:  # no exit will start it again
+        if (model.queue or model.calls) and not model.workers:  # no process exit will restart it
             self._pool.require(model, now)
 
     def on_restart(self, event: ev.RestartWorker, now: float) -> None:
@@ -70,7 +70,7 @@ class AdminEvents(Struct, eq=False):
             self._drainer.drain_worker(event.slot, 0.0, now)
 
     def on_shutdown(self, event: ev.Shutdown, now: float) -> None:
-        """End every stream and call, then stop the workers. Nothing is admitted any more."""
+        """End all streams and calls, then stop the workers. New requests are refused."""
         state = self._state
         state.phase = PoolPhase.CLOSING
         error = Draining(
@@ -114,17 +114,21 @@ class AdminEvents(Struct, eq=False):
         self._state.registry.describe(event.name, event.about)
 
     def on_model_gone(self, event: ev.ModelGone, now: float) -> None:
-        """Drain a model that left the settings; new requests get UnknownModel."""
+        """Drain a model that the settings no longer have. New requests get UnknownModel."""
         model = self._state.registry.remove(event.name)
         if model is not None:
             self._drainer.drain_model(model, event.grace, now)
 
     def on_model_changed(self, event: ev.ModelChanged, now: float) -> None:
-        """New settings hold for new workers; old ones finish, or hand over after `grace`."""
+        """Replace the workers of a model with new settings.
+
+        New workers have the new settings. Old workers finish their streams, or hand them over after
+        `grace` seconds.
+        """
         registry = self._state.registry
         for worker in registry.change(event.name, event.config, event.location, event.need):
             model = self._state.model_of_worker(worker)
             worker.replace = registry.slots[worker.slot] in model.local_slots
             self._drainer.drain_worker(worker.slot, event.grace, now)
         if (name := registry.names.model_of(event.name)) is not None:
-            self._pool.watch_load(registry.models[name], now)  # the least may be lower now
+            self._pool.watch_load(registry.models[name], now)  # the least number may be lower now

@@ -1,4 +1,4 @@
-"""Takes `generate`: checks it, accepts and queues it, or lets a new sending take over."""
+"""Handles `generate`: checks, accepts and queues it, or lets a retry take over its stream."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from mlxpool.common.protocol.prompts import ChatPrompt
 from mlxpool.common.protocol.to_client import Accepted, Failed
 from mlxpool.common.protocol.token_ids import count_of
 
-RESUME_FACTOR = 4  # factor of the bounds for streams that another broker had accepted
+RESUME_FACTOR = 4  # factor of the bounds for streams that an earlier broker had accepted
 
 
 class Admission(Struct, eq=False):
-    """Answers bad, excessive and known requests; queues all others."""
+    """Answers bad, excessive and known requests. Queues all other requests."""
 
     _state: State
     _outbox: Outbox
@@ -63,7 +63,7 @@ class Admission(Struct, eq=False):
             self._refuse(live, event, error, now)
 
     def _may_send_again(self, known: Request | Tombstone, event: ev.ClientGenerate) -> bool:
-        """Returns whether this is a higher attempt of the same request; answers it if not."""
+        """Returns whether this is a later attempt of `known`; if not, answers the client."""
         ended = isinstance(known, Tombstone)
         if (known.owner, known.digest) != (event.owner, event.digest):
             self._refuse_id(event, "is in use by another request")
@@ -81,13 +81,16 @@ class Admission(Struct, eq=False):
         self._state.counters.rejected[DuplicateId.code] += 1
         error = DuplicateId(f"the id {event.id.hex()} {why}; make a new id for each request")
         header = Header(to_client.Failed.kind, None, self._state.boot, event.attempt)
-        # Past the check for lost links: the client sends on this one, so it may still receive.
+        # After the check for lost links: the client sends on this link, so it may still receive.
         self._outbox.add(ToClient(event.link, header, Failed.about(error, event.id)))
 
     def _refuse(
         self, live: Request | None, event: ev.ClientGenerate, error: PoolError, now: float
     ) -> None:
-        """Answer with the terminal. It also ends the stream that was to be taken over."""
+        """Answer with a terminal error.
+
+        It also ends the stream that the retry should have taken over.
+        """
         if live is None:
             self._state.counters.rejected[error.code] += 1
             self._outbox.send(event.link, Failed.of(error), event.id, event.attempt)
@@ -101,7 +104,7 @@ class Admission(Struct, eq=False):
     # ---- jobs --------------------------------------------------------------------------------
 
     def check_job(self, owner: str, work: Work, digest: bytes, now: float) -> None:
-        """Raises PoolError if a request may not become a job, even with free workers."""
+        """Raises PoolError if a request may not become a job, whether workers are free or not."""
         state = self._state
         model = state.registry.model(work.model)
         state.check_admits(model, work.model)
@@ -133,12 +136,12 @@ class Admission(Struct, eq=False):
         rank = rank_of(message.priority, kept=True, idle=event.idle)
         self._accept(ev.ClientGenerate(JOBS_LINK, *about), message, run, rank, now)
 
-    # ---- first sendings ----------------------------------------------------------------------
+    # ---- first attempts ----------------------------------------------------------------------
 
     def _accept(
         self, event: ev.ClientGenerate, message: Generate, run: Run, rank: int, now: float
     ) -> None:
-        """Accept a request that is not live. Raises PoolError if it is refused."""
+        """Accept a request whose id is not live. Raises PoolError if the request is refused."""
         state = self._state
         model = state.registry.model(message.model)
         state.check_admits(model, message.model)
@@ -157,7 +160,7 @@ class Admission(Struct, eq=False):
         state.owned[request.owner] += 1
         state.tombstones.pop(request.id, None)
         state.requests[request.id] = request
-        if message.resume_ids or run.batch_bound:  # a worker had it before
+        if message.resume_ids or run.batch_bound:  # an earlier worker had it
             model.queue.add_resumed(request)
         else:
             model.queue.add(request)
@@ -194,7 +197,7 @@ class Admission(Struct, eq=False):
         return now + (default if message.deadline_ms is None else _seconds(message.deadline_ms))
 
     def _queued(self, request: Request, now: float) -> None:
-        """Announce and dispatch a request that was queued first or by a new sending."""
+        """Announce a request that a first attempt or a retry queued, then dispatch its model."""
         self._state.attach(request)
         self._state.watch_link(request.reader.link, now)
         self._delivery.set_timer(request)
@@ -215,14 +218,14 @@ class Admission(Struct, eq=False):
         )
         self._outbox.send(link, accepted, request.id, request.attempt)
 
-    # ---- later sendings ----------------------------------------------------------------------
+    # ---- retries ----------------------------------------------------------------------
 
     def _take_over(
         self, request: Request, event: ev.ClientGenerate, message: Generate, now: float
     ) -> None:
-        """Go on from the ids that the client has, and cancel the run of the earlier sending.
+        """Continue a stream from the ids that its client has, and cancel the earlier attempt's run.
 
-        Raises PoolError if the ids differ from the stream's or the model is unavailable.
+        Raises PoolError if the ids differ from the stream's ids or the model is unavailable.
         """
         model, run = self._state.model_of(request), request.run
         _check_ids(run, message.resume_ids)
@@ -251,9 +254,9 @@ def _new_reader(event: ev.ClientGenerate, message: Generate) -> Reader:
 
 
 def _bounded(state: State, message: Generate) -> Generate:
-    """Returns the message, with the default of the settings if it names no max_tokens.
+    """Returns the message, with the default max_tokens of the settings if it has none.
 
-    Facts that a stream got from its first worker stay, see Facts.
+    The model data (`facts`) that a stream got from its first worker stays, see Facts.
     """
     if message.options.max_tokens >= 0:
         return message
@@ -266,7 +269,7 @@ def _bounded(state: State, message: Generate) -> Generate:
 
 
 def _set_ids(run: Run, message: Generate) -> None:
-    """Have the run go on from the ids that the client has."""
+    """Set the position of a run to the ids that its client has."""
     run.ids = bytearray(message.resume_ids)
     run.measured_ids = run.taken
     run.reported = 0 if message.resume is None else message.resume.reported
@@ -277,12 +280,12 @@ def _set_ids(run: Run, message: Generate) -> None:
 
 
 def _seconds(milliseconds: int | None) -> float:
-    """Returns seconds; infinity if the client sets no bound."""
+    """Returns seconds from milliseconds; infinity for None, a request without the bound."""
     return math.inf if milliseconds is None else milliseconds / 1000
 
 
 def _seed(message: Generate, entropy: int) -> int:
-    """Returns the request's own seed, else that of its earlier sending, else a new one."""
+    """Returns the request's own seed, the seed of its earlier attempt, or a new seed."""
     if message.options.seed >= 0:
         return message.options.seed
     earlier = None if message.resume is None else message.resume.seed
@@ -290,7 +293,7 @@ def _seed(message: Generate, entropy: int) -> int:
 
 
 def _check_ids(run: Run, ids: bytes) -> None:
-    """Raises BadRequest unless the run began with these ids."""
+    """Raises BadRequest unless the run began with `ids`."""
     if bytes(run.ids[: len(ids)]) != ids:
         raise BadRequest(
             f"resume has {count_of(ids)} ids that are not those of the stream, which has"
@@ -302,24 +305,24 @@ def _check_ids(run: Run, ids: bytes) -> None:
 
 
 def _bound_factor(message: Generate) -> int:
-    """Returns the factor of the bounds for a message: accepted streams have larger bounds."""
+    """Returns the factor of the queue bounds: streams accepted before have larger bounds."""
     return RESUME_FACTOR if message.resume_ids else 1
 
 
 def _places(message: Generate) -> int:
     """Returns the number of requests that a message counts as.
 
-    The first of several choices counts as all of them, so that they are refused together. Later
-    choices are checked one by one, as other requests may come between.
+    The first of `n` choices counts for all choices, so that they are refused together. Later
+    choices are checked singly, because other requests may come between.
     """
     choice = message.choice
     return choice.of if choice is not None and choice.index == 0 and not message.resume_ids else 1
 
 
 def _check_prompt(state: State, model: Model, message: Generate) -> None:
-    """Raises BadRequest for a chat or images that the model is known not to take.
+    """Raises BadRequest for a chat or images if the model is known not to accept them.
 
-    If its files are not known, its worker refuses them.
+    If the model's files are unknown, the worker refuses the request.
     """
     if isinstance(message.prompt, ChatPrompt):
         state.registry.check_template(model)
@@ -331,10 +334,10 @@ def _check_prompt(state: State, model: Model, message: Generate) -> None:
 
 
 def _check_queue(state: State, model: Model, message: Generate) -> None:
-    """Raises QueueFull if the model's queue is full by count or bytes."""
+    """Raises QueueFull if the model's queue is full by number or bytes."""
     factor, queue = _bound_factor(message), model.queue
     limit, most = factor * state.config.queue_limit, factor * state.config.queue_bytes
-    # Requests that a worker has room for now will not wait.
+    # Requests that fit in a worker now do not wait.
     room = 0 if queue else max((worker.room() for worker in model.workers), default=0)
     places = max(1, _places(message) - room)
     if len(queue) + places > limit or queue.bytes + places * message.size > most:

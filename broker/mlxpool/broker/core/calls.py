@@ -1,4 +1,4 @@
-"""Answers `ping`, `models` and `keep`, and has workers answer calls of models."""
+"""Answers `ping`, `models` and `keep`, and forwards calls of models to workers."""
 
 from __future__ import annotations
 
@@ -29,14 +29,17 @@ from mlxpool.common.protocol.frames import VERSION, Content
 from mlxpool.common.protocol.from_client import KEEP_FOREVER, TOKENIZE, Cancel, Keep, ModelCall
 from mlxpool.common.protocol.to_client import Done, Failed, Kept, ModelList, Pong
 
-MAX_LOSSES = 2  # lost workers of a call of the tokenizer, after which it fails
-# The same for a call that a model computes: the end of a worker takes many calls with it.
+MAX_LOSSES = 2  # lost workers after which a call of the tokenizer fails
+# Lost workers after which a computed call fails: the end of a worker affects many calls.
 MAX_LOSSES_COMPUTED = 20
-MAX_IN_WORKER = 64  # calls that one worker computes or has waiting; the others wait for any worker
+MAX_IN_WORKER = 64  # calls that a worker computes or has queued; further calls wait for any worker
 
 
 class Calls(Struct, eq=False):
-    """Answers each call once, unless it is cancelled. Other workers get a lost worker's calls."""
+    """Answers each call once, unless it is cancelled.
+
+    Calls of a lost worker go to other workers.
+    """
 
     _state: State
     _outbox: Outbox
@@ -80,10 +83,12 @@ class Calls(Struct, eq=False):
         self._outbox.send(event.link, answer, event.id, event.attempt)
 
     def _keep(self, message: Keep | PoolError, now: float) -> int:
-        """Set how long a model stays. Returns the milliseconds in force. Raises PoolError.
+        """Set the time for which an idle model stays loaded.
 
-        A client cannot shorten an endless time of the settings. It can lengthen a time up to the
-        setting `client_keep_alive`.
+        Returns it in milliseconds. Raises PoolError.
+
+        A client cannot shorten an unlimited time of the settings. It can extend a limited time up
+        to the setting `client_keep_alive`.
         """
         if isinstance(message, PoolError):
             raise message
@@ -108,7 +113,10 @@ class Calls(Struct, eq=False):
             self._outbox.send(event.link, Failed.of(error), event.id, event.attempt)
 
     def _queue(self, event: ev.ClientModelCall, now: float) -> None:
-        """Queue a call. Raises PoolError if it is bad, or cannot be answered now."""
+        """Queue a client's call.
+
+        Raises PoolError if the call is invalid, or cannot be answered now.
+        """
         if isinstance(event.message, PoolError):
             raise event.message
         model = self._checked(event.message, now)
@@ -119,7 +127,7 @@ class Calls(Struct, eq=False):
         )
 
     def start_job(self, event: ev.StartJob, message: ModelCall, now: float) -> None:
-        """Queue the call of a job, whose answer goes to JOBS_LINK. Raises PoolError."""
+        """Queue the call of a job; its answer goes to JOBS_LINK. Raises PoolError."""
         if event.id in self._state.calls:
             raise DuplicateId(f"an open call has the id of the job {event.id.hex()}")
         model = self._checked(message, now)
@@ -128,7 +136,10 @@ class Calls(Struct, eq=False):
         self._add(model, call, now)
 
     def _checked(self, message: ModelCall, now: float) -> Model:
-        """Returns the model of a call. Raises PoolError if it cannot answer, or not now."""
+        """Returns the model of a call.
+
+        Raises PoolError if the model cannot answer the call, or not now.
+        """
         registry, name = self._state.registry, message.model
         model = registry.model(name)
         self._state.check_admits(model, name)
@@ -139,7 +150,7 @@ class Calls(Struct, eq=False):
         return model
 
     def _add(self, model: Model, call: Call, now: float) -> None:
-        """Queue a call. Raises QueueFull."""
+        """Queue a call at its model. Raises QueueFull."""
         self._check_bounds(model, call)
         self._state.add_call(call)
         model.calls.add(call)
@@ -150,9 +161,11 @@ class Calls(Struct, eq=False):
         self._pool.update_idle_timer(model, now)
 
     def _redirect(self, event: ev.ClientModelCall, message: ModelCall) -> bool:
-        """Send the answer of a known call to the link of this sending. False for a new call.
+        """Send the answer of a known call to the link of this attempt.
 
-        Raises DuplicateId if another call has its id.
+        Returns False for a new call.
+
+        Raises DuplicateId if another call has this id.
         """
         call = self._state.calls.get(event.id)
         if call is None:
@@ -165,7 +178,7 @@ class Calls(Struct, eq=False):
         return True
 
     def _check_bounds(self, model: Model, call: Call) -> None:
-        """Raises QueueFull when too many calls of a model wait, or are with its workers."""
+        """Raises QueueFull if too many calls of a model wait, or are in its workers."""
         config, calls = self._state.config, self._state.calls
         in_work = [calls[id] for worker in model.workers for id in worker.calls]
         count = len(model.calls) + len(in_work)
@@ -180,7 +193,7 @@ class Calls(Struct, eq=False):
     def forward(self, model: Model) -> None:
         """Give waiting calls to the workers with the fewest calls, up to MAX_IN_WORKER each."""
         if self._state.phase is PoolPhase.CLOSING:
-            return  # all of them are about to end
+            return  # all calls are about to end
         serving = [worker for worker in model.workers if worker.serves]
         while model.calls and serving:
             worker = min(serving, key=lambda worker: len(worker.calls))
@@ -194,7 +207,7 @@ class Calls(Struct, eq=False):
     # ---- ends --------------------------------------------------------------------------------
 
     def on_answer(self, event: ev.WorkerAnswer, now: float) -> None:
-        """A worker has answered a call."""
+        """Handle a worker's answer to a call."""
         worker = self._state.workers.get(event.epoch)
         if worker is None or event.id not in worker.calls:
             self._state.counters.fenced += 1
@@ -210,7 +223,7 @@ class Calls(Struct, eq=False):
         self._pool.work_ended(model, now)
 
     def on_timer(self, id: bytes, now: float) -> None:
-        """The deadline of a call has passed."""
+        """Fail a call whose deadline has passed."""
         call = self._state.calls.get(id)
         if call is not None:
             why = f"no answer to {call.message.kind} after {now - call.accepted_at:.3f} s"
@@ -218,14 +231,14 @@ class Calls(Struct, eq=False):
             self.cancel(call, now, DeadlineExceeded(f"{why} (deadline_ms), {where}"))
 
     def known(self, id: bytes, owner: str | None) -> Call | None:
-        """Returns the open call with this id, if `owner` may know of it; None may know all."""
+        """Returns the open call with this id, if `owner` may see it; None may see all calls."""
         call = self._state.calls.get(id)
         return call if call is not None and owner in (None, call.message.owner) else None
 
     def cancel(self, call: Call, now: float, error: PoolError | None = None) -> None:
-        """End a call with an error, or without an answer; its worker no longer works on it.
+        """End a call with an error, or without an answer, and cancel it in its worker.
 
-        The job manager gets a message of each end.
+        The job manager gets a message for each end.
         """
         silent = Done("cancelled") if call.link == JOBS_LINK else None
         self._answer(call, silent if error is None else Failed.of(error))
@@ -242,18 +255,18 @@ class Calls(Struct, eq=False):
         self._pool.work_ended(model, now)
 
     def computed_by(self, worker: Worker) -> list[Call]:
-        """Returns the calls that the model of a worker computes, or has waiting."""
+        """Returns the calls that the model of a worker computes or has queued."""
         calls = [self._state.calls[id] for id in sorted(worker.calls)]
         return [call for call in calls if call.message.computes]
 
     def worker_lost(self, worker: Worker, cause: str, shares: Mapping[bytes, float]) -> None:
-        """Queue the calls of a lost worker again. Calls to blame, or with many losses, fail.
+        """Queue a lost worker's calls again. Calls at fault, or with too many lost workers, fail.
 
-        `shares`: the charges of calls for its end, by id, see blame.
+        `shares`: the blame of each call for the loss, by call id, see blame.py.
         """
         model = self._state.model_of_worker(worker)
         lost = sorted((self._state.calls[id] for id in worker.calls), key=lambda c: c.accepted_at)
-        for call in reversed(lost):  # each is put before the newer ones
+        for call in reversed(lost):  # each call is put before newer calls
             call.charge += shares.get(call.id, 0.0)
             call.losses += cause not in exit_causes.COMMANDED
             if call.link == JOBS_LINK and cause not in exit_causes.COMMANDED:
@@ -267,12 +280,15 @@ class Calls(Struct, eq=False):
         worker.calls.clear()
 
     def _tell_jobs(self, call: Call, worker: Worker, cause: str) -> None:
-        """Report a loss: the job's charge outlives this broker, and its history has the loss."""
+        """Report a loss to the job manager, which stores the job's charge and the failure."""
         where = exit_causes.ended(worker.slot, cause)
         self._outbox.add(JobSetBack(call.id, call.attempt, worker.slot, call.charge, where))
 
     def _answer(self, call: Call, answer: Content | None) -> None:
-        """End a call; all calls end here. None: nobody waits for an answer."""
+        """End a call; the ends of all calls come here.
+
+        `answer` None: nobody waits for an answer.
+        """
         self._state.remove_call(call)
         self._state.timers.clear(("call", call.id))
         if answer is not None:
@@ -280,9 +296,10 @@ class Calls(Struct, eq=False):
 
 
 def allowed_keep(asked_ms: int, usual: float, longest: float) -> float:
-    """Returns the seconds for which an idle model stays; below 0: without end.
+    """Returns the seconds for which an idle model stays loaded; negative: without limit.
 
-    `usual`: its setting keep_alive. `longest`: the most that clients may ask for, below 0: any.
+    `usual`: the model's setting keep_alive. `longest`: the most seconds that clients may ask for;
+    negative: no bound.
     """
     if usual < 0:
         return usual
@@ -293,7 +310,7 @@ def allowed_keep(asked_ms: int, usual: float, longest: float) -> float:
 
 
 def _reason_to_fail(call: Call, where: str, cause: str) -> PoolError | None:
-    """Returns why a call of a lost worker fails; None if another worker gets it."""
+    """Returns why a call of a lost worker fails; None if another worker gets the call."""
     if call.charge >= blame.POISON_CHARGE:
         return Poisoned(f"{where}; this call ended two workers")
     most = MAX_LOSSES_COMPUTED if call.message.computes else MAX_LOSSES

@@ -1,8 +1,8 @@
 """The core: `handle(event, now) -> actions`. Pure: no I/O, no clock, no random number.
 
-Invariants: one terminal for each accepted id and attempt and nothing after it; `pos` without gaps;
-no work for a worker that is not READY; every live request has a timer;
-accepted = done + failed + cancelled + live.
+Invariants: one terminal message for each accepted id and attempt, and no message after it; `pos`
+without gaps; no work for a worker that is not READY; every live request has a timer; accepted =
+done + failed + cancelled + live.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from mlxpool.broker.models.registry import Registry
 from mlxpool.common.config.schema import PoolConfig
 
 NO_LIMIT = 1 << 62  # bytes
-MAX_DUE = 64  # timers that one `Wake` handles; other events are served before the rest
+MAX_DUE = 64  # most timers that one `Wake` handles; other events come before the remaining timers
 
-Handler = Callable[..., None]  # takes an event of the type in the table, and the time
+Handler = Callable[..., None]  # handles an event of its type in the table at a time
 
 
 class Core:
@@ -46,9 +46,9 @@ class Core:
         memory: int = NO_LIMIT,
         locations: Mapping[str, str] | None = None,
     ) -> None:
-        """`needs` has the bytes of one worker of each model, `memory` the bytes of all workers.
+        """`needs`: the bytes of one worker of each model. `memory`: the bytes of all workers.
 
-        `locations` has the place of the files of each model. Names of one place may share workers.
+        `locations`: the path of each model's files. Models with one path may share workers.
         """
         registry = Registry(memory, config.restart_limit)
         for name, spec in config.models.items():
@@ -72,7 +72,7 @@ class Core:
         ingest = TokenIngest(state, pool, delivery, failover, dispatcher)
         workers = WorkerEvents(state, outbox, pool, dispatcher, calls, failover)
         self._endings = endings = Endings(state, outbox, ended, delivery, calls, bulk)
-        self._sweeps = {  # by the keys of their timers
+        self._sweeps = {  # handlers of timers, by the keys of the timers
             "tombstones": ended.expire_tombstones,
             "quarantine": ended.expire_quarantine,
             BULK_TIMER: bulk.end_some,
@@ -129,11 +129,11 @@ class Core:
 
     @property
     def ends_more(self) -> bool:
-        """Returns whether streams or calls are about to end, in the next events."""
+        """Returns whether streams or calls are about to end in the next events."""
         return len(self._bulk) > 0
 
     def next_wake(self) -> float:
-        """Returns the latest time for `Wake`; infinity if nothing waits for a time."""
+        """Returns the latest time for the next `Wake`; infinity if nothing is scheduled."""
         return self.state.timers.next()
 
     def _on_wake(self, event: ev.Wake, now: float) -> None:
@@ -143,7 +143,7 @@ class Core:
             while due:
                 self._on_timer(due.popleft(), now)
         finally:
-            for key in due:  # an exception costs one timer, the next `Wake` handles the others
+            for key in due:  # an exception costs one timer; the next `Wake` handles the rest
                 if key not in timers:
                     timers.set(key, now)
 

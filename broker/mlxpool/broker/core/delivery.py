@@ -1,4 +1,4 @@
-"""Sends the output of runs to their readers: flow control (window, acks), the end of a stream."""
+"""Sends the output of runs to their readers, with flow control (window, acks), and ends streams."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlxpool.common.protocol.to_client import Done, Failed, StreamDelta
 
 
 class Delivery(Struct, eq=False):
-    """Sends one terminal for each accepted id and attempt, and nothing after it."""
+    """Sends one terminal message for each accepted id and attempt, and no message after it."""
 
     _state: State
     _outbox: Outbox
@@ -28,7 +28,7 @@ class Delivery(Struct, eq=False):
     # ---- output ------------------------------------------------------------------------------
 
     def flush(self, request: Request, now: float) -> None:
-        """Send the unread output, as far as the reader's window allows."""
+        """Send the unread output, at most as much as the reader's flow-control window allows."""
         reader = request.reader
         while reader.unread and reader.sent - reader.acked < reader.window:
             self._send_chunk(request, reader.unread.popleft())
@@ -60,7 +60,7 @@ class Delivery(Struct, eq=False):
         self._outbox.merge(reader.link, row)
 
     def set_timer(self, request: Request) -> None:
-        """Wake at the first of its deadlines, or when its reader has not acked for too long."""
+        """Set a request's timer: its first deadline, or the limit of time without an ack."""
         at = min(request.deadline, request.queue_deadline, request.first_token_deadline)
         if since := request.reader.blocked_since:
             at = min(at, since + self._state.config.ack_grace)
@@ -82,7 +82,7 @@ class Delivery(Struct, eq=False):
     def _acknowledge(self, link: int, request_id: bytes, count: int, now: float) -> None:
         request = self._state.requests.get(request_id)
         if request is None or request.reader.link != link:
-            return  # it ended, or moved to another link, while the ack was on its way
+            return  # it ended, or moved to another link, before the ack came
         reader = request.reader
         if not reader.acked <= count <= reader.sent:
             raise BadRequest(
@@ -96,7 +96,7 @@ class Delivery(Struct, eq=False):
     # ---- ends --------------------------------------------------------------------------------
 
     def finish(self, request: Request, end: RunEnd, now: float) -> None:
-        """End a stream with the end of its run."""
+        """End a stream because its run has ended with `end`."""
         run = request.run
         timings = {
             "queue": _ms(run.assigned_at - request.accepted_at),
@@ -119,12 +119,12 @@ class Delivery(Struct, eq=False):
         self.fail_with(request, Failed.of(error), now)
 
     def fail_with(self, request: Request, failed: Failed, now: float) -> None:
-        """End a stream with an error of its worker."""
+        """End a stream with an error from its worker."""
         self._state.counters.failures[failed.code] += 1
         self._end(request, "fail", failed, now)
 
     def fail_slow(self, request: Request, why: str, now: float) -> None:
-        """End a stream whose reader reads or acknowledges too slowly; unread output is dropped."""
+        """End a stream whose reader reads or acknowledges too slowly. Unread output is dropped."""
         config, reader = self._state.config, request.reader
         reader.unread.clear()
         error = SlowConsumer(
@@ -134,7 +134,10 @@ class Delivery(Struct, eq=False):
         self.fail(request, error, now)
 
     def _end(self, request: Request, event: str, terminal: Done | Failed, now: float) -> None:
-        """End a stream; all streams end here. Its last output and terminal pass every bound."""
+        """End a stream; the ends of all streams come here.
+
+        Its last output and its terminal message ignore all bounds.
+        """
         state, reader, model = self._state, request.reader, self._state.model_of(request)
         if request.state is RequestState.QUEUED:
             model.queue.drop(request)
@@ -185,7 +188,7 @@ def _ms(seconds: float) -> float:
 
 
 def _log_fields(request: Request, outcome: str, cached: object, now: float) -> Mapping[str, object]:
-    """Returns the log fields of an ended request: figures, never its text."""
+    """Returns the log fields of an ended request: figures, never text."""
     run, accepted_at = request.run, request.accepted_at
     first = run.first_token_at
     return {

@@ -35,7 +35,7 @@ from mlxpool.common.protocol.to_worker import Work
 
 
 class Dispatcher(Struct, eq=False):
-    """Gives work only to READY workers, and never more than they have credit for."""
+    """Gives requests only to READY workers, and never more requests than their credit."""
 
     _state: State
     _outbox: Outbox
@@ -45,13 +45,13 @@ class Dispatcher(Struct, eq=False):
     _sharing: PlaceSharing
 
     def dispatch(self, model: Model, now: float) -> None:
-        """Assign the model's waiting requests: first the resumed ones, then the fresh ones.
+        """Assign the model's waiting requests: first resumed requests, then fresh requests.
 
         Promised places go to their owners before all others. Charged jobs that let others go first
         get the remaining places.
         """
         if self._state.phase is PoolPhase.CLOSING:
-            return  # all of them are about to end
+            return  # all requests are about to end
         workers = model.workers
         self._keep_promises(model, workers, now)
         resumed = model.queue.resumed
@@ -75,9 +75,9 @@ class Dispatcher(Struct, eq=False):
         self._pool.update_idle_timer(model, now)
 
     def _keep_promises(self, model: Model, workers: list[Worker], now: float) -> None:
-        """Assign requests to free places that others gave up for their owners.
+        """Assign requests to free places that other owners gave up for them.
 
-        A place that none of its owner's requests can use is free for all.
+        A place that no request of its owner can use is free for all owners.
         """
         places = model.places
         for owner in list(places.promised):
@@ -92,7 +92,7 @@ class Dispatcher(Struct, eq=False):
     def _choose_fresh(
         self, model: Model, workers: list[Worker], now: float
     ) -> tuple[Request, Worker] | None:
-        """Returns the fresh request to assign next, and its worker; None if none can be."""
+        """Returns the fresh request to assign next and its worker; None if no request fits."""
         queue, places = model.queue, model.places
         heads = queue.heads(places.held)
         if heads and _is_kept_from(heads[0].owner, model, workers, now):
@@ -110,7 +110,10 @@ class Dispatcher(Struct, eq=False):
         return pair
 
     def _assign_resumed(self, request: Request, workers: list[Worker], now: float) -> list[Worker]:
-        """Assign it, or reserve a worker for it. Returns the workers that others may have."""
+        """Assign a resumed request, or reserve a worker for it.
+
+        Returns the workers left for others.
+        """
         model = self._state.model_of(request)
         pair = _choose(model, [request], workers)
         if pair is not None:
@@ -123,9 +126,10 @@ class Dispatcher(Struct, eq=False):
         return [worker for worker in workers if worker is not reserved]
 
     def _fail_incompatible(self, model: Model, now: float) -> None:
-        """Fail streams that began with other weights than the model has now: none can resume.
+        """Fail streams that began with other weights than the model's present weights.
 
-        A stream is compared once with the ready workers, as thousands of streams may wait.
+        No worker can resume these streams. Each is compared with the ready workers only once,
+        because thousands of streams may wait.
         """
         if not model.queue.begun or not model.stable:
             return
@@ -138,9 +142,9 @@ class Dispatcher(Struct, eq=False):
             self._bulk.end_some(now)
 
     def _still_incompatible(self, model: Model, request: Request) -> bool:
-        """Returns whether still no worker can resume a waiting stream, at its turn to end."""
+        """Returns whether still no worker can resume a stream whose turn to end has come."""
         if not model.stable:
-            model.queue.forget_checks()  # the next ready worker decides
+            model.queue.forget_checks()  # the decision waits for the next ready worker
             return False
         waits = request.model == model.name and request.state is RequestState.QUEUED
         return waits and _is_incompatible(request, _ready(model))
@@ -173,7 +177,7 @@ class Dispatcher(Struct, eq=False):
 
 
 def _is_kept_from(owner: str, model: Model, workers: list[Worker], now: float) -> bool:
-    """Returns whether all free places are kept for other owners, who have nothing waiting."""
+    """Returns whether all free places are reserved for owners that have no waiting requests."""
     kept = model.places.kept_from(owner, now)
     if not kept:
         return False
@@ -183,7 +187,7 @@ def _is_kept_from(owner: str, model: Model, workers: list[Worker], now: float) -
 
 
 def _keeps_worker_free(model: Model, now: float) -> bool:
-    """Returns whether a charged request waits for a worker with few or no other requests."""
+    """Returns whether a charged request waits for a worker with few or no requests."""
     if not model.queue.charged:
         return False
     charged = (request for request in model.queue.resumed if request.run.batch_bound)
@@ -191,10 +195,11 @@ def _keeps_worker_free(model: Model, now: float) -> bool:
 
 
 def _gives_way(request: Request, model: Model, now: float) -> bool:
-    """Returns whether a charged job lets requests of a higher rank have all workers, for now.
+    """Returns whether a charged job lets requests of a higher rank use all workers, for now.
 
-    It shares a worker with few others, so it would hold up the requests that the worker has room
-    for. After `blame.max_wait` a worker is reserved for it, as for a charged stream.
+    A charged job shares its worker with few requests, so it would delay the requests for which the
+    worker has places. After `blame.max_wait` a worker is reserved for the job, as for a charged
+    stream.
     """
     return (
         request.run.batch_bound > 0
@@ -242,10 +247,10 @@ def _choose(
 
 
 def _behind_bound(model: Model, workers: Sequence[Worker]) -> tuple[Request, Worker] | None:
-    """Returns the first request that may pass the requests which wait for a certain worker.
+    """Returns the first request that may overtake the requests waiting for a particular worker.
 
-    A choice waits for the worker of its group. A stream may have begun with other weights than a
-    worker has.
+    A choice waits for the worker of its group. A stream may have begun with other weights than
+    those of a worker.
     """
     if not any(worker.credit() for worker in workers):
         return None
@@ -260,12 +265,12 @@ def _behind_bound(model: Model, workers: Sequence[Worker]) -> tuple[Request, Wor
         if group is not None:
             waiting.add(group)
         elif request.run.facts is None:
-            break  # an image that no worker has room for
+            break  # no worker has room for its image
     return None
 
 
 def work_of(request: Request, deadline_ms: int) -> Work:
-    """Returns the `work` of a request; it has a resume if the request has ids or facts."""
+    """Returns the `work` message of a request, with a resume if the request has ids or facts."""
     message, run, resume = request.message, request.run, None
     if run.ids or run.facts is not None:
         losses, reported = run.resumes_without_progress, run.reported
@@ -282,21 +287,24 @@ def work_of(request: Request, deadline_ms: int) -> Work:
     )
 
 
-# ---- places for owners that wait -----------------------------------------------------------------
+# ---- places for waiting owners -----------------------------------------------------------------
 
 
-MAX_WANTED = 64  # waiting requests in one decision
+MAX_WANTED = 64  # most waiting requests in one decision
 
 
 class PlaceSharing(Struct, eq=False):
-    """Shares the places of a model among owners. Does nothing while the pool has one owner."""
+    """Divides the places of a model among owners.
+
+    Does nothing while the pool has only one owner.
+    """
 
     _state: State
     _pool: WorkerPool
     _delivery: Delivery
 
     def share(self, model: Model, now: float) -> None:
-        """Have runs give up their places for requests that wait for a model and got no place."""
+        """Stop runs so that waiting requests of other owners get their places."""
         key, timers = ("places", model.name), self._state.timers
         again = model.places.kept_until(now) if model.queue else math.inf
         if not model.queue or len(self._state.owned) < 2:
@@ -313,9 +321,10 @@ class PlaceSharing(Struct, eq=False):
         timers.set(key, again)
 
     def _wanted(self, model: Model, serving: list[Worker]) -> Iterator[Wanted]:
-        """Yields the waiting requests of owners with fewer places than others, in their turns.
+        """Yields the waiting requests of owners with fewer places than other owners, in turns.
 
-        An idle job takes no place from others. A charged request waits for its reserved worker.
+        An idle job takes no place of other requests. A charged request waits for its reserved
+        worker.
         """
         counts = model.places.held
         most = max(counts.values(), default=0)
@@ -332,7 +341,7 @@ class PlaceSharing(Struct, eq=False):
                 yield Wanted(request, workers)
 
     def _held(self, serving: list[Worker]) -> tuple[list[Held], dict[int, int]]:
-        """Returns the runs of workers, and by worker how many places are free or about to be."""
+        """Returns the runs of workers, and per worker the number of free or soon free places."""
         held: list[Held] = []
         coming: dict[int, int] = {}
         for worker in serving:
@@ -347,7 +356,7 @@ class PlaceSharing(Struct, eq=False):
         return held, coming
 
     def _give(self, model: Model, request: Request, taker: str, now: float) -> None:
-        """End a run in its worker; its place is free once the worker confirms that."""
+        """Stop a run in its worker. Its place is free once the worker confirms the stop."""
         self._pool.cancel_run(request)
         request.move("requeue")
         request.run.release(now)

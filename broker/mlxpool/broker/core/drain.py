@@ -1,4 +1,4 @@
-"""Lets a worker, a model or the pool finish its work, for a time."""
+"""Lets a worker, a model or the whole pool finish its work within a grace period."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Drainer(Struct, eq=False):
     # ---- a worker ----------------------------------------------------------------------------
 
     def drain_worker(self, slot: str, grace: float, now: float) -> None:
-        """Give the worker of a slot no new work; its runs may go on for `grace` seconds."""
+        """Give the worker of a slot no new work. Its runs may continue for `grace` seconds."""
         worker = self._state.registry.slots[slot].worker
         if worker is None or not worker.allows("drain"):
             return
@@ -51,7 +51,10 @@ class Drainer(Struct, eq=False):
         self._dispatcher.dispatch(self._state.model_of_worker(worker), now)
 
     def on_worker_timer(self, slot_name: str, epoch: int, now: float) -> None:
-        """End the grace: a worker has to hand back its runs; the next time it is condemned."""
+        """End the grace period: the worker has to hand back its runs.
+
+        The next timer condemns the worker.
+        """
         slot = self._state.registry.slots.get(slot_name)  # None: its model became an alias
         worker = None if slot is None else slot.worker
         if worker is None or worker.epoch != epoch:
@@ -67,7 +70,7 @@ class Drainer(Struct, eq=False):
     # ---- a model, the pool -------------------------------------------------------------------
 
     def drain_model(self, model: Model, grace: float, now: float) -> None:
-        """Admit nothing for a model; accepted requests may go on for `grace` seconds."""
+        """Refuse new requests of a model. Accepted requests may continue for `grace` seconds."""
         model.move("drain")
         self._state.timers.set(("drained", model.name), now + grace)
         self._pool.work_ended(model, now)
@@ -80,7 +83,7 @@ class Drainer(Struct, eq=False):
             self._pool.work_ended(model, now)
 
     def on_timer(self, name: str, now: float) -> None:
-        """The grace of a model, or of the pool (""), is over: fail its remaining requests."""
+        """End the grace period of a model, or of the pool (""): fail the remaining requests."""
         models = self._state.registry.models
         if not name and not self._state.admits:
             self._fail(list(models.values()), self._give_up_all, now)
@@ -88,7 +91,7 @@ class Drainer(Struct, eq=False):
             self._fail([models[name]], partial(self._unload_drained, models[name]), now)
 
     def _fail(self, models: list[Model], then: Callable[[float], None], now: float) -> None:
-        """Fail the requests and the waiting calls of these models, then call `then`."""
+        """Fail the requests and the waiting calls of `models`, then call `then`."""
         state, names = self._state, {model.name for model in models}
         error = Draining("the pool is being drained; send the request again later")
         self._bulk.begin(
@@ -107,9 +110,10 @@ class Drainer(Struct, eq=False):
             self._pool.give_up(model)
 
     def _unload_drained(self, model: Model, now: float) -> None:
-        """Stop the workers of a model, unless it was opened again in the meantime.
+        """Stop the workers of a model, unless the model was opened again in the meantime.
 
-        If it is drained again since then, that drain stops them at the end of its own grace.
+        If a second drain began since then, that drain stops the workers at the end of its own grace
+        period.
         """
         if not model.admits and ("drained", model.name) not in self._state.timers:
             self._pool.give_up(model)

@@ -1,4 +1,4 @@
-"""The memory of ended requests: tombstones of ids, and digests in quarantine."""
+"""The memory of ended requests: tombstones of ids, and quarantined request digests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ MAX_QUARANTINED = 1_000
 
 
 class EndedRequests:
-    """Owns tombstones and quarantine, bounded by count and time; the oldest entries go first."""
+    """Owns tombstones and quarantine, bounded by number and time.
+
+    The oldest entries are dropped first.
+    """
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -36,7 +39,7 @@ class EndedRequests:
             tombstones.popitem(last=False)
 
     def make_final(self, id: bytes) -> None:
-        """Mark an id as ended on request: no later sending starts it again."""
+        """Mark an id as ended on request: no later attempt starts it again."""
         tombstones = self._state.tombstones
         tombstones[id] = replace(tombstones[id], final=True)
 
@@ -48,9 +51,9 @@ class EndedRequests:
             self._state.timers.set("tombstones", next(iter(tombstones.values())).until)
 
     def fate(self, request_id: bytes, owner: str | None = None) -> Fate:
-        """Returns the state of a request and the ids sent, as far as this owner may know.
+        """Returns the state of a request and its sent ids, as far as this owner may know.
 
-        `owner` None may know everything.
+        `owner` None may know the state of all requests.
         """
         live, tomb = self._state.requests.get(request_id), self._state.tombstones.get(request_id)
         if live is not None and owner in (None, live.owner):
@@ -66,7 +69,7 @@ class EndedRequests:
         self._quarantine(digest, now + self._state.config.poison_life)
 
     def on_quarantine(self, event: ev.Quarantine, now: float) -> None:
-        """Refuse requests with this digest for `seconds`; 0: no longer."""
+        """Refuse requests with this digest for `seconds`; 0 ends the quarantine."""
         if event.seconds > 0:
             self._quarantine(event.digest, now + event.seconds)
         else:

@@ -1,4 +1,4 @@
-"""Ends streams and calls: cancels, deadlines, slow readers, silent links."""
+"""Ends streams and calls after cancels, deadlines, slow readers and silent links."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from mlxpool.broker.requests.request import Request, RequestState
 from mlxpool.common.errors import DeadlineExceeded, PoolError, Unauthorized
 from mlxpool.common.protocol.to_client import Fate
 
-MAX_ENDED = 64  # streams and calls of bulks that one event ends, of all bulks together
-MAX_LOOKED_AT = 4096  # ids that one event looks at: most ids of a bulk may not end
-BULK_TIMER = "endings"  # key of the timer that is due while ids are left
+MAX_ENDED = 64  # most streams and calls that one event ends, of all bulks together
+MAX_LOOKED_AT = 4096  # most ids that one event checks: most ids of a bulk may not end
+BULK_TIMER = "endings"  # key of the timer that is set while ids are left
 
 
 class Bulk(Struct, eq=False):
-    """Streams and calls that end together, some in each event.
+    """Streams and calls that end for one reason, a few in each event.
 
-    `newest` is the number of the newest request of the bulk: a later request may reuse an id of it.
-    `ends` and `ends_call` decide at the turn of a stream or call whether it ends: it may belong to
-    another client by then. `error` makes the error of each; None: they are cancelled. `then` is
-    called when all have had their turn.
+    `newest` is the number of the newest request at the bulk's begin, as a later request may reuse
+    an id. `ends` and `ends_call` decide at the turn of a stream or call whether it still ends: it
+    may belong to another client by then. `error` makes the error of each stream or call; None: it
+    is cancelled. `then` is called after the last turn.
     """
 
     streams: deque[bytes]
@@ -44,7 +44,7 @@ class Bulk(Struct, eq=False):
 
 
 class BulkEndings:
-    """Ends many streams and calls, a few in each event, so that the broker serves others between.
+    """Ends many streams and calls, a few in each event; other events are handled between.
 
     Bulks take turns, so that a small bulk does not wait for a large one.
 
@@ -57,14 +57,14 @@ class BulkEndings:
         self._delivery = delivery
         self._calls = calls
         self._bulks: deque[Bulk] = deque()
-        self._may_end = MAX_ENDED  # in the current event
+        self._may_end = MAX_ENDED  # streams and calls ended in the current event
 
     def __len__(self) -> int:
-        """Returns the number of bulks with streams or calls whose turn has not come."""
+        """Returns the number of bulks with streams or calls that have not had their turn."""
         return len(self._bulks)
 
     def open(self) -> None:
-        """Begin an event: it may end MAX_ENDED."""
+        """Begin an event, which may end at most MAX_ENDED streams and calls."""
         self._may_end = MAX_ENDED
 
     def begin(
@@ -78,9 +78,9 @@ class BulkEndings:
         error: Callable[[Request | Call], PoolError] | None = None,
         then: Callable[[float], None] = lambda now: None,
     ) -> None:
-        """End these from the next `Wake` on, by their ids; see Bulk.
+        """End these streams and calls, given by id, from the next `Wake` on; see Bulk.
 
-        Streams that have a place in a worker are the first, calls the last.
+        Streams in workers come first, calls last.
         """
         running = (request.id for request in self.running(streams) if ends(request))
         work, newest = deque(chain(running, streams)), self._state.last_arrival
@@ -88,11 +88,11 @@ class BulkEndings:
         self._state.timers.set(BULK_TIMER, now)
 
     def running(self, streams: Collection[bytes]) -> list[Request]:
-        """Returns requests that workers have, in the order of arrival.
+        """Returns the requests in workers, in the order of arrival.
 
-        It has all of them with ids in `streams`, and may have others. It looks at `streams` or at
-        the leases, whichever are fewer: thousands of links with a stream each cost as little as one
-        link with all streams.
+        The result has all running requests with ids in `streams`, and may have further requests.
+        The search goes over `streams` or over the leases, whichever are fewer. So thousands of
+        links with a stream each cost as little as one link with all streams.
         """
         requests, workers = self._state.requests, self._state.workers.values()
         ids: Iterable[bytes] = streams
@@ -102,8 +102,8 @@ class BulkEndings:
         return sorted({r for r in known if r is not None and r.run.epoch}, key=lambda r: r.arrival)
 
     def end_some(self, now: float) -> None:
-        """End the next streams and calls, up to MAX_ENDED in an event."""
-        # Before any ends: an exception costs one stream, and the others end in later events.
+        """End the next streams and calls, at most MAX_ENDED in an event."""
+        # Before any stream ends: an exception affects one stream; later events end the others.
         self._state.timers.set(BULK_TIMER, now)
         for _ in range(MAX_LOOKED_AT):
             if not self._bulks or not self._may_end:
@@ -119,7 +119,7 @@ class BulkEndings:
             self._state.timers.clear(BULK_TIMER)
 
     def _end_next(self, bulk: Bulk, now: float) -> bool:
-        """End the next stream or call of a bulk, if it is still there. Returns whether it was."""
+        """End the next stream or call of a bulk, if it still exists. Returns whether it did."""
         if bulk.streams:
             request = self._state.requests.get(bulk.streams.popleft())
             if request is None or request.arrival > bulk.newest or not bulk.ends(request):
@@ -139,7 +139,7 @@ class BulkEndings:
         return False
 
 
-STALL_INTERVAL = 1.0  # seconds between two looks for clients that wait for a silent one
+STALL_INTERVAL = 1.0  # seconds between two checks for clients that wait for a silent client
 
 
 class Endings(Struct, eq=False):
@@ -175,7 +175,7 @@ class Endings(Struct, eq=False):
         return Fate("assigned" if call.epoch else "queued", 0)
 
     def on_revoked(self, event: ev.Revoked, now: float) -> None:
-        """End the owner's streams and calls, some now, before the edge ends its connections."""
+        """End an owner's streams and calls. The first end before the edge closes connections."""
         state, owner = self._state, event.owner
         error = Unauthorized(f"{owner} was revoked: nothing of it is served any more")
         calls = [call.id for call in state.calls.values() if call.message.owner == owner]
@@ -195,7 +195,7 @@ class Endings(Struct, eq=False):
         self._state.heard(event.link, now)
 
     def on_link_lost(self, event: ev.LinkLost, now: float) -> None:
-        """Cancel the streams of a lost link that its client never sends again."""
+        """Cancel the streams of a lost link that are not durable: no client retries them."""
         link = self._state.links.get(event.link)
         if link is not None and not link.lost:
             link.lost = True
@@ -209,7 +209,7 @@ class Endings(Struct, eq=False):
     def on_link_timer(self, number: int, now: float) -> None:
         """Cancel the streams and calls of a link silent for `client_grace`, and forget the link.
 
-        If other clients wait, its places in workers are given back after `STALL_GRACE`.
+        If other clients wait, the link's running streams are cancelled after `STALL_GRACE`.
         """
         link = self._state.links.get(number)
         if link is None:
@@ -232,26 +232,29 @@ class Endings(Struct, eq=False):
                 ends_call=lambda call: call.link == number,
                 then=partial(self._look_again, number),
             )
-            # The timer comes sooner, when nothing is left.
+            # The timer comes sooner if all streams and calls have ended.
             following = now + max(STALL_INTERVAL, self._state.config.client_grace)
             self._state.timers.set(("link", number), following)
         else:
             del self._state.links[number]
 
     def _look_again(self, number: int, now: float) -> None:
-        """Make a link's timer due once its streams and calls have ended: it may be forgotten."""
+        """Set a link's timer to now: its streams and calls have ended, so it may be forgotten."""
         if number in self._state.links:
             self._state.timers.set(("link", number), now)
 
     def _detach(self, number: int, link: Link) -> None:
-        """Mark a link as lost. A client that wakes up gets a new link, no terminal, and retries."""
+        """Mark a link as lost.
+
+        If the client returns, it gets a new link without terminals, and retries.
+        """
         link.lost = True
         self._outbox.add(ForgetLink(number))
 
     def _end_stalled(self, number: int, link: Link, now: float) -> None:
-        """Cancel the running streams of a silent client whose models other clients wait for.
+        """Cancel the running streams of a silent client, if other clients wait for their models.
 
-        A durable stream goes on when its client sends it again, as after `client_grace`.
+        A durable stream continues when its client retries, as after `client_grace`.
         """
         running = [r for r in self._bulk.running(link.ids) if _is_on(number, r)]
         wanted_models = {
@@ -272,7 +275,7 @@ class Endings(Struct, eq=False):
     # ---- time --------------------------------------------------------------------------------
 
     def on_late(self, event: ev.Late, now: float) -> None:
-        """Do not count time without a running broker as silence or slowness."""
+        """Exclude a time in which the broker did not run from the times of silence and slowness."""
         for link in self._state.links.values():
             link.heard_at = min(now, link.heard_at + event.seconds)
         for request in self._state.requests.values():
@@ -281,9 +284,9 @@ class Endings(Struct, eq=False):
                 reader.blocked_since = min(now, reader.blocked_since + event.seconds)
 
     def on_request_timer(self, request_id: bytes, now: float) -> None:
-        """Fail a request that is past a deadline or whose reader is too slow; else wait on."""
+        """Fail a request past a deadline, or with a too slow reader; else set its next timer."""
         request = self._state.requests.get(request_id)
-        if request is None:  # an earlier timer of the same wake ended it
+        if request is None:  # an earlier timer of this wake ended it
             return
         waited, since = now - request.accepted_at, request.reader.blocked_since
         if now >= request.deadline:
@@ -302,7 +305,7 @@ class Endings(Struct, eq=False):
         self._delivery.fail(request, self._late(request, why), now)
 
     def _late(self, request: Request, why: str) -> DeadlineExceeded:
-        """Returns the error of a request past a deadline, with the load progress of its model."""
+        """Returns the error of a request past a deadline, with the load progress of the model."""
         loaded = self._state.model_of(request).load_progress
         if loaded is None or request.state is not RequestState.QUEUED:
             return DeadlineExceeded(why)
@@ -314,5 +317,5 @@ class Endings(Struct, eq=False):
 
 
 def _is_on(link: int, request: Request) -> bool:
-    """Returns whether the reader of a request has this link."""
+    """Returns whether the reader of a request uses this link."""
     return request.reader.link == link

@@ -1,4 +1,4 @@
-"""Events of the core, and the events of messages. Frozen, without behaviour."""
+"""Events of the core, and the mapping of messages to events. Frozen, without behaviour."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Event:
 # The only way into the core: has the core handle an event at a time in seconds, then performs its
 # actions.
 Perform = Callable[[Event, float], None]
-# Gives an answer once it can be given: at once, or when a fact is known.
+# Returns an answer once it is known: now, or later.
 AnswerLater = Callable[[Callable[[float], None], float], None]
 
 # ---- clients ---------------------------------------------------------------------------------
@@ -36,9 +36,9 @@ AnswerLater = Callable[[Callable[[float], None], float], None]
 class ClientGenerate(Event, Struct, frozen=True):
     """A client sent `generate`.
 
-    `digest`: see `from_client.request_digest`. `message` is the parsed body or the error of a bad
-    one: a known id is answered before a bad body. `entropy` is the seed of a request that names
-    none.
+    `digest`: see `from_client.request_digest`. `message` is the parsed body, or the error of an
+    invalid body: a known id is answered before an invalid body. `entropy` is the seed of a request
+    without a seed.
     """
 
     link: int
@@ -51,12 +51,12 @@ class ClientGenerate(Event, Struct, frozen=True):
 
 
 class StartJob(Event, Struct, frozen=True):
-    """The job manager has a job run; its output goes to JOBS_LINK.
+    """The job manager starts the run of a job. The output of the run goes to JOBS_LINK.
 
-    `message` has the ids that the store holds, the deadline and the window, or is a call. `charge`
-    is the job's share in the ends of workers, see blame. `alone`: it may have ended the broker, so
-    the manager starts no other job of the model meanwhile; a call is computed without others.
-    `idle`: its priority is that of idle jobs.
+    `message` is a call, or has the ids that the store holds, the deadline and the window. `charge`
+    is the job's blame for lost workers, see blame.py. `alone`: the job may have ended the broker,
+    so the manager starts no other job of the model meanwhile; a call is computed in a batch of its
+    own. `idle`: the job has the priority of idle jobs.
     """
 
     id: bytes
@@ -71,20 +71,20 @@ class StartJob(Event, Struct, frozen=True):
 
 
 class Quarantine(Event, Struct, frozen=True):
-    """Refuse requests with this digest for `seconds`; 0: no longer."""
+    """Refuse requests with this digest for `seconds`; 0 ends the quarantine."""
 
     digest: bytes
     seconds: float
 
 
 class WantModel(Event, Struct, frozen=True):
-    """Jobs wait for a model: start its workers, as far as its breaker and its drain allow."""
+    """Start workers of a model with waiting jobs, as far as its breaker and drain allow."""
 
     model: str
 
 
 class CancelRequest(Event, Struct, frozen=True):
-    """`cancel` of a client, or of an operator (`link`, `owner` None), who may cancel anything."""
+    """`cancel` of a client, or of an operator (`link`, `owner` None), for any request."""
 
     link: int | None
     owner: str | None
@@ -125,7 +125,7 @@ class ClientKeep(Event, Struct, frozen=True):
 
 
 class ClientModelCall(Event, Struct, frozen=True):
-    """A call of a client, or the error that parsing it raised."""
+    """A model call of a client, or the error that parsing it raised."""
 
     link: int
     id: bytes
@@ -134,19 +134,19 @@ class ClientModelCall(Event, Struct, frozen=True):
 
 
 class ClientHeard(Event, Struct, frozen=True):
-    """A frame without an event of its own came on this link: the peer is alive."""
+    """A frame without an event of its own came on this link: its client is alive."""
 
     link: int
 
 
 class LinkLost(Event, Struct, frozen=True):
-    """The connection is gone, or its peer receives nothing any more."""
+    """The connection of a link is closed, or its client no longer receives."""
 
     link: int
 
 
 class Revoked(Event, Struct, frozen=True):
-    """The key of an owner is no longer allowed: all streams and calls of the owner end."""
+    """The key of an owner was revoked: all streams and calls of the owner end."""
 
     owner: str
 
@@ -155,7 +155,7 @@ class Revoked(Event, Struct, frozen=True):
 
 
 class Spawned(Event, Struct, frozen=True):
-    """The process of a slot was started, and was given `gpus`, one for each rank."""
+    """The process of a slot was started with `gpus`, one GPU for each rank."""
 
     slot: str
     pid: int
@@ -181,10 +181,10 @@ class WorkerHello(Event, Struct, frozen=True):
 
 
 class WorkerDialled(Event, Struct, frozen=True):
-    """A worker of another supervisor dialled in; the edge has checked its key.
+    """A worker of another supervisor connected; the edge has checked its key.
 
-    It fills `slot` and serves `model`, which may be an unknown name. `token` is the token of its
-    next `hello`.
+    The worker fills `slot` and serves `model`, which may be an unknown name. `token` is the token
+    of its next `hello`.
     """
 
     slot: str
@@ -194,7 +194,7 @@ class WorkerDialled(Event, Struct, frozen=True):
 
 
 class WorkerDeltas(Event, Struct, frozen=True):
-    """Rows of `deltas`, gathered over several messages of one worker."""
+    """Rows of `deltas` messages, gathered over several messages of one worker."""
 
     epoch: int
     rows: Sequence[Delta]
@@ -223,7 +223,7 @@ class WorkerAnswer(Event, Struct, frozen=True):
 
 
 class WorkerYield(Event, Struct, frozen=True):
-    """`yield` of a drained worker."""
+    """`yield` of a drained worker: it hands back its runs."""
 
     epoch: int
     message: from_worker.Yield
@@ -244,10 +244,10 @@ class WorkerBye(Event, Struct, frozen=True):
 
 
 class WorkerExited(Event, Struct, frozen=True):
-    """The process is gone; all its messages have been handled before.
+    """The process of a worker has ended. All its messages have been handled before.
 
-    `own`: it ended by itself, so that a request in it may be to blame. `prefill` is the request
-    whose prompt it was reading.
+    `own`: the process ended by itself, so that a request in it may be to blame. `prefill` is the
+    request whose prompt the worker was reading.
     """
 
     slot: str
@@ -257,7 +257,7 @@ class WorkerExited(Event, Struct, frozen=True):
 
 
 class Looked(Event, Struct, frozen=True):
-    """The supervisor sampled a worker; it does so every `tick` seconds."""
+    """A sample of a worker by the supervisor, which samples every `tick` seconds."""
 
     slot: str
     sample: Sample
@@ -268,7 +268,7 @@ class Looked(Event, Struct, frozen=True):
 
 
 class ModelFound(Event, Struct, frozen=True):
-    """A model that was not there before; see Registry.add for the fields."""
+    """A new model was found; see Registry.add for the fields."""
 
     name: str
     config: ModelConfig
@@ -277,21 +277,21 @@ class ModelFound(Event, Struct, frozen=True):
 
 
 class ModelDescribed(Event, Struct, frozen=True):
-    """The files of a model were read; `about` is described in docs/protocol.md, `models`."""
+    """The files of a model were read; docs/protocol.md, `models`, describes `about`."""
 
     name: str
     about: Mapping[str, object]
 
 
 class ModelGone(Event, Struct, frozen=True):
-    """A name was taken out of the settings: accepted requests have `grace` seconds to end."""
+    """A model was removed from the settings: accepted requests have `grace` seconds to end."""
 
     name: str
     grace: float
 
 
 class ModelChanged(Event, Struct, frozen=True):
-    """A model has other settings: its workers are replaced, their streams have `grace` seconds."""
+    """A model has new settings: its workers are replaced, their streams have `grace` seconds."""
 
     name: str
     config: ModelConfig
@@ -301,17 +301,17 @@ class ModelChanged(Event, Struct, frozen=True):
 
 
 class Reload(Event, Struct, frozen=True):
-    """New settings of the pool; models come by ModelFound and go by ModelGone."""
+    """New settings of the pool. ModelFound and ModelGone report changes of models."""
 
     config: PoolConfig
-    memory: int  # bytes that all workers may take
+    memory: int  # bytes for all workers
 
 
 # ---- operations ------------------------------------------------------------------------------
 
 
 class LoadModel(Event, Struct, frozen=True):
-    """Start a model, even with an open breaker or a drain."""
+    """Start a model, even if its breaker is open or it drains."""
 
     model: str
 
@@ -331,13 +331,13 @@ class StartDrain(Event, Struct, frozen=True):
 
 
 class RestartWorker(Event, Struct, frozen=True):
-    """Replace a slot's worker: its streams are resumed in the next one."""
+    """Replace a slot's worker. Its streams resume in the next worker."""
 
     slot: str
 
 
 class Shutdown(Event, Struct, frozen=True):
-    """The broker ends: every live stream gets its terminal now.
+    """The broker ends: every live stream gets its terminal message now.
 
     `final`: no other broker follows, so clients get no time for a retry.
     """
@@ -346,7 +346,7 @@ class Shutdown(Event, Struct, frozen=True):
 
 
 class Unreachable(Event, Struct, frozen=True):
-    """New workers and commands cannot reach the broker; `why` "": they can again."""
+    """New workers and commands cannot reach the broker. `why` "": they can again."""
 
     why: str
 
@@ -359,7 +359,7 @@ class Wake(Event, Struct, frozen=True):
 
 
 class Late(Event, Struct, frozen=True):
-    """The broker did not run for `seconds`; these do not count as silence."""
+    """The broker did not run for `seconds`, which do not count as silence of a client or worker."""
 
     seconds: float
 
@@ -368,9 +368,9 @@ class Late(Event, Struct, frozen=True):
 
 
 def of_client(link: int, owner: str, message: Message, entropy: Callable[[], int]) -> Event | None:
-    """Returns the event of a client's message; None for a kind that clients do not send.
+    """Returns the event of a client's message; None for a type of message that clients do not send.
 
-    Raises BadRequest if a message lacks the id that it needs.
+    Raises BadRequest if a message lacks a required id.
     """
     header, kind = message.header, message.kind
     if kind == from_client.Ack.kind:
@@ -399,7 +399,10 @@ def of_client(link: int, owner: str, message: Message, entropy: Callable[[], int
 
 
 def of_worker(epoch: int, message: Message) -> Event:
-    """Returns the event of a worker's message but `hello` and `deltas`. Raises BadRequest."""
+    """Returns the event of a worker's message other than `hello` and `deltas`.
+
+    Raises BadRequest.
+    """
     body, kind = message.body, message.kind
     if kind == from_worker.Beat.kind:
         return WorkerBeat(epoch, from_worker.Beat.parse(body))
@@ -418,7 +421,7 @@ def of_worker(epoch: int, message: Message) -> Event:
 
 
 def parsed(parse: Callable[P, T], *args: P.args, **keys: P.kwargs) -> T | PoolError:
-    """Returns a parsed body, or the error of its parsing, which the core answers."""
+    """Returns a parsed body, or the parsing error, which the core sends as the answer."""
     try:
         return parse(*args, **keys)
     except PoolError as error:

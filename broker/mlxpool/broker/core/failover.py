@@ -1,4 +1,4 @@
-"""Handles lost, hung and drained workers: resumes their streams, and may charge a request."""
+"""Handles lost, hung and drained workers: resumes their streams, and may blame a request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mlxpool.common.errors import Poisoned, PoolError, WorkerLost
 
 
 class Failover(Struct, eq=False):
-    """Fails a stream only if it is not durable, is poison, or was resumed often without a token."""
+    """Fails a stream only if it is not durable, is poison, or often resumed without a new token."""
 
     _state: State
     _outbox: Outbox
@@ -36,7 +36,7 @@ class Failover(Struct, eq=False):
     _bulk: BulkEndings
 
     def condemn(self, worker: Worker, cause: str, now: float, *, own: bool = False) -> None:
-        """Fence a worker and move its runs. `own`: the worker itself is to blame."""
+        """Fence a worker and move its runs. `own`: the cause is in the worker itself."""
         sample = worker.watch.sample
         prefill = sample.look.request
         if self._pool.condemn(worker, cause, at_once=sample.stopped):
@@ -46,7 +46,7 @@ class Failover(Struct, eq=False):
             self.serve_elsewhere(worker, now)
 
     def serve_elsewhere(self, worker: Worker, now: float) -> None:
-        """Give the work of a worker to others of its model, as far as they have credit."""
+        """Assign the requeued work of a worker to other workers that have credit."""
         model = self._state.model_of_worker(worker)
         self._calls.forward(model)
         self._dispatcher.dispatch(model, now)
@@ -61,7 +61,10 @@ class Failover(Struct, eq=False):
         prefill: bytes | None = None,
         counts: bool = True,
     ) -> None:
-        """Queue the work of a fenced worker again. `counts`: as a resume without progress."""
+        """Queue the work of a fenced worker again.
+
+        `counts`: count it as a resume without progress.
+        """
         lost = self.running(worker)
         shares = self._shares(worker, prefill) if own else {}
         worker.end_all_leases()
@@ -70,7 +73,7 @@ class Failover(Struct, eq=False):
             if share:
                 run.charge += share
                 run.batch_bound = blame.batch_bound(run.charge)
-            cleared = bool(shares) and not share  # another request was named
+            cleared = bool(shares) and not share  # another request was to blame
             run.resumes_without_progress += int(counts and not cleared)
             if request.reader.link == JOBS_LINK and cause not in exit_causes.COMMANDED:
                 self._tell_jobs(request, worker, cause)
@@ -78,7 +81,7 @@ class Failover(Struct, eq=False):
         self._calls.worker_lost(worker, cause, shares)
 
     def _shares(self, worker: Worker, prefill: bytes | None) -> dict[bytes, float]:
-        """Returns the charges for the end of a worker, by id of a request or call; see blame."""
+        """Returns the blame for the end of a worker, by id of a request or call; see blame.py."""
         ids = [request.id for request in self.running(worker)]
         ids += [call.id for call in self._calls.computed_by(worker)]
         return blame.shares(ids, prefill)
@@ -90,9 +93,10 @@ class Failover(Struct, eq=False):
         return sorted(leased, key=lambda r: r.arrival)
 
     def mark_if_ended_by_charged_request(self, worker: Worker, prefill: bytes | None) -> None:
-        """Mark a worker whose end is charged to a request that has ended another worker before.
+        """Mark a worker if the blamed request has ended another worker before.
 
-        Such ends are no failures of the model: a few of them would open its breaker.
+        Such ends do not count as failures of the model; otherwise a few of them would open its
+        breaker.
         """
         charges = {request.id: request.run.charge for request in self.running(worker)}
         charges |= {call.id: call.charge for call in self._calls.computed_by(worker)}
@@ -102,13 +106,13 @@ class Failover(Struct, eq=False):
         )
 
     def _tell_jobs(self, request: Request, worker: Worker, cause: str) -> None:
-        """Report a loss: the job's charge outlives this broker, and its history has the loss."""
+        """Report a loss to the job manager, which stores the job's charge and the failure."""
         where = exit_causes.ended(worker.slot, cause)
         attempt, charge = request.reader.attempt, request.run.charge
         self._outbox.add(JobSetBack(request.id, attempt, worker.slot, charge, where))
 
     def _resume(self, request: Request, worker: Worker, cause: str, now: float) -> None:
-        """Queue a request of a lost worker again, or fail it."""
+        """Queue a request of a lost worker again, or fail the request."""
         run, fail = request.run, self._delivery.fail
         where = exit_causes.ended(worker.slot, cause)
         details = {"worker": worker.slot, "cause": cause, "tokens": run.taken}
@@ -116,7 +120,7 @@ class Failover(Struct, eq=False):
             self._ended.quarantine(request.digest, now)
             fail(request, Poisoned(f"{where}; this request ended two workers"), now)
         elif self._state.phase is PoolPhase.CLOSING:
-            self._requeue(request, now)  # it is about to end with all others
+            self._requeue(request, now)  # it is about to end with all other requests
         elif not request.message.durable:
             fail(request, WorkerLost(f"{where}; send the request again", details=details), now)
         elif run.resumes_without_progress > blame.max_resumes(run.charge):
@@ -135,7 +139,7 @@ class Failover(Struct, eq=False):
         self._delivery.set_timer(request)
 
     def on_yield(self, event: ev.WorkerYield, now: float) -> None:
-        """A drained worker hands back its runs; no request is charged for that."""
+        """Queue the runs that a drained worker hands back; no request is blamed."""
         worker = self._state.workers.get(event.epoch)
         if worker is None:
             self._state.counters.fenced += 1
@@ -154,9 +158,11 @@ class Failover(Struct, eq=False):
             self._dispatcher.dispatch(model, now)
 
     def give_up(self, model: Model, why: Callable[[str], PoolError], now: float) -> None:
-        """Fail all requests and calls that wait for a model. `why` makes the error for its name.
+        """Fail all requests and calls that wait for a model.
 
-        A request goes on if a worker takes it before its turn to fail.
+        `why` returns the error for a model name.
+
+        A request continues if a worker takes it before its turn to fail.
         """
         self._pool.give_up(model)
         self._bulk.begin(

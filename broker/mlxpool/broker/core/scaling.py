@@ -1,4 +1,4 @@
-"""Adds or drains workers of models whose number of workers follows their load."""
+"""Adds or drains workers of models whose number of workers depends on their load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlxpool.broker.workers.worker import SERVING
 class ReplicaScaling(Struct, eq=False):
     """Scales the workers that this broker starts.
 
-    Workers that dial in are started by other supervisors, which read the wanted number.
+    Other supervisors start the workers that connect from outside; they read the wanted number.
     """
 
     _state: State
@@ -25,7 +25,7 @@ class ReplicaScaling(Struct, eq=False):
     _drainer: Drainer
 
     def on_timer(self, name: str, now: float) -> None:
-        """Scale a model to its load; its timer is due."""
+        """Scale a model to its load, because its timer is due."""
         model = self._state.registry.models.get(name)  # None: the name became an alias
         if model is None or not model.scales or not self._state.admits:
             return

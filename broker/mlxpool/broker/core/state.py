@@ -1,4 +1,4 @@
-"""The state of the core. Components share one State and change it; it decides nothing."""
+"""The state of the core. All components share and change one State, which decides nothing."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from mlxpool.broker.workers.worker import Worker
 from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.errors import Draining
 
-SLACK = 64  # entries that no longer count, before the heap is compacted
+SLACK = 64  # most invalid entries before the heap is compacted
 
 K = TypeVar("K", bound=Hashable)
 
 
 class Timers(Generic[K]):
-    """A heap of times by key. Only the newest time of a key counts."""
+    """A heap of times by key. Only the newest time of a key is valid."""
 
     def __init__(self) -> None:
         self._at: dict[K, float] = {}
@@ -41,11 +41,11 @@ class Timers(Generic[K]):
         return key in self._at
 
     def at(self, key: K) -> float:
-        """Returns the time set for a key; infinity if none is set."""
+        """Returns the time of a key; infinity if it has none."""
         return self._at.get(key, math.inf)
 
     def set(self, key: K, at: float) -> None:
-        """Wake for `key` at this time and at no other; infinity clears it."""
+        """Set the time of a key, which replaces its earlier time; infinity clears the time."""
         if math.isinf(at):
             self._at.pop(key, None)
         elif self._at.get(key) != at:
@@ -56,7 +56,7 @@ class Timers(Generic[K]):
                 self._compact()
 
     def _compact(self) -> None:
-        """Drop entries that no longer count, so that cleared times free their memory."""
+        """Drop invalid entries, so that cleared times free their memory."""
         self._heap = [entry for entry in self._heap if self._at.get(entry[2]) == entry[0]]
         heapq.heapify(self._heap)
 
@@ -64,13 +64,13 @@ class Timers(Generic[K]):
         self._at.pop(key, None)
 
     def next(self) -> float:
-        """Returns the earliest time set; infinity if none is set."""
+        """Returns the earliest time of all keys; infinity without times."""
         while self._heap and self._at.get(self._heap[0][2]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else math.inf
 
     def due(self, now: float, most: float = math.inf) -> list[K]:
-        """Returns and clears at most `most` keys whose time has come, earliest first."""
+        """Returns and clears at most `most` keys whose time has come, the earliest first."""
         keys: list[K] = []
         while len(keys) < most and self.next() <= now:
             key = heapq.heappop(self._heap)[2]
@@ -79,33 +79,36 @@ class Timers(Generic[K]):
         return keys
 
 
-# Seconds of silence (three pings) after which waiting clients get a client's places.
+# Seconds of silence (three pings) after which waiting clients get the places of a client.
 STALL_GRACE = 3.0
-JOBS_LINK = 0  # number of the link of the broker's own reader: the job manager
+JOBS_LINK = 0  # link number of the broker's own reader: the job manager
 QUEUE_RETRY_MS = 1000  # `retry_after_ms` of a request that a full queue or a quota refuses
 
 
 class PoolPhase(Enum):
-    """The phase of the pool. It only goes forward."""
+    """The phase of the pool. It only moves forward."""
 
     SERVING = "serving"
-    DRAINING = "draining"  # admits nothing, finishes accepted requests
+    DRAINING = "draining"  # refuses new requests, finishes accepted requests
     DRAINED = "drained"  # StopPool was sent
-    CLOSING = "closing"  # the broker ends: every stream has its terminal, no worker is started
+    CLOSING = "closing"  # the broker ends: all streams have ended, no worker is started
 
 
 class Link(Struct, eq=False):
-    """A client's connection that has live streams or open calls, or was heard from lately."""
+    """A client's connection that has live streams or open calls, or sent a frame recently."""
 
     heard_at: float
-    # Ids of its live streams and its open calls, in the order of arrival.
+    # Ids of the link's live streams and open calls, in the order of arrival.
     ids: dict[bytes, None] = field(default_factory=dict)
     calls: dict[bytes, None] = field(default_factory=dict)
-    lost: bool = False  # nothing can be sent on it any more
+    lost: bool = False  # no message can be sent on it any more
 
 
 class State(Struct, eq=False):
-    """`boot` is the random number of this broker process. Numbers and epochs never repeat."""
+    """The state of the core. `boot` is the random number of this broker process.
+
+    Numbers and epochs are never reused.
+    """
 
     config: PoolConfig
     boot: int
@@ -116,15 +119,15 @@ class State(Struct, eq=False):
     requests: dict[bytes, Request] = field(default_factory=dict)  # live requests, by id
     tombstones: OrderedDict[bytes, Tombstone] = field(default_factory=OrderedDict)  # by id
     quarantine: OrderedDict[bytes, float] = field(default_factory=OrderedDict)  # digest -> until
-    owned: Counter[str] = field(default_factory=Counter)  # owner -> live requests
-    cancel_rates: Rates = field(default_factory=Rates)  # rate of cancels of each owner
+    owned: Counter[str] = field(default_factory=Counter)  # number of live requests by owner
+    cancel_rates: Rates = field(default_factory=Rates)  # rate of cancels by owner
     links: dict[int, Link] = field(default_factory=dict)
-    workers: dict[int, Worker] = field(default_factory=dict)  # by epoch; without fenced workers
+    workers: dict[int, Worker] = field(default_factory=dict)  # by epoch, without fenced workers
     calls: dict[bytes, Call] = field(default_factory=dict)  # open calls, by id
     last_epoch: int = 0
-    last_run: int = 0  # number of the newest run given to a worker
+    last_run: int = 0  # number of the newest run in a worker
     last_arrival: int = 0  # number of the newest accepted request
-    trouble: str = ""  # the cause if new workers and commands cannot reach the broker, else ""
+    trouble: str = ""  # why new workers and commands cannot reach the broker, else ""
 
     @property
     def admits(self) -> bool:
@@ -132,7 +135,7 @@ class State(Struct, eq=False):
         return self.phase is PoolPhase.SERVING
 
     def check_admits(self, model: Model, name: str) -> None:
-        """Raises Draining if the pool or the model, requested as `name`, takes nothing new."""
+        """Raises Draining if the pool or the model, requested as `name`, refuses new work."""
         if not self.admits:
             raise Draining("the broker is going down; send the request again later")
         if not model.admits:
@@ -150,18 +153,18 @@ class State(Struct, eq=False):
         return None if known is None else known.worker
 
     def has_explained_end(self, epoch: int) -> bool:
-        """Returns whether the worker of this epoch has sent `bye`, or is fenced and need not."""
+        """Returns whether the worker of this epoch has sent `bye`, or is fenced."""
         worker = self.workers.get(epoch)
         return worker is None or worker.said_bye or worker.error is not None
 
     def leaseholder(self, request: Request) -> Worker | None:
-        """Returns the worker that runs a request, if one does."""
+        """Returns the worker that runs a request; None if no worker runs it."""
         return self.workers.get(request.run.epoch)
 
     # ---- links -------------------------------------------------------------------------------
 
     def heard(self, link: int, now: float) -> None:
-        """Note the time of a frame on a link; add the link if it is new."""
+        """Note the time of a frame on a link; create the link if it is new."""
         known = self.links.get(link)
         if known is None:
             self.links[link] = Link(now)
@@ -170,7 +173,7 @@ class State(Struct, eq=False):
             known.heard_at = now
 
     def watch_link(self, link: int, now: float) -> None:
-        """Set the timer of its silence, see Endings.on_link_timer; JOBS_LINK has none."""
+        """Set the timer of a link's silence, see Endings.on_link_timer; none for JOBS_LINK."""
         if link == JOBS_LINK:
             return
         silent_until = now + min(STALL_GRACE, self.config.client_grace)
@@ -184,7 +187,7 @@ class State(Struct, eq=False):
         self.links[request.reader.link].ids.pop(request.id, None)
 
     def add_call(self, call: Call) -> None:
-        """Add an open call, whose link was heard from."""
+        """Add an open call to the link that sent it."""
         self.calls[call.id] = call
         self.links[call.link].calls[call.id] = None
 

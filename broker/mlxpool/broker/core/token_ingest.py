@@ -1,6 +1,6 @@
-"""Takes the rows of `deltas`: records their ids, then flushes the output of each reader once.
+"""Records the ids of worker output (rows of `deltas`), then flushes the output of each reader once.
 
-The hot path: a row costs a few dictionary look-ups, and no object but its own.
+This is the hot path: a row costs a few dictionary look-ups, and no other object.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mlxpool.common.protocol.token_ids import ID_WIDTH
 
 
 class TokenIngest(Struct, eq=False):
-    """Records ids of runs. An id counts once it is recorded, even before its delivery."""
+    """Records the ids of runs. A recorded id counts, even before its delivery."""
 
     _state: State
     _pool: WorkerPool
@@ -49,7 +49,7 @@ class TokenIngest(Struct, eq=False):
                 and ids
                 and end is None
                 and facts is None
-            ):  # as nearly all rows are: there is nothing to decide
+            ):  # the usual row: no decision is needed
                 run.ids += ids
                 run.resumes_without_progress = 0
                 counters.tokens += len(ids) // ID_WIDTH
@@ -59,7 +59,7 @@ class TokenIngest(Struct, eq=False):
             else:
                 self._take(epoch, row, touched, now)
         if worker is None:
-            return  # rows of a fenced epoch touch no stream
+            return  # rows of a fenced epoch change no stream
         tokens = counters.tokens - before
         worker.tokens += tokens
         figures = counters.of(worker.model)
@@ -70,9 +70,9 @@ class TokenIngest(Struct, eq=False):
                 self._delivery.flush(request, now)
 
     def on_prompts(self, event: ev.WorkerPrompts, now: float) -> None:
-        """Note the sizes of prompts, so that usage has them before the first token.
+        """Record the sizes of prompts, so that usage figures have them before the first token.
 
-        Prompts whose images are now prepared free their places for other prompts with images.
+        Prompts whose images are prepared now make room for other prompts with images.
         """
         worker, images = self._state.workers.get(event.epoch), False
         for id, number, tokens in event.message.runs:
@@ -86,7 +86,7 @@ class TokenIngest(Struct, eq=False):
             self._dispatcher.dispatch(self._state.model_of_worker(worker), now)
 
     def _take(self, epoch: int, row: Delta, touched: dict[bytes, Request], now: float) -> None:
-        """Take the first or last row of a run, or a row that should not exist."""
+        """Handle the first or last row of a run, or a row that should not exist."""
         worker, number = self._state.workers.get(epoch), row.attempt
         key = (row.id, number)
         if worker is None or key not in worker.leases:
@@ -115,7 +115,7 @@ class TokenIngest(Struct, eq=False):
             self._pool.work_ended(self._state.model_of_worker(worker), now)
 
     def _end_lease(self, worker: Worker, row: Delta) -> None:
-        """The worker has ended the run of a row."""
+        """End the lease of a row's run, because the worker has ended the run."""
         cached = None
         if row.end is not None and "code" not in row.end:
             end = RunEnd.parse(row.end)
@@ -156,5 +156,5 @@ class TokenIngest(Struct, eq=False):
 
 
 def _continues_report(run: Run, row: Delta) -> bool:
-    """Returns whether a row reports the next tokens of the prompt, or none."""
+    """Returns whether a row continues the prompt report of a run, or has no report."""
     return not count_of_report(row) or report_begin(row) == run.reported

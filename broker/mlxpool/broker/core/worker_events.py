@@ -1,4 +1,4 @@
-"""Handles messages of workers and reports of their supervisor."""
+"""Handles messages of workers and the reports of their supervisor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mlxpool.common.protocol.to_worker import Heard
 
 
 class WorkerEvents(Struct, eq=False):
-    """Handles events of workers. Messages of a fenced epoch are counted and dropped."""
+    """Handles the events of workers. Messages of a fenced epoch are only counted."""
 
     _state: State
     _outbox: Outbox
@@ -39,14 +39,14 @@ class WorkerEvents(Struct, eq=False):
         if worker is None or not worker.allows("hello"):
             self._state.counters.fenced += 1
             return
-        if worker.epoch:  # its connection was lost, not its process: no request is charged
+        if worker.epoch:  # its connection was lost, not its process: no request is blamed
             self._failover.move_work(worker, exit_causes.NEW_CONNECTION, now, counts=False)
         self._pool.welcome(worker, event.message, event.token, now)
         self._failover.serve_elsewhere(worker, now)
 
     def on_dialled(self, event: ev.WorkerDialled, now: float) -> None:
         if not self._state.admits:
-            return  # it dials again, and finds the next broker
+            return  # it connects again, and finds the next broker
         self._pool.add_remote(event.slot, event.model, event.message.pid, now)
         self.on_hello(ev.WorkerHello(event.slot, event.message, event.token), now)
 
@@ -97,7 +97,7 @@ class WorkerEvents(Struct, eq=False):
             self.on_exited(ev.WorkerExited(event.slot, event.message, own=True), now)
 
     def on_looked(self, event: ev.Looked, now: float) -> None:
-        """Judge a worker by a sample: suspect past a limit, condemned past twice the limit."""
+        """Judge a worker by a sample: SUSPECT past a limit, condemned past twice the limit."""
         worker = self._state.registry.slots[event.slot].worker
         if worker is None or worker.state in FENCED:
             return

@@ -17,12 +17,12 @@ from mlxpool.common.protocol.from_client import Cancel
 from mlxpool.common.protocol.from_worker import Credit, Hello
 from mlxpool.common.protocol.to_worker import Welcome
 
-LOOK_INTERVAL = 1.0  # seconds between two looks at the load of a model
+LOOK_INTERVAL = 1.0  # seconds between two checks of a model's load
 ROUNDING = 1e-9  # seconds by which a timer may fire early
 
 
 class WorkerPool(Struct, eq=False):
-    """Owns every Worker. Epochs count up over all slots and never repeat."""
+    """Owns every Worker. Epochs increase over all slots and are never reused."""
 
     _state: State
     _outbox: Outbox
@@ -30,7 +30,7 @@ class WorkerPool(Struct, eq=False):
     # ---- starting ----------------------------------------------------------------------------
 
     def require(self, model: Model, now: float) -> None:
-        """Fill the slots of a needed model, as far as time and memory allow."""
+        """Start workers in the slots of a needed model, if restart delays and memory allow."""
         state = self._state
         if state.phase is PoolPhase.CLOSING:
             return
@@ -45,25 +45,28 @@ class WorkerPool(Struct, eq=False):
             if slot.worker is not None:
                 continue
             if model.failures >= state.config.restart_limit and model.workers:
-                return  # half open: one worker has to serve before others are started
+                return  # half open: one worker has to serve before other workers start
             if not self._free_memory(model):
                 return
             slot.worker = Worker(slot.name, model.name, started_at=now)
             self._outbox.add(StartWorker(slot.name, model.name))
 
     def watch_load(self, model: Model, now: float) -> None:
-        """Set the timer of a model whose number of workers follows its load (`core.scaling`)."""
+        """Set the timer of a model whose number of workers depends on its load (`core.scaling`)."""
         key, timers = ("replicas", model.name), self._state.timers
         if model.scales and key not in timers:
             timers.set(key, now + LOOK_INTERVAL)
 
     def memory_used(self) -> int:
-        """Returns the bytes of all local workers, ending ones included."""
+        """Returns the bytes of all local workers, including ending workers."""
         models = self._state.registry.models.values()
         return sum(model.need * len(model.local_workers) for model in models)
 
     def _free_memory(self, model: Model) -> bool:
-        """Returns whether another worker fits. Idle models are evicted for a first worker only."""
+        """Returns whether another worker fits in memory.
+
+        Idle models are evicted only for a first worker.
+        """
         registry = self._state.registry
         missing = self.memory_used() + model.need - registry.memory
         if missing <= 0:
@@ -75,10 +78,10 @@ class WorkerPool(Struct, eq=False):
             others = (m for m in models if m is not model)
             for idle in to_evict(others, missing):
                 self.unload(idle, exit_causes.evicted_for(model.name), remote=False)
-        return False  # the end of those workers starts it
+        return False  # the end of the stopped workers starts it
 
     def require_those_without_worker(self, now: float) -> None:
-        """Memory may have become free: start needed models without workers."""
+        """Start needed models without workers, because memory may have become free."""
         models = self._state.registry.models.values()
         for model in [m for m in models if m.state in DEMANDED and not m.workers]:
             self.require(model, now)
@@ -86,7 +89,7 @@ class WorkerPool(Struct, eq=False):
     # ---- timers ------------------------------------------------------------------------------
 
     def on_timer(self, what: str, name: str, now: float) -> None:
-        """The `idle` or the `restart` timer of a model is due."""
+        """Handle the `idle` or the `restart` timer of a model."""
         model = self._state.registry.models.get(name)  # None: the name became an alias
         if model is None or self._state.phase in (PoolPhase.DRAINED, PoolPhase.CLOSING):
             return
@@ -103,7 +106,7 @@ class WorkerPool(Struct, eq=False):
     # ---- unloading ---------------------------------------------------------------------------
 
     def work_ended(self, model: Model, now: float) -> None:
-        """Work of a model has ended: it may be idle, and its drain or the pool's complete."""
+        """Handle the end of a model's work: it may be idle, and a drain may be complete."""
         self.update_idle_timer(model, now)
         if not model.admits and not model.busy:
             self.unload(model, exit_causes.DRAINED)
@@ -124,9 +127,9 @@ class WorkerPool(Struct, eq=False):
             self.require_those_without_worker(now)
 
     def keep(self, model: Model, seconds: float, now: float) -> None:
-        """Keep an idle model loaded for `seconds` from now on; below 0: without end.
+        """Keep an idle model loaded for `seconds` from now on; negative: without limit.
 
-        This replaces the setting keep_alive until its workers are unloaded.
+        The time replaces the setting keep_alive until the model's workers are unloaded.
         """
         model.kept = seconds if model.workers or seconds else None
         model.idle_since = 0.0
@@ -134,9 +137,9 @@ class WorkerPool(Struct, eq=False):
         self.update_idle_timer(model, now)
 
     def unload(self, model: Model, why: str, *, remote: bool = True) -> None:
-        """Stop the model's workers; workers that dialled in only if `remote`.
+        """Stop the model's workers; workers of other supervisors only if `remote`.
 
-        The caller moves or ends their runs.
+        The caller moves or ends the runs of these workers.
         """
         self._end_demand(model, "unload")
         model.idle_since = 0.0
@@ -145,7 +148,7 @@ class WorkerPool(Struct, eq=False):
             self.stop(worker, why)
 
     def give_up(self, model: Model) -> None:
-        """End the demand for an unavailable model. A pinned model is still tried again."""
+        """End the demand for an unavailable model. A pinned model is still retried."""
         if not model.config.pin:
             self._end_demand(model, "give up")
 
@@ -159,14 +162,14 @@ class WorkerPool(Struct, eq=False):
     # ---- connections -------------------------------------------------------------------------
 
     def add_remote(self, slot_name: str, name: str, pid: int, now: float) -> None:
-        """A worker dialled in to serve the model of this name."""
+        """Add a worker of another supervisor that serves the model of this name."""
         slot = self._state.registry.remote_slot(slot_name, name)
         slot.worker = Worker(slot.name, slot.model, pid, started_at=now, remote=True)
 
     def welcome(self, worker: Worker, hello: Hello, token: str, now: float) -> None:
-        """Give a worker that sent `hello` on a new connection an epoch, and fence the old one.
+        """Give a worker that sent `hello` on a new connection an epoch, and fence its old epoch.
 
-        Raises ValueError if its state does not allow it.
+        Raises ValueError if the worker's state does not allow this.
         """
         state = self._state
         worker.move("hello")
@@ -178,7 +181,10 @@ class WorkerPool(Struct, eq=False):
         self._outbox.tell(worker, Welcome(state.boot, token))
 
     def credit(self, worker: Worker, credit: Credit, now: float) -> None:
-        """Take the free sequences that a worker reports; the first report makes it READY."""
+        """Record the free sequences that a worker reports.
+
+        The first report makes the worker READY.
+        """
         worker.sequences, worker.works_seen = credit.sequences, credit.works
         worker.ended = 0
         if worker.state is WorkerState.LOADING:
@@ -188,17 +194,17 @@ class WorkerPool(Struct, eq=False):
             self._outbox.note_worker("info", "worker ready", worker, load_s=took)
 
     def measure(self, worker: Worker) -> None:
-        """Learn the memory of a worker of the model from a beat; a set memory_limit stays."""
+        """Learn the memory of a model's worker from its beat; a set memory_limit stays."""
         model = self._state.model_of_worker(worker)
         if model.config.memory_limit or worker.remote:
             return
         active = worker.beat.memory.get("active", 0)
         most = max(model.need, active if isinstance(active, int) else 0)
-        # Keys and values are part of it: a model that did fit is never too large for the pool.
+        # Keys and values count too: a model that once fitted is never too large for the pool.
         model.need = max(model.floor, min(most, self._state.registry.memory))
 
     def served(self, worker: Worker, now: float) -> None:
-        """A worker ended a request: its model is sound, so slots that were held back are filled."""
+        """Note that a worker ended a request: the model works, so held-back slots are filled."""
         worker.served += 1
         model = self._state.model_of_worker(worker)
         if model.failures:
@@ -207,7 +213,7 @@ class WorkerPool(Struct, eq=False):
             self.require(model, now)
 
     def cancel_run(self, request: Request) -> None:
-        """Stop a run, if a worker has it; the lease lasts until the worker confirms."""
+        """Stop a run, if a worker has it. The lease lasts until the worker confirms the stop."""
         worker, key = self._state.leaseholder(request), (request.id, request.run.number)
         if worker is not None and key in worker.leases:
             self._outbox.tell(worker, Cancel(), id=request.id, run=request.run.number)
@@ -231,7 +237,7 @@ class WorkerPool(Struct, eq=False):
             self._outbox.note_worker("info", "worker recovered", worker)
 
     def condemn(self, worker: Worker, why: str, *, at_once: bool = False) -> bool:
-        """Fence a worker and stop its process. False if it was fenced already."""
+        """Fence a worker and stop its process. Returns False if the worker was fenced already."""
         if worker.state in FENCED:
             return False
         worker.move("condemn")
@@ -242,7 +248,7 @@ class WorkerPool(Struct, eq=False):
         return True
 
     def stop(self, worker: Worker, why: str) -> None:
-        """Stop a worker that is not at fault, unless it is stopping. Logs `why`."""
+        """Stop a worker without a fault, unless it is already stopping. Logs `why`."""
         if not worker.allows("stop"):
             return
         worker.move("stop")
@@ -251,17 +257,17 @@ class WorkerPool(Struct, eq=False):
         self._outbox.note_worker("info", "worker stopping", worker, why=why)
 
     def stop_if_drained(self, worker: Worker) -> None:
-        """Stop a draining worker without work."""
+        """Stop a draining worker that has no work."""
         if worker.state in (WorkerState.DRAINING, WorkerState.YIELDING) and worker.idle:
             worker.move("stop")
             self._outbox.stop_process(worker)
 
     def exited(self, slot: Slot, cause: str, now: float, *, own: bool) -> Worker | None:
-        """The process of a slot is gone: free the slot, count the failure, plan the restart.
+        """Handle the end of a slot's process: free the slot, count the failure, plan the restart.
 
-        An end from outside (`own` is False) delays the next process, but such failures alone do
-        not open the breaker. If a request that had ended another worker ended this one too
-        (`ended_by_charged_request`), the model has not failed.
+        A process ended from outside (`own` is False) delays the next process, but such failures
+        alone do not open the breaker. If a request that had ended another worker also ended this
+        worker (`ended_by_charged_request`), the model has not failed.
         """
         worker = slot.worker
         if worker is None:
@@ -274,7 +280,7 @@ class WorkerPool(Struct, eq=False):
             self._exited_remote(slot, worker, stopped=was is WorkerState.STOPPING)
             return worker
         model = self._state.registry.models[slot.model]
-        # Also a worker fenced because it did not leave in time, or came back while it left.
+        # This includes a worker fenced for leaving late, or for coming back while it left.
         commanded = was in LEAVING or worker.cause in exit_causes.COMMANDED
         if worker.proven:
             model.failures = 0
@@ -299,7 +305,7 @@ class WorkerPool(Struct, eq=False):
             delay = max(delay, config.probe_interval)
         model.retry_at = now + delay
         demanded = model.state in DEMANDED or ("restart", model.name) in state.timers
-        # A worker that was ready did load the model: its error is the cause of its end alone.
+        # A worker that was ready had loaded the model: its error explains only its own end.
         model.last_error = None if worker.ready_at else worker.error
         if model.last_error is not None:
             model.move("load failed")
@@ -310,7 +316,7 @@ class WorkerPool(Struct, eq=False):
             state.timers.set(("restart", model.name), model.retry_at)
 
     def _exited_remote(self, slot: Slot, worker: Worker, *, stopped: bool) -> None:
-        """Log the exit; its own supervisor counts failures and starts the next worker."""
+        """Log the exit. The worker's own supervisor counts failures and starts the next worker."""
         if not stopped:
             slot.restarts += 1
         if worker.said_bye and not worker.cause:

@@ -1,4 +1,4 @@
-"""Builds the parts of a broker, wires them, and runs its loop."""
+"""Builds the parts of a broker, connects them, and runs the broker's loop."""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ MAX_READ_ROUNDS = 64  # rounds of reads of the back socket before a remote worke
 
 
 class Broker:
-    """A broker: build it, `run` it. It ends at SIGTERM, SIGINT or an operator's `stop`."""
+    """A broker. `run` serves until SIGTERM, SIGINT or an operator's `stop`."""
 
     def __init__(self, config: PoolConfig, reread: Callable[[], PoolConfig] | None = None) -> None:
-        """`reread` reads the settings again for a reload; without it they do not change."""
+        """`reread` reads the settings again for a reload; None: the settings never change."""
         check_run_dir(config.run_dir)
         self.notifier = ServiceNotifier.from_environment()
         if not config.local_workers:
@@ -137,7 +137,7 @@ class Broker:
             restored=self._record_processes,
             on_trouble=self._on_trouble,
         )
-        # The files of models of other supervisors are elsewhere.
+        # The model files of other supervisors are elsewhere.
         scanned = config if config.local_workers else replace(config, models={})
         self.catalogue = Catalogue(scanned, self.perform)
         self._build_workers(config)
@@ -148,13 +148,16 @@ class Broker:
             log.warning("ended a worker of an earlier broker", extra={"pid": pid})
 
     def _record_processes(self) -> None:
-        """Write the records of running processes again: they were in the run directory too."""
+        """Write the records of running processes again: the run directory lost them too."""
         self.supervisor.record_all()
         if self.gateway_process is not None:
             self.gateway_process.record()
 
     def _on_trouble(self, trouble: str, now: float) -> None:
-        """New workers cannot connect, or can again. End the workers that have not connected yet."""
+        """Handle a change of `trouble`: new workers cannot connect, or can again.
+
+        It ends the workers that have not connected yet.
+        """
         self.perform(ev.Unreachable(trouble), now)
         if trouble:
             for slot in list(self.supervisor.children):
@@ -162,7 +165,7 @@ class Broker:
                     self.supervisor.stop(slot, now, at_once=True)
 
     def _unreachable(self, now: float) -> str:
-        """Returns why a worker started now could not connect; "": it can."""
+        """Returns why a worker that starts now could not connect; "" if it could."""
         self.run_dir.look(now)
         return self.run_dir.trouble
 
@@ -210,7 +213,7 @@ class Broker:
 
     def _build_clients(self) -> None:
         front = self.endpoints.front
-        self.no_jobs = ""  # why no jobs are kept although the settings name a place for them
+        self.no_jobs = ""  # why the pool runs without jobs although the settings name a store
         self.jobs = self._make_jobs()
         self.client_ingress = ClientIngress(
             front,
@@ -246,7 +249,10 @@ class Broker:
             self.jobs.handle(job_events.Closing(final), now)
 
     def _make_jobs(self) -> JobService | None:
-        """Returns the service of jobs, if any. Raises StoreError, see `why_without_jobs`."""
+        """Create the service of jobs; None without jobs.
+
+        Raises StoreError, see `why_without_jobs`.
+        """
         config = self._current()
         if not config.state_dir:
             return None
@@ -270,12 +276,12 @@ class Broker:
 
     @property
     def _jobs_off(self) -> str:
-        """The answer to questions about jobs if no jobs are kept."""
+        """Returns the reason for a pool without jobs, the answer to questions about jobs."""
         return f"this pool keeps no jobs: {self.no_jobs}" if self.no_jobs else JOBS_OFF
 
     @property
     def _folder_of_jobs(self) -> str | None:
-        """The folder of jobs; None for a URL, which may have a password."""
+        """The folder of the job store; None for a database URL, which may have a password."""
         place = self._current().state_dir
         return place if self.jobs is not None and "://" not in place else None
 
@@ -387,7 +393,7 @@ class Broker:
         self.http.latest.put(self.reporter.snapshot(now))
 
     def _on_client_gone(self, descriptor: int, now: float) -> None:
-        """A client's connection has ended, so the core need not wait for its silence."""
+        """Handle the end of a client's connection: the core need not wait for its silence."""
         peer = self.endpoints.front.ended(descriptor)
         link = None if peer is None else self.state.links.get(peer.number)
         if peer is not None and link is not None and link.ids:
@@ -409,7 +415,7 @@ class Broker:
         self.notifier.on_turn(self.reporter.status, now)
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
-        """Serve until a stop. `ready` is called once signals are handled."""
+        """Serve until a stop. `ready` is called once the signal handlers are installed."""
         try:
             with self.signals.installed():
                 about = {"run_dir": self.settings.config.run_dir, "pid": os.getpid()}
@@ -423,7 +429,7 @@ class Broker:
             self.close()
 
     def _has_ended(self) -> bool:
-        """Returns whether a stop came, and all streams and all child processes have ended."""
+        """Returns whether a stop was requested, and all streams and child processes have ended."""
         if not self.lifecycle.stopping or self.core.ends_more or self.supervisor.children:
             return False
         return self.gateway is None or self.gateway.ended
@@ -435,7 +441,7 @@ class Broker:
             self.jobs.start()
         if self.gateway is not None:
             self.gateway.start(time.monotonic())
-        # Built-in models are inspected only at the first question for the list.
+        # Built-in models are inspected only when the list is first requested.
         own = any(not model.path.startswith(BUILTIN_PREFIX) for model in config.models.values())
         self.catalogue.start(scan=config.local_workers and own)
         for name, model in config.models.items():
@@ -444,7 +450,7 @@ class Broker:
         self.collections.start(time.monotonic())
 
     def close(self) -> None:
-        """Free everything: child processes, threads, sockets, the lock."""
+        """Free all resources: child processes, threads, sockets, the lock."""
         self.reloader.close()
         self.catalogue.close()
         self.supervisor.close()
@@ -465,7 +471,7 @@ class Broker:
 
 
 def _http_server(config: PoolConfig) -> HttpServer:
-    # Not imported above: without it a broker starts faster after the end of the one before.
+    # Imported here, so that a broker that replaces another broker starts faster.
     from mlxpool.broker.http.operator_access import read_token
     from mlxpool.broker.http.server import HttpServer
 

@@ -1,4 +1,4 @@
-"""Turns frames of clients into events, within their quotas; answers invalid messages."""
+"""Turns clients' frames into events, within the clients' quotas; answers invalid messages."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from mlxpool.common.protocol.frames import EXACT_BITS, Header, Message, encoded
 from mlxpool.common.protocol.kept import kept_questions
 from mlxpool.common.protocol.to_client import Failed
 
-MAX_MESSAGES = 256  # messages read before other sockets are read
-MAX_SECONDS = 0.001  # the same: a flood of clients must not delay the frames of workers
-SMALL = 1024  # bytes of a message that only keeps streams going: ping, ack, cancel
+MAX_MESSAGES = 256  # most messages read before other sockets are read
+MAX_SECONDS = 0.001  # most seconds, so that a flood of clients does not delay the frames of workers
+SMALL = 1024  # most bytes of a message that only maintains streams: ping, ack, cancel
 NO_OWNERS = (
     "may not ask on behalf of others: set may_name_owners = true in the section of its key, or"
     " leave owner out"
@@ -33,7 +33,7 @@ NO_OWNERS = (
 
 
 class ClientIngress:
-    """Reads the front socket. Owned by the broker's thread."""
+    """Reads the front socket (clients). Owned by the broker's thread."""
 
     def __init__(
         self,
@@ -49,11 +49,12 @@ class ClientIngress:
         jobs: JobService | None,
         jobs_off: str,
     ) -> None:
-        """`is_live`: whether a request with this id is live. `is_faulty`: whether the files of the
-        model of this name were found to be unusable. `jobs` is None if no jobs are kept, for the
-        reason `jobs_off`.
+        """`is_live` returns whether a request with this id is live.
 
-        `after_scan` calls its argument when the models on the disk are known.
+        `is_faulty` returns whether the files of the named model are unusable. `jobs` is None in a
+        pool without jobs; `jobs_off` is the reason.
+
+        `after_scan` calls its argument once the models on the disk are known.
         """
         self._peers = peers
         self._perform = perform
@@ -65,10 +66,10 @@ class ClientIngress:
         self._after_scan = after_scan
         self._jobs = jobs
         self._jobs_off = jobs_off
-        self._bytes = Rates()  # rate of bytes that each owner sends
+        self._bytes = Rates()  # rate of received bytes by owner
 
     def read(self, now: float) -> None:
-        """Handle waiting messages, at most MAX_MESSAGES, for at most MAX_SECONDS."""
+        """Handle waiting messages: at most MAX_MESSAGES, for at most MAX_SECONDS."""
         end = time.monotonic() + MAX_SECONDS
         for _ in range(MAX_MESSAGES):
             received = self._peers.receive(now)
@@ -108,7 +109,7 @@ class ClientIngress:
                 self._handle(event, now)
 
     def _ask(self, question: job_events.QuestionAsked, now: float) -> None:
-        """Give a question about jobs to their manager."""
+        """Give a question about jobs to the job manager."""
         link = question.link
         self._perform(ev.ClientHeard(link), now)
         if self._jobs is not None:
@@ -130,14 +131,14 @@ class ClientIngress:
                 jobs.acknowledged(event, now)
 
     def _needs_files(self, event: ev.Event) -> bool:
-        """Returns whether an event is for a faulty model, whose files may have been mended."""
+        """Returns whether an event needs a model's faulty files, which may be repaired now."""
         if not isinstance(event, ev.ClientGenerate | ev.ClientModelCall | ev.ClientKeep):
             return False
         message = event.message
         return not isinstance(message, PoolError) and self._is_faulty(message.model)
 
     def _cancel(self, event: ev.CancelRequest, now: float) -> None:
-        """End a reading of this owner; the core answers for every other id, known or not."""
+        """End a reading of this owner. The core answers for every other id, known or not."""
         jobs, link, owner = self._jobs, event.link or 0, event.owner or ""
         if jobs is None or not jobs.reads(event.id, owner):
             self._perform(event, now)
@@ -146,7 +147,7 @@ class ClientIngress:
         jobs.handle(job_events.ReaderLeft(link, owner, event.id), now)
 
     def _owner_of(self, peer: Peer, message: Message) -> str:
-        """Returns the owner that the message names, else the peer's own.
+        """Returns the owner that the message names, or else the owner of the connection.
 
         Raises Unauthorized if the peer may not name owners.
         """
@@ -158,11 +159,11 @@ class ClientIngress:
         return named
 
     def _within_quota(self, peer: Peer, owner: str, parts: list[bytes], now: float) -> bool:
-        """Returns whether the owner may send these bytes; answers the message if not.
+        """Returns whether the owner may send these bytes. If not, answers the message.
 
         If the peer may not name owners, only the header of a message over the quota is decoded.
-        Small messages pass until the owner has its maximal debt; then all messages are dropped
-        without an answer.
+        Small messages pass until the owner has the maximal debt of bytes. Then all messages are
+        dropped without an answer.
         """
         limit, size = self._settings().quota_bytes, sum(map(len, parts))
         if not limit:
@@ -187,7 +188,7 @@ class ClientIngress:
     def _refuse(
         self, peer: Peer, error: PoolError, about: bytes | None, attempt: int, now: float
     ) -> None:
-        """Answer with an error; it ends no live stream."""
+        """Answer with an error that ends no live stream."""
         self._perform(ev.ClientHeard(peer.number), now)
         id = None if about is None or self._is_live(about) else about
         parts = encoded(Failed.about(error, about), id, self._boot, attempt)
@@ -201,9 +202,9 @@ def new_seed() -> int:
 def question_of(
     link: int, owner: str, message: Message, entropy: Callable[[], int]
 ) -> job_events.QuestionAsked | None:
-    """Returns the event of a question to the job manager; None for another message.
+    """Returns the event of a question for the job manager; None for any other message.
 
-    Raises BadRequest without an id.
+    Raises BadRequest if the message has no id.
     """
     header, kind = message.header, message.kind
     if not kept_questions.asks(message):

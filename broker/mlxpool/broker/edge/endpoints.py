@@ -1,4 +1,4 @@
-"""The broker's three sockets, front, back and admin, with their access control."""
+"""The broker's three sockets and their access control: front (clients), back (workers), admin."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ SWEEP_INTERVAL = IDLE_TIME / 4
 
 
 class Endpoints(Closing):
-    """Three bound sockets. Raises OSError that names an endpoint, and BadKey."""
+    """The three bound sockets. Raises OSError with the name of an endpoint, or BadKey."""
 
     def __init__(
         self, config: PoolConfig, descriptors: int, on_refusal: Callable[[], None]
     ) -> None:
-        """`descriptors`: the most that this process may have."""
+        """`descriptors`: the most file descriptors that this process may open."""
         self._run_dir = config.run_dir
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.access = AccessControl(config, self._context, on_refusal)
         self._unlink()
-        self.bound: dict[str, list[str]] = {}  # further endpoints of back and admin
-        # The exit of a worker is reported by its process or its connection's end, not by a send.
+        self.bound: dict[str, list[str]] = {}  # further endpoints of the back and admin sockets
+        # A worker's process or the end of its connection reports its exit, not a send.
         self.back = self._peers("back", config.back, sockets.BACKLOG, keep_gone=True)
         self.admin = self._peers("admin", config.admin, sockets.BACKLOG)
         self.front = self._peers("front", (), backlog_of(descriptors), max_backlogs=MAX_BACKLOGS)
@@ -43,12 +43,12 @@ class Endpoints(Closing):
 
     @property
     def sockets(self) -> dict[str, zmq.Socket[bytes]]:
-        """The sockets with a file in the run directory, by name of the file."""
+        """The sockets with a file in the run directory, by the name of the file."""
         named = zip(NAMES, (self.front, self.back, self.admin), strict=True)
         return {name: peers.socket for name, peers in named}
 
     def ipc(self, name: str) -> str:
-        """Returns the endpoint of a socket in the run directory."""
+        """Returns the ipc endpoint of a socket in the run directory."""
         return sockets.ipc(self._run_dir, name)
 
     def _peers(
@@ -86,9 +86,9 @@ class Endpoints(Closing):
 
 
 class IdlePeers:
-    """Forgets connections that are not used any more, so that their memory is freed.
+    """Forgets idle connections, so that their memory is freed.
 
-    Owned by the broker's thread. `has_link`: whether the core knows a client's connection.
+    Owned by the broker's thread. `has_link` returns whether the core knows a client's connection.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class IdlePeers:
         return self._sweep_at
 
     def sweep(self, now: float) -> None:
-        """Forget idle connections, if it is time."""
+        """Forget idle connections, if a sweep is due."""
         if now < self._sweep_at:
             return
         self._sweep_at = now + SWEEP_INTERVAL

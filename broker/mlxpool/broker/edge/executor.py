@@ -20,11 +20,14 @@ from mlxpool.common.protocol import frames
 from mlxpool.common.trace import History
 
 log = logging.getLogger("mlxpool.broker")
-requests_log = logging.getLogger("mlxpool.request")  # one line for each request that ends
+requests_log = logging.getLogger("mlxpool.request")  # one log line for each ended request
 
 
 class Executor:
-    """Has the core handle events. Owned by the broker's thread; `bind` it before any event."""
+    """Passes events to the core.
+
+    Owned by the broker's thread; `bind` must come before any event.
+    """
 
     def __init__(self, core: Core, counters: Counters, history: History) -> None:
         self._core = core
@@ -33,7 +36,10 @@ class Executor:
         self._actions: Actions | None = None
 
     def bind(self, actions: Actions) -> None:
-        """Perform actions with this object, whose parts need `perform` themselves."""
+        """Use `actions` to perform actions.
+
+        Its parts need `perform`, so it is bound after their creation.
+        """
         self._actions = actions
 
     def perform(self, event: ev.Event, now: float) -> None:
@@ -42,10 +48,10 @@ class Executor:
             tracing.of_event(self._history, event)
         try:
             actions = self._core.handle(event, now)
-        except Exception:  # a bug of ours costs one event, never the pool
+        except Exception:  # a bug in the broker affects one event, never the pool
             self._counters.internal_errors += 1
             log.exception("the core failed", extra={"on": type(event).__name__})
-            actions = self._core.outbox.actions  # its state has the effects of these
+            actions = self._core.outbox.actions  # the state already has the effects of these
         assert self._actions is not None
         for action in actions:
             if self._history.on:
@@ -58,7 +64,7 @@ class Executor:
 
 
 class Actions:
-    """Performs actions: a method for each kind."""
+    """Performs actions. Each type of action has its method."""
 
     def __init__(
         self,
@@ -93,7 +99,7 @@ class Actions:
             return  # the worker sends `hello` again, or is judged hung
         body, blobs = action.message.body(), action.message.blobs()
         parts = frames.encode(action.header, body, blobs, max_body=frames.MAX_BACK_BODY)
-        if not self._sessions.send(action.slot, parts):  # it receives nothing any more
+        if not self._sessions.send(action.slot, parts):  # the worker receives no messages any more
             self._workers.stop(action.slot, now, at_once=False)
 
     def start_worker(self, action: act.StartWorker, now: float) -> None:

@@ -1,12 +1,12 @@
-"""Makes full collections of Python's garbage collector rare; runs them while no stream is live.
+"""Makes full collections of Python's garbage collector rare, and runs them while no stream is live.
 
-A full collection looks at each container of the process: with thousands of live streams the loop
-stands still for tens of milliseconds. Reference counts free an ended stream. Only cycles need a
-collection, and collections of young objects, which stay as usual, find nearly all cycles.
+A full collection visits each container of the process. With thousands of live streams this stops
+the loop for tens of milliseconds. Reference counts free ended streams. Only cycles need a
+collection, and the usual collections of young objects find nearly all cycles.
 
-Python counts containers and not their bytes, so a few cycles with large buffers would take memory
-without bound. So a process that has grown much since its last full collection runs another, even
-with live streams.
+Python counts containers and not their bytes, so a few cycles with large buffers could use unbounded
+memory. So a process that has grown much since its last full collection runs another full
+collection, even with live streams.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from collections.abc import Callable
 from mlxpool.broker.host import trim_heap
 
 INTERVAL = 60.0  # least seconds between two full collections
-# Collections of the middle generation before an automatic full one; Python's default is 10. With
+# Collections of the middle generation before an automatic full collection; default 10. With
 # the thresholds 700 and 10 of the younger generations, a full one runs after 350,000 new
-# containers: the bound of the number of cycles in a broker that always has live streams.
+# containers. This bounds the number of cycles in a broker that always has live streams.
 MIDDLE_COLLECTIONS = 50
-# The bound of their bytes. A process that needs ever more memory has few such collections: each
-# comes at 1.5 times the memory of the one before.
+# The bounds of their bytes. A growing process has few such collections, because each
+# comes at 1.5 times the memory of the last.
 MAX_GROWTH = 0.5  # most growth, as a share of the memory after the last full collection
-MIN_GROWTH = 64 * 1024 * 1024  # bytes of growth that are always allowed
-LOOK_INTERVAL = 1.0  # seconds between two looks at the memory
-GROWTH_INTERVAL = 10.0  # least seconds between two full collections for growth
+MIN_GROWTH = 64 * 1024 * 1024  # bytes of growth that never trigger a collection
+LOOK_INTERVAL = 1.0  # seconds between two checks of the memory
+GROWTH_INTERVAL = 10.0  # least seconds between two full collections because of growth
 
 
 class FullCollections:
-    """Runs full collections. Used by the broker's thread."""
+    """Runs full collections. Owned by the broker's thread."""
 
     def __init__(self, busy: Callable[[], bool], resident: Callable[[], int]) -> None:
         """`busy` returns whether a stream or a call is live.
 
-        `resident` returns the bytes of memory of this process; 0: unknown.
+        `resident` returns the resident bytes of this process; 0 if unknown.
         """
         self._busy = busy
         self._resident = resident
         self._next_at = 0.0
         self._look_at = math.inf
-        self._max_bytes = math.inf  # with more, one is due even with live streams
+        self._max_bytes = math.inf  # growth in bytes above which a collection is due
 
     def start(self, now: float) -> None:
-        """Set the thresholds, once the broker is set up.
+        """Set the thresholds of the collector, once the broker is built.
 
-        Objects of the set-up live as long as the process: no collection looks at them again.
+        The objects that exist now live as long as the process: no later collection visits them.
         """
         young, middle, _ = gc.get_threshold()
         gc.set_threshold(young, middle, MIDDLE_COLLECTIONS)
@@ -55,7 +55,7 @@ class FullCollections:
         gc.freeze()
 
     def on_turn(self, now: float) -> None:
-        """Run a full collection if it is due and no stream is live, or if the process has grown.
+        """Run a full collection if it is due and no stream is live, or after much growth.
 
         The loop calls this at the end of each turn; an idle broker is not woken for it.
         """
@@ -70,7 +70,7 @@ class FullCollections:
 
     def _collect(self, now: float) -> None:
         gc.collect()
-        trim_heap()  # else free memory counts as needed, and each bound exceeds the last
+        trim_heap()  # otherwise free memory counts as used, and each bound exceeds the last
         self._next_at, self._look_at = now + INTERVAL, now + GROWTH_INTERVAL
         left = self._resident()
         self._max_bytes = left + max(MIN_GROWTH, MAX_GROWTH * left)

@@ -1,4 +1,4 @@
-"""Keeps the gateway of `http` running: starts it, restarts it after a delay, and ends it."""
+"""Keeps the gateway process of `http` running: starts it, restarts it after delays, and ends it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RUNNING = ("starting", "ready", "draining")
 
 
 class Process(Protocol):
-    """The part of processes.gateway_process.GatewayProcess that is used."""
+    """The interface of processes.gateway_process.GatewayProcess that this module uses."""
 
     @property
     def url(self) -> str: ...
@@ -43,7 +43,7 @@ class Process(Protocol):
 
 
 class Sources(Protocol):
-    """The part of edge.loop.Loop that is used."""
+    """The interface of edge.loop.Loop that this module uses."""
 
     def add_source(self, source: int, handle: Callable[[float], object]) -> None: ...
 
@@ -51,35 +51,38 @@ class Sources(Protocol):
 
 
 class HttpGateway:
-    """Supervises the gateway. Owned by the broker's thread. GatewayInfo has its states."""
+    """Supervises the gateway process.
+
+    Owned by the broker's thread. GatewayInfo lists its states.
+    """
 
     def __init__(
         self, process: Process, settings: Callable[[], PoolConfig], sources: Sources, boot: int
     ) -> None:
-        """`boot` spreads the restarts of many pools."""
+        """`boot` seeds the restart delays, so that many pools do not restart together."""
         self.state = "stopped"
         self._process = process
         self._settings = settings
         self._sources = sources
         self._boot = boot
-        self._descriptor = -1  # readable when the process has news
+        self._descriptor = -1  # readable when the process has sent a report
         self._started_at = self._heard_at = 0.0
         self._start_at = math.inf
         self._kill_at = math.inf
         self._restarts = self._failures = 0
         self._last_exit = ""
-        self._hung = ""  # why it is being killed
+        self._hung = ""  # the reason for killing the process, else ""
         self._ending = False
-        self._reload_due = False  # a reload came while the process was starting
+        self._reload_due = False  # a reload was requested while the process was starting
         self._then: Callable[[float], None] = _nothing
 
     @property
     def ended(self) -> bool:
-        """Returns whether no process runs and none will be started."""
+        """Returns whether no gateway process runs and no start is planned."""
         return self.state == "stopped"
 
     def info(self, now: float) -> GatewayInfo:
-        """Returns its row in `ps`."""
+        """Returns the row of the gateway in `ps`."""
         running = self._process.pid is not None
         return GatewayInfo(
             url=self._process.url,
@@ -94,7 +97,7 @@ class HttpGateway:
     # ---- start ---------------------------------------------------------------------------------
 
     def start(self, now: float) -> None:
-        """Start the process; it is `ready` at its first beat."""
+        """Start the gateway process, which is `ready` at its first heartbeat."""
         self._start_at = math.inf
         try:
             self._descriptor = self._process.start(self._settings())
@@ -146,11 +149,14 @@ class HttpGateway:
     # ---- observe -------------------------------------------------------------------------------
 
     def next_wake(self) -> float:
-        """Returns when `check` is due."""
+        """Returns the time of the next `check`."""
         return min(self._start_at, self._kill_at, self._silent_until())
 
     def _silent_until(self) -> float:
-        """Returns until when it may be silent: `load_limit` at its start, then 2 * `beat_limit`."""
+        """Returns the time until which the process may be silent.
+
+        It has `load_limit` seconds at its start, later 2 * `beat_limit` seconds between heartbeats.
+        """
         if self.state not in RUNNING or self._kill_at < math.inf:
             return math.inf
         config = self._settings()
@@ -158,19 +164,19 @@ class HttpGateway:
         return self._heard_at + limit
 
     def check(self, now: float) -> None:
-        """Start it again, or kill it, if it is time."""
+        """Restart the process, or kill it, if that is due."""
         if now >= self._start_at:
             self.start(now)
         elif now >= self._silent_until():
             self._hung = f"hung: it said nothing for {now - self._heard_at:.1f} s"
             self._kill_at = now
         if now >= self._kill_at:
-            self._kill_at = now + 1.0  # again, until the kernel has ended it
+            self._kill_at = now + 1.0  # repeated until the kernel has ended the process
             self._process.signal(signal.SIGKILL)
 
     def reload(self) -> None:
-        """Have the process read its keys again; a starting process does so once it is ready."""
-        if self.state == "starting":  # Python has not got to its handler: the signal would end it
+        """Have the process read its keys again. A starting process does so once it is ready."""
+        if self.state == "starting":  # Python has no handler yet: the signal would end it
             self._reload_due = True
         else:
             self._process.signal(signal.SIGHUP)
@@ -178,7 +184,7 @@ class HttpGateway:
     # ---- end -----------------------------------------------------------------------------------
 
     def drain(self, now: float, then: Callable[[float], None]) -> None:
-        """Let answers finish for `http_drain_timeout` s; call `then` when it has ended."""
+        """Let answers finish for at most `http_drain_timeout` s; call `then` after the end."""
         self._then = then
         log.info(
             "answers over HTTP may finish", extra={"seconds": self._settings().http_drain_timeout}
@@ -186,7 +192,10 @@ class HttpGateway:
         self._stop(now, signal.SIGTERM, self._settings().http_drain_timeout + ABORT_GRACE)
 
     def abort(self, now: float, grace: float | None = None) -> None:
-        """Have it end its answers with errors; kill it after `grace` seconds, else stop_grace."""
+        """Have the process end its answers with errors.
+
+        Kill it after `grace` seconds, default stop_grace.
+        """
         self._then = _nothing
         self._stop(now, signal.SIGINT, self._settings().stop_grace if grace is None else grace)
 

@@ -1,7 +1,7 @@
 """Connects the job manager with the core, the clients and the store.
 
-The core's output for jobs waits in an inbox until the loop's turn ends. So the core is never
-entered again while its actions are performed, and the output of a turn is handled together.
+The core's output for jobs waits in an inbox until the end of the loop's iteration. So no event
+enters the core while its actions are performed, and all output of an iteration is handled together.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from mlxpool.common.web_targets import Allowed
 
 log = logging.getLogger("mlxpool.broker")
 
-CLOSE_TIMEOUT = 5.0  # seconds for the last writes of jobs when the broker ends
-CLOSE_POLL = 0.005  # seconds between two looks for results during that time
-OPERATORS = -1  # the link of questions of `JobService.ask`
+CLOSE_TIMEOUT = 5.0  # most seconds for the last writes of jobs when the broker ends
+CLOSE_POLL = 0.005  # seconds between two checks for results during that time
+OPERATORS = -1  # link number of the questions of `JobService.ask`
 Answer = Callable[[Content], None]
 OPEN = (HealthState.OK, HealthState.FULL)
 
@@ -61,8 +61,8 @@ OPEN = (HealthState.OK, HealthState.FULL)
 class JobService(Closing):
     """Serves jobs. Owned by the broker's thread. `waker` is readable when the store has results.
 
-    Raises StoreError if the store cannot be opened, or another broker has it, and ConfigError if
-    the secrets of notices cannot be read.
+    Raises StoreError if the store cannot be opened or another broker uses it. Raises ConfigError if
+    the secrets that sign notices cannot be read.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class JobService(Closing):
         on_fenced: Callable[[float], None],
         stacks: Callable[[str], str],
     ) -> None:
-        """`on_fenced` is called when another broker has taken the store: this one has to end.
+        """`on_fenced` is called if another broker has taken the store: then this broker has to end.
 
-        `stacks` returns the stacks that the newest worker of a slot has written.
+        `stacks` returns the thread stacks that the newest worker of a slot has written.
         """
         config = settings()
         self._boot = boot
         if config.job_notify_secret is not None:
-            read_secrets(config.job_notify_secret)  # fails now, not at the first notice
+            read_secrets(config.job_notify_secret)  # fails at the start, not at the first notice
         self.waker = Waker()
         try:
             self._writer = _opened_store(config, boot, self.waker.wake)
@@ -102,23 +102,26 @@ class JobService(Closing):
         self._health = HealthState.CLOSED
 
     def start(self) -> None:
-        """Have the store work; the manager knows it before the first client is heard."""
+        """Start the store's thread.
+
+        The manager knows the store before the first client's message.
+        """
         self._writer.start()
         self.serve(time.monotonic())
 
     # ---- events --------------------------------------------------------------------------------
 
     def deliver(self, action: core_actions.ToClient | core_actions.JobSetBack) -> None:
-        """The core has sent something to JOBS_LINK, or a job was set back."""
+        """Queue output of the core for JOBS_LINK, or the loss of a job's worker."""
         event = job_event(action, self._stacks)
         if event is not None:
             self._inbox.append(event)
 
     def handle(self, event: ev.Event, now: float) -> None:
-        """Let the manager handle an event, and perform its actions."""
+        """Give an event to the job manager, and perform the manager's actions."""
         try:
             actions = self._manager.handle(event, now)
-        except Exception:  # a bug of ours costs one event, never the pool
+        except Exception:  # a bug in the broker affects one event, never the pool
             self._failed(type(event).__name__)
             actions = self._manager.decided()
             if isinstance(event, ev.QuestionAsked):
@@ -126,7 +129,9 @@ class JobService(Closing):
         self._act(actions, now)
 
     def ask(self, kind: str, body: Mapping[str, Any], answer: Answer, now: float) -> None:
-        """Ask a question of an operator: `answer` gets the content of the answer, now or later.
+        """Ask an operator's question.
+
+        `answer` is called with the content of the answer, now or later.
 
         Raises BadRequest if the question cannot be asked.
         """
@@ -136,16 +141,16 @@ class JobService(Closing):
         self.handle(ev.QuestionAsked(OPERATORS, owner, id, 0, question, operator=True), now)
 
     def acknowledged(self, event: core_events.ClientAck, now: float) -> None:
-        """A client has acknowledged ids, perhaps of readings."""
+        """Handle a client's acknowledgement of ids, which may belong to readings of jobs."""
         if isinstance(event.message, Ack) and self._manager.readers.all:
             self.handle(ev.Acknowledged(event.link, event.message.have), now)
 
     def reads(self, id: bytes, owner: str) -> bool:
-        """Returns whether this owner has a reading of a job with this id."""
+        """Returns whether this owner has a reading of a job with this reading id."""
         return self._manager.readers.has(id, owner)
 
     def serve(self, now: float) -> None:
-        """Handle events of the core, results of the store, and due times."""
+        """Handle the core's output, the store's results, and due times."""
         self.waker.drain()
         self._check_health(now)
         self._take_results()
@@ -162,7 +167,7 @@ class JobService(Closing):
             self.handle(ev.Wake(), now)
 
     def next_wake(self) -> float:
-        """Returns the latest time for `serve`."""
+        """Returns the latest time for the next `serve`."""
         return 0.0 if self._inbox or self._results else self._manager.next_wake()
 
     def _take_results(self) -> None:
@@ -177,7 +182,7 @@ class JobService(Closing):
         self._act(actions, now)
 
     def _answer_of_fault(self, event: ev.QuestionAsked) -> act.Tell:
-        """Returns the answer to a question that the manager failed on: its client needs one."""
+        """Returns the answer to a question on which the job manager failed."""
         failed = Failed.of(Internal("the broker failed on this question; its log says why"))
         return act.Tell(
             event.link, Header(failed.kind, event.id, self._boot, event.attempt), failed
@@ -252,7 +257,7 @@ class JobService(Closing):
 
 
 def _opened_store(config: PoolConfig, boot: int, wake: Callable[[], None]) -> StoreWriter:
-    """Returns the store's thread, which is not started yet. Raises StoreError."""
+    """Returns the store's thread, not started yet. Raises StoreError."""
     opened = opener(config.state_dir, config.state_bytes, config.job_key_life)
     try:
         return StoreWriter(opened, boot, wake)
@@ -264,8 +269,9 @@ def _opened_store(config: PoolConfig, boot: int, wake: Callable[[], None]) -> St
 def why_without_jobs(config: PoolConfig, error: StoreError) -> str | None:
     """Returns why the pool serves streams without jobs; None if the pool must not start.
 
-    It starts if the folder is the default one, or if the folder cannot be written. With any other
-    fault of a configured store, a started pool would leave that store's jobs undone without notice.
+    The pool starts if the folder is the default folder, or cannot be written. After any other fault
+    of a configured store the pool must not start: it would leave that store's jobs undone
+    unnoticed.
     """
     by_default = config.state_dir == str(default_state_dir(config.run_dir))
     if not by_default and not isinstance(error, StoreUnwritable):
@@ -274,7 +280,7 @@ def why_without_jobs(config: PoolConfig, error: StoreError) -> str | None:
 
 
 def refuse_questions(why: str) -> AskJobs:
-    """Returns what to call for operators' questions without jobs; it raises JobsOff."""
+    """Returns a function for operators' questions in a pool without jobs; it raises JobsOff."""
 
     def ask(kind: str, body: Mapping[str, Any], answer: Answer, now: float) -> None:
         raise JobsOff(why)
@@ -316,13 +322,13 @@ def _posted(end_seq: int, outcome: Outcome) -> ev.Posted:
 # ---- between the core and the job manager --------------------------------------------------------
 
 
-# Places of a worker of an encoder model for calls of jobs. With the calls that wait in the core
-# (feeding.WINDOW) it has enough while answers are written; calls of clients take turns with them.
+# Places of an encoder model's worker for calls of jobs. With the calls that wait in the core
+# (feeding.WINDOW) the worker has enough work while answers are written. Clients' calls take turns.
 CALL_PLACES = MAX_IN_WORKER
 
 
 class CoreView:
-    """Implements `jobs.pool_view.PoolView`. It changes nothing. Owned by the broker's thread."""
+    """Implements `jobs.pool_view.PoolView`, read-only. Owned by the broker's thread."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -389,7 +395,10 @@ class CoreView:
 def job_event(
     action: core_actions.ToClient | core_actions.JobSetBack, stacks: Callable[[str], str]
 ) -> ev.Output | ev.RunEnded | ev.SetBack | None:
-    """Returns the manager's event for an action, if any. `stacks` returns those of a slot."""
+    """Returns the manager's event for an action, or None.
+
+    `stacks` returns the thread stacks of a slot.
+    """
     if isinstance(action, core_actions.JobSetBack):
         return ev.SetBack(
             action.id, action.attempt, action.charge, action.cause, stacks(action.slot)

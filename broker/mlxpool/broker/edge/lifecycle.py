@@ -1,4 +1,4 @@
-"""The beginning and the end of the broker's process: lock, descriptors, signals, stop."""
+"""The begin and the end of the broker's process: lock, descriptors, signals, stop."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class AlreadyRunning(OSError):
-    """Another broker holds this run directory."""
+    """Raised if another broker has locked this run directory."""
 
 
 def lock(run_dir: Path) -> int:
-    """Lock the run directory; the kernel releases it when this process ends, however it ends.
+    """Lock the run directory; the kernel releases it when this process ends, also after a crash.
 
-    Returns a descriptor to close. Raises AlreadyRunning.
+    Returns the descriptor of the lock, which the caller closes. Raises AlreadyRunning.
     """
     try:
         return lock_folder(run_dir)
@@ -57,9 +57,9 @@ def raise_descriptor_limit() -> int:
 
 
 class Lifecycle:
-    """The stop of the broker, decided in its thread.
+    """The stop of the broker, which the broker's thread decides.
 
-    The loop ends if `stopping` is true and the last child process has ended.
+    The loop ends when `stopping` is true and the last child process has ended.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Lifecycle:
         gateway: HttpGateway | None,
         on_stop: Callable[[bool, float], None] = lambda final, now: None,
     ) -> None:
-        """`on_stop` is called when the broker stops; `final`: no other broker follows."""
+        """`on_stop` is called when the broker stops, with `final`: no other broker follows."""
         self.ending = False  # an end was requested; answers over HTTP may still run
         self.stopping = False
         self._perform = perform
@@ -78,7 +78,7 @@ class Lifecycle:
         self._on_stop = on_stop
 
     def end(self, now: float) -> None:
-        """Let answers over HTTP finish, then stop; another broker may follow."""
+        """Let answers over HTTP finish, then stop. Another broker may follow."""
         if self.ending:
             return
         self.ending = True
@@ -89,13 +89,13 @@ class Lifecycle:
             self._gateway.drain(now, lambda now: self.stop(now, final=False))
 
     def end_at_once(self, now: float) -> None:
-        """Stop without waiting for answers over HTTP: they end with errors, in ABORT_GRACE."""
+        """Stop without a drain of HTTP: answers end with errors within ABORT_GRACE seconds."""
         if self._gateway is not None:
             self._gateway.abort(now, ABORT_GRACE)
         self.stop(now, final=False)
 
     def stop(self, now: float, *, final: bool) -> None:
-        """End every stream, then the workers. `final`: no other broker follows."""
+        """End all streams, then the workers. `final`: no other broker follows."""
         if not self.stopping:
             self.ending = self.stopping = True
             self._notifier.stopping()
@@ -106,7 +106,7 @@ class Lifecycle:
 
 
 class Signals:
-    """Handles signals on the main thread. `waker` becomes readable after a signal."""
+    """Receives signals on the main thread. `waker` becomes readable after a signal."""
 
     def __init__(
         self,
@@ -121,9 +121,9 @@ class Signals:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle the signals inside a `with`."""
+        """Install the signal handlers for the duration of a `with` block."""
         before = {number: signal.signal(number, self._on_signal) for number in HANDLED}
-        # Workers inherit this: SIGUSR1 before one has a handler must not end it.
+        # Workers inherit this: a SIGUSR1 before a worker has its handler must not end the worker.
         before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         try:
             yield
@@ -135,7 +135,7 @@ class Signals:
         self.waker.wake(number)
 
     def handle(self, now: float) -> None:
-        """Act on the signals that came since the last call."""
+        """Act on the signals received since the last call."""
         numbers = self.waker.drain()
         for number in set(numbers):
             log.info("signal", extra={"number": number})
@@ -143,7 +143,7 @@ class Signals:
             self._reload()
         ends = sum(number in (signal.SIGTERM, signal.SIGINT) for number in numbers)
         if ends > 1 or (ends and self._lifecycle.ending):
-            self._kill_workers(now)  # the second signal: wait for nothing
+            self._kill_workers(now)  # the second signal: end without a drain
             self._lifecycle.end_at_once(now)
         elif ends:
             self._lifecycle.end(now)  # the sender may start another broker

@@ -1,7 +1,7 @@
-"""The broker's loop: waits for readable sources and due tasks, and calls their handlers.
+"""The broker's loop. It waits for readable sources and due tasks, and calls their handlers.
 
-Each turn calls the handlers of readable sources in the order of
-their priority, then all tasks in the order of their addition.
+Each turn (one iteration) calls the handlers of readable sources in the order of their priority,
+then all tasks in the order of their addition.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger("mlxpool.broker")
 
 MAX_WAIT = 60.0  # most seconds that a turn waits
 LAG_WINDOW = 15.0  # seconds
-LATE = 1.0  # seconds of delay of a turn from which it is reported
+LATE = 1.0  # least seconds of delay that a turn reports
 
 Handler = Callable[[float], object]  # its argument is the time in seconds
 
@@ -30,10 +30,10 @@ class HasDescriptor(Protocol):
 
 
 class Priority(IntEnum):
-    """The order within one turn."""
+    """The order of sources within one turn."""
 
     LISTENER = 0
-    WORKERS = 1  # before clients, so that tokens go out before new requests come in
+    WORKERS = 1  # before clients, so that tokens are sent before new requests are read
     WORKER_EXITS = 2
     CLIENTS = 3
     OPERATIONS = 4
@@ -45,14 +45,17 @@ class Source(Struct, frozen=True):
 
 
 class Task(Struct, frozen=True):
-    """A call in every turn. `next_wake` returns the latest time for its next turn."""
+    """A function that is called in every turn.
+
+    `next_wake` returns the latest time for the next turn.
+    """
 
     run: Handler
     next_wake: Callable[[], float]
 
 
 class LoopLag:
-    """The longest busy or late time of the loop, over a moving window."""
+    """The longest time, over a moving window, for which the loop was busy or late."""
 
     __slots__ = ("_current", "_previous", "_since")
 
@@ -61,14 +64,14 @@ class LoopLag:
         self._current = self._previous = 0.0
 
     def record(self, seconds: float, now: float) -> None:
-        """Add a turn that took `seconds`."""
+        """Add the duration of a turn in seconds."""
         if now - self._since >= LAG_WINDOW:
             self._roll(now)
         if seconds > self._current:
             self._current = seconds
 
     def worst(self, now: float) -> float:
-        """Returns the longest turn in seconds, over a window between LAG_WINDOW and twice that."""
+        """Returns the longest turn in seconds within a window of 1 to 2 LAG_WINDOW."""
         if now - self._since >= LAG_WINDOW:
             self._roll(now)
         return max(self._current, self._previous)
@@ -79,7 +82,10 @@ class LoopLag:
 
 
 class Loop:
-    """Used by one thread. `on_late` gets the seconds by which a turn was late, and the time."""
+    """The loop, used by one thread.
+
+    `on_late` gets the seconds by which a turn was late, and the time.
+    """
 
     def __init__(self, lag: LoopLag, on_late: Callable[[float, float], None]) -> None:
         self._lag = lag
@@ -95,7 +101,7 @@ class Loop:
         handle: Handler,
         priority: Priority = Priority.OPERATIONS,
     ) -> None:
-        """Call `handle` in each turn with this socket or descriptor readable."""
+        """Call `handle` in each turn in which this socket or descriptor is readable."""
         key = _key(source)
         self._poller.register(key, zmq.POLLIN)
         self._sources[key] = Source(priority, handle)
@@ -108,7 +114,7 @@ class Loop:
         self._tasks.append(Task(run, next_wake))
 
     def turn(self) -> None:
-        """Wait until a source is readable or a task is due, and handle these."""
+        """Wait until a source is readable or a task is due, then call their handlers."""
         timeout_ms = self._timeout_ms(time.monotonic())
         readable = self._poller.poll(timeout_ms)
         now = time.monotonic()
@@ -131,7 +137,7 @@ class Loop:
 
 
 def _key(source: zmq.Socket[bytes] | HasDescriptor | int) -> object:
-    """Returns the key of a source in the poller: a ZeroMQ socket itself, else a descriptor."""
+    """Returns the poller's key of a source: a ZeroMQ socket itself, else a descriptor."""
     if isinstance(source, zmq.Socket | int):
         return source
     return source.fileno()

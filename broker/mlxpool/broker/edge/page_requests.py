@@ -1,4 +1,4 @@
-"""Performs commands of operators on the status page, as the admin socket does."""
+"""Performs operators' commands from the status page, like commands from the admin socket."""
 
 from __future__ import annotations
 
@@ -22,21 +22,27 @@ if TYPE_CHECKING:
 
 
 class PageCancels:
-    """Cancels requests. Owned by the broker's thread. `waker` is readable when `serve` is due."""
+    """Cancels requests from the page.
+
+    Owned by the broker's thread. `waker` is readable if `serve` is due.
+    """
 
     def __init__(self, queue: LoopQueue[str], state: State, commands: Commands) -> None:
-        """`state` is only read: the command changes it."""
+        """`state` is only read: `commands` changes it."""
         self.waker = queue.waker
         self._queue = queue
         self._state = state
         self._commands = commands
 
     def serve(self, now: float) -> None:
-        """Answer the waiting commands."""
+        """Perform and answer the waiting commands."""
         self._queue.serve(self.cancel, now)
 
     def cancel(self, prefix: str, now: float) -> Fate:
-        """Cancel the only live request with this prefix of its id. Raises BadRequest if not one."""
+        """Cancel the live request whose id has this prefix.
+
+        Raises BadRequest unless there is exactly one.
+        """
         ids = [id for id in self._state.requests if id.hex().startswith(prefix)]
         if not ids:
             raise BadRequest(
@@ -54,7 +60,10 @@ class PageCancels:
 
 
 class PageJobs:
-    """Asks about jobs. Owned by the broker's thread. `waker` is readable when `serve` is due."""
+    """Asks questions about jobs.
+
+    Owned by the broker's thread. `waker` is readable if `serve` is due.
+    """
 
     def __init__(self, queue: LoopQueue[Question], ask: AskJobs) -> None:
         self.waker = queue.waker
@@ -62,7 +71,7 @@ class PageJobs:
         self._ask = ask
 
     def serve(self, now: float) -> None:
-        """Begin with the waiting questions."""
+        """Ask the waiting questions."""
         self._queue.begin(self._begin, now)
 
     def _begin(self, question: Question, future: Future[Fate], now: float) -> None:

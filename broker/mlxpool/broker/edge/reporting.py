@@ -1,4 +1,4 @@
-"""Reports about the broker and the pool: snapshots, and a line for service managers."""
+"""Reports about the broker and the pool: snapshots, and a status line for service managers."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Reporter:
         jobs: Callable[[], JobFigures | None],
         run_dir: RunDirWatch,
     ) -> None:
-        """`endpoints` are further endpoints of back and admin, beside those of the run directory.
+        """`endpoints` are the endpoints of back and admin outside the run directory.
 
-        `jobs` returns None if the settings want none.
+        `jobs` returns None if the settings have no jobs.
         """
         self._pool = pool
         self._lifecycle = lifecycle
@@ -67,7 +67,7 @@ class Reporter:
             log.warning(self._slow_blas)
 
     def snapshot(self, now: float, listing: bool = False) -> Snapshot:
-        """Returns a snapshot; with `listing` also the rows of models that `ps` shows."""
+        """Returns a snapshot. With `listing` it includes the rows of models in `ps`."""
         broker, lag = self._broker(now), self._lag.worst(now)
         gateway = None if self._gateway is None else self._gateway.info(now)
         return snapshot.take(
@@ -75,7 +75,7 @@ class Reporter:
         )
 
     def status(self) -> str:
-        """Returns a line for the service manager."""
+        """Returns a status line for the service manager."""
         pool = self._pool
         busy = sum(bool(model.workers) for model in pool.registry.models.values())
         counts = f"workers {len(pool.workers)}, models with workers {busy}"

@@ -1,7 +1,8 @@
-"""Notices that files of the run directory were removed, and makes them again.
+"""Detects removed files of the run directory, and creates them again.
 
-Connections outlive the file of their socket, but new workers and commands cannot connect. A socket
-is bound again at its path. The binding whose file is gone stays, as its end would end connections.
+Connections survive the removal of a socket's file, but new workers and commands cannot connect. So
+the socket is bound a second time at its path. The first binding stays, because its end would close
+the connections.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Identity = tuple[int, int] | None  # device and inode of a file; None: no file
 class RunDirWatch:
     """Watches the run directory. Owned by the broker's thread.
 
-    `trouble`: why the pool cannot be reached; "": it can.
+    `trouble`: why new workers and commands cannot connect; "" if they can.
     """
 
     def __init__(
@@ -43,8 +44,9 @@ class RunDirWatch:
     ) -> None:
         """`lock` is the descriptor of the lock file, `bound` has the sockets by their names.
 
-        `times_unbound` counts how often the front was bound anew; None while it is not bound.
-        `restored` is called when files were made again, `on_trouble` when `trouble` has changed.
+        `times_unbound` returns how often the front socket was bound again; None while it is
+        unbound. `restored` is called after files were created again, `on_trouble` when `trouble`
+        has changed.
         """
         self.lock = lock
         self.trouble = ""
@@ -58,16 +60,16 @@ class RunDirWatch:
         return self._run_dir / f"{name}.ipc"
 
     def next_wake(self) -> float:
-        """Returns when `check` is due."""
+        """Returns the time of the next `check`."""
         return self._check_at
 
     def check(self, now: float) -> None:
-        """Look, if it is time."""
+        """Check the run directory, if that is due."""
         if now >= self._check_at:
             self.look(now)
 
     def look(self, now: float) -> None:
-        """Make missing files again and log that, or log why it cannot be done."""
+        """Create missing files again and log them, or log why they cannot be created."""
         self._check_at = now + CHECK_INTERVAL
         before, self.trouble = self.trouble, ""
         try:
@@ -92,7 +94,10 @@ class RunDirWatch:
             self._on_trouble(self.trouble, now)
 
     def _mend(self) -> list[str]:
-        """Returns the names of files made again. Raises FolderLocked, ConfigError and OSError."""
+        """Create missing files.
+
+        Returns their names. Raises FolderLocked, ConfigError or OSError.
+        """
         restored = []
         if _identity(self._run_dir / "lock") != _of_descriptor(self.lock):
             check_run_dir(self._run_dir)

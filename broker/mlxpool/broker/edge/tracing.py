@@ -1,4 +1,4 @@
-"""Traces: events and actions in the history file, and requests as spans of OpenTelemetry."""
+"""Traces: events and actions in the history file, and requests as OpenTelemetry spans."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 
 # ---- trace ---------------------------------------------------------------------------------------
-# The broker's lines in the history file: events and actions, without prompts or texts.
+# The broker's lines in the history file: events and actions, without prompts and completions.
 
 
 def of_event(history: History, event: ev.Event) -> None:
-    """Write the line of an event."""
+    """Write an event as a line of the history file."""
     write = _EVENTS.get(type(event))
     if write is not None:
         write(history, event)
 
 
 def of_action(history: History, action: act.Action) -> None:
-    """Write the line of an action."""
+    """Write an action as a line of the history file."""
     if isinstance(action, act.ToClient):
         _to_client(history, action)
     elif isinstance(action, act.ToWorker) and action.header.kind == to_worker.Work.kind:
@@ -91,17 +91,17 @@ _EVENTS: dict[type, Callable[..., None]] = {
 
 
 # ---- spans ---------------------------------------------------------------------------------------
-# Requests as spans of OpenTelemetry: a span for each ended request, with child spans of its parts.
-# The setting `traces` turns them on. Variables of OpenTelemetry have their target, such as
+# OpenTelemetry spans: a span for each ended request, with child spans of its phases.
+# The setting `traces` enables them. Variables of OpenTelemetry set their target, such as
 # OTEL_EXPORTER_OTLP_ENDPOINT; a thread of its library sends them.
 
 
 NAME = "mlxpool"
-CLOSE_MS = 2000  # most time to send the last spans at the end of the broker
+CLOSE_MS = 2000  # most milliseconds for the last spans at the end of the broker
 
 
 class Part(NamedTuple):
-    """A part of a request, such as its prefill. Times are seconds on the core's clock."""
+    """A phase of a request, such as prefill. Times are seconds on the core's clock."""
 
     name: str
     begin: float
@@ -109,9 +109,10 @@ class Part(NamedTuple):
 
 
 def parts_of(ended: RequestEnded) -> Iterator[Part]:
-    """Yields the parts of a request: queue, prepare, prefill, decode, and each resume.
+    """Yields the phases of a request: queue, prepare, prefill, decode, and each resume.
 
-    Parts in a worker are those of the newest worker, in sequence, with the lengths it reported.
+    Phases in a worker are those of the newest worker, in sequence, with the durations that it
+    reported.
     """
     assigned = ended.assigned_at
     yield Part("queue", ended.accepted_at, assigned or ended.ended_at)
@@ -128,7 +129,7 @@ def parts_of(ended: RequestEnded) -> Iterator[Part]:
 
 
 class Spans:
-    """Sends requests as spans. Used by the broker's thread."""
+    """Sends requests as spans. Owned by the broker's thread."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
@@ -136,7 +137,10 @@ class Spans:
 
     @classmethod
     def open(cls) -> Spans:
-        """Returns Spans that go by OTLP over HTTP. Raises ConfigError without OpenTelemetry."""
+        """Returns Spans that send OTLP over HTTP.
+
+        Raises ConfigError if OpenTelemetry is not installed.
+        """
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -153,7 +157,7 @@ class Spans:
         return cls(provider)
 
     def add(self, ended: RequestEnded, now: float) -> None:
-        """Make the spans of a request that has ended; `now` is on the clock of its record."""
+        """Send the spans of an ended request. `now` is on the clock of `ended`."""
         from opentelemetry import trace
 
         offset = time.time() - now
@@ -190,6 +194,6 @@ class Spans:
         span.end(nanoseconds(ended.ended_at))
 
     def close(self) -> None:
-        """Send the remaining spans, for CLOSE_MS at most."""
+        """Send the remaining spans, within CLOSE_MS milliseconds."""
         self._provider.force_flush(CLOSE_MS)
         self._provider.shutdown()

@@ -1,6 +1,6 @@
-"""Turns frames of workers into events, and answers their `hello`.
+"""Turns workers' frames into events, and answers `hello`.
 
-Rows of one worker are gathered over several frames.
+Deltas of one worker are gathered over several frames.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from mlxpool.common.protocol.to_worker import Stop, Who
 
 log = logging.getLogger("mlxpool.broker")
 
-MAX_MESSAGES = 256  # messages read before other sockets are read
-MAX_ROWS = 512  # rows gathered before the core gets them
+MAX_MESSAGES = 256  # most messages read before other sockets are read
+MAX_ROWS = 512  # most deltas gathered before the core gets them
 
 
 class WorkerIngress:
-    """Reads the back socket. Owned by the broker's thread."""
+    """Reads the back socket (workers). Owned by the broker's thread."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class WorkerIngress:
         perform: Perform,
         counters: Counters,
     ) -> None:
-        """`supervisor` knows the tokens of the workers it started; `remote` admits all others."""
+        """`supervisor` knows the tokens of its own workers; `remote` admits all other workers."""
         self._peers = sessions.peers
         self._sessions = sessions
         self._supervisor = supervisor
@@ -48,11 +48,11 @@ class WorkerIngress:
         self._state = state
         self._perform = perform
         self._counters = counters
-        self._rows: list[Delta] = []  # read from the socket, not yet handled by the core
-        self._rows_epoch = 0  # epoch of their worker
+        self._rows: list[Delta] = []  # deltas read from the socket that the core has not handled
+        self._rows_epoch = 0  # epoch of the worker that sent `_rows`
 
     def read(self, now: float) -> bool:
-        """Handle at most MAX_MESSAGES. Returns whether that was all."""
+        """Handle at most MAX_MESSAGES messages. Returns whether none is left."""
         for _ in range(MAX_MESSAGES):
             received = self._peers.receive(now)
             if received is None:
@@ -62,7 +62,7 @@ class WorkerIngress:
         return received is None
 
     def read_all(self, max_rounds: int, now: float) -> None:
-        """Handle all waiting frames of workers, in at most `max_rounds` calls of `read`."""
+        """Handle all waiting frames of workers in at most `max_rounds` calls of `read`."""
         for _ in range(max_rounds):
             if self.read(now):
                 return
@@ -97,7 +97,7 @@ class WorkerIngress:
             self._perform(event, now)
 
     def _gather(self, epoch: int, rows: list[Delta], now: float) -> None:
-        """Keep rows for the next frame of the same worker, so that its clients get fewer frames."""
+        """Keep deltas for the next frame of their worker, so that its clients get fewer frames."""
         if epoch != self._rows_epoch:
             self.flush_rows(now)
             self._rows_epoch = epoch
@@ -106,13 +106,13 @@ class WorkerIngress:
             self.flush_rows(now)
 
     def flush_rows(self, now: float) -> None:
-        """Let the core handle the gathered rows."""
+        """Give the gathered deltas to the core."""
         if self._rows:
             rows, self._rows = self._rows, []
             self._perform(ev.WorkerDeltas(self._rows_epoch, rows), now)
 
     def _current_epoch(self, peer: Peer, message: Message) -> int | None:
-        """Returns the epoch of the connection; None for a message that is fenced."""
+        """Returns the epoch of a connection; None if the message is fenced."""
         epoch = self._sessions.epoch(peer.number)
         if epoch is None:
             self._peers.send(peer.number, encoded(Who()))
@@ -121,7 +121,7 @@ class WorkerIngress:
     # ---- hello -------------------------------------------------------------------------------
 
     def _on_hello(self, peer: Peer, hello: Hello, now: float) -> None:
-        """Welcome a worker that this broker started, or admit a worker that dialled in."""
+        """Welcome a worker that this broker started, or admit a worker of another supervisor."""
         next_token = self._supervisor.accepts(hello.slot, hello.token)
         if next_token is None:
             try:
@@ -136,7 +136,7 @@ class WorkerIngress:
             self._sessions.welcome(peer.number, worker.epoch)
 
     def _refuse(self, peer: Peer, hello: Hello, error: PoolError) -> None:
-        """Send the reason, so that the worker ends at once and waits for no other broker."""
+        """Send the reason: the worker ends immediately and does not wait for another broker."""
         self._counters.auth_failures += 1
         fields = {"slot": hello.slot, "peer": peer.owner, "why": error.message}
         log.warning("hello refused", extra=fields)

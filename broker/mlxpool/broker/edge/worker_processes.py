@@ -1,4 +1,4 @@
-"""Workers as processes: performs their starts and stops, and reports their samples and exits.
+"""Workers as processes: starts and stops them, and reports their samples and exits.
 
 Invariant: all messages of a worker are handled before its exit is reported.
 """
@@ -27,7 +27,7 @@ MAX_DELAY = 0.25  # most seconds by which frames of workers delay the report of 
 
 
 class Child(Protocol):
-    """The part of processes.supervisor.Child that is used."""
+    """The interface of processes.supervisor.Child that this module uses."""
 
     @property
     def slot(self) -> str: ...
@@ -43,7 +43,7 @@ class Child(Protocol):
 
 
 class Supervisor(Protocol):
-    """The part of processes.supervisor.Supervisor that is used."""
+    """The interface of processes.supervisor.Supervisor that this module uses."""
 
     @property
     def children(self) -> Mapping[str, Child]: ...
@@ -64,7 +64,7 @@ class Supervisor(Protocol):
 
 
 class Sources(Protocol):
-    """The part of edge.loop.Loop that is used."""
+    """The interface of edge.loop.Loop that this module uses."""
 
     def add_source(
         self, source: int, handle: Callable[[float], object], priority: Priority
@@ -88,10 +88,10 @@ class WorkerProcesses:
         stop_remote: Callable[[str, float], bool],
         unreachable: Callable[[float], str] = lambda now: "",
     ) -> None:
-        """`read_pending` handles frames of workers and returns whether it has handled all.
+        """`read_pending` handles frames of workers and returns whether none is left.
 
-        `stop_remote` stops the worker of a slot; False if this broker started its process.
-        `unreachable` returns why a new worker could not connect; "": it can.
+        `stop_remote` stops a slot's worker; returns False if this broker started the worker.
+        `unreachable` returns why a new worker could not connect; "" if it could.
         """
         self._supervisor = supervisor
         self._sessions = sessions
@@ -101,7 +101,7 @@ class WorkerProcesses:
         self._read_pending = read_pending
         self._stop_remote = stop_remote
         self._unreachable = unreachable
-        self._exited_at: dict[str, float] = {}  # slot -> when its exit was noticed
+        self._exited_at: dict[str, float] = {}  # slot -> time at which its exit was noticed
 
     def start(self, slot: str, model: str, now: float) -> None:
         try:
@@ -122,7 +122,7 @@ class WorkerProcesses:
             self._supervisor.stop(slot, now, at_once=at_once)
 
     def observe(self, now: float) -> None:
-        """Kill workers that did not end in time, and have the core judge the others."""
+        """Kill workers that did not end in time, and have the core judge all other workers."""
         self._supervisor.kill_overdue(now)
         if self._supervisor.observation_due(now):
             for slot in list(self._supervisor.children):
@@ -130,12 +130,12 @@ class WorkerProcesses:
                 self._perform(ev.Looked(slot, sample, OBSERVE_INTERVAL), now)
 
     def on_exit(self, child: Child, now: float) -> None:
-        """A child has ended: report it when its frames were handled, or after MAX_DELAY."""
+        """Report the end of a child once its frames are handled, or after MAX_DELAY seconds."""
         slot = child.slot
         noticed = self._exited_at.setdefault(slot, now)
         complete = self._read_pending(now) and self._has_explained_end(slot)
         if not complete and now - noticed < MAX_DELAY:
-            return  # the descriptor stays readable: the next turn continues
+            return  # the descriptor stays readable, so the next turn continues
         del self._exited_at[slot]
         self._sources.remove_source(child.exit_descriptor)
         worker_exit = self._supervisor.reap(slot)
@@ -144,7 +144,10 @@ class WorkerProcesses:
         self._perform(event, now)
 
     def _has_explained_end(self, slot: str) -> bool:
-        """Returns whether a worker that exits by itself has sent why; its exit may come first."""
+        """Returns False if a worker exits by itself and its cause is not handled yet.
+
+        The broker may notice the exit before the message with the cause.
+        """
         epoch = self._sessions.epoch_of_slot(slot)
         if epoch is None or self._state.has_explained_end(epoch):
             return True

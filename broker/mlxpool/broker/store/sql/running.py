@@ -114,7 +114,7 @@ def next_due_sql(operation: FeedNext) -> str:
 
 
 def _owners(database: Database, operation: FeedNext) -> Iterator[str]:
-    """Yields owners with waiting jobs once, from the first after `after_owner` round to it."""
+    """Yields owners with waiting jobs once, in name order from `after_owner` round to it."""
     sql = owners_sql(operation)
     around = False
     owner = operation.after_owner
