@@ -1,4 +1,4 @@
-"""The broker: one process that accepts requests, gives them to workers and delivers the results.
+"""The broker: one process that accepts requests, assigns them to workers and delivers the results.
 
-It never imports MLX and never sees a model.
+The broker never imports MLX and never loads a model.
 """

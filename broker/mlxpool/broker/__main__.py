@@ -16,7 +16,7 @@ def main() -> int:
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else None
     settings = loading.load(path)
     logs.set_up(json_lines=settings.log_format == "json", level=logs.LEVELS[settings.log_level])
-    private_temp.use(settings.run_dir)  # for the processes that it starts
+    private_temp.use(settings.run_dir)  # for the child processes
     Broker(settings, lambda: loading.load(path)).run()
     return 0
 

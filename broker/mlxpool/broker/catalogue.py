@@ -1,4 +1,4 @@
-"""The catalogue of models: a thread finds their folders, a child process reads them."""
+"""The catalogue of models: a thread finds their folders, a child process reads their files."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from mlxpool.common.records import as_map
 from mlxpool.common.transport.waker import Waker
 
 COMMAND = (sys.executable, "-P", "-m", "mlxpool.worker.diagnose.check", "--background")
-MAX_READ = 1 << 16  # bytes of output read at once
-MAX_SECONDS = 60.0  # for a model; after that the disk hangs, or a file is malicious
+MAX_READ = 1 << 16  # most bytes of output per read
+MAX_SECONDS = 60.0  # most seconds for a model; after them the disk hangs, or a file is malicious
 
 
 class InspectionError(Exception):
-    """The inspecting process is unusable; the message is reported as the model's problem."""
+    """Raised if the inspecting process is unusable; the message becomes the model's problem."""
 
 
 class Inspector(Closing):
@@ -41,7 +41,7 @@ class Inspector(Closing):
 
     def __init__(self, command: tuple[str, ...], max_seconds: float) -> None:
         self._max_seconds = max_seconds
-        self._unread = b""  # output that is not read yet
+        self._unread = b""  # output that was not parsed yet
         try:
             self._process = subprocess.Popen(
                 command,
@@ -57,7 +57,9 @@ class Inspector(Closing):
     def inspect(
         self, name: str, model: ModelConfig, on_early: Callable[[Mapping[str, Any]], None]
     ) -> dict[str, Any]:
-        """Returns the report on a model; `on_early` gets the part before its tokenizer is read.
+        """Returns the report on a model.
+
+        `on_early` gets the first part, before the tokenizer is read.
 
         Raises InspectionError if the process ended or was too slow.
         """
@@ -78,7 +80,10 @@ class Inspector(Closing):
             ) from None
 
     def _line(self, end: float) -> bytes:
-        """Returns the next line of output. Raises InspectionError at the monotonic time `end`."""
+        """Returns the next line of output.
+
+        Raises InspectionError after the monotonic time `end`.
+        """
         output = self._process.stdout
         assert output is not None
         poll = select.poll()
@@ -95,7 +100,7 @@ class Inspector(Closing):
         return line
 
     def kill(self) -> None:
-        """End an inspection under way; any thread may call it."""
+        """Kill the process, which ends an inspection under way. Any thread may call it."""
         self._process.kill()
 
     def close(self) -> None:
@@ -105,11 +110,11 @@ class Inspector(Closing):
 
 log = logging.getLogger("mlxpool.broker")
 
-FRESH = 0.5  # seconds of reuse of a scan's result
+FRESH = 0.5  # seconds for which the result of a scan is reused
 
 
 class Scanner(threading.Thread):
-    """The thread that scans models. It calls back on its own thread.
+    """The thread that scans models. It calls its callbacks on its own thread.
 
     It calls `on_found(name, config, location, weights)` for a new model, `on_described(name,
     about)` for a model with new or changed files, and `on_scanned()` after each scan.
@@ -131,20 +136,20 @@ class Scanner(threading.Thread):
         self._on_found, self._on_described, self._on_scanned = on_found, on_described, on_scanned
         self._command, self._max_seconds, self._fresh = command, max_seconds, fresh
         self._fingerprints: dict[str, Fingerprints] = {}
-        self._paths: dict[str, tuple[Path, ...]] = {}  # the folders of a reference, once known
+        self._paths: dict[str, tuple[Path, ...]] = {}  # the resolved folders of references
         self._logged: dict[str, str] = {}  # the last logged problem of each model
         self._changed = threading.Condition()
         self._uninspected: deque[str] = deque()
         self._requested = self._begun = self._done = 0  # numbers of scans
         self._done_at = -math.inf
         self._closing = False
-        self._new_models: Mapping[str, ModelConfig] | None = None  # known from the next scan on
+        self._new_models: Mapping[str, ModelConfig] | None = None  # set from the next scan on
         self._inspector: Inspector | None = None
 
     # ---- on the broker's thread ------------------------------------------------------------
 
     def request_scan(self) -> int:
-        """Request a scan unless the last is fresh; `done` will reach the returned number."""
+        """Request a scan unless the last scan is fresh. `done` will reach the returned number."""
         with self._changed:
             idle = self._begun == self._done
             fresh = idle and time.monotonic() - self._done_at < self._fresh
@@ -154,7 +159,7 @@ class Scanner(threading.Thread):
             return self._requested
 
     def reload(self, models: Mapping[str, ModelConfig]) -> None:
-        """Take the models of new settings; a scan follows."""
+        """Replace the settings of the models and request a scan."""
         with self._changed:
             self._new_models = models
             self._requested += 1
@@ -176,7 +181,7 @@ class Scanner(threading.Thread):
         return self._inspector is not None
 
     def close(self) -> None:
-        """End the inspecting process; the thread ends by itself."""
+        """Kill the inspecting process. The thread ends by itself."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -197,7 +202,7 @@ class Scanner(threading.Thread):
                 self._scan()
                 while self._uninspected and not self._closing:
                     self._inspect()
-            except Exception:  # a bug costs one scan
+            except Exception:  # a bug affects one scan
                 log.exception("the scan of the models failed")
             with self._changed:
                 self._done, self._done_at = self._begun, time.monotonic()
@@ -220,7 +225,7 @@ class Scanner(threading.Thread):
                 self._uninspected.append(name)
 
     def _inspect(self) -> None:
-        """Inspect enqueued models in one process, until it fails."""
+        """Inspect the enqueued models in one process, until the process fails."""
         try:
             inspector = Inspector(self._command, self._max_seconds)
         except InspectionError as error:
@@ -239,7 +244,7 @@ class Scanner(threading.Thread):
                     except InspectionError as error:
                         self._report(name, _unread(error))
                         break
-                    if self._requested != self._begun:  # a scan was requested meanwhile
+                    if self._requested != self._begun:  # another scan was requested
                         self._scan()
         finally:
             with self._changed:
@@ -268,14 +273,14 @@ class Scanner(threading.Thread):
         self._on_described(name, about)
 
     def _log_problem(self, name: str, problem: str) -> None:
-        """Log a model's problem once: an operator sees it without `ps`."""
+        """Log a problem of a model once, so that the log shows it too."""
         if problem and self._logged.get(name) != problem:
             log.warning("a model has a problem", extra={"model": name, "why": problem})
         self._logged[name] = problem
 
 
 def _unread(error: InspectionError) -> dict[str, Any]:
-    """Returns the report on files that could not be read here: a worker may yet load them."""
+    """Returns the report on files that could not be inspected: a worker may still load them."""
     return {"problems": [str(error)], "unread": True}
 
 
@@ -283,13 +288,13 @@ def _unread(error: InspectionError) -> dict[str, Any]:
 
 
 WHOLE = "model.safetensors", "model.safetensors.index.json"  # all weights; index of their shards
-# Begins of file names without weights: hidden files, the makers' own format, adapters.
+# Prefixes of file names without weights: hidden files, the vendors' own format, adapters.
 NO_WEIGHTS = (".", "consolidated", "adapter")
 Fingerprints = tuple[tuple[str, int, int], ...]  # (name, time, size) of each file
 
 
 def weights_bytes(model: ModelConfig) -> int:
-    """Returns the bytes of a model's weights on the disk, with its draft model's; 0 if unknown."""
+    """Returns the bytes of the weights of a model and its draft model on the disk; 0 if unknown."""
     if not _has_files(model.path):
         return model.counting.load_bytes
     size = _stored_bytes(model.path)
@@ -302,7 +307,7 @@ def _has_files(path: str) -> bool:
 
 
 def _stored_bytes(path: str) -> int:
-    """Returns the bytes of a file, or of a folder's safetensors, else of its GGUF files."""
+    """Returns the bytes of a file, or of a folder's safetensors files, else of its GGUF files."""
     place = Path(path)
     try:
         if place.is_file():
@@ -319,14 +324,15 @@ def _stored_bytes(path: str) -> int:
 
 
 def all_weights_bytes(config: PoolConfig) -> dict[str, int]:
-    """Returns the bytes of each model's weights: the least memory of a worker, 0 if unknown."""
+    """Returns the bytes of each model's weights: the least memory of a worker. 0 if unknown."""
     return {name: weights_bytes(model) for name, model in config.models.items()}
 
 
 def location(model: ModelConfig) -> str:
-    """Returns the resolved folder of a model, or the reference; "" if it may share no worker.
+    """Returns the folder or reference of a model; "" if it cannot share workers with other names.
 
-    Such a model has no files, or is refused for a link out of the models folder.
+    Links are resolved. A model with "" has no files, or a link out of the models folder, for which
+    it is refused.
     """
     if model.path == f"{BUILTIN_PREFIX}counting" or (
         model.within and outside_target(Path(model.path), Path(model.within)) is not None
@@ -344,7 +350,7 @@ def all_locations(config: PoolConfig) -> dict[str, str]:
 
 
 def fingerprints(path: Path) -> Fingerprints:
-    """Returns names, times and sizes of the files at `path`; () if it cannot be read."""
+    """Returns names, times and sizes of the files at `path`; () if the path cannot be read."""
     try:
         files = sorted(path.iterdir()) if path.is_dir() else [path]
     except OSError:
@@ -361,17 +367,17 @@ def _fingerprint(file: Path) -> tuple[str, int, int] | None:
 
 
 # ---- catalogue -----------------------------------------------------------------------------------
-# The scanner's results as events for the broker's loop, and the answers that wait for a scan.
+# The scanner's results as events for the broker's loop, and the answers waiting for a scan.
 
 
-MAX_WAIT = 1.5  # the longest wait of an answer to `models` for a scan, in seconds
-MAX_WAITING = 1000  # answers that may wait; further answers are given at once
+MAX_WAIT = 1.5  # most seconds for which an answer to `models` waits for a scan
+MAX_WAITING = 1000  # most waiting answers; further answers are given immediately
 
-MakeScanner = Callable[..., Scanner]  # the arguments are those of Scanner
+MakeScanner = Callable[..., Scanner]  # the arguments have the names of Scanner's callbacks
 
 
 class Waiting(Struct, frozen=True):
-    """An answer that is due after a scan, or at the time `until`."""
+    """An answer that waits for a scan, at most until the time `until`."""
 
     scan: int
     until: float
@@ -379,7 +385,7 @@ class Waiting(Struct, frozen=True):
 
 
 class Catalogue(Closing):
-    """The scanner's results as events. `waker` becomes readable when there are results.
+    """Passes the scanner's results to the core. `waker` becomes readable when there are results.
 
     The broker's thread uses it; the scanner's thread calls only `_enqueue` and the waker.
     """
@@ -399,13 +405,13 @@ class Catalogue(Closing):
         )
 
     def start(self, *, scan: bool) -> None:
-        """Start the thread; with `scan` it scans all models at once."""
+        """Start the thread. With `scan` it immediately scans all models."""
         self._scanner.start()
         if scan:
             self._scanner.request_scan()
 
     def reload(self, models: Mapping[str, ModelConfig]) -> None:
-        """Take the models of new settings."""
+        """Replace the settings of the models."""
         self._scanner.reload(models)
 
     def after_scan(self, answer: Callable[[float], None], now: float) -> None:
@@ -417,13 +423,13 @@ class Catalogue(Closing):
             self._waiting.append(Waiting(scan, now + MAX_WAIT, answer))
 
     def on_results(self, now: float) -> None:
-        """Have the core handle the scanner's results since the last call."""
+        """Pass the scanner's results since the last call to the core."""
         self.waker.drain()
         while self._events:
             self._perform(self._events.popleft(), now)
 
     def answer_waiting(self, now: float) -> None:
-        """Give the answers that are due, after the results that they waited for."""
+        """Call the callbacks that are due, after the results for which they waited."""
         if not self._waiting:
             return
         done = self._scanner.done
@@ -434,11 +440,11 @@ class Catalogue(Closing):
             waiting.answer(now)
 
     def next_wake(self) -> float:
-        """Returns the time at which an answer has waited for MAX_WAIT."""
+        """Returns the time at which the oldest waiting answer is due."""
         return min((waiting.until for waiting in self._waiting), default=math.inf)
 
     def close(self) -> None:
-        """End the scanner and its process."""
+        """Stop the scanner and its process."""
         self._scanner.close()
         self.waker.close()
 

@@ -1,7 +1,7 @@
-"""Queries of the operating system about processes and this machine.
+"""Queries to the operating system about processes and this machine.
 
-A function that only Linux supports has a portable twin. A function never raises for a process that
-has ended: it returns its value for unknown.
+Each function that only Linux supports has a portable variant. No function raises for an ended
+process: it returns its value for unknown.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import psutil
 from mlxpool.common.config.schema import PoolConfig
 
 LINUX = sys.platform == "linux"
-DEFAULT_SHARE = 0.8  # share of the machine's memory, if no limit is set
+DEFAULT_SHARE = 0.8  # share of the machine's memory for workers without a set limit
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -40,7 +40,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def resident_bytes(pid: int) -> int:
-    """Returns the resident memory of a process; 0: unknown."""
+    """Returns the resident bytes of a process; 0: unknown."""
     if LINUX:
         text = _read(f"/proc/{pid}/statm").split()
         return int(text[1]) * _PAGE_BYTES if len(text) > 1 else 0
@@ -51,14 +51,17 @@ def resident_bytes(pid: int) -> int:
 
 
 def trim_heap() -> None:
-    """Give free memory of the C library back to the operating system, if possible."""
+    """Return free memory of the C library to the operating system, if possible."""
     if LINUX:
         with contextlib.suppress(AttributeError, OSError):  # another C library
             ctypes.CDLL(None).malloc_trim(0)
 
 
 def start_time(pid: int) -> float | None:
-    """Returns the start time of a process, which identifies it with its pid. None: unknown."""
+    """Returns the start time of a process; None: unknown.
+
+    Together with the pid it identifies the process.
+    """
     try:
         return float(psutil.Process(pid).create_time())
     except psutil.Error:
@@ -66,7 +69,7 @@ def start_time(pid: int) -> float | None:
 
 
 def oom_kills() -> int:
-    """Returns the number of processes killed for memory, in this control group and machine."""
+    """Returns the number of out-of-memory kills in this control group and machine."""
     if not LINUX:
         return 0
     return sum(_oom_kills_in(path) for path in (*_memory_event_files(), Path("/proc/vmstat")))
@@ -103,5 +106,5 @@ def _read(path: str | Path) -> str:
 
 
 def memory_limit_bytes(config: PoolConfig) -> int:
-    """Returns the bytes of memory that all workers together may take."""
+    """Returns the bound on the memory of all workers together, in bytes."""
     return config.memory_limit or int(DEFAULT_SHARE * machine_memory_bytes())

@@ -1,4 +1,4 @@
-"""The core's counters, over all models and for each model. Pure."""
+"""The core's counters: totals over all models, and figures of each model. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlxpool.common.protocol.token_ids import ID_WIDTH
 
 @dataclass(eq=False, slots=True)
 class Counters:
-    """The counters over all models. No value ever goes down.
+    """The counters over all models. No value ever decreases.
 
     The conservation law: accepted = done + failed + cancelled + live. Each request counts under its
     model's own name, whatever name the client used, so sums over `models` are the totals.
@@ -24,24 +24,24 @@ class Counters:
     failed: int = 0
     cancelled: int = 0
     tokens: int = 0  # received from workers
-    prompt_tokens: int = 0  # prompt tokens of ended requests
-    resumed: int = 0  # returns to the queue after a worker was lost or drained
-    preempted: int = 0  # returns to the queue in favour of another owner
-    fenced: int = 0  # workers' frames with an outdated epoch or run
+    prompt_tokens: int = 0  # number of prompt tokens of ended requests
+    resumed: int = 0  # requeued requests after a worker was lost or drained
+    preempted: int = 0  # requeued requests in favour of another owner
+    fenced: int = 0  # frames of workers with an outdated epoch or run
     bad_frames: int = 0  # frames that are not messages
     links_lost: int = 0
-    auth_failures: int = 0  # hellos without a valid token, peers without a valid key
-    internal_errors: int = 0  # events and actions that failed by a bug
-    rejected: Counter[str] = field(default_factory=Counter)  # not accepted, by error code
-    failures: Counter[str] = field(default_factory=Counter)  # accepted, by error code
+    auth_failures: int = 0  # `hello` without a valid token, connections without a valid key
+    internal_errors: int = 0  # events and actions that raised because of a bug
+    rejected: Counter[str] = field(default_factory=Counter)  # refused requests, by code
+    failures: Counter[str] = field(default_factory=Counter)  # failed requests, by code
     queue_s: float = 0.0  # sums over ended requests
     total_s: float = 0.0
     models: dict[str, Figures] = field(default_factory=dict)
 
     def of(self, model: str) -> Figures:
-        """Returns the figures of a model, by its own name.
+        """Returns the figures of a model by the model's own name.
 
-        They are kept for ever: call it only for models that exist.
+        The figures are kept for ever, so call it only for existing models.
         """
         figures = self.models.get(model)
         if figures is None:
@@ -53,17 +53,17 @@ class Counters:
         self.of(request.model).accepted += 1
 
     def resume(self, request: Request) -> None:
-        """Count a request that is queued again with its ids."""
+        """Count a resume: a request that is queued again with its ids."""
         self.resumed += 1
         self.of(request.model).resumed += 1
 
     def preempt(self, request: Request) -> None:
-        """Count a request that is queued again with its ids in favour of another owner."""
+        """Count a preemption: a request is queued again with its ids in favour of another owner."""
         self.preempted += 1
         self.of(request.message.model).preempted += 1
 
     def end(self, request: Request, outcome: str, now: float) -> None:
-        """Count an ended request once; `outcome` is its reason or its error's code."""
+        """Count an ended request once. `outcome` is its reason or the code of its error."""
         run = request.run
         self.of(request.model).ended(request, outcome, now)
         if request.state is RequestState.DONE:
@@ -77,7 +77,7 @@ class Counters:
         self.total_s += now - request.accepted_at
 
     def copy(self) -> Counters:
-        """Returns a copy without the figures of single models."""
+        """Returns a copy of the totals, without the figures of models."""
         rejected, failures = Counter(self.rejected), Counter(self.failures)
         return replace(self, rejected=rejected, failures=failures, models={})
 
@@ -101,42 +101,43 @@ REQUEST = (
 # Upper bounds, tokens: 1, 2, 5, 10 … 500,000.
 TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
-OTHER = "other"  # a worker's reason or code that this version does not know
+OTHER = "other"  # a reason or code of a worker that this version does not know
 OUTCOMES = frozenset({"stop", "length", "cancelled", *BY_CODE})
 
 
 class Figures:
     """Counts and histograms of a model since the broker's start. Times are seconds.
 
-    No value goes down, and no data of single requests is kept. The bounds are vLLM's, so that its
-    dashboards and alerts fit. `INTER_TOKEN` has three lower bounds more, for small models.
+    No value decreases, and no data of single requests is kept. The bucket bounds are those of vLLM,
+    so that dashboards and alerts for vLLM fit. `INTER_TOKEN` has three further, lower bounds for
+    small models.
     """
 
     def __init__(self) -> None:
         self.accepted = 0
         self.resumed = 0
-        self.preempted = 0  # returns to the queue in favour of another owner
+        self.preempted = 0  # requeued requests in favour of another owner
         self.tokens = 0  # received from workers
-        self.prompt_tokens = 0  # prompt tokens of ended requests
+        self.prompt_tokens = 0  # number of prompt tokens of ended requests
         self.outcomes: Counter[str] = Counter()  # ended streams by reason or error code
-        self.queue = Histogram(REQUEST)  # acceptance to assignment to a worker
-        self.first_token = Histogram(FIRST_TOKEN)  # acceptance to first token
-        self.inter_token = Histogram(INTER_TOKEN)  # time between two tokens of a request
-        self.prefill = Histogram(REQUEST)  # assignment to first token
-        self.decode = Histogram(REQUEST)  # first token to end
+        self.queue = Histogram(REQUEST)  # seconds from acceptance to assignment to a worker
+        self.first_token = Histogram(FIRST_TOKEN)  # seconds from acceptance to first token
+        self.inter_token = Histogram(INTER_TOKEN)  # seconds between two tokens of a request
+        self.prefill = Histogram(REQUEST)  # seconds from assignment to first token
+        self.decode = Histogram(REQUEST)  # seconds from first token to end
         self.inference = Histogram(REQUEST)  # assignment to end
         self.whole = Histogram(REQUEST)  # acceptance to end
         self.prompts = Histogram(TOKENS)  # prompt tokens of requests that got a token
         self.completions = Histogram(TOKENS)  # tokens of requests that got a token
 
     def assigned(self, request: Request, now: float) -> None:
-        """Measure the wait of a request that was assigned to its first worker."""
+        """Record the waiting time of a request that was assigned to its first worker."""
         self.queue.observe(now - request.accepted_at)
 
     def tokens_came(self, request: Request, now: float) -> None:
-        """Measure the new ids of a run, which may come from several steps.
+        """Record the intervals of new ids of a run, which may come from several steps.
 
-        Steps that are read together have the same time, so their ids share the pause before them.
+        Steps that are read together have one time, so their ids share the interval before them.
         """
         run = request.run
         count = len(run.ids) // ID_WIDTH - run.measured_ids
@@ -151,7 +152,7 @@ class Figures:
         run.measured_at = now
 
     def ended(self, request: Request, outcome: str, now: float) -> None:
-        """Measure a request whose stream has its terminal message."""
+        """Record the figures of a request whose stream has its terminal message."""
         run = request.run
         self.outcomes[outcome if outcome in OUTCOMES else OTHER] += 1
         self.prompt_tokens += run.prompt_tokens

@@ -1,4 +1,4 @@
-"""The commands of operators: a handler for each kind, with its checks."""
+"""The commands of operators: a handler for each type of command, with its checks."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from mlxpool.common.records import as_map
 log = logging.getLogger("mlxpool.broker")
 
 LOGGED = frozenset({"load", "unload", "drain", "restart", "cancel", "reload", "stop"})
-SHOWN_SLOTS = 20  # the most slots that an error names
+SHOWN_SLOTS = 20  # most slots that an error names
 
-Answer = Mapping[str, Any]  # the body of the answer, which the command line prints as JSON
+Answer = Mapping[str, Any]  # returns the body of the answer, which the command line prints as JSON
 
 
 class Controls(Struct, frozen=True):
-    """Functions outside the core that commands use."""
+    """The functions outside the core that commands call."""
 
-    snapshot: Callable[[float, bool], Snapshot]  # of a time, with rows of models or without
+    snapshot: Callable[[float, bool], Snapshot]  # at a time, with rows of models or without
     last_dump: Callable[[str], Path | None]  # the newest file with stacks of a slot's workers
     reloaded: Callable[[], Answer]  # the last reload's changes; raises BadRequest if it failed
-    stop: Callable[[float], None]  # ends the broker for good
-    drain_grace: Callable[[], float]  # seconds that a drain leaves to streams, by the settings
+    stop: Callable[[float], None]  # stops the broker, and no other broker follows
+    drain_grace: Callable[[], float]  # seconds that a drain gives streams, by the settings
 
 
 class Commands:
-    """Answers each message with a body. Owned by the broker's thread."""
+    """Answers each command with the body of a message. Owned by the broker's thread."""
 
     def __init__(self, core: Core, controls: Controls, perform: Perform) -> None:
-        """`core` is only read: all changes are events."""
+        """`core` is only read: commands change it through events."""
         self._core = core
         self._state = core.state
         self._operations = controls
@@ -74,7 +74,7 @@ class Commands:
         return stats(self._operations.snapshot(now, False))
 
     def watch(self, message: Message, now: float) -> Answer:
-        """Raises QueueFull: it is called only if there are too many subscribers."""
+        """Raises QueueFull. This handler is called only if there are too many subscribers."""
         raise QueueFull(f"{MAX_SUBSCRIBERS} others watch the pool already", retry_after_ms=5000)
 
     def models(self, message: Message, now: float) -> Answer:
@@ -97,7 +97,7 @@ class Commands:
         return {"model": name}
 
     def drain(self, message: Message, now: float) -> Answer:
-        """Drain a worker (slot), a model, or the pool."""
+        """Drain a worker (by its slot), a model, or the pool."""
         request = DrainRequest.parse(message.body)
         grace = self._operations.drain_grace() if request.grace is None else request.grace
         slot, model = None, None
@@ -119,7 +119,7 @@ class Commands:
         return {"draining": drained, "timeout_ms": round(grace * 1000)}
 
     def restart(self, message: Message, now: float) -> Answer:
-        """Replace a slot's worker; its streams are resumed in the next one."""
+        """Replace a slot's worker. Its streams resume in the next worker."""
         self._refuse_while_ending()
         slot = self._slot(message.kind, message.body.get("slot"))
         if slot.worker is not None:
@@ -128,7 +128,7 @@ class Commands:
         return {"slot": slot.name}
 
     def reload(self, message: Message, now: float) -> Answer:
-        """Returns the changes of the reload that has just ended."""
+        """Returns the changes of the last reload, which has just ended."""
         return self._operations.reloaded()
 
     def cancel(self, message: Message, now: float) -> Answer:

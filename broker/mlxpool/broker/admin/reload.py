@@ -1,7 +1,8 @@
-"""SIGHUP and `mlxpool reload`: new models, limits and keys while streams go on.
+"""Reloads by SIGHUP and `mlxpool reload`: new models, limits and keys, without a restart.
 
-A thread reads the file, since a disk may be slow. The broker's thread compares the new settings
-with the current ones and applies them. A file with an error changes nothing.
+A thread reads the file of settings, because a disk may be slow. The broker's thread compares the
+new settings with the present settings and applies the changes. A file with an error changes
+nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ NO_KEY = (
 NOTHING_TO_READ = "this broker was not started from settings that can be read again"
 UNEXPECTED = "not reloaded as a whole: the broker's log says why"
 
-FIXED = (  # sockets, folders and threads depend on these: only a restart changes them
+FIXED = (  # Only a restart applies these: sockets, folders and threads depend on them.
     "run_dir",
     "front",
     "back",
@@ -70,16 +71,16 @@ FIXED = (  # sockets, folders and threads depend on these: only a restart change
 
 
 class CurrentSettings:
-    """The settings in force; a reload replaces them."""
+    """The present settings of the broker, which a reload replaces."""
 
     def __init__(self, config: PoolConfig) -> None:
         self.config = config
 
 
 def without_local_workers(config: PoolConfig) -> PoolConfig:
-    """Returns the settings of a broker that starts no worker and scans no models folder.
+    """Returns the settings for a broker that starts no worker and scans no models folder.
 
-    Workers that dial in serve its models.
+    Workers of other supervisors serve its models.
     """
     models = {name: replace(model, replicas=0) for name, model in config.models.items()}
     return replace(config, models=models, models_dir=None)
@@ -88,7 +89,8 @@ def without_local_workers(config: PoolConfig) -> PoolConfig:
 def require_gpus(old: PoolConfig, new: PoolConfig, visible: Sequence[str]) -> None:
     """Raises ConfigError if there are too few GPUs for workers of new or changed models.
 
-    Models whose workers dial in are skipped, and so are unchanged models: they keep their workers.
+    The check skips models of other supervisors' workers, and unchanged models, which keep their
+    workers.
     """
     problems = []
     for name, model in new.models.items():
@@ -102,26 +104,26 @@ def require_gpus(old: PoolConfig, new: PoolConfig, visible: Sequence[str]) -> No
 
 
 class Change(Struct, frozen=True):
-    """The effect of new settings on a running broker. `config` is in force from now on."""
+    """The effect of new settings on a running broker. `config` has the new settings."""
 
     config: PoolConfig
-    fixed: tuple[str, ...]  # changed settings that only a restart applies
-    limits: tuple[str, ...]  # settings of [pool] that changed
+    fixed: tuple[str, ...]  # changed settings that need a restart
+    limits: tuple[str, ...]  # changed settings of the section [pool]
     added: tuple[str, ...]  # models
     gone: tuple[str, ...]
     changed: tuple[str, ...]
-    pinned: tuple[str, ...]  # models whose workers must start, since their `pin` is new
-    keys: tuple[str, ...]  # names of keys that were added, removed or changed
+    pinned: tuple[str, ...]  # models whose workers must start because of a new `pin`
+    keys: tuple[str, ...]  # names of added, removed or changed keys
 
     def body(self) -> dict[str, Any]:
-        """Returns the answer to the operator's command."""
+        """Returns the body of the answer to the operator's command."""
         names = ("limits", "added", "gone", "changed", "keys")
         changes = {name: list(getattr(self, name)) for name in names}
         return {"state": "reloaded", **changes, "restart_needed": list(self.fixed)}
 
 
 def compare(old: PoolConfig, new: PoolConfig) -> Change:
-    """Returns the changes between two settings. Pure."""
+    """Returns the changes between two settings. Pure function."""
     differing = [
         name
         for name in PoolConfig.__struct_fields__
@@ -150,7 +152,7 @@ def compare(old: PoolConfig, new: PoolConfig) -> Change:
 
 
 class NewSettings(Struct, frozen=True):
-    """New settings, with the weights and locations of their models on the disk."""
+    """New settings, with the sizes and locations of the models' weights on the disk."""
 
     config: PoolConfig
     weights: Mapping[str, int]  # bytes
@@ -164,17 +166,17 @@ class Target(Protocol):
         """Returns the model that serves a name."""
 
     def use(self, config: PoolConfig) -> dict[str, str]:
-        """Put limits and keys in force; returns the revoked keys, public key -> name."""
+        """Apply limits and keys; returns the revoked keys, public key -> name."""
 
     def use_models(self, models: Mapping[str, ModelConfig]) -> None:
-        """Put the models of the settings in force."""
+        """Apply the models of new settings."""
 
     def disconnect_user(self, user: str, now: float) -> None:
         """End every connection whose handshake had this user id."""
 
 
 class Reloader:
-    """Performs reloads. `waker` is readable when `apply` is due.
+    """Performs reloads. `waker` becomes readable when `apply` is due.
 
     All methods but `_read` run on the broker's thread.
     """
@@ -188,7 +190,7 @@ class Reloader:
         notifier: ServiceNotifier,
         counters: Counters,
     ) -> None:
-        """`reread` reads the settings, on another thread."""
+        """`reread` reads the settings, on another thread; None: there is no file of settings."""
         self.waker = Waker()
         self._settings = settings
         self._reread = reread
@@ -198,19 +200,22 @@ class Reloader:
         self._counters = counters
         self._read_settings: NewSettings | None = None
         self._thread: threading.Thread | None = None
-        self._again = False  # another reload was requested while a thread read the file
-        self._outcome: Change | str = NOTHING_TO_READ  # of the last reload; text: the error
-        self._answers: list[Callable[[float], None]] = []  # callbacks of this reload
+        self._again = False  # another reload was requested during a read of the file
+        self._outcome: Change | str = NOTHING_TO_READ  # of the last reload; a text is an error
+        self._answers: list[Callable[[float], None]] = []  # callbacks of the present reload
         self._later: list[Callable[[float], None]] = []  # callbacks of the next reload
 
     def outcome(self) -> Mapping[str, Any]:
-        """Returns the last reload's changes. Raises BadRequest with the reason if it failed."""
+        """Returns the changes of the last reload.
+
+        Raises BadRequest with the reason of a failed reload.
+        """
         if isinstance(self._outcome, Change):
             return self._outcome.body()
         raise BadRequest(self._outcome)
 
     def after_reload(self, answer: Callable[[float], None], now: float) -> None:
-        """Read the settings; call `answer` when they are in force, or after a failure."""
+        """Read the settings, and call `answer` after they were applied or the reload failed."""
         (self._answers if self._thread is None else self._later).append(answer)
         if not self.begin():
             self._answer_all(now)
@@ -221,7 +226,7 @@ class Reloader:
             answer(now)
 
     def begin(self) -> bool:
-        """Start to read the settings; returns False if the broker has no file of settings."""
+        """Start a reload; returns False if the broker has no file of settings."""
         if self._reread is None:
             log.warning("nothing to reload: the broker was not started from settings")
             return False
@@ -246,9 +251,9 @@ class Reloader:
                 config = without_local_workers(config)
             require_gpus(before, config, visible_gpus(os.environ))
             if before.http and before.http_keys is not None:
-                http_access.read_keys(before.http_keys)  # a check: the gateway reads them itself
+                http_access.read_keys(before.http_keys)  # only a check: the gateway reads them
             if before.state_dir and config.job_notify_secret is not None:
-                read_secrets(config.job_notify_secret)  # a check: each notice reads them itself
+                read_secrets(config.job_notify_secret)  # only a check: each notice reads them
             self._read_settings = NewSettings(
                 config, all_weights_bytes(config), all_locations(config)
             )
@@ -261,7 +266,7 @@ class Reloader:
         self.waker.wake()
 
     def apply(self, now: float) -> None:
-        """Put the settings that were read in force."""
+        """Apply the settings that were read."""
         self.waker.drain()
         if self._thread is not None:
             self._thread.join()
@@ -269,7 +274,7 @@ class Reloader:
         try:
             if new is not None:
                 self._apply(new, now)
-        except Exception:  # a bug costs one reload, never the pool
+        except Exception:  # a bug affects one reload, never the pool
             self._counters.internal_errors += 1
             log.exception("not reloaded as a whole")
         self._notifier.ready()
@@ -299,7 +304,7 @@ class Reloader:
         self._outcome = change
 
     def _apply_limits(self, config: PoolConfig, now: float) -> None:
-        """Put all settings but models in force, and end streams and connections of revoked keys."""
+        """Apply all settings but models. End the streams and connections of revoked keys."""
         revoked = self._target.use(config)
         self._perform(ev.Reload(config, memory_limit_bytes(config)), now)
         for public, name in revoked.items():
@@ -316,6 +321,6 @@ class Reloader:
         return ev.ModelFound(name, model, location, weights)
 
     def close(self) -> None:
-        """Stop reloads; a read under way has no effect."""
+        """Stop reloads. A read under way has no effect."""
         self._again, self._reread = False, None
         self.waker.close()

@@ -21,11 +21,11 @@ from mlxpool.common.protocol.to_client import Failed
 log = logging.getLogger("mlxpool.broker")
 
 AskJobs = Callable[[str, Mapping[str, Any], Callable[[Content], None], float], None]
-MAX_PER_TURN = 64  # messages answered before other sockets are read
+MAX_PER_TURN = 64  # most messages answered before other sockets are read
 
 
 class AdminServer:
-    """Answers a message with one of the same kind or `error`; `watch` gets many answers."""
+    """Answers each message with a message of equal kind or `error`; `watch` gets many answers."""
 
     def __init__(
         self,
@@ -37,10 +37,10 @@ class AdminServer:
         ask_jobs: AskJobs,
         counters: Counters,
     ) -> None:
-        """`after_scan` calls its argument when the models on the disk are known.
+        """`after_scan` calls its argument once the models on the disk are known.
 
-        `after_reload` reads the settings anew, and calls its argument when they are in force.
-        `ask_jobs` performs an operation on jobs; it raises JobsOff if the broker keeps no jobs.
+        `after_reload` reloads the settings and calls its argument once they are applied. `ask_jobs`
+        performs an operation on jobs; it raises JobsOff if the broker keeps no jobs.
         """
         self.peers = peers
         self.subscriptions = Subscriptions(peers, figures)
@@ -51,7 +51,7 @@ class AdminServer:
         self._counters = counters
 
     def serve(self, now: float) -> None:
-        """Answer messages that wait on the socket, at most MAX_PER_TURN."""
+        """Answer the messages waiting on the socket, at most MAX_PER_TURN."""
         for _ in range(MAX_PER_TURN):
             received = self.peers.receive(now)
             if received is None:
@@ -81,7 +81,7 @@ class AdminServer:
             self._answer(number, message, now)
 
     def _about_jobs(self, number: int, message: Message, now: float) -> None:
-        """Perform an operation on jobs; the answer follows the store's."""
+        """Start an operation on jobs. The answer follows the store's result."""
         kind, id = message.kind, message.header.id
 
         def answer(content: Content) -> None:
@@ -117,7 +117,7 @@ class AdminServer:
             self.peers.forget(number)
 
     def send_updates(self, now: float) -> None:
-        """Send a due update to subscribers."""
+        """Send updates to subscribers, if any is due."""
         self._guarded(self.subscriptions.send_due, now)
 
     def _guarded(self, step: Callable[[float], None], now: float) -> None:
@@ -129,6 +129,6 @@ class AdminServer:
 
 
 def _named(body: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the job that a command names, for the log."""
+    """Returns the id or key of the job that a command names, for the log."""
     id = body.get("job")
     return {"job": id.hex() if isinstance(id, bytes) else repr(body.get("key"))[:80]}

@@ -1,7 +1,7 @@
 """Messages to a service manager by systemd's notify protocol, over its datagram socket.
 
-Only the broker's loop calls `on_turn`, in each turn: a loop that hangs sends no watchdog message,
-even while other threads run.
+Only the broker's loop calls `on_turn`, in each iteration. So a hung loop sends no watchdog message,
+even if other threads still run.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ from mlxpool.common.closing import Closing
 log = logging.getLogger("mlxpool.broker")
 
 SOCKET, WATCHDOG, WATCHDOG_PID = "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"
-STATUS_INTERVAL = 10.0  # seconds between two looks for a changed status
+STATUS_INTERVAL = 10.0  # seconds between two checks for a changed status
 
 
 class ServiceNotifier(Closing):
-    """Sends messages to a service manager; without one it does nothing."""
+    """Sends messages to a service manager. Does nothing without a service manager."""
 
     def __init__(self, address: str = "", watchdog: float = 0.0) -> None:
-        """`address` is a path, or "@" and an abstract name. `watchdog`: seconds, 0 for none."""
+        """`address`: a path, or "@" and an abstract name.
+
+        `watchdog`: seconds of its timeout; 0: none.
+        """
         self._socket: socket.socket | None = None
         self._address = "\0" + address[1:] if address.startswith("@") else address
         if address:
             kind = socket.SOCK_DGRAM | getattr(socket, "SOCK_CLOEXEC", 0)
             self._socket = socket.socket(socket.AF_UNIX, kind)
             self._socket.setblocking(False)
-        # Half of the time: one late turn does no harm.
+        # Half of the timeout, so that one late iteration does no harm.
         self._watchdog_interval = watchdog / 2 if watchdog and address else math.inf
         self._watchdog_at = self._status_at = 0.0  # at once
         self._status = ""
@@ -41,7 +44,10 @@ class ServiceNotifier(Closing):
     def from_environment(
         cls, environment: MutableMapping[str, str] | None = None
     ) -> ServiceNotifier:
-        """Make one by the environment's variables; they are removed, so workers do not see them."""
+        """Create a notifier from the environment's variables, and remove the variables.
+
+        So workers do not inherit them.
+        """
         variables = os.environ if environment is None else environment
         address = variables.pop(SOCKET, "")
         microseconds, pid = variables.pop(WATCHDOG, ""), variables.pop(WATCHDOG_PID, "")
@@ -54,22 +60,22 @@ class ServiceNotifier(Closing):
 
     @property
     def enabled(self) -> bool:
-        """True if a service manager takes messages."""
+        """True if there is a service manager."""
         return self._socket is not None
 
     def ready(self) -> None:
-        """Send that the broker serves, or has read its settings anew."""
+        """Send that the broker serves, or has reloaded its settings."""
         self._send("READY=1")
 
     def reloading(self) -> None:
-        """Send that the broker reads its settings; `ready` follows, also after a failure."""
+        """Send that the broker reloads its settings. `ready` follows, also after a failure."""
         self._send(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self) -> None:
         self._send("STOPPING=1")
 
     def on_turn(self, status: Callable[[], str], now: float) -> None:
-        """Send due messages; `status` is called when a new status is due."""
+        """Send due messages. `status` returns the text of a due status message."""
         if now >= self._watchdog_at and self._watchdog_interval < math.inf:
             self._watchdog_at = now + self._watchdog_interval
             self._send("WATCHDOG=1")
@@ -80,7 +86,7 @@ class ServiceNotifier(Closing):
                 self._send(f"STATUS={text}")
 
     def next_wake(self) -> float:
-        """Returns the latest time of the next `on_turn`; infinity without a watchdog."""
+        """Returns the latest time for the next `on_turn`; infinity without a watchdog."""
         return self._watchdog_at if self._watchdog_interval < math.inf else math.inf
 
     def _send(self, text: str) -> None:
@@ -88,7 +94,7 @@ class ServiceNotifier(Closing):
             return
         try:
             self._socket.sendto(text.encode(), self._address)
-        except OSError as error:  # its socket is gone or full; the next message is due soon
+        except OSError as error:  # the manager's socket is gone or full; a message follows soon
             log.debug("service manager not told", extra={"what": text, "why": str(error)})
 
     def close(self) -> None:

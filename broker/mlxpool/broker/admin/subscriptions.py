@@ -1,7 +1,7 @@
 """Connections that get the pool's figures once a second, until their lease ends.
 
-A subscriber renews its lease before the end, so a subscriber that froze or went away costs few
-frames. Without subscribers no snapshot is taken.
+A subscriber renews its lease before the end. So few frames are sent to a subscriber that froze or
+left. Without subscribers no snapshot is taken.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from mlxpool.common.protocol import admin, frames
 from mlxpool.common.protocol.frames import Header
 
 INTERVAL = 1.0  # seconds between two updates
-LEAST_INTERVAL = INTERVAL / 2  # seconds from a connection's first update to an update for all
-LEASE = 5.0  # seconds of updates that a request brings
+LEAST_INTERVAL = INTERVAL / 2  # seconds from a connection's first update to everyone's update
+LEASE = 5.0  # seconds of a lease: one request brings updates for this time
 MAX_SUBSCRIBERS = 64
 
 
 class Subscription(Struct, eq=False):
-    """A subscription: `id` of its newest request, `since` is the time of its first request."""
+    """A subscription.
+
+    `id`: the id of its newest request. `since`: the time of its first request.
+    """
 
     id: bytes | None
     until: float
@@ -37,7 +40,7 @@ class Subscriptions:
         """`figures` returns the body of an update."""
         self._connections = connections
         self._figures = figures
-        self._by_number: dict[int, Subscription] = {}  # by number of the connection
+        self._by_number: dict[int, Subscription] = {}  # by the number of the connection
         self._due = math.inf
         self._count = 0
 
@@ -48,11 +51,11 @@ class Subscriptions:
         return number in self._by_number
 
     def accepts(self, number: int) -> bool:
-        """Returns whether a connection may subscribe: it has a subscription, or there is room."""
+        """Returns whether a connection may subscribe: it already does, or there is room."""
         return number in self._by_number or len(self._by_number) < MAX_SUBSCRIBERS
 
     def renew(self, number: int, request_id: bytes | None, now: float) -> None:
-        """Begin or renew a subscription; a new one gets its first update at once."""
+        """Begin or renew a subscription. A new subscription gets its first update immediately."""
         self._due = min(self._due, now + INTERVAL)
         known = self._by_number.get(number)
         if known is not None:
@@ -62,11 +65,11 @@ class Subscriptions:
         self._send(number, self._figures(now))
 
     def next_wake(self) -> float:
-        """Returns the time of the next update or end of a lease; infinity without subscribers."""
+        """Returns the time of the next update or end of a lease; infinity if nobody subscribes."""
         return self._due
 
     def send_due(self, now: float) -> None:
-        """Send a due update to all connections but those that have just had their first."""
+        """Send a due update to all subscribers but those that have just had their first update."""
         if now < self._due:
             return
         for number in [
@@ -84,7 +87,10 @@ class Subscriptions:
                 self._send(number, figures)
 
     def _send(self, number: int, figures: Mapping[str, Any]) -> None:
-        """Send an update; a connection with a backlog is skipped, since old updates are useless."""
+        """Send an update.
+
+        Connections with a backlog are skipped, because old updates are useless.
+        """
         if number in self._connections.full:
             return
         self._count += 1

@@ -1,4 +1,4 @@
-"""The exchange between the broker's loop and the threads of the HTTP server."""
+"""The exchange of data between the broker's loop and the threads of the HTTP server."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mlxpool.common.transport.waker import Waker
 # begun with it.
 
 
-Fate = dict[str, Any]  # an answer, as the command of the same name prints it with --json
+Fate = dict[str, Any]  # an answer: the JSON that the command prints with --json
 Asked = TypeVar("Asked")
 
 
 class LoopQueue(Closing, Generic[Asked]):
-    """A queue of operators' commands; `waker` is readable while a command waits for the loop."""
+    """A queue of operators' commands. `waker` is readable while a command waits for the loop."""
 
     def __init__(self) -> None:
         self.max_wait = MAX_WAIT
@@ -33,7 +33,10 @@ class LoopQueue(Closing, Generic[Asked]):
         self._closed = False
 
     def ask(self, command: Asked) -> Fate:
-        """Have the loop answer. Raises the loop's exception; Unavailable if it does not answer."""
+        """Return the loop's answer to a command.
+
+        Raises the exception of the loop, or Unavailable if the loop does not answer.
+        """
         future: Future[Fate] = Future()
         self._waiting.put((command, future))
         self.waker.wake()
@@ -45,7 +48,7 @@ class LoopQueue(Closing, Generic[Asked]):
             if future.cancel():
                 what = f"the broker's loop has not answered for {self.max_wait:g} s"
                 raise Unavailable(what) from None
-        try:  # the loop has begun, and may itself wait for a disk
+        try:  # the loop has begun the command, and may itself wait for a disk
             return future.result(self.max_wait)
         except TimeoutError:
             waited = 2 * self.max_wait
@@ -60,17 +63,20 @@ class LoopQueue(Closing, Generic[Asked]):
         self.begin(begin, now)
 
     def begin(self, begin: Callable[[Asked, Future[Fate], float], None], now: float) -> None:
-        """Begin all waiting commands: `begin` sets the result of the future, now or later."""
+        """Begin all waiting commands.
+
+        `begin` sets the result of a command's future, now or later.
+        """
         self.waker.drain()
         for command, future in self._take():
             if future.set_running_or_notify_cancel():
                 try:
                     begin(command, future, now)
-                except Exception as error:  # it is raised in the waiting thread
+                except Exception as error:  # the waiting thread raises it
                     future.set_exception(error)
 
     def close(self) -> None:
-        """Close the queue; waiting threads get Unavailable at once."""
+        """Close the queue. Waiting threads get Unavailable immediately."""
         self._closed = True
         self._refuse_all()
         self.waker.close()
@@ -95,16 +101,16 @@ class LoopQueue(Closing, Generic[Asked]):
 # threads.
 
 
-FRESH = 0.25  # seconds for which a snapshot is reused: it bounds the loop's work
-MAX_WAIT = 2.0  # seconds until a loop that does not answer counts as stuck
+FRESH = 0.25  # seconds for which a snapshot is reused, to bound the loop's work
+MAX_WAIT = 2.0  # seconds after which a loop without an answer counts as stuck
 
 
 class Unavailable(Exception):
-    """The loop did not answer within MAX_WAIT, or has ended."""
+    """Raised if the loop did not answer within MAX_WAIT seconds, or has ended."""
 
 
 class LatestSnapshot(Closing):
-    """The newest snapshot; `waker` is readable while a thread waits for a newer one."""
+    """The newest snapshot. `waker` is readable while a thread waits for a newer snapshot."""
 
     def __init__(self) -> None:
         self.fresh, self.max_wait = FRESH, MAX_WAIT
@@ -138,7 +144,7 @@ class LatestSnapshot(Closing):
             return self._snapshot
 
     def close(self) -> None:
-        """Close the exchange; waiting threads get Unavailable at once."""
+        """Close the exchange. Waiting threads get Unavailable immediately."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Access over HTTP; changes of the pool need the operators' token and this page's origin.
+"""Access control over HTTP: changes of the pool need the operators' token and this page's origin.
 
 The server keeps neither sessions nor cookies, so a request is judged by its headers alone:
 
@@ -28,19 +28,19 @@ from mlxpool.common.files import open_regular
 from mlxpool.common.http_access import foreign_page
 
 MIN_TOKEN, MAX_TOKEN = 32, 256  # characters
-TOKEN = re.compile(r"[!-~]+")  # visible ASCII, as a header can carry
+TOKEN = re.compile(r"[!-~]+")  # the visible ASCII characters, which a header can contain
 SETTING = "pool.metrics_admin_token"
 
 
 class Refusal(Struct, frozen=True):
-    """The reason of a refusal, and the status of the answer."""
+    """The reason for refusing a request, and the status of the answer."""
 
     status: HTTPStatus
     why: str
 
 
 def read_token(file: Path) -> bytes:
-    """Returns the digest of the token in a file. Raises ConfigError without the token."""
+    """Returns the digest of the token in a file. Raises ConfigError if the file has no token."""
     try:
         with open_regular(file) as opened:
             mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)

@@ -1,4 +1,4 @@
-"""The routes for operators on the status page: cancel, jobs and a worker's log."""
+"""The routes of operators' commands on the status page: cancel, jobs and a worker's log."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Asked = TypeVar("Asked")
 
 
 class OperatorRoute(ABC, Generic[Asked]):
-    """A path that takes POST from operators. All threads of the server use it."""
+    """A path for POST requests of operators. All threads of the server use it."""
 
     path: ClassVar[str]
     max_body: ClassVar[int]  # bytes
@@ -46,23 +46,26 @@ class OperatorRoute(ABC, Generic[Asked]):
 
     @abstractmethod
     def parse(self, body: dict[str, Any], peer: str) -> Asked:
-        """Returns the command of a body. Raises BadRequest with the form that it must have."""
+        """Returns the command in a body. Raises BadRequest with the required form."""
 
     @abstractmethod
     def perform(self, command: Asked) -> Any:
-        """Perform a command and return JSON. Raises PoolError; Unavailable without an answer."""
+        """Perform a command and return JSON.
+
+        Raises PoolError, or Unavailable if the loop does not answer.
+        """
 
     def read_body(self, headers: Message, stream: BufferedIOBase) -> bytes | None:
         """Returns the body of a request; None if it is too large or has no valid length."""
         length = str(headers.get("Content-Length", ""))
-        # `int` refuses texts of thousands of digits
+        # `int` raises for texts of thousands of digits
         digits = len(str(self.max_body))
         if not length.isdecimal() or len(length) > digits or int(length) > self.max_body:
             return None
         return stream.read(int(length))
 
     def answer(self, headers: Message, body: bytes | None, peer: str) -> Answer:
-        """Perform the command of a body of `read_body`; `peer` is the address of the client."""
+        """Perform the command in a body from `read_body`. `peer` is the address of the client."""
         if body is None:
             why = f"the body must have a Content-Length of at most {self.max_body} bytes"
             return _error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
@@ -84,7 +87,7 @@ class OperatorRoute(ABC, Generic[Asked]):
             return _error(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
 
     def _log(self, refused: Refusal, peer: str) -> None:
-        """Log the first refusal of each LOG_INTERVAL, with the number of refusals not logged."""
+        """Log the first refusal of each LOG_INTERVAL, with the number of unlogged refusals."""
         with self._lock:
             now = monotonic()
             if now < self._quiet_until:
@@ -97,9 +100,10 @@ class OperatorRoute(ABC, Generic[Asked]):
 
 
 class LoopRoute(OperatorRoute[Asked]):
-    """A path whose commands the broker's loop answers.
+    """A path whose commands the broker's loop performs.
 
-    A thread waits for the answer at most `queue.max_wait`, and twice that if the loop has begun.
+    A thread waits at most `queue.max_wait` seconds for the answer, and twice that if the loop has
+    begun the command.
     """
 
     def __init__(self, queue: LoopQueue[Asked], token: bytes) -> None:
@@ -115,7 +119,7 @@ class LoopRoute(OperatorRoute[Asked]):
 
 
 def _map(body: bytes) -> dict[str, Any]:
-    """Returns the JSON object of a body; an empty object for any other body."""
+    """Returns the JSON object in a body; an empty object for any other body."""
     try:
         parsed = json.loads(body)
     except ValueError:
@@ -138,7 +142,7 @@ PREFIX = re.compile(r"[0-9a-f]{8,32}")  # the first digits of a request's id
 
 
 class CancelRoute(LoopRoute[str]):
-    """The route that cancels a request, named by the first digits of its id."""
+    """The route that cancels the request whose id begins with the given digits."""
 
     path: ClassVar[str] = "/cancel"
     max_body: ClassVar[int] = 256
@@ -160,13 +164,13 @@ OF_SOCKET = {job_operations.BATCHES, job_operations.EXPORT, job_operations.VERIF
 KINDS = job_operations.KINDS - OF_SOCKET
 ID = re.compile(r"[0-9a-f]{32}")
 
-Question = tuple[str, Mapping[str, Any]]  # the kind of an operation of job_operations, and its body
+Question = tuple[str, Mapping[str, Any]]  # (the kind of a job operation, its body)
 
 
 class JobsRoute(LoopRoute[Question]):
-    """The route of job operations.
+    """The route of operations on jobs.
 
-    A body is {"ask": KIND} with the keys of that operation; ids are hexadecimal digits.
+    The body is {"ask": KIND} with the keys of the operation KIND; ids are hexadecimal digits.
     """
 
     path: ClassVar[str] = "/jobs"
@@ -179,7 +183,7 @@ class JobsRoute(LoopRoute[Question]):
         for name in IDS:
             if name in body:
                 body[name] = _id(name, body[name])
-        job_operations.parse_question(kind, body)  # a bad body is refused before the loop is woken
+        job_operations.parse_question(kind, body)  # refuse an invalid body before the loop wakes
         if kind in job_operations.CHANGING or kind == job_messages.READ:
             job = body.get("job")
             shown = job.hex() if isinstance(job, bytes) else repr(body.get("key"))[:80]
@@ -206,7 +210,7 @@ MAX_SLOT = 400  # characters
 
 
 class LogRoute(OperatorRoute[str]):
-    """The route of the end of a slot's log. The thread of the HTTP server reads the file."""
+    """The route of the end of a slot's log file, which the thread of the HTTP server reads."""
 
     path: ClassVar[str] = "/log"
     max_body: ClassVar[int] = 1024
@@ -222,7 +226,7 @@ class LogRoute(OperatorRoute[str]):
         return slot
 
     def perform(self, slot: str) -> dict[str, Any]:
-        """Returns the end of the log. Raises BadRequest if there is no log of the slot."""
+        """Returns the end of the log. Raises BadRequest if the slot has no log."""
         path = worker_log(self._run_dir, slot)
         try:
             return {"slot": slot, "text": last_lines(path)}

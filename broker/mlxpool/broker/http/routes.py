@@ -1,4 +1,4 @@
-"""The answers of the HTTP server's paths."""
+"""The answers for the paths of the HTTP server."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ SCRIPT = re.compile(r'<script src="(\w+\.js)"></script>')
 
 
 def assembled(folder: Path) -> bytes:
-    """Returns page.html with the style sheet and the scripts that it names inside.
+    """Returns page.html with the contents of the style sheet and scripts that it names.
 
-    So one answer is the whole page. A policy with the hashes allows this style and these scripts
-    alone: the page can fetch from this server and nothing else.
+    So one answer has the whole page. The content security policy has the hashes of this style and
+    these scripts and allows no others: the page can fetch only from this server.
     """
     page = (folder / "page.html").read_text("utf-8")
     page = STYLE.sub(lambda match: f"<style>{_text(folder / match[1])}</style>", page)
@@ -42,7 +42,7 @@ def assembled(folder: Path) -> bytes:
 
 
 def _text(file: Path) -> str:
-    """Returns the text of a file. Raises ValueError if it would end its element."""
+    """Returns the text of a file. Raises ValueError if the text would end its HTML element."""
     text = file.read_text("utf-8")
     if "</s" in text.lower():
         raise ValueError(f"{file.name} has '</s', which would end its element in the page")
@@ -59,7 +59,7 @@ def content_security_policy(page: bytes) -> str:
 
 
 def _hashes(page: bytes, tag: bytes) -> list[str]:
-    """Returns the hash of each element with this tag, as browsers compute it."""
+    """Returns the hashes of all elements with this tag, as browsers compute them."""
     texts = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), page, re.DOTALL)
     digests = (hashlib.sha256(text).digest() for text in texts)
     return [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
@@ -69,10 +69,10 @@ PAGE = assembled(FOLDER)
 POLICY = content_security_policy(PAGE)
 
 
-Answer = tuple[HTTPStatus, str, bytes]  # status, content type, body
+Answer = tuple[HTTPStatus, str, bytes]  # (status, content type, body)
 
 TEXT = "text/plain; charset=utf-8"
-HOME = "/"  # the status page: it is served, with an error text, also if the loop does not answer
+HOME = "/"  # the status page, which is also served, with an error text, if the loop does not answer
 HOME_ANSWER: Answer = (HTTPStatus.OK, "text/html; charset=utf-8", PAGE)
 
 HEADERS = {
@@ -85,14 +85,14 @@ VERSIONS = (VERSION, platform.python_version(), zmq.__version__, zmq.zmq_version
 
 
 class Renderers:
-    """State that the answers to all requests share. All threads of the server use it."""
+    """The state that the answers to all requests share. All threads of the server use it."""
 
     def __init__(self, *, cancels: bool) -> None:
-        """`cancels`: operators may cancel requests."""
+        """`cancels`: whether operators may cancel requests."""
         self.cancels = cancels
         self.history = RecentHistory()
         self._writer = MetricsWriter(FAMILIES)
-        self._writing = threading.Lock()  # the writer's cache serves one thread at a time
+        self._writing = threading.Lock()  # one thread at a time may use the writer's cache
 
     def prometheus(self, snapshot: Snapshot) -> tuple[bytes, str]:
         with self._writing:
@@ -105,17 +105,17 @@ def _metrics(renderers: Renderers, snapshot: Snapshot) -> Answer:
 
 
 def _stats(renderers: Renderers, snapshot: Snapshot) -> Answer:
-    """Returns the JSON of `mlxpool stats --json`."""
+    """Returns the JSON that `mlxpool stats --json` prints."""
     return HTTPStatus.OK, "application/json", json.dumps(stats(snapshot)).encode() + b"\n"
 
 
 def _healthz(renderers: Renderers, snapshot: Snapshot) -> Answer:
-    """Returns ok: a snapshot shows that the loop runs."""
+    """Returns ok: the existence of a snapshot shows that the loop runs."""
     return HTTPStatus.OK, TEXT, b"ok\n"
 
 
 def _readyz(renderers: Renderers, snapshot: Snapshot) -> Answer:
-    """Returns ready if a request would be accepted; a cold model is started by a request."""
+    """Returns ready if requests are accepted; a request starts a cold model."""
     if snapshot.broker.state != "ready":
         return HTTPStatus.SERVICE_UNAVAILABLE, TEXT, f"{snapshot.broker.state}\n".encode()
     if not any(model.available for model in snapshot.models):

@@ -42,24 +42,24 @@ from mlxpool.broker.telemetry.history import POINT_INTERVAL, RecentHistory
 from mlxpool.common.closing import Closing
 from mlxpool.common.config.bounds import host_port
 
-MAX_CONNECTIONS = 8  # each takes a descriptor from clients
+MAX_CONNECTIONS = 8  # each connection uses a descriptor that clients could use
 MAX_SECONDS = 5.0  # from the first byte of a request to the last byte of its answer
 
 
 class Stage(Enum):
-    """The stage of a connection: what it waits for."""
+    """The stage of a connection: the event for which it waits."""
 
     REQUEST = "the peer's request"
     ANSWER = "our answer"
     SENDING = "the peer to receive the answer"
 
 
-# Connections that wait for their peer are shut down first: a wait for the broker ends by itself.
+# Connections that wait for the client are shut down first: waits for the broker end by themselves.
 IDLE_STAGES = (Stage.REQUEST, Stage.SENDING)
 
 
 class Connection(Struct, eq=False):
-    """A connection; `since` is the time of its acceptance, in seconds."""
+    """A connection. `since` is the time at which it was accepted, in seconds."""
 
     socket: socket.socket
     since: float
@@ -69,9 +69,9 @@ class Connection(Struct, eq=False):
 class Connections:
     """The open connections, the oldest first. Any thread may call every method.
 
-    They are few and short-lived: idle connections make room for new ones. Invariant: at most
-    MAX_CONNECTIONS are counted. A connection that was shut down is not counted any more; its thread
-    sees the end of the socket at once and closes it.
+    Connections are few and short-lived: idle connections make room for new connections. Invariant:
+    at most MAX_CONNECTIONS are counted. A connection that was shut down is no longer counted; its
+    thread sees the end of the socket immediately and closes it.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,10 @@ class Connections:
             return sum(connection.stage is stage for connection in self._open.values())
 
     def add(self, accepted: socket.socket, now: float) -> bool:
-        """Count a connection, or else shut the oldest idle one down; returns False without room."""
+        """Count a connection; without room shut the oldest idle connection down.
+
+        Returns False if no connection is idle.
+        """
         with self._lock:
             if len(self._open) >= MAX_CONNECTIONS:
                 if (oldest := self._oldest_idle()) is None:
@@ -126,23 +129,23 @@ class Connections:
         del self._open[connection.socket]
         try:
             connection.socket.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the peer closed it meanwhile
+        except OSError:  # the client closed it meanwhile
             pass
 
 
 log = logging.getLogger("mlxpool.broker")
 
 POST_PATHS = (CancelRoute.path, JobsRoute.path, LogRoute.path)
-BACKLOG = 128  # connections that the kernel queues before they are accepted
-POLL_INTERVAL = 0.1  # seconds between two looks for overdue connections and for the end
+BACKLOG = 128  # most connections that wait in the kernel's accept queue
+POLL_INTERVAL = 0.1  # seconds between two checks for overdue connections and for the end
 # Seconds for which a thread that writes text may hold the interpreter while the loop wants it.
 SWITCH_INTERVAL = 0.0005
 
 
 class HttpServer(Closing):
-    """The HTTP server, which serves from its construction on.
+    """The HTTP server. It serves as soon as it is constructed.
 
-    Raises OSError, with the address, if it cannot listen there.
+    Raises OSError, with the address, if the address cannot be used.
     """
 
     def __init__(
@@ -195,14 +198,14 @@ class HttpServer(Closing):
 
     @property
     def url(self) -> str:
-        """The URL with the port that the server got."""
+        """The URL, with the port that the system assigned."""
         host, port = self._server.server_address[:2]
         text = host.decode() if isinstance(host, bytes | bytearray) else str(host)
         return f"http://[{text}]:{port}" if ":" in text else f"http://{text}:{port}"
 
     @property
     def history(self) -> RecentHistory:
-        """The last minutes, for the status page."""
+        """The figures of the last minutes, for the status page."""
         return self._server.renderers.history
 
     @property
@@ -210,7 +213,7 @@ class HttpServer(Closing):
         return self._server.connections
 
     def _record_history(self) -> None:
-        """Record a point at each interval; a loop that does not answer leaves a gap."""
+        """Record a point in each interval. If the loop does not answer, the history has a gap."""
         while not self._closing.wait(self._history_interval):
             try:
                 self.history.record(self.latest.get(), monotonic())
@@ -248,7 +251,7 @@ class _Server(ThreadingHTTPServer):
         operator_routes: tuple[OperatorRoute[Any], ...],
     ) -> None:
         self.address_family = family
-        self.loopback = is_loopback(address[0])  # only this machine can ask
+        self.loopback = is_loopback(address[0])  # only this machine can send requests
         self.latest = latest
         self.operator_routes = {route.path: route for route in operator_routes}
         self.renderers = Renderers(cancels=bool(operator_routes))
@@ -273,18 +276,18 @@ class _Server(ThreadingHTTPServer):
             self.connections.remove(request)
 
     def service_actions(self) -> None:
-        """Shut down overdue connections, every POLL_INTERVAL and after each accepted connection."""
+        """Shut overdue connections down, every POLL_INTERVAL seconds and after each accept."""
         self.connections.shut_down_overdue(monotonic())
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log errors, except for a peer that went away."""
+        """Log an error, unless its cause is that the client left."""
         error = sys.exception()
         if not isinstance(error, ConnectionError | TimeoutError):
             log.error("http failed", exc_info=error)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """The handler of a connection, which serves one request."""
+    """The handler of a connection, which serves a single request."""
 
     server: _Server
     timeout = MAX_SECONDS
@@ -312,7 +315,7 @@ class _Handler(BaseHTTPRequestHandler):
         return route.answer(self.headers, body, self.client_address[0])
 
     def _answer(self) -> Answer:
-        host = self.headers.get("Host")  # browsers always send it, other programs may not
+        host = self.headers.get("Host")  # browsers always send it, other programs may omit it
         if self.server.loopback and host is not None and (refused := host_refusal(str(host))):
             return refused.status, TEXT, f"{refused.why}\n".encode()
         path = self.path.partition("?")[0]
@@ -340,4 +343,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: there would be a line for each scrape."""
+        """Log nothing: otherwise each scrape would add a line."""

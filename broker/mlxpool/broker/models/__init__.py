@@ -1,4 +1,4 @@
 """The models of the pool: names, states, eviction and listing.
 
-Pure; their files are read by `catalogue`.
+The package is pure; `catalogue` reads the models' files.
 """

@@ -1,7 +1,7 @@
 """The names of models, and the name under which each model runs. Pure.
 
-Aliases are names of the same weights under the same settings; they share workers. Weights are the
-same if they are at the same location on the disk or have the same digest.
+Aliases are names of equal weights with equal settings; they share workers. Weights are equal if
+they have one location on the disk or equal digests.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from mlxpool.common.config.schema import ModelConfig
 
-SHARED_SETTINGS = (  # settings of a worker: names that share one must agree on them
+SHARED_SETTINGS = (  # settings of a worker; names that share workers must have equal values
     "context",
     "devices",
     "device_sums",
@@ -37,50 +37,50 @@ SHARED_SETTINGS = (  # settings of a worker: names that share one must agree on 
 
 
 class Name(Struct, eq=False):
-    """One name. `about` has the facts of its files, see docs/protocol.md, `models`."""
+    """A name of a model. `about` describes the model's files, see docs/protocol.md, `models`."""
 
     config: ModelConfig
-    location: str  # the place of its files; "": not shared with other names
-    model: str  # the name under which it runs
+    location: str  # the location of its files; "": not shared with other names
+    model: str  # the name under which its model runs
     about: Mapping[str, object] = field(default_factory=dict)
-    gone: bool = False  # taken out of the settings: requests with it are refused
+    gone: bool = False  # removed from the settings: requests with it are refused
 
     @property
     def digest(self) -> str:
-        """The digest of its files; "" if there are no files or they were not read."""
+        """The digest of the model's files; "" if there are no files or they were not read."""
         return str(self.about.get("digest") or "")
 
     @property
     def fault(self) -> str | None:
-        """The first problem with its files, as far as they were read."""
+        """The first problem with the model's files, in the parts that were read."""
         problems = self.about.get("problems")
         return str(problems[0]) if isinstance(problems, list | tuple) and problems else None
 
     @property
     def unusable(self) -> str | None:
-        """The fault of files that were read: no worker could load them."""
+        """The problem of completely read files: no worker could load them."""
         return None if self.about.get("unread") else self.fault
 
 
 class Names:
-    """All names. Invariant: the model of a name is a name that runs as itself."""
+    """All names. Invariant: the name under which a name runs is a name that runs as itself."""
 
     def __init__(self) -> None:
         self.known: dict[str, Name] = {}
 
     def add(self, name: str, config: ModelConfig, location: str) -> str:
-        """Add a name. Returns the name under which it runs."""
+        """Add a name. Returns the name under which its model runs."""
         self.known[name] = Name(config, location, name)
         self.known[name].model = self.alias(name) or name
         return self.known[name].model
 
     def model_of(self, name: str) -> str | None:
-        """Returns the name under which it runs; None for an unknown or gone name."""
+        """Returns the name under which the model of `name` runs; None if unknown or removed."""
         known = self.known.get(name)
         return None if known is None or known.gone else known.model
 
     def offered(self) -> list[str]:
-        """Returns the names that are not gone, in the order of their addition."""
+        """Returns the names that were not removed, in the order of their addition."""
         return [name for name, known in self.known.items() if not known.gone]
 
     def members(self, model: str) -> list[str]:
@@ -88,14 +88,14 @@ class Names:
         return [name for name, known in self.known.items() if known.model == model]
 
     def alias(self, name: str) -> str | None:
-        """Returns the first other name that runs as itself and whose workers can serve this."""
+        """Returns the first other name that runs as itself and whose workers can serve `name`."""
         for other, known in self.known.items():
             if other != name and known.model == other and self.are_aliases(name, other):
                 return other
         return None
 
     def are_aliases(self, one: str, other: str) -> bool:
-        """Returns whether workers of one name can serve the other."""
+        """Returns whether workers of one of two names can serve the other."""
         a, b = self.known[one], self.known[other]
         if not a.location or not b.location:
             return False
@@ -104,11 +104,11 @@ class Names:
         return a.location == b.location or bool(a.digest and a.digest == b.digest)
 
     def separated(self, model: str) -> list[str]:
-        """Returns members that workers of `model` cannot serve after a change of files."""
+        """Returns the members of `model` that its workers cannot serve after a change of files."""
         return [n for n in self.members(model) if n != model and not self.are_aliases(n, model)]
 
     def config_of(self, model: str) -> ModelConfig:
-        """Returns its own settings with the largest replicas and keep_alive of its members."""
+        """Returns the model's settings, with the largest replicas and keep_alive of its members."""
         members = [self.known[name] for name in self.members(model)]
         configs = [known.config for known in members if not known.gone] or [members[0].config]
         forever = any(config.keep_alive < 0 for config in configs)

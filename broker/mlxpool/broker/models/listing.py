@@ -1,4 +1,4 @@
-"""The rows of `models`: each name and the facts of its model. Pure."""
+"""The rows of the answer to `models`: each name, and the description of its model. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mlxpool.common.answer_format import FORMAT
 from mlxpool.common.checks import mapping
 from mlxpool.common.config.schema import OFF
 
-DIGEST_DIGITS = 12  # shown digits of a digest
-MAX_DETAILED = 150  # models whose details fit into one body
-MAX_ERROR = 200  # characters of an error in rows for clients
+DIGEST_DIGITS = 12  # number of shown digits of a digest
+MAX_DETAILED = 150  # most models whose details fit into one body
+MAX_ERROR = 200  # most characters of an error in rows for clients
 BRIEF_KEYS = (
     "name",
     "state",
@@ -32,7 +32,7 @@ BRIEF_KEYS = (
 
 
 class Fault(Struct, frozen=True):
-    """A name whose model is unavailable, or could not be loaded, with the error of `ps`."""
+    """A name whose model is unavailable or failed to load, with the error that `ps` shows."""
 
     name: str
     state: str
@@ -40,7 +40,7 @@ class Fault(Struct, frozen=True):
 
 
 def faults(registry: Registry, now: float) -> Iterator[Fault]:
-    """Yields the names with an error, in their order."""
+    """Yields the names with an error, in the order of names."""
     for name in registry.names.offered():
         state, error = _state_and_error(registry, name, now)
         if error:
@@ -48,18 +48,18 @@ def faults(registry: Registry, now: float) -> Iterator[Fault]:
 
 
 def rows(registry: Registry, now: float) -> list[dict[str, Any]]:
-    """Returns a row for each name, as `mlxpool models --json` prints them."""
+    """Returns a row for each name, for `mlxpool models --json`."""
     return [_row(registry, name, now) for name in registry.names.offered()]
 
 
 def detailed(registry: Registry, name: str, now: float) -> dict[str, Any]:
-    """Returns the row of a known name, with all facts of its files."""
+    """Returns the row of a known name, with the full description of its files."""
     about = dict(registry.names.known[name].about)
     return {**brief([_row(registry, name, now)])[0], "about": about}
 
 
 def brief(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns shorter rows for clients: with many models only the columns that change."""
+    """Returns shorter rows for clients; for many models only the columns that can change."""
     if len(rows) > MAX_DETAILED:
         return [{key: row[key] for key in BRIEF_KEYS} for row in rows]
     return [{**row, "error": row["error"] and row["error"][:MAX_ERROR]} for row in rows]
@@ -81,7 +81,7 @@ def _row(registry: Registry, name: str, now: float) -> dict[str, Any]:
         "running": sum(len(worker.leases) for worker in workers),
         "workers": sum(worker.state in SERVING for worker in workers),
         "context": context or usual,
-        # If only workers elsewhere have the files of a model, they are not inspected here.
+        # If only workers elsewhere have a model's files, the files are not inspected here.
         "inspected": (bool(about) and not about.get("partial")) or not model.local_slots,
         "type": about.get("type"),
         "size": about.get("size"),
@@ -101,7 +101,7 @@ def _row(registry: Registry, name: str, now: float) -> dict[str, Any]:
 
 
 def _state_and_error(registry: Registry, name: str, now: float) -> tuple[str, str | None]:
-    """Returns the state of a name as operators see it, and the error of its model."""
+    """Returns the state of a name for operators, and the error of its model."""
     known, model = registry.names.known[name], registry.model(name)
     trouble = registry.unavailable(model, now, name)
     state = model.shown_state(registry.restart_limit)
@@ -122,14 +122,14 @@ def _chat_of(
 
 
 def _memory_of(workers: Sequence[Worker]) -> int | None:
-    """Returns the bytes of all workers' weights, KV caches, prefixes and steps; None: unknown."""
+    """Returns the bytes of weights, KV caches, prefixes and steps of all workers; None: unknown."""
     totals = [worker.beat.memory.get("total") for worker in workers]
     known = [total for total in totals if type(total) is int]
     return sum(known) if known else None
 
 
 def _shown_features(features: object, prefix_cache: str) -> list[str]:
-    """Returns the features of a model; the prefix tree only if it is on."""
+    """Returns the features of a model; the prefix tree is included only if it is enabled."""
     names = features if isinstance(features, list | tuple) else ()
     return [name for name in names if name != "tree" or prefix_cache == "tree"]
 
@@ -139,5 +139,5 @@ def _rounded(number: float | None) -> float | None:
 
 
 def _last_error(model: Model) -> str | None:
-    """Returns why its last worker could not load it; kept until the next request for it."""
+    """Returns why the last worker could not load the model; kept until the next request."""
     return None if model.last_error is None else str(model.last_error.get("message", ""))

@@ -18,14 +18,14 @@ from mlxpool.common.config.schema import ModelConfig
 
 
 class ModelState(Enum):
-    """The demand for a model; its workers have states of their own."""
+    """The state of the demand for a model. Workers have states of their own."""
 
-    COLD = "cold"  # not needed: no worker is started
-    WANTED = "wanted"  # its slots are filled, as far as memory and the restart delay allow
+    COLD = "cold"  # no demand: no worker is started
+    WANTED = "wanted"  # demand: its slots are filled, as memory and the restart delay allow
     FAILED = "failed"  # its last worker reported why it cannot serve
-    BROKEN = "broken"  # the breaker is open: restart_limit workers in a row never served
-    DRAINING = "draining"  # admits nothing, finishes accepted requests
-    DRAINED = "drained"  # admits nothing, and nothing is left
+    BROKEN = "broken"  # the breaker is open: restart_limit consecutive workers never served
+    DRAINING = "draining"  # refuses new requests, finishes accepted requests
+    DRAINED = "drained"  # refuses new requests, and no request is left
 
 
 _C, _W, _F, _B = ModelState.COLD, ModelState.WANTED, ModelState.FAILED, ModelState.BROKEN
@@ -76,10 +76,10 @@ def shown_state(
     failures: int,
     restart_limit: int,
 ) -> str:
-    """Returns cold, starting, ready, draining, drained, failed or broken, as operators see it.
+    """Returns the state of a model for operators.
 
-    A model without workers shows its failures in any admitting state: after a drain it is as broken
-    as before.
+    The state is cold, starting, ready, draining, drained, failed or broken. A model without workers
+    shows its failures in every state that admits requests: a drain does not hide that it is broken.
     """
     if state not in ADMITTING:
         return "draining" if workers else "drained"
@@ -96,26 +96,26 @@ def shown_state(
     return "starting" if state is _W and failures else "cold"
 
 
-ANSWER_WEIGHT = 0.05  # weight of the newest answer in `Model.answer_tokens`
+ANSWER_WEIGHT = 0.05  # weight of the newest answer in the mean `Model.answer_tokens`
 
 
 class Model(Struct, eq=False):
     name: str
     config: ModelConfig
     slots: list[Slot]
-    floor: int = 0  # least bytes of one worker: its limit, or its files
-    need: int = 0  # bytes of one worker: the floor, or the most seen
+    floor: int = 0  # least bytes of one worker: its memory_limit, or the size of its files
+    need: int = 0  # bytes of one worker: the floor, or the largest measured memory
     queue: Queue = field(default_factory=Queue)
-    places: Places = field(default_factory=Places)  # places of owners in its workers
+    places: Places = field(default_factory=Places)  # places in its workers, by owner
     calls: CallQueue = field(default_factory=CallQueue)  # calls that wait for a worker
     state: ModelState = ModelState.COLD
-    failures: int = 0  # workers in a row that ended before they served
-    retry_at: float = 0.0  # no worker is started before this time
-    idle_since: float = 0.0  # 0: in use, or without a ready worker
-    speed: WorkerSpeed = field(default_factory=WorkerSpeed)  # speed of its workers together
-    answer_tokens: float = MAX_OUTPUT  # average tokens of an answer
+    failures: int = 0  # consecutive workers that ended before they served
+    retry_at: float = 0.0  # time before which no worker is started
+    idle_since: float = 0.0  # time since when it is idle; 0: in use, or without a ready worker
+    speed: WorkerSpeed = field(default_factory=WorkerSpeed)  # speed of all its workers together
+    answer_tokens: float = MAX_OUTPUT  # mean number of tokens of an answer
     scale: ReplicaScale = field(default_factory=ReplicaScale)  # if replicas follow the load
-    kept: float | None = None  # seconds that a client keeps it when idle; None: see keep_alive
+    kept: float | None = None  # seconds for which a client keeps it when idle; None: see keep_alive
     last_error: Mapping[str, object] | None = (
         None  # body of the error that its last worker reported
     )
@@ -128,7 +128,7 @@ class Model(Struct, eq=False):
         self.state = following
 
     def answered(self, tokens: int) -> None:
-        """Note that a request of the model ended with `tokens` tokens."""
+        """Record the length of an answer: a request of the model ended with `tokens` tokens."""
         self.answer_tokens += ANSWER_WEIGHT * (tokens - self.answer_tokens)
 
     @property
@@ -142,12 +142,12 @@ class Model(Struct, eq=False):
 
     @property
     def local_slots(self) -> list[Slot]:
-        """The slots that this broker fills; fewer than all after a reduction of replicas."""
+        """The slots that this broker fills; after a reduction of replicas not all slots."""
         return self._own_slots[: self._own_replicas]
 
     @property
     def surplus_slots(self) -> list[Slot]:
-        """The slots whose workers were started when more were wanted."""
+        """The slots whose workers exceed a reduced number of replicas."""
         return [slot for slot in self._own_slots[self._own_replicas :] if slot.worker is not None]
 
     @property
@@ -156,18 +156,18 @@ class Model(Struct, eq=False):
 
     @property
     def _own_replicas(self) -> int:
-        """The number of workers that this broker starts; 0 if all of them dial in."""
+        """The number of workers that this broker starts; 0 if other supervisors start all."""
         starts = self.config.replicas > 0
         return max(1, self.replicas_wanted) if starts and self.scales else self.config.replicas
 
     @property
     def scales(self) -> bool:
-        """Returns whether its number of workers follows the load."""
+        """Returns whether the number of the model's workers follows the load."""
         return self.config.scaling.max > 0
 
     @property
     def replicas_wanted(self) -> int:
-        """The number of workers that it should have, of any supervisor; 0: not set."""
+        """The number of workers that the model should have, of all supervisors; 0: not set."""
         rules = self.config.scaling
         if not self.scales:
             return self.config.replicas
@@ -175,26 +175,26 @@ class Model(Struct, eq=False):
 
     @property
     def admits(self) -> bool:
-        """Returns whether it takes new requests."""
+        """Returns whether the model takes new requests."""
         return self.state in ADMITTING
 
     @property
     def stable(self) -> bool:
-        """Returns whether a worker is ready, and no coming worker may have other weights."""
+        """Returns whether a worker is ready, and no starting worker may have other weights."""
         states = {worker.state for worker in self.workers}
         coming = {*COMING, WorkerState.SUSPECT}
         return WorkerState.READY in states and not states & coming
 
     @property
     def served_soon(self) -> bool:
-        """Returns whether a worker serves it or is coming."""
+        """Returns whether a worker serves the model, or is starting."""
         return any(worker.state in SERVING | COMING for worker in self.workers)
 
     @property
     def load_progress(self) -> float | None:
-        """The share of weights, 0 to 1, that the furthest coming worker has loaded.
+        """The share of weights, 0 to 1, that the most advanced starting worker has loaded.
 
-        None: a worker is loaded, or no worker is coming.
+        None if a worker is loaded, or no worker is starting.
         """
         if any(worker.state in SERVING for worker in self.workers):
             return None
@@ -203,16 +203,16 @@ class Model(Struct, eq=False):
 
     @property
     def busy(self) -> bool:
-        """Returns whether requests or calls wait for it or run in it."""
+        """Returns whether requests or calls wait for the model or run in its workers."""
         return bool(self.queue or self.calls) or not all(w.idle for w in self.workers)
 
     @property
     def keep_alive(self) -> float:
-        """Seconds without work after which its workers are unloaded; below 0: never."""
+        """Seconds without work after which the model's workers are unloaded; negative: never."""
         return self.config.keep_alive if self.kept is None else self.kept
 
     def expires_in(self, now: float) -> float | None:
-        """Returns the seconds until an unload without work; below 0: never; None: not loaded."""
+        """Returns the seconds until an unload without work; negative: never; None: not loaded."""
         if not any(worker.state in SERVING for worker in self.workers):
             return None
         if self.keep_alive < 0 or not self.local_workers:
@@ -222,12 +222,15 @@ class Model(Struct, eq=False):
 
     @property
     def unused(self) -> bool:
-        """Returns whether it is not in use and has no failures to remember."""
+        """Returns whether the model is not in use and has no recorded failures."""
         at_rest = self.state is ModelState.COLD and not self.failures
         return at_rest and not self.workers and not self.busy
 
     def shown_state(self, restart_limit: int) -> str:
-        """Returns its state for operators; `restart_limit` failures in a row open the breaker."""
+        """Returns the model's state for operators.
+
+        `restart_limit` consecutive failures open the breaker.
+        """
         return shown_state(
             self.state,
             [worker.state for worker in self.workers],

@@ -1,4 +1,4 @@
-"""The models by name, their slots, and whether they are available. Pure."""
+"""The models by name, their slots, and their availability. Pure."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ MAX_NAMES_SHOWN = 20
 class Registry:
     """Owns every Model and Slot; the worker pool fills the slots.
 
-    `memory` is the most bytes of all workers together. `restart_limit` is the number of failures in
-    a row that opens a model's breaker.
+    `memory` is the bound on the bytes of all workers together. `restart_limit` is the number of
+    consecutive failures that opens a model's breaker.
     """
 
     def __init__(self, memory: int, restart_limit: int) -> None:
@@ -44,9 +44,10 @@ class Registry:
     # ---- names -------------------------------------------------------------------------------
 
     def add(self, name: str, config: ModelConfig, location: str = "", need: int = 0) -> None:
-        """Add a name. It gets a model of its own unless it is an alias.
+        """Add a name. The name gets a model of its own unless it is an alias.
 
-        `location` is the place of its files; "": not an alias. `need`: least bytes of a worker.
+        `location`: the path of its files; "": it cannot be an alias. `need`: least bytes of a
+        worker.
         """
         if name in self.names.known:
             self._reopen(name, config)
@@ -56,7 +57,7 @@ class Registry:
             self._fit_slots(self.models[self.names.known[name].model])
 
     def _reopen(self, name: str, config: ModelConfig) -> None:
-        """Take a gone name back."""
+        """Add a removed name again."""
         known = self.names.known[name]
         if known.gone:
             known.gone, known.config = False, config
@@ -65,7 +66,7 @@ class Registry:
             self._fit_slots(model)
 
     def remove(self, name: str) -> Model | None:
-        """Mark a name as gone. Returns its model if that has no other name."""
+        """Mark a name as removed. Returns its model if the model has no other name."""
         known = self.names.known.get(name)
         if known is None or known.gone:
             return None
@@ -76,7 +77,10 @@ class Registry:
         return model if all(self.names.known[member].gone for member in members) else None
 
     def change(self, name: str, config: ModelConfig, location: str, need: int) -> list[Worker]:
-        """Give a name other settings. Returns the workers that were started with the old ones."""
+        """Change the settings of a name.
+
+        Returns the workers that were started with the old settings.
+        """
         known = self.names.known.get(name)
         if known is None or known.gone:
             return []
@@ -99,13 +103,15 @@ class Registry:
         return [slot.worker for slot in local if slot.worker and (renewed or slot not in kept)]
 
     def describe(self, name: str, about: Mapping[str, object]) -> None:
-        """Record the facts of the files of a name. It may become an alias, or stop being one.
+        """Record the description of a name's files.
+
+        The name may become an alias, or stop being an alias.
 
         A model in use does not become an alias until it is unused and its files are read again.
         """
         known = self.names.known.get(name)
         if known is None or (about.get("partial") and known.about):
-            return  # known facts stay while files are read again
+            return  # the known description stays while files are read again
         if known.fault is not None and not about.get("problems"):
             self._mend(self.models[known.model])
         known.about = about
@@ -114,23 +120,23 @@ class Registry:
         self._join(self.models[known.model])
 
     def _mend(self, model: Model) -> None:
-        """Its files were repaired: drop the error of its last worker."""
+        """Drop the error of a model's last worker, because the model's files were repaired."""
         model.last_error = None
         model.move("breaker opened" if model.failures >= self.restart_limit else "mended")
 
     def _separate(self, model: str) -> None:
-        """Give models of their own to the names that `model` can no longer serve."""
+        """Give the names that the workers of `model` can no longer serve models of their own."""
         for name in self.names.separated(model):
             self.names.known[name].model = name
             self._add_model(name, self.models[model].floor)
 
     def _join(self, model: Model) -> None:
-        """Have the workers of another model serve all names of this one, if they can."""
+        """Let the workers of another model serve all names of this model, if they can."""
         alias, members = self.names.alias(model.name), self.names.members(model.name)
         if alias is None or not model.unused:
             return
         if not all(self.names.are_aliases(member, alias) for member in members):
-            return  # some files were not read yet; when they are, this is tried again
+            return  # some files were not read yet; after that this is tried again
         del self.models[model.name]
         for slot in model.slots:
             del self.slots[slot.name]
@@ -139,7 +145,7 @@ class Registry:
         self._fit_slots(self.models[alias])
 
     def _learn_size(self, model: Model, size: object) -> None:
-        """Set the floor of a model whose files had no known size before."""
+        """Set the least memory of a model whose files had no known size before."""
         if isinstance(size, int) and not model.floor and not model.workers:
             model.floor, model.need = size, max(model.need, size)
 
@@ -152,7 +158,7 @@ class Registry:
         self._fit_slots(self.models[name])
 
     def _fit_slots(self, model: Model) -> None:
-        """Add slots, up to the most replicas that a name asks for."""
+        """Add slots, up to the largest number of replicas of the model's names."""
         model.config = self.names.config_of(model.name)
         local = sum(not slot.remote for slot in model.slots)
         config = model.config
@@ -166,14 +172,20 @@ class Registry:
         return slot
 
     def remote_slot_name(self, name: str) -> str:
-        """Returns the slot of the next worker of this model to dial in; it may not exist yet."""
+        """Returns the slot of this model's next worker from another supervisor.
+
+        The slot may not exist yet.
+        """
         known = self.names.model_of(name)
         slots = [] if known is None else self.models[known].slots
         free = (slot.name for slot in slots if slot.remote and slot.worker is None)
         return next(free, f"{known or name}/{len(slots)}")
 
     def remote_slot(self, slot_name: str, name: str) -> Slot:
-        """Returns the slot of a worker that dials in. It may bring a model that was unknown."""
+        """Returns the slot of a worker of another supervisor.
+
+        The worker may bring an unknown model.
+        """
         if name not in self.names.known:
             self.add(name, ModelConfig(replicas=0))
         model = self.model(name)
@@ -198,14 +210,14 @@ class Registry:
         return isinstance(features, list | tuple) and any(task in features for task in TASKS)
 
     def may_answer_calls(self, name: str) -> bool:
-        """Returns `answers_calls`, or True for a model whose files were not read yet."""
+        """Returns `answers_calls`; True for a model whose files were not read yet."""
         features = self.names.known[name].about.get("features")
         return not isinstance(features, list | tuple) or self.answers_calls(name)
 
     def check_task(self, name: str, kind: str) -> None:
-        """Raises BadRequest for a `generate` or a call that a model does not support.
+        """Raises BadRequest for a `generate` or a call that the model does not support.
 
-        A model whose files were not read yet passes: its worker refuses.
+        A model whose files were not read yet passes; its worker refuses the request.
         """
         features = self.names.known[name].about.get("features")
         if not isinstance(features, list | tuple) or kind not in (GENERATE, DECIDE, *TASKS):
@@ -224,20 +236,20 @@ class Registry:
             raise BadRequest(NO_TEMPLATE)
 
     def fault(self, model: Model) -> str | None:
-        """Returns why no worker of this broker could load its files; None if one could."""
+        """Returns why no worker of this broker could load the model; None if a worker could."""
         known = self.names.known.get(model.name)
         startable = known is not None and model.local_slots and not model.served_soon
         return known.unusable if known is not None and startable else None
 
     def is_faulty(self, name: str) -> bool:
-        """Returns whether a name is known, and its model has a fault."""
+        """Returns whether a name is known and its model's files have a fault."""
         model = self.names.model_of(name)
         return model is not None and self.fault(self.models[model]) is not None
 
     def check_available(self, model: Model, now: float, name: str) -> None:
         """Raises PoolError if the model, requested as `name`, cannot be served now.
 
-        A model with unusable files is refused with their fault: no worker is started.
+        The error of a model with unusable files is the fault of the files: no worker is started.
         """
         if model.served_soon:
             return
@@ -260,7 +272,7 @@ class Registry:
             raise _broken(model, wait_ms, name)
 
     def unavailable(self, model: Model, now: float, name: str = "") -> PoolError | None:
-        """Returns the error that `check_available` raises, if any."""
+        """Returns the error that `check_available` would raise; None if the model is available."""
         try:
             self.check_available(model, now, name or model.name)
         except PoolError as error:
@@ -289,10 +301,10 @@ def _shown(names: Iterable[str]) -> str:
 
 
 def to_evict(models: Iterable[Model], missing: int) -> list[Model]:
-    """Returns idle models to free `missing` bytes, least recently used first; [] if too few.
+    """Returns idle models that free `missing` bytes, least recently used first; [] if too few.
 
-    Models that the settings keep for ever and workers that dialled in are not evicted. Models that
-    a client keeps for ever go last.
+    Models that the settings keep for ever, and workers of other supervisors, are not evicted.
+    Models that a client keeps for ever come last.
     """
     idle = [m for m in models if m.idle_since and m.local_workers and m.config.keep_alive >= 0]
     chosen, freed = [], 0

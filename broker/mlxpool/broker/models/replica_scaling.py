@@ -1,7 +1,7 @@
 """The number of workers that a model should have, from its load and the time. Pure.
 
-The starter of workers follows this number: the pool's own supervisor, or a cluster
-(`mlxpool.cluster`), which reads it in the broker's figures.
+The pool's own supervisor, or a cluster (`mlxpool.cluster`), which reads the number in the broker's
+figures, starts workers accordingly.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from mlxpool.broker.requests.request import Request
 from mlxpool.common.config.schema import Scaling
 
 HOLD = 2.0  # seconds of too high a load before workers are added
-FULL = 0.75  # most share of its sequences that a worker runs after others were ended
-MAX_COUNTED = 1024  # requests of a queue whose tokens are counted; the rest counts as alike
+FULL = 0.75  # largest share of its sequences that a worker may run after a scale-down
+MAX_COUNTED = 1024  # most requests of a queue whose tokens are counted; the others get the mean
 
 
 class ReplicaLoad(Struct, frozen=True):
-    """The load of a model now."""
+    """The present load of a model."""
 
     waiting: int  # waiting requests
-    waiting_tokens: int  # tokens of their prompts and of the answers that they want
-    running: int  # requests that workers have
-    sequences: int  # sequences that one worker runs at once
+    waiting_tokens: int  # tokens of their prompts and of their expected answers
+    running: int  # number of requests in workers
+    sequences: int  # number of sequences in a worker's batch
     workers: int = 0  # workers that serve
 
 
 class ReplicaScale(Struct, frozen=True):
-    """The number of workers that a model should have, and since when it is too low or high."""
+    """The number of workers that a model should have, and the begin of a wrong number."""
 
     wanted: int = 0
-    high_since: float | None = None  # since when more are needed; None: they are not
-    low_since: float | None = None  # since when fewer are enough; None: they are not
+    high_since: float | None = None  # time since when more are needed; None: no more are needed
+    low_since: float | None = None  # time since when fewer are enough; None: all are needed
     peak: int = 0  # most workers needed since `low_since`
 
 
@@ -48,9 +48,9 @@ def waiting_tokens(queue: Iterable[Request], count: int) -> int:
 
 
 def needed(load: ReplicaLoad, wanted: int, rules: Scaling) -> int:
-    """Returns the workers that this load needs, if `wanted` are there or coming."""
+    """Returns the number of workers for this load, if `wanted` workers serve or start."""
     by_waiting = math.ceil(load.waiting_tokens / rules.waiting_tokens)
-    # One worker alone reads a long prompt.
+    # Only one worker reads a long prompt.
     by_waiting = min(by_waiting, wanted + load.waiting)
     # More workers than wanted may serve: a restarted broker finds them.
     by_running = min(max(wanted, load.workers), math.ceil(load.running / (FULL * load.sequences)))
@@ -58,10 +58,11 @@ def needed(load: ReplicaLoad, wanted: int, rules: Scaling) -> int:
 
 
 def next_scale(scale: ReplicaScale, load: ReplicaLoad, rules: Scaling, now: float) -> ReplicaScale:
-    """Returns the number after a look at the load.
+    """Returns the number of workers that a model should have from now on.
 
-    It rises when more workers were needed for HOLD seconds, from 0 at once. Starting workers count.
-    It falls when fewer were enough for `cool_down` seconds, to the most needed in this time.
+    The number rises if more workers were needed for HOLD seconds; from 0 it rises immediately.
+    Starting workers count. The number falls if fewer workers were enough for `cool_down` seconds,
+    to the most workers needed in this time.
     """
     wanted = max(rules.min, min(rules.max, scale.wanted))
     need = needed(load, wanted, rules)

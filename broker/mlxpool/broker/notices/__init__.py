@@ -1,4 +1,5 @@
 """Notices of ended jobs and batches: signed posts to allowed hosts.
 
-They have their own thread: look-ups, connections and slow servers never delay the broker's loop.
+Notices are posted on their own thread: look-ups, connections and slow servers never delay the
+broker's loop.
 """

@@ -1,8 +1,8 @@
-"""A POST to a URL that the settings allow, at an address that was checked.
+"""A POST of a notice to a URL that the settings allow, at an address that was checked.
 
-The name is resolved once, and the connection goes to an address of that answer: a name that changes
-its address a moment later (DNS rebinding) has no effect. Redirects are not followed; proxies and
-cookies are not used. Only the status and the headers of a response are read.
+The name is resolved once, and the connection uses an address from that result. So a later change of
+the name's address (DNS rebinding) has no effect. Redirects are not followed; proxies and cookies
+are not used. Only the status and the headers of a response are read.
 
 A single deadline bounds look-up, connection, TLS, request and response together.
 """
@@ -40,9 +40,9 @@ def resolve(host: str, port: int) -> list[IpAddress]:
 class Names:
     """Looks names up on threads, for the tasks of one event loop.
 
-    The system's call is blocking and cannot be cancelled. A look-up that hangs keeps its thread, a
-    daemon thread: the process can end without it. Each name has at most one thread, so there are
-    never more threads than allowed hosts.
+    The system's call is blocking and cannot be cancelled. A hung look-up keeps its thread, a daemon
+    thread that does not delay the end of the process. Each name has at most one thread, so there
+    are never more threads than allowed hosts.
     """
 
     def __init__(self, resolve: Resolve = resolve) -> None:
@@ -52,7 +52,7 @@ class Names:
     async def addresses(self, host: str, port: int) -> Sequence[IpAddress]:
         """Returns the addresses of a name. Raises OSError.
 
-        If a task is cancelled, its look-up goes on for other tasks with the same name.
+        If a task is cancelled, its look-up continues for other tasks that need the name.
         """
         key = (host, port)
         pending = self._pending.get(key)
@@ -79,7 +79,7 @@ class Names:
             result = (self._resolve(host, port), None)
         except OSError as error:
             result = ((), error)
-        except Exception as bug:  # a bug must not leave the look-up pending for ever
+        except Exception as bug:  # after a bug the look-up must not stay pending for ever
             result = ((), OSError(f"{host} could not be looked up: {bug!r:.200}"))
         try:
             loop.call_soon_threadsafe(_settle, pending, result)
@@ -92,16 +92,16 @@ def _settle(pending: asyncio.Future[Found], found: Found) -> None:
         pending.set_result(found)
 
 
-TIMEOUT = 15.0  # seconds of a try, from the look-up to the status
+TIMEOUT = 15.0  # seconds of an attempt, from the look-up to the status
 MAX_RETRY_AFTER = 3600.0  # seconds
-MAX_HEAD = 32 * 1024  # bytes of the head of a response, at most
-MAX_WHY = 300  # characters of a reason, at most
+MAX_HEAD = 32 * 1024  # most bytes of the head of a response
+MAX_WHY = 300  # most characters of a reason
 READ_SIZE = 16 * 1024  # bytes
 USER_AGENT = "mlxpool"
 
 
 class Outcome(Struct, frozen=True):
-    """The outcome of a try. `why` is the reason of a failure in a few words.
+    """The outcome of an attempt to post. `why` is the reason of a failure in a few words.
 
     `final`: a further try cannot help. `retry_after`: the server's Retry-After in seconds, or 0.
     `unreachable`: no connection could be made, so no other notice to this origin can be delivered
@@ -116,7 +116,7 @@ class Outcome(Struct, frozen=True):
 
 
 class Poster:
-    """Posts notices, for the tasks of one event loop. `timeout`: seconds of a whole try."""
+    """Posts notices, for the tasks of one event loop. `timeout`: seconds of a whole attempt."""
 
     def __init__(self, timeout: float = TIMEOUT, names: Names | None = None) -> None:
         self._timeout = timeout
@@ -126,7 +126,7 @@ class Poster:
     async def post(
         self, url: str, body: bytes, headers: Mapping[str, str], allowed: Allowed
     ) -> Outcome:
-        """Post once. It does not raise for a bad URL or a failing server."""
+        """Post a notice once. An invalid URL or a failing server does not raise."""
         try:
             target = Target.parse(url)
         except ValueError as error:
@@ -153,9 +153,10 @@ class Poster:
         return f"no connection to {target.origin} in {self._timeout:g} s"
 
     async def _connect(self, origin: Origin, allowed: Allowed, until: float) -> Connection:
-        """Connect to the first address that accepts; each address has a share of the time.
+        """Connect to the first address that accepts. Each address gets a fraction of the time.
 
-        `until` is a time of the loop's clock. Raises OSError of the last address, and NotAllowed.
+        `until` is a time of the loop's clock. Raises the OSError of the last address, or
+        NotAllowed.
         """
         addresses = await self._addresses(origin, allowed)
         loop = asyncio.get_running_loop()
@@ -172,10 +173,10 @@ class Poster:
         raise last
 
     async def _addresses(self, origin: Origin, allowed: Allowed) -> Sequence[IpAddress]:
-        """Returns the addresses of the host, if all are allowed. Raises OSError, NotAllowed.
+        """Returns the addresses of the host, if all are allowed. Raises OSError or NotAllowed.
 
-        A single address that is not allowed refuses the host: someone whom the settings do not
-        trust controls its name.
+        A single address that is not allowed refuses the host, because an untrusted party may
+        control its name.
         """
         literal = origin.address
         if literal is not None:
@@ -204,7 +205,7 @@ class Poster:
 
 
 class NotAllowed(OSError):
-    """The host has an address that is not allowed."""
+    """Raised if the host has an address that is not allowed."""
 
 
 class Connection:
@@ -214,7 +215,7 @@ class Connection:
         self._reader, self._writer = reader, writer
 
     async def exchange(self, target: Target, body: bytes, headers: Mapping[str, str]) -> Outcome:
-        """Send the request and read the head of its response. Raises OSError, ProtocolError."""
+        """Send the request and read the head of its response. Raises OSError or ProtocolError."""
         fields = {
             "Host": host_field(target.origin),
             "User-Agent": USER_AGENT,
@@ -238,7 +239,7 @@ class Connection:
                 raise h11.RemoteProtocolError(f"there was no response, but {received!r:.60}")
 
     def end(self) -> None:
-        """Close the connection at once, even during a transfer."""
+        """Close the connection immediately, even during a transfer."""
         self._writer.transport.abort()
 
 
@@ -249,7 +250,7 @@ def host_field(origin: Origin) -> str:
 
 
 def outcome_of(response: h11.Response, now: float) -> Outcome:
-    """Returns the outcome that a response gives a notice. `now`: seconds since 1970."""
+    """Returns the outcome of a post from its response. `now`: seconds since 1970."""
     status = response.status_code
     if 200 <= status < 300:
         return Outcome(True)
@@ -262,7 +263,7 @@ def outcome_of(response: h11.Response, now: float) -> Outcome:
 
 
 def _seconds(field: bytes, now: float) -> float:
-    """Returns the seconds of a Retry-After, a number or a date; 0 for any other text."""
+    """Returns the seconds of a Retry-After, which is a number or a date; 0 for any other text."""
     if field.isdigit():
         return min(MAX_RETRY_AFTER, float(field[:10]))
     try:

@@ -1,7 +1,7 @@
-"""The thread that posts notices, and hands their outcomes to the broker's loop.
+"""The thread that posts notices and returns their outcomes to the broker's loop.
 
-It needs no process: its event loop mostly waits for sockets and signs a few bytes. It shares two
-queues with the broker.
+A process is not needed: the thread's event loop mostly waits for sockets and signs a few bytes. The
+thread shares two queues with the broker.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ from mlxpool.common.web_targets import Allowed
 
 PREFIX = "whsec_"
 MIN_SECRET, MAX_SECRET = 24, 64  # bytes
-MAX_SECRETS = 4  # each signs, while a new one replaces an old one
+MAX_SECRETS = 4  # several secrets all sign, while a new secret replaces an old one
 MAX_FILE = 1024  # bytes
 SETTING = "pool.job_notify_secret"
 
 
 def read_secrets(file: Path) -> tuple[bytes, ...]:
-    """Returns the secrets in a file, one a line. Raises ConfigError; its text has no secret."""
+    """Returns the secrets in a file, one secret a line.
+
+    Raises ConfigError without secrets in its text.
+    """
     try:
         with open_regular(file) as opened:
             mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
@@ -71,7 +74,7 @@ def _secret(line: str, file: Path) -> bytes:
 
 
 def headers(secrets: Sequence[bytes], id: str, timestamp: int, body: bytes) -> Mapping[str, str]:
-    """Returns the headers that name and sign a notice; `timestamp` is the time of the try."""
+    """Returns the headers that identify and sign a notice. `timestamp`: the time of the attempt."""
     signed = b"%s.%d.%s" % (id.encode(), timestamp, body)
     signatures = (
         "v1," + base64.b64encode(hmac.digest(secret, signed, hashlib.sha256)).decode()
@@ -84,13 +87,13 @@ def headers(secrets: Sequence[bytes], id: str, timestamp: int, body: bytes) -> M
     }
 
 
-CLOSE_TIMEOUT = 10.0  # seconds until a thread that does not end is left
+CLOSE_TIMEOUT = 10.0  # seconds after which `close` abandons a thread that does not end
 
 log = logging.getLogger("mlxpool.broker")
 
 
 class Posting(Struct, frozen=True):
-    """A notice to be posted. `end_seq` is its number here, `id` its name for the receiver."""
+    """A notice to be posted. `end_seq` is its number in the store, `id` its id for the receiver."""
 
     end_seq: int
     id: str
@@ -99,17 +102,20 @@ class Posting(Struct, frozen=True):
 
 
 class PostingRules(Struct, frozen=True):
-    """The settings of notices. `secret` is the file of the secrets; None: not signed."""
+    """The settings of notices.
+
+    `secret` is the file of the secrets; None: notices are not signed.
+    """
 
     allowed: Allowed
     secret: Path | None
 
 
 class NoticeSender(Closing):
-    """Posts notices. It calls `wake` on its thread when there is an outcome.
+    """Posts notices. Its thread calls `wake` when there is an outcome.
 
-    `rules` returns the settings in force, anew for each try. The caller bounds the notices under
-    way: each has a task.
+    `rules` returns the present settings; each attempt calls it. The caller bounds the number of
+    notices under way, because each has a task.
     """
 
     def __init__(
@@ -118,16 +124,16 @@ class NoticeSender(Closing):
         wake: Callable[[], None],
         make_poster: Callable[[], Poster] = Poster,
     ) -> None:
-        """`make_poster` is called on the thread, since it reads certificates, which takes time."""
+        """`make_poster` is called on the thread, because it takes time to read certificates."""
         self._rules, self._wake, self._make_poster = rules, wake, make_poster
         self._outcomes: deque[tuple[int, Outcome]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._poster: Poster | None = None  # used on the thread alone, like the tasks
+        self._poster: Poster | None = None  # used only on the thread, like the tasks
         self._tasks: set[asyncio.Task[None]] = set()
 
     def post(self, posting: Posting) -> None:
-        """Queue a notice; `take` returns its outcome later. The first notice starts the thread."""
+        """Queue a notice. `take` returns its outcome later. The first notice starts the thread."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(
@@ -137,14 +143,14 @@ class NoticeSender(Closing):
         self._loop.call_soon_threadsafe(self._begin, posting)
 
     def take(self) -> list[tuple[int, Outcome]]:
-        """Returns the outcomes since the last call: (end_seq, outcome)."""
+        """Returns the outcomes since the last call as (end_seq, outcome)."""
         taken = []
         while self._outcomes:
             taken.append(self._outcomes.popleft())
         return taken
 
     def close(self) -> None:
-        """End the thread and the tries under way, which the next broker makes again."""
+        """End the thread and the attempts under way, which the next broker repeats."""
         if self._loop is None or self._thread is None:
             return
         if self._thread.is_alive():
@@ -176,7 +182,7 @@ class NoticeSender(Closing):
     async def _run(self, posting: Posting) -> None:
         try:
             outcome = await self._post(posting)
-        except Exception as bug:  # a bug costs a try, not the thread
+        except Exception as bug:  # a bug affects an attempt, not the thread
             log.exception("a notice could not be posted", extra={"notice": posting.id})
             outcome = Outcome(False, f"it could not be posted: {bug!r:.200}")
         self._outcomes.append((posting.end_seq, outcome))
