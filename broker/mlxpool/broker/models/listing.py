@@ -113,7 +113,10 @@ def _state_and_error(registry: Registry, name: str, now: float) -> tuple[str, st
 def _chat_of(
     about: Mapping[str, object], features: Sequence[str], generic_tools: str
 ) -> dict[str, str | None] | None:
-    """Returns the formats of its chats, and `generic_tools`: off without formats of answers."""
+    """Returns the tool and thinking formats of a model's chats, and its `generic_tools`.
+
+    `generic_tools` is off for models that cannot produce answers in a given format.
+    """
     chat = about.get("chat")
     if not isinstance(chat, Mapping) or not chat:
         return None

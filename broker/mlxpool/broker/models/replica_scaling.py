@@ -33,7 +33,7 @@ class ReplicaLoad(Struct, frozen=True):
 
 
 class ReplicaScale(Struct, frozen=True):
-    """The number of workers that a model should have, and the begin of a wrong number."""
+    """The wanted number of a model's workers, and since when its load needs another number."""
 
     wanted: int = 0
     high_since: float | None = None  # time since when more are needed; None: no more are needed

@@ -1,4 +1,4 @@
-"""The supervisor: starts, observes and ends the worker processes of this machine.
+"""The supervisor, which starts, observes and ends the worker processes of this machine.
 
-Workers of other supervisors dial in; `remote_supervisor` runs on their machines.
+Workers of other supervisors connect from outside; `remote_supervisor` runs on their machines.
 """

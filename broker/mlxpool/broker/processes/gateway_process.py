@@ -1,7 +1,7 @@
 """The gateway as a child process, and its listening sockets.
 
-The broker owns the sockets, so it detects an unusable address at its start, and connections wait
-while a new gateway replaces an old one.
+The broker owns the sockets. So it detects an unusable address at its own start, and connections
+wait while a new gateway replaces an old gateway.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from mlxpool.common.config.schema import GATEWAY_VARIABLE, GatewayConfig, PoolCo
 from mlxpool.common.transport import listening
 
 RECORD = "gateway"
-# Seconds for which the address may still belong to an earlier broker's gateway. That stops to
-# listen once its broker has ended.
+# Seconds for which an earlier broker's gateway may still use the address. It stops listening
+# once its broker has ended.
 EARLIER_GATEWAY_TIME = 2.0
 RETRY_INTERVAL = 0.02  # seconds
 BEATS = 4  # heartbeats in `beat_limit`
-MAX_BEATS = 4096  # bytes read at once
+MAX_BEATS = 4096  # most bytes per read
 
 
 class GatewayProcess(Closing):
-    """The gateway's sockets, which listen from the construction on, and its process.
+    """The gateway's sockets, which listen from their construction on, and its process.
 
     At most one process runs at a time. One thread uses it.
     """
 
     def __init__(self, config: PoolConfig) -> None:
-        """Raises ValueError if the keys are unusable, OSError with the address if that is."""
+        """Raises ValueError if the keys are unusable, and OSError if the address is unusable."""
         if config.http_keys is not None:
             http_access.read_keys(config.http_keys)
         self._records = ProcessRecords(config.run_dir / "gateway")
@@ -50,7 +50,7 @@ class GatewayProcess(Closing):
 
     @property
     def pid(self) -> int | None:
-        """The pid of the process; None while none runs."""
+        """The pid of the process; None if no process runs."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -62,7 +62,7 @@ class GatewayProcess(Closing):
         return [listener.fileno() for listener in self._bound]
 
     def start(self, config: PoolConfig) -> int:
-        """Start the process; returns a descriptor, readable when heartbeats came or it ended.
+        """Start the process. Returns a descriptor, readable after heartbeats or the process's end.
 
         Raises OSError.
         """
@@ -119,7 +119,7 @@ class GatewayProcess(Closing):
         }
 
     def beats(self) -> int | None:
-        """Returns the number of heartbeats since the last call; None: the process has ended."""
+        """Returns the number of heartbeats since the last call; None if the process has ended."""
         try:
             return len(os.read(self._notified, MAX_BEATS)) or None
         except BlockingIOError:
@@ -127,17 +127,20 @@ class GatewayProcess(Closing):
 
     def signal(self, number: int) -> None:
         """Send a signal to the process, if it runs."""
-        # Only `reap` waits for it, so until then no other process can have its pid.
+        # Only `reap` waits for the process, so until then no other process can have its pid.
         if self._process is not None:
             os.kill(self._process.pid, number)
 
     def stop_listening(self) -> None:
-        """Close the broker's sockets; connections are refused once the process closes its own."""
+        """Close the broker's sockets.
+
+        Connections are refused once the process closes its sockets too.
+        """
         for listener in self._bound:
             listener.close()
 
     def reap(self) -> str:
-        """Collect the ended process; returns the cause in words."""
+        """Collect the ended process. Returns the cause of its end in words."""
         assert self._process is not None
         code = self._process.wait()
         if self._process.stdin is not None:
@@ -156,7 +159,7 @@ class GatewayProcess(Closing):
 
 
 def _listen(address: str, records: ProcessRecords) -> list[socket.socket]:
-    """Listen; end an earlier broker's gateway that does not stop to listen."""
+    """Listen on an address. Kills an earlier broker's gateway that continues to listen there."""
     host, port = host_port(address, "pool.http")
     give_up_at = time.monotonic() + EARLIER_GATEWAY_TIME
     waits = True

@@ -1,4 +1,4 @@
-"""Records of the running child processes in files: the next broker can end survivors."""
+"""Records of the running child processes in files, so that the next broker can end survivors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from mlxpool.broker import host
 from mlxpool.common.paths import file_stem
 
-MAX_RECORD_CHARS = 4096  # characters of a record, at most
+MAX_RECORD_CHARS = 4096  # most characters of a record
 
 
 def kill_group(pid: int) -> None:
@@ -23,7 +23,7 @@ def kill_group(pid: int) -> None:
 
 
 class ProcessRecords:
-    """JSON files, one for each running process, with its pid and start time."""
+    """JSON files: a file for each running process, with its pid and start time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -44,11 +44,11 @@ class ProcessRecords:
             self._path(slot).unlink()
 
     def any_alive(self) -> bool:
-        """Returns whether a recorded process of an earlier broker runs."""
+        """Returns whether a recorded process of an earlier broker still runs."""
         return any(_alive(path) for path in self._folder.glob("*.json"))
 
     def kill_survivors(self) -> list[int]:
-        """End the recorded processes of an earlier broker; returns their pids."""
+        """End the recorded processes of an earlier broker. Returns their pids."""
         ended = []
         for path in sorted(self._folder.glob("*.json")):
             pid = _alive(path)
@@ -60,7 +60,7 @@ class ProcessRecords:
 
 
 def _alive(path: Path) -> int | None:
-    """Returns the pid of a record if its process runs, else None.
+    """Returns the pid in a record if its process still runs, else None.
 
     The start time must match too: another process may have the pid by now.
     """

@@ -1,7 +1,7 @@
-"""The supervisor of `mlxpool worker`, with a worker for a broker on another machine.
+"""The supervisor of `mlxpool worker`, which runs a worker for a broker on another machine.
 
-It ends when the broker dismisses the worker, refuses its key, or is gone for `orphan_grace`. It
-starts a worker that crashed or hung again after a delay.
+The supervisor ends when the broker dismisses the worker or refuses its key, or after `orphan_grace`
+without a broker. It restarts a crashed or hung worker after a delay.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from mlxpool.common.transport.waker import Waker
 
 log = logging.getLogger("mlxpool.worker")
 
-PROVEN_AFTER = 60.0  # seconds of life after which an exit is not a failed start
+PROVEN_AFTER = 60.0  # seconds of life after which an exit does not count as a failed start
 FINAL_EXIT_CODES = {STOPPED: 0, REFUSED: 1, ALONE: 3}  # the worker's exit code -> this process's
 
 
 class RemoteSupervisor:
     """The supervisor: `run` ends with the worker, or at SIGTERM or SIGINT.
 
-    `run` raises GpusUnavailable if gpu_ids has a GPU that this machine does not show.
+    `run` raises GpusUnavailable if gpu_ids has a GPU that this machine lacks.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class RemoteSupervisor:
         self._config, self._name, self._model = config, name, model
         self._slot = f"{name}/{os.getpid()}"
         self._supervisor = Supervisor(config, endpoint, dial=dial)
-        self._failures = 0  # failed starts in a row
+        self._failures = 0  # number of consecutive failed starts
         self._start_at = 0.0
         self._started_at = 0.0
         self._watch = Watch()
@@ -55,10 +55,10 @@ class RemoteSupervisor:
         self._waker = Waker()
 
     def run(self) -> int:
-        """Keep the worker running; returns the exit code of this process."""
+        """Keep the worker running until the end. Returns the exit code of this process."""
         numbers = (signal.SIGTERM, signal.SIGINT)
         before = {number: signal.signal(number, self._on_signal) for number in numbers}
-        # The worker inherits SIG_IGN: SIGUSR1 must not end it before it has its handler.
+        # The worker inherits SIG_IGN: SIGUSR1 must not end it before it has installed its handler.
         before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         try:
             while True:
@@ -75,7 +75,7 @@ class RemoteSupervisor:
         self._waker.wake(number)
 
     def _turn(self) -> int | None:
-        """Wait for an event and handle it; returns the exit code at the end, else None."""
+        """Wait for an event and handle it. Returns the exit code at the end, else None."""
         now = time.monotonic()
         if not self._supervisor.children:
             if self._end_signals:
@@ -96,7 +96,7 @@ class RemoteSupervisor:
         self._started_at, self._watch = now, Watch()
 
     def _wait(self, child: Child | None, now: float) -> bool:
-        """Wait for the worker's end, a signal or a due step; returns whether the worker ended."""
+        """Wait for the worker's end, a signal or a due step. Returns whether the worker ended."""
         poll = select.poll()
         poll.register(self._waker, select.POLLIN)
         if child is not None:
@@ -108,14 +108,14 @@ class RemoteSupervisor:
         return child is not None and child.exit_descriptor in ready
 
     def _stop(self, signals: int) -> None:
-        """Send SIGTERM, at which a worker hands its runs back; at a second signal kill it."""
+        """Send SIGTERM, after which the worker hands back its runs. A second signal kills it."""
         self._end_signals += signals
         self._supervisor.stop(self._slot, time.monotonic())
         if self._end_signals > 1:
             self._supervisor.close()
 
     def _judge(self, now: float) -> None:
-        """Judge the worker by its process and progress, as a broker judges its own workers."""
+        """Judge the worker by its process and progress, like a broker judges its own workers."""
         self._supervisor.kill_overdue(now)
         if not self._supervisor.observation_due(now):
             return

@@ -1,8 +1,8 @@
-"""Workers of other supervisors: admission of workers that dial in, observation, ends.
+"""Workers of other supervisors ("remote"): their admission, observation and end.
 
-The broker has no process of such a worker, only its connection. When that ends, or heartbeats and
-progress show a hang, the worker is fenced, and another worker resumes its streams. A fenced worker
-dials again and counts as new.
+The broker has no process of a remote worker, only its connection. After the end of the connection,
+or if heartbeats and progress show a hang, the worker is fenced, and another worker resumes its
+streams. A fenced worker connects again and counts as a new worker.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from mlxpool.common.protocol.from_worker import Beat, Hello, ProgressSample
 from mlxpool.common.protocol.to_worker import Stop
 
 MAX_REMOTE_WORKERS = 4096
-MAX_MODELS = 10_000  # names; above that a worker may not bring a new name
+MAX_MODELS = 10_000  # number of names above which a worker may not bring a new name
 
 
 class RemoteSlot(Struct, eq=False):
-    """A worker that dialled in. Its next connection needs `token`, which protects its slot."""
+    """A remote worker. Its next connection needs `token`, which protects its slot."""
 
     name: str
     model: str
@@ -48,7 +48,7 @@ class RemoteSlot(Struct, eq=False):
 
 
 class RemoteSlots:
-    """The slots of workers that dialled in. Owned by the broker's thread."""
+    """The slots of remote workers. Owned by the broker's thread."""
 
     def __init__(self, back: zmq.Socket[bytes]) -> None:
         self.by_name: dict[str, RemoteSlot] = {}
@@ -64,12 +64,12 @@ class RemoteSlots:
         return None
 
     def fill(self, name: str, model: str, number: int) -> RemoteSlot:
-        """Put the worker on this connection into the slot."""
+        """Put the worker on connection `number` into the slot."""
         self.by_name[name] = slot = RemoteSlot(name, model, number)
         return slot
 
     def disconnected(self) -> set[int]:
-        """Returns the broker's descriptors of the connections that ended since the last call."""
+        """Returns the broker's descriptors of connections that ended since the last call."""
         ended = set()
         try:
             while True:
@@ -79,7 +79,7 @@ class RemoteSlots:
             return ended
 
     def due(self, now: float) -> Iterator[RemoteSlot]:
-        """Yields the slots to observe, if it is time."""
+        """Yields all slots if an observation is due, else none."""
         if self.by_name and now >= self._observe_at:
             self._observe_at = now + OBSERVE_INTERVAL
             yield from list(self.by_name.values())
@@ -88,19 +88,19 @@ class RemoteSlots:
         return self._observe_at if self.by_name else math.inf
 
     def close(self) -> None:
-        """Close the monitor; call it before the back socket is closed."""
+        """Close the monitor, before the back socket is closed."""
         self._back.disable_monitor()
         self.monitor.close()
 
 
 def model_of(hello: Hello) -> str | None:
-    """Returns the model of a `hello` without a slot; None if its name is missing or bad."""
+    """Returns the model in a `hello` without a slot; None if its name is missing or invalid."""
     name = hello.model
     return None if hello.slot or name is None or fault_of_name(name) is not None else name
 
 
 def sample_of(beat: Beat) -> Sample:
-    """Returns a sample made of a heartbeat. Pure. Without a phase the worker is loading."""
+    """Returns a sample made from a heartbeat. Without a phase the worker is loading. Pure."""
     phase = "load" if beat.phase is None else beat.phase
     if phase not in PHASES:
         return Sample(ProgressReading("decode"))
@@ -112,7 +112,7 @@ def sample_of(beat: Beat) -> Sample:
 
 
 class RemoteWorkers:
-    """The workers that dialled in. Owned by the broker's thread."""
+    """The remote workers: admits, observes and stops them. Owned by the broker's thread."""
 
     def __init__(
         self,
@@ -124,7 +124,10 @@ class RemoteWorkers:
         stopping: Callable[[], bool],
         local_workers: bool,
     ) -> None:
-        """`read_pending` handles waiting messages of the back socket; `stopping`: broker ends."""
+        """`read_pending` handles waiting messages of the back socket.
+
+        `stopping`: the broker ends.
+        """
         self.slots = RemoteSlots(sessions.peers.socket)
         self._sessions = sessions
         self._state = state
@@ -134,7 +137,10 @@ class RemoteWorkers:
         self._local_workers = local_workers
 
     def admit(self, peer: Peer, hello: Hello, now: float) -> None:
-        """Admit a worker that sent `hello` without a local slot. Raises PoolError to refuse it."""
+        """Admit a worker whose `hello` names no local slot.
+
+        Raises PoolError to refuse the worker.
+        """
         model = model_of(hello)
         if model is None:
             raise Unauthorized("no slot of this broker has this token")
@@ -161,7 +167,7 @@ class RemoteWorkers:
             self._sessions.welcome(peer.number, worker.epoch)
 
     def _check_authorized(self, peer: Peer) -> None:
-        """Raises Unauthorized without a worker's key; on ipc the broker's own user needs none.
+        """Raises Unauthorized without a worker's key; on ipc the broker's own user needs no key.
 
         The exception for ipc holds only if this broker starts no workers.
         """
@@ -190,10 +196,11 @@ class RemoteWorkers:
     # ---- ends ----------------------------------------------------------------------------------
 
     def stop(self, slot: str, now: float) -> bool:
-        """Send a remote worker `Stop` and fence it; returns False if it is not remote.
+        """Send a remote worker `Stop` and fence it. Returns False if the worker is not remote.
 
-        `Stop` asks it to connect again if it is replaced, or is not in the state `stopping`. While
-        the broker itself ends, nothing is sent: the worker waits for the next broker.
+        `Stop` asks the worker to connect again if it is replaced, or is not in the state
+        `stopping`. While the broker itself ends, no `Stop` is sent: the worker waits for the next
+        broker.
         """
         if slot not in self.slots.by_name:
             return False
@@ -213,7 +220,7 @@ class RemoteWorkers:
         self._perform(ev.WorkerExited(slot, cause), now)
 
     def on_disconnected(self, now: float) -> None:
-        """Handle ended connections: their last messages are read before their workers are lost."""
+        """Handle ended connections: read their last messages, then report their workers as lost."""
         ended = self.slots.disconnected()
         peers = self._sessions.peers.by_number
         for slot in list(self.slots.by_name.values()):

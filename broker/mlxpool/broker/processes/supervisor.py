@@ -1,6 +1,6 @@
-"""The supervisor starts, observes and ends the worker processes of this machine.
+"""The supervisor, which starts, observes and ends the worker processes of this machine.
 
-It ends them by SIGTERM and, after `stop_grace`, SIGKILL, and collects their exits.
+It ends a process by SIGTERM, and by SIGKILL after `stop_grace`, and collects the exit.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from mlxpool.common.records import as_map
 
 KILL_INTERVAL = 1.0  # seconds between two SIGKILLs while the process still exists
 OBSERVE_INTERVAL = 0.5  # seconds
-SAVE_SHARE = 0.7  # share of stop_grace in which an ending worker may write prefixes
-KEPT_DUMPS = 3  # files with stacks that a slot keeps
+SAVE_SHARE = 0.7  # share of stop_grace for which an ending worker may write prefixes
+KEPT_DUMPS = 3  # most files with stacks that a slot keeps
 
 
 class Child(Struct, eq=False):
-    """A running worker. `exit_descriptor` becomes readable when its process has ended."""
+    """A running worker process. `exit_descriptor` becomes readable when the process has ended."""
 
     slot: str
     token: str
@@ -43,43 +43,44 @@ class Child(Struct, eq=False):
     exit_descriptor: int
     block: Block
     dump_path: Path
-    oom_kills: int = 0  # the kernel's count at its start
-    kill_at: float = 0.0  # the time of SIGKILL; 0: not being stopped
+    oom_kills: int = 0  # the kernel's count of OOM kills at its start
+    kill_at: float = 0.0  # time for SIGKILL; 0: it is not being stopped
     commanded: bool = False
     dumped: bool = False  # its stacks were requested
     used_token: str = ""  # the token of the newest connection, see `accepts`
-    rank_blocks: tuple[Block, ...] = ()  # of a group: the blocks of ranks 1 and higher
-    gpus: tuple[str, ...] = ()  # the GPUs that it was given, one for each rank
-    log_begin: int = 0  # the length of the slot's log at its start
+    rank_blocks: tuple[Block, ...] = ()  # in a group: the blocks of ranks 1 and higher
+    gpus: tuple[str, ...] = ()  # the GPUs of this worker, one for each rank
+    log_begin: int = 0  # bytes of the slot's log at its start
 
     @property
     def pid(self) -> int:
         return self.process.pid
 
     def accepts(self, token: str) -> bool:
-        """Returns whether a `hello` with this token is the worker's.
+        """Returns whether a `hello` with this token comes from this worker.
 
-        The token before the newest is valid too: the `welcome` with the newest may be lost.
+        The token before the newest token is valid too: the `welcome` with the newest token may be
+        lost.
         """
         valid = (self.token, self.used_token or self.token)
         return any(secrets.compare_digest(known.encode(), token.encode()) for known in valid)
 
     def renew(self, token: str) -> None:
-        """Make a new token for the next connection, after one was opened with `token`."""
+        """Make a new token for the next connection, after a connection was opened with `token`."""
         if token == self.token or not self.used_token:
             self.used_token, self.token = token, secrets.token_hex(16)
 
 
 class DialSettings(Struct, frozen=True):
-    """A worker's access to a broker elsewhere; the fields are those of WorkerConfig."""
+    """The access of a worker to a broker elsewhere. The fields are those of WorkerConfig."""
 
     server_key: str = ""
     key: str = ""
     orphan_grace: float = 60.0  # seconds
 
 
-MAX_LAST_LINE = 1000  # bytes of a worker's last line that are reported
-SPARE_WAIT = 60.0  # seconds after the broker's bound for a hang until a group ends itself
+MAX_LAST_LINE = 1000  # most bytes of a worker's last line in a report
+SPARE_WAIT = 60.0  # seconds after the broker's limit for hangs until a group ends itself
 
 
 class Supervisor:
@@ -93,18 +94,18 @@ class Supervisor:
         portable: bool = False,
         dial: DialSettings | None = None,
     ) -> None:
-        """With `dial` the workers serve a broker elsewhere, and log to this process's stderr.
+        """With `dial` the workers serve a broker elsewhere, and log to the stderr of this process.
 
-        `portable`: watch a pipe that the child holds, even if the system has pidfds.
+        `portable`: watch the child's end of a pipe, even if the system has pidfds.
         """
         self.config = config
         self.endpoint = endpoint
         self.dial = dial
         self.portable = portable or not hasattr(os, "pidfd_open")
         self.children: dict[str, Child] = {}  # by slot
-        self.places = GpuPlaces()  # invariant: each of `children` holds one
+        self.places = GpuPlaces()  # invariant: each of `children` has a place
         self.records = ProcessRecords(config.run_dir / "workers")
-        self._started: dict[str, int] = {}  # slot -> number of workers started
+        self._started: dict[str, int] = {}  # number of started workers by slot
         self._observe_at = 0.0
 
     # ---- start ---------------------------------------------------------------------------------
@@ -112,15 +113,15 @@ class Supervisor:
     def start(self, slot: str, name: str, model: ModelConfig) -> Child:
         """Start the worker of a slot.
 
-        Raises OSError if the process or its files cannot be made, GpusUnavailable without the GPUs
-        of its settings.
+        Raises OSError if the process or its files cannot be created, and GpusUnavailable if the
+        GPUs of its settings are missing.
         """
         for_child: list[int] = []
         gpus = chosen_gpus(visible_gpus(os.environ), model.gpu_ids)
         granted: tuple[str, ...] = ()
         if self.dial is None:
             granted = gpus = self.places.take(slot, gpus, model.devices)
-        elif not model.gpu_ids:  # a worker that dials in chooses among all GPUs of its machine
+        elif not model.gpu_ids:  # a remote worker chooses among all GPUs of its machine
             gpus = ()
         for_gpus = environment_of(gpus, os.environ)
         try:
@@ -143,8 +144,8 @@ class Supervisor:
     ) -> Child:
         """Start the process.
 
-        `for_gpus`: the environment variable with the GPUs that it may use, if any. `for_child`
-        collects the descriptors that only the child needs.
+        `for_gpus`: the environment variable with the GPUs that the worker may use, if any.
+        `for_child` collects the descriptors that only the child needs.
         """
         for_child.append(log := self._open_log(slot))
         number = self._started.get(slot, 0)
@@ -215,7 +216,7 @@ class Supervisor:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def log_path(self, slot: str) -> Path:
-        """Returns the log file of a slot's workers."""
+        """Returns the path of the log file of a slot's workers."""
         return worker_log(self.config.run_dir, slot)
 
     def _dump_path(self, slot: str, number: int) -> Path:
@@ -229,7 +230,7 @@ class Supervisor:
     # ---- observe -------------------------------------------------------------------------------
 
     def accepts(self, slot: str, token: str) -> str | None:
-        """Returns the token of the worker's next connection, if `token` is valid, else None."""
+        """Returns the token for the worker's next connection if `token` is valid, else None."""
         child = self.children.get(slot)
         if child is None or not child.accepts(token):
             return None
@@ -237,20 +238,23 @@ class Supervisor:
         return child.token
 
     def observation_due(self, now: float) -> bool:
-        """Returns whether it is time to observe the children; then the next time is set."""
+        """Returns whether an observation of the children is due.
+
+        If so, schedules the next observation.
+        """
         if not self.children or now < self._observe_at:
             return False
         self._observe_at = now + OBSERVE_INTERVAL
         return True
 
     def observe(self, slot: str) -> Sample:
-        """Returns the state of a child as seen from outside."""
+        """Returns the state of a child process as the system shows it."""
         child = self.children[slot]
         pid, look = child.process.pid, child.block.read()
         return Sample(
             look,
             host.is_stopped(pid),
-            # Before it has named its threads it has a single thread.
+            # Before a worker has named its threads it has a single thread.
             host.run_queue_wait_ns(pid, look.compute_tid or pid),
             host.run_queue_wait_ns(pid, look.edge_tid or pid),
             host.resident_bytes(pid),
@@ -258,7 +262,7 @@ class Supervisor:
         )
 
     def dump_stacks(self, slot: str) -> None:
-        """Have a worker write the stacks of its threads; `last_dump` finds the file."""
+        """Ask a worker to write the stacks of its threads; `last_dump` finds the file."""
         child = self.children.get(slot)
         if child is not None:
             child.dumped = True
@@ -269,7 +273,7 @@ class Supervisor:
                 _signal_rank(rank)
 
     def last_dump(self, slot: str) -> Path | None:
-        """Returns the newest file with stacks of a slot's workers, if any."""
+        """Returns the newest file with stacks of a slot's workers; None if there is none."""
         dumps = [
             path
             for number in range(KEPT_DUMPS)
@@ -291,7 +295,10 @@ class Supervisor:
     # ---- end -----------------------------------------------------------------------------------
 
     def stop(self, slot: str, now: float, *, at_once: bool = False) -> None:
-        """Send SIGTERM; `kill_overdue` sends SIGKILL after `stop_grace`, or `at_once`."""
+        """Send SIGTERM.
+
+        `kill_overdue` sends SIGKILL after `stop_grace`, or immediately if `at_once`.
+        """
         child = self.children.get(slot)
         if child is not None and not child.kill_at:
             child.commanded = True
@@ -299,32 +306,32 @@ class Supervisor:
             self._signal(child, signal.SIGTERM)
 
     def kill_overdue(self, now: float) -> None:
-        """Kill the workers that did not end in time."""
+        """Kill the workers that have not ended in time."""
         for child in self.children.values():
             if child.kill_at and now >= child.kill_at:
                 child.kill_at = now + KILL_INTERVAL
                 self._signal(child, signal.SIGKILL, group=True)
 
     def kill_all(self, now: float) -> None:
-        """Kill every worker now; their exits are collected as usual."""
+        """Kill all workers now. Their exits are collected as usual."""
         for child in self.children.values():
             child.commanded, child.kill_at = True, now
         self.kill_overdue(now)
 
     def next_wake(self) -> float:
-        """Returns the time at which `kill_overdue` or an observation is due."""
+        """Returns the time of the next due `kill_overdue` or observation."""
         kills = min((c.kill_at for c in self.children.values() if c.kill_at), default=float("inf"))
         return min(kills, self._observe_at) if self.children else kills
 
     def _signal(self, child: Child, number: int, *, group: bool = False) -> None:
-        # Only `reap` waits for it, so until then no other process can have its pid.
+        # Only `reap` waits for the process, so until then no other process can have its pid.
         if child.process.returncode is None:
             (os.killpg if group else os.kill)(child.process.pid, number)
 
     def exited_by_itself(self, slot: str) -> bool:
-        """Returns whether a worker, not yet reaped, exited without a signal; else False.
+        """Returns whether a worker that was not reaped yet exited without a signal.
 
-        Only Linux can tell.
+        Only Linux can show this; elsewhere returns False.
         """
         if sys.platform != "linux":
             return False
@@ -333,9 +340,9 @@ class Supervisor:
         return end is not None and end.si_code == os.CLD_EXITED
 
     def reap(self, slot: str) -> WorkerExit:
-        """Collect an ended worker and kill the rest of its process group."""
+        """Collect an ended worker, and kill the remaining processes of its group."""
         child = self.children.pop(slot)
-        kill_group(child.process.pid)  # before `wait`, so the group is still its own
+        kill_group(child.process.pid)  # before `wait`, while the group id is still its own
         code = child.process.wait()
         if self.dial is None:
             self.places.release(slot)
@@ -354,7 +361,7 @@ class Supervisor:
         return exit_of(code, child.commanded, out_of_memory, look, line)
 
     def _last_line(self, child: Child) -> str:
-        """Returns the last line of a worker's log that is not empty; "" if it logs elsewhere."""
+        """Returns the last non-empty line of a worker's log; "" if the worker logs elsewhere."""
         if self.dial is not None:
             return ""
         try:
@@ -366,7 +373,7 @@ class Supervisor:
             return ""
 
     def close(self) -> None:
-        """Kill and reap every worker."""
+        """Kill and reap all workers."""
         for child in self.children.values():
             self._signal(child, signal.SIGKILL, group=True)
         for slot in list(self.children):
@@ -392,7 +399,7 @@ def rank_wait_limit(config: PoolConfig) -> float:
 
 
 def _rank_blocks(count: int, for_child: list[int]) -> tuple[tuple[Block, ...], tuple[int, ...]]:
-    """Make the blocks of a group's other ranks; `for_child` collects their descriptors."""
+    """Make the shared blocks of a group's ranks above 0. `for_child` collects their descriptors."""
     blocks, descriptors = [], []
     for _ in range(count):
         block, descriptor = Block.create()
@@ -403,16 +410,16 @@ def _rank_blocks(count: int, for_child: list[int]) -> tuple[tuple[Block, ...], t
 
 
 def _pid_of_rank(worker: int, block: Block) -> int:
-    """Returns the pid of a rank; 0 before its begin and after its end."""
+    """Returns the pid of a rank; 0 before the begin and after the end of its process."""
     pid = block.read().pid
-    try:  # the check of the group excludes another process with the same pid
+    try:  # the check of the group excludes another process with this pid
         return pid if pid > 1 and os.getpgid(pid) == worker else 0
     except OSError:
         return 0
 
 
 def _sample_of_rank(worker: int, block: Block) -> Sample:
-    """Returns the state of rank 1 or higher, which has no main thread that sends heartbeats."""
+    """Returns the state of a rank above 0, which has no main thread that sends heartbeats."""
     look, pid = block.read(), _pid_of_rank(worker, block)
     if not pid:
         return Sample(look)
@@ -430,7 +437,7 @@ def _signal_rank(pid: int) -> None:
 def _pidfd(process: subprocess.Popen[bytes]) -> int:
     try:
         return os.pidfd_open(process.pid)
-    except OSError:  # a process without a watch must not live
+    except OSError:  # a process that cannot be watched must not live
         process.kill()
         process.wait()
         raise

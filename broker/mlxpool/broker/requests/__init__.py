@@ -1,4 +1,4 @@
-"""One request: its record, state table, place in the queue and output buffer.
+"""A request: its record, state table, position in the queue and output buffer.
 
 Pure.
 """

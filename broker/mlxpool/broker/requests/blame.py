@@ -1,4 +1,4 @@
-"""Charges of requests for ends of workers, and the effects of a charge. Pure."""
+"""Charges: the blame of requests for lost workers, and the effects of a charge. Pure."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from collections.abc import Sequence
 
 from mlxpool.broker.requests.request import IDLE_RANK
 
-ALONE_CHARGE = 1.0  # a request with at least this charge runs alone
-POISON_CHARGE = 2.0  # at this charge a request is refused
-MAX_RESUMES = 2  # most resumes in a row without a new token
-MAX_RESUMES_ALONE = 4  # the same of a request that runs alone: its worker's next end decides
+ALONE_CHARGE = 1.0  # least charge of a request that runs alone
+POISON_CHARGE = 2.0  # least charge at which a request is refused
+MAX_RESUMES = 2  # most consecutive resumes without a new token
+MAX_RESUMES_ALONE = 4  # MAX_RESUMES of a request that runs alone: its next lost worker decides
 MAX_WAIT = (
-    30.0  # seconds for which the run of a charged job lets requests of a higher rank go first
+    30.0  # seconds for which a charged job yields to requests of a higher rank
 )
-MAX_WAIT_IDLE = 300.0  # the same of an idle job: each turn of it empties a worker
+MAX_WAIT_IDLE = 300.0  # MAX_WAIT of an idle job: each of its runs needs an empty worker
 
 
 def shares(ids: Sequence[bytes], in_prefill: bytes | None) -> dict[bytes, float]:
-    """Returns the charge of each request or call that a worker ran when it ended by itself.
+    """Returns the charge of each request or call in a worker that ended by itself.
 
-    The request in prefill is charged 1, the others 0. Without one, each of n is charged 1/n.
+    A request in prefill is charged 1, all others 0. Without a request in prefill, each of n
+    requests is charged 1/n.
     """
     if in_prefill in ids:
         return {id: float(id == in_prefill) for id in ids}
@@ -27,10 +28,10 @@ def shares(ids: Sequence[bytes], in_prefill: bytes | None) -> dict[bytes, float]
 
 
 def batch_bound(charge: float) -> int:
-    """Returns how many may run in a batch with a request of this charge, itself included; 0: any.
+    """Returns the largest batch that may contain a request of this charge; 0: any size.
 
-    This is a quarter of the batch that shared its charge, and 1 after a second charge. It follows
-    from the charge alone, as a job keeps nothing else from earlier brokers.
+    The bound is a quarter of the batch that shared its charge, and 1 after a second charge. It
+    depends only on the charge, as a job keeps only this number across brokers.
     """
     if charge <= 0:
         return 0
@@ -43,5 +44,5 @@ def max_wait(rank: int) -> float:
 
 
 def max_resumes(charge: float) -> int:
-    """Returns the most resumes in a row without a new token for this charge."""
+    """Returns the most consecutive resumes without a new token for this charge."""
     return MAX_RESUMES if charge < ALONE_CHARGE else MAX_RESUMES_ALONE

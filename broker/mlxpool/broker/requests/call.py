@@ -1,4 +1,4 @@
-"""Calls of clients, which a worker answers once, and the queue of calls."""
+"""Calls of clients, each of which a worker answers once, and the queue of calls."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mlxpool.common.protocol.from_client import ModelCall
 
 
 class Call(Struct, eq=False):
-    """An open call. `epoch`: the epoch of its worker, 0 while it waits in the model's record.
+    """An open call. `epoch`: the epoch of its worker; 0 while the call waits for a worker.
 
-    `losses` counts workers that had it and ended. `charge` is its share in the ends of workers,
-    see blame. `alone`: its worker computes it without others. Its answer goes to `link` with
-    `attempt`. Times are those of the core.
+    `losses` counts the lost workers that had the call. `charge` is its blame for lost workers, see
+    blame.py. `alone`: its worker computes the call without others. Its answer goes to `link` with
+    `attempt`. Times are on the core's clock.
     """
 
     id: bytes
@@ -32,25 +32,25 @@ class Call(Struct, eq=False):
 
     @property
     def size(self) -> int:
-        """Bytes of its blobs."""
+        """Bytes of the call's blobs."""
         return sum(map(len, self.message.blobs()))
 
     def same_as(self, message: ModelCall) -> bool:
-        """Returns whether a message with its id is the same call; deadlines may differ."""
+        """Returns whether a message with this id is an equal call; its deadline may differ."""
         return message == replace(self.message, deadline_ms=message.deadline_ms)
 
     def for_worker(self) -> ModelCall:
-        """Returns the message to a worker; a call that may have ended a worker runs alone."""
+        """Returns the message for a worker. A call that may have ended a worker runs alone."""
         return replace(self.message, deadline_ms=None, alone=self.alone or self.charge > 0)
 
 
 class CallQueue:
-    """The calls that wait for a worker of a model; owners take turns."""
+    """The calls that wait for a worker of a model. Owners take turns."""
 
     def __init__(self) -> None:
         self._of_owner: OrderedDict[str, OrderedDict[bytes, Call]] = OrderedDict()
         self._count = 0
-        self.bytes = 0  # of the blobs of all calls
+        self.bytes = 0  # bytes of the blobs of all calls
 
     def __len__(self) -> int:
         return self._count
@@ -64,12 +64,15 @@ class CallQueue:
         self.bytes += call.size
 
     def add_first(self, call: Call) -> None:
-        """Add a call that waited before, as the next of its owner."""
+        """Add a call that was in a worker before, as the next call of its owner."""
         self.add(call)
         self._of_owner[call.message.owner].move_to_end(call.id, last=False)
 
     def take(self) -> Call:
-        """Remove and return the oldest call of the owner in turn. The queue must not be empty."""
+        """Remove and return the oldest call of the owner whose turn it is.
+
+        The queue must not be empty.
+        """
         owner, own = self._of_owner.popitem(last=False)
         _, call = own.popitem(last=False)
         if own:

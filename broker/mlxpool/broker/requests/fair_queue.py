@@ -1,8 +1,9 @@
 """The requests that wait for one model: deficit round-robin between owners in each of 3 priorities.
 
-Within a priority, owners with the fewest places in workers go first. A resumed request, which a
-worker had before, goes to the front, in the order of first arrival, regardless of its owner's
-share. A preempted request, which gave up its place, is the first of its owner's. Pure.
+Within a priority, owners with the fewest places in workers go first. A place is a slot in a
+worker's batch. A resumed request, which was in a worker before, goes to the front, in the order of
+first arrival, regardless of its owner's share. A preempted request, which gave up its place,
+becomes the first request of its owner. Pure.
 """
 
 from __future__ import annotations
@@ -18,40 +19,41 @@ from mlxpool.broker.routing.route_cost import MAX_REQUESTS
 from mlxpool.common.protocol.from_client import MAX_PRIORITY, Generate
 from mlxpool.common.protocol.images import TOKENS_PER_IMAGE
 
-QUANTUM = 512  # tokens that an owner's deficit grows by in each round
-MAX_COST = 64 * 1024  # most tokens that one request costs
-# Most tokens that a request counts as generating: it has its place for a turn at most while an
+QUANTUM = 512  # tokens by which an owner's deficit grows in each round
+MAX_COST = 64 * 1024  # most tokens that count for one request
+# Most decode tokens that count for a request: it keeps its place for at most a turn while an
 # owner without places waits, see place_shares.py.
 MAX_DECODE_COST = 512
-BYTES_PER_TOKEN = 4  # of a prompt, roughly; only shares depend on it
+BYTES_PER_TOKEN = 4  # approximate bytes per token of a prompt; only shares depend on it
 
 
 NO_PLACES: Mapping[str, int] = {}
 
 
 def cost(request: Request) -> int:
-    """Returns the tokens that count against the owner's share: to prefill and to decode."""
+    """Returns the tokens of a request that count against its owner's share: prefill and decode."""
     most = request.message.options.max_tokens
     left = max(1, most - request.run.taken) if most > 0 else MAX_DECODE_COST
     return min(MAX_COST, prompt_tokens(request.message) + min(MAX_DECODE_COST, left))
 
 
 def prompt_tokens(message: Generate) -> int:
-    """Returns an estimate of the tokens of a prompt; the broker lacks a tokenizer."""
+    """Returns an estimate of the tokens of a prompt, because the broker has no tokenizer."""
     images = TOKENS_PER_IMAGE * len(message.prompt.images)
     return 1 + message.text_size // BYTES_PER_TOKEN + images
 
 
 class Lane:
-    """The requests of one priority. The owner in turn stands first.
+    """The requests of one priority. The owner whose turn it is comes first.
 
-    Any request is removed in constant time, as thousands of requests of a client may end at once.
+    Removal of any request takes constant time, because thousands of requests of a client may end
+    together.
     """
 
     def __init__(self) -> None:
         self.owners: OrderedDict[str, OrderedDict[bytes, Request]] = OrderedDict()
         self.deficits: dict[str, int] = {}
-        self.count = 0  # requests of all owners
+        self.count = 0  # number of requests of all owners
         self.texts = 0  # requests without images
 
     def add(self, request: Request) -> None:
@@ -61,7 +63,7 @@ class Lane:
         self.texts += not request.message.prompt.images
 
     def add_first(self, request: Request) -> None:
-        """Add a preempted request as the first of its owner, and put the owner last."""
+        """Add a preempted request as the first of its owner, and move the owner to the end."""
         self.add(request)
         self.owners[request.owner].move_to_end(request.id, last=False)
         self.owners.move_to_end(request.owner)
@@ -69,10 +71,10 @@ class Lane:
     def head(
         self, places: Mapping[str, int] = NO_PLACES, *, without_images: bool = False
     ) -> Request | None:
-        """Returns the request in turn; the same until the lane or `places` changes.
+        """Returns the request whose turn it is; it is stable until the lane or `places` changes.
 
-        `places` are the places of each owner in workers. `without_images`: skip requests with
-        images.
+        `places` has the number of places of each owner in workers. `without_images`: skip requests
+        with images.
         """
         if not (self.texts if without_images else self.owners):
             return None
@@ -87,7 +89,7 @@ class Lane:
             self.owners.move_to_end(owner)
 
     def _fewest(self, places: Mapping[str, int], *, without_images: bool) -> int | None:
-        """Returns the fewest places of an owner with such requests; None for a single owner."""
+        """Returns the fewest places of an owner with a suitable request; None for one owner."""
         if len(self.owners) == 1:
             return None
         owners = (
@@ -98,13 +100,13 @@ class Lane:
         return min(places.get(owner, 0) for owner in owners)
 
     def heads(self, places: Mapping[str, int] = NO_PLACES) -> list[Request]:
-        """Returns the first requests of the owner in turn, at most MAX_REQUESTS."""
+        """Returns the first requests of the owner whose turn it is, at most MAX_REQUESTS."""
         if self.head(places) is None:
             return []
         return list(islice(next(iter(self.owners.values())).values(), MAX_REQUESTS))
 
     def take(self, request: Request) -> None:
-        """Remove a request for a worker, and charge its owner."""
+        """Remove a request that a worker gets, and charge its owner."""
         self.deficits[request.owner] -= cost(request)
         self.drop(request)
 
@@ -126,24 +128,27 @@ def _first_text(waiting: Iterable[Request]) -> Request | None:
 
 
 def _turn(request: Request) -> tuple[int, int]:
-    """Returns the sort key of a resumed request, which is unique."""
+    """Returns the unique sort key of a resumed request."""
     return -request.message.priority, request.arrival
 
 
 class Queue:
-    """The requests of a model that wait. Invariant: it has a request exactly while it is QUEUED."""
+    """The waiting requests of a model.
+
+    Invariant: it contains a request exactly while that is QUEUED.
+    """
 
     def __init__(self) -> None:
         self.lanes = tuple(Lane() for _ in range(MAX_PRIORITY + 1))
-        self.resumed: list[Request] = []  # a worker had them before
-        # Requests that gave up their places for other owners; they wait among the fresh ones.
+        self.resumed: list[Request] = []  # requests that a worker had before
+        # Requests that gave up their places for other owners; they wait among the fresh requests.
         self.preempted: dict[bytes, Request] = {}
         # Resumed and preempted requests, see `unchecked_resumed`.
         self.unchecked: dict[bytes, Request] = {}
-        self._epochs: tuple[int, ...] = ()  # of the workers compared with the checked ones
-        self.count = 0  # fresh and resumed requests
-        self.ranked = [0] * RANKS  # requests of each rank
-        self.charged = 0  # requests with a bound, see Run.batch_bound
+        self._epochs: tuple[int, ...] = ()  # epochs of workers compared with the checked requests
+        self.count = 0  # number of fresh and resumed requests
+        self.ranked = [0] * RANKS  # number of requests by rank
+        self.charged = 0  # number of requests with a bound, see Run.batch_bound
         self.bytes = 0  # of prompts
 
     def __len__(self) -> int:
@@ -158,20 +163,20 @@ class Queue:
         return any(each is request for each in self)
 
     def add(self, request: Request) -> None:
-        """Queue a first sending."""
+        """Queue a request that no worker had."""
         self.lanes[request.message.priority].add(request)
         self._count(request, 1)
 
     def add_resumed(self, request: Request) -> None:
-        """Queue a request that a worker had before; later requests do not go first."""
+        """Queue a request that a worker had before. Later requests do not overtake it."""
         insort(self.resumed, request, key=_turn)
         self.unchecked[request.id] = request
         self._count(request, 1)
 
     def add_preempted(self, request: Request) -> None:
-        """Queue a request that gave up its place, as the first of its owner.
+        """Queue a request that gave up its place, as the first request of its owner.
 
-        An idle job becomes the last.
+        An idle job becomes the last request instead.
         """
         lane = self.lanes[request.message.priority]
         (lane.add if request.rank == IDLE_RANK else lane.add_first)(request)
@@ -179,20 +184,20 @@ class Queue:
         self._count(request, 1)
 
     def sent_again(self, request: Request, more_bytes: int) -> None:
-        """Note that a request in the queue was sent again, with `more_bytes` more."""
+        """Note a retry of a queued request, which is `more_bytes` larger than before."""
         self.bytes += more_bytes
         if request.id in self.preempted or self._place_among_resumed(request) is not None:
-            self.unchecked[request.id] = request  # it may have come with facts
+            self.unchecked[request.id] = request  # the retry may have brought model data (`facts`)
 
     @property
     def begun(self) -> bool:
-        """Returns whether requests wait that a worker had before."""
+        """Returns whether any waiting request was in a worker before."""
         return bool(self.resumed or self.preempted)
 
     def unchecked_resumed(self, epochs: tuple[int, ...]) -> list[Request]:
-        """Returns the begun requests that were not compared with the workers of these epochs.
+        """Returns the begun requests that were not yet compared with the workers of these epochs.
 
-        The next call with the same epochs returns only requests that were added since.
+        The next call with equal epochs returns only requests that were added since.
         """
         if epochs == self._epochs:
             begun = list(self.unchecked.values())
@@ -205,7 +210,10 @@ class Queue:
     def head(
         self, places: Mapping[str, int] = NO_PLACES, *, without_images: bool = False
     ) -> Request | None:
-        """Returns the next fresh request of the highest priority, if any; see Lane.head."""
+        """Returns the next fresh request of the highest priority; None without one.
+
+        See Lane.head.
+        """
         for lane in reversed(self.lanes):
             request = lane.head(places, without_images=without_images)
             if request is not None:
@@ -213,12 +221,12 @@ class Queue:
         return None
 
     def heads(self, places: Mapping[str, int] = NO_PLACES) -> list[Request]:
-        """Returns the next fresh requests, of the highest priority and of one owner."""
+        """Returns the next fresh requests of the highest priority, all of one owner."""
         lane = next((lane for lane in reversed(self.lanes) if lane.owners), None)
         return [] if lane is None else lane.heads(places)
 
     def owners(self) -> set[str]:
-        """Returns the owners of the requests."""
+        """Returns the owners of the waiting requests."""
         fresh = (owner for lane in self.lanes for owner in lane.owners)
         return {*fresh, *(request.owner for request in self.resumed)}
 
@@ -230,13 +238,13 @@ class Queue:
                 yield from islice(waiting.values(), most)
 
     def of_owner(self, owner: str) -> Iterator[Request]:
-        """Yields an owner's requests: the resumed, then the others, highest priority first."""
+        """Yields an owner's requests: resumed requests, then the others by falling priority."""
         yield from (request for request in self.resumed if request.owner == owner)
         for lane in reversed(self.lanes):
             yield from lane.owners.get(owner, {}).values()
 
     def in_turn(self) -> Iterator[Request]:
-        """Yields the fresh requests: the highest priority first, then the owner in turn."""
+        """Yields the fresh requests by falling priority and in the turns of their owners."""
         for lane in reversed(self.lanes):
             for waiting in lane.owners.values():
                 yield from waiting.values()
@@ -251,7 +259,7 @@ class Queue:
         self._count(request, -1)
 
     def drop(self, request: Request) -> None:
-        """Remove a request that ends."""
+        """Remove a request that has ended."""
         self._forget_begun(request)
         if (place := self._place_among_resumed(request)) is not None:
             del self.resumed[place]
@@ -270,22 +278,25 @@ class Queue:
         return place if resumed else None
 
     def forget_checks(self) -> None:
-        """Have `unchecked_resumed` return all begun requests at its next call."""
+        """Make the next call of `unchecked_resumed` return all begun requests."""
         self._epochs = ()
 
     def position(self, request: Request) -> int:
-        """Returns an upper bound of the requests that go first; shares decide."""
+        """Returns an upper bound of the requests before this request; the shares decide."""
         if (place := self._place_among_resumed(request)) is not None:
             return place
         lanes = self.lanes[request.message.priority :]
         return len(self.resumed) + sum(lane.count for lane in lanes) - 1
 
     def outranks(self, request: Request) -> bool:
-        """Returns whether requests of a higher rank than this one wait; it may run."""
+        """Returns whether requests of a higher rank than `request` wait.
+
+        `request` may be running.
+        """
         return any(self.ranked[request.rank + 1 :])
 
     def waiting_since(self) -> float:
-        """Returns when the longest wait of a request began; infinity without requests."""
+        """Returns the begin of the longest wait of a request; infinity without requests."""
         eldest = (_first(waiting) for lane in self.lanes for waiting in lane.owners.values())
         return min((each.waiting_since for each in (*eldest, *self.resumed)), default=math.inf)
 

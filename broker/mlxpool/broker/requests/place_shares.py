@@ -1,10 +1,10 @@
-"""Shares the places of a model among owners: decides which runs give theirs up. Pure.
+"""Divides the places of a model among owners: decides which runs give up their places. Pure.
 
-A place is one of the sequences that a ready worker runs at once. The owner with the fewest places
-gets the next free place. If all are taken, a waiting request takes a place
+A place is a slot in the batch of a ready worker. The owner with the fewest places gets the next
+free place. If all are taken, a waiting request takes a place
 
-- from the owner with the most places, if that owner has at least two more than its own: so owners
-  at or below an equal share lose nothing;
+- from the owner with the most places, if that owner has at least two more than the request's
+  owner: so owners at or below an equal share lose no place;
 - else, if its owner has no place, from a run that has had its place for a TURN: so owners take
   turns if they are more than the places.
 
@@ -23,22 +23,22 @@ from msgspec import Struct, field
 
 from mlxpool.broker.requests.request import Request
 
-# Seconds that a request waits before a run gives up its place for it: with short answers, places
-# become free all the time.
+# Seconds that a request waits before a run gives up its place for it. With short answers, places
+# become free constantly.
 PATIENCE = 0.05
-# Seconds that a run has its place before it gives it up to an owner without places. Most of this
+# Seconds after which a run gives up its place to an owner without places. Most of this
 # time remains after the run has read its tokens again.
 TURN = 2.0
-# Seconds for which a place that an owner took is kept for it after its request: its next request
-# gets it, so that many short requests do not each begin and preempt a run.
+# Seconds for which a taken place is reserved for its new owner after the request: the owner's next
+# request gets the place, so that a series of short requests preempts only one run.
 KEEP = 1.0
-LOOK_AGAIN = 0.25  # seconds until a run whose turn is over is checked again for an output
+LOOK_AGAIN = 0.25  # seconds until a run whose turn is over is checked again for output
 
 
 class Held(Struct, frozen=True):
-    """A run that has a place of the worker with the epoch `worker` since the time `since`.
+    """A run with a place in the worker of epoch `worker` since the time `since`.
 
-    `proven`: it has had an output there, so that its prefill was not in vain.
+    `proven`: the run has produced output there, so its prefill was not wasted.
     """
 
     request: Request
@@ -48,7 +48,7 @@ class Held(Struct, frozen=True):
 
 
 class Wanted(Struct, frozen=True):
-    """A request that waits, and the epochs of the workers that it may be given to."""
+    """A waiting request, and the epochs of the workers that may run it."""
 
     request: Request
     workers: Collection[int]
@@ -57,7 +57,7 @@ class Wanted(Struct, frozen=True):
 class Decision(Struct, frozen=True):
     """The runs that give up their places, each with the owner that takes it.
 
-    `again`: when to decide again if nothing happens until then; infinity: nothing would change.
+    `again`: the time of the next decision if no event comes before; infinity: it would not change.
     """
 
     gives: tuple[tuple[Request, str], ...] = ()
@@ -71,10 +71,10 @@ def decide(
     coming: Mapping[int, int],
     now: float,
 ) -> Decision:
-    """Decides which runs give up their places for waiting requests.
+    """Returns the runs that give up their places for waiting requests.
 
-    `wanted` is in the order of turns, `counts` has the places of each owner. `coming`: the places
-    of each worker that are free, or will be because their runs are being ended.
+    `wanted` is in the order of turns. `counts` has the number of places of each owner. `coming` has
+    the number of free places of each worker, with the places of runs that are being stopped.
     """
     runs, left, places = _by_owner(held), dict(coming), Counter(counts)
     waiting: defaultdict[str, deque[Wanted]] = defaultdict(deque)
@@ -83,7 +83,7 @@ def decide(
     turns = [(places[owner], order, owner) for order, owner in enumerate(waiting)]
     heapq.heapify(turns)  # the owner with the fewest places first
     gives: list[tuple[Request, str]] = []
-    refused: dict[tuple[int, int, Collection[int]], float] = {}  # equal ones get nothing either
+    refused: dict[tuple[int, int, Collection[int]], float] = {}  # equal owners get no place either
     again = math.inf
     while turns:
         own, order, taker = heapq.heappop(turns)
@@ -112,7 +112,7 @@ def decide(
 
 
 def _by_owner(held: Sequence[Held]) -> dict[str, list[Held]]:
-    """Returns each owner's runs; the last gives up its place first: lowest rank, then newest."""
+    """Returns the runs of each owner. The last run yields first: lowest rank, then newest."""
     runs: defaultdict[str, list[Held]] = defaultdict(list)
     for run in sorted(held, key=lambda run: (-run.request.rank, run.request.arrival)):
         runs[run.request.owner].append(run)
@@ -128,7 +128,7 @@ def _giver(
 ) -> tuple[Held | None, float]:
     """Returns the run that gives up its place for a request of an owner with `own` places.
 
-    Without a run, returns None and the time from which a run may.
+    If there is none, returns None and the time from which a run may give up its place.
     """
     others = [owner for owner in runs if owner != want.request.owner]
     above = sorted(
@@ -150,20 +150,20 @@ def _giver(
 
 
 def _may_have(want: Wanted, run: Held) -> bool:
-    """Returns whether a request may have the place of a run."""
+    """Returns whether a request may get the place of a run."""
     return run.worker in want.workers and run.request.rank <= want.request.rank
 
 
 class Places(Struct, eq=False):
-    """The places of a model that its owners have, and places promised to them or kept for them."""
+    """The places of a model: places that owners have, promised places and reserved places."""
 
     held: Counter[str] = field(default_factory=Counter)
-    promised: Counter[str] = field(default_factory=Counter)  # runs are giving them up
-    _taken: Counter[str] = field(default_factory=Counter)  # held places that others gave up
+    promised: Counter[str] = field(default_factory=Counter)  # promised: runs are giving them up
+    _taken: Counter[str] = field(default_factory=Counter)  # reserved places that others gave up
     _kept: deque[tuple[float, str]] = field(default_factory=deque)  # (until when, owner)
 
     def get(self, owner: str) -> None:
-        """Count a place (a sequence of a worker) that a request of an owner got."""
+        """Count a place that a request of an owner got."""
         self.held[owner] += 1
         kept = next((entry for entry in self._kept if entry[1] == owner), None)
         if self.promised[owner]:
@@ -174,25 +174,25 @@ class Places(Struct, eq=False):
             self._taken[owner] += 1
 
     def leave(self, owner: str, now: float) -> None:
-        """End the place of a request of an owner; keep it for the owner if others gave it up."""
+        """End the place of an owner's request. Reserve it for the owner if others gave it up."""
         _less(self.held, owner)
         if self._taken[owner] > self.held[owner]:
             _less(self._taken, owner)
             self._kept.append((now + KEEP, owner))
 
     def give(self, giver: str, taker: str) -> None:
-        """Move the place of a run to another owner."""
+        """Promise the place of a run to another owner."""
         _less(self.held, giver)
         if self._taken[giver] > self.held[giver]:
             _less(self._taken, giver)
         self.promised[taker] += 1
 
     def break_promise(self, owner: str) -> None:
-        """Drop the promises to an owner without a request that could use the places."""
+        """Drop the promises to an owner that has no request for these places."""
         self.promised.pop(owner, None)
 
     def kept_from(self, owner: str, now: float) -> list[str]:
-        """Returns the owners whose kept places this owner does not get; [] if it has no place."""
+        """Returns the owners whose reserved places this owner cannot get; [] if it has no place."""
         while self._kept and self._kept[0][0] <= now:
             self._kept.popleft()
         if not self._kept or not self.held[owner]:

@@ -1,26 +1,26 @@
-"""Rates that bound each owner. Pure: time is an argument.
+"""Rate limits of owners. Pure: time is an argument.
 
-An owner is a key's name, or a user of this machine. Limits are passed in, so that a reload holds at
-once; 0 is unlimited.
+An owner is the name of a key, or a user of this machine. Limits are arguments, so that a reload
+applies immediately; 0 is unlimited.
 """
 
 from __future__ import annotations
 
 import math
 
-MAX_DEBT = 10.0  # largest debt of an owner, in seconds of its rate
-MAX_OWNERS = 4096  # accounts at which those without debt are dropped
+MAX_DEBT = 10.0  # largest debt of an owner, in seconds of its limit
+MAX_OWNERS = 4096  # number of accounts at which accounts without debt are dropped
 
 
 class Rates:
     """A leaky bucket for each owner. A burst of one second's worth is free.
 
-    An owner with an empty bucket may still spend, into debt: a message larger than a second's worth
-    passes, and the next message has to wait for it.
+    An owner may spend more than its bucket holds and then has a debt. So a message larger than a
+    second's worth passes, and the next message waits until the debt is zero.
     """
 
     def __init__(self) -> None:
-        self._accounts: dict[str, tuple[float, float]] = {}  # owner -> (amount left, at this time)
+        self._accounts: dict[str, tuple[float, float]] = {}  # owner -> (remaining amount, its time)
 
     def spend(self, owner: str, amount: float, limit: float, now: float) -> None:
         """Take `amount` from the owner's account of `limit` a second."""
@@ -30,12 +30,12 @@ class Rates:
             self._drop_even_accounts(limit, now)
 
     def wait(self, owner: str, limit: float, now: float) -> float:
-        """Returns the seconds until the owner may spend again; 0 if it may now."""
+        """Returns the seconds until the owner may spend again; 0 if it may spend now."""
         left = self._left(owner, limit, now)
         return 0.0 if limit <= 0 or left > 0 else max(0.001, -left / limit)
 
     def broke(self, owner: str, limit: float, now: float) -> bool:
-        """Returns whether the owner has its largest debt."""
+        """Returns whether the owner has the largest possible debt."""
         return limit > 0 and self._left(owner, limit, now) <= -MAX_DEBT * limit
 
     def _left(self, owner: str, limit: float, now: float) -> float:

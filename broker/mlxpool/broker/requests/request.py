@@ -1,4 +1,4 @@
-"""A live request: its run, its reader, and its tombstone after its end."""
+"""A live request: its run, its reader, and the tombstone that remains after its end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlxpool.common.protocol.token_ids import count_of
 
 class RequestState(Enum):
     QUEUED = "queued"
-    ASSIGNED = "assigned"  # a worker has it; no output came from that worker yet
+    ASSIGNED = "assigned"  # a worker has the request and has not sent output
     STREAMING = "streaming"
     DONE = "done"
     FAILED = "failed"
@@ -53,7 +53,7 @@ RANKS = 2 * (MAX_PRIORITY + 1) + 1
 
 
 def rank_of(priority: int, *, kept: bool, idle: bool) -> int:
-    """Returns a rank below RANKS; a charged job lets requests of a higher rank go first.
+    """Returns a rank below RANKS. A charged job yields to requests of a higher rank.
 
     An idle job has the lowest rank. Within a priority a job (`kept`) is below streams.
     """
@@ -62,32 +62,33 @@ def rank_of(priority: int, *, kept: bool, idle: bool) -> int:
 
 @dataclass(eq=False, slots=True)
 class Run:
-    """A completion in the making, over all workers that it is given to.
+    """A completion in progress, across all workers that run it.
 
-    `ids` are the packed ids received from workers, delivered or not. A resume consists of the
-    message, the seed, the facts and `ids`. The lease (`epoch`, `slot`, `number`) names the worker
-    that runs it. `number` identifies the run there and is never used twice.
+    `ids` are the packed ids received from workers, delivered or not. A resume has the message, the
+    seed, the facts (model data of the first worker) and `ids`. The lease (`epoch`, `slot`,
+    `number`) names the worker that has the run. `number` identifies the run in the worker and is
+    never reused.
     """
 
     seed: int
     ids: bytearray = field(default_factory=bytearray)
-    facts: Facts | None = None  # facts of its first worker
+    facts: Facts | None = None  # model data from its first worker
     prompt_tokens: int = 0
-    reported: int = 0  # tokens of the prompt that workers have reported
-    epoch: int = 0  # 0: no worker has it
+    reported: int = 0  # prompt tokens that workers have reported as read
+    epoch: int = 0  # epoch of its worker; 0: no worker has it
     slot: str = ""
     number: int = 0
-    tries: int = 0  # times it was given to a worker
-    leased_at: float = 0.0  # when it was given to the newest worker
+    tries: int = 0  # number of workers that have had it
+    leased_at: float = 0.0  # time at which the newest worker got it
     resumes_without_progress: int = 0  # in a row
-    charge: float = 0.0  # its share in the ends of workers, see `blame`
-    batch_bound: int = 0  # most runs in its worker, itself included; 0: any
-    assigned_at: float = 0.0  # first given to a worker; 0: not yet
-    first_token_at: float = 0.0  # 0: no token yet
-    lost_at: float = 0.0  # when it was released, until the next worker has it; else 0
+    charge: float = 0.0  # its blame for lost workers, see blame.py
+    batch_bound: int = 0  # largest batch that may contain it; 0: any
+    assigned_at: float = 0.0  # time of its first lease; 0: none yet
+    first_token_at: float = 0.0  # time of its first token; 0: none yet
+    lost_at: float = 0.0  # time of its release, until the next lease; else 0
     resumes: list[tuple[float, float]] = field(default_factory=list)  # released, leased again
-    measured_ids: int = 0  # ids that the histograms have counted
-    measured_at: float = 0.0  # when the newest of these came; 0: never
+    measured_ids: int = 0  # number of ids that the histograms have counted
+    measured_at: float = 0.0  # time at which the newest of them came; 0: never
 
     @property
     def taken(self) -> int:
@@ -95,7 +96,7 @@ class Run:
         return count_of(self.ids)
 
     def lease(self, epoch: int, slot: str, number: int, now: float = 0.0) -> None:
-        """Give the run to a worker."""
+        """Lease the run to a worker."""
         if self.lost_at:
             self.resumes.append((self.lost_at, now))
             self.lost_at = 0.0
@@ -103,7 +104,7 @@ class Run:
         self.tries += 1
 
     def release(self, now: float = 0.0) -> None:
-        """Take the run from its worker."""
+        """End the lease of the run."""
         if self.epoch:
             self.lost_at = now
         self.epoch, self.slot, self.number = 0, "", 0
@@ -114,22 +115,22 @@ class Run:
 
 @dataclass(eq=False, slots=True)
 class Reader:
-    """A client that reads a run.
+    """The client that reads a run, with its flow-control values.
 
-    Flow control with these values is in core/delivery.py. Counts are of token ids. Invariant:
-    acked <= sent <= taken, and sent + the ids in `unread` == taken.
+    core/delivery.py uses these values. Counts are numbers of token ids. Invariant: acked <= sent <=
+    taken, and sent + the ids in `unread` == taken.
     """
 
     link: int
-    attempt: int  # number of the client's sending that the messages answer
-    # Ids sent and not acknowledged at which nothing more is sent; a chunk may exceed it.
+    attempt: int  # number of the client's attempt that the messages answer
+    # Unacknowledged ids at which no more output is sent; a chunk may exceed the number.
     window: int
-    batch: bool  # deltas of a step are merged with those of other streams on this link
+    batch: bool  # merge deltas of a step with deltas of other streams on this link
     sent: int = 0
     acked: int = 0
     unread: deque[StreamDelta] = field(default_factory=deque)
     unread_bytes: int = 0
-    blocked_since: float = 0.0  # since when output waits for a full window; 0: it does not
+    blocked_since: float = 0.0  # time since when output waits for a full window; 0: it does not
 
 
 @dataclass(eq=False, slots=True)
@@ -138,19 +139,19 @@ class Request:
 
     id: bytes
     owner: str
-    digest: bytes  # equal for all sendings of the same request
+    digest: bytes  # equal for all attempts of a request
     message: Generate
     model: str  # the name under which its model runs; `message.model` is the name in the request
     run: Run
     reader: Reader
     accepted_at: float
     deadline: float
-    queue_deadline: float  # infinity once it was given to a worker
-    first_token_deadline: float  # infinity once it has a token
+    queue_deadline: float  # infinity after its first lease
+    first_token_deadline: float  # infinity after its first token
     arrival: int = 0  # its number in the order of arrival
     rank: int = IDLE_RANK  # see rank_of
-    passed: int = 0  # later requests of its owner that workers got before it
-    pieces: PromptPieces | None = None  # of its prompt, once a worker was chosen among several
+    passed: int = 0  # number of later requests of its owner that overtook it
+    pieces: PromptPieces | None = None  # pieces of its prompt, once it had a choice of workers
     state: RequestState = RequestState.QUEUED
 
     def move(self, event: str) -> None:
@@ -162,7 +163,7 @@ class Request:
 
     @property
     def other_name(self) -> str | None:
-        """The name in the request, if its model runs under another name."""
+        """The name in the request, if its model runs under another name, else None."""
         return self.message.model if self.message.model != self.model else None
 
     @property
@@ -171,19 +172,19 @@ class Request:
 
     @property
     def waiting_since(self) -> float:
-        """The time of its newest token, else of its arrival: a queued request waits since then."""
+        """The time since when the client waits: that of the newest token, else of the arrival."""
         return self.run.measured_at or self.accepted_at
 
     @property
     def attempt(self) -> int:
-        """The number of the newest sending of its client."""
+        """The number of its client's newest attempt."""
         return self.reader.attempt
 
 
 class Tombstone(Struct, frozen=True):
-    """The record of an ended request: a late cancel gets its state, a late sending is refused.
+    """The record of an ended request. A late cancel gets its state; a late retry is refused.
 
-    `final`: it was ended on request, so that no later sending starts it again.
+    `final`: the request was ended by a command, so that no later retry starts it again.
     """
 
     owner: str
@@ -198,7 +199,7 @@ class Tombstone(Struct, frozen=True):
 # ---- output that waits for its reader ------------------------------------------------------------
 
 
-MAX_CHUNK = 64 * 1024  # bytes of text, ids and log-probabilities in one chunk
+MAX_CHUNK = 64 * 1024  # most bytes of text, ids and log-probabilities in one chunk
 
 
 def append_output(
@@ -209,7 +210,7 @@ def append_output(
     logprobs: list[Any] | None = None,
     facts: dict[str, Any] | None = None,
 ) -> int:
-    """Add the output of a step. Returns its size in bytes."""
+    """Append the output of a step to `chunks`. Returns its size in bytes."""
     size = 4 * len(text) + len(ids)
     if logprobs:
         size += size_of_logprobs(logprobs)

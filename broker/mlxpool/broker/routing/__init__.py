@@ -1,4 +1,4 @@
-"""The choice of the cheapest worker for a request, by cache, speed and load.
+"""The choice of the cheapest worker for a request, by prefix cache, speed and load.
 
 Pure; `workers.placement` uses it.
 """

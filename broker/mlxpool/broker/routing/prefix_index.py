@@ -1,7 +1,7 @@
-"""An index of the prefixes that a worker may have cached, by the prompts that it was sent.
+"""An index of the prefixes that a worker may have cached, from the prompts sent to it.
 
-It is an estimate. The worker reports the facts: heartbeats have the number of tokens that its cache
-dropped, the usage of a request has the number that it found.
+The index is an estimate. The worker reports the true numbers: heartbeats have the tokens that its
+cache evicted, the usage of a request has its cached tokens.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from mlxpool.common.protocol.prompts import ChatPrompt, PackedPrompt, Prompt, Te
 from mlxpool.common.protocol.token_ids import ID_WIDTH
 
 PIECE_TOKENS = 256
-MAX_PIECES = 1024  # pieces of a prompt at most; the rest of a long prompt has none
-BYTES_PER_TOKEN = 4  # a rough value for text, until a worker has counted
+MAX_PIECES = 1024  # most pieces of a prompt; the rest of a long prompt is not indexed
+BYTES_PER_TOKEN = 4  # approximate bytes per token of text, until a worker has counted
 KEY_BYTES = 8
 
 
 class PromptPieces(Struct, frozen=True):
     """A prompt as a chain of pieces: prompts with a common prefix begin with equal pieces.
 
-    The broker does without tokenizer and chat template, so it cuts the client's data: 256 token
-    ids, 1 KiB of text, or a message of a chat (1 KiB of a longer message). `keys[i]` stands for the
-    prompt up to the end of piece i.
+    The broker has neither tokenizer nor chat template, so it cuts the client's data. A piece is 256
+    token ids, 1 KiB of text, or a message of a chat (1 KiB of a longer message). `keys[i]` is a
+    hash of the prompt up to the end of piece i.
 
-    A worker that was sent a prompt with that key has cached about `ends[i]` tokens of this prompt.
-    They reach to the end of the piece. If the model's answer follows, they include it, since the
-    worker made it. `tokens` is the number of tokens of the whole prompt.
+    A worker that got a prompt with that key has cached about `ends[i]` tokens of this prompt, up to
+    the end of the piece. If the model's answer follows, these tokens include the answer, which the
+    worker computed. `tokens` is the number of tokens of the whole prompt.
     """
 
     keys: tuple[bytes, ...]
@@ -42,11 +42,11 @@ class PromptPieces(Struct, frozen=True):
 
 
 def pieces_of(prompt: Prompt) -> PromptPieces:
-    """Cut a prompt. All keys also depend on its tools, its thinking and its images."""
+    """Cut a prompt into pieces. All keys also depend on its tools, its thinking and its images."""
     keys: list[bytes] = []
     ends: list[int] = []
     key, end = _base(prompt), _base_tokens(prompt)
-    sent = 0  # pieces up to the newest one from the client
+    sent = 0  # number of pieces up to the client's newest piece
     for text, generated, width in _texts(prompt):
         for start in range(0, len(text), PIECE_TOKENS * width):
             piece = text[start : start + PIECE_TOKENS * width]
@@ -68,7 +68,7 @@ def _hash(*parts: bytes) -> bytes:
 
 
 def _base(prompt: Prompt) -> bytes:
-    """Returns a hash of data before all pieces, or that changes their meaning."""
+    """Returns a hash of the data that precede all pieces or change their meaning."""
     settings: list[object] = [type(prompt).__name__]
     if isinstance(prompt, ChatPrompt):
         settings += [prompt.tools, prompt.think]
@@ -85,7 +85,7 @@ def _base_tokens(prompt: Prompt) -> int:
 
 
 def _texts(prompt: Prompt) -> Iterator[tuple[bytes, bool, int]]:
-    """Yields parts of a prompt: bytes, whether a model made them, and bytes of a token."""
+    """Yields parts of a prompt: (bytes, whether the model wrote the part, bytes per token)."""
     if isinstance(prompt, ChatPrompt):
         for message in prompt.messages:
             yield msgpack.packb(message), message.get("role") == "assistant", BYTES_PER_TOKEN
@@ -95,13 +95,13 @@ def _texts(prompt: Prompt) -> Iterator[tuple[bytes, bool, int]]:
         yield prompt.blob, False, BYTES_PER_TOKEN if prompt.key == "prompt" else ID_WIDTH
 
 
-MAX_KEYS = 1 << 16  # pieces of a worker, about 8 MB
+MAX_KEYS = 1 << 16  # most pieces of a worker, about 8 MB
 
 
 class PrefixIndex:
-    """The pieces of the prompts that a worker was sent.
+    """The pieces of the prompts that were sent to a worker.
 
-    The least recently sent pieces are dropped first, and of a prompt its last pieces first.
+    The least recently sent pieces are evicted first; of one prompt its last pieces first.
     """
 
     def __init__(self) -> None:
@@ -112,14 +112,14 @@ class PrefixIndex:
         return len(self._pieces)
 
     def found(self, prompt: PromptPieces) -> int:
-        """Returns the number of the prompt's first tokens that are in the index."""
-        # Invariant: a piece is in the index only together with all pieces before it.
+        """Returns the number of leading tokens of the prompt that are in the index."""
+        # Invariant: the index contains a piece only together with all pieces before it.
         count = bisect_left(prompt.keys, True, key=lambda key: key not in self._pieces)
         return prompt.ends[count - 1] if count else 0
 
     def add(self, prompt: PromptPieces) -> None:
-        """Add a prompt that the worker was sent."""
-        # The first piece is touched last: a shared prefix outlives the pieces after it.
+        """Add a prompt that was sent to the worker."""
+        # The first piece is touched last: a shared prefix is evicted after the pieces that follow.
         for index in range(len(prompt.keys) - 1, -1, -1):
             key = prompt.keys[index]
             if key in self._pieces:
@@ -132,12 +132,12 @@ class PrefixIndex:
             self._drop_oldest()
 
     def bound(self, tokens: int) -> None:
-        """Drop the oldest pieces until at most `tokens` tokens are left."""
+        """Evict the oldest pieces until at most `tokens` tokens are left."""
         while self._pieces and self.tokens > tokens:
             self._drop_oldest()
 
     def shrink(self, tokens: int) -> None:
-        """Drop the oldest pieces, after the worker's cache has dropped `tokens` tokens."""
+        """Evict the oldest pieces, because the worker's cache has evicted `tokens` tokens."""
         self.bound(max(0, self.tokens - tokens))
 
     def _drop_oldest(self) -> None:
