@@ -1,4 +1,4 @@
-"""The counting model: without weights and MLX; its tokens follow from a formula.
+"""The counting model, a test model without weights and MLX: a formula gives its tokens.
 
 Token i of a completion is f(prompt, seed, i):
 
@@ -41,7 +41,7 @@ from mlxpool.worker.scheduling.step_cost import SLOW_STEP_TARGET, Load, StepCost
 
 GOLDEN = 0x9E3779B97F4A7C15
 MASK = 2**64 - 1
-BYTES_PER_TOKEN = 1024  # of keys and values, in the memory report
+BYTES_PER_TOKEN = 1024  # bytes of keys and values of a token, in the memory report
 CONTEXT = 131_072
 CHUNK = 2048
 LOAD_STEPS = 10
@@ -83,7 +83,7 @@ class CountingEngine:
         self.cost = StepCost()
 
     def load(self, on_progress: Callable[[int, int], None]) -> None:
-        """Takes `load_ms` in LOAD_STEPS steps."""
+        """Sleeps `load_ms` milliseconds in LOAD_STEPS steps, instead of loading."""
         for shard in range(LOAD_STEPS):
             time.sleep(self.settings.load_ms / 1000 / LOAD_STEPS)
             on_progress(shard + 1, self.settings.load_bytes * (shard + 1) // LOAD_STEPS)
@@ -237,7 +237,7 @@ def prompt_logprob(token: int) -> float:
 
 
 def _reported(span: Span) -> PromptLogprobs:
-    """Returns the log-probabilities that a span reports; a token is its own alternative."""
+    """Returns log-probabilities of a span's prompt tokens; a token's only alternative is itself."""
     seq = span.sequence
     begin, top = max(span.start + 1, seq.reported), min(1, seq.options.prompt_alternatives)
     ids = seq.prompt[begin : span.end + 1]
@@ -276,7 +276,10 @@ class CountingText:
         *,
         continues: bool = False,
     ) -> RenderedChat:
-        """Writes one line for each message, without thoughts. Raises BadRequest for tools."""
+        """Returns one line of text for each message, without thoughts.
+
+        Raises BadRequest for tools.
+        """
         if tools:
             raise BadRequest("the model counting knows no tools: leave `tools` out")
         lines = [f"{m['role']}: {joined(m.get('content'))}\n" for m in messages]

@@ -28,7 +28,7 @@ from mlxpool.worker.weights.json_files import read_json
 if TYPE_CHECKING:
     from mlxpool.worker.prompt.chat_template.sandbox import Template
 
-FEATURES = ("batching", "tree", "resume", "format")  # of every architecture in models/
+FEATURES = ("batching", "tree", "resume", "format")  # the features of every architecture in models/
 CONFIG_NUMBERS = {  # detail -> key of config.json
     "width": "hidden_size",
     "heads": "num_attention_heads",
@@ -77,8 +77,8 @@ def of_weights(folder: ModelFolder) -> dict[str, Any]:
 def details(folder: ModelFolder, templates: Mapping[str, Template]) -> dict[str, Any]:
     """Returns further facts of a model; None for a fact that its files lack.
 
-    They are the modification time of config.json (seconds since 1970), numbers of the config, the
-    chat template, the licence (a text or a name), and the options that generation_config.json
+    The facts are the modification time of config.json (seconds since 1970), numbers of the config,
+    the chat template, the licence (a text or a name), and the options that generation_config.json
     recommends.
     """
     inner = folder.config.get("text_config")
@@ -95,7 +95,7 @@ def details(folder: ModelFolder, templates: Mapping[str, Template]) -> dict[str,
 
 
 def _shown(source: str) -> str | None:
-    """Returns a template that fits into a message; None for a longer template."""
+    """Returns the template if it fits into a message; else None."""
     size = len(source.encode("utf-8", "replace"))
     return source if size <= MAX_SHOWN_TEMPLATE else None
 
@@ -105,8 +105,9 @@ def _parameters(folder: ModelFolder) -> int:
 
 
 def features(folder: ModelFolder) -> tuple[str, ...]:
-    """Returns the features that the model supports: of batching, prefix tree, resume, formats of
-    answers, `deterministic` and images.
+    """Returns the features that the model supports.
+
+    They are among batching, prefix tree, resume, formats of answers, `deterministic` and images.
     """
     if folder.uses_mlx_lm:
         return mlx_lm_models.FEATURES
@@ -159,9 +160,9 @@ def describe_counting(engine: CountingEngine) -> dict[str, Any]:
 
 
 def quantisation(folder: ModelFolder) -> str:
-    """Returns the most frequent layout, as `4-bit affine g64`; of dense weights, the main dtype.
+    """Returns the most frequent layout, as `4-bit affine g64`; for dense weights the main dtype.
 
-    "mixed" follows it if some layers have another layout.
+    The text ends with "mixed" if some layers have another layout.
     """
     layouts = Counter(_layouts(folder)).most_common()
     if not layouts:
@@ -172,7 +173,7 @@ def quantisation(folder: ModelFolder) -> str:
 
 
 def _layouts(folder: ModelFolder) -> Iterable[QuantLayout]:
-    """Returns the layout of every quantised module; with mlx-lm's code, of modules with scales."""
+    """Returns the layouts of all quantised modules; for mlx-lm's code, modules that have scales."""
     if not folder.uses_mlx_lm:
         return folder.match.layouts.values()
     try:
@@ -194,7 +195,7 @@ def tokenizer_kind(tokenizer: Mapping[str, Any]) -> str:
 
 
 def _types(part: Any) -> set[str]:
-    """Returns the types of a decoder and of the decoders in it."""
+    """Returns the types of a tokenizer's decoder and of the decoders nested in it."""
     if not isinstance(part, Mapping):
         return set()
     inner = part.get("decoders")
@@ -207,8 +208,9 @@ def _types(part: Any) -> set[str]:
 def describe_encoder(encoder: EncoderFolder, tokenizer: str) -> dict[str, Any]:
     """Returns the `model` object of docs/models.md, of JSON values; `tokenizer` is its kind.
 
-    It has the keys of a model that generates text, and three more: the `dimensions` of its vectors
-    (0: it does not embed), the names of its `prompts`, and its `labels`. Its task is its feature.
+    The object has the keys of a model that generates text, and three more: the `dimensions` of its
+    vectors (0: it does not embed), the names of its `prompts`, and its `labels`. Its task is its
+    feature.
     """
     folder = encoder.folder
     return {

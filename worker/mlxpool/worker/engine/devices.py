@@ -23,14 +23,14 @@ class Passes(Protocol):
     def start(
         self, spans: Many[Span], *, at_once: bool, built: Callable[[], None] = lambda: None
     ) -> bool:
-        """Starts one pass, see Engine.submit; if not `at_once`, its logits wait for `draw`."""
+        """Starts one pass, see Engine.submit; if not `at_once`, `draw` draws its tokens later."""
 
     def collect(self) -> StepResult:
         """See Engine.collect."""
 
 
 class PassQueue(Passes, Protocol):
-    """Passes with a queue of those in flight; pipeline.Pipeline is one."""
+    """Passes with a queue of the passes in flight; pipeline.Pipeline is one."""
 
     @property
     def flights(self) -> Sized:
@@ -38,16 +38,16 @@ class PassQueue(Passes, Protocol):
 
 
 class OneDevice:
-    """One device with the whole model; groups/group_engine.py has several, each with a part."""
+    """One device with the whole model; groups/group_engine.py divides a model between devices."""
 
-    ranks = 1  # processes that have equal parts of the model
-    no_drafts = ""  # the reason why no pass checks drafts; empty: passes check them
-    builds_alone = True  # a pass may be built here that no other process computes
+    ranks = 1  # the number of processes, each with an equal part of the model
+    no_drafts = ""  # the reason why no pass checks drafts; empty: passes check drafts
+    builds_alone = True  # this process may build a pass that no other process computes
 
     def make_layout(
         self, name: str, shape: RowShape, model: Model, blocks: int, **settings: Any
     ) -> Layout:
-        """Makes the layout `name`, see make_layout."""
+        """Makes the layout `name`, see layout_choice.make_layout."""
         return make_layout(name, shape, model, blocks, on_gpu=device.on_gpu(), **settings)
 
     def passes(self, pipeline: PassQueue) -> Passes:

@@ -1,7 +1,7 @@
 """The disk tier in the compute thread: reads prefixes for waiting sequences, saves the tree.
 
-`open_disk` decides for which settings records are valid, and which engines have a tier. Only the
-end of the worker waits for the disk, for a bounded time.
+`open_disk` decides for which settings records are valid, and which engines have a tier. Only at the
+end of the worker the thread waits for the disk, for a bounded time.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from mlxpool.worker.versions import version_of
 log = logging.getLogger("mlxpool.worker")
 
 MAX_ROOM = 64 * 2**20  # the most bytes of records in the write queue, and in the read queue
-ROOM_SHARE = 32  # either queue has at most the memory limit divided by this
-READ_LIMIT = 5.0  # seconds without any data from the disk, after which sequences compute
-READ_PAUSE = 60.0  # seconds without readings after the disk has not answered
+ROOM_SHARE = 32  # the memory limit divided by the most bytes of a queue
+READ_LIMIT = 5.0  # seconds without data from the disk until sequences compute their prefixes
+READ_PAUSE = 60.0  # seconds without reading after the disk did not answer
 SAVE_PAUSE = 30.0  # seconds without saving after a failure
-SAVE_AT = 0.5  # the part of the cache's budget above which records are saved while sequences run
-SAVE_INTERVAL = 0.01  # seconds between two tries to give a record to the writer
+SAVE_AT = 0.5  # the used part of the cache's budget above which running sequences save
+SAVE_INTERVAL = 0.01  # seconds between two attempts to give a record to the writer
 
 
 class _Restore(Struct, eq=False):
-    """The reading of a waiting sequence. `nodes`: the last grafted nodes, which are pinned."""
+    """The reading of a sequence's prefix. `nodes`: the last nodes added to the tree, all pinned."""
 
     sequence: Sequence
     tokens: tuple[int, ...]
     reading: Reading
-    first: bytes  # the key of its first block
+    first: bytes  # the key of the prefix's first block
     since: float  # the time at which the last record came, monotonic seconds
     got: int = 0  # tokens that were read so far
     nodes: list[Node[Any, Any]] = field(default_factory=list)
@@ -60,9 +60,9 @@ class _Restore(Struct, eq=False):
 class DiskPrefixes:
     """Moves prefixes between an engine's tree and its disk tier; used by the compute thread.
 
-    `bound`: sets the budget of the cache to the bytes that rows leave. `claim`: returns True if
-    this many bytes are free besides those that rows have or were promised; it evicts prefixes if
-    necessary.
+    `bound`: sets the budget of the cache to the bytes that running rows leave. `claim`: returns
+    True if this many bytes are free besides the memory that rows use or reserve; it evicts prefixes
+    if necessary.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class DiskPrefixes:
         self._claim = claim
         self._saves = DiskSaves(tier, cache, store)
         self._restores: dict[Sequence, _Restore] = {}
-        self._awaited: dict[Sequence, bytes] = {}  # first blocks that others read for sequences
+        self._awaited: dict[Sequence, bytes] = {}  # keys of blocks that another sequence reads
         self._paused_until = 0.0
         self._saves_paused_until = 0.0
 
@@ -89,11 +89,11 @@ class DiskPrefixes:
     # ---- sequences that wait ---------------------------------------------------------------------
 
     def begin(self, seq: Sequence, now: float) -> None:
-        """Begins to read a waiting sequence's prefix, if the disk has more of it than the memory.
+        """Begins to read a waiting sequence's prefix, if the disk has more tokens than the memory.
 
         The sequence waits until `turn` has taken all records. While another sequence reads a prefix
-        that begins with the same block, this sequence waits for it, and `begin` is called again.
-        `now`: monotonic seconds.
+        that begins with the same block, this sequence waits for the other, and `begin` is called
+        again. `now`: monotonic seconds.
         """
         if seq.looked_up or self._is_read(self._awaited.pop(seq, None), seq):
             return
@@ -115,7 +115,7 @@ class DiskPrefixes:
         seq.restoring = True
 
     def _is_read(self, first: bytes | None, seq: Sequence) -> bool:
-        """Returns True if a sequence waits for another that reads a prefix from the same block."""
+        """Returns True if a sequence waits for another whose prefix has the same first block."""
         others = (restore for restore in self._restores.values() if restore.sequence.restoring)
         if first is None or not any(other.first == first for other in others):
             return False
@@ -129,10 +129,10 @@ class DiskPrefixes:
         return any(seq.restoring for seq in self._restores)
 
     def turn(self, now: float, *, busy: bool) -> None:
-        """Takes records that were read, and saves records that will leave the memory.
+        """Adds records from the disk to the tree, and saves records that may soon be evicted.
 
-        While sequences run (`busy`), it takes one record of each sequence, so that copies do not
-        delay a step. It saves only then.
+        While sequences run (`busy`), it adds one record for each waiting sequence, so that copies
+        do not delay a step. It saves records only while sequences run.
         """
         self._tier.state.busy = busy
         self._tier.writes.free()
@@ -143,7 +143,7 @@ class DiskPrefixes:
             self._save(leaving=True)
 
     def leave(self, seq: Sequence) -> None:
-        """Lets the prefix that was read for a sequence be evicted: it has its row, or has left."""
+        """Unpins the prefix that was read for a sequence: the sequence has its row, or has left."""
         self._awaited.pop(seq, None)
         seq.restoring = False
         restore = self._restores.pop(seq, None)
@@ -156,9 +156,9 @@ class DiskPrefixes:
             self.counters.tokens += restore.got
 
     def unpin(self, seq: Sequence) -> bool:
-        """Lets prefixes that were read for other sequences be evicted, because a row needs memory.
+        """Unpins prefixes that were read for other sequences: the row of `seq` needs memory.
 
-        Returns True if some were pinned.
+        Returns True if any of these prefixes were pinned.
         """
         others = [
             restore
@@ -194,7 +194,7 @@ class DiskPrefixes:
         restore.sequence.restoring = False
 
     def _graft(self, restore: _Restore, record: ReadRecord) -> bool:
-        """Adds a record to the tree; returns True if it had space for the record."""
+        """Adds a record to the tree; returns True if the tree had space for the record."""
         header, store = record.header, self._store
         state = None
         if header.kind is Kind.STATE:
@@ -230,10 +230,9 @@ class DiskPrefixes:
         return self._saves.may_have
 
     def save_some(self) -> bool:
-        """Does one step of saving while nothing runs.
+        """Does one step of saving while no sequence runs.
 
-        Returns False if saving has failed just now, or nothing is left to do before the tier wakes
-        the thread.
+        Returns False if saving has just failed, or if the thread can sleep until the tier wakes it.
         """
         self._tier.state.busy = False
         self._tier.writes.free()
@@ -253,7 +252,7 @@ class DiskPrefixes:
             return False
 
     def save_all(self, until: float) -> None:
-        """Writes records of the tree that the disk lacks, until a time in monotonic seconds."""
+        """Writes records of the tree that the disk lacks, until `until` in monotonic seconds."""
         self._saves.again()
         while monotonic() < until:
             if not self.save_some():
@@ -268,7 +267,7 @@ class DiskPrefixes:
 
 
 def room_of(limit: int) -> int:
-    """Returns the most bytes of records in either queue, for a memory limit."""
+    """Returns the most bytes in the read or the write queue, for a memory limit in bytes."""
     return min(MAX_ROOM, limit // ROOM_SHARE)
 
 
@@ -285,8 +284,8 @@ def open_disk(
 ) -> DiskPrefixes:
     """Opens the tier and starts to list the files of its folder.
 
-    `rules`: the facts that decide, with the machine and the versions, the engine's stored arrays of
-    tokens. Other threads call `wake`. See DiskPrefixes for `bound` and `claim`. Raises
+    `rules`: everything that decides the engine's stored arrays of tokens, besides the machine and
+    the versions. Other threads call `wake`. See DiskPrefixes for `bound` and `claim`. Raises
     ModelLoadFailed for a folder that others can write into, and for a cache without a tree.
     """
     if not isinstance(cache, TreeCache):
@@ -309,12 +308,12 @@ def open_disk(
 
 
 def digest_of(about: Mapping[str, Any]) -> bytes:
-    """Returns the digest of all facts that decide the arrays of a record."""
+    """Returns the digest of `about`, which has everything that decides the arrays of a record."""
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).digest()
 
 
 def machine() -> dict[str, Any]:
-    """Returns the versions and the kind of device that decide the last bits of a number."""
+    """Returns the library versions and the device type, which decide the last bits of results."""
     info = mx.device_info()
     return {
         "kept": versions.KEPT_RULES,

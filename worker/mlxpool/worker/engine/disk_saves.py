@@ -1,8 +1,8 @@
 """Chooses the records of the prefix tree that go to the disk next, in the compute thread.
 
-Records go to the writer one by one. While the worker is idle and before it ends, all of them go.
-While sequences run, the records that will leave the memory soon go. One step is done between two
-passes. Its work is bounded, however large the tree is and however long its paths are.
+Records go to the writer one by one. While the worker is idle and before it ends, all records are
+saved. While sequences run, the records that may soon be evicted are saved. One step runs between
+two passes. Its work is bounded, however large the tree is and however long its paths are.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from mlxpool.worker.prefix_disk.records import BLOCK_TOKENS, Kind, block_key, pa
 from mlxpool.worker.prefix_disk.tier import DiskTier
 from mlxpool.worker.prefix_disk.writing import NewRecord
 
-MIN_PART = 32  # the least tokens of a record shorter than a block; fewer are computed again
+MIN_PART = 32  # the least tokens of a record shorter than a block; fewer tokens are computed again
 MAX_REMEMBERED = 2**20  # the most remembered keys of records that went to the writer
 STEP_BLOCKS = 8  # the blocks of a path whose keys one step computes
 STEP_NODES = 64  # the nodes of the tree that one step visits
 
 
 class Block(Struct, frozen=True):
-    """A record of a node's path: its inputs `ids`, numbers [start, end), and their key."""
+    """A record of a node's path: the ids and the key of its inputs [start, end)."""
 
     start: int
     end: int
@@ -63,7 +63,7 @@ class _Target(Struct):
 
 
 class _Next(Struct, frozen=True):
-    """A record that waits until the tier takes `size` bytes of arrays."""
+    """A record that waits until the tier accepts `size` bytes of arrays."""
 
     block: Block
     kind: Kind
@@ -85,12 +85,12 @@ class DiskSaves:
         self._tier, self._cache, self._store = tier, cache, store
         self._stateful = cache.whole
         self._given: set[tuple[Kind, bytes]] = set()
-        self._saved: dict[int, tuple[Node[Any, Any], int]] = {}  # nodes by id, and their ends then
-        self._walk: Iterator[Node[Any, Any]] | None = None  # over the tree, for the next plan
+        self._saved: dict[int, tuple[Node[Any, Any], int]] = {}  # by id: a node, its saved end
+        self._walk: Iterator[Node[Any, Any]] | None = None  # a walk of the tree, for a plan
         self._found: list[Node[Any, Any]] = []  # nodes of the walk so far
         self._plan: deque[Node[Any, Any]] = deque()
         self._target: _Target | None = None
-        self._planned_at = -1  # `uses` of the cache; the plan is for this state of it
+        self._planned_at = -1  # `uses` of the cache when the plan was made
         self._next: _Next | None = None
 
     @property
@@ -102,8 +102,8 @@ class DiskSaves:
     def step(self, *, leaving: bool) -> bool:
         """Continues the search, copies the next record on the device, or gives it to the writer.
 
-        `leaving`: the least recently used nodes come first. Returns False if all is saved, or the
-        tier takes no more now.
+        `leaving`: the least recently used nodes come first. Returns False if all records are saved,
+        or the tier's queue is full.
         """
         if self._next is None:
             return self._find(leaving=leaving)
@@ -114,7 +114,7 @@ class DiskSaves:
         return False
 
     def again(self) -> None:
-        """Searches the whole tree again: the disk may have deleted records that it was given."""
+        """Searches the whole tree again: the disk may have deleted saved records."""
         self._given.clear()
         self._saved.clear()
         self._plan.clear()
@@ -122,7 +122,7 @@ class DiskSaves:
         self._planned_at = -1
 
     def give_up(self) -> None:
-        """Drops the record and the path that were begun."""
+        """Drops the record and the path in progress."""
         self._next = self._target = None
 
     def _find(self, *, leaving: bool) -> bool:
@@ -153,14 +153,14 @@ class DiskSaves:
         return True
 
     def _make_plan(self, *, leaving: bool) -> bool:
-        """Visits some nodes, to plan which nodes' paths are saved.
+        """Visits some nodes of the tree, to plan whose paths are saved.
 
         Returns False if the tree has not changed since the last plan.
         """
         if self._walk is None:
             if self._planned_at == self._cache.uses:
                 return False
-            self._planned_at = self._cache.uses  # nodes that are added meanwhile: next plan
+            self._planned_at = self._cache.uses  # the next plan has nodes that are added meanwhile
             self._walk, self._found = self._cache.tree.walk(), []
         some = list(islice(self._walk, STEP_NODES))
         self._found += (
@@ -193,7 +193,7 @@ class DiskSaves:
             blocks.append(Block(start, end, parent, block_key(parent, packed(ids)), ids))
 
     def _missing(self, target: _Target) -> tuple[Block, Kind] | None:
-        """Returns the next record of the target's blocks so far that the disk lacks."""
+        """Returns the next record that the disk lacks, among the target's `blocks`."""
         while target.passed < len(target.blocks):
             block = target.blocks[target.passed]
             target.passed += 1

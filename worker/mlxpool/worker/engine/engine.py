@@ -35,22 +35,22 @@ if TYPE_CHECKING:  # it needs MLX
 
 
 class MemoryUse(Struct, frozen=True):
-    """Bytes in use: MLX's figures, and what `weights` to `draft` take of `active`.
+    """Bytes of memory in use; the fields from `weights` to `draft` are parts of `active`.
 
-    `kv` and `prefix` count a block that rows and prefixes share once, as the prefix's.
+    A block that rows and prefixes share counts once, in `prefix`.
     """
 
     weights: int = 0
     kv: int = 0  # rows of running sequences
     kv_free: int = 0  # allocated for rows and unused
     prefix: int = 0  # entries of the prefix cache
-    images: int = 0  # outputs of the image encoder that are kept
+    images: int = 0  # cached outputs of the image encoder
     draft: int = 0  # weights and rows of the draft model
     active: int = 0
-    cache: int = 0  # freed arrays that the allocator keeps
-    peak: int = 0  # of `active` since the last reading
-    limit: int = 0  # of the process; 0: unknown
-    device_free: int = 0  # free on the machine or the GPU, for all processes; 0: unknown
+    cache: int = 0  # freed buffers that MLX's allocator keeps
+    peak: int = 0  # the peak of `active` since the last reading
+    limit: int = 0  # the memory limit of the process; 0: unknown
+    device_free: int = 0  # free memory of the machine or the GPU; 0: unknown
 
 
 class HiddenStates(Struct, frozen=True):
@@ -61,10 +61,10 @@ class HiddenStates(Struct, frozen=True):
 
 
 class StepResult(Struct, frozen=True):
-    """The results of one pass, without sequences that have left since.
+    """The results of one pass, except for sequences that have left since.
 
-    `drawn`: one token of each sequence; of a sequence with drafts, the right drafts and the next
-    token, in order. `failed`: the sequences whose logits were NaN; the others are not affected.
+    `drawn`: one token of each sequence, or for a sequence with drafts, the accepted drafts and the
+    next token. `failed`: the sequences whose logits were NaN; other sequences are not affected.
     `prompts`: the log-probabilities of prompts, for sequences that report them.
     """
 
@@ -95,29 +95,31 @@ class Engine(Protocol):
 
     @property
     def cost(self) -> StepCost:
-        """Predicts the time of a pass; `collect` and `warm_up` give it measured times."""
+        """The cost model of passes; `collect` and `warm_up` give it measured times."""
 
     @property
     def blocks(self) -> BlockManager:
-        """Counts the KV blocks of rows and cached prefixes, and gives them to sequences."""
+        """The manager of KV blocks, which counts blocks and gives them to sequences."""
 
     @property
     def prefix(self) -> PrefixCache[Any] | None:
-        """The prefix cache, whose counters are reported; None: the engine keeps no prefixes."""
+        """The prefix cache, for its counters; None: the engine keeps no prefixes."""
 
     @property
     def disk(self) -> DiskPrefixes | None:
         """The disk tier of the prefix cache; None: it does not exist or is not open."""
 
     def open_disk(self, settings: DiskSettings, wake: Callable[[], None]) -> None:
-        """Opens the disk tier, after the warm-up. Its threads call `wake` when it has news.
+        """Opens the disk tier, after the warm-up.
+
+        The tier's threads call `wake` after they have read or written something.
 
         Raises ModelLoadFailed if the engine has no disk tier or the folder cannot be used.
         """
 
     @property
     def digest(self) -> str:
-        """Hash of everything that decides which tokens and text a request gives."""
+        """A hash of everything that decides the tokens and the text of a request."""
 
     @property
     def layout(self) -> str:
@@ -149,7 +151,7 @@ class Engine(Protocol):
         """
 
     def clip(self, seq: Sequence, tokens: int) -> int:
-        """Returns how many of `tokens` more inputs of a prompt one chunk may have.
+        """Returns the number of inputs of a prompt's next chunk, usually at most `tokens`.
 
         The number is at least 1, or 0 if the next input belongs to an image that is not encoded. A
         chunk ends at a restore point of the prefix cache, and before an image that is not encoded.
@@ -159,66 +161,66 @@ class Engine(Protocol):
 
     @property
     def encoded(self) -> EncodedImages[Any]:
-        """The encoded images that are kept."""
+        """The cache of encoded images."""
 
     def encode(self, image: PreparedImage, pinned: Collection[ImageKey]) -> None:
         """Computes the features of an image and keeps them in `encoded`.
 
-        The features of `pinned` images are not evicted for them. Takes no row, and waits for the
-        end of the computation.
+        The features of `pinned` images are not evicted. Needs no row, and waits for the end of the
+        computation.
         """
 
     def report_compiles(self, tell: Callable[[], None]) -> None:
         """Sets the function that this thread calls before it builds a pass that compiles kernels.
 
-        Such a pass may take longer. Drafts of the model's own head are reported as well.
+        Such a pass may take longer. Passes of the model's own draft head count as well.
         """
 
     def submit(self, spans: Many[Span]) -> bool:
-        """Starts one pass over the spans; the device may still compute the pass before it.
+        """Starts one pass over the spans; the device may still compute the previous pass.
 
-        Counts their inputs in `seq.submitted`, and in `seq.awaited` the tokens that they draw.
+        Adds the inputs of each span to `seq.submitted`, and its tokens to draw to `seq.awaited`.
         Returns True if the pass compiles something; its time is then not representative. A failure
         loses the rows of all sequences in flight. Raises ValueError for spans that the engine
-        cannot compute: drafts of a sequence with a pass in flight, drafts of a row that cannot go
-        back, hidden states.
+        cannot compute: drafts of a sequence with a pass in flight, drafts of a row that cannot be
+        trimmed, hidden states.
         """
 
     def forward(self, spans: Many[Span], built: Callable[[], None] = lambda: None) -> bool:
-        """Starts a pass as `submit` does, but it draws nothing until `draw` is called.
+        """Starts a pass as `submit` does, but draws no tokens until `draw` is called.
 
         `draw` must be called before the next pass is submitted, and before this pass is collected.
-        `built` is called when the pass is built, and before it is handed to the device; the handing
-        over takes some time without Python's lock. Raises NotImplementedError if the engine draws
-        tokens in the pass itself.
+        `built` is called when the pass is built, and before its submission to the device, which
+        takes some time without the GIL. Raises NotImplementedError if the engine draws tokens in
+        the pass itself.
         """
 
     def draw(self, masks: RowMasks) -> None:
         """Draws the tokens of the newest pass, which `forward` started.
 
-        A sequence in `masks` draws only tokens that its mask allows. Each line must allow at least
-        one token; otherwise the sequence fails. Its penalties count the tokens that were collected
-        since `forward`. The table of the masks may be overwritten when the pass has ended.
+        A sequence in `masks` draws only tokens that its mask allows. A mask must allow at least one
+        token; otherwise the sequence fails. Penalties count the tokens that were collected since
+        `forward`. The caller may overwrite the table of the masks when the pass has ended.
         """
 
     def mask_memory(self, lines: int) -> MaskTable | None:
-        """Returns memory for at least `lines` masks that the device addresses itself.
+        """Returns host memory for at least `lines` masks, which the device reads directly.
 
-        The caller keeps the memory and reuses it. None: the device addresses no memory of the host.
+        The caller keeps the memory and reuses it. None: the device cannot read the host's memory.
         """
 
     def drawn(self) -> list[SampledToken] | None:
-        """Returns the tokens of the oldest pass in flight, if they are known by now.
+        """Returns the tokens of the oldest pass in flight, if the host already knows them.
 
         `collect` returns them again. None: the device still computes the pass, or its state is
         unknown.
         """
 
     def withdraw(self, seq: Sequence, *, again: bool) -> None:
-        """Takes a sequence out of the newest pass, before it draws, so that it gets no token.
+        """Takes a sequence out of the newest pass before the draw: the sequence gets no token.
 
         `again`: the sequence gives up its last input, and a later pass reads that input again;
-        otherwise its next tokens are known. It gives up its drafts in any case.
+        otherwise its next tokens are known. The sequence gives up its drafts in any case.
         """
 
     def collect(self) -> StepResult:
@@ -229,14 +231,14 @@ class Engine(Protocol):
         """
 
     def rewind(self, seq: Sequence, count: int) -> bool:
-        """Trims the row of a running sequence to its first `count` inputs, for others to follow.
+        """Trims a running sequence's row to its first `count` inputs; other inputs can then follow.
 
         The sequence must not be in a pass in flight. Returns False and changes nothing if the row
-        cannot go back.
+        cannot be trimmed.
         """
 
     def lost(self, seq: Sequence) -> bool:
-        """Returns True if a pass that failed has lost inputs of a running sequence."""
+        """Returns True if a failed pass has lost inputs of a running sequence."""
 
     @property
     def in_flight(self) -> int:
@@ -246,10 +248,10 @@ class Engine(Protocol):
         """Frees row and blocks of a sequence in any phase; ignores an unknown sequence."""
 
     def reserve(self, size: int) -> None:
-        """Reserves `size` bytes of the memory limit for other processes, in place of the last."""
+        """Reserves `size` bytes of the memory limit for other processes, in total."""
 
     def make_room(self, size: int) -> None:
-        """Frees `size` bytes, or as many as it can, of freed buffers, cached prefixes and images.
+        """Frees `size` bytes, or as many as possible, of freed buffers, cached prefixes and images.
 
         The memory that running sequences need stays.
         """
@@ -276,7 +278,7 @@ class Engine(Protocol):
         """Returns the memory in use."""
 
     def kv_use(self) -> tuple[int, int]:
-        """Returns the tokens that the rows of running sequences have, and their bytes."""
+        """Returns the numbers of tokens and of bytes in the rows of running sequences."""
 
     def piece(self, token: int) -> bytes:
         """Returns the text of a token as bytes."""

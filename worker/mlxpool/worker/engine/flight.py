@@ -27,13 +27,13 @@ class Flight(Struct, frozen=True):
     """A pass that was submitted at `began` (monotonic seconds).
 
     `rows`: the first row of logits of each sequence that draws. `fresh`: this pass compiles
-    kernels, or a pass that was built while it was in flight does. `done`: the arrays whose
-    evaluation ends the pass. `download`: the sampled arrays and hidden states on the host after
-    the end; None: they are read from MLX's arrays. `reads`: the pass reads prompts. `checks`: the
-    spans with drafts. `embedded`: the spans that give hidden states, with the numbers of their
-    first rows. `hidden` [H, d]: their states. `states` [H, d]: the same, but they stay on the
-    device, for the log-probabilities of prompts. `undrawn`: the spans that have not drawn yet, and
-    their logits. `load`: the load of the pass; None: it follows from the spans.
+    kernels, or another pass did so while this pass was in flight. `done`: the arrays whose
+    evaluation ends the pass. `download`: the sampled arrays and hidden states on the host after the
+    end; None: they are read from MLX's arrays. `reads`: the pass reads prompts. `checks`: the spans
+    with drafts. `embedded`: the spans that give hidden states, with the numbers of their first
+    rows. `hidden` [H, d]: the hidden states. `states` [H, d]: the hidden states that stay on the
+    device, for the log-probabilities of prompts. `undrawn`: the spans that have drawn no tokens
+    yet, and their logits. `load`: the load of the pass; None: it follows from the spans.
     """
 
     spans: tuple[Span, ...]
@@ -85,7 +85,7 @@ class Flight(Struct, frozen=True):
     def drawn(self) -> list[SampledToken] | None:
         """Returns the tokens that the pass drew, if the host has them without waiting.
 
-        None as well for passes that check drafts or give log-probabilities.
+        Returns None as well for passes that check drafts or give log-probabilities.
         """
         sampled = self.sampled
         if sampled is None or self.download is None or self.checks or sampled.logprobs is not None:
@@ -114,10 +114,10 @@ class PassTimes:
 
     def __init__(self) -> None:
         self.cost = StepCost()
-        self.last_end = 0.0  # when the device could begin the next pass, monotonic seconds
+        self.last_end = 0.0  # monotonic time at which the device could begin the next pass
 
     def ended(self, flight: Flight, finished: float) -> None:
-        """Counts a pass that has ended at `finished`, monotonic seconds."""
+        """Measures a pass that has ended at `finished`, monotonic seconds."""
         began = max(flight.began, self.last_end)
         self.last_end = finished
         if not flight.fresh and not flight.checks:  # see speculation/step_times.py

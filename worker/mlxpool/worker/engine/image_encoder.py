@@ -14,11 +14,11 @@ from mlxpool.worker.layers.model_plan import SeeingModel
 from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.weights.load import LoadedModel
 
-MEASURED_PIXELS = 2**20  # of the measured image, for models that keep the sizes of images
+MEASURED_PIXELS = 2**20  # the most pixels of the measured image
 
 
 class ImageEncoder:
-    """Encodes an image to features that are not computed yet, see SeeingModel.encode_image."""
+    """Encodes an image to unevaluated features, see SeeingModel.encode_image."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         vision = loaded.folder.vision
@@ -40,7 +40,7 @@ class ImageEncoder:
     def measure(self) -> tuple[int, int]:
         """Encodes an image, so that the encoder is compiled.
 
-        Returns the bytes that the encoding takes, and the bytes of the largest image's features.
+        Returns the peak bytes of the encoding, and the bytes of the largest image's features.
         """
         side = max(math.isqrt(min(self._settings.max_pixels, MEASURED_PIXELS)), 1)
         size = self._settings.canvas_of(side, side)

@@ -1,4 +1,4 @@
-"""Adds images to the spans of a pass: features of inputs, the images they see, positions."""
+"""Adds images to the spans of a pass: features of inputs, the images that inputs see, positions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _views(span: Span, encoded: EncodedImages[mx.array]) -> tuple[ImageView, ...
 
 
 def _positions(span: Span, vision: Vision) -> npt.NDArray[np.int32] | None:
-    """Returns the positions of a span; None if they are its input numbers in the row."""
+    """Returns the positions of a span; None if each position is the input's number in the row."""
     media = span.sequence.media
     if not vision.plan.grid_positions or media[0].start >= span.end:
         return None

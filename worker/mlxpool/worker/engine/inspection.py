@@ -1,4 +1,4 @@
-"""The parts of an engine that tests read and its interface does not show."""
+"""The parts of an engine that tests read, besides its interface."""
 
 from __future__ import annotations
 

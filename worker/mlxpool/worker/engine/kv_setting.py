@@ -28,7 +28,7 @@ def require_kv(kv: str, folder: ModelFolder) -> None:
 
 
 def resume_note(kv: str, *, deterministic: bool) -> str:
-    """Returns a note for operators on resumed answers with this kind of cache; "": no note."""
+    """Returns a note for operators on resumed answers with this KV cache format; "": no note."""
     if kv != INT8 or deterministic:
         return ""
     return (
@@ -47,7 +47,7 @@ def require_no_kv(kv: str, what: str) -> None:
 def kernels_read_int8(folder: ModelFolder) -> bool:
     """Returns True if a GPU's kernels may read 8-bit keys and values of the model.
 
-    A load tries them.
+    A load tries the kernels to find out.
     """
     layers = [cache for cache in folder.plan.caches if isinstance(cache, KeyValueSpec)]
     return len(layers) == len(folder.plan.caches) and all(

@@ -9,14 +9,16 @@ from mlxpool.worker.transfers.uploads import SharedTable
 
 
 class MaskTables:
-    """The allocated tables that are not in use."""
+    """The allocated mask tables that are not in use."""
 
     def __init__(self, vocab_size: int) -> None:
         self._words = words_of_mask(vocab_size)
         self._free: list[MaskTable] = []
 
     def take(self, lines: int, rows: int) -> MaskTable:
-        """Returns a table of at least `lines` lines; a new table has at least `rows` lines too."""
+        """Returns a table of at least `lines` lines; newly allocated, also of at least `rows`
+        lines.
+        """
         for place, table in enumerate(self._free):
             if len(table.words) >= lines:
                 return self._free.pop(place)

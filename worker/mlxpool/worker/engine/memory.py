@@ -1,4 +1,4 @@
-"""The memory of an engine: rows, cached prefixes, and the blocks that fit beside the rest."""
+"""The memory of an engine: rows, cached prefixes, and the number of blocks that fit."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from mlxpool.worker.speculation.model_drafter import DraftEngine
 from mlxpool.worker.weights.inspect import ModelFolder
 
 CPU_BUFFER_CACHE = 256 * 1024 * 1024  # the most bytes of freed buffers that MLX keeps on a CPU
-# Bytes of freed buffers that MLX may keep on a GPU, at least; to allocate them again is slow.
+# The least bytes of freed buffers that MLX may keep on a GPU: to allocate them again is slow.
 GPU_BUFFER_CACHE = 1024**3
 # Bytes for the growth of the process outside MLX: requests, freed memory.
 HEAP_GROWTH = 64 * 1024 * 1024
-ENCODED_SHARE = 16  # outputs of encoders have at most the memory limit divided by this
+ENCODED_SHARE = 16  # the memory limit divided by the most bytes of encoder outputs
 
 
 class RowLayout(Protocol):
@@ -71,8 +71,9 @@ R = TypeVar("R", bound=PrefixRow)
 class EngineMemory(Generic[L, R]):
     """The rows of running sequences, the prefix cache, and the blocks that both may use.
 
-    It is the BlockMemory of `blocks`. The opening of an engine sets `layout` and `prefix`, and its
-    warm-up replaces them. Both write their measurements to `budget`, and then set the capacity.
+    Implements BlockMemory for `blocks`. The opening of an engine sets `layout` and `prefix`, and
+    its warm-up replaces these. Both write their measurements to `budget`, and then set the
+    capacity.
     """
 
     layout: L
@@ -85,7 +86,7 @@ class EngineMemory(Generic[L, R]):
         settings: EngineSettings,
         draft: DraftEngine | None = None,
     ) -> None:
-        """`weights`: their bytes. `draft`: the draft model; the budget leaves room for it."""
+        """`weights`: their size in bytes. `draft`: the draft model, which the budget includes."""
         limit = device.memory_limit(settings.limit)
         buffers = GPU_BUFFER_CACHE if device.on_gpu() else CPU_BUFFER_CACHE
         images = 0 if folder.vision is None else limit // ENCODED_SHARE
@@ -105,9 +106,9 @@ class EngineMemory(Generic[L, R]):
         self.rows: dict[Sequence, R] = {}
         self.encoded: EncodedImages[Any] = EncodedImages(images)
         self.draft = draft
-        self.head: HeadDrafts | None = None  # it has its own row for each sequence
+        self.head: HeadDrafts | None = None  # the model's draft head
         self.disk: DiskPrefixes | None = None
-        # Weak, so that an engine is freed with its last reference, and its arrays at once.
+        # Weak, so that an engine and its arrays are freed with the engine's last reference.
         self.blocks = BlockManager(weakref.proxy(self))
         self._process_at_start = self.budget.process
 
@@ -163,7 +164,7 @@ class EngineMemory(Generic[L, R]):
         return blocks >= blocks_for(self.context)
 
     def set_capacity(self) -> None:
-        """Sets the blocks that fit beside weights, activations and the process itself."""
+        """Sets the number of blocks that fit beside weights, activations and the process itself."""
         if self.fixed_blocks is not None:
             self.blocks.capacity = self.fixed_blocks
             return
@@ -234,7 +235,7 @@ class EngineMemory(Generic[L, R]):
     def bound_prefix(self) -> None:
         """Bounds the prefix cache to its configured bytes and to the bytes that rows leave.
 
-        The cache leaves the reserved bytes, even if rows may use some of these.
+        The cache does not use reserved bytes, even if rows may use some of these.
         """
         left, budget = self.bytes_left(), self.budget
         if budget.reserved and self.fixed_blocks is None:
@@ -260,8 +261,8 @@ class EngineMemory(Generic[L, R]):
     def finish_warm_up(self, process: int = 0) -> None:
         """Frees the memory of the warm-up and sets the capacity.
 
-        `process`: the least bytes outside MLX that the budget leaves. Raises ModelLoadFailed if too
-        few blocks are left.
+        `process`: the least bytes that the budget leaves for memory outside MLX. Raises
+        ModelLoadFailed if too few blocks are left.
         """
         self.prefix.clear()
         # The next pass takes the buffers that this pass frees. On a GPU they count in MLX's memory
@@ -283,7 +284,7 @@ class EngineMemory(Generic[L, R]):
         folder: ModelFolder,
         rules: Mapping[str, Any],
     ) -> None:
-        """See Engine.open_disk. `rules`: the facts that decide the stored arrays of tokens."""
+        """See Engine.open_disk. `rules`: everything that decides the stored arrays of tokens."""
         room = room_of(self.budget.limit)
         if folder.files.stamps() != folder.stamps:
             raise ModelLoadFailed(

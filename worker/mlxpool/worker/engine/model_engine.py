@@ -65,7 +65,7 @@ class ModelEngine:
         self.pipeline = make_pipeline(self.parts)
         self.masks = MaskTables(folder.plan.vocab_size)
         self.limits = limits_of(self.parts, Warmed(self.parts.target.most))
-        self.most_drafts = 0  # the most drafts of a pass; 0: no drafts are checked
+        self.most_drafts = 0  # the most drafts of a pass; 0: no pass checks drafts
         self.context = self.parts.memory.context
         self.vocab_size = folder.plan.vocab_size
         self.eos = folder.eos_ids

@@ -44,15 +44,15 @@ ROWS_STAY = (
     "its layers have states or windows here, and rows with these cannot give up wrong drafts"
 )
 OTHER_BITS = "deterministic is true: log-probabilities of drafts differ in their last bits"
-NO_TOKEN = 0  # in place of an image's input, which has no embedding: features replace it
+NO_TOKEN = 0  # the token in place of an image's input: features replace its embedding
 
 
 class Parts(Struct, frozen=True):
     """The parts of an engine of a loaded model.
 
     `name` and `shape` describe the chosen layout; `memory` has the layout, see `make_layout`.
-    `predictions` are the drafts of the model's own head. `uploads` and `downloads` None: MLX copies
-    the numbers of passes.
+    `predictions` are the drafts of the model's own head. If `uploads` or `downloads` is None, MLX
+    copies the numbers of passes.
     """
 
     loaded: LoadedModel
@@ -83,8 +83,8 @@ class Parts(Struct, frozen=True):
     def rows_go_back(self) -> bool:
         """True if rows can give up drafts that were checked.
 
-        Rows of recurrent layers can if the model has a head: they keep the states after a few
-        drafts, see RowCache.put_states.
+        Rows of recurrent layers can give up drafts if the model has a draft head: such rows keep
+        the states after a few drafts, see RowCache.put_states.
         """
         return not self.memory.layout.store.stateful or isinstance(self.predictions, Predictions)
 
@@ -121,7 +121,7 @@ def open_parts(
     devices: OneDevice | None = None,
     draft: DraftEngine | None = None,
 ) -> Parts:
-    """Chooses and makes the layout of a model, with as many blocks as fit so far.
+    """Chooses and makes the layout of a model, with as many blocks as fit before the warm-up.
 
     Raises ModelLoadFailed for settings that the model does not support.
     """
@@ -149,7 +149,7 @@ def open_parts(
     )
     predictions = _predictions_of(loaded, shape, memory)
     _set_row_sizes(memory, shape, predictions)
-    integers = shape.quantised and on_gpu  # kernels read integers of a pool alone
+    integers = shape.quantised and on_gpu  # kernels read integers only in a pool
     windows = shape.keeps_all and shape.has_windows and not integers
     if settings.layout is None and windows and not memory.holds_a_context():
         # Rows keep only the tokens inside a window, so more sequences fit.
@@ -210,7 +210,7 @@ def make_layout(parts: Parts, blocks: int | None = None, *, long_passes: bool = 
 def remake_layout(
     parts: Parts, most_drafts: int, blocks: int | None = None, *, long_passes: bool
 ) -> None:
-    """Replaces the layout by another with new blocks or passes. The old layout has no rows left."""
+    """Replaces the layout by one with new blocks or passes. The old layout must have no rows."""
     tell = parts.memory.layout.notice.tell
     parts.memory.layout.close()
     mx.clear_cache()
@@ -221,7 +221,7 @@ def remake_layout(
 
 
 def expect_drafts(parts: Parts, most: int) -> None:
-    """Sets the most drafts that the rows of a pass check together; counts the states they keep."""
+    """Sets the most drafts that the rows of a pass check together; counts the states of drafts."""
     memory, loaded, states = parts.memory, parts.loaded, 0
     memory.layout.expect_drafts(most)
     if parts.predictions is not None:
@@ -262,7 +262,7 @@ def limits_of(parts: Parts, warmed: Warmed) -> StepLimits:
 
 
 def kept_rules(parts: Parts) -> dict[str, Any]:
-    """Returns the facts that decide, with weights and versions, the stored arrays of tokens."""
+    """Returns everything that decides the stored arrays of tokens, besides weights and versions."""
     shape = parts.shape
     return {
         "layout": parts.memory.layout.name,
@@ -276,7 +276,7 @@ def kept_rules(parts: Parts) -> dict[str, Any]:
 def _predictions_of(
     loaded: LoadedModel, shape: RowShape, memory: EngineMemory[Layout, CacheRow]
 ) -> HeadDrafts | None:
-    """Makes the drafts of the model's own head; None: the head is not loaded, or not used."""
+    """Makes the drafter with the model's own head; None: the head is not loaded, or not used."""
     plan = loaded.folder.plan
     if not plan.predicts:
         return None
@@ -292,8 +292,8 @@ def _set_row_sizes(
     memory: EngineMemory[Layout, CacheRow], shape: RowShape, predictions: HeadDrafts | None
 ) -> None:
     block, row = KV_BLOCK_TOKENS * max(shape.token_bytes, 1), shape.fixed_bytes
-    if predictions is not None:  # the states after drafts that are checked
+    if predictions is not None:  # the states after checked drafts
         row += MAX_STATE_DRAFTS * shape.state_bytes
-        if device.on_gpu():  # the states of the step before stay as well, see StateSlice
+        if device.on_gpu():  # the previous step's states stay as well, see StateSlice
             row += (1 + MAX_STATE_DRAFTS - ROLLBACK_STEPS) * shape.state_bytes
     memory.budget = replace(memory.budget, block=block, row=row)

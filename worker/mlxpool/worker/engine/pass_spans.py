@@ -1,4 +1,4 @@
-"""The spans of one pass by their results: a token, tokens of checked drafts, or hidden states."""
+"""The spans of a pass, sorted by results: a token, tokens of checked drafts, or hidden states."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mlxpool.worker.scheduling.step_cost import Load
 
 
 class PassSpans(Struct, frozen=True):
-    """The spans `every` of a pass.
+    """The spans of a pass; `every` has all of them.
 
     `chunks` read prompts, `checks` have drafts. `drawing`: the numbers of the spans that draw
-    tokens; spans that draw several come last. `hidden`: the numbers of the spans that give hidden
-    states. `first_rows`: the first row of logits of each sequence that draws. `sequences`: the
-    sequences of a plain pass, in which each has one input without an image and draws one token;
-    empty for other passes. `again`: the pass before was a plain pass over the same sequences, in
+    tokens; spans that draw several tokens come last. `hidden`: the numbers of the spans that give
+    hidden states. `first_rows`: the first row of logits of each sequence that draws. `sequences`:
+    the sequences of a plain pass, in which each has one input without an image and draws one token;
+    empty for other passes. `again`: the previous pass was a plain pass over the same sequences, in
     the same order.
     """
 
@@ -86,7 +86,7 @@ class PassSpans(Struct, frozen=True):
         return Load(rows, sum([span.start for span in self.every]) + rows, 0, rows)
 
     def widen(self, rows: Many[RowSpan]) -> None:
-        """Sets in rows of the pass that they give logits of several tokens, or hidden states."""
+        """Marks the rows of the pass that give logits of several tokens, or hidden states."""
         if not self.checks and not self.hidden:
             return
         for row, span in zip(rows, self.every, strict=True):
@@ -94,7 +94,7 @@ class PassSpans(Struct, frozen=True):
             row.hidden = span.hidden
 
     def embedded(self) -> tuple[tuple[Span, int], ...]:
-        """Returns the spans that give hidden states, with the first row of each."""
+        """Returns the spans that give hidden states, with the number of each span's first state."""
         spans = [self.every[number] for number in self.hidden]
         firsts = accumulate((span.count for span in spans), initial=0)
         return tuple(zip(spans, firsts, strict=False))

@@ -2,8 +2,8 @@
 
 On a GPU a pass may be submitted while another is in flight: it takes the tokens that the other pass
 draws from the device, before the host has read them. A sequence that ends or is preempted in
-between loses its token in flight, and its row is trimmed to the tokens of the sequence. On the CPU
-the host waits for nothing, so no pass is submitted ahead.
+between loses its token in flight, and its row is trimmed to the tokens of the sequence. A CPU gains
+nothing from this, so there no pass is submitted ahead.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from mlxpool.worker.transfers.downloads import Download
 
 log = logging.getLogger("mlxpool.worker")
 
-CLEAR_INTERVAL = 256  # passes after which freed buffers are given back
+CLEAR_INTERVAL = 256  # passes after which MLX's freed buffers are released
 
 
 class Pipeline:
@@ -66,8 +66,8 @@ class Pipeline:
     ) -> None:
         """`draws`: draws the tokens; None: TokenDraws. `clears_buffers`: see `_clear_buffers`.
 
-        `embedding_rows`: the number of tokens that have an embedding; NO_TOKEN replaces the others;
-        0: every token has an embedding.
+        `embedding_rows`: the number of tokens that have an embedding; NO_TOKEN replaces other
+        tokens; 0: every token has an embedding.
         """
         self._parts, self._memory = parts, parts.memory
         stateful = parts.memory.layout.store.stateful
@@ -77,8 +77,8 @@ class Pipeline:
         self._logits_of = parts.devices.logits_of(parts.loaded.model)
         self.times = PassTimes()
         self.flights: deque[Flight] = deque()
-        self._spans_before: PassSpans | None = None  # of the newest pass; None: rows have left
-        self._held_before: list[RowSpan] | None = None  # of that pass
+        self._spans_before: PassSpans | None = None  # the newest pass; None: rows have left
+        self._held_before: list[RowSpan] | None = None  # rows of the newest pass
         self._embedding_rows, self._slot_token = embedding_rows, parts.slot_token
         self._clears_buffers = clears_buffers
         self._steps = 0
@@ -103,7 +103,7 @@ class Pipeline:
             if self._memory.layout.is_new(rows, wants.wanted):
                 notice()
             output = self._memory.layout.step(rows, *self._inputs(wants), wants.wanted)
-            head: Many[mx.array] = ()  # the arrays of the pass that the model's head keeps
+            head: Many[mx.array] = ()  # the pass's arrays that the model's draft head keeps
             asking, sampled = wants.asking, None
             if isinstance(self._parts.predictions, Predictions) and output.states is not None:
                 head = self._parts.predictions.take(wants.every, output.states)
@@ -123,7 +123,7 @@ class Pipeline:
             self.rows.submitted(spans, keep)
             fresh = notice.given
         self._spans_before, self._held_before = wants, rows
-        if fresh:  # the passes in flight are awaited only when this one is compiled
+        if fresh:  # the passes in flight are awaited only when this pass is compiled
             self.flights = deque(replace(flight, fresh=True) for flight in self.flights)
         self.flights.append(
             Flight(
@@ -212,7 +212,7 @@ class Pipeline:
             for seq, row in self._memory.rows.items()
             if seq not in inside
             and isinstance(row, RowCache)
-            # A row whose last token is in flight leaves soon.
+            # A row whose last token is in flight will soon be released.
             and len(seq.ids) + seq.awaited < seq.max_tokens
         ]
         if idle and (copies := separate(idle, going)):
@@ -239,7 +239,7 @@ class Pipeline:
         """See Engine.collect."""
         flight = self.flights[0]
         assert flight.undrawn is None, "`draw` comes before `collect`"
-        with self.discard_on_failure(flight.spans):  # also if its numbers cannot be read
+        with self.discard_on_failure(flight.spans):  # also if the results cannot be read
             flight.wait()
             finished = monotonic()
             prompts, failed = self._prompt_logprobs(flight)
@@ -248,7 +248,7 @@ class Pipeline:
                 self._memory.layout.evaluated()
             self.times.ended(flight, finished)
             if prompts:
-                self.times.last_end = monotonic()  # the next pass has waited until now
+                self.times.last_end = monotonic()  # the next pass could not begin before
             self._clear_buffers(after_chunk=flight.reads)
             for seq in flight.rows:
                 seq.awaited -= 1
@@ -267,7 +267,7 @@ class Pipeline:
         return prompt_logprobs(flight.embedded, states, self._logits_of, self._parts.vocab_size)
 
     def _rewind(self, checks: Many[Span], result: StepResult) -> None:
-        """Removes wrong drafts from the rows: a row keeps one input for each token it drew."""
+        """Removes wrong drafts from the rows: a row keeps one input for each token that it drew."""
         kept = Counter(token.sequence for token in result.drawn)
         for span in checks:
             seq = span.sequence
@@ -311,7 +311,7 @@ class Pipeline:
         row = self._memory.rows.get(seq)
         if row is not None:
             # The row may hold a token in flight. A preempted sequence starts again with its last
-            # token, so a recurrent state must not include that one.
+            # token, so a recurrent state must not include that token.
             stateful = self._memory.layout.store.stateful
             row.trim(seq.length - 1 if stateful else seq.length)
             may_stay = self._memory.prefix.exclusive and isinstance(row, RowCache)
@@ -320,7 +320,7 @@ class Pipeline:
         self.rows.release(seq)
 
     def rehearse(self, spans: Many[Span], mask: Mask) -> None:
-        """Builds a pass and its draws, without masks and with `mask`; computes nothing.
+        """Builds a pass, a draw without masks, and a draw with `mask`; computes nothing.
 
         The pass must not be computed: the arrays of its rows are lost.
         """
@@ -337,7 +337,7 @@ class Pipeline:
             first = wants.asking[0]
             masks = RowMasks.of({first.sequence: mask[: first.draws]})
             self._draws.draw(wants.asking, output.logits, None, masks)
-            self._draws.forget()  # its arrays are not computed
+            self._draws.forget()  # the arrays of these draws are not computed
 
     def _forget_predictions(self, rows: Collection[Sequence]) -> None:
         if self._parts.predictions is not None:
@@ -355,7 +355,7 @@ class Pipeline:
 
     @contextmanager
     def discard_on_failure(self, spans: Many[Span] = ()) -> Iterator[None]:
-        """Wraps a pass over these spans. A failure empties the rows of all passes in flight.
+        """A context for a pass over `spans`: a failure empties the rows of all passes in flight.
 
         If rows share arrays, it empties all rows, see `lost`.
         """

@@ -1,6 +1,6 @@
 """Computes log-probabilities of the tokens of prompts from the hidden states of their chunks.
 
-Logits are computed for some lines at a time and reduced on the device at once: the logits of a
+Logits are computed for some tokens at a time and immediately reduced on the device: the logits of a
 whole chunk would take more memory than the pass itself.
 """
 
@@ -28,7 +28,7 @@ def lines_at_a_time(vocabulary: int) -> int:
 
 
 def logit_bytes(vocabulary: int, chunk: int) -> int:
-    """Returns the most bytes of a chunk's logits at a time: as they are, shifted, and sorted."""
+    """Returns the most bytes of a chunk's logits at a time, with a shifted and a sorted copy."""
     return 3 * FLOAT_BYTES * vocabulary * min(chunk, lines_at_a_time(vocabulary))
 
 
@@ -45,7 +45,7 @@ def prompt_logprobs(
     reported, failed = [], []
     for span, row in spans:
         seq = span.sequence
-        # After a loss of the row, reported tokens are read again, but not reported again.
+        # A sequence that lost its row reads reported tokens again, but does not report them again.
         begin = max(span.start, seq.reported - 1)
         lines = states[row + begin - span.start : row + span.count]
         ids = seq.prompt[begin + 1 : span.end + 1]

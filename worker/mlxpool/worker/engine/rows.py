@@ -1,4 +1,4 @@
-"""Gives sequences their rows, keeps prefixes of the rows, and frees the rows."""
+"""Gives sequences their rows, stores prefixes in the prefix cache, and frees the rows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ R = TypeVar("R", bound=PrefixRow)
 
 
 class Rows(Generic[R]):
-    """The part of an engine between its passes and the prefix cache.
+    """The rows of an engine's sequences, between passes and the prefix cache.
 
-    `draws_alone`: the last input of a prompt has its own span, because rows cannot go back.
+    `draws_alone`: the last input of a prompt has its own span, because rows cannot be trimmed.
     """
 
     def __init__(self, memory: EngineMemory[Any, R], *, draws_alone: bool = False) -> None:
@@ -44,7 +44,7 @@ class Rows(Generic[R]):
         end = seq.submitted + tokens
         if stop is not None and seq.submitted < stop < end:
             end = stop
-        shared = len(seq.prompt) - 1  # the first input of others with the same prompt
+        shared = len(seq.prompt) - 1  # sequences with the same prompt begin here
         if seq.shared and prefix.whole and seq.submitted < shared < end:
             end = shared
         if seq.media:
@@ -69,7 +69,7 @@ class Rows(Generic[R]):
 
     def submitted(self, spans: Many[Span], keep: Many[Span]) -> None:
         """Counts the inputs of a started pass; the spans `keep` end at restore points."""
-        shared = []  # sequences whose prompts others share, now or later
+        shared = []  # sequences whose prompts other sequences share, now or later
         for span in spans:
             seq, start = span.sequence, span.start
             end = seq.submitted = start + span.count
@@ -79,11 +79,11 @@ class Rows(Generic[R]):
         for span in keep:
             self._keep(span.sequence)
         for seq in shared:
-            if self._memory.blocks.find(1):  # for the copy of the block that it goes on writing
+            if self._memory.blocks.find(1):  # for a copy: the sequence still writes its block
                 self._keep(seq, restore_point=True)
 
     def _keep(self, seq: Sequence, *, restore_point: bool = False) -> None:
-        """Keeps the inputs of a sequence's row in the prefix cache; see PrefixCache.keep."""
+        """Stores the inputs of a sequence's row in the prefix cache; see PrefixCache.keep."""
         memory = self._memory
         memory.bound_prefix()
         memory.prefix.keep(memory.rows[seq], seq.tokens, restore_point=restore_point)

@@ -1,4 +1,4 @@
-"""Draws the tokens of passes: one for each decode row, several for a row that checks drafts."""
+"""Draws the tokens of passes: one for each decode row, several if the row checks drafts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TokenDraws:
     ) -> SamplerOutput:
         """Returns the tokens [E] that spans draw from logits [E, vocabulary].
 
-        The tokens of one span follow each other. `before` is the pass in flight before the pass of
+        The tokens of one span are consecutive. `before` is the pass in flight before the pass of
         the spans. Engine.draw explains the masks.
         """
         if logits.shape[0] > len(spans):
@@ -56,13 +56,13 @@ class TokenDraws:
         token_masks = self._masks(spans, masks)
         positions: Many[int] = ()  # the numbers of the drawn tokens in their completions
         if batch.any_random:
-            positions = [  # as `_position`, without a call for each row of each step
+            positions = [  # as in `_position`, without a call for each row of each step
                 seq.discarded - len(seq.prompt) + span.start + span.count
                 for span, seq in zip(spans, rows, strict=True)
             ]
         if not batch.any_penalties:
             return sampler.sample_batch(logits, batch, positions, (), None, (), token_masks)
-        # Tokens of a sequence that was withdrawn may be known already.
+        # Tokens of a withdrawn sequence may already be known.
         awaited = [max(0, span.end - span.sequence.length) for span in spans]
         histories = list(map(penalty_history, rows, awaited))
         pending = self._pending(rows, before)
@@ -88,7 +88,7 @@ class TokenDraws:
         parts: list[SamplerOutput] = []
         for some, first, end in _parts(spans, most):
             lines = logits[first:end]
-            if parts:  # the next part begins when the memory of this one is free
+            if parts:  # the next part begins when the previous part's memory is free
                 (lines,) = mx.depends([lines], parts[-1].arrays())
             parts.append(self._draw_part(some, lines, batch.part(first, end), before, masks))
         return SamplerOutput.joined(parts)
@@ -130,7 +130,7 @@ class TokenDraws:
         return self._last[1]
 
     def _pending(self, rows: Many[Sequence], before: Flight | None) -> mx.array | None:
-        """Returns the tokens [E] in flight of these sequences; -1: the sequence has none."""
+        """Returns the tokens [E] in flight of these sequences; -1 for a sequence without one."""
         if before is None or before.sampled is None:
             return None
         places = self._upload(np.array([before.rows.get(seq, -1) for seq in rows], dtype=np.int32))
@@ -138,7 +138,7 @@ class TokenDraws:
         return mx.where(places >= 0, drawn, NO_TOKEN)
 
     def _masks(self, spans: Many[Span], masks: RowMasks) -> TokenMasks | None:
-        """Returns the masks of the tokens that may be drawn; None: every token may."""
+        """Returns the masks of the tokens that may be drawn; None: every token may be drawn."""
         if masks.table is None:
             return None
         first = [masks.lines.get(span.sequence, ANY) for span in spans]
@@ -170,6 +170,6 @@ def _parts(spans: Many[Span], most: int) -> Iterator[tuple[list[Span], int, int]
 
 
 def _position(span: Span) -> int:
-    """Returns the number of the token that a span's last input draws, in its completion."""
+    """Returns the number, in the completion, of the token that a span's last input draws."""
     seq = span.sequence
     return span.start + span.count + seq.discarded - len(seq.prompt)

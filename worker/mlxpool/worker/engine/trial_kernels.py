@@ -1,7 +1,7 @@
-"""Compiles the kernels of trials together, before the first trial.
+"""Compiles the kernels that a load tries, in parallel, before the first trial.
 
-A trial compiles its kernels in the thread that loads, and waits for them. So the model's layers are
-asked first which kernels they would try. These are then compiled in parallel.
+A trial compiles its kernels in the thread that loads, and waits for them. So the model's layers
+first name the kernels that they would try, and these kernels are compiled in parallel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mlxpool.worker.kernels import block_write, kernel_cache, row_columns, sampl
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.transfers import downloads
 
-# Lines of the passes for which layers name their kernels: kernels for few lines, and for more.
+# Tokens of the passes for which layers name their kernels, which differ for few and many tokens.
 ASKED_LINES = (1, 64)
 OUR_MODULES = "mlxpool.worker."
 
@@ -28,7 +28,7 @@ OUR_MODULES = "mlxpool.worker."
 def compile_trials(
     model: Model, shape: RowShape, vocabulary: int, on_progress: Callable[[], None] = lambda: None
 ) -> None:
-    """Compiles the kernels of this model's trials that the disk lacks. Computes no pass.
+    """Compiles the kernels of this model's trials that are not on the disk. Computes no pass.
 
     `shape`: the arrays that the model's rows store.
     """
@@ -37,7 +37,7 @@ def compile_trials(
         block_write.makes_tables()
         row_columns.works()
         sampling.supports(vocabulary, shape.dtype)
-        if shape.fits_blocks:  # otherwise its layers have few kernels, or none
+        if shape.fits_blocks:  # models with other layers have few kernels, or none
             for lines in ASKED_LINES:
                 probe = AttentionProbe(shape.dtype, quantised=shape.quantised)
                 model(mx.zeros((lines,), dtype=mx.int32), probe)
@@ -46,7 +46,7 @@ def compile_trials(
 
 @contextmanager
 def forgotten_caches() -> Iterator[None]:
-    """Clears the caches of functions that were called inside: their results are not of trials."""
+    """A context whose end clears functions' caches: their results come from no trial."""
     sizes = {function: function.cache_info().currsize for function in _cached_functions()}
     try:
         yield

@@ -27,9 +27,9 @@ from mlxpool.worker.speculation.mtp import FIRST_CHANCES
 from mlxpool.worker.system.load_clock import LOAD
 from mlxpool.worker.transfers.shared_array import SETS
 
-WARM_UP_PASSES = 2  # passes of each size; the first compiles
+WARM_UP_PASSES = 2  # passes of each size; the first pass compiles
 UNLIMITED_TOKENS = 10**9
-MASK_TABLES = 2  # one for the next draw, one for rows that read forced tokens before they draw
+MASK_TABLES = 2  # a table for the next draw, and one for rows that first read forced tokens
 
 
 class LoadedEngine(Protocol):
@@ -68,8 +68,8 @@ class PassKind(Struct, frozen=True):
     """The spans of a pass that is computed at load.
 
     `counts`: the inputs of each new row that draws a token. `drafts`: the number of drafts that one
-    more row checks. `unread`: the inputs of a further row that draws nothing, as its prompt goes on
-    after them. With 0 the pass lacks that row.
+    more row checks. `unread`: the inputs of a further row that draws no token, because its prompt
+    goes on after these inputs; 0: no such row.
     """
 
     counts: tuple[int, ...] = ()
@@ -109,7 +109,7 @@ def kinds_of_passes(engine: LoadedEngine) -> Iterator[PassKind]:
     for count in decode_sizes(engine, rows):
         yield PassKind((1,) * count)
     longest = min(engine.context - 1, bounds_of(engine.parts)[0])
-    if layout.sizes:  # each row of a pool may leave a part of a block unused
+    if layout.sizes:  # each row in a pool may leave a part of a block unused
         longest = min(longest, (layout.blocks - 1) * KV_BLOCK_TOKENS)
     drafts, alone = engine.most_drafts, layout.follow_lines
     yield from compiled_kinds(layout.sizes, rows, longest, drafts, alone)
@@ -134,7 +134,7 @@ def compile_kernels(
     with kernel_cache.collecting() as jobs:
         if engine.parts.uploads is not None:
             engine.parts.uploads.begin()
-        # In other layouts a pass replaces the arrays of rows, and they must not be computed here.
+        # In other layouts a pass replaces the arrays of rows, which must not be computed here.
         in_place = layout.holds_prefixes and not layout.shares_arrays
         for kind in kinds if in_place else ():
             spans = dummy_spans(engine, kind)
@@ -146,7 +146,7 @@ def compile_kernels(
 
 
 def warm_passes(engine: LoadedEngine, on_progress: Callable[[], None]) -> None:
-    """Computes a pass of each kind that is compiled, and one with every sampling option.
+    """Computes a pass of each compiled kind, and a pass with every sampling option.
 
     The second pass of a kind gives its time to the cost model.
     """
@@ -193,9 +193,9 @@ def warm_masks(engine: LoadedEngine, count: int, options: Options | None = None)
 
 
 def warm_head(engine: LoadedEngine, head: HeadDrafts) -> None:
-    """Lets the model's head draft for one row, and the row check the drafts."""
+    """Makes the model's own head draft for one row, and the row check the drafts."""
     (seq,) = dummy_rows(engine, 1, 1)
-    for _ in range(min(WARM_UP_PASSES, engine.context // 4)):  # of four inputs at most
+    for _ in range(min(WARM_UP_PASSES, engine.context // 4)):  # at most four inputs
         seq.ids += [drawn.token for drawn in step(engine, [Span(seq, seq.submitted, 1, 1)]).drawn]
         drafts = head.drafts({seq: 1})
         result = step(engine, [Span.check(seq, drafts.get(seq, (0,)))])
@@ -273,7 +273,7 @@ def _first_and_last(counts: list[int], *, on_gpu: bool) -> list[int]:
     """Returns the numbers of rows of the passes that a load computes.
 
     On a CPU a C++ compiler compiles fused functions, which are the same for two rows and more. So
-    the first pass with several rows and the widest show the times of the others.
+    two passes show the times of the other passes: the first with several rows, and the widest.
     """
     return counts if on_gpu or len(counts) < 4 else [*counts[:2], counts[-1]]
 

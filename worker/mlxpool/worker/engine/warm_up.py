@@ -40,9 +40,9 @@ from mlxpool.worker.system.load_clock import LOAD
 from mlxpool.worker.transfers.uploads import upload_copy, upload_table
 
 CPU_WARM_UP_CHUNKS = (64, 256)  # tokens of the chunks that are measured at load
-GPU_WARM_UP_CHUNKS = (256, 1024)  # the same
+GPU_WARM_UP_CHUNKS = (256, 1024)  # tokens of these chunks on a GPU
 LONG_PASSES_LEAVE = 7 / 8  # the least part of the blocks that long passes must leave
-DECODE_STEPS = 12  # decode steps of one row, whose time decides the time of all passes
+DECODE_STEPS = 12  # measured decode steps of one row; their time decides the time of all passes
 
 log = logging.getLogger("mlxpool.worker")
 
@@ -50,9 +50,9 @@ log = logging.getLogger("mlxpool.worker")
 def warm_up(engine: LoadedEngine, on_progress: Callable[[], None]) -> Warmed:
     """Measures the memory of a prefill chunk and of draws, and computes each kind of pass once.
 
-    Calls `on_progress` after each step, which may take seconds. Makes the layout anew, with as many
-    blocks as fit beside a step. On a CPU it skips measurements and passes if an earlier load has
-    kept its figures. Raises ModelLoadFailed if too few blocks are left.
+    Calls `on_progress` after each step, which may take seconds. Makes the layout again, with as
+    many blocks as fit beside a step. On a CPU it skips measurements and passes if an earlier load
+    has stored its measurements. Raises ModelLoadFailed if too few blocks are left.
     """
     LOAD.enter("memory")
     parts, memory, long_passes = engine.parts, engine.parts.memory, False
@@ -77,12 +77,12 @@ def warm_up(engine: LoadedEngine, on_progress: Callable[[], None]) -> Warmed:
     else:
         for load, seconds in known.passes:
             engine.cost.observe(load, seconds)
-        warm(engine, PassKind((1,)), on_progress, times=1)  # shows that the model computes
+        warm(engine, PassKind((1,)), on_progress, times=1)  # to test that the model computes
     memory.layout.evaluated()
     if parts.predictions is not None:
         warm_head(engine, parts.predictions)
         on_progress()
-    # The cost model is not asked: it predicts passes of this kind from the last passes it saw.
+    # The cost model is not used: it predicts such passes from the last passes that it observed.
     seconds = parts.target.most
     if parts.target.least < parts.target.most:
         seconds = parts.target.seconds(decode_seconds(engine))
@@ -102,7 +102,7 @@ def is_pooled(memory: EngineMemory[Layout, CacheRow]) -> bool:
 
 
 def kept_measurement(engine: LoadedEngine) -> KeptMeasurement | None:
-    """Returns the file of this engine's figures; None: every load measures them."""
+    """Returns the file with this engine's measurements; None: every load measures again."""
     parts, memory = engine.parts, engine.parts.memory
     if not parts.settings.keeps_measurement or device.on_gpu() or memory.draft is not None:
         return None
@@ -146,7 +146,7 @@ def measure_memory(engine: LoadedEngine, on_progress: Callable[[], None]) -> boo
     if drafts:
         one_pass = max(one_pass, draw_bytes(engine, most_logits(engine)))
     taken = (1 + parts.lookahead) * one_pass + memory.layout.read_bytes
-    if parts.image_encoder is not None:  # it may run beside a pass in flight
+    if parts.image_encoder is not None:  # an image may be encoded beside a pass in flight
         encoder, largest = parts.image_encoder.measure()
         taken = max(taken, parts.lookahead * one_pass + memory.layout.read_bytes + encoder)
         memory.budget = replace(memory.budget, images=memory.encoded.budget + largest)
@@ -168,9 +168,9 @@ def measure_chunks(
 
 def measure_chunk(engine: LoadedEngine, size: int) -> tuple[int, int]:
     """Computes a chunk of `size` tokens; returns `size` and the bytes of its activations."""
-    (seq,) = dummy_rows(engine, 1, max(size, 1) + 2)  # so that the chunk is not its last
+    (seq,) = dummy_rows(engine, 1, max(size, 1) + 2)  # so that the chunk is not the prompt's last
     memory = engine.parts.memory
-    memory.layout.reserve(memory.rows[seq], seq.length)  # its memory is not activation memory
+    memory.layout.reserve(memory.rows[seq], seq.length)  # the row's memory is not activation memory
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
@@ -196,18 +196,18 @@ def pass_bytes(
 def choose_long_passes(
     engine: LoadedEngine, small: tuple[int, int], large: tuple[int, int]
 ) -> bool:
-    """Makes a layout of long passes if they pay and are allowed; returns True if it did.
+    """Makes a layout of long passes if they are faster and allowed; returns True if it did.
 
     Long passes have twice the inputs of the `large` chunk, which is the longest of the layout. They
-    pay for small models: the host takes as long to build a pass as the device to compute it. They
-    are allowed if they end within the step target's upper bound, so that new requests are not
+    are faster for small models: the host takes as long to build a pass as the device to compute it.
+    They are allowed if they end within the step target's upper bound, so that new requests are not
     delayed, and if they leave LONG_PASSES_LEAVE of the blocks.
     """
     parts, memory, size = engine.parts, engine.parts.memory, large[0]
     most = min(parts.batch, engine.context)
     if memory.layout.sizes[-1:] != (size,) or most <= size or memory.fixed_blocks is not None:
         return False
-    if parts.image_encoder is not None:  # passes with images are not compiled, and keep scores
+    if parts.image_encoder is not None:  # passes with images are not compiled, and store scores
         return False
     if 2 * chunk_seconds(engine, size) > parts.target.most:
         return False
@@ -223,7 +223,7 @@ def choose_long_passes(
 
 
 def blocks_beside(parts: Parts, step: int) -> int:
-    """Returns the blocks that a pool would have if a step took `step` bytes."""
+    """Returns the number of a pool's blocks if a step needs `step` bytes."""
     memory, before = parts.memory, parts.memory.budget
     memory.budget = replace(before, step=step + memory.layout.read_bytes)
     try:
@@ -251,7 +251,7 @@ def most_logits(engine: LoadedEngine) -> int:
 def draw_bytes(engine: LoadedEngine, lines: int) -> int:
     """Returns the bytes of `lines` lines of logits and of their draws, with every option."""
     part = min(lines, lines_at_a_time(engine.vocab_size))
-    # Some rows have a top-k. For the others top-p looks at all tokens.
+    # Some rows have a top-k. For other rows top-p looks at all tokens.
     options = [ALL_OPTIONS, replace(ALL_OPTIONS, top_k=0)] * part
     batch = SamplingBatch(options[:part], [0] * part, engine.vocab_size)
     words = whole_mask(engine.vocab_size, part).view(np.int32)

@@ -41,11 +41,11 @@ class Encoder(Protocol):
 
     @property
     def digest(self) -> str:
-        """Hash of everything that decides which numbers a text gives."""
+        """A hash of everything that decides the results of a text."""
 
     @property
     def lines(self) -> int:
-        """The most tokens of a pass. A longer input is a pass of its own."""
+        """The most tokens of a pass. A longer input has its own pass."""
 
     @property
     def yields_cores(self) -> bool:

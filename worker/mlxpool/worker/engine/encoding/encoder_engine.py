@@ -1,8 +1,8 @@
 """The engine of encoder models: one pass over whole texts, sorted by length, without padding.
 
-On a CPU a pass may be divided among threads; each has a share of the texts. MLX computes everything
-except matrix products on one core, so one share on each core takes less time than products on all
-cores.
+On a CPU a pass may be divided among threads; each thread computes a share of the texts. MLX
+computes everything except matrix products on one core, so one share on each core takes less time
+than products on all cores.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from mlxpool.worker.kernels import device
 from mlxpool.worker.kernels.cpu_exp import on_linux_cpu
 from mlxpool.worker.weights.load import LoadedModel
 
-CLEAR_INTERVAL = 64  # passes after which freed buffers are given back: their sizes differ
+CLEAR_INTERVAL = 64  # passes after which MLX's freed buffers are released: their sizes differ
 MIN_SHARE = 64  # the least tokens of a share: smaller products are slow
-WARM_UP_LENGTHS = (4, 32, 128)  # tokens of a text; a pass has as many texts as it takes
+WARM_UP_LENGTHS = (4, 32, 128)  # tokens of a text in the warm-up; a pass has as many texts as fit
 ACTIVATIONS: dict[Activation, Callable[[mx.array], mx.array]] = {
     "": lambda x: x,
     "sigmoid": mx.sigmoid,
@@ -111,7 +111,7 @@ class EncoderEngine:
         else:
             pool = self._pool()
             rows = [pool.submit(self._rows, texts[share]) for share in shares]
-            wait(rows)  # also if a share fails: no thread computes when an error is raised
+            wait(rows)  # also if a share fails: no thread still computes when an error is raised
             answers = np.concatenate([row.result() for row in rows])
         self._seen.add(size)
         self._passes += 1
@@ -122,7 +122,7 @@ class EncoderEngine:
         return result
 
     def _pool(self) -> ThreadPoolExecutor:
-        """Returns the threads of shares, each with its own MLX stream; starts them if needed."""
+        """Returns the threads of shares, each with its own MLX stream; starts missing threads."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(
                 os.cpu_count(), "share", lambda: mx.set_default_stream(mx.new_stream(mx.cpu))
@@ -130,7 +130,7 @@ class EncoderEngine:
         return self._threads
 
     def _rows(self, texts: Sequence[EncoderInput]) -> npt.NDArray[np.float32]:
-        """Returns the rows of the results of texts that are sorted by length."""
+        """Returns results [texts, ...] of texts, which must be sorted by length."""
         types = chain.from_iterable(text.types or (0,) * len(text.ids) for text in texts)
         batch = PackedBatch(
             [len(text.ids) for text in texts], list(types), self._windows, causal=self._plan.causal
@@ -139,7 +139,7 @@ class EncoderEngine:
         return np.array(self._answer(ids, batch).astype(mx.float32))
 
     def _answer(self, ids: mx.array, batch: PackedBatch) -> mx.array:
-        """Returns the rows of the results of a batch's texts, in its order."""
+        """Returns results [texts, ...] of a batch's texts, in the batch's order."""
         states = self._model.hidden_states(ids, batch)
         if "embed" not in self.tasks:
             logits = self._model.logits_of(pooled(states, batch.texts, (self._plan.pooling,)))

@@ -1,4 +1,4 @@
-"""Vectors of texts: pools the states of a text's tokens, and loads the linear layers to follow."""
+"""Vectors of texts: pools the states of a text's tokens; loads the linear layers after pooling."""
 
 from __future__ import annotations
 
