@@ -1,7 +1,7 @@
 """Attention in which no bit depends on batch or chunk, for the setting `deterministic`.
 
-The rounding of a matrix product depends on its shape, and the shape on the number of tokens that
-are computed together. Here every product has one shape: TILE_ROWS queries against one block of
+The rounding of a matrix product depends on its shape, and the shape depends on the number of tokens
+that are computed together. Here every product has one shape: TILE_ROWS queries against one block of
 keys. The blocks of a row are combined by their softmax weights; masked blocks add an exact 0.
 Together with tiled products (layers/linear.py) a token gives the same bits in any prefill chunk, in
 any decode batch, and after a preemption or a resume.
@@ -22,7 +22,7 @@ MASKED_SCORE = -1e30  # finite, so that fully masked blocks give no NaN
 def exact_attention(
     q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, window: int = 0
 ) -> mx.array:
-    """Attends as dot_product.causal_attention; the bits do not depend on batch or chunk."""
+    """Computes dot_product.causal_attention; the bits do not depend on batch or chunk."""
     if scores.sinks is not None or window:
         raise NotImplementedError("no model with sinks or windows is deterministic")
     count, heads, size = q.shape
@@ -40,8 +40,8 @@ def exact_attention(
 def _mask(start: int, tiles: int, each: int, length: int) -> mx.array:
     """Returns the mask [tiles, 1, B, TILE_ROWS * each, KV_BLOCK_TOKENS].
 
-    Its numbers are 0 if the query may attend, else MASKED_SCORE. The first query belongs to token
-    `start`; the blocks have `length` tokens.
+    A number of the mask is 0 if the query may attend to the key, else MASKED_SCORE. The first query
+    belongs to token `start`; the blocks have `length` tokens.
     """
     blocks = -(-length // KV_BLOCK_TOKENS)
     places = mx.arange(blocks * KV_BLOCK_TOKENS).reshape(1, 1, blocks, 1, KV_BLOCK_TOKENS)
@@ -51,7 +51,7 @@ def _mask(start: int, tiles: int, each: int, length: int) -> mx.array:
 
 
 def _blocks(array: mx.array) -> mx.array:
-    """Returns [1, KV, L, D] as blocks [1, KV, B, KV_BLOCK_TOKENS, D], padded with zeros."""
+    """Divides [1, KV, L, D] into blocks [1, KV, B, KV_BLOCK_TOKENS, D], padded with zeros."""
     _, pairs, length, size = array.shape
     missing = -length % KV_BLOCK_TOKENS
     whole = mx.pad(array, [(0, 0), (0, 0), (0, missing), (0, 0)]) if missing else array

@@ -1,4 +1,4 @@
-"""Dot-product attention of one row, by MLX's fused kernel or in single operations."""
+"""Dot-product attention of one sequence, by MLX's fused kernel or in single operations."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from mlxpool.worker.kernels.cpu_exp import supports as has_cpu_exp
 from mlxpool.worker.kernels.device import on_gpu
 from mlxpool.worker.kernels.score_params import ScoreParams
 
-FUSED_HEAD_SIZES = (64, 80, 96, 112, 128)  # sizes of heads that a GPU's fused attention takes
-# Chunks are padded to multiples of these tokens on CUDA, see `pad_to_blocks`; LONG above LONG_ROW.
+FUSED_HEAD_SIZES = (64, 80, 96, 112, 128)  # head sizes that a GPU's fused attention supports
+# On CUDA, chunks are padded to multiples of these numbers of tokens, see `pad_to_blocks`; LONG is
+# for rows longer than LONG_ROW.
 PLAN_BLOCK, LONG_PLAN_BLOCK = 256, 1024
 LONG_ROW = 4096  # keys
 MAX_SCORES = 2**25  # the most scores (heads * queries * keys) that a GPU holds at a time
-# The most query-key pairs of one head that a CPU holds at a time; they fit into its cache.
+# The most query-key pairs of one head in a CPU's memory at a time; their scores fit into its cache.
 MAX_CPU_PAIRS = 2**16
-MIN_CPU_QUERIES = 8  # the least queries of a part; with fewer a CPU's matrix products are slow
-# The most parts of a chunk in memory: MLX begins the next parts before the first has ended.
+MIN_CPU_QUERIES = 8  # the least queries of a part; a CPU's smaller matrix products are slow
+# The most parts of a chunk in memory: MLX begins the next parts before the first part has ended.
 MAX_PARTS_IN_FLIGHT = 6
 
 
 def causal_attention(
     q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, window: int = 0
 ) -> mx.array:
-    """Attends causally in one row.
+    """Attends causally in one sequence.
 
     q [n, H, D], keys [1, KV, L, D], values [1, KV, L, V] -> [n, H, V]. The queries belong to the
-    last n of the L tokens. Without a fused kernel a long chunk is computed in parts, one after the
-    other, to bound the scores in memory.
+    last n of the L tokens. Without a fused kernel a long chunk is computed in parts to bound the
+    memory of scores.
     """
     length, count = keys.shape[2], q.shape[0]
     most = count if _fused(q, values, scores) else _queries_per_part(length, q.shape[1])
@@ -67,7 +68,7 @@ def group_mask(count: int, length: int, window: int, groups: Sequence[tuple[int,
 def masked_attention(
     q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, visible: mx.array | None
 ) -> mx.array:
-    """Attends to the keys where `visible` [n, L] is true, or to all; shapes as causal_attention."""
+    """Attends to keys with `visible` [n, L] true, or to all; shapes as in causal_attention."""
     length, count = keys.shape[2], q.shape[0]
     fused = _fused(q, values, scores)
     most = count if fused else _queries_per_part(length, q.shape[1])
@@ -88,13 +89,13 @@ def masked_attention(
 
 
 def _queries_per_part(length: int, heads: int) -> int:
-    """Returns the queries of one part."""
+    """Returns the number of queries in one part of a chunk."""
     most = max(1, MAX_SCORES // (length * heads))
     return most if on_gpu() else min(most, max(MIN_CPU_QUERIES, MAX_CPU_PAIRS // length))
 
 
 def pairs_in_memory(shape: RowShape, pairs: int) -> int:
-    """Returns the most of a step's query-key `pairs` whose scores are in memory at once."""
+    """Returns the most query-key pairs with scores in memory, for a step of `pairs` pairs."""
     if on_gpu() or any(isinstance(cache, LatentSpec) for cache in shape.caches):
         return pairs  # keys and values expanded from a latent cache grow with the tokens
     return min(pairs, MAX_PARTS_IN_FLIGHT * max(MAX_CPU_PAIRS, MIN_CPU_QUERIES * shape.capacity))
@@ -136,8 +137,8 @@ def pad_to_blocks(
 ) -> mx.array:
     """Attends causally in whole blocks of queries and keys, with shapes as `unfused_attention`.
 
-    cuDNN compiles a plan for each pair of lengths, in 45 to 60 ms on an H200, so exact lengths
-    would cost every new prompt a plan. Queries are padded on both sides, keys at the end. The
+    cuDNN compiles a plan for each pair of lengths, in 45 to 60 ms on an H200, so with exact lengths
+    every new prompt would wait for a plan. Queries are padded on both sides, keys at the end. The
     causal mask hides the padding.
     """
     count, length = queries.shape[2], keys.shape[2]
@@ -155,7 +156,7 @@ def pad_to_blocks(
 
 
 def padded_lengths(start: int, count: int) -> tuple[int, int, int]:
-    """Returns the padding before `count` queries at `start`, and the padded queries and keys."""
+    """Returns the padding before `count` queries at `start`, and both padded lengths."""
     block = PLAN_BLOCK if start + count <= LONG_ROW else LONG_PLAN_BLOCK
     before = start % block
     whole = -(-(before + count) // block) * block
@@ -163,7 +164,7 @@ def padded_lengths(start: int, count: int) -> tuple[int, int, int]:
 
 
 def _mask(count: int, length: int, window: int) -> mx.array | str | None:
-    """Returns the mask of the last `count` of `length` tokens, or MLX's name of it."""
+    """Returns the mask of the last `count` of `length` tokens, or MLX's name for this mask."""
     if window and length > window:
         ends = mx.arange(length - count, length)[:, None]
         places = mx.arange(length)[None]
@@ -172,7 +173,7 @@ def _mask(count: int, length: int, window: int) -> mx.array | str | None:
 
 
 def _mask_array(mask: mx.array | str | None, count: int, length: int) -> mx.array | None:
-    """Returns a mask of `_mask` as an array."""
+    """Returns a result of `_mask` as an array."""
     if isinstance(mask, str):
         return mx.arange(length)[None] <= mx.arange(length - count, length)[:, None]
     return mask
@@ -218,7 +219,7 @@ def heads_first(x: mx.array) -> mx.array:
 def softmax_average(scores: mx.array, values: mx.array) -> mx.array:
     """Returns softmax(scores) @ values: [..., n, M] and [..., L, V] -> [..., n, V].
 
-    With M > L the scores after the first L take part in the softmax without a value (sinks).
+    If M > L, the scores after the first L are sinks: they count in the softmax, without a value.
     """
     length = values.shape[-2]
     if not has_cpu_exp(scores):
@@ -228,7 +229,7 @@ def softmax_average(scores: mx.array, values: mx.array) -> mx.array:
 
 
 def softmax_terms(scores: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Returns exp(scores - top), the greatest scores `top` [..., 1] and the sums [..., 1]."""
+    """Returns exp(scores - top), its sums [..., 1], and the greatest scores `top` [..., 1]."""
     top = mx.max(scores, axis=-1, keepdims=True)
     weights = exp_below(scores - top)
     return weights, top, mx.sum(weights, axis=-1, keepdims=True)

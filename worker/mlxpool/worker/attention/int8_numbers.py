@@ -9,7 +9,7 @@ from mlxpool.worker.caches.stored import AUTO, INT8, Numbers
 Arrays = tuple[mx.array, ...]
 GREATEST = 127  # the greatest absolute integer; -128 is not used
 SCALES = mx.bfloat16
-NUMBER_DTYPES = {Numbers.INT8: mx.int8, Numbers.SCALE: SCALES}  # others: the model's dtype
+NUMBER_DTYPES = {Numbers.INT8: mx.int8, Numbers.SCALE: SCALES}  # others have the model's dtype
 
 
 def dtype_of(numbers: Numbers, model: mx.Dtype) -> mx.Dtype:
@@ -26,7 +26,7 @@ def stored(new: Arrays, dtype: mx.Dtype, kv: str = AUTO) -> Arrays:
 
 
 def read(held: Arrays, dtype: mx.Dtype, kv: str = AUTO) -> Arrays:
-    """Returns a layer's stored arrays as attention reads them: the inverse of `stored`."""
+    """Returns the numbers that a layer's stored arrays mean: the inverse of `stored`."""
     if kv != INT8:
         return held
     half = len(held) // 2
@@ -42,13 +42,13 @@ def quantise(x: mx.array) -> tuple[mx.array, mx.array]:
     x = x.astype(mx.float32)
     scales = (mx.max(mx.abs(x), axis=-1, keepdims=True) / GREATEST).astype(SCALES)
     divisors = scales.astype(mx.float32)
-    # Numbers so small that their scale is 0 become 0. A scale that was rounded down to bfloat16
-    # leaves quotients above 127.
+    # Numbers so small that their scale is 0 become 0. With a scale that was rounded down to
+    # bfloat16, quotients can exceed 127.
     quotients = mx.where(divisors > 0, x / divisors, 0.0)
     rounded = mx.clip(mx.round(quotients), -GREATEST, GREATEST)
     return rounded.astype(mx.int8), scales
 
 
 def dequantise(numbers: mx.array, scales: mx.array, dtype: mx.Dtype) -> mx.array:
-    """Returns the numbers [..., size] of integers [..., size] and scales [..., 1]."""
+    """Returns the products [..., size] of integers [..., size] and scales [..., 1]."""
     return (numbers.astype(mx.float32) * scales.astype(mx.float32)).astype(dtype)

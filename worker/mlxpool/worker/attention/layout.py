@@ -1,7 +1,7 @@
-"""The layout of an engine's rows in memory, and the passes over them.
+"""The layout of an engine's rows in memory, and the passes over rows.
 
-`Layout` is the interface, and itself the layout of rows with their own arrays. Rows that share
-memory have the layouts of in_slabs/ and in_pool/; layout_choice.py chooses the layout of a model.
+`Layout` is the interface, and also the layout of rows with their own arrays. Rows that share memory
+have the layouts of in_slabs/ and in_pool/; layout_choice.py chooses the layout of a model.
 """
 
 from __future__ import annotations
@@ -36,22 +36,23 @@ from mlxpool.worker.transfers.uploads import Upload, upload_copy
 
 
 class Layout:
-    """Builds forward passes over rows of its own store.
+    """A memory layout of rows, which builds forward passes over its rows.
 
     In this class each row has its own arrays, so that every kind of layer is supported. In the
     subclasses rows share memory. All layouts allocate memory in blocks of KV_BLOCK_TOKENS tokens.
     """
 
-    name = "rows"  # the name for operators
+    name = "rows"  # the layout's name for operators
     store: Any  # a prefix.store.Store
     spare = 0  # bytes that may be allocated for unused blocks
     batch = RowBatch  # the class that describes a pass to the model
     shares_arrays = False  # a failed pass may have damaged all rows
     _upload: Upload = staticmethod(upload_copy)
-    holds_prefixes = False  # entries of the prefix cache share the memory of rows
-    blocks = 0  # the number of all blocks, if entries of the prefix cache share them
+    holds_prefixes = False  # prefix cache entries share the memory of rows
+    blocks = 0  # the number of all blocks, if prefix cache entries share them
     reads_int8 = False  # kernels of a GPU read keys and values as integers
-    # The most inputs of passes that only check drafts and are compiled apart; 0: none are.
+    # The most inputs of passes that only check drafts and are compiled separately; 0: no such
+    # passes.
     follow_lines = 0
 
     def __init__(
@@ -63,9 +64,9 @@ class Layout:
         keeps_states: bool = False,
         keeps_drawn: bool = False,
     ) -> None:
-        """`keeps_states`: passes give the states of all their inputs.
+        """`keeps_states`: passes return the states of all their inputs.
 
-        `keeps_drawn`: passes give the states of their logits. See PassOutput.
+        `keeps_drawn`: passes return the states of their logits. See PassOutput.
         """
         self._model = model
         self._keeps_states, self._keeps_drawn = keeps_states, keeps_drawn
@@ -75,9 +76,9 @@ class Layout:
         self.read_bytes = shape.dequantised_bytes(shape.capacity)
         self._deterministic = deterministic
         self._kinds = ComputedKinds()
-        # The records of compiled passes; subclasses add their own.
+        # The records of compiled passes; subclasses add further records.
         self._compiling: list[ComputedKinds | CompiledPasses[Any, Any]] = [self._kinds]
-        self.notice = CompileNotice()  # of compiled passes for which `is_new` returned False
+        self.notice = CompileNotice()  # notices compilation after `is_new` returned False
         self.store = RowStore(partial(RowCache, shape), cache_kinds(shape))
 
     @property
@@ -98,7 +99,7 @@ class Layout:
         return sum(row.nbytes for row in rows), 0
 
     def reserve(self, row: Any, tokens: int) -> None:
-        """Allocates a row's memory for `tokens` tokens, if the layout does not do so at a write."""
+        """Allocates a row's memory for `tokens` tokens, if writes do not allocate memory."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -109,9 +110,10 @@ class Layout:
         """Sets the most drafts that the rows of a pass check together; 0: no drafts."""
 
     def whole_passes(self) -> AbstractContextManager[None]:
-        """Returns a context in which only the evaluation of a pass begins it, with all its memory.
+        """Returns a context in which a pass begins only when it is evaluated, with all its memory.
 
-        Outside of it the device may begin a pass, and free memory, while the pass is built.
+        Outside of the context the device may begin a pass, and free memory, while the pass is
+        built.
         """
         return nullcontext()
 
@@ -138,7 +140,7 @@ class Layout:
     ) -> PassOutput:
         """Builds one pass over inputs `ids` [T] and advances the rows.
 
-        It computes nothing yet, or begins the pass, see `whole_passes`. A negative id -1 - r means
+        Computes nothing yet, or begins the pass, see `whole_passes`. A negative id -1 - r means
         element r of `drawn`. `wanted`: the numbers of spans with results, see RowSpan: first spans
         with logits of one token, then of several tokens, then spans with hidden states.
         """
@@ -191,7 +193,7 @@ class Layout:
     def _compiled(
         self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]
     ) -> PassOutput | None:
-        """Builds the pass of `forward` as a compiled pass; None if these spans have none."""
+        """Builds the pass of `forward` as a compiled pass; None if it cannot be compiled."""
         return None
 
     def _written(self, rows: Sequence[Any]) -> list[mx.array]:
@@ -202,7 +204,7 @@ class Layout:
     def invalidate(self) -> None:
         """Discards the arrays that a failed pass may have damaged.
 
-        Kinds without an evaluated pass are new again, see ComputedKinds.
+        Kinds of passes without an evaluated pass are new again, see ComputedKinds.
         """
         for compiling in self._compiling:
             compiling.failed()
@@ -212,7 +214,7 @@ class Layout:
 
 
 def _places(given: Sequence[RowSpan], ordered: Sequence[RowSpan]) -> mx.array:
-    """Returns the number in the order `ordered` of each token of the spans `given`."""
+    """Returns each token of the spans `given` as its number in the order `ordered`."""
     ends = accumulate(span.count for span in ordered)
     first = {id(span): end - span.count for span, end in zip(ordered, ends, strict=True)}
     lines = [first[id(span)] + line for span in given for line in range(span.count)]

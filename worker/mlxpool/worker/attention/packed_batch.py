@@ -1,7 +1,7 @@
 """The texts of one pass of an encoder model, one after the other, whole and without padding.
 
 Texts of one length attend together. As texts are sorted by length, a pass has few lengths, and no
-token is padded or masked because of another text.
+text is padded or masked because of other texts.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def equal_texts(lengths: Sequence[int]) -> tuple[EqualTexts, ...]:
 class PackedBatch(RotateThenAttend):
     """A TextBatch.
 
-    `windows`: for each layer the tokens that a token sees to each side, with itself; 0: all.
-    `causal`: a token sees no later tokens. The last `padding` tokens of each text see the other
-    tokens but not each other; the other tokens see all.
+    `windows`: for each layer the number of tokens that a token sees to each side, itself included;
+    0: all. `causal`: a token sees no later tokens. The last `padding` tokens of each text see the
+    other tokens but not each other; the other tokens see all.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ def _attend(
 def _attend_part(
     q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams, mask: mx.array | None
 ) -> mx.array:
-    """Attends as `_attend` does, for some texts and queries."""
+    """Computes `_attend` for some of the texts and queries."""
     if scores.softcap or scores.sinks is not None or q.dtype != mx.float32 or not on_linux_cpu():
         return unfused_attention(q, k, v, scores, mask)
     shape = (
@@ -184,7 +184,7 @@ def _attend_part(
 
 
 def _parts(count: int, heads: int, length: int) -> Iterator[tuple[slice, slice]]:
-    """Yields texts and queries whose scores fit into memory: some whole texts, or part of one."""
+    """Yields texts and queries whose scores fit into memory: whole texts, or parts of a text."""
     pairs = MAX_SCORES // heads if on_gpu() else MAX_CPU_PAIRS
     texts = max(pairs // length**2, 1)
     queries = length if length**2 <= pairs else max(pairs // length, 1)

@@ -25,12 +25,13 @@ from mlxpool.worker.layers.layer_types import (
     SpanScan,
 )
 
-# With fewer dimensions MLX's CUDA kernel fails past 64 tokens: its thread blocks are too deep.
+# For fewer dimensions and more than 64 tokens, MLX's CUDA kernel has too deep thread blocks and
+# fails.
 MIN_KERNEL_DIMS = 32
 
 
 class RotaryEmbedding:
-    """Rotates queries and keys by positions [T] of their tokens, or by three for each, [T, 3].
+    """Rotates queries and keys by their tokens' positions [T], or by three positions each [T, 3].
 
     `start`: the first position if the positions are consecutive. A GPU has a kernel for rotation.
     On the CPU cosines and sines are computed once for all layers of a step.
@@ -48,7 +49,7 @@ class RotaryEmbedding:
         return self._by_kernel(x, rope) if fused else self._by_table(x, rope)
 
     def turns(self, rope: Rope) -> RopeTables:
-        """Returns the tables of cosines and sines for a kernel that rotates by itself."""
+        """Returns the tables of cosines and sines for a kernel that also rotates."""
         if rope not in self._tables and makes_tables():
             frequencies = mx.array(frequencies_of(rope))
             self._tables[rope] = rope_tables(self._positions, frequencies, rope.scale, rope.gain)
@@ -88,7 +89,7 @@ class RotaryEmbedding:
         return mx.concatenate([out.astype(x.dtype), x[..., rope.dims :]], axis=-1)
 
     def _halves(self, rope: Rope) -> tuple[mx.array, mx.array]:
-        """Returns the factors [T, 1, dims] of a number, and of its partner in the other half."""
+        """Returns the factors [T, 1, dims] of each number, and of its partner in the other half."""
         if rope not in self._wide:
             cos, sin = self._table(rope)
             self._wide[rope] = (
@@ -192,7 +193,7 @@ class RotateThenAttend(WithoutImages):
 class DecodingRows(RotateThenAttend):
     """The base of ForwardBatch classes for passes in which all lines give logits.
 
-    Such passes do not serve layers with states; `no_states` is the reason.
+    Such passes do not support layers with states; `no_states` is the reason.
     """
 
     logits = True

@@ -2,7 +2,7 @@
 
 A model sees x [T, d]: the new tokens of all rows, one row after the other, without padding. Only
 the batch knows the row and the position of an element of the token axis. After the mixer of the
-last layer, only the tokens that get logits go on.
+last layer, only the tokens that get logits are computed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mlxpool.worker.attention.row_states import PassStates, StateSpan
 from mlxpool.worker.kernels.score_params import ScoreParams
 from mlxpool.worker.layers.layer_types import LatentProjections, Rope, Scan, SpanScan
 
-# Attention of one row, see dot_product.causal_attention.
+# The attention of one sequence, see dot_product.causal_attention.
 RowAttention: TypeAlias = Callable[[mx.array, mx.array, mx.array, ScoreParams, int], mx.array]
 
 
@@ -52,9 +52,10 @@ class RowBatch(RotateThenAttend):
         *,
         every: bool = False,
     ) -> None:
-        """`wanted`: the spans whose last tokens go on, in that order; None: all tokens go on.
+        """`wanted`: the spans whose last tokens get logits, in this order; None: all tokens.
 
-        `every`: all tokens go on until `logit_rows` selects the tokens of `wanted`.
+        `every`: the last layer computes all tokens, and `logit_rows` selects the tokens of
+        `wanted`.
         """
         self.spans = tuple(spans)
         self._attention = attention
@@ -72,7 +73,7 @@ class RowBatch(RotateThenAttend):
         if wanted is None:
             self._wanted, self._lines = self._queries, list(range(tokens))
         else:
-            # If no span is wanted, one token goes on: kernels take no arrays without elements.
+            # If no span is wanted, one token is computed: kernels take no arrays without elements.
             chosen = list(wanted) or [len(spans) - 1]
             self._wanted = [Queries(at, ends[at] - spans[at].lines, ends[at]) for at in chosen]
             self._lines = [
@@ -108,7 +109,7 @@ class RowBatch(RotateThenAttend):
     def _over_images(
         self, x: mx.array, change: Callable[[mx.array, mx.array], mx.array]
     ) -> mx.array:
-        """Returns x [T, d] with changed lines for each image."""
+        """Returns x [T, d] with `change` applied to each image's inputs."""
         parts, begin = [], 0
         for span, queries in zip(self.spans, self._queries, strict=True):
             for image in span.images:
@@ -119,7 +120,7 @@ class RowBatch(RotateThenAttend):
         return mx.concatenate([*parts, x[begin:]])
 
     def _views(self) -> Iterator[tuple[int, int, ImageView]]:
-        """Yields tokens [first, end) of the pass with the images that they see."""
+        """Yields tokens [first, end) of the pass, and the images that these tokens see."""
         for span, queries in zip(self.spans, self._queries, strict=True):
             for view in span.views:
                 yield queries.first + view.begin, queries.first + view.end, view
@@ -163,7 +164,7 @@ class RowBatch(RotateThenAttend):
         return _joined(parts)
 
     def _read(self, held: Arrays, parts: Sequence[mx.array]) -> Arrays:
-        """Returns a span's stored arrays as attention reads them, after the attention `parts`."""
+        """Returns the numbers in a span's stored arrays, read after the attention `parts`."""
         return self._shape.read(self._shape.held_after(held, parts[-1]) if parts else held)
 
     def _attend(
@@ -186,13 +187,13 @@ class RowBatch(RotateThenAttend):
     def attend_latent(
         self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
-        """See ForwardBatch. Projects the queries of all rows with one query together."""
+        """See ForwardBatch. Projects together the queries of all spans that have one query."""
         scores = ScoreParams(scale)
         seen = self._write(layer, (latent[:, None],))
 
         def read(queries: Queries, absorbed: mx.array) -> mx.array:
             (latents,) = seen[queries.span]
-            # A product would copy a column slice for each head: one query multiplies all columns.
+            # MLX would copy a column slice for each head; so one query multiplies all columns.
             single = absorbed.shape[0] == 1
             values = latents if single else mx.contiguous(latents[..., : heads.rank])
             return causal_attention(absorbed, latents, values, scores)[..., : heads.rank]
@@ -248,7 +249,7 @@ class RowBatch(RotateThenAttend):
     def _recur_checks(
         self, layer: int, inputs: Sequence[mx.array], scan: Scan, checks: Sequence[Queries]
     ) -> dict[int, mx.array]:
-        """Scans spans that check drafts together, token by token, and keeps every state.
+        """Scans the spans that check drafts together, token by token, and stores every state.
 
         Returns the outputs [n, ...] by span.
         """
@@ -285,7 +286,7 @@ class RowBatch(RotateThenAttend):
             span.row.advance(span.count)
 
     def _asked(self, layer: int) -> Sequence[Queries]:
-        """Returns the queries of a layer, in the order of the lines that go on."""
+        """Returns the queries that attend in a layer, in the order of the layer's outputs."""
         return self._wanted if layer == self._last_layer else self._queries
 
     def _write(self, layer: int, new: Sequence[mx.array]) -> Mapping[int, Arrays]:

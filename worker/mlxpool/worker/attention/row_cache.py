@@ -1,4 +1,4 @@
-"""A row with its own arrays: one object for each layer.
+"""A row with its own arrays: one cache object for each layer.
 
 Arrays grow in steps of ROW_GROWTH tokens. A layer has the only reference to its arrays, so that MLX
 writes them in place. Unused tokens are finite numbers and never read.
@@ -28,7 +28,7 @@ ROW_GROWTH = KV_BLOCK_TOKENS  # tokens
 
 
 class FullLayer:
-    """A layer that keeps all tokens, in stored arrays [1, heads, allocated, size]."""
+    """The cache of a layer that keeps all tokens, in stored arrays [1, heads, allocated, size]."""
 
     def __init__(self, spec: KeyValueSpec | LatentSpec, shape: RowShape) -> None:
         self._stored, self._shape = shape.arrays_of(spec), shape
@@ -85,7 +85,7 @@ class FullLayer:
 
 
 class WindowLayer:
-    """A layer with a window, in stored arrays [1, heads, capacity, size].
+    """The cache of a layer with a window, in stored arrays [1, heads, capacity, size].
 
     The tokens [_first, _last) of the arrays are in use. When the arrays are full, the tokens of the
     window move to the front, with one token before them. After `trim` has removed a token, the
@@ -102,7 +102,7 @@ class WindowLayer:
     def write(self, at: int, new: Arrays) -> Arrays:
         """Writes new tokens after `at`.
 
-        Returns the stored arrays of the tokens that they see.
+        Returns the stored arrays of the tokens that the new tokens see.
         """
         return self._append(self._shape.stored(new))
 
@@ -122,11 +122,11 @@ class WindowLayer:
             self._append(part)
 
     def trim(self, offset: int, to: int) -> None:
-        """See FullLayer. Possible by one token; by more only if no token was dropped yet."""
+        """See FullLayer. Removes one token, or more if the window has dropped no token yet."""
         self._last = max(self._first, self._last - (offset - to))
 
     def _append(self, new: Arrays) -> Arrays:
-        """Stores arrays; returns the stored arrays of the tokens that they see."""
+        """Stores new tokens; returns the stored arrays of the tokens that these see."""
         count = new[0].shape[2]
         self._require_space(count)
         start, self._last = self._last, self._last + count
@@ -159,10 +159,10 @@ class WindowLayer:
 
 
 class StateLayer:
-    """A recurrent layer: its state after all tokens and before each of the last steps.
+    """The cache of a recurrent layer: the state after all tokens, and before each recent step.
 
-    A state has its own arrays, or is a line of an array that the rows of a pass share. () is the
-    initial state.
+    A state has its own arrays, or is a line of an array that the rows of a pass share. The empty
+    tuple is the initial state.
     """
 
     def __init__(self, spec: RecurrentSpec) -> None:
@@ -181,7 +181,7 @@ class StateLayer:
         return self._spec.state_bytes if self._now else 0
 
     def held(self) -> list[mx.array]:
-        """Returns the arrays of the state and of the states before it, each once."""
+        """Returns the arrays of the newest and the earlier states, each array once."""
         held: dict[int, mx.array] = {}
         for state in (self._now, *self._before.values()):
             arrays = (state.whole,) if isinstance(state, StateSlice) else state
@@ -215,7 +215,7 @@ class StateLayer:
             del self._before[next(iter(self._before))]
 
     def settle(self) -> None:
-        """Drops all states but the newest: the row goes back to none of them."""
+        """Drops all earlier states: the row will not be trimmed to them."""
         self._before = {}
 
     def own(self) -> list[mx.array]:
@@ -225,7 +225,7 @@ class StateLayer:
         return self.held()
 
     def trim(self, offset: int, to: int) -> None:
-        """See FullLayer. Possible by at most ROLLBACK_STEPS steps, or to 0 tokens."""
+        """See FullLayer. Goes back by at most ROLLBACK_STEPS steps, or to 0 tokens."""
         if to == 0:
             self._before, self._now = {}, ()
         elif to < offset:
@@ -256,14 +256,14 @@ class RowCache:
 
     def __init__(self, shape: RowShape) -> None:
         self.shape = shape
-        self.offset = 0  # tokens in each layer, including those of the step in flight
+        self.offset = 0  # tokens in each layer, including the tokens of the step in flight
         self.layers = [_layer(cache, shape) for cache in shape.caches]
 
     def write(self, layer: int, *new: mx.array) -> Arrays:
         """Writes arrays [1, heads, n, size] after `offset` tokens.
 
-        Returns the stored arrays of all tokens that they see; attention reads them by
-        `RowShape.read`. After the last layer, `advance` moves `offset`.
+        Returns the stored arrays of all tokens that the new tokens see; `RowShape.read` converts
+        them. After the last layer, `advance` moves `offset`.
         """
         return self._tokens(layer).write(self.offset, new)
 
@@ -284,7 +284,7 @@ class RowCache:
         return self._state(layer).state()
 
     def put_state(self, layer: int, state: Arrays) -> None:
-        """Stores the state after the tokens of this step, or of those that fill an empty row."""
+        """Stores the state after this step, or after the tokens that fill an empty row."""
         self._state(layer).write(self.offset, state)
 
     def state_slice(self, layer: int) -> StateSlice | None:

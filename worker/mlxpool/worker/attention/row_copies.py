@@ -1,7 +1,7 @@
-"""The prefix-cache store of rows with their own arrays (Metal, CPU): it copies.
+"""The prefix-cache store of rows with their own arrays (Metal, CPU), which copies tokens.
 
-`fill` copies the cached path into a new row. `keep` copies new tokens out of a row. So kept pieces
-never share memory with rows.
+`fill` copies the cached path into a new row. `keep` copies new tokens out of a row. So cached
+prefixes never share memory with rows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LayerStates(Struct, frozen=True):
 
 
 class RowStore(Generic[R]):
-    """A Store (prefix/store.py) of rows with layers of these kinds."""
+    """A Store (prefix/store.py) of rows with layers of the kinds `kinds`."""
 
     join_copies = True
 
@@ -135,7 +135,7 @@ class RowStore(Generic[R]):
     # ---- the disk tier, see stored_arrays.py -----------------------------------------------------
 
     def stored(self, parts: Sequence[Part[Kept]]) -> list[DeviceArray]:
-        """See PortableStore. Kept pieces never change, so they are not copied."""
+        """See PortableStore. Cached pieces never change, so they are not copied."""
         return device_arrays(
             (
                 f"{kind.layer}.{number}",
@@ -217,7 +217,7 @@ def _put_whole(
 
 
 def _recurrent(row: LayeredRow[mx.array]) -> RecurrentRow[mx.array]:
-    """Returns the row as a RecurrentRow. It must have recurrent layers."""
+    """Returns the row, which must have recurrent layers, as a RecurrentRow."""
     return cast("RecurrentRow[mx.array]", row)
 
 

@@ -1,6 +1,6 @@
 """The shape of a model's rows: the stored arrays of each layer, and their bytes.
 
-It is the same in every layout.
+The shape does not depend on the layout.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from mlxpool.worker.caches.kinds import CacheKind, FullCache, StateCache, Window
 from mlxpool.worker.caches.specs import CacheSpec, KeyValueSpec, LatentSpec, RecurrentSpec
 from mlxpool.worker.caches.stored import AUTO, INT8, StoredArray
 
-READS_AT_A_TIME = 3  # the readings whose dequantised numbers are in memory, measured over slabs
+READS_AT_A_TIME = 3  # how many readings have dequantised numbers in memory, measured with slabs
 Arrays = tuple[mx.array, ...]
 
 
 class RowShape(Struct, frozen=True):
     """The shape of a row; `capacity` and `chunk` in tokens.
 
-    `keeps_all`: layers with a window keep the tokens outside of it, too. `kv`: the setting that
-    decides the stored format, see caches/stored.py.
+    `keeps_all`: layers with a window also keep the tokens outside of the window. `kv`: the setting
+    that decides the stored format, see caches/stored.py.
     """
 
     caches: tuple[CacheSpec, ...]
@@ -75,7 +75,7 @@ class RowShape(Struct, frozen=True):
         """Returns the most bytes of dequantised numbers in memory.
 
         `tokens`: the tokens of a layer that MLX's operations read at once. MLX begins the next
-        reading before the numbers of the reading before are used and freed.
+        reading before the previous reading's numbers are used and freed.
         """
         if not self.quantised:
             return 0
@@ -112,14 +112,14 @@ class RowShape(Struct, frozen=True):
         return int8_numbers.stored(new, self.dtype, self.kv)
 
     def read(self, held: Arrays) -> Arrays:
-        """Returns stored arrays [..., size] as attention reads them, see `stored`."""
+        """Returns the numbers in stored arrays [..., size], the inverse of `stored`."""
         return int8_numbers.read(held, self.dtype, self.kv)
 
     def held_after(self, held: Arrays, before: mx.array) -> Arrays:
-        """Returns stored arrays that are not read before `before` is computed.
+        """Returns the stored arrays, to be read only after `before` is computed.
 
-        If each reading of integers waits for the attention over the reading before, dequantised
-        numbers are freed as fast as others are allocated, see `dequantised_bytes`.
+        If each reading of integers waits for the attention over the previous reading, dequantised
+        numbers are freed as fast as new numbers are allocated, see `dequantised_bytes`.
         """
         return tuple(mx.depends(list(held), [before])) if self.quantised else held
 
@@ -131,7 +131,7 @@ class RowShape(Struct, frozen=True):
 
 
 def cache_kinds(shape: RowShape) -> list[CacheKind]:
-    """Returns the way in which the prefix cache keeps each layer."""
+    """Returns the cache kind of each layer, for the prefix cache."""
     return [_cache_kind(shape, layer) for layer in range(len(shape.caches))]
 
 

@@ -1,4 +1,4 @@
-"""The spans of tokens of a pass: their rows, their images, and the results that they want."""
+"""The spans of tokens of a pass: their rows, their images, and their wanted results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlxpool.worker.attention.in_slabs.slabs import SlabRow
 from mlxpool.worker.attention.row_cache import RowCache
 
 CacheRow = RowCache | SlabRow
-Ids: TypeAlias = Sequence[int] | npt.NDArray[np.int32]  # of the inputs of a pass
+Ids: TypeAlias = Sequence[int] | npt.NDArray[np.int32]  # the ids of a pass's inputs
 
 
 class ImageLines(Struct, frozen=True):
@@ -51,14 +51,14 @@ class ImageView(Struct, frozen=True):
         return mx.concatenate(keys, axis=2), mx.concatenate(values, axis=2)
 
 
-# Not frozen, as scheduling.Span.
+# Not frozen, like scheduling.Span.
 class RowSpan(Struct):
     """`count` new tokens of `row`: one token of a row that decodes, or a chunk of a prompt.
 
-    A pass that wants the span gives logits of its last `lines` tokens or, with `hidden`, their
-    hidden states. `images`: the images whose inputs are among the tokens, in order. `views`: the
-    images that tokens see in layers of cross-attention, in order. `positions` [count, 3]: see
-    Rope.axes; None: the position of a token is its number in the row.
+    If the span is wanted, the pass returns logits of the span's last `lines` tokens or, with
+    `hidden`, their hidden states. `images`: the images whose inputs are among the tokens, in order.
+    `views`: the images that tokens see in layers of cross-attention, in order. `positions` [count,
+    3]: see Rope.axes; None: the position of a token is its number in the row.
     """
 
     row: CacheRow
@@ -76,17 +76,17 @@ class RowSpan(Struct):
 
     @property
     def wide(self) -> bool:
-        """True if the span gives more than the logits of one token."""
+        """True if the span's results are more than the logits of one token."""
         return self.lines > 1 or self.hidden
 
 
 class PassOutput(NamedTuple):
-    """The results of a pass for the spans that it wants, not computed yet.
+    """The results of a pass for its wanted spans, not evaluated yet.
 
     `logits` [E, vocabulary]; if no span wants logits, any array to evaluate. `hidden` [H, d]: the
     wanted hidden states, float32. `states` [T, d]: the states of all inputs after the last norm, in
-    their order. `drawn` [E, d]: the states of the logits, after the last norm. `states` and `drawn`
-    are None if the layout does not keep them.
+    the inputs' order. `drawn` [E, d]: the states of the logits, after the last norm. `states` and
+    `drawn` are None if the layout does not keep them.
     """
 
     logits: mx.array
@@ -122,7 +122,7 @@ def checks_drafts(spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
 
 
 def all_plain(spans: Sequence[RowSpan]) -> bool:
-    """Returns True if all spans are `plain`, faster than by the property: spans may be many."""
+    """Returns True if all spans are `plain`; faster than the property for many spans."""
     return not any(span.images or span.views or span.positions is not None for span in spans)
 
 

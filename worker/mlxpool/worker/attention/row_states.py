@@ -19,11 +19,11 @@ from mlxpool.worker.kernels.recurrent.span_states import (
 )
 from mlxpool.worker.layers.layer_types import SpanScan
 
-Place = tuple[int, int]  # the place of a state: the number of its source, its index there
+Place = tuple[int, int]  # the number of a state's source array, its index there
 
 
 class StateSpan(Struct, frozen=True):
-    """`count` new tokens of `row`; `checks`: they check drafts, so every token's state is kept."""
+    """`count` new tokens of `row`; `checks`: these check drafts, so every token's state is kept."""
 
     row: RowCache
     count: int
@@ -43,7 +43,7 @@ class PassStates:
         self._firsts = _starts(span.count for span in spans)
         self._written = _starts(span.states for span in spans)
         self._longest = max(span.count for span in spans)
-        self._plans: dict[tuple[Place, ...], mx.array] = {}  # most layers have the same
+        self._plans: dict[tuple[Place, ...], mx.array] = {}  # most layers have the same plan
 
     def recur(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
         """Scans lines [T, ...] of all spans from their states; returns the outputs [T, ...]."""
@@ -56,7 +56,7 @@ class PassStates:
                 span.row.put_states(layer, *slices)
             elif span.count > 1 and self._written[-1] > 1:
                 # A row that reads its prompt in parts may wait while other rows decode. With a copy
-                # of its state, the array with the other rows' states can be freed.
+                # of the waiting row's state, the array with the other rows' states can be freed.
                 span.row.put_states(layer, StateSlice(after, begin).alone())
             else:
                 span.row.put_states(layer, StateSlice(after, begin))
@@ -76,9 +76,9 @@ class PassStates:
 
 
 def settle(rows: Iterable[RowCache]) -> None:
-    """Drops the states to which rows could go back. No pass may be in flight.
+    """Drops the earlier states of rows, for trimming. No pass may be in flight.
 
-    States after checked drafts are in arrays that are several times as large as others.
+    Arrays of states after checked drafts are several times as large as other arrays of states.
     """
     for row in rows:
         for layer in row.state_layers():
@@ -86,7 +86,7 @@ def settle(rows: Iterable[RowCache]) -> None:
 
 
 def keep_alone(row: RowCache) -> list[mx.array]:
-    """Leaves a row only its newest states, in its own arrays, because no pass will compute it.
+    """Leaves a row only its newest states, in its own arrays: no pass will compute the row.
 
     Returns the arrays to evaluate.
     """
@@ -97,7 +97,7 @@ def keep_alone(row: RowCache) -> list[mx.array]:
 def separate(idle: Iterable[RowCache], going: Iterable[RowCache]) -> list[mx.array]:
     """Copies the states of `idle` rows if they share arrays with the rows `going` into a pass.
 
-    A shared array is freed when all its rows have gone on; an idle row would keep it whole.
+    A shared array is freed when no row uses it any more; an idle row would keep the whole array.
     Returns the arrays to evaluate.
     """
     shared = {id(array) for row in going for layer in row.state_layers() for array in layer.arrays}
@@ -118,7 +118,7 @@ def sources_of(
     arrays, the states of the last arrays are copied into one.
     """
     sources: list[mx.array] = []
-    numbers: dict[int, int] = {}  # of the sources, by their id
+    numbers: dict[int, int] = {}  # numbers of the sources, by their id
     places: list[Place] = []
     for state in held:
         if state is None:

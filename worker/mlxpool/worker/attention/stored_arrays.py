@@ -1,4 +1,4 @@
-"""Converts arrays of kept prefixes to the form that the disk tier stores, and back.
+"""Converts arrays of cached prefixes to the form that the disk tier stores, and back.
 
 A stored array of tokens is [heads, tokens, size] in every layout. Its items are raw numbers,
 because NumPy lacks bfloat16.
@@ -45,9 +45,9 @@ DeviceParts = tuple[tuple[mx.array, int, int], ...]
 class DeviceArray(Struct, frozen=True):
     """An array to store, on the device.
 
-    It joins the tokens [low, high) of each part [heads, tokens, size] or [1, heads, tokens, size].
-    `axis` is 0 for an array without tokens, which is one part, stored whole. `dtype` is MLX's name;
-    items of a dtype that NumPy lacks are raw numbers here.
+    The array joins the tokens [low, high) of each part [heads, tokens, size] or [1, heads, tokens,
+    size]. `axis` is 0 for an array without tokens, which is one part, stored whole. `dtype` is
+    MLX's name; items of a dtype that NumPy lacks are raw numbers here.
     """
 
     name: str
@@ -62,7 +62,7 @@ class PortableStore(Protocol[E, S]):
     def stored(self, parts: Sequence[Part[E]]) -> list[DeviceArray]:
         """Returns the arrays of the tokens of one block of 256, from neighbouring parts.
 
-        Their evaluation is submitted. Later changes of the parts do not change them.
+        Submits their evaluation. Later changes of the parts do not change the arrays.
         """
 
     def stored_state(self, state: S) -> list[DeviceArray]:
@@ -72,7 +72,7 @@ class PortableStore(Protocol[E, S]):
         """Returns the most bytes that `restored` needs."""
 
     def restored(self, record: ReadRecord, start: int, end: int) -> E:
-        """Returns a record's tokens [start, end) as a kept piece."""
+        """Returns a record's tokens [start, end) as a piece for the prefix cache."""
 
     def restored_state(self, record: ReadRecord) -> S:
         """Returns the snapshot of a record."""
@@ -81,7 +81,7 @@ class PortableStore(Protocol[E, S]):
 def device_arrays(found: Iterable[tuple[str, DeviceParts]], *, axis: int = 1) -> list[DeviceArray]:
     """Returns arrays to store, from parts by name, and submits their evaluation.
 
-    After it `host_arrays` computes nothing, and does not wait for passes that were submitted later.
+    After this call `host_arrays` computes nothing, and does not wait for passes submitted later.
     """
     arrays: list[DeviceArray] = []
     views: list[mx.array] = []

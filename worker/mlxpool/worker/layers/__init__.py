@@ -1,5 +1,5 @@
-"""Building blocks of models, and their interfaces to the rest of the worker.
+"""Layers of models, and their interfaces to the rest of the worker.
 
-A layer depends on no architecture and no files. It is described without MLX and built from loaded
-weights.
+A layer depends on no architecture and no files. Descriptions of layers need no MLX; layers are
+built from loaded weights.
 """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def gelu(x: mx.array) -> mx.array:
-    """Returns x times the normal distribution function of x."""
+    """Returns x times the standard normal distribution function of x."""
     import mlx.core as mx
 
     from mlxpool.worker.kernels import cpu_exp
@@ -53,7 +53,7 @@ SIGMOID_SLOPE = 1.702  # the factor of the gate in the sigmoid of a ClampedSwiGL
 class ClampedSwiGLU(Struct, frozen=True):
     """swiglu with clamped inputs, a steeper sigmoid, and up + 1 in place of up, as in gpt-oss."""
 
-    limit: float  # up is clamped to -limit..limit, gate to at most limit
+    limit: float  # up is clamped to [-limit, limit], gate to at most limit
 
     def __call__(self, gate: mx.array, up: mx.array) -> mx.array:
         import mlx.core as mx

@@ -28,20 +28,20 @@ from mlxpool.worker.layers.rope import parse_rope
 if TYPE_CHECKING:
     import mlx.core as mx
 
-ROTARY_FACTOR = 0.25  # the default rotated part of a head with gated outputs
+ROTARY_FACTOR = 0.25  # the default part of a head's numbers that is rotated, with gated outputs
 
 
 class GroupedQueryAttention(Struct, frozen=True):
-    """A Mixer: grouped-query attention, with the options that architectures differ in."""
+    """A Mixer: grouped-query attention, with the options of different architectures."""
 
     hidden: int
     heads: Heads
     rope: Rope
-    window: int = 0  # the tokens that a token sees, with itself; 0: all
-    scale: float = 0.0  # of the scores; 0: head_dim ** -0.5
+    window: int = 0  # the number of tokens that a token sees, itself included; 0: all
+    scale: float = 0.0  # the factor of the scores; 0: head_dim ** -0.5
     softcap: float = 0.0  # see ScoreParams
     biases: str = ""  # the projections of q, k, v and o that have a bias
-    norm_eps: float = 0.0  # of the norms of each head's query and key; 0: no norms
+    norm_eps: float = 0.0  # eps of each head's query and key norms; 0: no norms
     sinks: bool = False  # each query head has a sink, see ScoreParams
 
     @property
@@ -69,7 +69,7 @@ class GroupedQueryAttention(Struct, frozen=True):
 
 
 class GroupedQueryAttentionLayer(FusableSublayer):
-    """The built mixer."""
+    """The layer that a GroupedQueryAttention builds."""
 
     def __init__(
         self, spec: GroupedQueryAttention, builder: LayerBuilder, name: str, layer: int
@@ -112,7 +112,7 @@ class GatedAttention(Struct, frozen=True):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> GatedAttention:
-        """Raises ModelLoadFailed that names a key that is missing or cannot be used."""
+        """Reads config.json. Raises ModelLoadFailed with a missing or unusable key."""
         heads = Heads.from_config(config)
         scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
         factor = number({**config, **scaling}, "partial_rotary_factor", ROTARY_FACTOR)

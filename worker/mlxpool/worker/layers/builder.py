@@ -1,4 +1,4 @@
-"""Builds layers over loaded weights; the model does not see if these are quantised."""
+"""Builds layers over loaded weights; a model does not depend on whether weights are quantised."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from mlxpool.worker.layers.tiled_weight import in_tiles
 class WeightLayerBuilder:
     """Implements LayerBuilder over `weights`; layers compute in `dtype`.
 
-    `layouts` maps modules with a quantised weight to its layout. With `dequantise` such weights are
-    dequantised once, here. With `batch_invariant` the bits of a row do not depend on the other rows
-    (see `tiled_matmul`); this needs dequantised weights, too. Each layer removes its weights from
-    `weights`, so that no weight is in memory twice.
+    `layouts` maps modules with a quantised weight to its layout. With `dequantise` quantised
+    weights are dequantised once, by the builder. With `batch_invariant` the bits of a row of x do
+    not depend on other rows of x (see `tiled_matmul`); this needs dequantised weights, too. Each
+    layer removes its weights from `weights`, so that no weight is in memory twice.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class WeightLayerBuilder:
         return self.concatenated([name])
 
     def concatenated(self, names: Sequence[str]) -> AnyLinear:
-        """Returns linear layers of one input as one layer with concatenated outputs.
+        """Returns one layer for the linear layers `names` of one input, with concatenated outputs.
 
         Fewer and larger products are faster. Quantised weights may stay separate inside the layer,
         see `_concatenated_weight`.
@@ -107,7 +107,7 @@ class WeightLayerBuilder:
         return MultiLinear(self._weight(name), self._batch_invariant)
 
     def latent_token(self, parts: LatentParts) -> LatentToken | None:
-        """Builds a layer of latent attention for one token, see latent_token_of."""
+        """Builds a layer of latent attention for passes of one token, see latent_token_of."""
         return latent_token_of(parts)
 
     def switch_linear(self, name: str) -> SwitchLinear:
@@ -155,8 +155,8 @@ class WeightLayerBuilder:
     def _concatenated_weight(self, names: Sequence[str]) -> mx.array | QuantisedWeight | None:
         """Returns weights [..., out, in] concatenated along `out`; None if they stay separate.
 
-        Quantised weights of different layouts stay separate. On the CPU all quantised weights do:
-        there the copy at load costs more than larger products gain.
+        Quantised weights of different layouts stay separate. On the CPU all quantised weights stay
+        separate: there the copy at load takes more time than larger products save.
         """
         layouts = {self._layouts.get(name) for name in names}
         if self._are_dense(names):
@@ -180,7 +180,7 @@ class WeightLayerBuilder:
         return self._weights.pop(f"{name}.weight") if layout is None else self._packed(name, layout)
 
     def _byte_columns(self, stored: Sequence[mx.array | QuantisedWeight]) -> ByteColumns | None:
-        """Returns the weights of a layer for one row, if all of them are quantised."""
+        """Returns a layer's weights in byte columns, if all of them are quantised; else None."""
         packed = [weight for weight in stored if isinstance(weight, QuantisedWeight)]
         if self._batch_invariant or len(packed) < len(stored):
             return None
@@ -198,4 +198,4 @@ def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
     return gate * mx.sigmoid(gate) * up
 
 
-_fused_swiglu = mx.compile(_swiglu, shapeless=True)  # one kernel; a CPU may have no compiler
+_fused_swiglu = mx.compile(_swiglu, shapeless=True)  # one kernel; a CPU may lack a compiler

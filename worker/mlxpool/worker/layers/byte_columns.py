@@ -1,16 +1,16 @@
 """Fast products of one row with a quantised weight on a Linux CPU.
 
-MLX's products of one row are slow there. OpenBLAS copies a dense weight for each. MLX's
-`quantized_matmul` is compiled to vector instructions only without `transpose`; then numbers of
-several outputs share a scale, but in a checkpoint numbers of one output do. So the numbers q of a
-weight are stored again as bytes, column by column, and multiplied without scales. Each group of
-inputs is its own matrix:
+MLX's products of one row are slow there. OpenBLAS copies the dense weight for each product. MLX's
+`quantized_matmul` is compiled to vector instructions only without `transpose`. Then numbers of
+several outputs share a scale, but in a checkpoint numbers of one output share a scale. So the
+numbers q of a weight are stored again as bytes, column by column, and multiplied without scales.
+Each group of inputs is its own matrix:
 
     y[n] = sum over groups g of scales[g, n] * (x[g] @ q[g, :, n]) + biases[g, n] * sum(x[g])
 
-The q are numbers around 0, because larger sums would be rounded more. Bytes are multiplied faster
-than four bits. A second row takes as long as the first, so several rows are multiplied with the
-dense weight.
+The q are numbers around 0, because larger sums would be rounded more. Products with bytes are
+faster than products with 4-bit numbers. A second row takes as long as the first, so several rows
+are multiplied with the dense weight.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from mlxpool.worker.layers.dense_weights import unpacked
 from mlxpool.worker.layers.quantisation import COLUMN_ROWS, byte_columns_bytes
 from mlxpool.worker.layers.quantised_weight import QuantisedWeight
 
-MAX_WIDTH = 8192  # the most outputs of a block: their sums fit into the first cache of a core
-UNIT_WIDTHS = (128, 64, 32)  # numbers of outputs that can share a scale of MLX
-ZERO = 128  # the byte of the number 0
+MAX_WIDTH = 8192  # the most outputs of a block: their sums fit into the L1 cache of a core
+UNIT_WIDTHS = (128, 64, 32)  # group sizes of MLX: the numbers of outputs that can share a scale
+ZERO = 128  # the byte that stores the number 0
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -73,7 +73,7 @@ class ByteColumns(Struct, frozen=True):
 
 
 def byte_columns(weights: Sequence[QuantisedWeight]) -> ByteColumns | None:
-    """Returns weights [out, in] concatenated along `out`; None if they cannot have this form."""
+    """Returns weights [out, in] concatenated along `out`; None if this form cannot store them."""
     group = weights[0].layout.group_size
     columns = weights[0].scales.shape[-1] * group
     rows = [weight.weight.shape[-2] for weight in weights]
@@ -105,7 +105,7 @@ def byte_columns(weights: Sequence[QuantisedWeight]) -> ByteColumns | None:
 
 def _biases_of_centred(weight: QuantisedWeight) -> mx.array:
     """Returns biases [out, groups] for numbers minus half of their range."""
-    assert weight.biases is not None  # mode affine has biases
+    assert weight.biases is not None  # weights of mode affine have biases
     biases: mx.array = weight.biases + 2 ** (weight.layout.bits - 1) * weight.scales
     return biases
 
@@ -120,7 +120,7 @@ def _blocks(out: int) -> int:
 def _unpack(packed: Bytes, bits: int, target: Bytes, begin: int) -> None:
     """Writes the numbers of `packed` [rows, bytes] into `target` [blocks, in, width].
 
-    The outputs begin at `begin`. NumPy releases the GIL meanwhile.
+    `begin`: the first output in `target`. NumPy releases the GIL meanwhile.
     """
     rows, width = packed.shape[0], target.shape[-1]
 

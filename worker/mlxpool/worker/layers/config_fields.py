@@ -26,7 +26,7 @@ class Heads(Struct, frozen=True):
     def from_config(cls, config: Mapping[str, Any], *, dim: int | None = None) -> Heads:
         """`dim`: the default of head_dim; None: hidden_size divided by the number of heads.
 
-        Raises ModelLoadFailed that names a key that is missing or cannot be used.
+        Raises ModelLoadFailed with the key that is missing or cannot be used.
         """
         query = integer(config, "num_attention_heads")
         kv = integer(config, "num_key_value_heads", query)
@@ -72,7 +72,7 @@ def flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
 def require(config: Mapping[str, Any], key: str, allowed: Collection[Any]) -> None:
     """Raises ModelLoadFailed for a value that is not `allowed`; a missing key or null is fine.
 
-    It refuses settings that the architecture's file does not implement.
+    Use: to refuse settings that the architecture's file does not implement.
     """
     value = config.get(key)
     if value is not None and value not in allowed:
@@ -104,7 +104,7 @@ def layer_types(
 def layer_windows(
     config: Mapping[str, Any], layers: int, types: tuple[str, ...] | None
 ) -> tuple[int, ...]:
-    """Returns each layer's window in tokens; 0: full attention. Without `types` all are full."""
+    """Returns each layer's window in tokens; 0: full attention, also if `types` is None."""
     if types is None or SLIDING not in types:
         return (0,) * layers
     window = integer(config, "sliding_window")
@@ -112,7 +112,7 @@ def layer_windows(
 
 
 def enabled_windows(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns each layer's window as `layer_windows`, for configs with use_sliding_window.
+    """Returns each layer's window like `layer_windows`, for configs with use_sliding_window.
 
     Without layer_types, the layers from `max_window_layers` on have a window.
     """
@@ -129,7 +129,7 @@ def enabled_windows(config: Mapping[str, Any]) -> tuple[int, ...]:
 def integer(
     config: Mapping[str, Any], key: str, default: int | None = None, maximum: int = MAX_INTEGER
 ) -> int:
-    """Returns a whole number from 1 to `maximum`. Raises ModelLoadFailed that names the key."""
+    """Returns a whole number from 1 to `maximum`. Raises ModelLoadFailed with the key."""
     value = config.get(key)
     value = default if value is None else value
     if value is None:
@@ -142,7 +142,7 @@ def integer(
 
 
 def number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """Returns a finite number above 0. Raises ModelLoadFailed that names the key."""
+    """Returns a finite number above 0. Raises ModelLoadFailed with the key."""
     value = config.get(key)
     value = default if value is None else value
     if value is None:
@@ -161,5 +161,5 @@ def _brief(value: float) -> str:
 
 
 def _unusable(key: str, why: str) -> ModelLoadFailed:
-    """Returns the error with the key in its details: a search for all faults goes on by the key."""
+    """Returns the error with the key in its details, so that a check can go on after the key."""
     return ModelLoadFailed(why, details={"key": key})

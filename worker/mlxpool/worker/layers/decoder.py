@@ -1,10 +1,10 @@
 """The skeleton of all models: token embedding, decoder layers, norm and output head. No MLX.
 
 Some models have a second head, which predicts the token after the next one (MTP). Its inputs are a
-token, and the state of the token before it after the model's last norm. The norms of the token's
-embedding and of that state are joined. A decoder layer reads them and, with its own keys and
+token, and the model's state of the previous token after the last norm. The norms of the token's
+embedding and of the state are concatenated. A decoder layer reads both and, with its own keys and
 values, earlier tokens; a FeedLayer sees each token alone. The layer's output, after the head's own
-norm, takes the place of the model's state for the next token, so the head can go on by itself.
+norm, replaces the model's state for the next token, so the head can draft several tokens.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ OutputLayer: TypeAlias = "Callable[[LinearInput], mx.array]"  # [E, d] -> [E, vo
 
 
 class HeadNames(Struct, frozen=True):
-    """The names of a head's modules. If `embed` or `output` is empty, the head uses the model's.
+    """The names of a head's modules. If `embed` or `output` is empty, the model's module is used.
 
-    `drafted`: a tensor of the tokens that the head drafts, if these are a part of the vocabulary.
+    `drafted`: a tensor of the tokens that the head can draft, if these are a part of the
+    vocabulary.
     """
 
     token_norm: str  # of the token's embedding
     state_norm: str
-    joint: str  # the linear layer over the token's half, then the state's half
+    joint: str  # the linear layer over the token's norm, then the state's norm
     layer: str
     norm: str  # after the layer
     embed: str = ""
@@ -70,15 +71,15 @@ MTP_NAMES = HeadNames(
 
 
 def is_further_layer(name: str) -> bool:
-    """Returns True for a tensor of a head's second or later layer: the first drafts any depth."""
+    """Returns True for a tensor of a head's later layers: the first layer drafts at any depth."""
     return name.startswith(f"{MTP}layers.") and not name.startswith(f"{MTP_NAMES.layer}.")
 
 
 class PredictionHead(Struct, frozen=True):
-    """The description of a head that predicts further tokens; its sizes are the model's.
+    """The description of a head that predicts further tokens; it has the model's sizes.
 
-    `drafted`: the number of tokens that it drafts, with their embeddings as its output head; 0: all
-    tokens.
+    `drafted`: the number of tokens that the head can draft, with their embeddings as its output
+    head; 0: all tokens.
     """
 
     vocab_size: int
@@ -104,12 +105,12 @@ class PredictionHead(Struct, frozen=True):
             yield names.drafted, (self.drafted,)
 
     def build(self, builder: LayerBuilder, embed: Embedding, output: OutputLayer) -> HeadModel:
-        """Builds the head over the builder's weights; `embed` and `output` are the model's."""
+        """Builds the head over the builder's weights; the model has `embed` and `output`."""
         return HeadModel(self, builder, embed, output)
 
 
 class HeadModel:
-    """Implements model_plan.Prediction."""
+    """Implements model_plan.Prediction, the built head."""
 
     def __init__(
         self, spec: PredictionHead, builder: LayerBuilder, embed: Embedding, output: OutputLayer
@@ -122,7 +123,7 @@ class HeadModel:
         self.layer = spec.layer.build(builder, names.layer, 0)
         self.norm = builder.rms_norm(names.norm, spec.eps)
         self.output: OutputLayer = builder.linear(names.output) if names.output else output
-        self.drafted: mx.array | None = None  # [N] the token of each logit; None: the number
+        self.drafted: mx.array | None = None  # [N] each logit's token; None: its number
         if spec.drafted:
             self.drafted = _token_numbers(builder.tensor(names.drafted), spec.vocab_size)
             self.output = PartOfVocabulary(self.embed, self.drafted)
@@ -133,7 +134,7 @@ class HeadModel:
 
         halves = [self.token_norm(self.embed(tokens)), self.state_norm(states)]
         joint = self.joint(mx.concatenate(halves, axis=-1))
-        x = self.layer(joint, cast("ForwardBatch", batch))  # a layer without a cache uses none
+        x = self.layer(joint, cast("ForwardBatch", batch))  # None if it has no cache
         return add_and_norm(self.norm, x)[1]
 
     def logits_of(self, states: mx.array) -> mx.array:
@@ -154,13 +155,13 @@ class Decoder(Struct, frozen=True):
     vocab_size: int
     hidden: int
     context: int  # tokens
-    eps: float  # of the last norm
-    tied: bool  # the token embedding is the output head, too
+    eps: float  # eps of the last norm
+    tied: bool  # the token embedding is also the output head
     layers: tuple[DecoderLayer, ...]
     embed_scale: float = 1.0
-    input_only: int = 0  # the number of tokens after the vocabulary that are only inputs
-    softcap: float = 0.0  # of logits; 0: no cap
-    prediction: PredictionHead | None = None  # of further tokens
+    input_only: int = 0  # the number of input-only tokens after the vocabulary
+    softcap: float = 0.0  # the bound of logits; 0: no bound
+    prediction: PredictionHead | None = None  # the head for further tokens
 
     @classmethod
     def from_config(
@@ -269,13 +270,13 @@ class DecoderModel:
 
 
 def _numbered(layers: Iterable[DecoderLayer]) -> Iterator[tuple[DecoderLayer, int]]:
-    """Yields each layer with its number among the layers with a cache, or those without."""
+    """Yields each layer with its number among the layers that have a cache, or have none."""
     numbers = {True: count(), False: count()}
     return ((layer, next(numbers[layer.cache is not None])) for layer in layers)
 
 
 def _token_numbers(stored: mx.array, vocabulary: int) -> mx.array:
-    """Returns tokens [N] of stored float32 numbers. Raises ModelLoadFailed for wrong numbers."""
+    """Returns token ids [N] of float32 numbers. Raises ModelLoadFailed for wrong numbers."""
     import mlx.core as mx
 
     tokens = stored.astype(mx.int32)

@@ -1,12 +1,12 @@
 """A decoder layer: a mixer and a feed-forward, with norms around them. No MLX at run time.
 
-Each is described by a frozen record. The record lists its tensors under a name (`shapes`) and
-builds a function over loaded weights (`build`). A mixer lets a token read earlier tokens and
-declares their cache (`cache`); a feed-forward sees each token alone.
+A frozen record describes each layer or part of a layer. The record lists its tensors under a name
+(`shapes`) and builds a function over loaded weights (`build`). A mixer lets a token read earlier
+tokens, and describes their cache (`cache`); a feed-forward sees each token alone.
 
 The last addition to the residual stream may still be pending between layers. On a GPU, one kernel
-can compute it with the product before it or with the norm after it. So a layer passes on both
-terms, and the next layer decides.
+can compute it with the product before it or with the norm after it. So a layer returns both terms
+of the sum, and the next layer adds them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class ResidualSum(NamedTuple):
-    """The sum x + y [T, d], not added yet; y may be a product that is not computed yet."""
+    """The pending sum x + y [T, d]; y may be a product that is not computed yet."""
 
     x: mx.array
     y: mx.array | PendingProduct
@@ -43,17 +43,17 @@ Residual: TypeAlias = "mx.array | ResidualSum"  # [T, d]
 
 
 def materialised(x: Residual) -> mx.array:
-    """Returns x as an array [T, d], added if it is a ResidualSum."""
+    """Returns x as an array [T, d]; adds the terms of a ResidualSum."""
     return x.x + computed(x.y) if isinstance(x, ResidualSum) else x
 
 
 def add_and_norm(norm: Norm, x: Residual) -> tuple[mx.array, mx.array]:
-    """Returns x as an array, added if it is a ResidualSum, and its norm."""
+    """Returns x as an array, and the norm of this array; adds the terms of a ResidualSum."""
     return norm.add_and_norm(x.x, computed(x.y)) if isinstance(x, ResidualSum) else (x, norm(x))
 
 
 def computed(y: LinearInput | PendingProduct) -> mx.array:
-    """Returns y as an array, computed if it is pending."""
+    """Returns y as an array; computes a pending y."""
     return y() if isinstance(y, (PendingNorm, PendingProduct)) else y
 
 
@@ -74,9 +74,9 @@ class FusableSublayer:
     """
 
     def pending(self, x: LinearInput, *batch: ForwardBatch) -> mx.array | PendingProduct:
-        """Returns the sublayer's output without its last product; only mixers get a `batch`.
+        """Returns the sublayer's output, its last product pending; only mixers get a `batch`.
 
-        Returns an array if no kernel adds the last product to the residual stream.
+        Returns a computed array if no kernel adds the last product to the residual stream.
         """
         raise NotImplementedError
 
@@ -119,7 +119,7 @@ class DecoderLayer(Protocol):
     def shapes(self, name: str) -> WeightShapes: ...
 
     def build(self, builder: LayerBuilder, name: str, layer: int) -> DecoderLayerFunction:
-        """`layer`: its number among the layers with a cache, or among the layers without."""
+        """`layer`: the layer's number among the layers that have a cache, or have none."""
 
 
 def linear_shapes(name: str, outputs: int, inputs: int, bias: bool = False) -> WeightShapes:
@@ -130,7 +130,7 @@ def linear_shapes(name: str, outputs: int, inputs: int, bias: bool = False) -> W
 
 
 class PreNormLayer(Struct, frozen=True):
-    """x + mixer(norm(x)), then the same with the feed-forward."""
+    """A layer y = x + mixer(norm(x)), then y + feed_forward(norm(y))."""
 
     hidden: int
     eps: float
@@ -156,7 +156,7 @@ class PreNormLayer(Struct, frozen=True):
 
 
 class PreNorm:
-    """The built layer."""
+    """The layer that a PreNormLayer builds."""
 
     def __init__(self, spec: PreNormLayer, builder: LayerBuilder, name: str, layer: int) -> None:
         self.layer = layer
@@ -172,7 +172,7 @@ class PreNorm:
 
 
 class FeedLayer(Struct, frozen=True):
-    """x + feed(norm(x)): a layer that sees each token alone, and therefore needs no cache."""
+    """A layer x + feed(norm(x)), which sees each token alone and therefore needs no cache."""
 
     hidden: int
     eps: float
@@ -206,7 +206,7 @@ class Feed(Struct, frozen=True):
 def _residual(
     norm: Norm, sublayer: Callable[..., mx.array], x: Residual, *batch: ForwardBatch
 ) -> ResidualSum:
-    """Returns x + sublayer(norm(x)), not added: the sublayer may return fewer tokens."""
+    """Returns the pending sum x + sublayer(norm(x)); the sublayer may return fewer tokens."""
     if isinstance(sublayer, FusableSublayer):
         x, inputs = add_and_defer_norm(norm, x)
         return ResidualSum(x, sublayer.pending(inputs, *batch))

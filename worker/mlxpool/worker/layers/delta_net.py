@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mlxpool.worker.layers.delta_rule import GatedDeltaRule
     from mlxpool.worker.layers.linear import RMSNorm
 
-FLOAT32 = ("A_log", "dt_bias")  # tensors in float32: they set the speed with which states decay
+FLOAT32 = ("A_log", "dt_bias")  # tensors in float32: the decay rates of states depend on them
 
 
 class GatedDeltaNet(Struct, frozen=True):
@@ -53,13 +53,13 @@ class GatedDeltaNet(Struct, frozen=True):
     value_heads: int
     key_dim: int
     value_dim: int
-    width: int  # tokens of the convolution
+    width: int  # the width of the convolution in tokens
     eps: float
     fused: bool
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, fused: bool) -> GatedDeltaNet:
-        """Raises ModelLoadFailed that names a key that is missing or cannot be used."""
+        """Reads config.json. Raises ModelLoadFailed with a missing or unusable key."""
         spec = cls(
             hidden=integer(config, "hidden_size"),
             key_heads=integer(config, "linear_num_key_heads"),
@@ -124,7 +124,7 @@ class GatedDeltaNet(Struct, frozen=True):
         yield from linear_shapes(f"{name}.out_proj", self.hidden, self.values)
 
     def derived(self, found: StoredTensors, name: str) -> Iterator[DerivedWeights]:
-        """Yields the weights that a checkpoint stores with other orders of inputs or axes."""
+        """Yields the weights whose inputs or axes a checkpoint stores in another order."""
         if self.fused:
             for module, sizes in zip(self.inputs, self._sizes_per_key_head(), strict=True):
                 yield from reordered(found, f"{name}.{module}", rows_by_kind(self.key_heads, sizes))
@@ -156,7 +156,7 @@ class GatedDeltaNet(Struct, frozen=True):
         return _GatedDeltaNet(self, shape, rule, builder, name, layer)
 
     def _sizes_per_key_head(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the sizes of the inputs of one key head, for each of the fused layers."""
+        """Returns the sizes of one key head's inputs, for each of the fused layers."""
         ratio = self.value_heads // self.key_heads
         values = ratio * self.value_dim
         return (self.key_dim, self.key_dim, values, values), (ratio, ratio)
@@ -215,9 +215,9 @@ class _GatedDeltaNet(FusableSublayer):
 
 
 def rows_by_kind(heads: int, sizes: tuple[int, ...]) -> list[int]:
-    """Returns indices that reorder rows from head by head to kind by kind.
+    """Returns the indices that sort rows by kind, then by head.
 
-    For each head `sizes[i]` rows of kind i are stored, one kind after the other.
+    The rows are sorted by head, then by kind; a head has `sizes[i]` rows of kind i.
     """
     stride = sum(sizes)
     starts = [sum(sizes[:kind]) for kind in range(len(sizes))]

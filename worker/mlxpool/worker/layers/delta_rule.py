@@ -6,7 +6,7 @@ computes
     S = a S;  d = b (v - k S);  S = S + k d;  out = q S
 
 Tokens are computed in chunks. Within a chunk the d of all tokens solve one triangular system (the
-WY form), so only S is passed from chunk to chunk.
+WY form), so a chunk passes only S to the next chunk.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mlxpool.worker.layers.layer_types import RecurrentState
 
 log = logging.getLogger("mlxpool.worker")
 
-CHUNK = 32  # tokens; a chunk costs their square, and each further chunk is one more step
+CHUNK = 32  # tokens of a chunk; time grows with their square, but further chunks are further steps
 EPS = gated_delta.L2_EPS  # added to the squared norm of a query or key
 TRIAL_ERROR = 0.02  # the greatest error of a trial's numbers, relative to the largest number
 
@@ -144,7 +144,7 @@ def _chunks(
     between = _decay_between(log_decay)
     solution = _inverse(rate * between * (k @ k.swapaxes(-1, -2)))
     local = solution @ (rate * v)  # d for an initial state of zeros
-    from_state = solution @ (rate * left * k)  # times the state: subtracted from d
+    from_state = solution @ (rate * left * k)  # times the state it is subtracted from d
     scores = between * (q @ k.swapaxes(-1, -2))
     decayed_q = left * q
     last = left[..., -1:, :]
@@ -200,7 +200,7 @@ def _inverse(below: mx.array) -> mx.array:
 def kernel_serves(shape: DeltaNetShape, dtype: mx.Dtype) -> bool:
     """Returns True if our kernel computes layers of this shape; tries each kind of layer once.
 
-    If it does not, and the machine has a GPU for it, logs the reason.
+    If the kernel does not, on a GPU that it was written for, logs the reason.
     """
     if why := gated_delta.refusal(shape, dtype):
         if mx.cuda.is_available():
@@ -210,10 +210,10 @@ def kernel_serves(shape: DeltaNetShape, dtype: mx.Dtype) -> bool:
 
 
 def _kernel_is_right(shape: DeltaNetShape, dtype: mx.Dtype) -> bool:
-    """Compares our kernel with this file's operations, token by token.
+    """Returns True if our kernel gives the results of this file's operations, token by token.
 
     The first pass has one token from a state, a check of two tokens from zeros, and a chunk from
-    another state. The second pass lacks the chunk; a thread block then has a whole head.
+    another state. The second pass has no chunk; a thread block then computes a whole head.
     """
 
     def numbers(*size: int, key: int) -> mx.array:
@@ -258,7 +258,7 @@ def _token_by_token(
 ) -> list[tuple[mx.array, mx.array]]:
     """Returns the output [1, heads * V] and the state [1, size] after each of the lines [n, ...].
 
-    It takes slices, because MLX would compile a kernel to take single elements of an axis.
+    Uses slices, because MLX would compile a kernel to take single elements of an axis.
     """
     rule = GatedDeltaRule(shape.key_heads, *weights[:3])
     heads, key_dim, value_dim = shape.heads, shape.key_dim, shape.value_dim

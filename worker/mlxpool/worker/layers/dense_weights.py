@@ -1,6 +1,6 @@
-"""Makes dense weights, in the memory order that a device reads fast, of dense or quantised ones.
+"""Makes dense weights of dense or quantised weights, in the memory order that a device reads fast.
 
-On a CPU a quantised weight is dequantised some rows at a time, in reused memory: writing to new
+On a CPU a quantised weight is dequantised in parts of some rows, in reused memory: writing to new
 memory takes longer than dequantising.
 """
 
@@ -19,8 +19,8 @@ from mlxpool.worker.layers.quantised_weight import QuantisedWeight
 Weight = mx.array | QuantisedWeight  # [out, in]
 Read = Callable[[slice], np.ndarray]  # returns some rows of a weight in float32
 
-STRIP_ROWS = 16  # rows transposed together: in float32 they fill whole cache lines of a column
-STRIP_NUMBERS = 2**16  # about the numbers that are dequantised together
+STRIP_ROWS = 16  # rows of a strip: in float32 a strip's column fills whole cache lines
+STRIP_NUMBERS = 2**16  # about the numbers of a strip that is dequantised
 
 
 def dense(weight: Weight, dtype: mx.Dtype) -> mx.array:
@@ -51,7 +51,7 @@ def laid_out(weights: Sequence[Weight], dtype: mx.Dtype) -> mx.array:
 
 
 def concatenated(arrays: Sequence[mx.array], axis: int) -> mx.array:
-    """Returns the arrays concatenated along an axis, and evaluated."""
+    """Returns the arrays concatenated along an axis, already evaluated."""
     if len(arrays) == 1:
         return arrays[0]
     whole = mx.concatenate(list(arrays), axis=axis)
@@ -64,7 +64,7 @@ def to_column_major(weights: Sequence[Weight], dtype: mx.Dtype) -> mx.array:
 
     Small products on the CPU read this order faster. MLX transposes a matrix one number at a time,
     ten times slower than a file is read. Several threads that transpose strips of rows are as fast
-    as reading: a strip fits into the processor's first cache.
+    as reading: a strip fits into a core's L1 cache.
     """
     if not _in_strips(dtype) or any(_dtype(weight, dtype) != dtype for weight in weights):
         columns = mx.contiguous(mx.concatenate([dense(weight, dtype) for weight in weights]).T)
@@ -103,7 +103,7 @@ def _shape(weight: Weight) -> tuple[int, int]:
 def _write_strips(weights: Sequence[Weight], write: Callable[[slice, np.ndarray], None]) -> None:
     """Calls `write` with the range and the numbers of some rows, until all weights are written.
 
-    Several threads call it; NumPy releases the GIL meanwhile.
+    Several threads call `write`; NumPy releases the GIL meanwhile.
     """
     begin = 0
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
@@ -168,7 +168,7 @@ def unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
         pairs |= pairs << np.uint16(4)
         pairs &= np.uint16(0x0F0F)
         return pairs.view(np.uint8)
-    words = np.zeros(packed.size // bits, dtype=np.uint64)  # each with eight numbers
+    words = np.zeros(packed.size // bits, dtype=np.uint64)  # words with eight numbers each
     for index, column in enumerate(packed.reshape(-1, bits).T):
         words |= column.astype(np.uint64) << np.uint64(8 * index)
     numbers = np.empty((len(words), 8), dtype=np.uint8)

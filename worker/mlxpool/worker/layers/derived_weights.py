@@ -3,7 +3,7 @@
 A ModelPlan names the weights of the model. If a checkpoint differs, the function
 `ModelPlan.derived` gets the tensors that the headers list. It yields a DerivedWeights for each
 weight that is made from stored tensors: renamed, stacked, split, transposed, shifted. Weights are
-made during loading, one after the other, so that only one of them is in memory twice. MLX is
+made during loading, one after the other, so that only one weight is in memory twice. MLX is
 imported only when a weight is made.
 """
 
@@ -40,8 +40,8 @@ Transform: TypeAlias = "Callable[[Sequence[mx.array]], Sequence[mx.array]]"
 class DerivedWeights(Struct, frozen=True):
     """Weights that are made from stored tensors; the model does not get the stored tensors.
 
-    `transform` maps the arrays of `sources` to the arrays of `outputs`, both in this order. A
-    missing source is an error that names it. An output may have the name of a source.
+    `transform` maps the arrays of `sources` to the arrays of `outputs`, both in this order. The
+    error for a missing source names it. An output may have the name of a source.
     """
 
     sources: tuple[str, ...]
@@ -106,14 +106,14 @@ def mapped(
 
 
 def plus_one(weight: mx.array) -> mx.array:
-    """Returns weight + 1 in float32, for norm weights that are stored minus one."""
+    """Returns weight + 1 in float32, for checkpoints that store norm weights minus one."""
     import mlx.core as mx
 
     return weight.astype(mx.float32) + 1
 
 
 def without_prefix(name: str, prefixes: Mapping[str, str]) -> str:
-    """Returns the name with the first matching prefix replaced (stored -> ours)."""
+    """Returns the name with the first matching prefix replaced; `prefixes`: stored -> ours."""
     for stored, ours in prefixes.items():
         if name.startswith(stored):
             return ours + name.removeprefix(stored)
@@ -158,9 +158,9 @@ def from_dequantised(
 def from_mxfp4_blocks(
     found: StoredTensors, source: str, modules: Sequence[str]
 ) -> Iterator[DerivedWeights]:
-    """Yields experts `modules` from tensors released as mxfp4 bytes.
+    """Yields the experts' `modules` from tensors of mxfp4 bytes.
 
-    They are `source`_blocks [E, rows, groups, 16], `source`_scales [E, rows, groups] and
+    The tensors are `source`_blocks [E, rows, groups, 16], `source`_scales [E, rows, groups] and
     `source`_bias [E, rows]. The rows of several `modules` are interleaved. Raises ModelLoadFailed
     for blocks of another shape.
     """
@@ -182,7 +182,7 @@ def from_mxfp4_blocks(
 
 
 def _deinterleaved(arrays: Sequence[mx.array], *, count: int) -> Sequence[mx.array]:
-    """Returns the rows of each module; 4-bit blocks are viewed as packed uint32."""
+    """Returns the rows of each module, 4-bit blocks as packed uint32."""
     import mlx.core as mx
 
     array = arrays[0]

@@ -17,7 +17,7 @@ from mlxpool.worker.layers.model_plan import ModelPlan
 if TYPE_CHECKING:
     import mlx.core as mx
 
-# The way in which the states of a text's tokens become its vector.
+# The pooling method, which makes a text's vector of the states of its tokens.
 Pooling: TypeAlias = Literal[
     "cls", "lasttoken", "max", "mean", "mean_sqrt_len_tokens", "weightedmean"
 ]
@@ -25,7 +25,7 @@ Pooling: TypeAlias = Literal[
 
 @runtime_checkable
 class TextBatch(ForwardBatch, Protocol):
-    """The batch of an encoder model: whole texts, each token with its position and segment [T]."""
+    """The batch of an encoder model: whole texts, with the positions and segments [T] of tokens."""
 
     @property
     def positions(self) -> mx.array: ...

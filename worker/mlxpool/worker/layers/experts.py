@@ -25,10 +25,10 @@ from mlxpool.worker.layers.layer_types import Linear as AnyLinear
 from mlxpool.worker.layers.linear import GatedLinearUnit, Linear, RMSNorm
 from mlxpool.worker.layers.quantised_weight import QuantisedWeight
 
-SORT_CHOICES = 64  # the least choices (tokens times k) for which sorting by expert pays
-# The most sorted choices for which a CUDA GPU computes a product for each choice: it finds the
-# expert of the choice before in its cache. MLX's grouped product takes as long for a few rows of an
-# expert as for 256.
+SORT_CHOICES = 64  # the least choices (tokens times k) for which sorting by expert is faster
+# The most sorted choices for which a CUDA GPU computes a product for each choice: the previous
+# choice's expert is then in its cache. MLX's grouped product takes as long for a few rows of an
+# expert as for 256 rows.
 SINGLE_CHOICES = 512
 
 Weight: TypeAlias = "mx.array | QuantisedWeight"
@@ -60,17 +60,17 @@ class SwitchLinear(Struct, frozen=True):
 
 
 class SwitchGLU(Struct, frozen=True):
-    """down(activation(gate(x), up(x))) of the chosen experts.
+    """The outputs down(activation(gate(x), up(x))) of the chosen experts.
 
-    With `batch_invariant` rows are never sorted by expert, so that each row is its own product.
+    With `batch_invariant` rows are never sorted by expert, so that each row is a separate product.
     """
 
     gate_up: tuple[SwitchLinear, ...]  # one layer with concatenated outputs, or gate and up
     down: SwitchLinear
     activation: Activation
     batch_invariant: bool = False
-    # The activation of our kernels: 0: silu(gate) * up; above 0: gpt-oss's, clamped to this limit;
-    # None: our kernels do not have `activation`.
+    # The activation of our kernels: 0: silu(gate) * up; above 0: that of gpt-oss, clamped to this
+    # limit; None: our kernels do not have `activation`.
     limit: float | None = None
 
     def __call__(self, x: mx.array, experts: mx.array) -> mx.array:
@@ -103,7 +103,7 @@ class SwitchGLU(Struct, frozen=True):
         return kernel_sum(weights, x, router, routing, added, shared)
 
     def _kernel_weights(self, x: mx.array) -> ExpertWeights | None:
-        """Returns the weights if they are dense and our kernels multiply x [T, in] with them."""
+        """Returns the weights if our kernels multiply x [T, in] with them; else None."""
         if self.batch_invariant or self.limit is None or len(self.gate_up) != 1 or x.ndim != 2:
             return None
         gate_up, down = (_dense_weight(layer, x.dtype) for layer in (self.gate_up[0], self.down))
@@ -135,7 +135,7 @@ def kernel_sum(
 ) -> PendingProduct | None:
     """Computes layer_types.SwitchGLU.routed_sum by our kernels.
 
-    `weights`: the experts' weights; None: no kernel supports them and x.
+    `weights`: the experts' weights; None: no kernel supports the weights and x.
     """
     lines = x.x if isinstance(x, PendingNorm) else x
     if weights is None or not expert_routing.supports(lines.shape[0], routing):
@@ -165,7 +165,7 @@ class ExpertSum(Struct, frozen=True):
         return self.whole(x)
 
     def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
-        """See layer_types.Linear. With more tokens the next norm adds the residual."""
+        """See layer_types.Linear. For several tokens, the next norm adds the residual."""
         few = matmul_small.is_fusable(residual) and residual.dtype == x.dtype
         return self.whole(x, residual) if few else None
 
@@ -192,7 +192,7 @@ def _token_mixture(
 def _chooser(
     router: AnyLinear, routing: RoutingParams, added: mx.array | None
 ) -> tuple[mx.array, mx.array | None] | None:
-    """Returns the router's dense weight and the bias of the choice, for kernels; None: neither."""
+    """Returns the router's dense weight and the choice's bias, for kernels; None if unsupported."""
     if not isinstance(router, Linear):
         return None
     if router.bias is None:
@@ -208,7 +208,7 @@ def _plan(
     *,
     shared: bool,
 ) -> tuple[mx.array, mx.array]:
-    """Returns the plan of the experts of x [T, in], see expert_routing.py; and x, normed."""
+    """Returns the plan of experts for x [T, in], see expert_routing.py, and the normed x."""
     lines = x.x if isinstance(x, PendingNorm) else x
     gate: mx.array | None = None
     chooser = _chooser(router, routing, added)
@@ -230,9 +230,9 @@ def _plan(
 def _weights_alike(
     shared: LayerFunction | None, others: ExpertWeights
 ) -> tuple[mx.array, mx.array] | None:
-    """Returns the weights of a shared expert of the form of the others; None for another form.
+    """Returns a shared expert's weights if they have the form of `others`; else None.
 
-    All must be dense.
+    All weights must be dense.
     """
     if not isinstance(shared, GatedMLPLayer) or others.limit:
         return None

@@ -1,4 +1,4 @@
-"""The gated feed-forward of most models (SwiGLU and its kin). No MLX."""
+"""The gated feed-forward of most models (SwiGLU and variants). No MLX."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mlxpool.worker.layers.layer_types import (
 
 
 class GatedMLP(Struct, frozen=True):
-    """A FeedForward: down(activation(gate(x), up(x))); without `activation` swiglu."""
+    """A FeedForward: down(activation(gate(x), up(x))); `activation` None: swiglu."""
 
     hidden: int
     width: int
@@ -39,7 +39,7 @@ class GatedMLP(Struct, frozen=True):
 
 
 class GatedMLPLayer(FusableSublayer):
-    """The built feed-forward."""
+    """The feed-forward that a GatedMLP builds."""
 
     def __init__(self, spec: GatedMLP, builder: LayerBuilder, name: str) -> None:
         names = [f"{name}.gate_proj", f"{name}.up_proj"]

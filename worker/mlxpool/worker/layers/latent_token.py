@@ -1,4 +1,4 @@
-"""A layer of latent attention for one token, by two kernels around the attention itself."""
+"""A layer of latent attention for one token: two kernels, before and after the attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlxpool.worker.layers.linear import Linear, MultiLinear, RMSNorm
 
 
 class LatentToken(Struct, frozen=True):
-    """Implements layer_types.LatentToken. The input brings the norm before the layer."""
+    """Implements layer_types.LatentToken. The first kernel also computes the norm."""
 
     weights: LatentTokenWeights
 

@@ -29,7 +29,7 @@ RecurrentState: TypeAlias = "tuple[mx.array, ...]"
 Scan: TypeAlias = (
     "Callable[[tuple[mx.array, ...], RecurrentState], tuple[mx.array, RecurrentState]]"
 )
-# Lines [T, ...] of all spans of a pass and their states -> outputs [T, ...] and the states written.
+# Lines [T, ...] of all spans of a pass and their states -> outputs [T, ...] and new states.
 SpanScan: TypeAlias = "Callable[[mx.array, SpanStates], tuple[mx.array, mx.array]]"
 
 
@@ -37,9 +37,9 @@ class Rope(Struct, frozen=True):
     """Rotary position embedding of queries and keys.
 
     `freqs` replaces `base` if it is not None. Rotated numbers are multiplied by `gain`. `axes`: for
-    each pair of dimensions, the number of the position that turns it. A token has three positions,
-    in time, height and width; they differ only for inputs of images. None: a token has one
-    position.
+    each pair of dimensions, the number of the position that rotates it. A token has three
+    positions, in time, height and width; they differ only for inputs of images. None: a token has
+    one position.
     """
 
     dims: int
@@ -52,7 +52,7 @@ class Rope(Struct, frozen=True):
 
 
 class LatentProjections(Protocol):
-    """The projections with which the heads of a LatentSpec layer read latents, in two forms.
+    """The projections with which a LatentSpec layer's heads read latents, in two forms.
 
     Absorbed: `absorb` converts queries so that the latents are their keys, and the first `rank`
     numbers of the latents their values; `to_values` converts the attention output to values.
@@ -71,7 +71,7 @@ class LatentProjections(Protocol):
     def absorb_and_rotate(self, q: mx.array, turns: RopeTables) -> mx.array | None:
         """Rotates the last numbers of queries by `turns`, then absorbs the queries.
 
-        None if no kernel does both.
+        Returns None if one kernel cannot do both.
         """
 
     def to_values(self, read: mx.array) -> mx.array:
@@ -84,7 +84,7 @@ class LatentProjections(Protocol):
 class LatentLayer(Protocol):
     """A layer of latent attention after its first product.
 
-    The product gives lines [T, C + dim]: compressed queries, then latents, neither normed nor
+    The first product gives lines [T, C + dim]: compressed queries, then latents, neither normed nor
     rotated.
     """
 
@@ -112,14 +112,14 @@ class LatentLayer(Protocol):
 
 
 class LatentToken(Protocol):
-    """A layer of latent attention for one token; called, it is a Linear of its heads' outputs."""
+    """A layer of latent attention for one token; a call projects its heads' outputs."""
 
     def queries(
         self, x: PendingNorm, pool: mx.array, slots: mx.array, turns: RopeTables
     ) -> mx.array | None:
         """Returns queries [1, H, R + D] of x [1, d]; writes its latent into slots[0] of the pool.
 
-        None if no kernel does both.
+        Returns None if one kernel cannot do both.
         """
 
     def __call__(self, x: LinearInput) -> mx.array: ...
@@ -139,14 +139,14 @@ class ForwardBatch(Protocol):
         """True if the pass computes logits."""
 
     def logit_rows(self, x: mx.array) -> mx.array:
-        """x [T, ...] -> [E, ...]: the tokens that get logits."""
+        """Returns the lines of x [T, ...] for the tokens that get logits, [E, ...]."""
 
     def lines_after(self, layer: int, x: mx.array) -> mx.array:
         """Returns x [T, ...], or in the last layer `logit_rows` of x, [E, ...].
 
         The results of `attend`, `attend_latent` and `recur` have these tokens. So a layer selects
-        them from each array that it adds to a result or multiplies with it. Without logits one
-        token is left.
+        them from each array that it adds to a result or multiplies with it. If the pass wants no
+        logits, one token remains.
         """
 
     @property
@@ -157,13 +157,13 @@ class ForwardBatch(Protocol):
         """Returns x [T, d] with features of images in the lines that are inputs of images."""
 
     def add_images(self, layer: int, x: mx.array) -> mx.array:
-        """Returns x [T, d] plus the image encoder's features for a layer's output in such lines."""
+        """Returns x [T, d] plus image features for a layer's output, in the lines of images."""
 
     @property
     def sees_images(self) -> mx.array | None:
-        """[T, 1], true for tokens that attend to images in layers of cross-attention.
+        """A mask [T, 1], true for tokens that attend to images in layers of cross-attention.
 
-        None: no token does, and the pass skips these layers.
+        None: no token attends to images, and the pass skips these layers.
         """
 
     def attend_images(self, layer: int, q: mx.array, scores: ScoreParams) -> mx.array:
@@ -209,14 +209,14 @@ class ForwardBatch(Protocol):
     ) -> mx.array | None:
         """Attends with the queries of `token` for one token x [1, d] -> [1, H * R].
 
-        None if the pass has more tokens, or no kernel computes the queries.
+        Returns None if the pass has more tokens, or no kernel computes the queries.
         """
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
         """Inputs [T, ...] -> outputs [T or E, ...] of `scan`, over each sequence from its state."""
 
     def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
-        """Computes `recur` with a scan that takes all sequences at once."""
+        """Computes `recur` with a scan of all sequences together."""
 
 
 class Norm(Protocol):
@@ -242,7 +242,7 @@ class GainNorm(Norm, Protocol):
 
 
 class PendingNorm(NamedTuple):
-    """The norm of x [T, d], not computed yet: with few rows the next product can include it."""
+    """The pending norm of x [T, d]: the next product can include the norm if x has few rows."""
 
     x: mx.array
     norm: Norm
@@ -260,11 +260,11 @@ class Linear(Protocol):
     def __call__(self, x: LinearInput) -> mx.array: ...
 
     def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
-        """Returns `residual` [T, out] plus the product of x; None if no kernel does both."""
+        """Returns `residual` [T, out] plus the product of x; None if one kernel cannot do both."""
 
 
 class PendingProduct(NamedTuple):
-    """A linear layer's product with x, not computed yet: a kernel can add it to another array."""
+    """A linear layer's pending product with x: a kernel can add it to another array."""
 
     layer: Linear
     x: mx.array
@@ -274,7 +274,7 @@ class PendingProduct(NamedTuple):
 
 
 class Embedding(Protocol):
-    """A token table; models with tied embeddings use it as the output head, too."""
+    """The token embeddings; models with tied embeddings use them as the output head, too."""
 
     def __call__(self, tokens: mx.array) -> mx.array: ...
 
@@ -292,7 +292,7 @@ class MultiLinear(Protocol):
     def of_rotated_lines(self, x: mx.array, turns: RopeTables) -> mx.array | None:
         """x [T, H, in + R] -> [T, H, out + R], with the last R numbers rotated by `turns`.
 
-        None if no kernel does both.
+        Returns None if one kernel cannot do both.
         """
 
     def transposed(self, x: mx.array) -> mx.array:
@@ -333,13 +333,13 @@ class SwitchGLU(SwitchLayer, Protocol):
     ) -> PendingProduct | None:
         """x [T, in] -> [T, out]: the weighted sum of the experts that the logits router(x) choose.
 
-        `added` [E]: see RoutingParams. The output of the expert `shared` for x is added. None if no
-        kernel computes the sum.
+        `added` [E]: see RoutingParams. The sum includes the output of the expert `shared` for x.
+        Returns None if no kernel computes the sum.
         """
 
 
 class LayerBuilder(Protocol):
-    """Builds layers from named weights. No other class depends on the form of a weight."""
+    """Builds layers from named weights. No other class depends on whether a weight is quantised."""
 
     def linear(self, name: str) -> Linear: ...
 

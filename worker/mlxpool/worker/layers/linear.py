@@ -17,7 +17,7 @@ from mlxpool.worker.layers.layer_types import Linear as AnyLinear
 from mlxpool.worker.layers.quantised_weight import QuantisedWeight
 from mlxpool.worker.layers.tiled_weight import TiledWeight
 
-TILE_ROWS = 8  # rows of each product in batch-invariant layers
+TILE_ROWS = 8  # the rows of x in each product of batch-invariant layers
 
 
 class FusableLinear:
@@ -33,7 +33,7 @@ class FusableLinear:
     def gated(self, x: LinearInput) -> mx.array | None:
         """Returns silu(gate) * up: the first half of the outputs is gate, the second is up.
 
-        None if no kernel computes it in one.
+        Returns None if no single kernel computes this.
         """
         if not isinstance(x, PendingNorm):
             return self.plain_gated(x)
@@ -56,11 +56,11 @@ class FusableLinear:
         raise NotImplementedError
 
     def fuses(self, x: mx.array) -> bool:
-        """Returns True if a kernel takes x and the operations around its product."""
+        """Returns True if a kernel supports x and the operations around the product."""
         raise NotImplementedError
 
     def fused(self, x: mx.array, around: FusedOps) -> mx.array:
-        """Returns the product of an x that `fuses`, with the operations `around` it."""
+        """Returns the product of x, with the operations `around` it; `fuses(x)` must be true."""
         raise NotImplementedError
 
 
@@ -72,14 +72,14 @@ def _around(x: PendingNorm, *, gated: bool = False) -> FusedOps:
 class Linear(FusableLinear, Struct, frozen=True):
     """x [T, in] -> [T, out] with weight [out, in] and bias [out] or None.
 
-    `one_row`: the weight in a form that is faster for one row.
+    `one_row`: the weight in a form that is faster for an x of one row.
     """
 
     weight: mx.array
     bias: mx.array | None
     batch_invariant: bool = False
     one_row: ByteColumns | None = None
-    columns: Any = None  # [in, out], a view of `weight`, made once here
+    columns: Any = None  # [in, out], a view of `weight`
 
     def __post_init__(self) -> None:
         columns = self.weight.T
@@ -174,7 +174,7 @@ class ConcatenatedLinear(Struct, frozen=True):
         return mx.concatenate([layer(x) for layer in self.layers], axis=-1)
 
     def add_to(self, x: mx.array, residual: mx.array) -> None:
-        """See layer_types.Linear. Returns None: no kernel computes it."""
+        """See layer_types.Linear. Returns None: no kernel adds this product."""
 
 
 class RMSNorm(Struct, frozen=True):
@@ -204,7 +204,7 @@ class Embedding(Struct, frozen=True):
     weight: mx.array
     batch_invariant: bool = False
     one_row: ByteColumns | None = None  # see Linear
-    head: Any = None  # the Linear of `weight`, made here
+    head: Any = None  # the output head over `weight`
 
     def __post_init__(self) -> None:
         head = Linear(self.weight, None, self.batch_invariant, self.one_row)
@@ -259,7 +259,7 @@ class MultiLinear(Struct, frozen=True):
         return None if weight is None else head_product.product(x, weight, turns)
 
     def _kernel_weight(self, x: mx.array) -> mx.array | None:
-        """Returns the weight if a kernel multiplies lines like x with it."""
+        """Returns the weight if a kernel multiplies lines x with it; else None."""
         weight = self.weight
         if isinstance(weight, QuantisedWeight) or self.batch_invariant or weight.dtype != x.dtype:
             return None
@@ -291,7 +291,7 @@ def padded_rows(x: mx.array, multiple: int) -> mx.array:
 
 
 def tiled_matmul(x: mx.array, weight: mx.array) -> mx.array:
-    """Computes x [T, in] @ weight.T in products of TILE_ROWS rows: a row's bits do not depend on T.
+    """Computes x [T, in] @ weight.T by products of TILE_ROWS rows: a row's bits do not depend on T.
 
     A product of another shape may use another kernel, which rounds differently.
     """

@@ -1,8 +1,8 @@
 """Multi-head latent attention (MLA): the cache keeps one latent vector for each token. No MLX.
 
-A latent is `rank` numbers, the compressed keys and values of all heads, and then one rotated key.
+A latent has `rank` numbers, the compressed keys and values of all heads, and then one rotated key.
 Attention has two forms, see LatentProjections. The absorbed form is cheaper for few queries. The
-decompressed form is cheaper for many: its products are shorter, but every latent has to be
+decompressed form is cheaper for many queries: its products are shorter, but every latent has to be
 decompressed.
 """
 
@@ -48,8 +48,8 @@ class LatentDims(Struct, frozen=True):
 
     heads: int
     rank: int
-    rotated: int  # rotated numbers at the end of a query and of a latent
-    plain: int  # the other numbers of a query
+    rotated: int  # how many numbers at the end of a query and of a latent are rotated
+    plain: int  # how many other numbers a query has
     value: int
 
     @property
@@ -61,7 +61,7 @@ class LatentDims(Struct, frozen=True):
         return self.plain + self.rotated
 
     def decompresses(self, count: int, length: int) -> bool:
-        """Returns True if decompressing needs fewer multiplications, and fits MAX_DECOMPRESSED.
+        """Returns True if decompressing needs fewer multiplications, and at most MAX_DECOMPRESSED.
 
         The queries are the last `count` of `length` tokens.
         """
@@ -79,7 +79,7 @@ class LatentAttention(Struct, frozen=True):
     sizes: LatentDims
     rope: Rope
     scale: float
-    eps: float  # of the norms of compressed queries and latents
+    eps: float  # eps of the norms of compressed queries and latents
     query_rank: int = 0
     bias: bool = False
 

@@ -25,7 +25,7 @@ class Model(Protocol):
     """A built model.
 
     A call with tokens [T] and their batch returns logits [E, vocabulary] of the tokens that the
-    batch selects. If the batch wants no logits, it returns any array to evaluate.
+    batch selects. If the batch wants no logits, the call returns any array to evaluate.
     """
 
     def __call__(self, tokens: mx.array, batch: ForwardBatch, /) -> mx.array: ...
@@ -45,8 +45,8 @@ class Prediction(Protocol):
     ) -> mx.array:
         """Returns states [E, d] of the tokens that the batch selects.
 
-        `tokens` [T]; `states` [T, d]: the states of the tokens before them. `batch`: its only layer
-        is the head's; None: all tokens are selected, and the head must have no cache.
+        `tokens` [T]; `states` [T, d]: the states of the preceding tokens. `batch`: its only layer
+        is the head's layer; None: all tokens are selected, and the head must have no cache.
         """
 
     def logits_of(self, states: mx.array, /) -> mx.array:
@@ -74,9 +74,9 @@ class SeeingModel(Model, Protocol):
     ) -> mx.array:
         """Returns the features of an image, see ForwardBatch.
 
-        They are [1 + L, count, d]: the first for `with_images`, the others for `add_images` in L
-        layers. For images in cross-attention they are [2 * C, KV, n, D], for `attend_images`: keys
-        and values of C layers, in turn.
+        Features are [1 + L, count, d]: the first for `with_images`, the others for `add_images` in
+        L layers. For cross-attention, features are [2 * C, KV, n, D], for `attend_images`: keys and
+        values of C layers, alternating.
 
         `pixels` [height, width, 3] are normalised. `batch` has the image's patches as tokens of one
         text that attends both ways.
@@ -94,17 +94,17 @@ class ModelPlan(Struct, frozen=True):
     vocab_size: int
     caches: tuple[CacheSpec, ...]  # the cache of a sequence in each layer
     shapes: Mapping[str, Shape]  # every tensor that the weights must have, in the order of use
-    ignored: Callable[[str], bool]  # True if a tensor of this name may exist and is not used
+    ignored: Callable[[str], bool]  # True if a tensor of this name may exist but is not used
     build: Callable[[LayerBuilder], Model]
     derived: Callable[[StoredTensors], Iterable[DerivedWeights]] = no_derived_weights
     float32: Callable[[str], bool] = lambda name: False  # tensors that stay float32 in any model
     layers: int = 0  # the number of all layers; 0: the number of `caches`
-    input_only: int = 0  # the number of tokens after the vocabulary that are only inputs
-    vision: VisionPlan | None = None  # the whole model's, if this plan is of its text part
-    prediction: PredictionPlan | None = None  # the head's, if this plan is without the head
+    input_only: int = 0  # the number of input-only tokens after the vocabulary
+    vision: VisionPlan | None = None  # the image encoder, if this plan is of the text part
+    prediction: PredictionPlan | None = None  # the draft head, if this plan is without the head
     predicts: bool = False  # this plan includes the head
     prediction_cache: CacheSpec | None = None  # the head's cache of a sequence; None: no cache
-    built: int = 0  # the numbers that `build` computes from the weights and keeps beside them
+    built: int = 0  # how many numbers `build` computes from the weights and stores
 
     @property
     def embedding_rows(self) -> int:
@@ -115,8 +115,8 @@ class ModelPlan(Struct, frozen=True):
 class PredictionPlan(Struct, frozen=True):
     """The head of a model that predicts further tokens (MTP), see layers/decoder.py.
 
-    A checkpoint may have the head or lack it. `tensors` describes the names of its tensors, for
-    operators. `whole` gives the plan of the model with the head, for the names in a checkpoint.
+    A checkpoint may have the head or lack it. `tensors` describes the head's tensor names, for
+    operators. `whole` returns the plan of the model with the head, for the names in a checkpoint.
     """
 
     is_part: Callable[[str], bool]  # True if a stored tensor belongs to the head
@@ -128,11 +128,11 @@ class VisionPlan(Struct, frozen=True):
     """The image encoder of a model, which a checkpoint may have or lack.
 
     `whole` is the plan of the model with the encoder. `settings` reads preprocessor_config.json and
-    raises ModelLoadFailed. `tokens`: the ids of the tokens that stand for images; `places` takes
-    their texts. `grid_positions`: inputs have three positions, see media/spans.py. `crossed`:
-    inputs attend to images in layers of cross-attention, see MediaSpan; otherwise features replace
-    the inputs of an image. `encoder_tokens` gives the encoder's tokens for an image with a grid,
-    and the number of padding tokens after them, see PackedBatch.
+    raises ModelLoadFailed. `tokens`: the ids of the placeholder tokens of images; `places` takes
+    the texts of these tokens. `grid_positions`: inputs have three positions, see media/spans.py.
+    `crossed`: inputs attend to images in layers of cross-attention, see MediaSpan; otherwise
+    features replace the inputs of an image. `encoder_tokens` returns the numbers of encoder tokens
+    and of padding tokens for an image with a grid, see PackedBatch.
     """
 
     whole: ModelPlan

@@ -2,8 +2,8 @@
 
 SoftmaxMoE routes by a softmax over all experts, as in Qwen. SigmoidMoE routes by a sigmoid of each
 expert's logit, as in DeepSeek V3. A correction is added to the scores only for the choice of
-experts, so that their use is balanced; their weights are the scores without it. If experts are in
-groups, groups are chosen first, by their two best experts.
+experts, so that their use is balanced; their weights are the uncorrected scores. If experts are in
+groups, groups are chosen first, by the scores of their two best experts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 CORRECTION = "e_score_correction_bias"
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-TINY = 1e-20  # added to a sum of scores, against a division by zero
+TINY = 1e-20  # added to a sum of scores, to avoid a division by zero
 
 
 def _expert_shapes(name: str, expert: GatedMLP, count: int) -> WeightShapes:
@@ -47,7 +47,7 @@ def _expert_shapes(name: str, expert: GatedMLP, count: int) -> WeightShapes:
 
 
 def _derived_experts(found: StoredTensors, name: str, count: int) -> Iterator[DerivedWeights]:
-    """Yields the stacked experts of released checkpoints, which store each expert by itself."""
+    """Yields the stacked experts of released checkpoints, which store experts separately."""
     for projection in PROJECTIONS:
         yield from stacked_experts(found, f"{name}.switch_mlp.{projection}", count)
 
@@ -55,7 +55,7 @@ def _derived_experts(found: StoredTensors, name: str, count: int) -> Iterator[De
 class SoftmaxMoE(Struct, frozen=True):
     """A FeedForward: each token uses `chosen` of `count` experts.
 
-    With a `shared_width` all tokens use a shared expert; its output has a gate.
+    With a `shared_width`, all tokens also use a shared expert with a gated output.
     """
 
     hidden: int
@@ -71,7 +71,7 @@ class SoftmaxMoE(Struct, frozen=True):
     ) -> SoftmaxMoE:
         """`normed`: the default of norm_topk_prob.
 
-        Raises ModelLoadFailed that names a key that is missing or cannot be used.
+        Raises ModelLoadFailed with a missing or unusable key.
         """
         count = integer(config, "num_experts", maximum=MAX_MODULES)
         chosen = integer(config, "num_experts_per_tok")
@@ -107,7 +107,7 @@ class SoftmaxMoE(Struct, frozen=True):
 
     @property
     def routing(self) -> RoutingParams:
-        """How tokens choose experts."""
+        """The rule by which tokens choose experts."""
         return RoutingParams(self.count, self.chosen, sigmoid=False, normed=self.normed)
 
     @property
@@ -165,7 +165,7 @@ class SigmoidMoE(Struct, frozen=True):
     count: int
     chosen: int
     width: int
-    shared: int  # the number of shared experts, which are stored as one expert of their width
+    shared: int  # the number of shared experts, stored as one expert of their total width
     groups: int
     chosen_groups: int  # the number of groups whose experts a token can use
     normed: bool  # the weights of the chosen experts are scaled to a sum of `factor`
@@ -173,7 +173,7 @@ class SigmoidMoE(Struct, frozen=True):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> SigmoidMoE:
-        """Raises ModelLoadFailed that names a key that is missing or cannot be used."""
+        """Raises ModelLoadFailed with a missing or unusable key."""
         require(config, "topk_method", ["noaux_tc"])
         require(config, "scoring_func", ["sigmoid"])
         mixture = cls(
@@ -224,7 +224,7 @@ class SigmoidMoE(Struct, frozen=True):
 
     @property
     def routing(self) -> RoutingParams:
-        """How tokens choose experts."""
+        """The rule by which tokens choose experts."""
         return RoutingParams(
             self.count,
             self.chosen,
@@ -270,8 +270,8 @@ def _sigmoid_route(
 ) -> tuple[mx.array, mx.array]:
     """logits [T, E], correction [E] -> experts [T, k] of each token, and weights in float32.
 
-    Experts outside of the chosen groups have score 0, as in training: they can still be chosen if
-    the corrected scores of others are below 0.
+    Experts outside of the chosen groups have score 0, as in training: such experts can still be
+    chosen if the corrected scores of other experts are below 0.
     """
     import mlx.core as mx
 

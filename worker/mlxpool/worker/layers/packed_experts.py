@@ -1,4 +1,4 @@
-"""Experts with quantised weights in the order in which a GPU's kernels multiply them."""
+"""Experts with quantised weights in the memory order in which a GPU's kernels read them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PackedGLU(Struct, frozen=True):
 
     weights: ExpertWeights
     count: int  # of experts
-    dtype: mx.Dtype  # of the numbers that the kernels multiply with the weights
+    dtype: mx.Dtype  # of x, which the kernels multiply with the weights
 
     def __call__(self, x: mx.array, experts: mx.array) -> mx.array:
         """x [T, in] and the experts [T, k] of each token -> [T, k, in]."""
@@ -37,7 +37,7 @@ class PackedGLU(Struct, frozen=True):
             return mx.concatenate([self(x, part) for part in parts], axis=1)
         if tokens > most:
             return mx.concatenate([self(x[:most], experts[:most]), self(x[most:], experts[most:])])
-        # The plan follows from logits that fall from each of a token's experts to the next.
+        # The logits for the plan fall from each of a token's experts to the next.
         ranks = mx.broadcast_to(mx.arange(chosen, 0, -1).astype(mx.float32), experts.shape)
         logits = mx.put_along_axis(mx.zeros((tokens, self.count)), experts, ranks, axis=1)
         routing = RoutingParams(self.count, chosen, sigmoid=False, normed=False)
@@ -61,7 +61,7 @@ class PackedGLU(Struct, frozen=True):
 
 
 def in_fragments(experts: SwitchGLU, dtype: mx.Dtype) -> SwitchGLU | PackedGLU:
-    """Returns the experts in the order of our kernels, if these take them and numbers of `dtype`.
+    """Returns the experts in our kernels' order, if the kernels support them with x of `dtype`.
 
     The result is evaluated, so that at most one weight is in memory twice.
     """
@@ -87,7 +87,7 @@ def in_fragments(experts: SwitchGLU, dtype: mx.Dtype) -> SwitchGLU | PackedGLU:
 
 
 def _packed_arrays(layer: SwitchLinear, dtype: mx.Dtype) -> PackedArrays | None:
-    """Returns a layer's packed weight if our kernels multiply numbers of `dtype` with it."""
+    """Returns a layer's packed weight if our kernels support it with x of `dtype`; else None."""
     weight, bias = layer.weight, layer.bias
     if not isinstance(weight, QuantisedWeight) or weight.factor is not None:
         return None

@@ -1,9 +1,9 @@
 """Quantisation layouts: reads them from config.json, and lists the tensors of each. No MLX.
 
 A module with a quantised weight [..., out, in] has the tensors `weight`, numbers packed in uint32,
-and `scales`, one for each group of a row. In mode affine it has `biases`, too. In mode nvfp4 it may
-have a `global_scale`, as MLX writes it, or a `factor` that multiplies products. A module without
-`scales` is not quantised.
+and `scales`, one for each group of a row. In mode affine the module has `biases`, too. In mode
+nvfp4 it may have a `global_scale`, as MLX writes it, or a `factor` that multiplies products. A
+module without `scales` is not quantised.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from msgspec import Struct, field
 from mlxpool.common.errors import ModelLoadFailed
 
 WORD_BITS = 32  # bits of a word of packed numbers
-GLOBAL_SCALES = ("global_scale", "factor")  # tensors of nvfp4 weights, see above
+GLOBAL_SCALES = ("global_scale", "factor")  # further tensors of nvfp4 weights, see above
 FLOAT_DTYPES = ("F32", "F16", "BF16")
 NVFP4_RANGE = 448.0 * 6.0  # the divisor of global_scale: the largest scale times the largest number
-COLUMN_ROWS = 32  # byte columns have a multiple of these rows
+COLUMN_ROWS = 32  # byte columns have a multiple of this number of rows
 
 
 class QuantMode(Struct, frozen=True):
-    """The values that a mode allows; the first of `bits` and of `group_sizes` are its defaults."""
+    """The values that a mode allows; the first of `bits` and of `group_sizes` are the defaults."""
 
     bits: tuple[int, ...]
     group_sizes: tuple[int, ...]
-    scale_dtypes: tuple[str, ...]  # as safetensors names them
+    scale_dtypes: tuple[str, ...]  # names of dtypes in safetensors
     has_biases: bool = False
 
 
@@ -42,7 +42,7 @@ MODES = {
 
 
 class QuantLayout(Struct, frozen=True):
-    """A layout of quantised weights: the bits of a number, the numbers of a row with one scale."""
+    """A layout of quantised weights: the bits of a number, and the numbers that share one scale."""
 
     mode: str
     bits: int
@@ -65,7 +65,7 @@ class QuantLayout(Struct, frozen=True):
 
 
 def byte_columns_bytes(layout: QuantLayout, shape: tuple[int, ...]) -> int:
-    """Returns the bytes of a weight of this shape in byte_columns.py; 0 if it cannot have them."""
+    """Returns the bytes of such a weight as byte columns; 0 if it cannot have this form."""
     has_form = layout.mode == "affine" and len(shape) == 2 and shape[0] % COLUMN_ROWS == 0
     if not has_form or sys.platform != "linux":
         return 0
@@ -76,7 +76,7 @@ class QuantConfig(Struct, frozen=True):
     """The layouts of a model's quantised modules.
 
     `named` has the layouts of single modules (None: not quantised); other modules have the
-    `default`. With `infer`, the layout of a module without either follows from its tensors' shapes.
+    `default`. With `infer`, the shapes of tensors decide the layout of a module that has neither.
     """
 
     default: QuantLayout | None = None
@@ -85,7 +85,7 @@ class QuantConfig(Struct, frozen=True):
 
 
 def parse_quant_config(config: Mapping[str, Any]) -> QuantConfig:
-    """Reads config.json. Raises ModelLoadFailed that names a value that cannot be used."""
+    """Reads config.json. Raises ModelLoadFailed with the value that cannot be used."""
     key = "quantization" if config.get("quantization") else "quantization_config"
     settings = config.get(key)
     if not settings:
@@ -150,7 +150,7 @@ def layout_from_shapes(
 ) -> QuantLayout:
     """Returns the layout whose tensors have these shapes, for a dense weight [..., columns].
 
-    Raises ModelLoadFailed with the shapes if no layout has them.
+    Raises ModelLoadFailed with the shapes if no layout has such shapes.
     """
     bits = _whole(weight[-1] * WORD_BITS, columns) if weight else 0
     group = _whole(columns, scales[-1]) if scales else 0

@@ -18,11 +18,11 @@ GPU_DEQUANTISE_ROWS = 6
 
 
 def _pays_to_dequantise(x: mx.array, group_size: int) -> bool:
-    """Returns True if dequantising the weight first is better for this x [..., T, in]."""
+    """Returns True if dequantising the weight first is faster, or exacter, for x [..., T, in]."""
     if not on_gpu():
         return x.shape[-2] >= CPU_DEQUANTISE_ROWS
     if x.dtype == mx.float32 and x.shape[-1] <= group_size < x.size:
-        return True  # with one group in a row, MLX's products on Hopper use 10 bits of a fraction
+        return True  # if a row is one group, MLX's products on Hopper round to 10 bits
     return x.shape[-2] >= GPU_DEQUANTISE_ROWS
 
 
@@ -76,7 +76,7 @@ class QuantisedWeight(Struct, frozen=True):
     def gated(self, x: mx.array) -> mx.array | None:
         """x [T, in] -> silu(gate) * up [T, out / 2]; `out` is gate, then up.
 
-        None if no kernel computes it in one.
+        Returns None if no single kernel computes this.
         """
         if self.has_kernel(x):
             return self.packed_product(x, FusedOps(gated=True))
@@ -89,7 +89,7 @@ class QuantisedWeight(Struct, frozen=True):
         return None
 
     def fuses(self, x: mx.array) -> bool:
-        """Returns True if `packed_product` takes x [T, in] and operations around the product."""
+        """Returns True if `packed_product` supports x [T, in] and operations around the product."""
         return matmul_small.is_fusable(x) and self.has_kernel(x)
 
     def packed_product(self, x: mx.array, around: FusedOps = matmul_small.NO_FUSED_OPS) -> mx.array:
@@ -99,7 +99,7 @@ class QuantisedWeight(Struct, frozen=True):
         return matmul_4bit.kernel_matmul(x, self.weight, self.scales, self.biases, group, around)
 
     def has_kernel(self, x: mx.array, *, gated: bool = False) -> bool:
-        """Returns True if `packed_product` takes x and this weight, `gated` or not."""
+        """Returns True if `packed_product` supports x and this weight, `gated` or not."""
         layout = self.layout
         if x.ndim != 2 or self.weight.ndim != 2 or (layout.mode, layout.bits) != ("affine", 4):
             return False
@@ -139,18 +139,18 @@ class QuantisedWeight(Struct, frozen=True):
         return row.dequantised(dtype)
 
     def _has_rows_kernel(self, tokens: mx.array, dtype: mx.Dtype) -> bool:
-        """Returns True if our kernel takes rows of this weight, which must have `biases`."""
+        """Returns True if our kernel reads rows of this weight, which must have `biases`."""
         layout = self.layout
         plain = self.weight.ndim == 2 and self.factor is None and self.biases is not None
         some = tokens.ndim == 1 and tokens.dtype == mx.int32
         return plain and some and dequantise.supports_rows(layout.bits, layout.group_size, dtype)
 
     def dequantised(self, dtype: mx.Dtype | None = None) -> mx.array:
-        """Returns the dense weight [..., out, in]; `dtype` None: in a dtype that loses nothing."""
+        """Returns the dense weight [..., out, in]; `dtype` None: in a dtype without loss."""
         layout = self.layout
         kind = dtype or self.scales.dtype
         plain = self.weight.ndim == 2 and self.factor is None
-        biases = self.biases if plain else None  # weights of mode affine have them
+        biases = self.biases if plain else None  # weights of mode affine have biases
         if biases is not None and dequantise.supports(layout.bits, layout.group_size, kind):
             return dequantise.unpack(
                 self.weight, self.scales, biases, layout.bits, layout.group_size, kind

@@ -1,7 +1,7 @@
 """Reads the rotary position embedding (RoPE) of a config.json. No MLX.
 
-Models reach longer contexts by scaled wavelengths: `rope_scaling` (newer: `rope_parameters`) names
-the rope type, and SCALINGS has a function for each type.
+Models support longer contexts by scaled wavelengths: `rope_scaling` (newer: `rope_parameters`)
+names the rope type, and SCALINGS has a function for each type.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def parse_rope(
     """Returns the rotation of a head's first `dims` numbers; `base`: the default of rope_theta.
 
     With `base=None` config.json must have rope_theta: other programs disagree on its default.
-    Raises ModelLoadFailed that names a rope type or a key that cannot be used.
+    Raises ModelLoadFailed with the rope type or key that cannot be used.
     """
     if dims % 2:
         raise ModelLoadFailed(f"config.json has heads of which {dims} are rotated, must be even")
@@ -41,7 +41,7 @@ def parse_rope(
     plain = Rope(dims, number(settings, "rope_theta", base), traditional=traditional)
     try:
         return SCALINGS[kind](plain, settings)
-    except (ArithmeticError, ValueError) as error:  # absurd numbers, as no real file has
+    except (ArithmeticError, ValueError) as error:  # absurd numbers, which no real file has
         raise ModelLoadFailed(
             f"config.json has numbers with which rope type {kind!r} cannot be computed: {error}"
         ) from error
@@ -56,7 +56,7 @@ def _linear(plain: Rope, settings: Settings) -> Rope:
 
 
 def _llama3(plain: Rope, settings: Settings) -> Rope:
-    """Multiplies long wavelengths by the factor, keeps short ones, blends those between."""
+    """Multiplies long wavelengths by the factor, keeps short wavelengths, blends medium ones."""
     low = number(settings, "low_freq_factor", 1.0)
     high = number(settings, "high_freq_factor", 4.0)
     trained = number(settings, "original_max_position_embeddings", 8192)
@@ -71,7 +71,7 @@ def _llama3(plain: Rope, settings: Settings) -> Rope:
 
 
 def _yarn(plain: Rope, settings: Settings) -> Rope:
-    """Blends wavelengths over dimensions, and adds a gain that keeps the spread of scores.
+    """Blends scaled and unscaled wavelengths, and adds a gain that keeps the spread of scores.
 
     The blend begins and ends at whole dimensions, with any value of `truncate`.
     """
@@ -124,7 +124,7 @@ def _periods(plain: Rope) -> list[float]:
 
 
 def _blended(plain: Rope, settings: Settings, kept: list[float]) -> tuple[float, ...]:
-    """Returns each wavelength times 1 if its `kept` is 1, times `factor` if it is 0, or between."""
+    """Returns each wavelength times 1 for `kept` = 1, times `factor` for 0, and blended between."""
     factor = number(settings, "factor")
     waves = zip(_periods(plain), kept, strict=True)
     return tuple(period / ((1 - part) / factor + part) for period, part in waves)
@@ -145,5 +145,5 @@ SCALINGS: Mapping[str, Callable[[Rope, Settings], Rope]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
-    "mrope": _default,  # three axes, which have the same positions for text
+    "mrope": _default,  # three axes, with equal positions for text
 }

@@ -1,4 +1,4 @@
-"""Affine 4-bit weights in tiles on a GPU, in the order in which its kernels multiply them."""
+"""Affine 4-bit weights in tiles, in the memory order in which a GPU's kernels read them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TiledWeight(Struct, frozen=True):
 
     tiles: mx.array
     group_size: int
-    dtype: mx.Dtype  # of scales and biases
+    dtype: mx.Dtype  # the dtype of scales and biases
 
     def __call__(self, x: mx.array) -> mx.array:
         """x [..., in] @ weight.T -> [..., out]."""
@@ -28,14 +28,14 @@ class TiledWeight(Struct, frozen=True):
     def gated(self, x: mx.array) -> mx.array | None:
         """x [T, in] -> silu(gate) * up [T, out / 2]; `out` is gate, then up.
 
-        None if no kernel computes it in one.
+        Returns None if no single kernel computes this.
         """
         return (
             self.packed_product(x, FusedOps(gated=True)) if self.has_kernel(x, gated=True) else None
         )
 
     def fuses(self, x: mx.array) -> bool:
-        """Returns True if `packed_product` takes x [T, in] and operations around the product."""
+        """Returns True if `packed_product` supports x [T, in] and operations around the product."""
         return matmul_small.is_fusable(x) and self.has_kernel(x, gated=True)
 
     def packed_product(self, x: mx.array, around: FusedOps = matmul_small.NO_FUSED_OPS) -> mx.array:
@@ -43,7 +43,7 @@ class TiledWeight(Struct, frozen=True):
         return matmul_4bit_tiles.kernel_matmul(x, self.tiles, self.group_size, around)
 
     def has_kernel(self, x: mx.array, *, gated: bool = False) -> bool:
-        """Returns True if `packed_product` takes x and this weight, `gated` or not."""
+        """Returns True if `packed_product` supports x and this weight, `gated` or not."""
         rows = self.tiles.shape[0] * tiles_4bit.TILE
         fits = x.ndim == 2 and x.dtype == self.dtype
         return fits and matmul_4bit_tiles.supports(x.shape[0], rows, gated=gated)
@@ -61,7 +61,7 @@ class TiledWeight(Struct, frozen=True):
 
 
 def in_tiles(weight: QuantisedWeight) -> QuantisedWeight | TiledWeight:
-    """Returns the weight in tiles, if their kernels work here and take its shape and layout.
+    """Returns the weight in tiles if the kernels work here and support its shape; else None.
 
     The result is evaluated, so that at most one weight is in memory twice.
     """

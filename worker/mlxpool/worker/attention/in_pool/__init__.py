@@ -1,1 +1,1 @@
-"""Rows and prefixes in blocks of one pool, for CUDA, and the compiled passes over them."""
+"""Rows and prefixes in blocks of one pool, for CUDA, and the compiled passes over rows."""

@@ -14,15 +14,15 @@ from mlxpool.worker.kernels.kernel_builder import build_kernel, write_in_place
 from mlxpool.worker.prefix.shared_blocks import BlockRow
 from mlxpool.worker.transfers.uploads import Upload
 
-LEAST_UPDATES = 32  # the least entries of an update; larger ones are padded to a power of two
+LEAST_UPDATES = 32  # the least entries of an update; larger updates are padded to a power of two
 NO_ENTRY = -1
 
 
 class BlockTables:
     """A table [rows, entries] of blocks: `array` on the device, `numbers` on the host.
 
-    A row owns a line of the table from its first pass on, until it is released and another row
-    needs a line.
+    A sequence (row) owns a line of the table from its first pass on, until the row is released and
+    another row needs a line.
     """
 
     def __init__(self, rows: int, entries: int, upload: Upload) -> None:
@@ -35,7 +35,7 @@ class BlockTables:
         self._free = list(range(rows))
 
     def lines_of(self, rows: Sequence[BlockRow]) -> npt.NDArray[np.int32]:
-        """Returns the lines of rows with blocks; at most as many rows as the table has lines."""
+        """Returns the table's lines of `rows`, which have blocks; at most one row for each line."""
         lines = self._lines
         return np.array(
             [lines[row] if row in lines else self._enter(row, set(rows)) for row in rows],
@@ -43,7 +43,7 @@ class BlockTables:
         )
 
     def update(self, rows: Sequence[BlockRow], lines: npt.NDArray[np.int32]) -> mx.array | None:
-        """Copies the changed entries of rows in `lines` to the device, for the pass being built.
+        """Copies the changed entries of `rows`, which own `lines`, to the device for a new pass.
 
         Returns a 0; readers of `array` must depend on it, see worker/kernels. None: no entry has
         changed.

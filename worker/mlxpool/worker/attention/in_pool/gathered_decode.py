@@ -1,6 +1,7 @@
 """Compiled decode passes over rows of the block pool by MLX's operations.
 
-They serve models whose attention our kernels do not compute. A pass copies the blocks it reads.
+These passes are for models whose attention our kernels do not compute. A pass copies the blocks
+that it reads.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from mlxpool.worker.layers.layer_types import LatentProjections
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.scheduling.kv_blocks import blocks_for
 
-MAX_PASSES = 128  # the most compiled passes that are kept; the host of a GPU has memory for them
-TABLE_STEP = 8  # blocks; the width of block tables is a multiple, so that few passes are compiled
+MAX_PASSES = 128  # the most compiled passes in memory; a GPU's host has memory for this many
+TABLE_STEP = 8  # blocks; block tables are as wide as a multiple, so that few passes are compiled
 NO_STATES = "a pool of blocks has no states, see RowShape.fits_blocks"
 
 
@@ -32,7 +33,7 @@ class GatheredBatch(DecodingRows):
     no_states = NO_STATES
 
     def __init__(self, pool: KVPool, positions: mx.array, slots: mx.array, table: mx.array) -> None:
-        """`positions`, `slots` [R]: of the new tokens. `table` [R, B]: the block tables of rows."""
+        """`positions` and `slots` [R] of the new tokens; `table` [R, B]: the rows' block tables."""
         super().__init__(positions)
         self._pool, self._positions = pool, positions
         self._slots, self._table = slots, table
@@ -71,9 +72,9 @@ class GatheredBatch(DecodingRows):
 
 
 class GatheredDecode:
-    """Runs decode passes of a model over rows of a pool, compiled once for each of a few widths.
+    """Runs decode passes over rows of a pool, each compiled once for one of a few widths.
 
-    Lines of padding repeat the last row: they compute and write the same again.
+    Padding repeats the last row: it computes and writes the same numbers again.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class GatheredDecode:
         keeps_states: bool = False,
         keeps_drawn: bool = False,
     ) -> None:
-        """`notice` is called before a pass is compiled. Layout explains the others."""
+        """`notice` is called before a pass is compiled. For the other parameters see Layout."""
         self._model, self._pool = model, pool
         self._keeps_states, self._keeps_drawn = keeps_states, keeps_drawn
         self.passes = CompiledPasses(self._one_pass, notice, max_passes=MAX_PASSES)
@@ -123,7 +124,7 @@ class GatheredDecode:
         self, ids: mx.array, numbers: mx.array, arrays: list[Arrays]
     ) -> tuple[list[mx.array], list[Arrays]]:
         pool = _PoolView(self._pool, arrays)
-        slots = mx.contiguous(numbers[:, 1])  # a kernel reads them without strides
+        slots = mx.contiguous(numbers[:, 1])  # a kernel reads tables without strides
         batch = GatheredBatch(pool, numbers[:, 0], slots, numbers[:, 2:])
         if self._keeps_states or self._keeps_drawn:
             states = self._model.hidden_states(ids, batch)

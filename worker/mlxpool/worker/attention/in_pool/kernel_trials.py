@@ -1,4 +1,4 @@
-"""Decides whether our kernels can write a model's pool: tries it and logs a failure."""
+"""Decides by a trial whether our kernels can write a model's pool, and logs a failure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger("mlxpool.worker")
 
 @cache
 def kernels_write(shape: RowShape) -> bool:
-    """Returns True if our kernels can write the pool; tries it once and logs a failure."""
+    """Returns True if our kernels can write the pool; tries them once and logs a failure."""
     try:
         pool = KVPool(shape, 1, in_place=True)
         here = mx.array([[0]], dtype=mx.int32)
@@ -23,7 +23,7 @@ def kernels_write(shape: RowShape) -> bool:
             numbers = arrays[: len(arrays) // 2] if shape.quantised else arrays  # without scales
             fresh = tuple(mx.ones((1, array.shape[1], array.shape[3])) for array in numbers)
             mx.eval(pool.write(layer, fresh, mx.array([1], dtype=mx.int32), here))
-            # Slices, because MLX would compile a kernel to gather blocks.
+            # Slices blocks, because MLX would compile a kernel to gather them.
             written = shape.read(tuple(array[:1, :, 1:2] for array in arrays))
             if not all(bool(mx.allclose(array, mx.ones(1), 0.01).item()) for array in written):
                 raise RuntimeError("what was written is not there")

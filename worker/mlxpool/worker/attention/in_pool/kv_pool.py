@@ -27,14 +27,14 @@ from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 
 
 class KVPool:
-    """The memory of all blocks.
+    """The memory of all KV blocks.
 
-    `arrays`: for each layer its stored arrays (caches/stored.py), each
-    [blocks, heads, KV_BLOCK_TOKENS, size].
+    `arrays`: the stored arrays (caches/stored.py) of each layer, [blocks, heads, KV_BLOCK_TOKENS,
+    size].
     """
 
     def __init__(self, shape: RowShape, blocks: int, *, in_place: bool) -> None:
-        """Allocates `blocks` blocks. `in_place`: our kernels write the pool."""
+        """Allocates `blocks` blocks. `in_place`: our kernels write into these arrays."""
         self.shape = replace(shape, keeps_all=True)
         self.blocks, self.in_place = blocks, in_place
         self.renew()
@@ -43,7 +43,7 @@ class KVPool:
         """Replaces the arrays by zeros."""
         self.arrays: list[Arrays] = []  # frees the old arrays first
         self.arrays = [self._zeros(cache) for cache in self.shape.caches]
-        self.pending: list[mx.array] = []  # results of writes in place that were not evaluated yet
+        self.pending: list[mx.array] = []  # unevaluated results of writes in place
         mx.eval(self.arrays)
 
     def _zeros(self, cache: object) -> Arrays:
@@ -62,8 +62,8 @@ class KVPool:
     def copy(self, source: int, target: int) -> None:
         """Copies one block in all layers.
 
-        On the device the copy is its own evaluation, after all submitted passes: in one evaluation
-        no kernel may write memory that another kernel reads.
+        The copy is a separate MLX evaluation after all submitted passes: in one evaluation no
+        kernel may write memory that another kernel reads.
         """
         if self.in_place:
             mx.async_eval(*self.written())  # type: ignore[no-untyped-call]
@@ -78,7 +78,7 @@ class KVPool:
         mx.async_eval(*self.written())  # type: ignore[no-untyped-call]
 
     def block(self, block: int, tokens: int) -> list[tuple[str, mx.array]]:
-        """Returns copies [heads, tokens, size] of the first tokens of a block, by name.
+        """Returns copies [heads, tokens, size] of a block's first `tokens` tokens, by name.
 
         A name has the numbers of the layer and the array. The copies happen after all submitted
         passes.
@@ -93,7 +93,7 @@ class KVPool:
         return copies
 
     def fill_block(self, block: int, content: Mapping[str, mx.array]) -> None:
-        """Writes arrays from the method `block` into a block that no pass reads."""
+        """Writes arrays that the method `block` returned into a block that no pass reads."""
         mx.async_eval(*self.written())  # type: ignore[no-untyped-call]
         for layer, arrays in enumerate(self.arrays):
             for number, array in enumerate(arrays):
@@ -114,7 +114,8 @@ class KVPool:
     def write(self, layer: int, fresh: Arrays, slots: mx.array, table: mx.array) -> mx.array:
         """Writes new keys and values [n, heads, size] into slots [n] of a layer.
 
-        Returns `table`; readers of the written tokens must depend on it, see worker/kernels.
+        Returns `table`; readers of the written tokens must depend on this array, see
+        worker/kernels.
         """
         for array, new in zip(self.arrays[layer], self.shape.stored(fresh), strict=True):
             if self.in_place:
@@ -129,7 +130,7 @@ class KVPool:
     def gather(self, layer: int, table: mx.array) -> Arrays:
         """Returns a layer's stored arrays [R, heads, B * KV_BLOCK_TOKENS, size].
 
-        They are of the blocks of tables [R, B].
+        The block tables `table` [R, B] list the blocks.
         """
         gathered = []
         for array in self.arrays[layer]:
@@ -170,7 +171,7 @@ class PagedRow(BlockRow):
     def write(self, layer: int, *new: mx.array) -> Arrays:
         """Writes arrays [1, heads, n, size] after `offset` tokens.
 
-        Returns the stored arrays of the tokens that they see.
+        Returns the stored arrays of the tokens that the new tokens see.
         """
         end, window = self.offset + new[0].shape[2], self.shape.window(layer)
         slots, table = self._placed(end)
@@ -195,7 +196,7 @@ class PagedRow(BlockRow):
         return self._place[1:]
 
     def slot(self, token: int) -> int:
-        """Returns the slot of a token: its token number in the pool."""
+        """Returns the slot of a token: its number among the tokens of the pool."""
         return self.table[token // KV_BLOCK_TOKENS] * KV_BLOCK_TOKENS + token % KV_BLOCK_TOKENS
 
     def advance(self, count: int) -> None:
@@ -233,7 +234,7 @@ class PagedStore(BlockStore):
     # ---- the disk tier, see stored_arrays.py -----------------------------------------------------
 
     def stored(self, parts: Sequence[Part[BlockRun]]) -> list[DeviceArray]:
-        """See PortableStore. If runs meet in a block, the last run has the tokens of all."""
+        """See PortableStore. If several runs share a block, the last run has all its tokens."""
         last, block = parts[-1], parts[0].low // KV_BLOCK_TOKENS
         run = last.held
         tokens = last.high - block * KV_BLOCK_TOKENS

@@ -36,7 +36,7 @@ from mlxpool.worker.transfers.uploads import Uploads, upload_copy
 class PagedLayout(Layout):
     """The layout in which rows and the prefix cache share blocks of a pool (CUDA), see kv_pool.py.
 
-    If our kernels serve the model, a pass is one compiled ragged pass. Otherwise rows that decode
+    If our kernels support the model, a pass is one compiled ragged pass. Otherwise decoding rows
     have a compiled pass of MLX's operations. All other rows, and passes with images, are computed
     row by row, as in Layout.
     """
@@ -59,8 +59,8 @@ class PagedLayout(Layout):
         long_passes: bool = False,
     ) -> None:
         """`rows`: the most rows of a pass. `uploads`: sends a pass's numbers; None: MLX copies
-        them. `images`: passes may have spans that are not plain, see RowSpan. `keeps_states`,
-        `keeps_drawn`: see Layout. `long_passes`: ragged passes have up to 2,048 lines.
+        them. `images`: passes may have spans with images, see RowSpan. `keeps_states`,
+        `keeps_drawn`: see Layout. `long_passes`: ragged passes have up to 2,048 tokens.
         """
         super().__init__(
             shape,
@@ -123,13 +123,13 @@ class PagedLayout(Layout):
         return cast(PagedStore, self.store).blocks_of(row)
 
     def left(self, rows: Iterable[CacheRow], whole: int) -> int:
-        """See Layout. A block that a row shares with a prefix counts as left."""
+        """See Layout. A block that a row shares with a prefix counts as free."""
         store = cast(PagedStore, self.store)
         unusable = self.blocks * store.block_bytes - whole
         return store.nbytes + store.free_blocks * store.block_bytes - unusable
 
     def kv_bytes(self, rows: Iterable[CacheRow]) -> tuple[int, int]:
-        """See Layout. A block that a row shares with a prefix counts as the prefix's."""
+        """See Layout. A block that a row shares with a prefix counts for the prefix."""
         store = cast(PagedStore, self.store)
         used = store.own_bytes(cast(Iterable[PagedRow], rows))
         return used, self.pool.nbytes - store.nbytes - used
@@ -167,7 +167,7 @@ class PagedLayout(Layout):
         return super().is_new(spans, wanted) if ragged is None else ragged.is_new(spans, wanted)
 
     def _ragged_for(self, spans: Sequence[RowSpan]) -> RaggedRunner | None:
-        """Returns the runner of ragged passes if it computes a pass over these spans."""
+        """Returns the runner of ragged passes if it supports a pass over these spans; else None."""
         if self.ragged is None or self.ragged.decodes(spans) or all_plain(spans):
             return self.ragged
         return None
@@ -186,7 +186,7 @@ class PagedLayout(Layout):
         return ragged.step(spans, ids, drawn, wanted)
 
     def forward(self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]) -> PassOutput:
-        """See Layout. Rows that decode get their own pass, if it can be compiled."""
+        """See Layout. Decoding rows get a pass of their own, if it can be compiled."""
         decoding = [n for n in wanted if spans[n].count == 1 and not spans[n].wide]
         ordered = bool(decoding) and decoding == sorted(decoding)
         if self._gathered is None or not ordered or not all_plain(spans):
@@ -198,7 +198,7 @@ class PagedLayout(Layout):
         places = [ends[n] - 1 for n in decoding]
         first = self._gathered(rows, ids[mx.array(places, dtype=mx.int32)])
         others = [n for n in range(len(spans)) if n not in set(decoding)]
-        if not kernel_cache.is_collecting():  # in a group, sums of one pass precede the other's
+        if not kernel_cache.is_collecting():  # in a group, the sums of the first pass come first
             done = [
                 array for array in (first.logits, first.states, first.drawn) if array is not None
             ]
@@ -215,7 +215,7 @@ class PagedLayout(Layout):
     def invalidate(self) -> None:
         """See Layout."""
         super().invalidate()
-        self.pool.pending.clear()  # writes that were not started
+        self.pool.pending.clear()  # writes that were not submitted
         if self.shares_arrays:
             self.pool.renew()
 
@@ -232,7 +232,7 @@ def _joined(
     first: PassOutput,
     second: PassOutput,
 ) -> PassOutput:
-    """Joins the results of two passes, over spans `decoding` and `others`, as of one pass."""
+    """Joins the results of passes over the spans `decoding` and `others` to those of one pass."""
     drawing = logit_spans(spans, wanted)
     order = [*decoding, *(n for n in drawing if n not in set(decoding))]
     logits = _reordered(spans, order, drawing, (first.logits, second.logits), lines=True)
@@ -243,7 +243,7 @@ def _joined(
     if first.drawn is not None:
         parts = (first.drawn,) if second.drawn is None else (first.drawn, second.drawn)
         drawn = _reordered(spans, order, drawing, parts, lines=True)
-    done = mx.depends([logits], [second.logits])[0]  # it ends both passes
+    done = mx.depends([logits], [second.logits])[0]  # its evaluation ends both passes
     return PassOutput(done, second.hidden, states, drawn)
 
 
@@ -255,9 +255,9 @@ def _reordered(
     *,
     lines: bool,
 ) -> mx.array:
-    """Returns the lines of spans in the order `wanted`; `arrays` have them in the order `given`.
+    """Returns lines of spans in the order `wanted`; `arrays` have the spans in the order `given`.
 
-    `lines`: the arrays have the lines with results; otherwise, a line for every token of a span.
+    `lines`: the arrays have lines only for tokens with results; else for every token of a span.
     """
     counts = [spans[n].lines if lines else spans[n].count for n in given]
     ends = dict(zip(given, accumulate(counts), strict=True))

@@ -1,4 +1,4 @@
-"""The numbers of a ragged pass: their places in one array, and their arrays on the device."""
+"""The numbers of a ragged pass: offsets in one host array, and arrays on the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlxpool.worker.attention.in_pool.ragged_batch import RaggedArrays
 from mlxpool.worker.kernels.ragged_attention import RaggedPlan
 from mlxpool.worker.kernels.work_list import TileShape, capacity_of
 
-ITEM = 8  # the numbers of an item of a work list
+ITEM = 8  # how many numbers an item of a work list has
 
 Int32s = npt.NDArray[np.int32]
 
@@ -25,12 +25,12 @@ class PassMemory(Struct, frozen=True):
 
 
 class PlanShape(Struct, frozen=True):
-    """The places of a pass's numbers in one int32 array, which is sent to the device at once.
+    """The offsets of a pass's numbers in one int32 array, the only array sent to the device.
 
-    `wanted`: the number of lines that go on after the last layer, which the array lists; 0: every
-    line goes on, in order. These lines get logits; with `drawn` they give hidden states, and the
-    first `drawn` lines get logits. `follow`: lines may follow each other in a row, and one kernel
-    computes the pass.
+    A line is one token or padding. `wanted`: the number of lines with results, which the array
+    lists; 0: every line has results, in order. The results are logits; with `drawn` they are hidden
+    states, and logits of the first `drawn` lines. `follow`: a row may have several lines, and one
+    kernel computes the pass.
     """
 
     lines: int

@@ -35,7 +35,7 @@ from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 
 
 class RaggedArrays(Struct, frozen=True):
-    """The arrays of one pass over T lines; E of them get logits.
+    """The arrays of one pass over T lines (tokens, or padding); E lines get logits.
 
     `positions` [T]: the positions of the rotation. `slots` [T]: the slots of the pool for new keys
     and values; -1 for padding lines. `wanted` [E]: the lines that get logits; None: all, and every
@@ -51,10 +51,10 @@ class RaggedArrays(Struct, frozen=True):
 
 
 def ends_part(layer: int) -> bool:
-    """Returns True if a part of a pass ends with this layer's attention: layers 1, 4, 9, 16 ...
+    """Returns True if one part of a pass ends with this layer's attention: layers 1, 4, 9, 16 ...
 
-    A part has two layers more than the part before. So the host can build a part while the device
-    computes the part before it, and long passes have few parts.
+    A part has two layers more than the previous part. So the host can build a part while the device
+    computes the previous part, and long passes have few parts.
     """
     return layer > 0 and isqrt(layer) ** 2 == layer
 
@@ -69,7 +69,7 @@ class RaggedBatch(WithoutImages):
     logits = True
 
     def __init__(self, pool: KVPool, arrays: RaggedArrays, *, every: bool = False) -> None:
-        """`every`: all lines pass the last layer, not only the wanted lines."""
+        """`every`: the last layer computes all lines, not only the wanted lines."""
         self._pool, self._arrays, self._every = pool, arrays, every
         self.parts: list[mx.array] = []
         self._last = len(pool.arrays) - 1
@@ -108,8 +108,8 @@ class RaggedBatch(WithoutImages):
     ) -> mx.array:
         """See ForwardBatch.attend_lines.
 
-        If all spans are single lines, the kernel takes the lines as they are: each view of them
-        would cost the host a tenth of the time of a kernel.
+        If all spans are single lines, the kernel reads `lines` without views: a view takes a tenth
+        of the host's time for a kernel.
         """
         if self._arrays.wanted is not None:
             qk, v = split_lines(lines, heads)
@@ -135,9 +135,9 @@ class RaggedBatch(WithoutImages):
         scores: ScoreParams,
         rope: Rope | None,
     ) -> mx.array:
-        """Writes all keys and values of the layer, then attends with the q that the write returns.
+        """Writes all keys and values of the layer, then attends with the `q` from the write.
 
-        If all spans are single lines, one kernel does both.
+        If all spans are single lines, one kernel writes and attends.
         """
         pools, shape = self._pool.arrays[layer], self._pool.shape
         if shape.quantised:
@@ -159,7 +159,7 @@ class RaggedBatch(WithoutImages):
     def attend_latent(
         self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
-        """See ForwardBatch.attend_latent. Ragged passes do not serve such layers."""
+        """See ForwardBatch.attend_latent. Ragged passes do not support such layers."""
         raise NotImplementedError("queries that are not compressed have passes of another kind")
 
     def attend_latent_lines(self, layer: int, lines: mx.array, attention: LatentLayer) -> mx.array:
@@ -216,8 +216,8 @@ class AttentionProbe(WithoutImages):
     def __init__(self, dtype: mx.Dtype, *, quantised: bool = False) -> None:
         """`quantised`: keys and values are stored as 8-bit integers."""
         self._dtype, self._quantised = dtype, quantised
-        self.shapes: set[TileShape] = set()  # of tiles, in passes without chunks of prompts
-        self.chunk_shapes: set[TileShape] = set()  # of tiles, in passes with chunks
+        self.shapes: set[TileShape] = set()  # shapes of tiles in passes without prompt chunks
+        self.chunk_shapes: set[TileShape] = set()  # shapes of tiles in passes with prompt chunks
         self.supported = True
         self.part_sums = (1, 1)  # the key heads and head size with the most memory for partial sums
 
@@ -270,7 +270,7 @@ class AttentionProbe(WithoutImages):
     def attend_latent(
         self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
-        """See ForwardBatch.attend_latent. Ragged passes do not serve such layers."""
+        """See ForwardBatch.attend_latent. Ragged passes do not support such layers."""
         self.supported = False
         return heads.to_values(heads.absorb(q)[..., : heads.rank])
 
@@ -281,7 +281,7 @@ class AttentionProbe(WithoutImages):
         q = attention.queries(lines[:, :queries])
         table = mx.zeros((q.shape[0], 1, attention.rope.dims // 2))
         heads.absorb_and_rotate(q, RopeTables(table, table, attention.rope.traditional))
-        absorbed = heads.absorb(q)  # both calls try their kernels
+        absorbed = heads.absorb(q)  # both calls try kernels
         _, count, size = absorbed.shape
         fits = {array.dtype for array in (lines, *gains)} == {self._dtype} and not self._quantised
         fits &= len({norm.eps for norm in attention.norms}) == 1

@@ -41,11 +41,12 @@ PASS_LINES = (
     1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 576, 640,
     704, 768, 896, 1024,
 )  # fmt: skip
-# If the model is small, or each GPU has a part of each product, passes are so short that the host
-# hardly keeps up with passes of 1,024 lines.
+# With a small model, or with parts of each product on several GPUs, passes are so short that the
+# host hardly keeps up with passes of 1,024 lines.
 LONG_PASS_LINES = (*PASS_LINES, 1280, 1536, 1792, 2048)
 NOT_WRITTEN = -1  # the slot of a padding line
-# The lines of the block tables beyond the rows of a pass: rows that left keep theirs for a while.
+# Further lines of the block tables besides a pass's rows: released rows keep their lines for a
+# while.
 SPARE_TABLES = 2
 
 # Takes the numbers of a pass and the tokens in flight; returns the pass's results and its parts.
@@ -53,14 +54,14 @@ OnePass: TypeAlias = Callable[[mx.array, mx.array], tuple[list[mx.array], list[m
 
 
 class DecodingRows(Struct):
-    """The common state of passes over the same `spans`, which are single lines with logits.
+    """The common state of passes over the same `spans`, all single tokens with logits.
 
     `lines`: the lines of the rows in the block tables. `seen`: the tokens that the spans see; its
     ends are from the newest pass whose numbers were written one by one. `numbers`: the numbers of
     the newest pass. `counting`: the parts of `numbers` that count tokens and grow by 1 in each
-    pass. `bounds` [R]: the tokens of each row at the end of the block that it writes; no row passes
-    its bound in the next `left` passes. All are valid while `changes` equals the store's; before
-    the second pass `changes` is -1.
+    pass. `bounds` [R]: the number of tokens at which each row's last block is full; no row exceeds
+    its bound in the next `left` passes. The fields are valid while `changes` equals the store's
+    `changes`; before the second pass `changes` is -1.
     """
 
     spans: Sequence[RowSpan]
@@ -85,17 +86,17 @@ class DecodingRows(Struct):
 
     @property
     def slots(self) -> Int32s:
-        """The slots of the tokens, a part of the numbers."""
+        """The pool's slots of the new tokens, a view of `numbers`."""
         return self.shape.of_lines(self.numbers)[2, : len(self.rows)]
 
     @property
     def stops(self) -> Int32s:
-        """The ends of the rows, a part of the numbers."""
+        """The ends of the rows in tokens, a view of `numbers`."""
         return self.shape.of_lines(self.numbers)[4, : len(self.rows)]
 
 
 class RaggedRunner:
-    """Runs passes of a model over rows of a pool, compiled once for each of `sizes`.
+    """Runs passes of a model over rows of a pool; a pass is compiled once for each of `sizes`.
 
     A pass has at most `rows` spans. Padding lines write nothing and see nothing.
     """
@@ -113,7 +114,7 @@ class RaggedRunner:
         keeps_states: bool = False,
         keeps_drawn: bool = False,
     ) -> None:
-        """`lines`: the numbers of lines of the passes, without those too long for the pool's chunk.
+        """`lines`: the possible numbers of lines of a pass, up to the pool's chunk.
 
         `uploads`: sends the numbers of a pass; None: MLX copies them. `keeps_states`,
         `keeps_drawn`: see Layout; at most one of them is True.
@@ -145,26 +146,26 @@ class RaggedRunner:
         evaluate_in_own_memory([self._none, self._memory.arrived, self._memory.partial])
         self._passes: dict[PlanShape, OnePass] = {}
         self.kinds = ComputedKinds()
-        self._decoding: DecodingRows | None = None  # of the newest pass, if it was such a pass
+        self._decoding: DecodingRows | None = None  # of the newest pass, if it decoded
         self.drafts = 0  # the most drafts that the rows of a pass check together; 0: not known
         self.begins_parts = True  # passes may begin while they are built
 
     @property
     def follow_lines(self) -> int:
-        """The most lines of a pass of one kernel that only checks drafts; 0: no pass is one kernel.
+        """The most lines of a one-kernel pass that only checks drafts; 0: no pass is one kernel.
 
-        Such passes are compiled apart.
+        Such passes are compiled separately.
         """
         if self._one_kernel is None:
             return 0
         return max((size for size in self.sizes if size <= MAX_LINES), default=0)
 
     def decodes(self, spans: Sequence[RowSpan]) -> bool:
-        """Returns True if the newest pass was over the same object `spans`, each with one token."""
+        """Returns True if the newest pass was over this same object `spans`, all single lines."""
         return self._decoding is not None and self._decoding.spans is spans
 
     def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
-        """Returns True if a pass over these spans, which follows, is the first of its kind."""
+        """Returns True if the coming pass over these spans is the first pass of its kind."""
         if self.decodes(spans):
             return False
         return self.kinds.is_new(self._shape(spans, wanted))
@@ -203,7 +204,7 @@ class RaggedRunner:
     def _numbers(self, size: int) -> tuple[Int32s, mx.array | None]:
         """Returns memory for the numbers of a pass, and the device's array of this memory.
 
-        Array None: the numbers are copied into an array after they are written.
+        The array is None if the numbers are copied into an array after they are written.
         """
         if self._uploads is None:
             return np.zeros((size,), dtype=np.int32), None
@@ -212,7 +213,7 @@ class RaggedRunner:
     def _given(self, logits: mx.array, states: Sequence[mx.array], lines: int) -> PassOutput:
         """Returns the output of a pass over `lines` lines; `states`: the kept states, if any.
 
-        States of padding lines come last.
+        `states` may have more lines, those of padding, at the end.
         """
         if not states:
             return PassOutput(logits)
@@ -221,7 +222,7 @@ class RaggedRunner:
         return PassOutput(logits, drawn=states[0])
 
     def _decode_again(self, decoding: DecodingRows, ids: Ids, drawn: mx.array | None) -> PassOutput:
-        """Builds one more pass over the spans of the pass before."""
+        """Builds one more pass over the spans of the previous pass."""
         rows, shape = decoding.rows, decoding.shape
         same = decoding.changes == self._store.changes
         if same and all(self._work[tiles].repeats() for tiles in shape.tiles):
@@ -237,7 +238,7 @@ class RaggedRunner:
         return self._given(outputs[0][: len(rows)], outputs[1:], len(rows))
 
     def _count_on(self, decoding: DecodingRows) -> mx.array | None:
-        """Counts up the numbers of the pass before: each row has one token more.
+        """Counts up the numbers of the previous pass: each row has one token more.
 
         Returns None, or a 0 on which the pass must depend.
         """
@@ -252,7 +253,7 @@ class RaggedRunner:
             decoding.slots,
             decoding.bounds,
         )
-        crossing = np.flatnonzero(stops > bounds).tolist()  # rows that begin a block
+        crossing = np.flatnonzero(stops > bounds).tolist()  # rows that begin a new block
         for number in crossing:
             row, end = rows[number], int(stops[number])
             row.reserve(end)
@@ -293,7 +294,7 @@ class RaggedRunner:
         """Returns the arrays that a pass gives.
 
         `plan` is the host's memory; the pass depends on `written`, a 0. A pass over chunks without
-        a token in flight is begun, because the device may be idle meanwhile.
+        a token in flight is submitted part by part, because the device may be idle meanwhile.
         """
         single = shape.single and choice.serves(shape.lines)
         if self._one_kernel is not None and (single or shape.follow):
@@ -323,7 +324,7 @@ class RaggedRunner:
         if count == lines <= self.follow_lines and not hidden:
             return PlanShape(padded, 0, self._tiles, follow=True)
         if checks_drafts(spans, wanted) and not hidden:
-            # To compile few passes, this shape serves passes with chunks of prompts as well.
+            # To compile few passes, this shape is also for passes with chunks of prompts.
             return PlanShape(padded, self._named(padded, count), self._tiles)
         named = most if count <= most else padded
         if not hidden:
@@ -336,8 +337,8 @@ class RaggedRunner:
     def _named(self, padded: int, count: int) -> int:
         """Returns the number of lines that a pass of `padded` lines lists for `count` wanted lines.
 
-        Drafts beside a long chunk are far fewer than its lines, and each listed line takes the
-        memory of logits.
+        The drafts beside a long chunk are far fewer than the chunk's lines, and each listed line
+        needs memory for its logits.
         """
         if count <= self._rows:
             return min(padded, self._rows)
@@ -380,7 +381,7 @@ class RaggedRunner:
         if used > len(rows):
             lines = np.repeat(lines, counts)
             offsets = np.repeat(offsets - first, counts) + np.arange(used, dtype=np.int32)
-        if shape.follow:  # each line by itself
+        if shape.follow:  # each line has its own work items
             first, ones = np.arange(used, dtype=np.int32), np.ones((used,), dtype=np.int32)
             seen = Spans(first, ones, lines * self._tables.entries, offsets + 1, 0 * ones)
         self._write_lines(numbers, shape, ids, offsets, lines)
@@ -397,7 +398,7 @@ class RaggedRunner:
     def _write_lines(
         self, numbers: Int32s, shape: PlanShape, ids: Ids, positions: Int32s, lines: Int32s
     ) -> None:
-        """Writes the numbers of each input of a pass: its id, its position, its slot, its end.
+        """Writes each input's numbers: its id, position, slot, and the end of its visible tokens.
 
         `lines` [T]: the lines of the inputs' rows in the block tables. Other numbers become 0.
         """
@@ -423,7 +424,7 @@ class RaggedRunner:
     def _one_pass(
         self, shape: PlanShape, plan: mx.array, drawn: mx.array
     ) -> tuple[list[mx.array], list[mx.array]]:
-        """Returns the arrays that a pass gives, and the last array of each part.
+        """Returns the results of a pass, and the last array of each part.
 
         The arrays are logits [wanted, vocabulary], or hidden states [wanted, d] and any logits.
         Kept states follow: the states of the logits, or the states [T, d] of all lines.
@@ -459,10 +460,10 @@ def in_order(
 
 
 def begin(parts: Sequence[mx.array]) -> None:
-    """Hands parts of a pass to the device, one after the other.
+    """Submits the parts of a pass to the device, one after the other.
 
-    MLX hands over a graph of a hundred kernels at a time. With a small model the host takes as long
-    to build it as the device to compute it.
+    MLX submits a graph of a hundred kernels at a time. With a small model the host takes as long to
+    build such a graph as the device to compute it.
     """
     for part in parts:
         mx.async_eval(part)  # type: ignore[no-untyped-call]

@@ -1,1 +1,1 @@
-"""The layout of the CPU: keys and values in slabs of blocks, and passes over them."""
+"""The layout of the CPU: keys and values in slabs of blocks, and passes over rows."""

@@ -1,4 +1,4 @@
-"""Compiled passes over one token each of several rows in slabs."""
+"""Compiled passes over one new token of each row in slabs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SlabDecodeRunner:
     ) -> None:
         """`notice` is called before a pass is compiled.
 
-        `states`: passes also give the states from which their logits are computed.
+        `states`: passes also return the states from which their logits are computed.
         """
         self._model, self._shape, self._states = model, shape, states
         self.passes = CompiledPasses(self._one_pass, notice, max_passes=max_passes)

@@ -1,4 +1,4 @@
-"""The blocks of slabs that a pass reads, and the places of the new tokens that it writes."""
+"""The blocks of slabs that a pass reads, and the places at which it writes new tokens."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from msgspec import Struct, field
 from mlxpool.worker.attention.in_slabs.slabs import Slab, SlabRow
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 
-WIDTH_STEP = 64  # tokens; a pass reads a multiple of these tokens of each block
-NOBODY = -1  # the owner of a block that is read and belongs to no row of the pass
+WIDTH_STEP = 64  # a pass reads a multiple of this number of tokens of each block
+NOBODY = -1  # the owner of a read block that belongs to no row of the pass
 
 
 class SlabAccess(Struct, frozen=True):
@@ -26,17 +26,17 @@ class SlabAccess(Struct, frozen=True):
     listed: bool
     blocks: list[int]
     owner: list[int]  # [B] the row of each block, or NOBODY
-    fill: list[int]  # [B] the tokens of the block that the row's first query sees; <= 0: none
+    fill: list[int]  # [B] the number of tokens that the row's first query sees; <= 0: none
     lines: list[int]  # [W] the numbers of the new tokens among the new tokens of all rows
-    places: list[int]  # [W] their token numbers in the slab
+    places: list[int]  # [W] the new tokens' token numbers in the slab
 
 
 class SlabTokens(Struct, frozen=True):
-    """The blocks of rows in one slab, and the places of their new tokens in it.
+    """The blocks of rows in one slab, and the places of the rows' new tokens in it.
 
-    `blocks`: for each block the number of its row, the tokens of it that the row's first query sees
-    (0 or less: none), and the tokens of it that the row's last query sees. `writes`: the numbers of
-    new tokens among the new tokens of all rows, and their token numbers in the slab.
+    `blocks`: for each block the number of its row, the number of its tokens that the row's first
+    query sees (0 or less: none), and the number that the row's last query sees. `writes`: the
+    number of each new token among the new tokens of all rows, and its token number in the slab.
     """
 
     blocks: dict[int, tuple[int, int, int]] = field(default_factory=dict)
@@ -80,9 +80,9 @@ def slab_accesses(
 
 
 def _unused_block(queries: int) -> tuple[int, int, int]:
-    """Returns an entry as in SlabTokens.blocks for a block that belongs to no row.
+    """Returns an entry of SlabTokens.blocks for a block that belongs to no row.
 
-    None of a row's `queries` queries sees any token of it.
+    None of a row's `queries` queries sees a token of the block.
     """
     return NOBODY, -queries, 0
 
@@ -92,7 +92,7 @@ def _slab_access(
     writes: list[tuple[int, int]],
     nobody: tuple[int, int, int],
 ) -> SlabAccess:
-    """Returns the access to a range of blocks, or to a list if most of the range is of others."""
+    """Returns the access to a range of blocks, or to a list if others own most of the range."""
     first, last = min(owned), max(owned) + 1
     listed = 2 * len(owned) < last - first
     blocks = sorted(owned) if listed else list(range(first, last))

@@ -22,7 +22,7 @@ from mlxpool.worker.kernels.score_params import ScoreParams
 
 
 class Together(Struct, frozen=True):
-    """Spans that attend together: `select` takes their tokens `lines` out of a pass's tokens."""
+    """Spans that attend together: `select` picks their tokens `lines` from a pass's tokens."""
 
     reader: SlabReader
     lines: Sequence[int]
@@ -33,8 +33,8 @@ class SlabRowBatch(RowBatch):
     """A RowBatch of rows in slabs: writes all tokens of a layer before any token attends.
 
     MLX copies a slab that is written before all its readers have read it. Leading spans of one
-    token attend together. So do spans that check drafts. With an attention other than
-    causal_attention every span attends alone.
+    token attend together. Spans that check drafts attend together as well. With an attention other
+    than causal_attention every span attends alone.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class SlabRowBatch(RowBatch):
         self._together = list(map(self._joined, groups))
         joined = {queries.span for group in groups for queries in group}
         self._apart = [queries for queries in self._queries if queries.span not in joined]
-        # `attend` computes lines in another order than the order of the pass.
+        # `attend` computes tokens in another order than the order of the pass.
         self._order = self._order_of(self._apart, range(self._queries[-1].end))
         self._last_apart = [queries for queries in self._wanted if queries.span not in joined]
         self._last_order = self._order_of(self._last_apart, self._lines)
@@ -76,7 +76,7 @@ class SlabRowBatch(RowBatch):
     ) -> Callable[[mx.array], mx.array]:
         """Returns a function that selects `lines` of the output of `attend`.
 
-        `apart`: the spans that attend alone, after the others.
+        `apart`: the spans that attend alone, after the joined spans.
         """
         lines_made = [line for group in self._together for line in group.lines]
         lines_made += [line for queries in apart for line in range(queries.first, queries.end)]
@@ -104,7 +104,7 @@ class SlabRowBatch(RowBatch):
         return self._last_order(out) if last else self._order(out)
 
     def _write(self, layer: int, new: Sequence[mx.array]) -> Mapping[int, Arrays]:
-        """See RowBatch. The result lacks the rows that attend together."""
+        """See RowBatch. The result has only the spans that attend alone."""
         for group in self._together:
             keys, values = map(group.select, new)
             group.reader.write(layer, keys, values)

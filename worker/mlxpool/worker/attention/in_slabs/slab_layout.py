@@ -25,7 +25,7 @@ from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 
 
 class SlabLayout(Layout):
-    """The layout of rows that share slabs of blocks, for the CPU, see slabs.py."""
+    """The layout of rows whose blocks are in shared slabs, for the CPU, see slabs.py."""
 
     name = "slabs"
     batch = SlabRowBatch

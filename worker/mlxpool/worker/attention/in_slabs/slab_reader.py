@@ -1,8 +1,8 @@
-"""Attention of all rows in slabs together, for one new token or a few new tokens of each.
+"""Attention of all rows in slabs together, for one or a few new tokens of each row.
 
-Queries attend to each block by itself, so that only the last block of a row is padded. Then the
-blocks of a row are combined by their softmax weights. Rows with fewer new tokens than others are
-padded.
+Queries attend to each block by itself, so that only the last block of a row is padded. After that,
+the blocks of a row are combined by their softmax weights. Rows with fewer new tokens than others
+are padded.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class SlabPart(Struct, frozen=True):
     first: int
     last: int
     width: int
-    listed: mx.array | None  # [B] the blocks that are read; None: the blocks [first, last)
+    listed: mx.array | None  # [B] the read blocks; None: the blocks [first, last)
     owner: mx.array  # [B] the row of each block
     mask: mx.array  # [B, L, width]: 0, or MASKED_SCORE if a new token does not see a key
-    lines: mx.array | None  # [W] the numbers of the written tokens; None: all, in order
-    places: mx.array | None  # [W] their token numbers in the slab; None: nothing is written
+    lines: mx.array | None  # [W] the numbers of the written new tokens; None: all, in order
+    places: mx.array | None  # [W] token numbers in the slab of written tokens; None: no write
 
     def write(self, held: Arrays, new: Arrays) -> None:
         """Writes new [KV, T, size] into a layer's stored arrays."""
@@ -67,14 +67,15 @@ def attended(scores: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
 def combined(parts: Sequence[tuple[mx.array, mx.array]], member: mx.array) -> mx.array:
     """Returns the outputs [KV, N, R, V] of R rows, combined from results of `attended`.
 
-    `member` [R, B]: 0 for blocks of the row, else MASKED_SCORE; B counts the blocks of all parts.
+    `member` [R, B]: 0 if the block belongs to the row, else MASKED_SCORE; B: the blocks of all
+    parts.
     """
     outs, logs = zip(*parts, strict=True)
     out, log = (
         arrays[0] if len(arrays) == 1 else mx.concatenate([*arrays], axis=1)
         for arrays in (outs, logs)
     )
-    # [KV, N, 1, B] + [R, B]
+    # shapes [KV, N, 1, B] + [R, B]
     share = mx.softmax(log.swapaxes(1, 2)[:, :, None] + member, axis=-1)
     return share @ out.swapaxes(1, 2)
 
@@ -87,8 +88,8 @@ PartConstants: TypeAlias = tuple[int, int, int, bool, bool, bool]
 class SlabStep(Struct, frozen=True):
     """The slabs that a pass over R rows reads and writes.
 
-    A pass is compiled for the `constants` of each slab. `arrays`: owner, fill, lines, places and
-    blocks of each slab's SlabAccess. `simple`: row r has block r of the only slab.
+    A pass is compiled for the `constants` of each slab. `arrays`: the fields owner, fill, lines,
+    places and blocks of each slab's SlabAccess. `simple`: row r has block r of the only slab.
     """
 
     rows: int
@@ -145,8 +146,9 @@ class SlabReader:
         arrays: Sequence[Sequence[mx.array]],
         slabs: Sequence[list[Arrays]],
     ) -> None:
-        """`counts`: the number of new tokens of each row. `slabs`: for each slab, the stored arrays
-        of each layer. SlabStep explains the others.
+        """`counts`: the number of new tokens of each row. For other parameters see SlabStep.
+
+        `slabs`: for each slab, the stored arrays of each layer.
         """
         self._shape, self._slabs = shape, slabs
         self._rows, self._lines = len(counts), max(counts)
@@ -175,7 +177,7 @@ class SlabReader:
 
     @classmethod
     def of(cls, rows: Sequence[SlabRow], counts: Sequence[int]) -> SlabReader:
-        """Returns the reader of rows outside of compiled passes."""
+        """Returns the reader for a pass that is not compiled."""
         step = SlabStep.of(rows, counts)
         layers = [slab.layers for slab in step.slabs]
         return cls(rows[0].shape, counts, step.simple, step.constants, step.arrays, layers)

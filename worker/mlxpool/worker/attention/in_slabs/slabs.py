@@ -2,7 +2,7 @@
 
 With slabs one matrix product attends for many rows of any lengths. A slab has SLAB_BLOCKS blocks in
 every layer. The blocks of a row may be in any slab. Freed blocks are reused, and blocks are never
-moved. Slabs without used blocks are freed.
+moved. A slab is freed with its last used block.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from mlxpool.worker.attention.row_shape import Arrays, RowShape
 from mlxpool.worker.caches.specs import KeyValueSpec
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 
-# Blocks of a slab. With more of them more are unused; with fewer a step needs more products.
+# The blocks of a slab. Larger slabs have more unused blocks; with smaller slabs a step needs more
+# products.
 SLAB_BLOCKS = 16
 
 
@@ -55,7 +56,7 @@ class Slab(Struct, eq=False):
 
 
 class Slabs:
-    """The slabs of a model; each has `limit` blocks."""
+    """The slabs of a model. A slab has `limit` blocks."""
 
     def __init__(self, shape: RowShape, limit: int = SLAB_BLOCKS) -> None:
         self.shape = shape
@@ -68,7 +69,7 @@ class Slabs:
         return sum(slab.nbytes for slab in self._slabs)
 
     def allocate(self) -> tuple[Slab, int]:
-        """Returns a free block: its slab and its number there."""
+        """Returns a free block: its slab, and its number in the slab."""
         slab = next((slab for slab in self._slabs if slab.free_blocks), None)
         if slab is None:
             slab = Slab.empty(self.shape, self._blocks)
@@ -103,7 +104,7 @@ class SlabRow(Struct, eq=False):
     """The blocks of one sequence, with the methods of RowCache."""
 
     slabs: Slabs
-    offset: int = 0  # tokens of every layer after the step in flight
+    offset: int = 0  # the row's tokens in every layer, after the step in flight
     table: list[tuple[Slab, int]] = field(default_factory=list)
 
     @property
@@ -111,7 +112,7 @@ class SlabRow(Struct, eq=False):
         return self.slabs.shape
 
     def reserve(self, tokens: int) -> None:
-        """Allocates blocks for `tokens` tokens in all. Raises ValueError above the capacity."""
+        """Allocates missing blocks for `tokens` tokens. Raises ValueError above the capacity."""
         if tokens > self.slabs.shape.capacity:
             raise ValueError(
                 f"a row of {self.slabs.shape.capacity} tokens was asked to hold {tokens}; "
@@ -169,17 +170,17 @@ class SlabRow(Struct, eq=False):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its blocks, including unused tokens."""
+        """The bytes of the row's blocks, including unused tokens."""
         return len(self.table) * KV_BLOCK_TOKENS * self.slabs.shape.token_bytes
 
     def place_of(self, token: int) -> tuple[Slab, int]:
-        """Returns the slab of a token of the row, and its token number there."""
+        """Returns the slab of a token of the row, and the token's number in the slab."""
         at, inside = divmod(token, KV_BLOCK_TOKENS)
         slab, block = self.table[at]
         return slab, block * KV_BLOCK_TOKENS + inside
 
     def _place(self, layer: int, start: int, stored: Arrays) -> None:
-        """Writes stored arrays [1, KV, n, size] from token `start` on into its blocks."""
+        """Writes stored arrays [1, KV, n, size] into the row's blocks, from token `start` on."""
         end = start + stored[0].shape[2]
         self.reserve(end)
         done = 0

@@ -1,1 +1,1 @@
-"""Drafts of a model's own head (MTP): its passes, and its keys and values if it has a cache."""
+"""Drafts of a model's own head (MTP): the head's passes, and its keys and values, if any."""

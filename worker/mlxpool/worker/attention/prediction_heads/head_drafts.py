@@ -1,6 +1,6 @@
 """Drafts of a model's own head (MTP): the common base, and the drafts of a head without a cache.
 
-The drafts of a head whose layer reads earlier tokens are in prediction_rows.py.
+For a head whose layer reads earlier tokens see prediction_rows.py.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from mlxpool.worker.scheduling.spans import Span
 
 log = logging.getLogger("mlxpool.worker")
 
-MAX_FAILURES = 3  # consecutive failures of the head's passes, after which it gives no drafts
-MAX_COMPILED = 24  # the most compiled chains of drafts: for 1, 2, 4, … rows, on a CPU by depth
-MAX_AHEAD = 8  # the most rows of the chains that are compiled at load on a CPU
-HOST_ROWS = 2  # the most rows for which NumPy, row by row, is faster than a compiled chain
+MAX_FAILURES = 3  # consecutive failures of the head's passes, after which the head makes no drafts
+MAX_COMPILED = 24  # the most compiled passes: for 1, 2, 4, … rows, on a CPU for each depth
+MAX_AHEAD = 8  # the most rows of the passes that are compiled at load on a CPU
+HOST_ROWS = 2  # the most rows for which NumPy, row by row, is faster than a compiled pass
 
 
 class HeadDrafts(ABC):
@@ -38,19 +38,19 @@ class HeadDrafts(ABC):
 
     @property
     def failed(self) -> bool:
-        """True if its passes failed too often."""
+        """True if the head's passes failed too often."""
         return self._failures >= MAX_FAILURES
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """The bytes of the states, keys and values that are kept for sequences."""
+        """The bytes of the stored states, keys and values of sequences."""
 
     @abstractmethod
     def most_states(self, rows: int, drafts: int) -> int:
-        """Returns the most states that are kept for `rows` sequences.
+        """Returns the most states that are stored for `rows` sequences.
 
-        `drafts`: the most drafts that they check together in one pass.
+        `drafts`: the most drafts that these sequences check together in one pass.
         """
 
     @abstractmethod
@@ -76,7 +76,7 @@ class HeadDrafts(ABC):
         return drafts
 
     def _prepared(self, seq: Sequence) -> bool:
-        """Returns True if a sequence is ready; drops the data of tokens that it lost."""
+        """Returns True if a sequence is ready; drops the data of tokens that the sequence lost."""
         return self.ready(seq)
 
     @abstractmethod
@@ -85,7 +85,7 @@ class HeadDrafts(ABC):
 
     @abstractmethod
     def compile_ahead(self, seq: Sequence, rows: int, depth: int) -> None:
-        """Compiles the passes for drafts of up to `rows` rows and this depth; `seq` is ready."""
+        """Compiles the passes for drafts of up to `rows` rows and depth `depth`; `seq` is ready."""
 
     @abstractmethod
     def release(self, seq: Sequence) -> None:
@@ -97,7 +97,7 @@ class HeadDrafts(ABC):
 
 
 class _States(NamedTuple):
-    """The states of the inputs [start, end): rows of an array from `line` on."""
+    """The states of the inputs [start, end): lines of an array from `line` on."""
 
     start: int
     end: int
@@ -108,10 +108,10 @@ class _States(NamedTuple):
 class StateDrafts(HeadDrafts):
     """Drafts of a head without a cache, from the newest state of a row and the token after it.
 
-    One compiled pass gives all drafts of all rows. Its depth is the deepest depth, its number of
-    rows a power of two. On a CPU the drafts of few rows need no compiled pass, see host_head.py. On
-    a GPU the compilation of a new kind of pass takes some 0.15 s. So there all passes have the
-    greatest depth, and the passes of all numbers of rows are compiled at load.
+    One compiled pass gives all drafts of all rows. The pass has the deepest wanted depth, and a
+    power of two as its number of rows. On a CPU the drafts of few rows need no compiled pass, see
+    host_head.py. On a GPU the compilation of a new kind of pass takes some 0.15 s. So there all
+    passes have the greatest depth, and the passes of all numbers of rows are compiled at load.
     """
 
     def __init__(self, head: Prediction) -> None:
@@ -132,14 +132,14 @@ class StateDrafts(HeadDrafts):
         )
 
     def most_states(self, rows: int, drafts: int) -> int:
-        """See HeadDrafts. The newest pass keeps one state for each token that it drew."""
+        """See HeadDrafts. The newest pass stores one state for each token that it drew."""
         return rows + drafts
 
     def take(self, asking: Many[Span], states: mx.array, *, again: bool = False) -> None:
-        """Takes the states [E, d] from which the spans of a pass draw their tokens, in order.
+        """Stores the states [E, d] from which the spans of a pass draw their tokens, in order.
 
-        The array may have more lines. `again`: the sequences are those of the pass before, whose
-        states are no longer needed; so a step without drafts does no work for each row.
+        The array may have more lines. `again`: the sequences are the same as in the previous pass,
+        whose states are no longer needed; so a step without drafts does no work for each row.
         """
         if self.failed:
             return
@@ -203,7 +203,7 @@ class StateDrafts(HeadDrafts):
     def _gathered(self, rows: Many[Sequence]) -> mx.array:
         """Returns the newest known states [R, d] of rows."""
         places: dict[int, tuple[mx.array, list[int]]] = {}
-        order: list[tuple[int, int]] = []  # of each row, its array and its number among those
+        order: list[tuple[int, int]] = []  # each row's array, and its number among the array's rows
         for seq in rows:
             known = self._states[seq]
             _, lines = places.setdefault(id(known.array), (known.array, []))
@@ -217,7 +217,7 @@ class StateDrafts(HeadDrafts):
         return mx.concatenate(parts)[mx.array(numbers, dtype=mx.int32)]
 
     def _drafted(self, tokens: mx.array, states: mx.array, depth: int) -> mx.array:
-        """Returns drafts [R, depth] that follow tokens [R]; states [R, d] are before the tokens."""
+        """Returns drafts [R, depth] that follow tokens [R]; states [R, d]: of the inputs before."""
         drawn: list[mx.array] = []
         for _ in range(depth):
             states = self._head(tokens, states, None)
@@ -234,4 +234,4 @@ class StateDrafts(HeadDrafts):
         """See HeadDrafts."""
         self._newest = None
         self._states.clear()
-        self.chain.failed()  # a chain that is not evaluated has failed
+        self.chain.failed()  # an unevaluated pass has failed

@@ -1,7 +1,7 @@
 """Drafts of a head without a cache by NumPy, for one row on a CPU: there NumPy is faster than MLX.
 
 A draft takes four products of a matrix and a vector, and little else. For such a product MLX's
-OpenBLAS copies the matrix, and MLX hands every pass to its own thread. `einsum` reads the matrix
+OpenBLAS copies the matrix, and MLX computes every pass in another thread. `einsum` reads the matrix
 once, in this thread. NumPy's OpenBLAS would divide the product among threads that wait for each
 other.
 """
@@ -49,13 +49,14 @@ class HostHead(Struct, frozen=True):
     down: Floats  # [d, width]
     norm: HostNorm
     output: Floats  # [N, d]
-    drafted: list[int]  # [N] the token of each logit
+    drafted: list[int]  # [N] the token id of each logit
 
     @classmethod
     def of(cls, head: Prediction) -> Self | None:
         """Returns the host's form of a head without a cache; None if MLX has to compute it.
 
-        MLX has to on a GPU, and if the head has other layers or weights that are not float32.
+        MLX has to compute heads on a GPU, heads with other layers, and weights that are not
+        float32.
         """
         if device.on_gpu() or not isinstance(head, HeadModel) or head.drafted is None:
             return None

@@ -2,9 +2,9 @@
 
 Entry i of a row of the head belongs to input `first` + i of the sequence. The head computes it from
 the input's state, which a pass of the model gave, and the token after the input. A few states wait
-until drafts are wanted; the pass that gives the first draft reads them. If a row's states have a
-gap, the row begins again after it. The same happens to a row whose sequence had a prefix from the
-cache. Drafts may then be worse, but tokens never change. All is dropped with the sequence's row.
+until drafts are wanted; the pass that gives the first draft reads these states. If states of inputs
+are missing, the head's row begins again after the gap, also after a prefix from the cache. Drafts
+may then be worse, but tokens never change. The head's row is released with the sequence's row.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from mlxpool.worker.layers.model_plan import Prediction
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.scheduling.spans import Span
 
-MAX_WAITING = 32  # the most states of a row that wait for drafts; beyond, the head reads them
+MAX_WAITING = 32  # the most waiting states of a row; the head reads further states at once
 
 
 class _States(Struct):
-    """The states of the inputs [start, start + count): rows of an array from `line` on."""
+    """The states of the inputs [start, start + count): lines of an array from `line` on."""
 
     start: int
     count: int
@@ -43,7 +43,7 @@ class _States(Struct):
 
 
 class _Row(Struct):
-    """The head's data of a sequence: entries in `row`, and after them the states that wait."""
+    """The head's data of a sequence: entries in `row`, and the waiting states of later inputs."""
 
     row: RowCache
     first: int
@@ -69,7 +69,7 @@ class _Row(Struct):
             self.row.trim(max(0, to - self.first))
 
     def take(self, count: int) -> list[mx.array]:
-        """Takes the first `count` states that wait."""
+        """Removes the first `count` waiting states, and returns their arrays."""
         taken_states = []
         while count:
             some = self.waiting[0]
@@ -98,11 +98,11 @@ class Predictions(HeadDrafts):
         return sum(row.row.nbytes for row in self.rows.values())
 
     def most_states(self, rows: int, drafts: int) -> int:
-        """See HeadDrafts. A row keeps the states that wait until the head reads them."""
+        """See HeadDrafts. A row stores states until the head reads them."""
         return rows * MAX_WAITING
 
     def take(self, spans: Many[Span], states: mx.array) -> list[mx.array]:
-        """Takes the states [T, d] of all inputs of a pass over spans, in their order.
+        """Stores the states [T, d] of all inputs of a pass over spans, in the spans' order.
 
         If many states of a row wait, the head reads them. Returns the arrays to evaluate with the
         pass.
@@ -144,7 +144,7 @@ class Predictions(HeadDrafts):
         return [array for span in spans for array in span.row.arrays()]
 
     def _compact(self, rows: Iterable[_Row], states: mx.array, lines: int) -> list[mx.array]:
-        """Keeps only those states of a pass that wait; returns their array."""
+        """Copies the waiting states of a pass into a smaller array; returns it."""
         left = [some for row in rows for some in row.waiting if some.array is states]
         kept = [line for some in left for line in range(some.line, some.line + some.count)]
         if not kept:
@@ -183,7 +183,7 @@ class Predictions(HeadDrafts):
         return self.ready(seq)
 
     def _computed(self, depths: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
-        """Computes one pass for each depth, over the rows that reach it; the deepest come first."""
+        """Computes one pass for each depth, over the rows whose depth is at least this."""
         rows = sorted(depths, key=lambda seq: -depths[seq])
         counts = {seq: seq.length - 1 - self.rows[seq].read for seq in rows}
         spans, (tokens, states) = self._spans(counts), self._inputs(counts)
