@@ -1,5 +1,5 @@
-"""The data that each layer of a model keeps of a sequence, also for later prompts.
+"""The data that each layer of a model stores of a sequence, also for later prompts.
 
-Pure: `specs` counts the bytes, `stored` describes the arrays that hold them, `kinds` has the rules
-for cuts of a kept prefix.
+No MLX, no I/O: `specs` counts the bytes, `stored` describes the arrays, `kinds` has the rules for
+trimming a cached prefix.
 """

@@ -1,7 +1,7 @@
-"""The kinds of a layer's cache that is kept for later prompts: full, window or state. Pure.
+"""The kinds of a layer's cache that later prompts can reuse: full, window or state. No I/O.
 
-The cache of full attention is kept token by token. A sliding window and a recurrent state are kept
-as snapshots at some positions, because the row itself has dropped their earlier contents.
+The cache of full attention is stored token by token. A sliding window and a recurrent state are
+stored as snapshots at some positions, because a row drops their earlier contents.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ A = TypeVar("A")  # an array; keys and values have their tokens on axis 2
 class LayeredRow(Protocol[A]):
     """The operations on a row of caches.
 
-    Arrays that it returns may be views. Arrays that it gets become its own.
+    Returned arrays may be views of the row's memory. The row may write into arrays that it gets.
     """
 
     @property
@@ -39,14 +39,14 @@ class LayeredRow(Protocol[A]):
         """Drops the tokens from `to` on."""
 
     def release(self) -> None:
-        """Frees its memory."""
+        """Frees the memory of the row."""
 
     def arrays(self) -> list[A]:
         """All arrays of the row."""
 
 
 class RecurrentRow(LayeredRow[A], Protocol[A]):
-    """The further operations on a row that has layers of kind StateCache."""
+    """The further operations on a row with layers of kind StateCache."""
 
     def state(self, layer: int) -> tuple[A, ...]:
         """Returns the state after `offset` tokens."""
@@ -56,13 +56,13 @@ class RecurrentRow(LayeredRow[A], Protocol[A]):
 
 
 class FullCache(Struct, frozen=True):
-    """Keys and values of every token: any prefix of them can be reused."""
+    """Keys and values of every token: any prefix of the tokens can be reused."""
 
     layer: int
 
 
 class WindowCache(Struct, frozen=True):
-    """Keys and values of the last tokens: a token sees itself and `size` - 1 before it."""
+    """Keys and values of the last tokens: a token sees itself and `size` - 1 earlier tokens."""
 
     layer: int
     size: int
@@ -73,7 +73,7 @@ class WindowCache(Struct, frozen=True):
 
 
 class StateCache(Struct, frozen=True):
-    """A recurrent state: valid for exactly the tokens that made it."""
+    """A recurrent state, valid only after exactly the tokens that it was computed from."""
 
     layer: int
 
@@ -82,9 +82,9 @@ CacheKind = FullCache | WindowCache | StateCache
 
 
 def lowest_rewind(kind: CacheKind, end: int) -> int:
-    """Returns the shortest possible length of a cache of `end` tokens after a cut.
+    """Returns the shortest length to which a cache of `end` tokens can be trimmed.
 
-    A window that has dropped nothing yet can be cut to 0.
+    A window that has dropped no token yet can be trimmed to 0.
     """
     if isinstance(kind, FullCache):
         return 0

@@ -1,4 +1,4 @@
-"""The data that each layer of a model keeps of a sequence for later tokens, and its bytes."""
+"""The data that each layer of a model stores of a sequence for later tokens, in bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from mlxpool.worker.caches.stored import AUTO, StoredArray, keys_and_values
 
-ROLLBACK_STEPS = 2  # an unused step that ran ahead, and the step whose token is drawn again
+ROLLBACK_STEPS = 2  # steps: an unused step submitted ahead, and the step whose token is drawn again
 WINDOW_SLACK = 256  # tokens between two moves of a window's tokens to the front of their array
 
 
@@ -19,10 +19,10 @@ def window_capacity(window: int, chunk: int) -> int:
 
 
 class KeyValueSpec(Struct, frozen=True):
-    """A layer keeps keys [heads, key_dim] and values [heads, value_dim] of each token.
+    """The cache of a layer: keys [heads, key_dim] and values [heads, value_dim] of each token.
 
-    With a `window` a token sees `window` tokens, itself included, and older tokens are dropped;
-    0: it sees all.
+    With a `window` a token sees `window` tokens, itself included, and older tokens are dropped; 0:
+    a token sees all tokens.
     """
 
     heads: int
@@ -39,7 +39,7 @@ class KeyValueSpec(Struct, frozen=True):
         return 0 if self.window else self._bytes(item, kv)
 
     def fixed_bytes(self, item: int, chunk: int, kv: str = AUTO) -> int:
-        """Returns the bytes of a sequence besides its tokens, read in chunks of `chunk` tokens."""
+        """Returns a sequence's bytes besides its tokens; `chunk`: the most tokens of a chunk."""
         return window_capacity(self.window, chunk) * self._bytes(item, kv) if self.window else 0
 
     def _bytes(self, item: int, kv: str) -> int:
@@ -47,7 +47,7 @@ class KeyValueSpec(Struct, frozen=True):
 
 
 class LatentSpec(Struct, frozen=True):
-    """A layer keeps one latent vector [dim] of each token, shared by all heads (MLA).
+    """The cache of a layer: one latent vector [dim] of each token, shared by all heads (MLA).
 
     Its first `rank` numbers are the compressed keys and values; the rest is the rotated key.
     """
@@ -69,9 +69,9 @@ class LatentSpec(Struct, frozen=True):
 
 
 class RecurrentSpec(Struct, frozen=True):
-    """A layer keeps a state of float32 arrays of these shapes, whatever the sequence's length.
+    """The cache of a layer: a state of float32 arrays of `shapes`, at any length of the sequence.
 
-    The initial state is zeros.
+    The initial state has only zeros.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -81,7 +81,7 @@ class RecurrentSpec(Struct, frozen=True):
         return 0
 
     def fixed_bytes(self, item: int, chunk: int, kv: str = AUTO) -> int:
-        """See KeyValueSpec. The state, and earlier states to roll back to."""
+        """See KeyValueSpec. Counts the state, and the earlier states for rollbacks."""
         return (1 + ROLLBACK_STEPS) * self.state_bytes
 
     @property

@@ -1,6 +1,6 @@
-"""The arrays that a cache stores of each token of a layer, and their numbers. Pure.
+"""The arrays that a cache stores of each token of a layer, and their dtypes. No MLX, no I/O.
 
-A layer stores named arrays, in this order; T is the tokens of a row, a slab or a block:
+A layer stores named arrays, in this order; T is the number of tokens of a row, a slab or a block:
 
     keys and values   keys          the model's   [heads, T, key_dim]
                       values        the model's   [heads, T, value_dim]
@@ -11,17 +11,18 @@ A layer stores named arrays, in this order; T is the tokens of a row, a slab or 
                       value_scales  bfloat16      [heads, T, 1]
 
 A block of a pool has T = KV_BLOCK_TOKENS; the arrays of a pool have blocks as their first axis.
-These arrays in all layers are all data of a block, and each array is contiguous inside a block. The
-model computes with "the model's" numbers: float32 on a CPU, float16 or bfloat16 on a GPU.
+These arrays of all layers are the whole data of a block, and each array is contiguous inside a
+block. The model computes with "the model's" numbers: float32 on a CPU, float16 or bfloat16 on a
+GPU.
 
 With int8, number d of a head of a token is `keys[head, token, d] * key_scales[head, token, 0]`, and
-values are alike. A scale belongs to one token and one head. So the stored numbers of a token depend
-only on its own keys and values. They are written once and never changed, whatever follows in the
-block or is removed there, and however a prompt is divided into passes. The scale is the head's
-greatest absolute number divided by 127, rounded to bfloat16. The numbers are divided by the rounded
-scale and rounded to the nearest integer, ties to even. Attention reads the stored numbers, also in
-the pass that stores them. attention/int8_numbers.py and the CUDA kernels `rotate_and_quantise` and
-`ragged_attention` compute them.
+values are stored likewise. A scale belongs to one token and one head. So the stored numbers of a
+token depend only on its own keys and values. Stored numbers are written once and never changed,
+whatever tokens follow or are removed in the block, and however a prompt is divided into passes. The
+scale is the head's greatest absolute number divided by 127, rounded to bfloat16. The numbers are
+divided by the rounded scale and rounded to the nearest integer, ties to even. Attention reads the
+stored numbers, also in the pass that stores them. attention/int8_numbers.py and the CUDA kernels
+`rotate_and_quantise` and `ragged_attention` compute these numbers.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The host needs longer for the 130 kernels of such a pass than the device needs for their work. The
 kernel of cuda/decode_pass.cu computes all layers of models such as llama and qwen2 in one launch.
-Its thread blocks wait for each other between the parts of a layer. `model_weights.py` decides which
-models it serves, `kernel.py` builds, tries and launches it, and `decode_pass.py` has the memory of
-its launches. All other passes, and all passes of other models, have a kernel for each operation.
+The thread blocks wait for each other between the parts of a layer. `model_weights.py` decides which
+models the kernel supports, `kernel.py` builds, tries and launches it, and `decode_pass.py` has the
+memory of launches. Other passes, and passes of other models, run a kernel for each operation.
 """

@@ -14,10 +14,10 @@ from mlxpool.worker.kernels.kernel_builder import WARP_SIZE, build_kernel
 
 
 def addresses_of(arrays: Sequence[mx.array]) -> list[int] | None:
-    """Returns the addresses of the arrays on the device, after it has evaluated the arrays.
+    """Returns the addresses of the arrays on the device; evaluates the arrays.
 
-    They are valid while the caller keeps the arrays and the host does not read them. Returns None
-    if the numbers of an array are not contiguous.
+    The addresses are valid while the caller keeps the arrays and the host does not read the arrays.
+    Returns None if the numbers of an array are not contiguous.
     """
     with kernel_cache.compiling():
         places = [_address(array) for array in arrays]

@@ -1,4 +1,4 @@
-"""Decides whether a pass of decoding rows is one kernel, or a kernel for each operation."""
+"""Decides whether one kernel computes a pass of decoding rows, or a kernel for each operation."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mlxpool.worker.layers.model_plan import Model
 
 log = logging.getLogger("mlxpool.worker")
 
-MIN_MULTIPROCESSORS = matmul_tiled.FULL_GPU_BLOCKS  # each has a tile of each product
-STORED_AS_THEY_ARE = 2  # arrays of a layer: keys and values, without scales
+MIN_MULTIPROCESSORS = matmul_tiled.FULL_GPU_BLOCKS  # each computes a tile of each product
+STORED_AS_THEY_ARE = 2  # number of a layer's arrays: keys and values, without scales
 
 
 def serves(lines: int) -> bool:
@@ -36,7 +36,7 @@ def decode_pass_of(
     tables: mx.array,
     turns_of: Callable[[Rope], npt.NDArray[np.float32]],
 ) -> DecodePass | None:
-    """Returns the kernel for passes of decoding rows; None: they have one for each operation.
+    """Returns the one kernel for passes of decoding rows; None: each operation has a kernel.
 
     This function decides for a model, `serves` for a pass; the log has the decision and its reason.
     `dtype` is the dtype of `pools`; `turns_of` returns the angular frequencies of a rotation; see
@@ -58,12 +58,12 @@ def decode_pass_of(
 
 
 def missing(dtype: mx.Dtype, pools: Sequence[tuple[mx.array, ...]]) -> str:
-    """Returns why the kernel cannot have these pools or this device; "": it can."""
+    """Returns why the kernel does not support these pools or this device; "": it does."""
     if any(len(arrays) != STORED_AS_THEY_ARE for arrays in pools):
         return "keys and values are stored as integers"
     count = device.multiprocessors()
     if count < MIN_MULTIPROCESSORS:
         return f"the GPU has {count} multiprocessors, fewer than {MIN_MULTIPROCESSORS}"
-    if device.shares_multiprocessors():  # then its thread blocks may wait for each other for ever
+    if device.shares_multiprocessors():  # then thread blocks may wait for each other for ever
         return "other processes use the GPU at the same time (MPS)"
     return "" if trial.works(dtype) else "its kernel does not work here"

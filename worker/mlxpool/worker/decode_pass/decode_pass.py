@@ -1,4 +1,4 @@
-"""Computes passes, if each of their lines has logits, by the kernel of a whole pass."""
+"""Computes a whole pass by one kernel, if every line of the pass gets logits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATE_NUMBERS = 3  # of grid_barrier.cuh
 
 
 class PassMemory(Struct, frozen=True):
-    """The memory that a pass reads besides weights.
+    """The memory that a pass uses besides weights.
 
     `pools`: keys and values of each layer. `windows`: lines of layer n see the last `windows[n]`
     keys; 0: all. `tables`: the block tables of rows. `turns`: the angular frequencies of the
@@ -38,10 +38,10 @@ class DecodePass:
     """The kernel for a model, and the memory that its launches use one after the other."""
 
     def __init__(self, weights: PassWeights, memory: PassMemory, blocks: int) -> None:
-        """`blocks`: the thread blocks of a launch, which are resident at a time.
+        """`blocks`: the thread blocks of a launch, all resident at the same time.
 
         The caller keeps weights and pools: a table has their addresses. Raises ValueError if the
-        numbers of one of them are not contiguous.
+        numbers of a weight or a pool are not contiguous.
         """
         self._shape, self._blocks = weights.shape, blocks
         self._arrays = _arrays(weights, memory)
@@ -59,7 +59,7 @@ class DecodePass:
     ) -> mx.array:
         """Returns hidden states [lines, hidden] of at most MAX_LINES lines, see `kernel.launch`.
 
-        `follow`: lines may follow each other in a row, like the lines of drafts.
+        `follow`: a row may have several lines, such as drafts.
         """
         arrays, first = self._arrays, self._writes_first[follow]
         return kernel.launch(
@@ -95,7 +95,7 @@ def _arrays(weights: PassWeights, memory: PassMemory) -> PassArrays:
 
 
 def _table(weights: PassWeights, memory: PassMemory) -> npt.NDArray[np.int64]:
-    """Returns the table of decode_pass.cu: a Layer for each layer, and one with the last norm."""
+    """Returns the table of decode_pass.cu: a Layer for each layer, then one for the last norm."""
     arrays: list[mx.array] = []
     for layer, pools in zip(weights.layers, memory.pools, strict=True):
         arrays += [*layer.arrays(), *pools]

@@ -14,15 +14,15 @@ from mlxpool.worker.kernels.kernel_builder import Constant, build_kernel, includ
 from mlxpool.worker.kernels.work_list import EXTRA_ITEMS, PART_UNITS, UNIT_ROWS, TileShape
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 
-SETS = (1, 2, *matmul_tiled.SETS)  # sets of 8 lines that kernels exist for
+SETS = (1, 2, *matmul_tiled.SETS)  # numbers of sets of 8 lines for which kernels exist
 MAX_LINES = 8 * SETS[-1]
 TEAM_THREADS = 128  # threads that share an item of the work list
-MAX_SHARED_BYTES = 227 * 1024  # of a thread block of Hopper
-HEADER_BYTES = 3 * 1024  # of shared memory for numbers besides layers, and for alignment
-LAYER_NUMBERS = 12  # of 8 bytes, of a layer in the table
+MAX_SHARED_BYTES = 227 * 1024  # shared memory of a thread block on Hopper
+HEADER_BYTES = 3 * 1024  # shared memory for numbers besides layers, and for alignment
+LAYER_NUMBERS = 12  # numbers of 8 bytes for a layer in the table
 DECODE_KEYS = 16  # keys that a warp multiplies at a time
-# Steps of 64 columns of its next weight that a block reads while it waits: about as many as memory
-# gives meanwhile.
+# Steps, of 64 columns of the next weight, that a waiting block reads ahead: about as many as memory
+# can deliver in that time.
 AHEAD_STEPS = 2
 FILES = {
     "LINES_OF_HEADS": "decode_pass_lines.cuh",
@@ -42,8 +42,8 @@ INPUTS = (
 class PassArrays(Struct, frozen=True):
     """The inputs of a launch besides its plan and the tokens in flight.
 
-    `layers` is the table of addresses; `turns` are the angular frequencies of the rotation. The
-    arrays after `tables`, and `state`, are memory that launches use, one after the other.
+    `layers` is the table of addresses; `turns` are the angular frequencies of the rotation. `state`
+    and the arrays after it are memory that launches use, one launch after the other.
     """
 
     embedding: mx.array
@@ -84,11 +84,11 @@ def launch(
 ) -> mx.array:
     """Returns hidden states [lines, hidden] after the last norm.
 
-    `plan` are the numbers of a pass in which each line has logits, see plan_shape.PlanShape; ids
-    below zero stand for elements of `drawn`. `writes_first` [1]: 0 if each line is of another row,
-    else 1. An evaluation has at most one launch: MLX computes independent operations at the same
-    time, but launches share their memory. All `blocks` thread blocks must be resident at a time. If
-    they are not, the states are NaN if the kernel `gives_up`; otherwise the device fails.
+    `plan`: the numbers of a pass in which each line has logits, see plan_shape.PlanShape; ids below
+    zero refer to elements of `drawn`. `writes_first` [1]: 0 if every line belongs to another row,
+    else 1. An evaluation may have at most one launch: MLX computes independent operations at the
+    same time, but launches share their memory. All `blocks` thread blocks must be resident at the
+    same time. Otherwise the states are NaN if the kernel `gives_up`, and the device fails if not.
     """
     sets = next(n for n in SETS if 8 * n >= lines)
     threads = teams_of(shape) * TEAM_THREADS
@@ -103,7 +103,7 @@ def launch(
 
 
 def teams_of(shape: PassShape) -> int:
-    """Returns the teams of a thread block: wider heads need more registers."""
+    """Returns the number of teams in a thread block: wider heads need more registers."""
     return 4 if shape.size <= 64 else 3
 
 
@@ -113,7 +113,7 @@ def splits_of(shape: PassShape) -> tuple[int, ...]:
 
 
 def stages_of(shape: PassShape, sets: int) -> tuple[int, int]:
-    """Returns the stages of products and of attention that fit into a thread block's memory."""
+    """Returns the numbers of stages of products and of attention that fit into shared memory."""
     room = MAX_SHARED_BYTES - _header_bytes(shape)
     stage = (matmul_tiled.ROWS + 8 * sets) * matmul_tiled.COLUMNS * 2
     keys = _attention_bytes(shape, 1)
@@ -121,7 +121,7 @@ def stages_of(shape: PassShape, sets: int) -> tuple[int, int]:
 
 
 def shared_bytes(shape: PassShape, sets: int) -> int:
-    """Returns the shared memory of a thread block."""
+    """Returns the bytes of shared memory of a thread block."""
     products, attention = stages_of(shape, sets)
     stage = (matmul_tiled.ROWS + 8 * sets) * matmul_tiled.COLUMNS * 2
     gates = 8 * sets * (matmul_tiled.ROWS + 1) * 4

@@ -1,4 +1,4 @@
-"""Decides which models the kernel of a whole pass serves, and collects their weights."""
+"""Decides which models the kernel of a whole pass supports, and collects their weights."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from mlxpool.worker.layers.linear import Embedding, GatedLinearUnit, Linear, RMS
 from mlxpool.worker.layers.model_plan import Model
 
 MAX_GROUP = 16  # query heads of a key head
-# Numbers of a head. The kernel also has tiles for 128, but they were not measured yet.
+# Supported head sizes. The kernel also has tiles for 128, which were not measured yet.
 HEAD_SIZES = (64,)
-NORM_NUMBERS = 8  # numbers of a line that a thread has
+NORM_NUMBERS = 8  # how many numbers of a line a thread norms
 
 
 class PassShape(Struct, frozen=True):
-    """The shape that the kernel is compiled for.
+    """The model shape for which the kernel is compiled.
 
-    `eps` belongs to the norms of layers, `head_eps` to the norms of heads; 0: queries and keys of
-    heads are not normed. `biased`: queries, keys and values have a bias.
+    `eps` is for the norms of layers, `head_eps` for the norms of heads' queries and keys;
+    `head_eps` 0: no such norms. `biased`: queries, keys and values have a bias.
     """
 
     layers: int
     hidden: int
-    width: int  # of the feed-forward
+    width: int  # width of the feed-forward
     kv_heads: int
     group: int  # query heads of a key head
-    size: int  # of a head
+    size: int  # numbers of a head
     rope: Rope
     scale: float  # of scores
     eps: float
@@ -45,12 +45,12 @@ class PassShape(Struct, frozen=True):
 
     @property
     def queries(self) -> int:
-        """The numbers of all query heads of a line."""
+        """How many numbers the query heads of a line have."""
         return self.kv_heads * self.group * self.size
 
     @property
     def qkv(self) -> int:
-        """The numbers of all queries, keys and values of a line."""
+        """How many numbers the queries, keys and values of a line have."""
         return self.queries + 2 * self.kv_heads * self.size
 
     @property
@@ -65,7 +65,7 @@ class PassShape(Struct, frozen=True):
 
 
 class LayerWeights(Struct, frozen=True):
-    """The weights of a layer; its norm takes the place of missing weights, which are not read."""
+    """The weights of a layer; the norm is a placeholder for missing weights, which are not read."""
 
     norm: mx.array
     qkv: mx.array
@@ -86,16 +86,16 @@ class LayerWeights(Struct, frozen=True):
 
 
 class PassWeights(Struct, frozen=True):
-    """The weights of a model that the kernel serves, and its shape."""
+    """The weights of a model that the kernel supports, and the model's shape."""
 
     shape: PassShape
     embedding: mx.array
     layers: tuple[LayerWeights, ...]
-    norm: mx.array  # after the last layer
+    norm: mx.array  # the norm after the last layer
 
 
 def weights_of(model: Model, dtype: mx.Dtype) -> PassWeights | str:
-    """Returns the weights of a model that the kernel serves, or why it does not serve it."""
+    """Returns the model's weights for the kernel, or why the kernel does not support the model."""
     if not isinstance(model, DecoderModel) or type(model.embed) is not Embedding:
         return "the model is of another kind, or its embedding is quantised"
     if model.spec.embed_scale != 1.0:
@@ -117,7 +117,7 @@ def weights_of(model: Model, dtype: mx.Dtype) -> PassWeights | str:
 
 
 def unsupported(shape: PassShape) -> str:
-    """Returns why the kernel does not serve models of this shape; "": it does."""
+    """Returns why the kernel does not support models of this shape; "": it does."""
     if shape.dtype not in HALF_DTYPES:
         return f"it computes in {shape.dtype}"
     for rows, columns in shape.products:
@@ -147,7 +147,7 @@ class _LayerKind(Struct, frozen=True):
 
 
 def _layer(layer: object) -> tuple[_LayerKind, LayerWeights] | None:
-    """Returns the kind and weights of a layer; None if the kernel does not compute such layers."""
+    """Returns a layer's properties and weights; None if the kernel does not compute such layers."""
     if not isinstance(layer, PreNorm):
         return None
     mixer, feed = layer.mixer, layer.feed
@@ -193,7 +193,7 @@ def _layer(layer: object) -> tuple[_LayerKind, LayerWeights] | None:
 
 
 def _dense(layer: object) -> Linear | None:
-    """Returns a linear layer whose weight is whole and not quantised, else None."""
+    """Returns `layer` if it is a linear layer with a whole, unquantised weight; else None."""
     return layer if type(layer) is Linear and not layer.batch_invariant else None
 
 

@@ -1,4 +1,4 @@
-"""Tries the kernel of a whole pass on a small model before it is used."""
+"""Tries the kernel of a whole pass on a small model, before the first use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlxpool.worker.kernels.work_list import Spans, TileShape, work_items
 from mlxpool.worker.layers.layer_types import Rope
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS
 
-IDS = (3, 1)  # of the two tried lines
+IDS = (3, 1)  # rows of the two tried lines
 SPREAD = 0.1  # of weights
 TOLERANCE = 0.05
 EPS = 1e-5
@@ -26,15 +26,15 @@ Floats = npt.NDArray[np.float64]
 
 @cache
 def works(dtype: mx.Dtype) -> bool:
-    """Returns whether the kernel is right here, and all its thread blocks are resident at a time.
+    """Returns whether the kernel computes right results here, with all thread blocks resident.
 
-    Tries it once; logs if not.
+    Tries the kernel once; logs a failure.
     """
     return kernel_works("a whole decode pass", lambda: _is_right(dtype))
 
 
 def trial_shape(dtype: mx.Dtype) -> PassShape:
-    """Returns the shape of the model that is tried."""
+    """Returns the shape of the trial's model."""
     return PassShape(
         layers=2,
         hidden=128,
@@ -52,7 +52,7 @@ def trial_shape(dtype: mx.Dtype) -> PassShape:
 
 
 def _is_right(dtype: mx.Dtype) -> bool:
-    """Compares hidden states with NumPy's: of first tokens, and of two equal tokens of a row.
+    """Compares hidden states with NumPy's: of first tokens, and of two equal tokens in one row.
 
     These tokens see only their own values, whatever the scores are.
     """
@@ -113,7 +113,7 @@ def _weights(shape: PassShape) -> PassWeights:
 
 
 def _hidden(weights: PassWeights, shape: PassShape) -> Floats:
-    """Returns hidden states of first tokens: attention gives each the value of its key head."""
+    """Returns hidden states of rows' first tokens: attention returns each token's own value."""
     x = _numbers(weights.embedding)[list(IDS)]
     for layer in weights.layers:
         value = _normed(x, layer.norm) @ _numbers(layer.qkv).T

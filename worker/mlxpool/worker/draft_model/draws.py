@@ -1,4 +1,4 @@
-"""Draws the drafts of a draft model, with a measure of its confidence in each."""
+"""Draws the drafts of a draft model, with a measure of the model's confidence in each draft."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mlxpool.worker.sampling.row_masks import RowMasks
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.scheduling.spans import Span
 
-GROUP = 64  # tokens of a group, whose largest logits are compared first
+GROUP = 64  # tokens of a group; the largest logit of each group is found first
 
 
 class DraftDraws(TokenDraws):
-    """As TokenDraws, but it computes no probabilities if all rows are greedy.
+    """TokenDraws without probabilities if all rows are greedy.
 
-    Probabilities would take longer than the model on a CPU. In place of log-probabilities it gives
-    the distance of the two largest logits; for random tokens it gives nothing.
+    Probabilities would take longer than the model on a CPU. Instead of log-probabilities, greedy
+    tokens get the distance of the two largest logits, and random tokens get nothing.
     """
 
     def draw(
@@ -42,7 +42,8 @@ class DraftDraws(TokenDraws):
 
 
 def likeliest(logits: mx.array) -> tuple[mx.array, mx.array]:
-    """Returns the tokens [R] with the largest of logits [R, V], and the distances to the second.
+    """Returns the tokens [R] with the largest of logits [R, V], and the distances to the next
+    logits.
 
     If V can be divided into groups, the second is the largest logit of the other groups. The token
     is NO_TOKEN if the logits are not numbers.

@@ -1,4 +1,4 @@
-"""The engine of a draft model: a second engine of the compute thread, with a fixed memory size."""
+"""The engine of a draft model: the compute thread's second engine, with a fixed memory size."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.scheduling.step_cost import Load
 from mlxpool.worker.weights.load import LoadedModel
 
-MAX_IN_FLIGHT = 2  # passes; fewer than the sets of the host's memory, see shared_array.SETS
+MAX_IN_FLIGHT = 2  # the most passes in flight; fewer than shared_array.SETS
 
 
 class DraftModelEngine:
     """The DraftEngine of speculation/model_drafter.py; used by one thread.
 
-    Each of `rows` rows may have MAX_DRAFT_CONTEXT tokens, or the context of the draft model.
+    Each of `rows` rows may have MAX_DRAFT_CONTEXT tokens, or the draft model's context if shorter.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class DraftModelEngine:
 
     @property
     def no_drafts(self) -> str:
-        """Why its rows cannot give up wrong drafts; "": they can."""
+        """The reason why rows cannot give up wrong drafts; "": they can."""
         return self.engine.no_drafts
 
     def report(self, compiles: Callable[[], None], moved: Callable[[], None]) -> None:
@@ -147,8 +147,8 @@ class DraftModelEngine:
 def _pipeline_of(parts: Parts) -> Pipeline:
     """Makes the pipeline of a draft model.
 
-    The served model may have more tokens, see opening.require_same_tokens; its engine clears the
-    buffers of both.
+    The served model may have more tokens, see opening.require_same_tokens; the served model's
+    engine clears the buffers of both engines.
     """
     return Pipeline(
         parts,

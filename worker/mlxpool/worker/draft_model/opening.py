@@ -1,4 +1,4 @@
-"""Checks that a model can draft for another, and loads it."""
+"""Checks that a model can draft for another model, and loads the draft model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mlxpool.worker.weights.locate import COUNTING, find_files
 if TYPE_CHECKING:  # it needs MLX
     from mlxpool.worker.draft_model.engine import DraftModelEngine
 
-SHOWN = 60  # characters of a token in an error
+SHOWN = 60  # the most characters of a token in an error
 
 
 def inspect_draft(path: str, target: ModelFolder) -> ModelFolder:
     """Returns the checked folder of the draft model at `path`, without loading it.
 
-    Raises ModelLoadFailed if our code does not compute it or it does not generate text, or if its
-    tokenizer differs from `target`'s, with the first id that differs.
+    Raises ModelLoadFailed if our code does not compute the model, if the model does not generate
+    text, or if its tokenizer differs from `target`'s; the error has the first id that differs.
     """
     try:
         if path == COUNTING:
@@ -42,9 +42,9 @@ def inspect_draft(path: str, target: ModelFolder) -> ModelFolder:
 
 
 def require_same_tokens(target: ModelFolder, draft: ModelFolder) -> None:
-    """Raises ModelLoadFailed if an id means different tokens in the models.
+    """Raises ModelLoadFailed if the same id means different tokens in the two models.
 
-    Ids without a row in one of the models are not compared: models of a family are padded
+    Ids without an embedding in one of the models are not compared: models of a family are padded
     differently.
     """
     ours, theirs = (tokens_by_id(folder) for folder in (target, draft))
@@ -83,7 +83,7 @@ def load_draft(
     rows: int,
     limit: int,
 ) -> DraftModelEngine:
-    """Loads a draft model for `rows` sequences in a process of `limit` bytes.
+    """Loads a draft model for `rows` sequences; `limit`: the most bytes of the process.
 
     Raises ModelLoadFailed if its rows cannot give up wrong drafts.
     """

@@ -26,7 +26,7 @@ AUTO, NCCL = "auto", "nccl"  # values of device_sums
 def _environment(**variables: str) -> Iterator[None]:
     """Sets environment variables that MLX reads when it joins a group, and restores them.
 
-    A process that is started later would take them for the variables of its own group.
+    A process that is started later would otherwise read them as variables of its own group.
     """
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -41,7 +41,7 @@ def _environment(**variables: str) -> Iterator[None]:
 
 
 class RankLost(RuntimeError):
-    """Another rank did not come to a sum in time; the group cannot go on."""
+    """Another rank did not reach a sum in time; the group cannot go on."""
 
 
 class Collectives:
@@ -58,10 +58,10 @@ class Collectives:
 
     @classmethod
     def join(cls, meeting: Meeting, sums: str = NCCL) -> Self:
-        """Waits without end for all ranks: NCCL between GPUs, else a ring of connections.
+        """Joins the group by NCCL between GPUs, else by a ring of connections; waits without limit.
 
         `sums`: the method of sums between CUDA GPUs, a value of device_sums. Raises RuntimeError
-        with the addresses if the back end cannot begin.
+        with the addresses if the group cannot be joined.
         """
         backend = "nccl" if device.on_gpu() else "ring"
         with _environment(
@@ -73,7 +73,7 @@ class Collectives:
         ):
             try:
                 collectives = cls(mx.distributed.init(strict=True, backend=backend))
-                # Connections are made before the first is needed.
+                # Connections are made before the first sum needs them.
                 mx.eval(collectives.all_sum(mx.zeros((1,))))
             except RuntimeError as error:
                 places = meeting.nccl_places if backend == "nccl" else meeting.ring_places
@@ -94,10 +94,10 @@ class Collectives:
         open_memory: Callable[[], PeerMemory] = CudaPeerMemory,
         limits: Limits | None = None,
     ) -> None:
-        """Adds up by kernels over the memory of peers from now on, if that works on all ranks.
+        """Connects the GPUs: from now on kernels over peer memory compute sums, if all ranks can.
 
-        A GPU waits `wait_limit` seconds for a peer in a sum. If `sums` is NCCL, NCCL computes all
-        sums. `limits` None: the limits for this number of ranks.
+        A GPU waits `wait_limit` seconds for a peer in a sum. If `sums` is NCCL, NCCL still computes
+        all sums. `limits` None: the limits for this number of ranks.
         """
         self._peers = None
         if sums == NCCL:
@@ -129,11 +129,11 @@ class Collectives:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of GPU memory that the sums have besides MLX's memory."""
+        """The bytes of GPU memory for sums, besides MLX's memory."""
         return 0 if self._peers is None else self._peers.shape.size
 
     def check(self) -> None:
-        """Raises RankLost if a sum has given up a peer: no result counts since then."""
+        """Raises RankLost if a sum stopped waiting for a peer: later results are invalid."""
         lost = None if self._peers is None else self._peers.lost
         if lost is not None:
             raise RankLost(
@@ -148,7 +148,7 @@ class Collectives:
         return mx.distributed.all_sum(x, group=self._group) if total is None else total
 
     def adds(self, size: int, dtype: mx.Dtype) -> bool:
-        """Returns whether `sum_onto` takes arrays of `size` bytes."""
+        """Returns whether a kernel adds arrays of `size` bytes to a residual."""
         return self._peers is not None and self._peers.takes(size, dtype)
 
     def sum_onto(self, residual: mx.array, x: mx.array) -> mx.array:
@@ -157,13 +157,13 @@ class Collectives:
         return residual + self.all_sum(x) if total is None else total
 
     def gathered(self, own: bytes) -> list[bytes]:
-        """Returns the bytes of every rank, at once; all have the same length, a multiple of 4."""
+        """Waits for the bytes of every rank and returns them; equal lengths, a multiple of 4."""
         mine = mx.array(np.frombuffer(own, dtype=np.int32))
         parts = mx.distributed.all_gather(mine, group=self._group)
         return [bytes(part) for part in np.array(parts).reshape(self.ranks, -1)]
 
     def least(self, number: int) -> int:
-        """Returns the least of the ranks' numbers, at once."""
+        """Waits for the ranks' numbers and returns the least."""
         own = mx.array([number], dtype=mx.int64)
         least: Any = mx.distributed.all_min(own, group=self._group).item()
         return int(least)
@@ -181,6 +181,7 @@ class Collectives:
     def from_first(self, x: mx.array) -> mx.array:
         """Returns the array of rank 0; the numbers of the other ranks' arrays are ignored.
 
-        All arrays have the same shape. Zeros of the other ranks are added, which changes no bit.
+        All arrays have the same shape. The sum adds zeros for the other ranks, which changes no
+        bit.
         """
         return self.all_sum(x if self.rank == 0 else mx.zeros(x.shape, x.dtype))

@@ -1,7 +1,7 @@
-"""The division of each architecture's weights between the ranks of a group. No MLX.
+"""The division of each architecture's weights among the ranks of a group. No MLX.
 
 Attention is divided by heads, feed-forwards and experts by width, embedding and output head by
-tokens of the vocabulary. Weights that are not in a table are whole on every rank.
+tokens of the vocabulary. Weights that no table below names are whole on every rank.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Share(Enum):
     WHOLE = "whole"
     OUTPUTS = "outputs"  # rows of the weight [..., out, in], and the same rows of the bias
     INPUTS = "inputs"  # columns of the weight; the module adds up the ranks' products
-    PARTIAL = "partial"  # as INPUTS, but the layer around the module adds up
+    PARTIAL = "partial"  # as INPUTS, but the enclosing layer adds up
     ENTRIES = "entries"  # entries of the first axis
 
 
@@ -44,7 +44,7 @@ _ATTENTION = {
     "self_attn.v_proj": Share.OUTPUTS,
     "self_attn.o_proj": Share.INPUTS,
 }
-_LATENT_ATTENTION = {  # the latents, which all heads share, are whole
+_LATENT_ATTENTION = {  # latents are whole: all heads share them
     "self_attn.q_proj": Share.OUTPUTS,
     "self_attn.q_b_proj": Share.OUTPUTS,
     "self_attn.embed_q": Share.ENTRIES,
@@ -60,7 +60,7 @@ _VOCABULARY = {EMBEDDING: Share.OUTPUTS, HEAD: Share.OUTPUTS}
 
 
 def _experts(name: str) -> dict[str, Share]:
-    """Returns the shares of experts: a part of each expert, so that all ranks have equal work."""
+    """Returns the shares of experts: a part of each expert, so that ranks have equal work."""
     return {
         f"{name}.gate_proj": Share.OUTPUTS,
         f"{name}.up_proj": Share.OUTPUTS,
@@ -71,9 +71,9 @@ def _experts(name: str) -> dict[str, Share]:
 class Division(Struct, frozen=True):
     """The division of an architecture.
 
-    `numbers` are the keys of config.json that are divided by the number of ranks: a rank's part is
-    the model that the divided config describes. `shares` has modules, or single tensors, by their
-    names inside a layer.
+    `numbers` are the keys of config.json that are divided by the number of ranks; the divided
+    config describes a rank's part. `shares` has the shares of modules, or of single tensors, by
+    their names inside a layer.
     """
 
     numbers: tuple[str, ...]
@@ -115,7 +115,7 @@ DIVISIONS: Mapping[str, Division] = {
 
 
 def division_of(folder: ModelFolder) -> Division:
-    """Returns the division of a model's architecture. Raises ModelLoadFailed without a division."""
+    """Returns the division of a model's architecture. Raises ModelLoadFailed if it has none."""
     why = "" if folder.model_type in DIVISIONS else "is not"
     if folder.uses_mlx_lm:
         why = "is computed by mlx-lm's code, which is not"
@@ -139,8 +139,8 @@ def share_of(division: Division, name: str) -> Share:
 class Part(Struct, frozen=True):
     """The part of a model that rank `rank` of `ranks` has.
 
-    `folder` describes the model that the rank builds: its own heads and widths, with the whole
-    vocabulary and context. `cuts` has the weights that the rank has only a part of.
+    `folder` describes the model that the rank builds: the rank's heads and widths, with the whole
+    vocabulary and context. `cuts` has the divided weights.
     """
 
     rank: int
@@ -192,7 +192,7 @@ def _plan_of_part(folder: ModelFolder, division: Division, ranks: int) -> ModelP
     config = dict(folder.config)
     for cache in folder.plan.caches:
         if isinstance(cache, KeyValueSpec):
-            config["head_dim"] = cache.key_dim  # which may follow from the number of heads
+            config["head_dim"] = cache.key_dim  # a default that may depend on the number of heads
     for key in division.numbers:
         if key == "num_key_value_heads":
             count = integer(folder.config, key, integer(folder.config, "num_attention_heads"))
@@ -210,7 +210,7 @@ def _plan_of_part(folder: ModelFolder, division: Division, ranks: int) -> ModelP
 
 
 def _shapes(plan: ModelPlan, division: Division, ranks: int) -> Iterator[tuple[str, Shape]]:
-    """The shapes of a rank's unquantised weights."""
+    """Returns the shapes of a rank's unquantised weights."""
     for name, shape in plan.shapes.items():
         axis = _axis(share_of(division, name), name)
         if axis is None:
@@ -229,7 +229,7 @@ def _shapes(plan: ModelPlan, division: Division, ranks: int) -> Iterator[tuple[s
 def _require_whole_groups(
     division: Division, module: str, layout: QuantLayout, shape: Shape, ranks: int
 ) -> None:
-    """Raises ModelLoadFailed if a rank's rows of `shape` would have parts of quantised groups."""
+    """Raises ModelLoadFailed if the division of `shape` would split a quantised group."""
     cut = share_of(division, module) in (Share.INPUTS, Share.PARTIAL)
     if cut and not layout.divides(shape[-1]):
         raise ModelLoadFailed(
@@ -261,6 +261,6 @@ def _cut_of(division: Division, name: str, spec: TensorSpec, rank: int, ranks: i
         axis %= len(spec.shape)
         size = spec.shape[axis] // ranks
         return Cut(axis, rank * size, (rank + 1) * size)
-    # A bias of products that are added up is added once.
+    # If ranks' products are added up, one rank adds the bias.
     added = share in (Share.INPUTS, Share.PARTIAL) and name.endswith(".bias")
     return Cut(zeros=True) if added and rank else None

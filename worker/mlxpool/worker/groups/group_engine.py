@@ -27,7 +27,7 @@ from mlxpool.worker.prompt.text_model import TokenTable
 from mlxpool.worker.scheduling.spans import Span
 from mlxpool.worker.weights.load import LoadedModel
 
-# Fields of MemoryUse with an equal number of bytes on each rank.
+# The fields of MemoryUse that are equal on all ranks.
 _OF_EACH_RANK = ("weights", "kv", "kv_free", "prefix", "active", "cache", "peak", "limit")
 
 
@@ -41,8 +41,8 @@ def open_group_engine(
 ) -> ModelEngine:
     """Makes the engine of a model that is divided among several processes.
 
-    Rows are in a pool of blocks; the passes carry its block tables to the other ranks. `loaded` is
-    the part of rank 0.
+    Rows are in a pool of blocks; the messages of passes have the block tables for the other ranks.
+    `loaded` is the part of rank 0.
     """
     settings = replace(settings, layout="pool")
     return ModelEngine(loaded, text, settings, devices=Group(orders, collectives))
@@ -52,7 +52,7 @@ class Group(OneDevice):
     """Several devices; each computes its part of a pass."""
 
     no_drafts = "a group of devices checks no drafts"
-    builds_alone = False  # ranks build passes together
+    builds_alone = False  # every rank builds each pass
 
     def __init__(self, orders: Orders, collectives: Collectives) -> None:
         self._orders, self._collectives = orders, collectives
@@ -99,18 +99,18 @@ class Group(OneDevice):
     def work(self) -> bool:
         """See OneDevice.
 
-        If a pass has failed, or a rank did not get a message, the ranks are no longer in step, and
-        the group has to end: its streams go on in another group.
+        If a pass has failed, or a rank did not get a message, the ranks are out of step and the
+        group has to end. Its streams go on in another group.
         """
         if self._orders.broken:
             return False
         if not self._orders.passes:
             return super().work()
-        time.sleep(BLAME_TIME)  # the end of another rank ends this process meanwhile
+        time.sleep(BLAME_TIME)  # if another rank ends meanwhile, this process ends as well
         return False
 
     def used(self, use: MemoryUse) -> MemoryUse:
-        """See OneDevice. The figures are totals of all ranks, which have equal parts."""
+        """See OneDevice. The figures are totals over all ranks, which have equal parts."""
         return replace(use, **{name: self.ranks * getattr(use, name) for name in _OF_EACH_RANK})
 
 
@@ -123,9 +123,9 @@ class GroupPasses:
     def start(
         self, spans: Many[Span], *, at_once: bool, built: Callable[[], None] = lambda: None
     ) -> bool:
-        """See Passes. A pass that fails before it is sent leaves the ranks in step.
+        """See Passes. If a pass fails before its message is sent, the ranks stay in step.
 
-        Passes in flight that are discarded here end on the other ranks as they ended on rank 0.
+        Passes in flight that rank 0 discards also end on the other ranks.
         """
         in_flight = len(self._pipeline.flights)
         try:
@@ -137,7 +137,7 @@ class GroupPasses:
             raise
 
     def collect(self) -> StepResult:
-        """See Passes. Raises RankLost before any number of a sum without a rank is used."""
+        """See Passes. Raises RankLost before a result of an incomplete sum is used."""
         result = self._pipeline.collect()
         self._collectives.check()
         self._end_pass()

@@ -1,4 +1,4 @@
-"""Rank 0's connections to its group, once the processes of the other ranks are started."""
+"""Rank 0's connections to the other ranks of its group, after the start of their processes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Meeting(Struct, frozen=True):
     """The addresses by which the ranks of a group find each other, on this machine.
 
     `hosts` is the path of a file with an address for each rank, for a ring. `port` is the port on
-    which rank 0 gives the others the identity of their group, for NCCL. `wait_limit`: seconds that
-    a rank's GPU waits for another's part of a sum, see WorkerConfig.
+    which rank 0 gives the other ranks the identity of the group, for NCCL. `wait_limit`: the
+    seconds that a GPU waits in a sum for another rank, see WorkerConfig.
     """
 
     rank: int
@@ -57,7 +57,8 @@ class GroupLinks(Struct, frozen=True):
     """The meeting of the ranks, and the pipes to the other ranks.
 
     `ready` is the descriptor of a pipe; each other rank writes a byte into it before it joins.
-    `ports` are reserved for the group until it listens on them, and closed when all have joined.
+    `ports` are reserved for the group until it listens on them, and closed when all ranks have
+    joined.
     """
 
     meeting: Meeting
@@ -66,10 +67,10 @@ class GroupLinks(Struct, frozen=True):
     ports: ExitStack = field(default_factory=ExitStack)
 
     def wait_until_ready(self, on_progress: Callable[[], None]) -> None:
-        """Waits until all ranks are about to join. Raises RuntimeError if a rank ends before.
+        """Waits until all ranks are about to join. Raises RuntimeError if a rank ends.
 
-        MLX holds the interpreter's lock while a rank joins. Without this wait, the main thread of
-        rank 0 could send nothing to the broker until the last rank has come.
+        MLX holds the GIL while a rank joins. Without this wait, the main thread of rank 0 could
+        send nothing to the broker until the last rank has joined.
         """
         LOAD.enter("ranks")
         waiting = self.meeting.ranks - 1

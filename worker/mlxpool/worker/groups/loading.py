@@ -30,7 +30,7 @@ class LoadedPart(Struct, frozen=True):
 def load_part(
     part: Part, config: ModelConfig, meeting: Meeting, on_progress: OnProgress
 ) -> LoadedPart:
-    """Waits for all ranks, then loads. Raises ModelLoadFailed or RuntimeError."""
+    """Waits for all ranks, then loads the rank's part. Raises ModelLoadFailed or RuntimeError."""
     LOAD.enter("links")
     collectives = Collectives.join(meeting, config.device_sums)
     limit = rank_limit(config.memory_limit, part.ranks) - collectives.nbytes
@@ -48,7 +48,7 @@ def load_part(
 
 
 def rank_limit(configured: int, ranks: int) -> int:
-    """Returns the bytes of one rank: its share of the worker's bytes, or its device's limit.
+    """Returns the bytes of one rank: an equal share of the worker's bytes, or the device's limit.
 
     On a CPU all ranks share the machine's memory.
     """
@@ -58,9 +58,9 @@ def rank_limit(configured: int, ranks: int) -> int:
 
 
 def default_prefix_bytes(part: Part, context: int, sequences: int, kv: str = AUTO) -> int:
-    """Returns the default bytes of a rank's prefix cache; 0: the default of other models.
+    """Returns the default bytes of a rank's prefix cache; 0: the default of undivided models.
 
-    On a CPU all blocks of a pool are allocated at load: twice the blocks of all sequences, half of
+    On a CPU all blocks of a pool are allocated at load: twice as many as sequences need, half of
     them for the prefix cache.
     """
     if device.on_gpu():

@@ -1,7 +1,7 @@
-"""The messages of rank 0 to the other ranks, and their encoding. Pure.
+"""The messages of rank 0 to the other ranks, and their encoding. No I/O.
 
 Every rank computes the same passes in the same order, which is the order of these messages. There
-are no answers: a rank that cannot go on ends, and the group with it.
+are no answers: a rank that cannot go on ends, and then the group ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from msgspec.structs import astuple
 
 
 class Begin(Struct, frozen=True):
-    """The model can be divided: load your part.
+    """Load your part: the model can be divided.
 
     The first message. A rank's process starts, and imports its modules, while rank 0 checks the
     model. A failure of a rank must not end the group before rank 0 has reported the result of this
@@ -49,12 +49,13 @@ class CopyBlock(Struct, frozen=True):
 class Pass(Struct, frozen=True):
     """Compute one pass.
 
-    `rows`: the numbers of the rows of its spans. `offsets`: the tokens that they have. `counts`:
-    their new tokens. `lines` and `hidden` (numbers of spans): as in RowSpan. `tables`: changes of
-    block tables, each the number of a row, its first new entry, and the entries from there on.
-    `left`: rows that are not used again. `ids` and `wanted`: as in Layout.step; a negative id
-    stands for one of the `drawn` tokens, which rank 0 gives all ranks before the pass. `fresh`: the
-    pass may compile something. `builds`: it is only built, to list its kernels, and not computed.
+    `rows`: the row number of each span. `offsets`: the number of tokens that each row has.
+    `counts`: the number of new tokens of each row. `lines` and `hidden` (numbers of spans): as in
+    RowSpan. `tables`: changes of block tables: a row number, the index of the first new entry, and
+    the new entries. `left`: the numbers of released rows. `ids` and `wanted`: as in Layout.step; a
+    negative id refers to one of the `drawn` tokens, which rank 0 sends to all ranks before the
+    pass. `fresh`: the pass may compile something. `builds`: the pass is only built, to list its
+    kernels, and not computed.
     """
 
     rows: Sequence[int]
@@ -74,7 +75,7 @@ class Pass(Struct, frozen=True):
 class Again(Struct, frozen=True):
     """Compute the newest pass once more, with one more token in each row.
 
-    All its spans were single inputs. The fields are as in Pass.
+    All spans of the newest pass were single inputs. The fields are as in Pass.
     """
 
     ids: Sequence[int]
@@ -88,14 +89,14 @@ class Ended(Struct, frozen=True):
 
 
 class Head(Struct, frozen=True):
-    """Compute logits of `lines` hidden states of `width` numbers, which rank 0 gives all ranks."""
+    """Compute logits of `lines` hidden states of `width` numbers, which rank 0 sends to ranks."""
 
     lines: int
     width: int
 
 
 class Settle(Struct, frozen=True):
-    """The warm-up has ended: free its memory, and keep `cache` bytes of freed buffers."""
+    """Free the memory of the warm-up, which has ended; keep `cache` bytes of freed buffers."""
 
     cache: int
 
@@ -115,13 +116,13 @@ _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 
 
 def encoded(message: Message) -> bytes:
-    """Returns the bytes of a message: the number of its kind, then its fields."""
+    """Returns the bytes of a message: the number of the message type, then the fields."""
     packed: bytes = msgpack.packb([_NUMBERS[type(message)], *astuple(message)])
     return packed
 
 
 def decoded(data: bytes) -> Message:
-    """Returns the message that `encoded` has packed."""
+    """Returns the message in bytes from `encoded`."""
     number, *fields = msgpack.unpackb(data)
     message: Message = _KINDS[number](*fields)
     return message

@@ -1,4 +1,4 @@
-"""Builds the layers of a rank: the layers of its part, and the sums over the parts of all ranks."""
+"""Builds the layers of a rank's part of the model, and the sums over all ranks."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class JoinedLinear(Struct, frozen=True):
 
 
 class PartEmbedding(Struct, frozen=True):
-    """A token table; this rank has its `count` rows from `first` on."""
+    """The token embeddings; this rank has `count` of them, from token `first` on."""
 
     table: Embedding
     first: int

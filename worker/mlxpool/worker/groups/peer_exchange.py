@@ -1,9 +1,9 @@
-"""Connects the GPUs of a group: each rank maps the buffers of the others, and all try the sums.
+"""Connects the GPUs of a group: each rank maps the other ranks' buffers, and all try the sums.
 
 The shape of the buffers depends on whether NVLink connects all GPUs.
 
-Every rank takes part in every step, whatever failed on it before, and all ranks come to the same
-answer: kernels on some ranks would wait for ever for NCCL on others.
+Every rank takes part in every step, even after a failure of its own, so that all ranks decide
+alike: kernels on some ranks would wait for ever for NCCL on other ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mlxpool.worker.groups.peer_sums import BufferShape, PeerSums
 from mlxpool.worker.kernels.kernel_cache import compiling
 from mlxpool.worker.transfers.shared_array import Numbers
 
-TRIAL_BOUND = 20.0  # seconds that the first sums wait for a peer, which may be compiling them
+TRIAL_BOUND = 20.0  # seconds that the first sums wait for a peer, which may still compile kernels
 TRIAL_WIDTH = 64  # numbers of a line of the arrays that are added up for a trial
 TRIAL_BYTES = 2**16  # bytes of a large trial array, if one kernel adds up small arrays, too
 NO_HANDLE, NO_IDENTITY = bytes(HANDLE_BYTES), bytes(IDENTITY_BYTES)
@@ -52,9 +52,9 @@ def connect(
 ) -> PeerSums:
     """Returns the sums of this rank, after all ranks have mapped all buffers and tried the sums.
 
-    `shape_of`: returns the shape of buffers; its argument: NVLink connects all GPUs. `tries`
-    replaces the trial. Raises PeerMemoryError on all ranks alike, with the error of this rank, or
-    that another rank failed.
+    `shape_of` returns the shape of buffers; its argument is True if NVLink connects all GPUs.
+    `tries` replaces the trial. Raises PeerMemoryError on all ranks if any rank fails; its text is
+    this rank's error, or that another rank failed.
     """
     memory, identity, own, handle, why = None, NO_IDENTITY, 0, NO_HANDLE, ""
     try:
@@ -102,7 +102,7 @@ def _over_nvlink(agreement: Agreement, memory: PeerMemory | None, own: bytes) ->
 
 
 def _require_all(agreement: Agreement, succeeded: bool, why: str, what: str) -> None:
-    """Raises PeerMemoryError on every rank unless all have succeeded."""
+    """Raises PeerMemoryError on every rank unless all ranks have succeeded."""
     if not agreement.least(int(succeeded)):
         raise PeerMemoryError(why or f"another rank cannot {what}")
 
@@ -125,7 +125,7 @@ def _tried(
 
 
 def _trial(sums: PeerSums) -> bool:
-    """Tries the sums of each kernel, with numbers that every rank knows of the others."""
+    """Tries the sums of each kernel, with numbers that are known on every rank."""
     limits, right = sums.shape.limits, True
     for size in (8 * TRIAL_WIDTH, 2 * limits.small or TRIAL_BYTES):
         if not 0 < size <= max(limits.small, limits.large):
@@ -152,10 +152,10 @@ def _numbers(rank: int, lines: int) -> Numbers:
 def _give_up(
     agreement: Agreement, memory: PeerMemory | None, own: int, opened: Sequence[int]
 ) -> None:
-    """Unmaps the mapped memory and, when all ranks have done so, frees the allocated memory.
+    """Unmaps peers' memory and, when all ranks have unmapped it, frees the allocated memory.
 
-    To free memory that another process maps is undefined. So every rank takes part, also a rank
-    without memory.
+    To free memory that another process still maps is undefined behaviour. So every rank takes part,
+    also a rank without memory.
     """
     for address in opened:
         if memory is not None:

@@ -1,7 +1,7 @@
 """Memory of a CUDA GPU that the GPUs of other processes on the machine write, by the driver's API.
 
-The driver's libraries come with the driver, so they are there if MLX computes on a CUDA GPU:
-libcuda, and NVML. Only NVML knows the links of GPUs that this process does not see.
+The libraries libcuda and NVML come with the driver, so they exist wherever MLX computes on a CUDA
+GPU. Only NVML knows the links of GPUs that this process does not see.
 """
 
 from __future__ import annotations
@@ -27,29 +27,32 @@ class PeerMemory(Protocol):
     """Allocates memory of this process's GPU, and maps memory of other processes."""
 
     def identity(self) -> bytes:
-        """Returns the GPU's IDENTITY_BYTES for other processes. Raises PeerMemoryError."""
+        """Returns IDENTITY_BYTES that name the GPU to other processes. Raises PeerMemoryError."""
 
     def over_nvlink(self, identity: bytes) -> bool:
         """Returns whether NVLink is known to connect the GPU with the GPU of this identity."""
 
     def allocate(self, size: int) -> int:
-        """Returns the address of `size` new bytes, all of them 0. Raises PeerMemoryError."""
+        """Allocates `size` bytes of zeros; returns their address. Raises PeerMemoryError."""
 
     def export(self, address: int) -> bytes:
-        """Returns HANDLE_BYTES for another process to map the memory. Raises PeerMemoryError."""
+        """Returns a handle of HANDLE_BYTES, by which another process maps the memory.
+
+        Raises PeerMemoryError.
+        """
 
     def open(self, handle: bytes) -> int:
-        """Returns the address, in this process, of memory that another process exported.
+        """Maps memory that another process exported; returns its address in this process.
 
-        Raises PeerMemoryError if this GPU cannot reach it: the memory of another machine, of
-        another container, or of a GPU without a link for peers.
+        Raises PeerMemoryError if this GPU cannot access the memory: on another machine, in another
+        container, or on a GPU without a peer link.
         """
 
     def close(self, address: int) -> None:
-        """Unmaps memory that was opened."""
+        """Unmaps memory that `open` mapped."""
 
     def free(self, address: int) -> None:
-        """Frees memory that was allocated here."""
+        """Frees memory that `allocate` returned."""
 
 
 class _Handle(ctypes.Structure):
@@ -144,7 +147,7 @@ class CudaPeerMemory:
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """Makes MLX's context this thread's context meanwhile."""
+        """Returns a context in which MLX's CUDA context is this thread's current context."""
         self._call("cuCtxPushCurrent_v2", self._context)
         try:
             yield

@@ -1,12 +1,12 @@
-"""Sums over the ranks of a group by one kernel each, which writes into the memory of peers.
+"""Sums over the ranks of a group: one kernel for each sum, which writes into peers' memory.
 
 Each rank has one buffer, allocated once, that its peers map and write. The kernel is
 cuda/peer_sum_lines.cu if NVLink connects all GPUs of the group; otherwise it is cuda/peer_sum.cu
-for few bytes, and cuda/peer_sum_large.cu for more. cuda/peer_memory.cuh explains how they stay in
-step. The epoch of a sum is the number of sums before it. The GPU counts it, so every rank has to
-compute the same sums in the same order. MLX runs evaluations one after the other, but kernels of
-one evaluation beside each other unless one reads the output of the other. So the sums of one
-evaluation must be a chain: the numbers of each depend on the sum before, as in a model.
+for few bytes, and cuda/peer_sum_large.cu for more. cuda/peer_memory.cuh explains how the ranks stay
+in step. The epoch of a sum is the number of sums before it. The GPU counts it, so every rank has to
+compute the same sums in the same order. MLX runs evaluations one after the other, but independent
+kernels of one evaluation at the same time. So the sums of one evaluation must be a chain: the
+numbers of each sum depend on the previous sum, as in a model.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from mlxpool.worker.kernels.kernel_builder import (
 )
 from mlxpool.worker.transfers.shared_array import LEAST_NUMBERS, SharedArray
 
-PIECE_BYTES = 16  # bytes of x that a thread has
-SMALL_THREADS, LARGE_THREADS, LINE_THREADS = 128, 512, 256  # of a thread block of each kernel
+PIECE_BYTES = 16  # bytes of x for a thread
+SMALL_THREADS, LARGE_THREADS, LINE_THREADS = 128, 512, 256  # of a thread block in each kernel
 WORD_BYTES = 32  # bytes of a piece with its tags
-LINE_BYTES = 128  # bytes of a line, including 8 of the tag
+LINE_BYTES = 128  # bytes of a line, including a tag of 8 bytes
 GROUPS = 4  # groups of eight lanes in a warp; each group has a line at a time
 FLAG_BYTES = 8
-HALVES = 2  # of a buffer: a sum uses the half of its epoch
-STATE_BYTES = 256  # of a buffer, before the halves that peers write; see peer_memory.cuh
-PLACES = 512  # numbers of the array with the rank, the bound and the addresses of buffers
-ALIGNMENT = 2 * 2**20  # of a buffer's size: the driver exports whole pages
+HALVES = 2  # halves of a buffer; epochs alternate between them
+STATE_BYTES = 256  # state in a buffer, before the halves that peers write; see peer_memory.cuh
+PLACES = 512  # size of the array with the rank, the bound and the addresses of buffers
+ALIGNMENT = 2 * 2**20  # unit of a buffer's size: the driver exports whole pages
 LONGEST_BOUND = 10**9  # seconds
 DTYPES = (*FLOAT_DTYPES, mx.int32)
 
@@ -55,8 +55,8 @@ class Limits(Struct, frozen=True):
 class Launch(Struct, frozen=True):
     """The launch of the kernel for many bytes for arrays of at most `size` bytes.
 
-    It has at most `blocks` thread blocks. `unroll`: the pieces of a chunk that each thread has, or
-    the lines that each eight lanes have, an even number.
+    The launch has at most `blocks` thread blocks. `unroll`: the pieces of a chunk for each thread,
+    or the lines for each group of eight lanes (threads), an even number.
     """
 
     size: int
@@ -68,8 +68,9 @@ class Launch(Struct, frozen=True):
 # 11, 13 and 9, 256 KiB 36, 13, 17 and 14, 1 MiB 41, 16, 18 and 15, 8 MiB 75, 66, 59 and 40, 16 MiB
 # 107, 107, 89 and 67.
 LIMITS: Mapping[int, Limits] = {2: Limits(2**18, 2**25)}
-# With more ranks, each rank writes an array to each peer, but NCCL's rings write it about twice.
-# Only two ranks were measured, so these limits are for sums far below the time of NCCL.
+# With more ranks, each rank writes an array to each peer, but NCCL's rings write an array about
+# twice. Only two ranks were measured, so these limits include only sums that are much faster than
+# NCCL's.
 OTHER_LIMITS = Limits(2**13, 2**20)
 LAUNCHES = (Launch(2**21, 2, 64), Launch(2**25, 8, 64))
 LINE_LAUNCHES = (Launch(2**25, 2, 256),)
@@ -83,8 +84,8 @@ def limits_of(ranks: int) -> Limits:
 class BufferShape(Struct, frozen=True):
     """The places in a rank's buffer: words for small sums, lines or chunks for large sums.
 
-    `lines`: 128 bytes that a warp of a GPU writes at once into the memory of another GPU arrive
-    whole there, as over NVLink.
+    `lines`: 128 bytes that a warp writes together into another GPU's memory arrive together, as
+    over NVLink.
     """
 
     ranks: int
@@ -96,7 +97,7 @@ class BufferShape(Struct, frozen=True):
     def of(cls, ranks: int, limits: Limits | None = None, *, lines: bool) -> BufferShape:
         """Returns the shape for this number of ranks; `limits` defaults to `limits_of(ranks)`."""
         limits = limits or limits_of(ranks)
-        if lines:  # the kernel of lines is also for few bytes
+        if lines:  # the kernel of lines also adds up few bytes
             return cls(ranks, Limits(0, max(limits.small, limits.large)), LINE_LAUNCHES, lines)
         return cls(ranks, limits, LAUNCHES, lines)
 
@@ -118,12 +119,12 @@ class BufferShape(Struct, frozen=True):
 
     @property
     def large_offset(self) -> int:
-        """The offset of the areas of large arrays, after the state."""
+        """The offset of the areas for large arrays in bytes, after the state."""
         return HALVES * (self.ranks - 1) * self.small_pieces * WORD_BYTES
 
     @property
     def area(self) -> int:
-        """The bytes for the large array of one peer."""
+        """The bytes of the area for the large array of one peer."""
         if not self.lines:
             return self.large_pieces * PIECE_BYTES + self.chunks * FLAG_BYTES
         return max(
@@ -147,7 +148,7 @@ class BufferShape(Struct, frozen=True):
 
 
 def pieces_of_warp(lines: int) -> int:
-    """Returns the pieces of an array in a warp with `lines` lines for each eight lanes."""
+    """Returns the pieces of an array in a warp with `lines` lines for each group of eight lanes."""
     return GROUPS * (7 * lines + lines // 2)
 
 
@@ -157,13 +158,13 @@ class PeerSums:
     def __init__(self, shape: BufferShape, rank: int, addresses: Sequence[int]) -> None:
         """`addresses`: the address of each rank's buffer in this process, by rank."""
         self.shape, self.rank, self._addresses = shape, rank, tuple(addresses)
-        self._watch = SharedArray(LEAST_NUMBERS)  # smaller ones share pages with MLX's
+        self._watch = SharedArray(LEAST_NUMBERS)  # smaller arrays share pages with MLX's arrays
         self.set_bound(LONGEST_BOUND)
 
     def set_bound(self, seconds: float) -> None:
-        """Sets the seconds that a sum built from now on waits for a peer before it is lost."""
-        # Every thread block reads the places, and the bound in each wait. They have to be in the
-        # device's own memory; only the new output of an operation is, see
+        """Sets the seconds that a sum waits before a peer is lost, for sums built from now on."""
+        # Every thread block reads the places, and the bound in each wait. Both have to be in the
+        # device's own memory; only the new output of an operation is there, see
         # docs/notes/mlx-cuda-buffers.md.
         bound = int(1e9 * min(seconds, LONGEST_BOUND))
         places = mx.array([self.rank, bound, *self._addresses], dtype=mx.int64)
@@ -174,18 +175,18 @@ class PeerSums:
 
     @property
     def lost(self) -> int | None:
-        """The rank that did not come to a sum within the bound; no sum counts since then."""
+        """The rank that did not reach a sum within the bound; later sums are invalid."""
         who = int(self._watch.numbers[0])
         return who - 1 if who else None
 
     def takes(self, size: int, dtype: mx.Dtype) -> bool:
-        """Returns whether `sum` adds up arrays of `size` bytes of this dtype."""
+        """Returns whether `sum` supports arrays of `size` bytes of this dtype."""
         return dtype in DTYPES and 0 < size <= max(self.shape.limits.small, self.shape.limits.large)
 
     def sum(self, x: mx.array, residual: mx.array | None = None) -> mx.array | None:
         """Returns the sum of all ranks' x, and of `residual` of the same shape, rounded once.
 
-        None: these kernels do not add up such arrays.
+        None: these kernels do not support such arrays.
         """
         if not self.takes(x.nbytes, x.dtype):
             return None

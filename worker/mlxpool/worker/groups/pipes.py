@@ -1,4 +1,4 @@
-"""The pipes from rank 0 to the other ranks: whole messages, each after its length."""
+"""The pipes from rank 0 to the other ranks, with whole messages, each after its length."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from mlxpool.common.progress import Block
 from mlxpool.worker.groups.messages import Again, Message, Pass, decoded, encoded
 
 LENGTH_BYTES = 4
-# Seconds that rank 0 waits after an error for the end of another rank, which would be the cause:
-# the pipe of a rank that ends is closed before its memory is freed, and its end is seen later.
+# Seconds that rank 0 waits after an error for the end of another rank, the likely cause: the pipe
+# of a rank that ends is closed before its memory is freed, and its end is seen later.
 BLAME_TIME = 2.0
 
 
 class Orders:
     """Rank 0's end of the pipes to all other ranks. Used by the thread that computes.
 
-    `block` is rank 0's block: the broker reads the number of sent messages there.
+    `block` is rank 0's memory block, in which the broker reads the number of sent messages.
     """
 
     def __init__(self, descriptors: Iterable[int], block: Block | None = None) -> None:
         self._descriptors = tuple(descriptors)
         self._block = block or Block.private()
         self._sent = 0
-        self.passes = 0  # passes that were sent and have not ended
+        self.passes = 0  # sent passes that have not ended
         self.broken = False  # whether a message did not reach all ranks
 
     def send(self, message: Message) -> None:
         """Sends a message; waits while a rank does not read.
 
-        Raises OSError if a rank has ended, unless its end is seen within BLAME_TIME and ends this
-        process first. After the error the ranks are no longer in step: see `broken`.
+        Raises OSError if a rank has ended, unless the end of its process is seen within BLAME_TIME
+        and ends this process first. After the error the ranks are out of step: see `broken`.
         """
         data = encoded(message)
         framed = len(data).to_bytes(LENGTH_BYTES, "little") + data
@@ -59,7 +59,7 @@ class Inbox:
         self._stream: BinaryIO = os.fdopen(descriptor, "rb")
 
     def take(self) -> Message | None:
-        """Waits for the next message; None: rank 0 has ended, perhaps inside of a message."""
+        """Waits for the next message; None: rank 0 has ended, perhaps within a message."""
         head = self._stream.read(LENGTH_BYTES)
         if len(head) < LENGTH_BYTES:
             return None

@@ -1,4 +1,4 @@
-"""The pool of rank 0: it sends each operation on its rows and blocks to the other ranks."""
+"""The pool of rank 0: each operation on rows and blocks is also sent to the other ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mlxpool.worker.transfers.uploads import Uploads
 
 
 class NumberedRow(PagedRow):
-    """A row that the other ranks know by its `number`; it keeps the number until its release."""
+    """A row with a `number`, by which other ranks know it until its release."""
 
     __slots__ = ("number",)
 
@@ -32,7 +32,7 @@ class NumberedRow(PagedRow):
 
 
 class Rank0Store(PagedStore):
-    """A PagedStore whose copies of blocks happen on all ranks."""
+    """A PagedStore that copies blocks on all ranks."""
 
     def __init__(self, pool: KVPool, orders: Orders) -> None:
         super().__init__(pool)
@@ -79,7 +79,8 @@ class Rank0Layout(PagedLayout):
         """See PagedLayout for all parameters but the last two."""
         self._orders, self._collectives = orders, collectives
         self._fresh = True  # whether the next pass may compile something
-        # The newest pass, if all its spans were single inputs: spans, wanted spans, rows' ends.
+        # The newest pass, if all its spans were single inputs: its spans, wanted spans, and rows'
+        # ends.
         self._sent: tuple[Sequence[RowSpan], list[int], list[int]] | None = None
         super().__init__(
             shape,
@@ -135,7 +136,7 @@ class Rank0Layout(PagedLayout):
             if row.changed < len(row.table)
         ]
         left, store.left = store.left, []
-        tokens = np.asarray(ids).tolist()  # of whatever kind of numbers
+        tokens = np.asarray(ids).tolist()  # of any type of numbers
         numbers, offsets = np.asarray(wanted, dtype=np.int64).tolist(), [row.offset for row in rows]
         if self._repeats(spans, numbers, offsets):
             self._orders.send(Again(tokens, tables, left, drawn))
@@ -161,12 +162,14 @@ class Rank0Layout(PagedLayout):
             self._sent = (spans, numbers, offsets) if single else None
         if self._sent is not None:
             self._sent = spans, numbers, [offset + 1 for offset in offsets]
-        if self.ragged is None:  # otherwise its block tables read the changes, too
+        if self.ragged is None:  # `ragged` has tables that read the changes
             for row in rows:
                 row.changed = len(row.table)
 
     def _repeats(self, spans: Sequence[RowSpan], wanted: list[int], offsets: list[int]) -> bool:
-        """Returns whether a pass repeats the last pass: the same object `spans`, one token on."""
+        """Returns whether a pass repeats the last pass: the same object `spans`, one more token
+        each.
+        """
         if self._sent is None or self._fresh or kernel_cache.is_collecting():
             return False
         return self._sent[0] is spans and self._sent[1:] == (wanted, offsets)

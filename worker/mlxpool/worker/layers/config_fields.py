@@ -72,7 +72,7 @@ def flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
 def require(config: Mapping[str, Any], key: str, allowed: Collection[Any]) -> None:
     """Raises ModelLoadFailed for a value that is not `allowed`; a missing key or null is fine.
 
-    Use: to refuse settings that the architecture's file does not implement.
+    Called for settings that the architecture's file does not implement.
     """
     value = config.get(key)
     if value is not None and value not in allowed:

@@ -134,7 +134,7 @@ class HeadModel:
 
         halves = [self.token_norm(self.embed(tokens)), self.state_norm(states)]
         joint = self.joint(mx.concatenate(halves, axis=-1))
-        x = self.layer(joint, cast("ForwardBatch", batch))  # None if it has no cache
+        x = self.layer(joint, cast("ForwardBatch", batch))  # without a cache, the batch is unused
         return add_and_norm(self.norm, x)[1]
 
     def logits_of(self, states: mx.array) -> mx.array:

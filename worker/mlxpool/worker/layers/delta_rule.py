@@ -25,7 +25,7 @@ from mlxpool.worker.layers.layer_types import RecurrentState
 
 log = logging.getLogger("mlxpool.worker")
 
-CHUNK = 32  # tokens of a chunk; time grows with their square, but further chunks are further steps
+CHUNK = 32  # tokens of a chunk; larger chunks need time by their square, smaller ones more steps
 EPS = gated_delta.L2_EPS  # added to the squared norm of a query or key
 TRIAL_ERROR = 0.02  # the greatest error of a trial's numbers, relative to the largest number
 
@@ -144,7 +144,7 @@ def _chunks(
     between = _decay_between(log_decay)
     solution = _inverse(rate * between * (k @ k.swapaxes(-1, -2)))
     local = solution @ (rate * v)  # d for an initial state of zeros
-    from_state = solution @ (rate * left * k)  # times the state it is subtracted from d
+    from_state = solution @ (rate * left * k)  # its product with the state is subtracted from d
     scores = between * (q @ k.swapaxes(-1, -2))
     decayed_q = left * q
     last = left[..., -1:, :]

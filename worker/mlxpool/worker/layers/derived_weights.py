@@ -41,7 +41,7 @@ class DerivedWeights(Struct, frozen=True):
     """Weights that are made from stored tensors; the model does not get the stored tensors.
 
     `transform` maps the arrays of `sources` to the arrays of `outputs`, both in this order. The
-    error for a missing source names it. An output may have the name of a source.
+    error for a missing source has its name. An output may have the name of a source.
     """
 
     sources: tuple[str, ...]
