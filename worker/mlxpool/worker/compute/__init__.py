@@ -1,4 +1,5 @@
-"""The only thread that uses MLX: it admits, schedules and runs steps.
+"""The compute thread, the only thread that uses MLX: it admits, schedules and runs steps.
 
-It imports no ZeroMQ and exchanges the messages in messages.py with the main thread.
+This code does not use ZeroMQ; the thread exchanges the messages in messages.py with the main
+thread.
 """

@@ -1,4 +1,4 @@
-"""Admits, grows, preempts and refuses sequences, by the answers of the engine's BlockManager."""
+"""Admits, grows, preempts and refuses sequences, as the engine's BlockManager allows."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Admissions:
         self._progress = progress
 
     def grow(self) -> list[Delta]:
-        """Give the next step's rows their blocks, preempting the newest rows if needed.
+        """Give the next step's rows their blocks; preempt the newest rows if needed.
 
-        Returns the last deltas of the sequences that cannot grow.
+        Ends the sequences that cannot grow; returns their last deltas.
         """
         failed: list[Delta] = []
         for sequence in self._blocks.lacking(self._generations.sequences()):
@@ -67,14 +67,14 @@ class Admissions:
             elif self._finds_blocks(sequence):
                 deltas += admit(sequence)
             else:
-                break  # later arrivals must not take the blocks that this sequence waits for
+                break  # later sequences must not take the blocks that this sequence waits for
         return deltas
 
     def _free_row(self, live: Many[Sequence], max_sequences: int) -> None:
-        """Preempt a row for a waiting line of a `decide`, if all rows are taken.
+        """Preempt a row for a waiting `decide` line (one prompt of the call), if no row is free.
 
-        The broker reserves a row for each stream, but does not know of lines. A row that still
-        reads its prompt is not preempted, so that every row makes progress.
+        The broker reserves a row for each stream, but not for lines. A row that still reads its
+        prompt is not preempted, so that every row makes progress.
         """
         rows = len(running(live))
         if rows < max_sequences or rows == len(live):
@@ -96,9 +96,10 @@ class Admissions:
             self._preempt(victim)
 
     def _waits(self, live: Many[Sequence], sequence: Sequence) -> bool:
-        """Return whether a sequence waits for the disk, or for a prompt that another one reads.
+        """Return whether a sequence waits for the disk, or for another reader of its prompt.
 
-        Marks the reader of that prompt, so that the prefix cache keeps the prompt at once.
+        Marks the other sequence, so that the prefix cache stores its prompt immediately after the
+        read.
         """
         if sequence.restoring:
             return True
@@ -112,7 +113,7 @@ class Admissions:
         return reader is not None
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's row. Its keys and values stay in the prefix cache if they fit."""
+        """Take a sequence's row away. Its keys and values stay in the prefix cache if they fit."""
         self._generations.release(sequence)
         sequence.preempt()
         self._progress.preemptions += 1

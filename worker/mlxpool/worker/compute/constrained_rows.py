@@ -1,4 +1,4 @@
-"""The rows of a step whose answers have a format: their masks, and the rows held without one."""
+"""The rows of a step whose answers have a format: their masks, and the rows that wait for masks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
 # The fewest forced tokens that are appended together. A pass that reads several tokens of a row
 # takes longer, which delays rows without a format.
 MIN_RUN = 4
-MIN_RUN_OF_ALL = 2  # the fewest if each row has a format, and so forced tokens
+MIN_RUN_OF_ALL = 2  # the fewest if every row has a format
 NO_RUN = MAX_RUN + 1
 
 
@@ -33,8 +33,9 @@ class ConstrainedRows:
     def min_run(self) -> int:
         """Returns the fewest forced tokens that are appended together.
 
-        If passes are compiled for numbers of lines, runs of tokens can lead to more lines or other
-        kernels. Then every row may lose more time than a row with a format gains.
+        If passes are compiled for certain numbers of tokens, runs of forced tokens can lead to
+        larger passes or other kernels. Then every row may lose more time than a row with a format
+        gains.
         """
         rows, limits = len(self._generations), self._engine.limits
         everyone = self._generations.constrained_count == rows
@@ -43,30 +44,29 @@ class ConstrainedRows:
         return MIN_RUN_OF_ALL if everyone and rows < limits.run_lines else NO_RUN
 
     def take_ahead(self, drawn: Many[SampledToken]) -> None:
-        """Begins to give constraints the tokens that will be committed after the next forward pass.
+        """Begins to advance constraints by tokens that are committed after the next forward pass.
 
-        Another thread gives them and makes the next masks, while this thread begins the pass.
+        Another thread advances them and makes the next masks, while this thread begins the pass.
         """
         self.mask_maker.take_ahead(self._tokens(drawn, ()), self.min_run())
 
     def take(self, drawn: Many[SampledToken], least: int, drafts: Container[Sequence] = ()) -> None:
-        """Gives the constraints of rows the drawn tokens, before these are committed.
+        """Advances the constraints of rows by the drawn tokens, before these are committed.
 
-        Leaves out tokens that end an answer, and rows that checked `drafts`. If other threads make
-        masks, starts the masks after these tokens, except for rows that append `least` or more
-        forced tokens.
+        Skips tokens that end an answer, and rows that checked `drafts`. If other threads make
+        masks, starts the next masks, except for rows that append `least` or more forced tokens.
         """
         if self._generations.constrained_count:
             self.mask_maker.take(self._tokens(drawn, drafts), least)
 
     def give_back(self) -> None:
-        """Takes back the tokens of `take_ahead` when a pass has failed: they are not committed."""
+        """Undoes `take_ahead` after a failed pass: its tokens are not committed."""
         self.mask_maker.give_back()
 
     def _tokens(
         self, drawn: Many[SampledToken], drafts: Container[Sequence]
     ) -> list[tuple[Constraint, int]]:
-        """Returns the drawn tokens to give to constraints, with their constraints."""
+        """Returns the drawn tokens of rows with constraints, with these constraints."""
         of, running, eos = self._generations.constrained_of, Phase.RUNNING, self._engine.eos
         taken: list[tuple[Constraint, int]] = []
         for sequence, token, _ in drawn:
@@ -78,11 +78,11 @@ class ConstrainedRows:
         return taken
 
     def begin_behind_runs(self, rows: Iterable[Generation]) -> None:
-        """Begins the masks of rows with new forced tokens: a pass reads these before it draws."""
+        """Begins the masks of rows with new forced tokens, which a pass reads before it draws."""
         if not self._generations.constrained_count or not self._engine.limits.ahead:
             return
         running = Phase.RUNNING
-        constraints = {  # each once, even if a row that checked drafts has several tokens
+        constraints = {  # each row once, even if it checked drafts and has several tokens
             row.constraint: None
             for row in rows
             if row.sequence.phase is running and row.sequence.has_unread
@@ -94,9 +94,9 @@ class ConstrainedRows:
     ) -> tuple[RowMasks, list[tuple[Generation, Exception]]]:
         """Returns the masks for the draws of the newest pass, and rows whose masks failed.
 
-        A row whose next tokens are already known does not draw. Nor does a row whose mask is late:
-        its last input is read again when the mask is made. A row that checks `drafts` has a mask
-        after each draft.
+        A row whose next tokens are already known does not draw. A row whose mask is late does not
+        draw either: it reads its last input again when the mask is made. A row that checks `drafts`
+        has a mask after each draft.
         """
         asking: dict[Constraint, Generation] = {}
         for row in rows:
@@ -105,7 +105,7 @@ class ConstrainedRows:
                 continue
             if sequence.has_unread:
                 self._engine.withdraw(sequence, again=False)
-            elif constraint is not None:  # None: its bound of thoughts was dropped after them
+            elif constraint is not None:  # None: the thoughts and their bound are over
                 asking[constraint] = row
         if not asking:
             return NO_MASKS, []
@@ -121,14 +121,14 @@ class ConstrainedRows:
         return masks, failed
 
     def _hold(self, row: Generation, *, draws: bool) -> None:
-        """Makes steps skip a row whose masks are late, also the newest step unless it `draws`."""
+        """Makes steps skip a row with late masks, also the newest step unless the row `draws`."""
         if not draws and row.sequence.phase is Phase.RUNNING:
             self._engine.withdraw(row.sequence, again=True)
         row.sequence.held = True
         self._held.append(row)
 
     def finds_forced(self, row: Generation) -> bool:
-        """Returns whether the forced tokens of a row are computed in this thread."""
+        """Returns whether this thread computes the forced tokens of a row."""
         return row.constraint is not None and self.mask_maker.is_quick(row.constraint)
 
     def release(self) -> None:
@@ -151,7 +151,7 @@ class ConstrainedRows:
                 self._held.append(row)
 
     def wait(self) -> None:
-        """Waits, for a bounded time, until a row can be released; returns at once without rows."""
+        """Waits, for a bounded time, until a row can be released; without rows, does not wait."""
         if self._held:
             self.mask_maker.wait()
 

@@ -1,9 +1,10 @@
-"""The calls of `decide` in the compute thread: their lines run as sequences beside the streams.
+"""The calls of `decide` in the compute thread. Their lines run as sequences beside the streams.
 
-A line is the prompt of a question, or that prompt and the first tokens of an answer. Its pass gives
+A line is the prompt of a question, or the prompt and the first tokens of an answer. A pass computes
 the log-probabilities of the tokens that may follow. The first line of a call reads the text. The
-other lines wait for it and find the text in the prefix cache. If nobody waits for the row of an
-ended line, the line becomes the next line of its call, so that the text is not copied for each.
+other lines wait for the first line and find the text in the prefix cache. If no sequence waits for
+the row of an ended line, the line becomes the next line of its call, so that the text is not copied
+again.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from mlxpool.worker.engine.engine import Engine
 from mlxpool.worker.prompt.detokenizer import Detokenizer
 from mlxpool.worker.scheduling.sequence import Phase, SampledToken, Sequence
 
-MIN_SHARED = 64  # tokens of a text; a shorter text is read with every question
+MIN_SHARED = 64  # the least tokens of a shared text; a shorter text is read with every question
 _OPTIONS = Options(temperature=0, max_tokens=1)
 
 
 class Line(Generation, eq=False, kw_only=True):
-    """A line of a call: question `index` after the tokens `branch` of an answer.
+    """A line of a `decide` call: question `index` after the tokens `branch` of an answer.
 
-    `goes_on` is called when the line has ended. It makes the line another one if it can.
+    `goes_on` is called when the line has ended. It may make the line the next line of the call.
     """
 
     call: CallKey
@@ -55,7 +56,7 @@ class Line(Generation, eq=False, kw_only=True):
         number: int,
         goes_on: Callable[[Line], bool],
     ) -> Self:
-        """The line of a call. `number`: the run number of its sequence; requests' runs lack it."""
+        """Returns a line of a call; `number`: its sequence's run number, unused by requests."""
         message = call.message
         question = message.questions[index]
         sequence = Sequence(
@@ -82,7 +83,7 @@ class Line(Generation, eq=False, kw_only=True):
         )
 
     def become(self, call: DecideState, index: int, branch: Path) -> None:
-        """Become another line of the call; the row already has the text."""
+        """Become another line of the call, whose text the row already has."""
         question, sequence = call.message.questions[index], self.sequence
         sequence.prompt = (*question.prompt, *branch)
         sequence.scored = question.branches[branch]
@@ -105,7 +106,7 @@ class Line(Generation, eq=False, kw_only=True):
         return self.last_delta(RunEnd("stop"))
 
     def last_delta(self, end: RunEnd | PoolError) -> Delta:
-        """See Generation.last_delta. `Decisions.take` removes it from the deltas of streams."""
+        """See Generation.last_delta. `Decisions.take` removes the delta from the deltas of streams."""
         self.sequence.phase = Phase.FINISHED
         if isinstance(end, PoolError):
             self.error = end
@@ -113,10 +114,10 @@ class Line(Generation, eq=False, kw_only=True):
 
 
 class DecideState(Struct, eq=False):
-    """A call in progress. `pending`: the lines that did not begin yet, as (question, branch).
+    """A `decide` call in progress. `pending`: the lines that did not begin, as (question, branch).
 
-    `leads`: whether its first line still has to read the text. `running`: the lines that run.
-    `found`: log-probabilities by question and branch. `results`: answers of finished questions.
+    `leads`: whether the first line still has to read the text. `running`: the running lines.
+    `found`: log-probabilities by question and branch. `results`: answers to finished questions.
     """
 
     message: Decide
@@ -134,7 +135,7 @@ class DecideState(Struct, eq=False):
             for index, question in enumerate(message.questions)
             for branch in question.branches
         ]
-        # Empty branches come first: longer ones then find the question in the cache as well.
+        # Empty branches come first: longer branches then find the question in the cache as well.
         lines.sort(key=lambda line: len(line[1]))
         return cls(message, deque(lines), message.shared >= MIN_SHARED and len(lines) > 1)
 
@@ -145,7 +146,7 @@ class DecideState(Struct, eq=False):
         return bool(self.pending) and not (waits and self.running)
 
     def took(self, line: Line) -> bool:
-        """Take the log-probabilities of a line. Returns whether all questions are answered."""
+        """Store the log-probabilities of a line. Returns whether all questions are answered."""
         assert line.found is not None
         index, question = line.index, self.message.questions[line.index]
         by_branch = self.found.setdefault(index, {})
@@ -157,7 +158,7 @@ class DecideState(Struct, eq=False):
         return len(self.results) == len(self.message.questions)
 
     def answer(self, now: float) -> CallAnswer:
-        """The answer of a call whose questions are all answered; `now`: monotonic seconds."""
+        """The answer to a call whose questions are all answered; `now`: monotonic seconds."""
         message = self.message
         results = [self.results[index] for index in range(len(message.questions))]
         rows = [
@@ -175,7 +176,7 @@ class DecideState(Struct, eq=False):
 
 
 class Decisions:
-    """The open calls. Owners take turns, so that one owner's many questions delay no other's."""
+    """The open `decide` calls. Owners take turns, so that no owner's questions delay other owners."""
 
     def __init__(
         self, engine: Engine, generations: Generations, post: Callable[[Outbound], None]
@@ -185,7 +186,7 @@ class Decisions:
         self._generations = generations
         self._post = post
         self._open: dict[CallKey, DecideState] = {}
-        self._owners: OrderedDict[str, None] = OrderedDict()  # with open calls, in turn
+        self._owners: OrderedDict[str, None] = OrderedDict()  # owners with open calls, in turn
         self._lines: dict[RunKey, Line] = {}  # running lines
         self._numbers = count(-1, -1)  # numbers of lines; runs of requests have positive numbers
 
@@ -197,7 +198,7 @@ class Decisions:
         self._owners.setdefault(message.owner)
 
     def remove(self, key: CallKey) -> None:
-        """Remove a call and its lines in the engine; ignores a call that is not open."""
+        """Remove a call, and its lines in the engine; ignores a call that is not open."""
         call = self._open.pop(key, None)
         if call is None:
             return
@@ -208,14 +209,15 @@ class Decisions:
             del self._owners[owner]
 
     def clear(self) -> None:
-        """Drop all calls without an answer."""
+        """Drop all calls; sends no answers."""
         for key in list(self._open):
             self.remove(key)
 
     def begin(self, room: int, *, apart: bool) -> None:
         """Begin at most `room` lines, but at least one if no line runs.
 
-        `apart`: two rows cannot use the same cached text at once, so at most one line runs.
+        `apart`: two rows cannot use the same cached text at the same time, so at most one line
+        runs.
         """
         most = 1 if apart else max(room + len(self._lines), 1)
         while len(self._lines) < most:
@@ -229,7 +231,7 @@ class Decisions:
             self._generations.add(line)
 
     def _next(self) -> DecideState | None:
-        """The next call by turns of owners; None: no line may begin."""
+        """Returns the next call, by turns of owners; None: no line may begin."""
         for owner in self._owners:
             own = (call for call in self._open.values() if call.message.owner == owner)
             call = next((call for call in own if call.ready), None)
@@ -253,7 +255,7 @@ class Decisions:
         return True
 
     def take(self, deltas: list[Delta]) -> list[Delta]:
-        """Take the ends of lines out of a step's deltas; returns the deltas of streams."""
+        """Handle the ends of lines among a step's deltas; returns the deltas of streams."""
         if not self._lines:
             return deltas
         lines = [self._lines.get((delta.id, delta.attempt)) for delta in deltas]
@@ -276,7 +278,7 @@ class Decisions:
             self._answer(call, call.answer(monotonic()))
 
     def restart(self) -> None:
-        """Put running lines back: a drained worker answers its calls before it ends."""
+        """Make running lines pending again: a drained worker answers its calls before it ends."""
         for call in self._open.values():
             for line in call.running:
                 self._stop(line)
@@ -292,11 +294,11 @@ class Decisions:
         return self._generations.get(line.key) is line
 
     def _answer(self, call: DecideState, content: CallAnswer) -> None:
-        """The one place where a call ends with an answer."""
+        """Send the answer of a call, and remove the call."""
         self.remove(call.message.key)
         self._post(Answer(call.message.key, content))
 
 
 def named(body: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """The body of an error whose message begins with the number of its question."""
+    """Returns the body of an error, with the question's number before its message."""
     return {**body, "message": f"questions[{number}]: {body['message']}"}

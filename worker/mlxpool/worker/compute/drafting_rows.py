@@ -26,7 +26,7 @@ from mlxpool.worker.speculation.speculator import Speculator, candidates_of, max
 
 log = logging.getLogger("mlxpool.worker")
 
-MAX_FAILURES = 3  # failures in a row to make drafts, after which drafts are turned off
+MAX_FAILURES = 3  # consecutive failures to make drafts, after which drafts are turned off
 
 
 def make_speculator(setting: str, engine: Engine, model: str) -> Speculator | None:
@@ -35,7 +35,7 @@ def make_speculator(setting: str, engine: Engine, model: str) -> Speculator | No
     Gives the engine, before its warm-up, the most drafts of a step.
 
     Raises ModelLoadFailed if drafts are demanded or a draft model is set, but the engine checks no
-    drafts; and if the demanded head or draft model is missing.
+    drafts, or if the demanded head or draft model is missing.
     """
     draft = engine.draft
     if setting == OFF:
@@ -67,11 +67,11 @@ def make_speculator(setting: str, engine: Engine, model: str) -> Speculator | No
 
 
 def make_drafter(setting: str, engine: Engine, clock: Callable[[], float]) -> Drafter:
-    """Returns the drafter of the setting, which the engine must have.
+    """Returns the drafter that the setting names, which the engine must have.
 
-    With "auto" it chooses the best drafter for each row: n-grams, the model's own head or the draft
-    model, as far as the engine has them. N-grams take no time, so they come first. They are left
-    out if the vocabulary is too large for them.
+    The drafter of "auto" chooses the best of the engine's drafters for each row: n-grams, the
+    model's own head, or the draft model. N-grams take no time, so they are first. A vocabulary that
+    is too large excludes n-grams.
     """
     drafters_by_name: dict[str, Drafter] = {}
     if setting not in (MTP, DRAFT) and engine.vocab_size <= MAX_TOKENS:
@@ -86,9 +86,9 @@ def make_drafter(setting: str, engine: Engine, clock: Callable[[], float]) -> Dr
 
 
 def one_each(deltas: list[Delta], drafts: Drafts) -> list[Delta]:
-    """Joins the deltas of each stream that checked drafts into one delta.
+    """Returns the deltas of a step, with one delta for each stream that checked drafts.
 
-    The joined deltas are consecutive: each has one token, or the end.
+    The deltas before the join are consecutive: each has one token, or the end.
     """
     joined: list[Delta] = []
     places: dict[RunKey, int | None] = {
@@ -118,7 +118,7 @@ def _together(first: Delta, second: Delta) -> Delta:
 
 
 class DraftingRows:
-    """Makes drafts before a step and takes results after it; does nothing without a speculator.
+    """Makes drafts before a step and counts results after it; without a speculator, does nothing.
 
     Used by the compute thread. A step with drafts runs while no other step is in flight.
     """
@@ -137,12 +137,12 @@ class DraftingRows:
         self._constrained = constrained
         self.speculator = speculator
         self._require_device = require_device
-        self._ended = 0.0  # time when the newest step was collected; 0: paused since then
+        self._ended = 0.0  # monotonic time when the newest step was collected; 0: paused since then
         self._waited = False  # whether the next step waited for passes in flight
-        self._failures = 0  # failures of `drafts` in a row
+        self._failures = 0  # consecutive failures of `drafts`
 
     def depths(self, live: Many[Sequence], limits: StepLimits) -> dict[Sequence, int]:
-        """Returns the number of drafts for each sequence, by the tokens known so far."""
+        """Returns the number of drafts for each sequence, by the tokens that are known so far."""
         speculator = self.speculator
         if speculator is None or speculator.skips_next:
             return {}
@@ -151,7 +151,7 @@ class DraftingRows:
         return speculator.depths(rows, limits.lines, candidates, began)
 
     def depths_after_wait(self, live: Many[Sequence], limits: StepLimits) -> dict[Sequence, int]:
-        """Returns `depths` again, after a wait for the passes in flight on account of drafts."""
+        """Returns `depths` again, after drafts made the step wait for the passes in flight."""
         self._waited = True
         depths = self.depths(live, limits)
         if not depths and self.speculator is not None:
@@ -183,7 +183,7 @@ class DraftingRows:
     def collected(
         self, step: Step, drafts: Drafts, drawn: Many[SampledToken], *, fresh: bool
     ) -> None:
-        """Counts a step's accepted drafts and its time, before its tokens are appended."""
+        """Counts the accepted drafts and the time of a step, before its tokens are appended."""
         if self.speculator is None:
             return
         now = self.speculator.clock()

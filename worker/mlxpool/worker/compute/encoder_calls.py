@@ -20,8 +20,10 @@ assert FLOAT32.itemsize == NUMBER_BYTES
 
 
 class EncoderCallState(Struct, eq=False):
-    """A call in progress. `pending`: indices of the inputs without a pass yet, shortest first;
-    `rows`: the vectors so far, by the index of the input.
+    """A call in progress.
+
+    `pending`: indices of the inputs that no pass has computed, shortest first; `rows`: the computed
+    vectors, by the index of the input.
     """
 
     message: Compute
@@ -48,8 +50,9 @@ class EncoderCallState(Struct, eq=False):
         self.pending.appendleft(index)
 
     def answer(self, labels: Sequence[str], *, normalises: bool, now: float) -> CallAnswer:
-        """The answer to a complete call. `normalises`: whether vectors get length 1 if the call
-        leaves it open; `now`: monotonic seconds.
+        """Returns the answer to a complete call; `now`: monotonic seconds.
+
+        `normalises`: whether vectors get length 1 if the call does not specify it.
         """
         message, count = self.message, len(self.message.inputs)
         normalise = normalises if message.normalise is None else message.normalise
@@ -79,7 +82,7 @@ class PassInput(Struct, frozen=True):
 
 
 class EncoderCalls:
-    """The open calls. Owners take turns, so that one owner's many inputs delay no other's."""
+    """The open calls. Owners take turns, so that no owner's inputs delay other owners."""
 
     def __init__(self) -> None:
         self._open: dict[CallKey, EncoderCallState] = {}
@@ -106,7 +109,7 @@ class EncoderCalls:
         self._waiting.clear()
 
     def next_pass(self, lines: int) -> list[PassInput]:
-        """Take the inputs of the next pass: at least one input, then up to `lines` tokens in all.
+        """Take the inputs of the next pass: at least one input, then inputs up to `lines` tokens.
 
         A call that is computed alone has a pass of its own.
         """

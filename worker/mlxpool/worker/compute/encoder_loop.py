@@ -35,7 +35,7 @@ from mlxpool.worker.system.cpu_threads import CpuThreads
 
 log = logging.getLogger("mlxpool.worker")
 
-LAYOUT = "passes"  # the layout that `models` shows
+LAYOUT = "passes"  # the layout that the command `models` shows
 
 
 class EncoderLoop:
@@ -50,7 +50,7 @@ class EncoderLoop:
         cpu_threads: CpuThreads,
         post: Callable[[Outbound], None],
     ) -> None:
-        """`post` sends a message to the main thread; `delta_queue` has the fence of messages."""
+        """`post` sends a message to the main thread; `delta_queue` has the fence for messages."""
         self._encoder = encoder
         encoder.report_compiles(progress.compiles)
         self._inbox = inbox
@@ -96,7 +96,7 @@ class EncoderLoop:
             self._delta_queue.handed_back()
 
     def _pass(self) -> None:
-        """Compute one pass, and answer the calls that are complete with it."""
+        """Compute one pass, and answer the calls that it completes."""
         inputs = self._calls.next_pass(self._encoder.lines)
         if not inputs:
             return
@@ -133,7 +133,7 @@ class EncoderLoop:
                 self._answer(call.key, answer)
 
     def _answer(self, key: CallKey, content: CallAnswer) -> None:
-        """The one place where a call ends with an answer."""
+        """Send the answer of a call, and remove the call."""
         self._calls.remove(key)
         self._post(Answer(key, content))
 

@@ -2,7 +2,8 @@
 
 Rank 0 sends the passes. The main thread computes, as it does not have to answer a broker.
 
-It knows neither sequences nor prefixes and draws no tokens: messages have the blocks of rows.
+A rank after the first knows neither sequences nor prefixes and draws no tokens: messages have the
+blocks of rows.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ log = logging.getLogger("mlxpool.worker")
 
 
 def run(config: WorkerConfig, inbox: Inbox) -> int:
-    """Load, then serve until rank 0 ends; call it after `Begin` came. Returns the exit code."""
+    """Load, then compute until rank 0 ends; called after `Begin`. Returns the exit code."""
     block = Block.open(config.block_fd) if config.block_fd >= 0 else Block.private()
     progress = Progress(lambda: None, block=block)
     progress.compute_begins()
@@ -113,9 +114,9 @@ class FollowerLayout(PagedLayout):
 
 
 class _Flight(Struct, frozen=True):
-    """A pass in flight: over `rows` rows; `tokens`: those of prompts that it reads.
+    """A pass in flight over `rows` rows; `tokens`: the number of prompt tokens that it reads.
 
-    `fresh`: it compiles something. The pass ends with the evaluation of `done`.
+    `fresh`: the pass compiles something. It ends with the evaluation of `done`.
     """
 
     rows: int
@@ -148,7 +149,7 @@ class Follower:
         self._before: tuple[list[RowSpan], Pass] | None = None  # the newest pass
 
     def handle(self, message: Message) -> None:
-        """Perform an order of rank 0. After any exception this rank cannot go on."""
+        """Perform a message of rank 0. After any exception this rank cannot go on."""
         if self._jobs and not (isinstance(message, Pass) and message.builds):
             jobs, self._jobs = self._jobs, []
             LOAD.enter("kernels")
@@ -213,7 +214,7 @@ class Follower:
         assert self._before is not None, "a pass is computed before it is repeated"
         spans, before = self._before
         _change_rows(self._required_pool(), message)
-        # The layout knows the spans by their list.
+        # The layout recognises the spans by the list object.
         self._compute(spans, replace(before, ids=message.ids, drawn=message.drawn, fresh=False))
 
     def _compute(self, spans: list[RowSpan], message: Pass) -> None:
@@ -241,7 +242,7 @@ class Follower:
         self._flights.append(flight)
 
     def _await(self, flight: _Flight) -> None:
-        """Reports that the end of a pass is awaited from now on."""
+        """Reports to the progress that this thread waits for the end of a pass from now on."""
         self._progress.awaits(None, flight.tokens, flight.rows)
         if flight.fresh:
             self._progress.compiles()
@@ -266,13 +267,13 @@ def _change_rows(pool: _Pool, message: Pass | Again) -> None:
     for number in message.left:
         row = pool.rows.pop(number, None)
         if row is not None:
-            row.table = []  # so that its line of the block tables is free
+            row.table = []  # so that the row's line of the block tables is free
     for number, first, blocks in message.tables:
         if number not in pool.rows:
             row = pool.layout.store.new_row()
             pool.rows[number] = row
         row = pool.rows[number]
-        if first < len(row.table):  # invalidates what passes keep about their rows
+        if first < len(row.table):  # invalidates the stored state of passes about their rows
             pool.layout.store.changes += 1
         row.table[first:] = blocks
         row.changed = min(row.changed, first)

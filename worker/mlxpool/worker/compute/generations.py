@@ -1,4 +1,4 @@
-"""Completions in the compute thread: drawn tokens become deltas, until a completion ends."""
+"""Completions in the compute thread: each drawn token becomes a delta, until a completion ends."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ log = logging.getLogger("mlxpool.worker")
 
 
 class Generation(Struct, eq=False):
-    """One completion. Times are monotonic seconds; 0 until the event has happened.
+    """One completion. Times are monotonic seconds; a time is 0 until its event has happened.
 
-    `bound`: the bound of its thoughts, while they last and no format applies. Near the bound it is
-    also the constraint.
+    `bound`: the token bound of the thoughts, until the thoughts end or a format applies. Near its
+    end the bound is also the constraint.
     """
 
     sequence: Sequence
@@ -42,17 +42,17 @@ class Generation(Struct, eq=False):
     received: float
     deadline: float = math.inf
     facts_sent: bool = False
-    prefill_at: float = 0.0  # time when its first chunk began
-    decode_at: float = 0.0  # time when its prompt was read
+    prefill_at: float = 0.0  # time when the prompt's first chunk began
+    decode_at: float = 0.0  # time when the whole prompt was read
     piece: Callable[[int], bytes] = field(default=lambda token: b"")
     constraint: Constraint | None = None
     bound: ThoughtBound | None = None
     report: PromptReport | None = None
-    plain: bool = False  # whether its deltas have only text and ids until it ends, see `append`
+    plain: bool = False  # whether deltas have only text and ids until the end, see `append`
 
     @classmethod
     def begin(cls, admit: Admit, piece: Callable[[int], bytes]) -> Self:
-        """The generation of a prepared sequence; `piece` gives the bytes of a token."""
+        """Returns the generation of a prepared sequence; `piece` returns the bytes of a token."""
         return cls(
             admit.sequence,
             admit.facts,
@@ -78,10 +78,10 @@ class Generation(Struct, eq=False):
         find: bool = False,
         least: int = 1,
     ) -> Delta:
-        """Append one drawn token. Returns its delta, with the end if the token is the last one.
+        """Append one drawn token. Returns its delta, with the end after the last token.
 
-        Also appends the tokens that the constraint forces after it, if they are `least` or more.
-        `find`: compute the forced tokens; else use only those that are known. Raises BadRequest for
+        Also appends the tokens that the constraint forces next, if they are `least` or more.
+        `find`: compute the forced tokens; else use only known forced tokens. Raises BadRequest for
         a token that the constraint does not allow.
         """
         sequence, detokenizer, token = self.sequence, self.detokenizer, drawn.token
@@ -115,10 +115,10 @@ class Generation(Struct, eq=False):
         return Delta(id, number, position, text, packed, self._logprobs(drawn), self._facts(), end)
 
     def append(self, token: int, eos: frozenset[int], least: int) -> Delta | None:
-        """Append one token of a `plain` completion that goes on. Returns its delta.
+        """Append one token of a `plain` completion that does not end. Returns the token's delta.
 
-        Returns None and does nothing if the token may be the last one, or if `least` or more forced
-        tokens may follow. Then call `commit` instead.
+        Returns None and does nothing if the token may be the last token, or if `least` or more
+        forced tokens may follow. The caller then calls `commit`.
         """
         sequence = self.sequence
         ids = sequence.ids
@@ -135,11 +135,11 @@ class Generation(Struct, eq=False):
         )
 
     def begin_report(self) -> list[Delta]:
-        """The deltas of the prompt's report that can be sent before the prompt is read."""
+        """Returns the deltas of the prompt's report that can be sent before the prompt is read."""
         return [] if self.report is None else self._reported(self.report.begin())
 
     def add_to_report(self, prompt: PromptLogprobs) -> list[Delta]:
-        """The deltas of the next log-probabilities of the prompt."""
+        """Returns the deltas of the next log-probabilities of the prompt."""
         report = self.report
         assert report is not None and report.reported == prompt.first, "no token is left out"
         deltas = self._reported(report.add(prompt.logprobs))
@@ -165,12 +165,12 @@ class Generation(Struct, eq=False):
         return text
 
     def last_delta(self, end: RunEnd | PoolError) -> Delta:
-        """A delta without a token that ends the generation."""
+        """Returns a delta without a token, which ends the generation."""
         facts = self._facts()
         return Delta(*self.key, len(self.sequence.ids), "", b"", facts=facts, end=end.body())
 
     def finish_reason(self) -> str | None:
-        """The reason if the ids complete the completion, else None."""
+        """Returns the finish reason if the ids complete the completion; else None."""
         if self.detokenizer.stopped:
             return "stop"
         if self.constraint is not None and self.constraint.finished:
@@ -180,7 +180,7 @@ class Generation(Struct, eq=False):
         return None
 
     def end(self, reason: str, now: float) -> RunEnd:
-        """The end of the generation, with the text that the detokenizer held back."""
+        """Returns the end of the generation, with the last text of the detokenizer."""
         sequence = self.sequence
         sequence.phase = Phase.FINISHED
         text = "" if reason == "cancelled" else self.detokenizer.finish()
@@ -197,14 +197,14 @@ class Generation(Struct, eq=False):
         return RunEnd(reason, text, usage.body(), timings_ms, complete)
 
     def deadline_error(self) -> DeadlineExceeded:
-        """The error of a generation whose deadline has passed."""
+        """Returns the error of a generation whose deadline has passed."""
         return DeadlineExceeded(
             f"not finished {self.deadline - self.received:.3f} s after it reached the worker"
             f" (deadline_ms), {len(self.sequence.ids)} tokens done"
         )
 
     def _facts(self) -> dict[str, object] | None:
-        """The facts for the first delta; None for later deltas."""
+        """Returns the request's facts for the first delta; None for later deltas."""
         if self.facts_sent:
             return None
         self.facts_sent = True
@@ -232,10 +232,10 @@ class Generations:
         self._engine = engine
         self._by_key: dict[RunKey, Generation] = {}
         self._by_sequence: dict[Sequence, Generation] = {}
-        self.of = self._by_sequence.__getitem__  # the generation of a live sequence
-        self._next_deadline = math.inf  # at or before the earliest deadline
+        self.of = self._by_sequence.__getitem__  # generations by live sequence
+        self._next_deadline = math.inf  # a time at or before the earliest deadline
         self._constrained: dict[Sequence, Generation] = {}  # generations with a constraint
-        self.constrained_of = self._constrained.get  # the generation if it has a constraint
+        self.constrained_of = self._constrained.get  # by sequence, if it has a constraint
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -248,7 +248,7 @@ class Generations:
         self.apply_bound(generation)
 
     def apply_bound(self, generation: Generation) -> None:
-        """Make the bound of thoughts the constraint if it is near; drop it when they are over."""
+        """Make the bound of thoughts the constraint if it is near; drop it after the thoughts."""
         bound = generation.bound
         if bound is None:
             return
@@ -268,7 +268,7 @@ class Generations:
         return [*self._by_sequence]
 
     def constrained(self, spans: Iterable[Span]) -> list[Generation]:
-        """The generations that draw a token in these spans and have a constraint."""
+        """Returns the generations that draw a token in these spans and have a constraint."""
         if not self._constrained:
             return []
         constrained = self._constrained
@@ -297,7 +297,7 @@ class Generations:
         return delta
 
     def expire(self, now: float) -> list[Delta]:
-        """End generations whose deadline has passed. Returns their last deltas."""
+        """End the generations whose deadline has passed. Returns their last deltas."""
         if now < self._next_deadline:
             return []
         late = [generation for generation in self._by_key.values() if now >= generation.deadline]
@@ -309,7 +309,7 @@ class Generations:
         return deltas
 
     def forget(self, generation: Generation) -> None:
-        """Remove a generation without a delta."""
+        """Remove a generation; sends no delta."""
         generation.sequence.phase = Phase.FINISHED
         if generation.constraint is not None:
             generation.constraint.ended = True
@@ -318,7 +318,7 @@ class Generations:
         self.release(generation.sequence)
 
     def forget_all(self) -> None:
-        """Remove all generations without a delta."""
+        """Remove all generations; sends no deltas."""
         for generation in list(self._by_key.values()):
             self.forget(generation)
 
@@ -331,5 +331,5 @@ class Generations:
 
 
 def _milliseconds(start: float, end: float) -> float:
-    """Milliseconds between two times in seconds; 0 if one of them is 0."""
+    """Returns the milliseconds between two times in seconds; 0 if one time is 0."""
     return round((end - start) * 1000, 3) if start and end else 0.0

@@ -1,9 +1,9 @@
-"""Encodes images between steps, one at a time, when prompts reach them.
+"""Encodes images between steps, one at a time, when the reading of a prompt reaches an image.
 
-The features of an image are kept for other sequences, so that the image is not encoded again while
-they are kept. A sequence that waits for an image takes no room from earlier sequences, and their
-features are not evicted for it. So every sequence makes progress: the first one at the latest when
-the features of all others are evicted.
+The features of an image stay in a cache, so that other sequences need not encode the image again. A
+sequence that waits for an image takes no cache space from earlier sequences: their features are not
+evicted. So every sequence makes progress: the first sequence at the latest when all features of
+other sequences are evicted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mlxpool.worker.scheduling.sequence import Phase, Sequence
 
 
 class ImageJob(Struct, frozen=True):
-    """An image that has to be encoded before `sequence` goes on; `pinned` are not evicted."""
+    """An image to encode before `sequence` can go on; images in `pinned` are not evicted."""
 
     sequence: Sequence
     image: PreparedImage
@@ -32,7 +32,7 @@ class ImageJob(Struct, frozen=True):
 
 
 class NoRoom(Struct, frozen=True):
-    """A sequence that needs the features of more images at once than may be kept."""
+    """A sequence that needs the features of more images together than the cache can hold."""
 
     sequence: Sequence
     error: TooLarge
@@ -41,8 +41,8 @@ class NoRoom(Struct, frozen=True):
 def next_job(live: Iterable[Sequence], engine: Engine) -> ImageJob | NoRoom | None:
     """Returns the job of the first sequence whose next input needs an image without features.
 
-    None: no sequence needs an image, or it has to wait until earlier sequences no longer need their
-    features. `live` is in the order of arrival.
+    None: no sequence needs an image, or the sequence has to wait until earlier sequences no longer
+    need their images' features. `live` is in the order of arrival.
     """
     encoded = engine.encoded
     earlier: set[ImageKey] = set()  # features that earlier sequences need
@@ -72,7 +72,7 @@ def _no_room(images: int, encoded: EncodedImages[Any]) -> TooLarge:
 
 
 def perform(job: ImageJob, engine: Engine, progress: Progress) -> None:
-    """Encodes the image. Until the end of that, the broker's time limit is `fresh_limit`."""
+    """Encodes the image. During the encoding, the broker's time limit is `fresh_limit`."""
     progress.awaits(job.sequence.id, job.count, 0)
     progress.compiles()
     try:

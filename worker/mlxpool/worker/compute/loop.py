@@ -1,7 +1,7 @@
 """The loop of the compute thread: takes messages, runs one step, delivers its results.
 
 A step ends late sequences, grows and admits rows, then computes one pass over all rows. On a GPU
-the pass is submitted while the previous one is computed.
+the pass is submitted while the device computes the previous pass.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ BeginGeneration = Callable[[Admit, Callable[[int], bytes]], Generation]
 
 
 class ComputeLoop:
-    """Owns the engine. `post` sends a message to the main thread.
+    """The loop, which owns the engine. `post` sends a message to the main thread.
 
-    `begin` makes the generation of an admitted sequence. `speculator` None: no drafts are checked.
+    `begin` makes the generation of an admitted sequence. `speculator` None: no step checks drafts.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ComputeLoop:
         """Handle the messages in the inbox; without any generation or call, wait for a message."""
         deltas: list[Delta] = []
         while not self._generations and self._steps.in_flight:
-            self._steps.collect()  # their sequences have left
+            self._steps.collect()  # the sequences of these steps have left
         if not self._generations and not self._decisions:
             self._report_memory(monotonic())
             self._steps.pause()
@@ -108,11 +108,11 @@ class ComputeLoop:
         return deltas
 
     def _next_message(self) -> Inbound:
-        """Wait for a message; after a while without messages, save prefixes to disk meanwhile."""
+        """Wait for a message; after SAVE_DELAY, save prefixes to disk while waiting."""
         disk = self._engine.disk
         if disk is None:
             return self._inbox.get()
-        disk.turn(monotonic(), busy=False)  # its threads need not rest while nothing runs
+        disk.turn(monotonic(), busy=False)  # the disk threads need not pause while no step runs
         if not disk.may_save:
             return self._inbox.get()
         if not self._saving:
@@ -125,14 +125,14 @@ class ComputeLoop:
         return self._inbox.get()
 
     def _waits_for_disk(self) -> bool:
-        """Return whether all sequences wait for the disk tier and nothing else is to do."""
+        """Return whether all sequences wait for the disk tier and there is no other work."""
         disk = self._engine.disk
         if disk is None or not disk.reads or self._steps.in_flight or not self._inbox.empty():
             return False
         return all(sequence.restoring for sequence in self._generations.sequences())
 
     def _handle(self, message: Inbound, deltas: list[Delta]) -> None:
-        """Handle one message; append the last deltas of the streams that it ends to `deltas`."""
+        """Handle one message; append the last deltas of streams that it ends to `deltas`."""
         if isinstance(message, Reserve | MakeRoom | DiskNews | SaveAll):
             self._handle_memory(message)
         elif isinstance(message, Admit):
@@ -157,7 +157,7 @@ class ComputeLoop:
             deltas.clear()
             self._delta_queue.fence = message.fence
         else:
-            self._saving = True  # this worker will end
+            self._saving = True  # `HandBack`: this worker will end
             self._decisions.restart()
             self._generations.forget_all()
             self._delta_queue.put(deltas)
@@ -223,7 +223,7 @@ class ComputeLoop:
             }
 
     def _disk_figures(self) -> dict[str, int]:
-        """Returns the counters of the disk tier; empty without one."""
+        """Returns the counters of the disk tier; empty without a disk tier."""
         disk = self._engine.disk
         if disk is None:
             return {}

@@ -1,7 +1,7 @@
 """The figures of a worker's memory in heartbeats: parts that add up to a total, and peaks.
 
 The compute thread reads the memory after steps, at most every READ_INTERVAL. The main thread sends
-the newest figures with each heartbeat; a peak is the peak since the last heartbeat.
+the newest figures with each heartbeat; a peak is since the last heartbeat.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PARTS = ("weights", "kv", "prefix", "compute")  # the figures that add up to `to
 
 
 class MemoryFigures:
-    """Written by the compute thread, taken by the main thread. All figures are bytes.
+    """Memory figures in bytes, written by the compute thread and taken by the main thread.
 
     `latest` has the figures of the newest reading, taken between two steps.
     """
@@ -28,7 +28,7 @@ class MemoryFigures:
         self._highest = 0  # peak since the start
         self._lock = Lock()  # guards the attributes below
         self._peak = 0  # peak since the last heartbeat
-        self._compute = 0  # the most bytes that a step needed since the last heartbeat
+        self._compute = 0  # the most bytes of a step since the last heartbeat
 
     def loaded(self, size: int) -> None:
         """Sets the figures to `size` bytes of loaded weights and nothing else."""
@@ -39,7 +39,7 @@ class MemoryFigures:
         return now - self._read_at >= READ_INTERVAL
 
     def read(self, use: MemoryUse, now: float) -> None:
-        """Takes a reading of an engine's memory; `now`: monotonic seconds."""
+        """Stores a reading of an engine's memory; `now`: monotonic seconds."""
         self._read_at = now
         kept = use.weights + use.draft + use.kv + use.kv_free + use.prefix + use.images
         peak = max(use.peak, use.active)
@@ -58,7 +58,7 @@ class MemoryFigures:
             "limit": use.limit,
             "device_free": use.device_free,
         }
-        # Memory that rows took or freed since the last reading does not count as a step's.
+        # Memory that rows took or freed since the last reading does not count as memory of a step.
         needed = peak - max(kept, self._kept)
         self._kept = kept
         with self._lock:

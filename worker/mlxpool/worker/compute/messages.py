@@ -27,7 +27,7 @@ from mlxpool.worker.scheduling.sequence import Sequence
 
 MAX_UNTAKEN_STEPS = 256  # the most steps whose deltas wait for the main thread
 
-RunKey = tuple[bytes, int]  # (request id, number of the run, which the broker counts)
+RunKey = tuple[bytes, int]  # (request id, the broker's number of the run)
 
 
 class CallKey(NamedTuple):
@@ -43,9 +43,9 @@ class CallKey(NamedTuple):
 class Admit(Struct, frozen=True):
     """Run a prepared sequence; `facts` are sent with its first delta.
 
-    `detokenizer` has replayed the ids of a resume: the client already has their text.
-    `received` and `deadline` are monotonic seconds. `constraint` has taken the ids, too; None: any
-    token may follow, within the `bound` of thoughts. `report`: the report of the prompt.
+    `detokenizer` has replayed the ids of a resume: the client already has their text. `received`
+    and `deadline` are monotonic seconds. `constraint` has also processed the ids; None: any token
+    may follow, within the `bound` of thoughts. `report`: the report of the prompt.
     """
 
     sequence: Sequence
@@ -59,13 +59,13 @@ class Admit(Struct, frozen=True):
 
 
 class Drop(Struct, frozen=True):
-    """Stop one run, which ends `cancelled`."""
+    """Stop one run, which ends with the reason `cancelled`."""
 
     key: RunKey
 
 
 class DropAll(Struct, frozen=True):
-    """Drop every run without a delta; messages carry the new `fence` from now on."""
+    """Drop every run, without deltas; later messages have the new `fence`."""
 
     fence: int
 
@@ -78,7 +78,8 @@ class Compute(Struct, frozen=True):
     """Compute the inputs of a call with an encoder model; answered by `Answer`.
 
     `dimensions` (0: all) and `normalise` (None: the model's default) are parameters of `embed`.
-    `first`: the number of the first input, for errors. `alone`: without inputs of other calls.
+    `first`: the number of the first input, for errors. `alone`: passes with no inputs of other
+    calls.
     """
 
     key: CallKey
@@ -103,8 +104,8 @@ class EncodedQuestion(Struct, frozen=True):
 class Decide(Struct, frozen=True):
     """Compute the probabilities of answers with a model that generates text.
 
-    Answered by `Answer`. The prompts begin with the same `shared` tokens. DecideCall describes the
-    other fields.
+    Answered by `Answer`. The prompts begin with the same `shared` tokens. For the other fields see
+    DecideCall.
     """
 
     key: CallKey
@@ -117,7 +118,7 @@ class Decide(Struct, frozen=True):
 
 
 class DropCall(Struct, frozen=True):
-    """Stop a call without an answer."""
+    """Stop a call; no answer is sent."""
 
     key: CallKey
 
@@ -141,7 +142,7 @@ class DiskNews(Struct, frozen=True):
 class SaveAll(Struct, frozen=True):
     """Stop all runs without an answer and write prefixes to disk, until the monotonic time `until`.
 
-    `saved` is set when all is written, or the time is over. Then the process ends.
+    `saved` is set when all prefixes are written, or at `until`. Then the process ends.
     """
 
     until: float
@@ -166,19 +167,19 @@ Inbound = (
 
 
 class Loaded(Struct, frozen=True):
-    """The engine is ready for work; `max_sequences` may run at once."""
+    """The engine is ready for work; at most `max_sequences` run at the same time."""
 
     max_sequences: int
 
 
 class Unusable(Struct, frozen=True):
-    """The model cannot be served, or can no longer be served."""
+    """The model cannot be served, or no longer."""
 
     error: PoolError
 
 
 class StepDeltas(Struct, frozen=True):
-    """The deltas of one step: at most one with tokens of each sequence.
+    """The deltas of one step: at most one delta with tokens for each sequence.
 
     `fence` counts the connections to the broker: deltas for an older connection must not be sent
     over a newer one.
@@ -219,7 +220,7 @@ class DeltaQueue:
         self._slots = threading.Semaphore(MAX_UNTAKEN_STEPS)
 
     def put(self, deltas: list[Delta]) -> None:
-        """Post the deltas of one step, if there are any."""
+        """Post the deltas of one step; empty deltas are not posted."""
         if not deltas:
             return
         if not self._slots.acquire(blocking=False):
@@ -232,5 +233,5 @@ class DeltaQueue:
         self._post(HandedBack(self.fence))
 
     def acknowledge(self) -> None:
-        """Free the slot of one `StepDeltas`; the main thread calls it when it has taken it."""
+        """Free the slot of one `StepDeltas`, which the main thread has taken."""
         self._slots.release()

@@ -1,4 +1,4 @@
-"""Opens a model from its settings and makes its engine: from a folder, or a built-in model."""
+"""Opens a model, from a folder or built-in, by its settings, and makes the model's engine."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ COUNTS = "the counting model answers with numbers"
 THE_COUNTING_MODEL, A_MODEL_OF_TEXTS = "the counting model", "a model of texts"
 WITH_MLX_LM = "mlx-lm's code computes this model, and draws its tokens"
 
-# Seconds that the compute thread may keep the GIL while the main thread waits. On a GPU it makes a
-# pass in 1 to 1.5 ms; the main thread has its turn while MLX evaluates the pass. 32 streams of a
-# model of 1B had 0.8 times as many tokens with the 0.5 ms of other workers as with 3 ms.
+# Seconds that the compute thread may keep the GIL while the main thread waits. On a GPU it builds a
+# pass in 1 to 1.5 ms; the main thread runs while MLX evaluates the pass. 32 streams of a model of
+# 1B had 0.8 times as many tokens with the 0.5 ms of other workers as with 3 ms.
 GPU_SWITCH_INTERVAL = 0.002
 
-MIN_MODEL_CONTEXT = 4  # tokens of context that the warm-up of a model needs
+MIN_MODEL_CONTEXT = 4  # the least context in tokens that the warm-up of a model needs
 
 OnProgress = Callable[[int, int], None]
 
@@ -61,12 +61,12 @@ class ModelSource(Struct, frozen=True):
 
     opened: Opened
     load: Callable[[OnProgress], Engine]
-    max_sequences: int  # the most sequences that its engine runs at once
-    weight_bytes: int = 0  # bytes as stored, the total for `load`'s progress; 0: not known
+    max_sequences: int  # the most sequences that the engine runs together
+    weight_bytes: int = 0  # stored bytes, the total for `load`'s progress; 0: unknown
 
 
 class EncoderSource(Struct, frozen=True):
-    """A checked encoder model that is not loaded yet; the fields are those of ModelSource."""
+    """A checked encoder model that is not loaded yet; fields as in ModelSource."""
 
     opened: OpenedEncoder
     load: Callable[[OnProgress], Encoder]
@@ -147,13 +147,13 @@ PLAIN_CHECKS = (require_one_device, require_unset_kv, require_no_disk, require_n
 
 
 def require_plain(config: ModelConfig, what: str) -> None:
-    """Raises ModelLoadFailed for the first setting that such a model lacks; `what` names it."""
+    """Raises ModelLoadFailed for the first unsupported setting; `what` names the kind of model."""
     for require in PLAIN_CHECKS:
         require(config, what)
 
 
 def require_batch(config: ModelConfig) -> None:
-    """Raises ModelLoadFailed if a step has no room for a prompt beside all sequences."""
+    """Raises ModelLoadFailed if a step has no token left for a prompt beside all sequences."""
     if 0 < config.batch <= config.sequences:
         raise ModelLoadFailed(
             f"batch is {config.batch} tokens, sequences is {config.sequences}: a step needs more"
@@ -187,12 +187,12 @@ def _counting(engine: CountingEngine, max_sequences: int) -> ModelSource:
 
 
 def uses_head(config: ModelConfig) -> bool:
-    """Returns whether the settings let a model's own head draft, if the checkpoint has one."""
+    """Returns whether the settings let the checkpoint's own head, if any, make drafts."""
     return config.speculation in (MTP, AUTO) and config.devices == 1
 
 
 def require_head(config: ModelConfig, folder: ModelFolder) -> None:
-    """Raises ModelLoadFailed if the settings demand drafts of the model's own head in vain."""
+    """Raises ModelLoadFailed if the settings demand the model's own head but cannot use it."""
     why = why_no_drafts(folder, config)
     if config.speculation != MTP or (folder.plan.predicts and not why):
         return
@@ -235,7 +235,7 @@ def _folder(
     part = part_of(folder, 0, config.devices) if config.devices > 1 else None
     draft = draft_of(folder, config)
     text, source = _text_of(folder)
-    _release_free_memory()  # the tokenizer's: processes that prepare requests have their own
+    _release_free_memory()  # the tokenizer's: preparing processes have their own
     context = min(folder.context, config.context or folder.context)
     draft_bytes = 0 if draft is None else draft.weight_bytes
 
@@ -307,7 +307,7 @@ def _folder(
 
 
 def why_no_drafts(folder: ModelFolder, config: ModelConfig) -> str:
-    """Returns why steps cannot check drafts, by the files and settings; "" if they can."""
+    """Returns why no step checks drafts, as far as files and settings decide; empty: steps may."""
     recurrent = any(isinstance(cache, RecurrentSpec) for cache in folder.plan.caches)
     if why := _why_none_of_any(folder, config):
         return why
@@ -317,7 +317,7 @@ def why_no_drafts(folder: ModelFolder, config: ModelConfig) -> str:
 
 
 def _why_none_of_any(folder: ModelFolder, config: ModelConfig) -> str:
-    """Returns why steps cannot check drafts, also not of the model's own head; "" if they can."""
+    """Returns why no step checks drafts, not even of the model's own head; empty: steps may."""
     if folder.uses_mlx_lm:
         return "mlx-lm's code computes this model, and checks no drafts"
     if config.devices > 1:
@@ -341,7 +341,7 @@ def require_ngrams(config: ModelConfig, folder: ModelFolder) -> None:
 
 
 def draft_of(folder: ModelFolder, config: ModelConfig) -> ModelFolder | None:
-    """Returns the checked draft model of the settings; None without one.
+    """Returns the checked draft model of the settings; None: no draft model is set.
 
     Raises ModelLoadFailed if the model checks no drafts, or the draft model does not suit it.
     """
@@ -439,7 +439,7 @@ def _require_mlx() -> None:
 
 
 def _text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource]:
-    """Checks the tokenizer and the chat templates, and keeps neither; logs notes about files."""
+    """Checks the tokenizer and chat templates, and logs notes; returns tokens and text source."""
     table, source, notes = text_of(folder)
     for note in (*folder.notes, *notes):
         log.warning(note, extra={"model": str(folder.path)})

@@ -1,4 +1,4 @@
-"""The state of the compute thread, for the heartbeats and for the block that the broker reads.
+"""The state of the compute thread, for heartbeats and the memory block that the broker reads.
 
 The compute thread writes it; the main thread writes two words of the block, `edge_tid` and
 `edge_ns`. Readers read single attributes and single words, so no lock is needed. An update takes a
@@ -15,11 +15,11 @@ from time import monotonic
 from mlxpool.common.progress import PHASES, Block
 from mlxpool.worker.compute.memory_figures import MemoryFigures
 
-NEWEST_WEIGHT = 0.1  # the weight of the newest chunk or step in a long moving average
+NEWEST_WEIGHT = 0.1  # weight of the newest chunk or step in a long moving average
 
 
 class Progress:
-    """The progress. `count` grows at each load shard, prefill chunk and decode step."""
+    """The compute thread's state. `count` grows at each load shard, prefill chunk and decode step."""
 
     def __init__(
         self,
@@ -35,18 +35,18 @@ class Progress:
         self.running = 0
         self.waiting = 0
         self.preemptions = 0  # since the start
-        self.loaded = 0.0  # share of the weights that are loaded, 0 to 1
+        self.loaded = 0.0  # loaded fraction of the weights, 0 to 1
         self.layout = ""  # the engine's layout, see Engine.layout
         self.memory = MemoryFigures()
-        self.capacity_tokens = 0  # tokens that fit, with cached prefixes; 0: not known yet
+        self.capacity_tokens = 0  # tokens that fit into the KV cache; 0: not known yet
         self.prefix: dict[str, int] = {}
         self.speculation: dict[str, int] = {}
         self.block = block or Block.private()
         self._on_phase = on_phase
         self._clock = clock
-        self._units = 0  # tokens of the awaited pass; 0: it is a decode step
+        self._units = 0  # tokens of the awaited pass; 0: a decode step
         self._started = 0.0
-        self._measured = True  # whether the time since then measures the awaited pass
+        self._measured = True  # whether the time since `_started` measures the awaited pass
         self._compiling = False  # whether `compiles` was called since a pass ended
         # Moving sums of seconds, and of tokens or steps. Sums, because a token of a short chunk
         # takes longer and must not count as much as a long chunk.
@@ -60,7 +60,7 @@ class Progress:
         self.block.write("compute_tid", threading.get_native_id())
 
     def enter(self, phase: str) -> None:
-        """Change the phase; the main thread sends a heartbeat at once.
+        """Change the phase; the main thread sends a heartbeat immediately.
 
         The phase "idle" also ends a compilation for drafts that no step has checked.
         """
@@ -82,17 +82,17 @@ class Progress:
     def awaits(
         self, request: bytes | None, tokens: int, rows: int, *, measured: bool = True
     ) -> None:
-        """Note that the thread waits for a pass from now on.
+        """Record that the thread waits for a pass from now on.
 
         The pass reads `tokens` tokens, some of them of the prompt of `request` (None: of several
-        requests); 0: it is a decode step of `rows` rows. Without `measured` its time does not
-        count, because it was already computed while the thread did something else.
+        requests); 0: the pass is a decode step of `rows` rows. If not `measured`, the time does not
+        count: the device computed the pass while the thread did other work.
         """
         self.prefilling_request = request
         self.block.write_request(request)
         self.block.write("tokens", tokens)
         self._units = tokens
-        if self._compiling:  # for drafts, which are made now
+        if self._compiling:  # compiled for drafts, which are made now
             self._end_compiling()
             self.moved()
         self.enter("prefill" if tokens else "decode")
@@ -100,10 +100,10 @@ class Progress:
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
-        """A context in which the thread waits for another thread.
+        """Returns a context in which the thread waits for another thread.
 
-        The phase is "blocked" meanwhile, which the broker does not bound. Then the previous phase
-        goes on, with the pass that it awaits, if any.
+        In the context the phase is "blocked", whose time the broker does not limit. Afterwards the
+        previous phase goes on, with its awaited pass, if any.
         """
         phase = self.phase
         self.enter("blocked")
@@ -112,19 +112,19 @@ class Progress:
         self.enter(phase)
 
     def drafts(self) -> None:
-        """Note that drafts of the next step are made from now on; passes may compute them.
+        """Record that drafts of the next step are made from now on, perhaps by passes.
 
-        The broker bounds the time of every phase but "idle". After a time without requests, a
+        The broker limits the time of every phase but "idle". After a time without requests, a
         worker is in this phase until its first step.
         """
         if self.phase == "idle":
             self.enter("decode")
 
     def compiles(self) -> None:
-        """Note that something is compiled, which may take long, until the awaited pass ends.
+        """Record that something is compiled, which may take long, until the awaited pass ends.
 
-        It is compiled for the awaited pass, or for a pass that is built meanwhile. If no pass is
-        awaited, it is for drafts, and ends when the next pass is awaited or the worker is idle.
+        The compilation is for the awaited pass, or for a pass that is built meanwhile. If no pass
+        is awaited, it is for drafts, and ends when the next pass is awaited or the worker is idle.
         """
         if not self._compiling:
             self._compiling = True
@@ -135,10 +135,10 @@ class Progress:
         self.block.write("fresh", 0)
 
     def ended(self, *, fresh: bool) -> None:
-        """Note that the awaited pass has ended.
+        """Record that the awaited pass has ended.
 
-        Its time does not count if it is `fresh`. Nor does it if `compiles` was called during the
-        wait, unless no other time is known yet.
+        The time of a `fresh` pass does not count. If `compiles` was called during the wait, the
+        time counts only if no other time is known yet.
         """
         seconds = self._clock() - self._started
         known = self._usual["prefill" if self._units else "decode"][1] > 0
@@ -152,7 +152,7 @@ class Progress:
         self._learn("prefill" if self._units else "decode", seconds, max(1, self._units))
 
     def failed(self) -> None:
-        """Note that no pass is awaited any more; does not count the failed pass."""
+        """Record that the awaited pass has failed; its time does not count."""
         if self._compiling:
             self._end_compiling()
         self.prefilling_request = None
@@ -174,5 +174,5 @@ class Progress:
         self.block.write("edge_tid", threading.get_native_id())
 
     def edge_turns(self) -> None:
-        """Write the time of one turn of the main thread's loop into the block."""
+        """Write the current time into the block, once for each cycle of the main thread's loop."""
         self.block.write("edge_ns", round(self._clock() * 1e9))

@@ -1,4 +1,4 @@
-"""The report of a prompt: its tokens and their log-probabilities, in rows that fit a message."""
+"""The report of a prompt: its tokens and their log-probabilities, in message-sized parts (rows)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ MAX_REPORTED = 2**18  # the most tokens and alternatives in a report: some 12 Mi
 ROW_BYTES = 64 * 1024  # the most bytes of tokens and alternatives in a row
 
 Piece = Callable[[int], bytes]
-Row = tuple[str, list[dict[str, Any]]]  # text, and entries as messages have them
+Row = tuple[str, list[dict[str, Any]]]  # text, and entries in the form of messages
 
 
 class PromptReport(Struct, eq=False):
     """The state of a prompt's report. `reported`: the number of tokens reported so far.
 
-    `alternatives`: their number for each token; -1: no log-probabilities. `unseen`: the number of
-    first tokens that the tokenizer has added; the text leaves them out. `text`: makes the text of
-    the prompt for `echo`.
+    `alternatives`: the number of alternatives for each token; -1: no log-probabilities. `unseen`:
+    the number of first tokens that the tokenizer has added; the text lacks these. `text`: makes the
+    text of the prompt for `echo`.
     """
 
     prompt: tuple[int, ...]
@@ -39,7 +39,7 @@ class PromptReport(Struct, eq=False):
     def of(
         cls, options: Options, prompt: tuple[int, ...], piece: Piece, reported: int, unseen: int
     ) -> PromptReport | None:
-        """The report of a request from token `reported` on; None if the request wants no report.
+        """Returns the report of a request from token `reported` on; None: it wants no report.
 
         Raises BadRequest if the report is too long, or `reported` is larger than the prompt.
         """
@@ -61,9 +61,9 @@ class PromptReport(Struct, eq=False):
         return cls(prompt, piece, alternatives, reported, unseen, text)
 
     def begin(self) -> Iterator[Row]:
-        """Yields the rows that are known before the prompt is read: of its first token, or of all.
+        """Yields the rows that are known before the prompt is read: of the first or of all tokens.
 
-        These are all tokens if the report has no log-probabilities.
+        The rows are of all tokens if the report has no log-probabilities.
         """
         if self.alternatives < 0:
             yield from self.add([None] * (len(self.prompt) - self.reported))

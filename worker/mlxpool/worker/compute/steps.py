@@ -1,6 +1,6 @@
 """Runs steps on the engine: gives sequences rows, submits and collects passes.
 
-A failure ends the requests that it concerns, or the process if the device is lost.
+A failure ends the requests that it affects, or the process if the device is lost.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mlxpool.worker.speculation.speculator import Speculator
 log = logging.getLogger("mlxpool.worker")
 
 NO_CACHE = "the model has no prefix cache"
-MAX_TURNS = 256  # owners with turns; above it, owners without sequences are forgotten
+MAX_TURNS = 256  # the most owners with turns; beyond, owners without sequences are forgotten
 MAX_FAILED_JOINT_STEPS = 3  # failures of joint steps before prompts are read one by one
 _MEMORY_WORDS = ("memory", "alloc", "metal::malloc", "resource limit")
 
@@ -49,10 +49,10 @@ class DeviceLost(Exception):
 class StepInFlight(Struct, frozen=True):
     """A submitted step.
 
-    `request` is the id of the request whose prompt it reads; None: no or several prompts.
-    `tokens` counts the inputs of a step that reads prompts; 0: it is a decode step of `rows` rows.
-    `drafts` are the drafts that it checks. `fresh`: its time does not count, because this step, or
-    a step that was built meanwhile, compiles something.
+    `request` is the id of the request whose prompt the step reads; None: no or several prompts.
+    `tokens` counts the inputs of a step that reads prompts; 0: a decode step of `rows` rows.
+    `drafts` are the drafts that the step checks. `fresh`: the step's time does not count, because
+    this step, or a step that was built meanwhile, compiles something.
     """
 
     step: Step
@@ -73,7 +73,7 @@ class StepInFlight(Struct, frozen=True):
 class Steps:
     """Runs steps on the engine. Methods return the deltas for streams.
 
-    An error ends only the requests that it concerns. A lost device ends no request: DeviceLost is
+    An error ends only the requests that it affects. A lost device ends no request: DeviceLost is
     raised, and the streams continue in another process.
     """
 
@@ -84,7 +84,7 @@ class Steps:
         progress: Progress,
         speculator: Speculator | None = None,
     ) -> None:
-        """`speculator` None: no drafts are checked."""
+        """`speculator` None: no step checks drafts."""
         self._engine = engine
         self._generations = generations
         self._progress = progress
@@ -111,7 +111,7 @@ class Steps:
         return len(self._flights)
 
     def pause(self) -> None:
-        """Exclude the time until the next step from measurements: nothing is computed now."""
+        """Exclude the time until the next step from measurements: no step runs now."""
         self.drafting.pause()
 
     def admit(self, sequence: Sequence) -> list[Delta]:
@@ -147,7 +147,7 @@ class Steps:
         log.debug("prefix hit" if cached else "prefix miss", extra=fields)
 
     def run(self) -> list[Delta]:
-        """Submit the next step; collect the oldest step if the most steps are in flight."""
+        """Submit the next step; collect the oldest step if no more steps may be in flight."""
         live = self._generations.sequences()
         job = next_job(live, self._engine)
         if job is None:
@@ -161,7 +161,7 @@ class Steps:
         return deltas + self._run(rows if any(map(self._is_live, rows)) else live)
 
     def _encode(self, job: ImageJob) -> list[Delta]:
-        """Encode an image. Returns the last deltas of requests that end because it failed."""
+        """Encode an image. Returns the last deltas of requests that end because of a failure."""
         generation = self._generations.of(job.sequence)
         generation.prefill_at = generation.prefill_at or monotonic()
         try:
@@ -183,10 +183,10 @@ class Steps:
         deltas: list[Delta] = []
         depths = self.drafting.depths(live, limits)
         if depths and self._flights:
-            while self._flights:  # a draft needs the newest token
+            while self._flights:  # drafts need the newest token
                 deltas += self.collect()
             if self._engine.blocks.lacking(live):
-                return deltas  # forced tokens were appended: the next turn gives blocks for them
+                return deltas  # forced tokens were appended: the next step gives their rows blocks
             depths = self.drafting.depths_after_wait(live, limits)
         drafts = NO_DRAFTS
         if depths:
@@ -257,9 +257,9 @@ class Steps:
             self._progress.compiles()
 
     def _take_ahead(self) -> None:
-        """Gives constraints the tokens of the previous pass, if the device has drawn them by now.
+        """Advances constraints by the tokens of the previous pass, if these are already drawn.
 
-        Meanwhile this thread submits the newest pass. It commits the tokens after that.
+        Meanwhile this thread submits the newest pass. After the submission it commits the tokens.
         """
         if len(self._flights) == 2 and not self._flights[0].drafts:
             drawn = self._engine.drawn()
@@ -267,9 +267,9 @@ class Steps:
                 self.constrained.take_ahead(drawn)
 
     def _draw(self, constrained: list[Generation], drafts: Drafts) -> list[Delta]:
-        """Make the newest step draw its tokens, with masks that are made while it computes.
+        """Make the newest step draw its tokens, with masks that are made while the device computes.
 
-        A mask depends on the token before it, so the previous step is collected first.
+        A mask depends on the previous token, so the previous step is collected first.
         """
         deltas: list[Delta] = []
         while len(self._flights) > 1:
@@ -312,7 +312,7 @@ class Steps:
         return sequence.phase is Phase.RUNNING
 
     def _failed(self, error: Exception) -> list[Delta]:
-        """End the requests that a failed step concerns. Returns their last deltas.
+        """End the requests that a failed step affects. Returns their last deltas.
 
         If the steps in flight read prompts and had several requests, no request ends: each prompt
         is read again alone, and a request ends only if its prompt fails alone. Otherwise the
@@ -347,14 +347,14 @@ class Steps:
         return deltas
 
     def _discard_passes(self) -> None:
-        """Makes the engine end its passes in flight, after it has refused a new one.
+        """Makes the engine end its passes in flight, after it has refused a new pass.
 
         Their steps end with the refused step, and the next step must not get their tokens.
         """
         try:
             while self._engine.in_flight:
                 self._engine.collect()
-        except Exception as error:  # the engine loses the others as well
+        except Exception as error:  # the engine also loses the other passes
             log.warning("a pass in flight failed", exc_info=error)
 
     def _commit(self, drawn: list[SampledToken], drafts: Drafts) -> list[Delta]:
@@ -388,9 +388,9 @@ class Steps:
     def _commit_one(
         self, generation: Generation, drawn: SampledToken, now: float, least: int
     ) -> Delta:
-        """Append one token of a completion, which may end with it.
+        """Append one token of a completion, which the token may end.
 
-        Also appends the tokens that are forced after it, if they are `least` or more.
+        Also appends the forced tokens that follow, if they are `least` or more.
         """
         find = self.constrained.finds_forced(generation)
         delta = generation.commit(drawn, self._engine.eos, now, find=find, least=least)
@@ -417,7 +417,7 @@ class Steps:
 
 
 def as_pool_error(error: Exception) -> PoolError:
-    """The error that ends a request after a step raised `error`."""
+    """Returns the error that ends a request after a step raised `error`."""
     if isinstance(error, PoolError):
         return error
     text = f"{type(error).__name__}: {error}"

@@ -36,14 +36,14 @@ from mlxpool.worker.system.cpu_threads import CpuThreads, process_cpu_threads
 
 log = logging.getLogger("mlxpool.worker")
 
-ENCODER_SEQUENCES = 1  # an encoder model runs none; its first `credit` only means "ready"
+ENCODER_SEQUENCES = 1  # encoder models run no sequences; the first `credit` only means "ready"
 
 
 Source = ModelSource | EncoderSource
 
 
 class Compute(threading.Thread):
-    """The only thread that uses MLX. It receives messages by `send` and answers by `post`."""
+    """The only thread that uses MLX. It gets messages by `send` and sends messages by `post`."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class Compute(threading.Thread):
         self.progress.compute_begins()
         try:
             loop = self._load()
-        except BaseException as error:  # the broker needs a reason in any case
-            stack = not isinstance(error, ModelLoadFailed)  # whose text has the remedy
+        except BaseException as error:  # the broker needs a reason for any error
+            stack = not isinstance(error, ModelLoadFailed)  # the error's text has the remedy
             log.error("the model cannot be served", extra={"why": str(error)}, exc_info=stack)
             self.progress.enter("unload")
             self._post(Unusable(model_source.as_load_error(error, self.config.name)))
@@ -81,7 +81,7 @@ class Compute(threading.Thread):
         try:
             loop.run()
         except DeviceLost as error:
-            self.progress.block.write_request(error.request)  # the broker charges it with the end
+            self.progress.block.write_request(error.request)  # the broker blames this request
             self._end(error, str(error))
         except BaseException as error:
             self._end(error, f"the compute thread ended: {error!r}")
@@ -142,8 +142,8 @@ class Compute(threading.Thread):
         self.progress.memory.loaded(size)
 
     def _end(self, error: BaseException, what: str) -> None:
-        """Let the process end: the broker counts a crash, and the streams continue elsewhere."""
-        # Keeps the error, whose traceback keeps the engine alive: to free memory on a lost device
+        """Let the process end: the broker counts a crash, and streams continue in other workers."""
+        # Keeps the error, whose traceback keeps the engine alive: on a lost device, freeing memory
         # may end the process before it has sent the reason.
         self._ended_by = error
         log.critical(what, exc_info=error)

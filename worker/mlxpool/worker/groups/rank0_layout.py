@@ -167,9 +167,7 @@ class Rank0Layout(PagedLayout):
                 row.changed = len(row.table)
 
     def _repeats(self, spans: Sequence[RowSpan], wanted: list[int], offsets: list[int]) -> bool:
-        """Returns whether a pass repeats the last pass: the same object `spans`, one more token
-        each.
-        """
+        """Returns whether a pass repeats the last pass: the same `spans`, one token later."""
         if self._sent is None or self._fresh or kernel_cache.is_collecting():
             return False
         return self._sent[0] is spans and self._sent[1:] == (wanted, offsets)
