@@ -106,7 +106,7 @@ class Line(Generation, eq=False, kw_only=True):
         return self.last_delta(RunEnd("stop"))
 
     def last_delta(self, end: RunEnd | PoolError) -> Delta:
-        """See Generation.last_delta. `Decisions.take` removes the delta from the deltas of streams."""
+        """See Generation.last_delta. `Decisions.take` removes this delta from streams' deltas."""
         self.sequence.phase = Phase.FINISHED
         if isinstance(end, PoolError):
             self.error = end
@@ -176,7 +176,7 @@ class DecideState(Struct, eq=False):
 
 
 class Decisions:
-    """The open `decide` calls. Owners take turns, so that no owner's questions delay other owners."""
+    """The open `decide` calls. Owners take turns, so that no owner's questions delay others."""
 
     def __init__(
         self, engine: Engine, generations: Generations, post: Callable[[Outbound], None]

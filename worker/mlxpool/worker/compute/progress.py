@@ -19,7 +19,7 @@ NEWEST_WEIGHT = 0.1  # weight of the newest chunk or step in a long moving avera
 
 
 class Progress:
-    """The compute thread's state. `count` grows at each load shard, prefill chunk and decode step."""
+    """The thread's state. `count` grows at each load shard, prefill chunk and decode step."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Progress:
         self.loaded = 0.0  # loaded fraction of the weights, 0 to 1
         self.layout = ""  # the engine's layout, see Engine.layout
         self.memory = MemoryFigures()
-        self.capacity_tokens = 0  # tokens that fit into the KV cache; 0: not known yet
+        self.capacity_tokens = 0  # tokens that fit, including cached prefixes; 0: not known yet
         self.prefix: dict[str, int] = {}
         self.speculation: dict[str, int] = {}
         self.block = block or Block.private()
