@@ -39,7 +39,7 @@ def main() -> int:
     if config.rank:
         return serve_rank(config)
     sys.setswitchinterval(SWITCH_INTERVAL)
-    gc.disable()  # imports make no garbage, and a search for it takes a tenth of their time
+    gc.disable()  # imports make no garbage, and its collection takes a tenth of their time
     edge = build(config)
     gc.freeze()
     gc.enable()
@@ -61,10 +61,10 @@ def serve_rank(config: WorkerConfig) -> int:
 
 
 def build(config: WorkerConfig) -> Edge:
-    """Composes the parts of a worker, with a fault if the counting model's settings ask for one.
+    """Composes the parts of a worker, with a test fault if the counting model's settings have one.
 
-    Its imports take long. So before it, a worker must be bound to its parent, and the other ranks
-    of a group must start, for their own imports.
+    Its imports take long. So call it after the worker is bound to its parent process and after the
+    other ranks of a group have started: these import modules meanwhile.
     """
     from mlxpool.common.progress import Block
 

@@ -1,19 +1,20 @@
-"""The versions of the rules in our own code that decide the tokens of a request. No MLX."""
+"""The versions of our own rules that determine the tokens of a request. No MLX."""
 
 from __future__ import annotations
 
 import hashlib
 
-RULES = 1  # raised whenever the same logits, options and seed give another token
-# Raised whenever our layers or kernels keep other keys, values or states of the same tokens: then
-# older entries in the disk tier of the prefix cache are not read any more.
+RULES = 1  # incremented whenever the same logits, options and seed give another token
+# Incremented whenever our layers or kernels cache other keys, values or states of the same tokens:
+# then older entries in the disk tier of the prefix cache are not read.
 KEPT_RULES = 1
 
 
 def digest_of(folder: str, kv: str = "auto") -> str:
-    """Returns the digest of a model folder combined with RULES; it is compared at a resume.
+    """Returns the digest of a model folder combined with RULES; a resume compares it.
 
-    `kv`: the stored form of rows (the setting of this name), since rounded keys give other tokens.
+    `kv`: the format of cached keys and values (the setting of this name), because rounded keys give
+    other tokens.
     """
     stored = "" if kv == "auto" else f":kv={kv}"
     return hashlib.sha256(f"{RULES}:{folder}{stored}".encode()).hexdigest()

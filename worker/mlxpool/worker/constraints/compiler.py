@@ -1,7 +1,7 @@
 """Compiles formats into constraints, in a separate thread, and keeps the texts of their grammars.
 
-Every answer has its own compiled grammar: copies of a grammar share the states of their lexer, so
-one answer would use up the states of another.
+Every answer has its own compiled grammar: copies of a grammar share lexer states, so one answer
+would use up the states of another answer.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from mlxpool.worker.constraints.constraint import Constraint, EndTokens
 from mlxpool.worker.constraints.numbers import NumberBound, NumberTokens
 from mlxpool.worker.constraints.vocabulary import words_of
 
-MAX_GRAMMARS = 64  # texts that are kept
+MAX_GRAMMARS = 64  # cached texts of grammars
 SMALL_GRAMMAR = 16 * 1024  # characters; a text of this length is tokenised in some 4 ms
 
 log = logging.getLogger("mlxpool.worker")
 
 
 class Compiler:
-    """Makes constraints for one model. `load` gives its vocabulary.
+    """Makes constraints for one model. `load` returns the model's vocabulary.
 
-    `vocabulary` is its name in digests. A format has passed `grammar.check` before it comes here.
+    `vocabulary` is the vocabulary's name in digests. Formats must have passed `grammar.check`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Compiler:
         self._thread: threading.Thread | None = None
 
     def digest(self, format: Mapping[str, Any]) -> str:
-        """Returns the digest that is compared at a resume."""
+        """Returns the digest of a format; a resume compares it."""
         return grammar.digest_of(format, self._vocabulary)
 
     def knows(self, format: Mapping[str, Any]) -> bool:
@@ -59,10 +59,10 @@ class Compiler:
         return self.digest(format) in self._grammars
 
     def load(self) -> None:
-        """Loads the vocabulary, once. Only the thread of the compiler calls it.
+        """Loads the vocabulary, once. Only the compiler's thread calls it.
 
-        The library holds Python's lock meanwhile, with a large vocabulary for a second or two. So
-        call it before the first stream, or while there is no stream; otherwise streams wait for it.
+        The library holds Python's GIL meanwhile, with a large vocabulary for a second or two. So
+        call it before the first stream, or while there is no stream; otherwise streams wait.
         """
         if self._tokenizer is None:
             tokenizer = self._tokenizer = self._load()
@@ -70,7 +70,7 @@ class Compiler:
             self._numbers = NumberTokens.of(pieces, self._ends.others.size)
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Calls a function in the thread. It may use `constraint` and must not raise."""
+        """Calls a function in the thread. The function may use `constraint`; it must not raise."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
             self._thread.start()
@@ -84,9 +84,9 @@ class Compiler:
                 log.exception("a format could not be prepared")
 
     def constraint(self, format: Mapping[str, Any]) -> Constraint:
-        """Returns a new constraint of a format. Raises BadRequest if it cannot be followed.
+        """Returns a new constraint of a format. Raises BadRequest if the format cannot be compiled.
 
-        Only the thread of the compiler calls it.
+        Only the compiler's thread calls it.
         """
         self.load()
         assert self._tokenizer is not None and self._numbers is not None

@@ -23,16 +23,16 @@ from mlxpool.worker.prompt.thoughts import Thoughts
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-MAX_RUN = 64  # forced tokens that are appended at once
+MAX_RUN = 64  # forced tokens that are appended together
 
 Words: TypeAlias = npt.NDArray[np.uint32]
 
 
 class EndTokens(Struct, frozen=True, eq=False):
-    """The tokens of a model that end an answer, and all others.
+    """The tokens of a model that end an answer, and all other tokens.
 
     `ends` [ceil(vocabulary / 32)] has the bits of the tokens that end an answer, `others` the bits
-    of all other tokens. `columns`: the numbers of the words in which `others` lacks a bit.
+    of all other tokens. `columns`: the indices of the words in which `others` lacks a bit.
     """
 
     ends: Words
@@ -41,15 +41,15 @@ class EndTokens(Struct, frozen=True, eq=False):
 
     @classmethod
     def of(cls, ends: Words, others: Words) -> EndTokens:
-        """Returns the tokens with these bits."""
+        """Makes an object of two bit masks."""
         return cls(ends, others, np.flatnonzero(others != np.uint32(2**WORD_BITS - 1)))
 
 
 class MaskRecord(Struct, eq=False):
     """The state of a constraint in `masks.Masks`, which alone reads and writes it.
 
-    `quick`: quick masks in a row. `late`: a mask was late since the last quick mask. `making`: the
-    batch or thread that makes its mask.
+    `quick`: the number of consecutive quick masks. `late`: a mask was late since the last quick
+    mask. `making`: the batch or thread that makes the constraint's mask.
     """
 
     quick: int = 0
@@ -60,9 +60,9 @@ class MaskRecord(Struct, eq=False):
 class Constraint:
     """The constraint of one answer, used by one thread at a time.
 
-    Tokens that end an answer are allowed if it is complete. If the format leaves no choice of text,
-    the next tokens are forced. They are found together, because the library tokenises the whole
-    text for each token that is asked for.
+    Tokens that end an answer are allowed if the answer is complete. If the format leaves no choice
+    of text, the next tokens are forced. Forced tokens are found together, because the library
+    tokenises the whole text at each call.
     """
 
     def __init__(
@@ -78,37 +78,38 @@ class Constraint:
     ) -> None:
         """`tokens`: the size of the library's vocabulary. `canonical`: the library knows the tokens
         of a forced text. `small`: every text of the format is tokenised quickly. `numbers`: the
-        bound of the answer's numbers, before its first token; None: no bound.
+        bound of the answer's JSON numbers, without any token yet; None: no bound.
         """
-        self.matcher = matcher  # others give it tokens and ask it for masks, see mask_batch.py
+        self.matcher = matcher  # mask_batch.py gives it tokens and reads its masks, too
         self.end_tokens = ends
         self.ends, self.others = ends.ends, ends.others
         self._canonical = canonical
-        self._forced: deque[int] = deque()  # tokens that follow, which the matcher has not taken
+        self._forced: deque[int] = deque()  # the next tokens, which the matcher does not have yet
         self._sought = False  # whether forced tokens were looked for after the newest token
         self._accepts: bool | None = None  # after the newest token; None: the matcher was not asked
         self._finished: bool | None = None  # the same
         self._error: Exception | None = None  # the error that `take` raises
-        self._ahead: int | None = None  # a token that the matcher has and that `take` did not get
-        self._thoughts: Thoughts | None = None  # None: they have ended
+        self._ahead: int | None = None  # a token of the matcher that `take` did not get yet
+        self._thoughts: Thoughts | None = None  # None: the thoughts have ended
         self._numbers = numbers
         self.digest = digest
         self.tokens = tokens
         self.small = small
-        self.ended = False  # set by the code that ends the answer: it needs no token and no mask
+        self.ended = False  # set when the answer ends: it needs no token and no mask
         self.record = MaskRecord()
 
     def begin_in_thoughts(self, thoughts: Thoughts) -> None:
-        """Begins the answer with thoughts. Until they end, any token but an end may follow.
+        """Begins the answer with thoughts. Until these end, any token but an end token may follow.
 
-        Their bound, if any, forces tokens. The format holds after the mark that ends the thoughts.
+        The bound of the thoughts, if any, forces tokens. The format applies after the end mark of
+        the thoughts.
         """
         self._thoughts = thoughts
 
     def mask(self) -> Words:
         """Returns [1, ceil(vocabulary / 32)] with the bits of the tokens that may follow.
 
-        Raises BadRequest if no token may, or if the bounds of the library are exceeded.
+        Raises BadRequest if no token may follow, or if the bounds of the library are exceeded.
         """
         known = self.known_mask()
         if known is not None:
@@ -127,7 +128,7 @@ class Constraint:
             self._numbers.limit(words)
 
     def known_mask(self) -> Words | None:
-        """Returns the mask if it is known without the library, else None."""
+        """Returns the next token's mask if it is known without the library, else None."""
         if self.allows_all:
             return self.others[None]
         token = self.forced_token()
@@ -135,7 +136,7 @@ class Constraint:
 
     @property
     def allows_all(self) -> bool:
-        """Whether any token of `others` may follow, inside of thoughts and below their bound."""
+        """Whether any token of `others` may follow: inside of thoughts, below their bound."""
         return self._thoughts is not None and not self._thoughts.forced
 
     def forced_token(self) -> int | None:
@@ -145,7 +146,7 @@ class Constraint:
         return self._forced[0] if self._forced or self._find_forced() else None
 
     def require_tokens(self, words: Words) -> None:
-        """Raises as `mask` if the mask of these words could not be made or is empty."""
+        """Raises the errors of `mask` if the mask `words` could not be made or is empty."""
         if self.matcher.is_error():
             raise self._failed()
         if not words.any():
@@ -157,10 +158,10 @@ class Constraint:
         return self._thoughts is None and self._ahead is None
 
     def taken_ahead(self, token: int, *, find: bool) -> None:
-        """Notes that the matcher has taken the next token, which `take` will get later.
+        """Records that the matcher already has the next token; `take` gets it later.
 
-        Until then, nothing asks the matcher, so that a mask can be made meanwhile. `find`: forced
-        tokens are found at once.
+        Until `take`, nothing reads the matcher, so that a mask can be made meanwhile. `find`:
+        forced tokens are searched now.
         """
         matcher, forced = self.matcher, self._forced  # for many rows in every step: few calls
         self._ahead = token
@@ -178,14 +179,14 @@ class Constraint:
             forced.extend(matcher.compute_ff_tokens())
 
     def fail(self, error: Exception) -> None:
-        """Makes `take` raise: it is unknown whether the matcher has the next token."""
+        """Makes `take` raise: whether the matcher has the next token is unknown."""
         self._error = error
 
     def goes_on(self, token: int, least: int) -> bool:
-        """Appends a token that was taken ahead, if the answer goes on with a drawn token.
+        """Appends a token that the matcher already has, if a sampled token follows it.
 
-        Otherwise returns False and does nothing: if the answer is complete, `least` or more tokens
-        are forced, or the token was not taken ahead. Then `take` appends the token.
+        Returns False and does nothing if the answer is complete, if `least` or more tokens are
+        forced, or if the matcher does not have the token yet. Then `take` appends the token.
         """
         if self._ahead != token or self._error or self._finished or len(self._forced) >= least:
             return False
@@ -193,11 +194,11 @@ class Constraint:
         return True
 
     def draws_next(self, least: int) -> bool:
-        """Returns whether a drawn token follows: the answer goes on, and `least` are not forced."""
+        """Returns whether a sampled token follows: not the end, and not `least` forced tokens."""
         return not self._finished and len(self._forced) < least
 
     def give_back(self) -> None:
-        """Takes back the token that was taken ahead, if any: it will not be appended."""
+        """Removes the token of `taken_ahead`, if any, from the matcher: it will not be appended."""
         if self._ahead is None:
             return
         self._ahead = None
@@ -205,11 +206,11 @@ class Constraint:
         self._forget()
         if self._numbers is not None:
             self._numbers.give_back()
-        self.matcher.rollback(1)  # if it fails, so does the next mask
+        self.matcher.rollback(1)  # after an error here, the next mask fails, too
         self._finished = self.finished  # as `accepts`, read before another mask is begun
 
     def forced(self, *, find: bool) -> list[int]:
-        """Returns the next tokens as far as the format forces them, at most MAX_RUN.
+        """Returns the next tokens that the format forces, at most MAX_RUN tokens.
 
         Without `find`, returns only the tokens that `mask` has found.
         """
@@ -220,7 +221,7 @@ class Constraint:
         return [*islice(self._forced, MAX_RUN)]
 
     def take(self, token: int) -> None:
-        """Appends a token. Raises BadRequest if it may not follow, or the error of `fail`."""
+        """Appends a token. Raises BadRequest if it may not follow, or the error from `fail`."""
         if self._error is not None:
             raise self._error
         if self._ahead is not None:
@@ -250,10 +251,10 @@ class Constraint:
             self._numbers.take_all(run)
 
     def _behind_token(self) -> None:
-        """Forgets the state before the token that the matcher has taken."""
+        """Forgets the state before the newest token of the matcher."""
         self._forget()
         if self._forced:
-            self._forced.popleft()  # it is the token: no other token may follow
+            self._forced.popleft()  # the masked token is this token: no other token may follow
 
     def _forget(self) -> None:
         self._accepts, self._finished, self._sought = None, None, False
@@ -275,10 +276,10 @@ class Constraint:
         return copy
 
     def masks_behind(self, mask: Words, drafts: Sequence[int]) -> Words:
-        """Returns [1 + drafts, words]: `mask`, which the next token has, and one after each draft.
+        """Returns masks [1 + drafts, words]: `mask`, for the next token, and one per draft.
 
         A mask allows no token if the drafts before it cannot follow in the answer, or after an
-        error, which the mask of the answer itself will raise.
+        error; the next mask of the answer itself raises this error.
         """
         lines = np.zeros((1 + len(drafts), mask.size), dtype=np.uint32)
         lines[0] = mask
@@ -286,7 +287,7 @@ class Constraint:
         for number, token in enumerate(drafts):
             word, bit = divmod(token, WORD_BITS)
             if not lines[number, word] >> bit & 1 or self.ends[word] >> bit & 1:
-                break  # tokens after an end are dropped
+                break  # tokens after an end token are dropped
             copy = copy or self.copy()
             try:
                 copy.take(token)
@@ -296,7 +297,7 @@ class Constraint:
         return lines
 
     def replay(self, tokens: Sequence[int]) -> None:
-        """Appends the ids of a resumed answer. Raises BadRequest that names the first wrong id."""
+        """Appends the ids of a resumed answer. Raises BadRequest with the first wrong id."""
         begin = 0
         while self._thoughts is not None and begin < len(tokens):
             self._think(tokens[begin])
@@ -311,7 +312,7 @@ class Constraint:
             self._numbers.take_all(tokens[begin:])
 
     def _think(self, token: int) -> None:
-        """Appends a token of the thoughts; it may end them."""
+        """Appends a token of the thoughts. The token may end the thoughts."""
         assert self._thoughts is not None
         self._forget()
         self._thoughts.take(token)
@@ -322,7 +323,7 @@ class Constraint:
     def accepts(self) -> bool:
         """Whether the answer is complete, though it may go on.
 
-        After its first use for a token, any thread may read it, also while a mask is made.
+        After the first read for a token, any thread may read it, also while a mask is made.
         """
         if self._accepts is None:
             self._accepts = self._thoughts is None and self.matcher.is_accepting()
@@ -330,18 +331,18 @@ class Constraint:
 
     @property
     def finished(self) -> bool:
-        """Whether the answer is complete and no token but the end may follow.
+        """Whether the answer is complete and only an end token may follow.
 
-        As `accepts`, it may be read while a mask is made.
+        Any thread may read it while a mask is made, see `accepts`.
         """
         if self._finished is None:
             self._finished = self.accepts and self.matcher.is_stopped()
         return self._finished
 
     def _find_forced(self) -> bool:
-        """Finds the forced tokens, unless some are known. Returns whether there are any.
+        """Finds the forced tokens, unless some are known. Returns whether a token is forced.
 
-        The next mask finds an error.
+        An error is raised by the next mask.
         """
         if not self._forced and not self._sought and self._canonical and not self.accepts:
             self._sought = True

@@ -1,6 +1,6 @@
-"""Grammars of formats: their text for llguidance, their digest, and whether they can be compiled.
+"""Grammars of formats: the text for llguidance, the digest, and a check of the compilation.
 
-A compilation may take any time and memory: `check` is called in a process with bounds, see
+A compilation may take any time and memory. So `check` is called in a process with limits, see
 worker/preparation.
 """
 
@@ -20,12 +20,12 @@ from mlxpool.common.errors import BadRequest
 from mlxpool.worker.constraints.numbers import MAX_DIGITS, MAX_EXPONENT
 from mlxpool.worker.constraints.refusals import member_of, reason, rule_of
 
-# The fuel of one mask. The library's default is five times as much. With a third of it, patterns
-# with classes of Unicode such as \p{L} fail in the middle of an answer.
+# The fuel of one mask. The library's default is five times as much. With a third of this number,
+# patterns with classes of Unicode such as \p{L} fail in the middle of an answer.
 STEP_LEXER_FUEL = 40_000
-MAX_LEXER_STATES = 20_000  # of one answer; a state has 1 to 2 kB
+MAX_LEXER_STATES = 20_000  # lexer states of one answer; a state has 1 to 2 kB
 MAX_GRAMMAR_SIZE = 500_000  # symbols
-# White space in JSON is at most one space after a comma or a colon: it cannot go on for ever.
+# White space in JSON is at most one space after a comma or a colon, so that it cannot be endless.
 JSON_OPTIONS: Any = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
@@ -44,7 +44,7 @@ LIMITS = LLParserLimits(
 
 
 def digest_of(format: Mapping[str, Any], vocabulary: str) -> str:
-    """Returns a digest of the format, llguidance and the vocabulary, which decide about the ids."""
+    """Returns a digest of format, llguidance and vocabulary, which determine the ids."""
     bounds = f"{MAX_DIGITS} {MAX_EXPONENT}" if has_json(format) else ""
     options = json.dumps(JSON_OPTIONS) + bounds
     parts = text_of(format), llguidance.get_version(), options, vocabulary
@@ -85,9 +85,9 @@ def _json_grammar(schema: Mapping[str, Any] | bool) -> str:
 
 
 def _require_one_meaning(schema: Mapping[str, Any]) -> None:
-    """Raises BadRequest for a `$ref` beside an `$id`, because its base differs between drafts.
+    """Raises BadRequest for a `$ref` beside an `$id`: its base differs between JSON Schema drafts.
 
-    At the root, a reference into the schema itself means the same in all drafts.
+    A `$ref` into the schema itself is allowed at the root: it means the same in all drafts.
     """
     unread: list[Any] = [schema]
     while unread:
@@ -106,12 +106,12 @@ def _require_one_meaning(schema: Mapping[str, Any]) -> None:
 
 
 def _literal(text: str) -> str:
-    """Returns the regular expression of a text."""
+    """Returns the regular expression that matches only `text`."""
     return _META.sub(lambda match: "\\" + match[0], text)
 
 
 def check(format: Mapping[str, Any]) -> None:
-    """Compiles a format with a vocabulary of bytes.
+    """Compiles a format for a test, with a vocabulary of bytes.
 
     Raises BadRequest with llguidance's reason, which names the tool and the member of its schema.
     """
@@ -129,7 +129,7 @@ def _error_of(text: str) -> str:
 
 
 def _located(format: Mapping[str, Any], error: str) -> str:
-    """Returns the message of a format that cannot be followed, with the place of the reason."""
+    """Returns the error message for a format that cannot be compiled, with its wrong part."""
     schema, what = format.get("schema"), ""
     if format["type"] == "lark":
         rule = rule_of(format["grammar"], error)
@@ -149,7 +149,7 @@ def _fails(schema: Mapping[str, Any] | bool) -> bool:
 
 
 def refused(format: Mapping[str, Any], why: str) -> str:
-    """Returns the message of a format that cannot be followed."""
+    """Returns the error message for a format that cannot be compiled."""
     kind = format["type"]
     return f"format: the {_NAMES.get(kind, kind)} cannot be followed: {reason(why)}"
 

@@ -1,6 +1,6 @@
-"""Takes tokens and makes masks of many constraints at once, on several cores.
+"""Appends tokens to many constraints and makes their masks together, on several cores.
 
-Python's lock is free meanwhile. The library writes the masks into one table.
+The GIL is released meanwhile. The library writes the masks into one table.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from mlxpool.worker.constraints.mask_table import MaskTable, only
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
-SHARE = 2  # one of this many cores makes masks: the others run the steps, and wait less
-MAX_THREADS = 8  # more make no mask sooner
-MANY = 16  # the least tokens that are taken with Python's lock free
-FIRST_WORDS = 16  # of a mask; nearly all masks have a bit there
+SHARE = 2  # one of this many cores makes masks: the other cores run the steps, which wait less
+MAX_THREADS = 8  # more threads make no mask sooner
+MANY = 16  # the fewest tokens that are appended with the GIL released
+FIRST_WORDS = 16  # words of a mask; nearly all masks have a bit there
 
 
 class FilledTable(Struct, frozen=True):
     """The masks of several constraints.
 
-    `lines`: for each constraint the number of its mask in the table; for a constraint that allows
-    only one token, `mask_table.only(token)`. `used`: the number of masks in the table. `failed`:
-    the error of each constraint whose mask could not be made, by its index.
+    `lines`: each constraint's line (row index) in the table, or the value of `only` for a forced
+    token. `used`: the lines of the table that have a mask. `failed`: the indices of constraints
+    whose mask could not be made, and the errors.
     """
 
     lines: list[int]
@@ -40,9 +40,10 @@ class FilledTable(Struct, frozen=True):
 
 
 def take_together(tokens: Sequence[tuple[Constraint, int]], *, find: bool) -> list[Constraint]:
-    """Gives constraints a token before their `take` is called, see Constraint.taken_ahead.
+    """Gives each constraint its token before `take` is called, see Constraint.taken_ahead.
 
-    Returns the constraints that took it. `take` of the others raises, also if the library failed.
+    Returns the constraints that got their token. `take` of the other constraints raises an error,
+    also if the library failed.
     """
     if len(tokens) >= MANY:
         try:
@@ -59,7 +60,7 @@ def take_together(tokens: Sequence[tuple[Constraint, int]], *, find: bool) -> li
 
 
 def as_exception(error: BaseException) -> Exception:
-    """Returns an error of the library as an Exception: its panics are not Exceptions."""
+    """Returns an error of the library as an Exception: the library's panics are BaseExceptions."""
     return (
         error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
     )
@@ -87,14 +88,14 @@ def fill_table(
     table: MaskTable,
     begins: Callable[[], None] = lambda: None,
 ) -> FilledTable:
-    """Writes the masks of constraints that have one vocabulary into a table.
+    """Writes the masks of constraints with the same vocabulary into a table.
 
-    The table has a line for each constraint, with the words of the library's vocabulary. Nothing
-    else may use the constraints meanwhile. `begins` is called just before the library makes masks
-    and releases Python's lock.
+    The table has a line (row) for each constraint, as wide as a mask of the library's vocabulary.
+    Nothing else may use the constraints meanwhile. `begins` is called just before the library makes
+    masks and releases the GIL.
     """
     lines: list[int] = []
-    places: list[int] = []  # the places of the constraints whose mask the library makes
+    places: list[int] = []  # the indices of the constraints whose mask the library makes
     matchers: list[tuple[LLMatcher, int]] = []
     accepts: list[bool] = []
     failed: dict[int, Exception] = {}
@@ -139,9 +140,9 @@ def fill_table(
 
 
 def _set_ends(constraint: Constraint, masks: Words, accepts: Sequence[bool]) -> None:
-    """Allows ends in masks [masks, words] of the library by our rule: if answers are complete.
+    """Allows end tokens in masks [masks, words] of the library if answers are complete.
 
-    `constraint` is any of the constraints: they have the same vocabulary. Only few words change.
+    `constraint` is any of the constraints: all have the same vocabulary. Only few words change.
     """
     columns = constraint.end_tokens.columns
     ends = np.where(np.array(accepts)[:, None], constraint.ends[columns], np.uint32(0))
@@ -157,7 +158,7 @@ def threads() -> int:
 
 @cache
 def executor() -> LLExecutor:
-    """Returns the threads that make masks; all models of the process share them."""
+    """Returns the library's thread pool for masks; all models of the process share it."""
     from llguidance import LLExecutor
 
     return LLExecutor(threads())

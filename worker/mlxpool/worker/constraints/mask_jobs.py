@@ -1,6 +1,6 @@
-"""Jobs that make masks: of many constraints together or of one; and the thread for the former.
+"""Jobs that make masks of many constraints or of one, and the thread for many.
 
-A finished job has its masks in a table, and their lines.
+A finished job has a table of masks, and each constraint's line (row index) in it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from mlxpool.worker.constraints.mask_table import MaskTable
 # may take about as long within the library's bounds. USUAL: seconds of each of many masks.
 TOGETHER = 0.005
 USUAL = 0.0002
-Found = Words | int | Exception  # a mask [1, words], the line of a row without one, or an error
+Found = Words | int | Exception  # a mask [1, words], the line of a row without a mask, or an error
 
 
 class MadeMasks(Struct, frozen=True):
-    """The masks that were made: the line of each constraint in `table`, or see mask_table.only.
+    """Finished masks: each constraint's line (row index) in `table`, or see mask_table.only.
 
     `used`: the lines of the table that have a mask. `failed`: the errors of masks that could not be
-    made. `late`: the constraints that are late; some of them have a mask now.
+    made. `late`: the constraints with a late mask; some of these masks are made now.
     """
 
     table: MaskTable
@@ -44,11 +44,11 @@ class MadeMasks(Struct, frozen=True):
 
 
 class Batch:
-    """Constraints that take a token each; then their masks are made together.
+    """A batch of constraints: each gets a token; then their masks are made together.
 
-    The first thread that calls `run`, `run_take` or `run_fill` does it; the others wait for it. The
-    thread that made the batch reads the attributes afterwards: `constraints`, whose masks are made,
-    the `seconds` that this took, and the `error` that made all masks fail.
+    The first thread that calls `run`, `run_take` or `run_fill` does the work; other threads wait.
+    The thread that created the batch reads the attributes afterwards: the `constraints` with masks,
+    the `seconds` of the work, and the `error` that made all masks fail.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Batch:
     ) -> None:
         """Takes either `constraints` or `tokens`.
 
-        With `tokens`, the masks after them are made, unless the answer is complete or `least` or
-        more tokens are forced. `made` is called in the thread that has made the masks.
+        With `tokens`, the masks after these tokens are made, unless the answer is complete or
+        `least` or more tokens are forced. `made` is called in the thread that has made the masks.
         """
         self.table = table
         self.constraints = constraints
@@ -73,13 +73,13 @@ class Batch:
         self._least = least
         self._made = made
         self._unclaimed = allocate_lock()
-        self._taking = allocate_lock()  # locked until tokens are taken
+        self._taking = allocate_lock()  # locked until tokens are appended
         self._filling = allocate_lock()  # locked until masks are made
         self._taking.acquire()
         self._filling.acquire()
 
     def run(self, begins: Callable[[], None] = lambda: None) -> None:
-        """Takes the tokens and makes the masks, unless another thread does.
+        """Appends the tokens and makes the masks, unless another thread does this.
 
         `begins`: see mask_batch.fill_table.
         """
@@ -88,7 +88,7 @@ class Batch:
             self._fill(begins)
 
     def run_take(self) -> bool:
-        """Takes the tokens, or waits until another thread has.
+        """Appends the tokens, or waits until another thread has appended them.
 
         Returns whether `run_fill` has to be called.
         """
@@ -99,7 +99,7 @@ class Batch:
             return False
 
     def run_fill(self, begins: Callable[[], None] = lambda: None) -> None:
-        """Makes the masks, when `run_take` has returned True."""
+        """Makes the masks, after `run_take` has returned True."""
         self._fill(begins)
 
     def is_made(self) -> bool:
@@ -107,7 +107,7 @@ class Batch:
         return not self._filling.locked()
 
     def wait(self, end: float) -> bool:
-        """Waits until the masks are made, at most until `end`. Returns whether they are."""
+        """Waits until the masks are made, at most until `end`. Returns whether they are made."""
         if not self._filling.locked():
             return True
         if not self._filling.acquire(timeout=max(0.0, end - monotonic())):
@@ -116,11 +116,11 @@ class Batch:
         return True
 
     def has_room(self, others: int) -> bool:
-        """Returns whether the table has room for `others` masks after its own."""
+        """Returns whether the table has room for `others` masks after the batch's own masks."""
         return self.error is None and self.filled.used + others <= len(self.table.words)
 
     def result(self) -> MadeMasks:
-        """Returns all masks, after they were made."""
+        """Returns all masks; call it only after they are made."""
         if self.error is not None:
             return MadeMasks(self.table, failed=dict.fromkeys(self.constraints, self.error))
         lines = dict(zip(self.constraints, self.filled.lines, strict=True))
@@ -130,7 +130,7 @@ class Batch:
         return MadeMasks(self.table, self.filled.used, lines, failed)
 
     def found(self, place: int) -> Found:
-        """Returns the mask of the constraint at a place; it is valid as long as the table."""
+        """Returns the mask of constraint number `place`; it is valid as long as the table."""
         if self.error is not None:
             return self.error
         failed = self.filled.failed.get(place)
@@ -162,8 +162,8 @@ class Batch:
     def _fill_table(self, begins: Callable[[], None]) -> None:
         """Makes the masks.
 
-        `seconds` is the time that one mask may have taken. It is 0 unless the process has worked
-        far too long for all of them; then each constraint has to prove again that it is quick.
+        Sets `seconds` to the time that one mask may have taken. It is 0 unless the process has
+        worked far too long for all masks; then each constraint has to prove again that it is quick.
         """
         if len(self.constraints) == 1:
             begins()
@@ -177,24 +177,24 @@ class Batch:
 
 
 class SingleMask:
-    """The mask of one constraint, which a thread makes alone, or which was made before."""
+    """The mask of one constraint: made by a thread of its own, or made before."""
 
     def __init__(self, made: Future[tuple[Found, float]]) -> None:
         self._future = made
 
     @classmethod
     def kept(cls, mask: Found) -> SingleMask:
-        """Returns a mask that is made already."""
+        """Returns the job of a finished mask."""
         future: Future[tuple[Found, float]] = Future()
         future.set_result((mask.copy() if isinstance(mask, np.ndarray) else mask, 0.0))
         return cls(future)
 
     def is_made(self) -> bool:
-        """Returns whether it is made."""
+        """Returns whether the mask is made."""
         return self._future.done()
 
     def wait(self, end: float) -> bool:
-        """Waits until the mask is made, at most until `end`. Returns whether it is."""
+        """Waits until the mask is made, at most until `end`. Returns whether the mask is made."""
         try:
             self._future.exception(max(0.0, end - monotonic()))
         except TimeoutError:
@@ -202,12 +202,12 @@ class SingleMask:
         return True
 
     def result(self) -> tuple[Found, float]:
-        """Returns the mask, and the seconds of processor time that it took."""
+        """Returns the mask, and the seconds of processor time for it."""
         return self._future.result()
 
 
 def timed_mask(constraint: Constraint) -> tuple[Found, float]:
-    """Returns the mask of one constraint, and the seconds of processor time that it took."""
+    """Returns the mask of one constraint, and the seconds of processor time for it."""
     began = thread_time()
     try:
         mask: Found = constraint.mask()
@@ -217,7 +217,7 @@ def timed_mask(constraint: Constraint) -> tuple[Found, float]:
 
 
 def _filled_by(constraint: Constraint, table: MaskTable) -> tuple[FilledTable, float]:
-    """Writes the mask of one constraint into a table. Returns also the seconds that it took."""
+    """Writes the mask of one constraint into a table. Returns it and its seconds."""
     mask, seconds = timed_mask(constraint)
     if isinstance(mask, Exception):
         return FilledTable([0], 0, {0: mask}), seconds
@@ -233,11 +233,11 @@ class _Helper:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="mask batches", daemon=True)
         self._thread.start()
-        # The library must not ask for Python's lock after the interpreter has ended.
+        # The library must not acquire the GIL after the interpreter has ended.
         atexit.register(self._stop)
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Calls a function in the thread; it must not raise."""
+        """Calls a function in the thread; the function must not raise."""
         self._jobs.put(job)
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""Memory for the masks of several rows, and the number by which a row names its mask."""
+"""A table of the masks of several batch rows, and the index of a row's mask in the table."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-WORD_BITS = 32  # tokens of a word of a mask
-ANY = -1  # the line of a row that may draw any token
-_ONLY = -2  # the line of a row that may draw token 0 alone; for another token t it is -2 - t
+WORD_BITS = 32  # tokens in a word of a mask
+ANY = -1  # the line number of a row that may draw any token
+_ONLY = -2  # the line number for only token 0; for another token t it is -2 - t
 
 
 class MaskTable(Struct, frozen=True):
-    """`words` [lines, words of a mask] int32: token i has bit i % 32 of word i // 32 of a line.
+    """`words` [lines, words of a mask] int32: bit i % 32 of word i // 32 of a line is token i.
 
-    `shared`: the engine's object for this memory, if the device addresses the memory itself.
+    `shared`: the engine's object for this memory, if the device reads the memory directly.
     """
 
     words: npt.NDArray[np.int32]
@@ -29,20 +29,20 @@ class MaskTable(Struct, frozen=True):
 
 
 def new_table(lines: int, words: int) -> MaskTable:
-    """Returns memory for `lines` masks of `words` words."""
+    """Returns a table of `lines` masks with `words` words each."""
     return MaskTable(np.empty((lines, words), dtype=np.int32))
 
 
 def words_of_mask(tokens: int) -> int:
-    """Returns the words of a mask of `tokens` tokens."""
+    """Returns the number of words in a mask of `tokens` tokens."""
     return -(-tokens // WORD_BITS)
 
 
 def only(token: int) -> int:
-    """Returns the line of a row that may draw only this token: it needs no mask in a table."""
+    """Returns the line number for a row that may draw only `token`: it needs no mask in a table."""
     return _ONLY - token
 
 
 def only_token(line: int) -> int | None:
-    """Returns the only token that a row with this line may draw; None: it may draw others."""
+    """Returns the only token that a row with this line may draw; None: it may draw more."""
     return _ONLY - line if line <= _ONLY else None

@@ -1,12 +1,12 @@
 """Makes the masks of a step, so that a slow constraint delays no other row.
 
-While the masks of a constraint are quick, it takes its tokens together with others, and their masks
-are made together on several cores. If they are few, the calling thread makes them; otherwise it
-goes on meanwhile. The mask of each other constraint is made in a separate thread. A step waits for
-a bounded time.
+Constraints with quick masks take their tokens together, and their masks are made together on
+several cores. If these masks are few, the calling thread makes them; otherwise it goes on
+meanwhile. The mask of each slow constraint is made in a separate thread. A step waits for a bounded
+time.
 
-No pass that draws with a table of masks may be in flight when masks are begun, because the memory
-of earlier tables is used again.
+When masks are begun, no pass that samples with a table of masks may be in flight: the memory of
+earlier tables is used again.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from mlxpool.worker.constraints.mask_jobs import (
 from mlxpool.worker.constraints.mask_table import MaskTable, new_table, words_of_mask
 
 QUICK = 0.001  # seconds of processor time; most masks take a hundredth of it
-QUICK_MASKS = 4  # quick masks in a row, after which a constraint counts as quick
+QUICK_MASKS = 4  # consecutive quick masks, after which a constraint counts as quick
 MAX_WAIT = 0.005  # seconds that a step waits for masks; the library's bounds are about as long
 IDLE_WAIT = 0.02  # seconds of a wait for a mask if there is nothing else to do
 BEGIN_WAIT = 0.001  # seconds of a wait for another thread to begin
 THREADS = 4
-FEW = 2  # quick constraints whose masks are made in the calling thread, or as many as cores
+FEW = 2  # quick masks made in the calling thread; or the number of cores
 LEAST_LINES = 8  # of a table
 
 
 class Masks:
-    """Makes masks for one thread. Each constraint has at most one mask that is being made."""
+    """Makes masks for one thread, at most one mask of a constraint at a time."""
 
     def __init__(self, memory: Callable[[int], MaskTable | None] = lambda lines: None) -> None:
-        """`memory` returns a table for `lines` masks that the device addresses, or None."""
+        """`memory` returns a table for `lines` masks that the device reads directly, or None."""
         self._memory = memory
         self._free: list[MaskTable] = []
-        self._unread: list[Batch] = []  # batches with masks that were not read yet
-        self._ahead: Batch | None = None  # tokens that constraints take before they are committed
+        self._unread: list[Batch] = []  # batches with unread masks
+        self._ahead: Batch | None = None  # constraints' tokens that are not committed yet
         self._threads: ThreadPoolExecutor | None = None
-        self._news = threading.Event()  # a mask was made since `wait` looked
+        self._news = threading.Event()  # a mask was made since the last check in `wait`
 
     def is_quick(self, constraint: Constraint) -> bool:
-        """Returns whether it takes tokens together with others, which also finds forced tokens."""
+        """Returns whether a constraint takes tokens in batches, which also find forced tokens."""
         return constraint.record.quick >= QUICK_MASKS and constraint.small
 
     def is_made(self, constraint: Constraint) -> bool:
@@ -63,7 +63,7 @@ class Masks:
         return making is None or making.is_made()
 
     def begin(self, constraint: Constraint) -> None:
-        """Begins a mask in another thread; nothing else may use the constraint until it is made."""
+        """Begins a mask in another thread; meanwhile nothing else may use the constraint."""
         if constraint.record.making is not None:
             return
         if self._threads is None:
@@ -75,10 +75,10 @@ class Masks:
     # ---- tokens ----------------------------------------------------------------------------------
 
     def take_ahead(self, tokens: Sequence[tuple[Constraint, int]], least: int) -> None:
-        """Begins to give quick constraints their tokens ahead of `take`, in another thread.
+        """Begins to give quick constraints their tokens before `take`, in another thread.
 
-        It also begins the masks after them, unless the answer is complete or `least` or more tokens
-        are forced. Until `take` is called, nothing else may use the constraints.
+        It also begins the masks after these tokens, unless the answer is complete or `least` or
+        more tokens are forced. Until `take` is called, nothing else may use the constraints.
         """
         quick = self._taking(tokens)
         if quick:
@@ -93,9 +93,9 @@ class Masks:
             helper().submit(batch.run)
 
     def take(self, tokens: Sequence[tuple[Constraint, int]], least: int) -> None:
-        """Gives quick constraints their tokens before Constraint.take, unless they have them.
+        """Gives quick constraints their tokens before Constraint.take, unless `take_ahead` did.
 
-        Then begins their masks like `take_ahead`, if they are too many for the calling thread.
+        Then begins their masks like `take_ahead`, if the masks are too many for the calling thread.
         """
         batch, self._ahead = self._ahead, None
         if batch is not None:
@@ -111,7 +111,7 @@ class Masks:
             self._begin_batch(drawing)
 
     def give_back(self) -> None:
-        """Takes back the tokens of `take_ahead` from constraints: they will not be committed."""
+        """Removes tokens of `take_ahead` from constraints: they will not be committed."""
         batch, self._ahead = self._ahead, None
         if batch is None:
             return
@@ -119,14 +119,14 @@ class Masks:
             batch.constraints = ()
             batch.run_fill()
         while not batch.wait(monotonic() + MAX_WAIT):
-            pass  # the library's bounds end it
+            pass  # the library's limits bound the time
         self._free.append(batch.table)
         for constraint, _ in batch.tokens:
             constraint.record.making = None
             constraint.give_back()
 
     def _taking(self, tokens: Sequence[tuple[Constraint, int]]) -> list[tuple[Constraint, int]]:
-        """Returns the constraints that take their tokens together, with these tokens."""
+        """Returns the constraints that take their tokens in a batch, with these tokens."""
         return [
             pair
             for pair in tokens
@@ -139,7 +139,7 @@ class Masks:
     # ---- masks -----------------------------------------------------------------------------------
 
     def begin_early(self, constraints: Sequence[Constraint]) -> None:
-        """Begins the masks of quick constraints that are needed after the next pass has begun.
+        """Begins masks of quick constraints; they are needed after the next pass has begun.
 
         The other thread begins when the calling thread waits for something.
         """
@@ -152,9 +152,9 @@ class Masks:
             self._begin_batch(early, waits=False)
 
     def make(self, constraints: Sequence[Constraint]) -> MadeMasks:
-        """Returns the masks of these constraints, without masks that are not made in time.
+        """Returns the masks of these constraints that are made in time.
 
-        They are valid until masks are begun again.
+        These masks are valid until masks are begun again.
         """
         here: list[Constraint] = []
         for constraint in constraints:
@@ -182,7 +182,7 @@ class Masks:
     ) -> None:
         """Makes masks together, in this thread (`here`) or another.
 
-        `waits`: the other thread gets Python's lock until it has begun.
+        `waits`: the other thread gets the GIL until it has begun.
         """
         table = self._table(constraints[0], len(constraints))
         batch = Batch(table, constraints=constraints, made=self._news.set)
@@ -197,7 +197,7 @@ class Masks:
             helper().submit(batch.run)
 
     def _begin(self, batch: Batch, *, fill: bool) -> None:
-        """Notes the masks of a batch after its tokens were taken; `fill`: begins the masks."""
+        """Records the masks of a batch after its tokens were appended; `fill`: begins the masks."""
         for constraint in batch.constraints:
             constraint.record.making = batch
         if not batch.constraints:
@@ -208,7 +208,7 @@ class Masks:
             self._run_elsewhere(batch.run_fill)
 
     def _run_elsewhere(self, run: Callable[[Callable[[], None]], None]) -> None:
-        """Makes masks in the other thread, and gives it Python's lock until it has begun."""
+        """Makes masks in the other thread, and gives it the GIL until it has begun."""
         begun = allocate_lock()
         begun.acquire()
 
@@ -223,7 +223,7 @@ class Masks:
         begun.acquire(timeout=BEGIN_WAIT)  # the library may be busy with masks that take long
 
     def _table(self, constraint: Constraint, lines: int) -> MaskTable:
-        """Returns memory for `lines` masks of a constraint's vocabulary."""
+        """Returns a table for `lines` masks of a constraint's vocabulary."""
         self._drop_unwanted()
         words = words_of_mask(constraint.tokens)
         for place, table in enumerate(self._free):
@@ -235,9 +235,9 @@ class Masks:
         return new_table(max(LEAST_LINES, 1 << (lines - 1).bit_length()), words)
 
     def _drop_unwanted(self) -> None:
-        """Drops the batches whose answers have all ended: nothing will read their masks.
+        """Drops batches if all their answers have ended: nothing will read their masks.
 
-        Otherwise each such batch would keep its table, and the grammars of these answers.
+        Otherwise these batches would keep their tables, and the grammars of the answers.
         """
         for batch in [*self._unread]:
             if batch.is_made() and all(constraint.ended for constraint in batch.constraints):
@@ -246,7 +246,7 @@ class Masks:
     def _collected(
         self, constraints: Sequence[Constraint], made: Mapping[Batch | SingleMask, bool]
     ) -> MadeMasks:
-        """Returns the masks of makers in one table."""
+        """Returns the finished masks of batches and single jobs in one table."""
         maker = next(iter(made))
         if len(made) > 1 or not made[maker] or not isinstance(maker, Batch):
             return self._merged(constraints, made)
@@ -258,9 +258,9 @@ class Masks:
     def _merged(
         self, constraints: Sequence[Constraint], made: Mapping[Batch | SingleMask, bool]
     ) -> MadeMasks:
-        """Returns the masks of several makers in the table of the largest batch, if it has room.
+        """Returns the masks of several jobs in the table of the largest batch, if it has room.
 
-        Masks that batches made for others are copied and kept.
+        The batches' masks of other constraints are copied and kept.
         """
         batches = [job for job, is_made in made.items() if is_made and isinstance(job, Batch)]
         base = max(batches, key=lambda batch: len(batch.constraints), default=None)
@@ -295,7 +295,7 @@ class Masks:
     def _made_by(
         self, made: Mapping[Batch | SingleMask, bool], constraints: Sequence[Constraint]
     ) -> Iterator[tuple[Constraint, Found]]:
-        """Yields the masks of constraints, as far as they are made."""
+        """Yields the finished masks of constraints."""
         places = {
             constraint: at
             for maker in made
@@ -316,7 +316,7 @@ class Masks:
                 self._judge(record, quick=seconds <= QUICK)
 
     def _read(self, batch: Batch) -> None:
-        """Notes that the masks of a batch were read, so its constraints do not wait for it."""
+        """Records that the masks of a batch were read: its constraints no longer wait for it."""
         self._unread.remove(batch)
         quick = batch.seconds <= QUICK and batch.error is None
         for constraint in batch.constraints:
@@ -334,7 +334,7 @@ class Masks:
 def _kept(
     batches: Sequence[Batch], asked: Collection[Constraint]
 ) -> list[tuple[Constraint, SingleMask]]:
-    """Returns copies of the masks of constraints that may still ask for them."""
+    """Returns copies of the masks of constraints that may still need them."""
     return [
         (constraint, SingleMask.kept(batch.found(place)))
         for batch in batches
@@ -344,8 +344,9 @@ def _kept(
 
 
 def few() -> int:
-    """Returns the most quick constraints whose masks the calling thread makes.
+    """Returns the most quick masks that the calling thread makes.
 
-    It is at most the number of threads, so that the calling thread waits for one mask of each.
+    It is at most the number of threads, so that the calling thread waits for one mask of each
+    thread.
     """
     return max(FEW, mask_batch.threads())

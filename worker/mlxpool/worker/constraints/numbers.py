@@ -1,4 +1,4 @@
-"""The bound of JSON numbers: grammars allow any number of digits, and a model may never stop.
+"""The bound of JSON numbers. Grammars allow any number of digits, and a model may never stop.
 
 After a number of full length, no token that begins with another digit may follow, unless the
 grammar allows nothing else. The allowed tokens depend only on the ids of an answer.
@@ -16,13 +16,14 @@ from msgspec import Struct
 
 Words: TypeAlias = npt.NDArray[np.uint32]
 
-MAX_DIGITS = 40  # in a row: 128 bits have 39
+MAX_DIGITS = 40  # consecutive digits: a number of 128 bits has 39
 MAX_EXPONENT = 2  # digits of an exponent, so that a number is finite as a double
 _OF_NUMBERS = b"0123456789+-.eE"
 _KEPT = 64  # bytes at the end of a number that are examined
 _FULL = re.compile(rb"(?:[0-9]{%d,}|[0-9.][eE][+-]?[0-9]{%d,})$" % (MAX_DIGITS, MAX_EXPONENT))
-_EXPONENT = re.compile(rb"[0-9.][eE][+-]?[0-9]?$")  # with room for one digit or two
-# Outside of strings, only the letters e and E follow a JSON number: other letters show a string.
+_EXPONENT = re.compile(rb"[0-9.][eE][+-]?[0-9]?$")  # room for one or two more digits
+# Outside of strings, only the letters e and E follow a JSON number: before other letters the number
+# is in a string.
 _LETTERS = frozenset(b"abcdfghijklmnopqrstuvwxyzABCDFGHIJKLMNOPQRSTUVWXYZ")
 _DIGITS = frozenset(b"0123456789")
 
@@ -30,9 +31,9 @@ _DIGITS = frozenset(b"0123456789")
 class NumberTokens(Struct, frozen=True, eq=False):
     """The parts of a vocabulary's tokens that may belong to numbers.
 
-    `tails`: the bytes at the end of a token that may belong to a number. `whole`: tokens that have
+    `tails`: for each token, its last bytes that may belong to a number. `whole`: tokens that have
     no other bytes. `digits` and `letters` [words] have the bits of tokens that begin with a digit
-    or a letter, `runs` of tokens that begin with several digits.
+    or a letter; `runs` has the bits of tokens that begin with several digits.
     """
 
     tails: Mapping[int, bytes]
@@ -43,7 +44,7 @@ class NumberTokens(Struct, frozen=True, eq=False):
 
     @classmethod
     def of(cls, pieces: Sequence[bytes], words: int) -> NumberTokens:
-        """Reads the bytes of all tokens; `words`: the words of a mask, of 32 tokens each."""
+        """Reads the bytes of all tokens; `words`: the number of 32-bit words in a mask."""
         tails: dict[int, bytes] = {}
         whole: list[int] = []
         digits, runs, letters = (np.zeros(words, np.uint32) for _ in range(3))
@@ -66,25 +67,25 @@ class NumberTokens(Struct, frozen=True, eq=False):
 
 
 class NumberBound:
-    """The end of an answer, as far as it may be a number."""
+    """The last bytes of an answer that may belong to a number."""
 
     def __init__(self, tokens: NumberTokens) -> None:
         self._tokens = tokens
-        self._tail = self._before = b""  # now, and before the newest token
+        self._tail = self._before = b""  # the bytes now, and before the newest token
 
     def take(self, token: int) -> None:
-        """Notes a token of the answer."""
+        """Appends a token of the answer."""
         self._before = self._tail
         tail = self._tokens.tails.get(token, b"")
         self._tail = (self._tail + tail)[-_KEPT:] if token in self._tokens.whole else tail
 
     def take_all(self, tokens: Iterable[int]) -> None:
-        """Notes several tokens."""
+        """Appends several tokens."""
         for token in tokens:
             self.take(token)
 
     def give_back(self) -> None:
-        """Forgets the newest token, once."""
+        """Removes the newest token; it can remove only one."""
         self._tail = self._before
 
     def copy(self) -> NumberBound:

@@ -1,7 +1,7 @@
 """Finds the tool and the schema member that a grammar cannot follow, for an error message.
 
-It compiles up to MAX_TRIES parts of a schema. So it runs in the child process that checks formats,
-which has limits of time and memory.
+It compiles parts of a schema separately. So it is called in the process that checks formats, which
+has limits.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-MAX_TRIES = 64  # parts of a schema that are compiled
+MAX_TRIES = 64  # the most parts of a schema that are compiled
 Fails = Callable[[Mapping[str, Any] | bool], bool]  # whether a schema cannot be compiled
 
-_RULE = re.compile(r"^at (\d+)\(\d+\): ")  # the line of a grammar in llguidance's errors
-_SOURCE = re.compile(r"\n +\d+ \| ")  # lines of the grammar follow it
+_RULE = re.compile(r"^at (\d+)\(\d+\): ")  # the line number of a grammar in llguidance's errors
+_SOURCE = re.compile(r"\n +\d+ \| ")  # lines of the grammar follow this text
 _OF_SCHEMA = "failed to compile JSON schema: "
 _COMMENT = "//"
-_NOT_VERBOSE = "<non-verbose/>"  # llguidance appends it to its errors
+_NOT_VERBOSE = "<non-verbose/>"  # llguidance appends this text to its errors
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _ONE = ("items", "additionalProperties", "additionalItems", "not")
 _SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
@@ -26,12 +26,12 @@ _DEFINITIONS = ("$defs", "definitions")
 
 
 def reason(error: str) -> str:
-    """Returns the error of a matcher without llguidance's mark."""
+    """Returns the error of a matcher without llguidance's suffix."""
     return error.replace(_NOT_VERBOSE, "").strip()
 
 
 def member_of(schema: Any, fails: Fails) -> str:
-    """Returns the innermost part of a schema that fails alone, as properties.a.items, or ""."""
+    """Returns the path of the innermost failing part of a schema (properties.a.items), or ""."""
     if not isinstance(schema, Mapping):
         return ""
     definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
@@ -73,8 +73,8 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def rule_of(grammar: str, error: str) -> tuple[str, Any, str] | None:
     """Returns the comment before the rule of an error, the rule's schema, and the error itself.
 
-    None: the error names no line. The schema is None for a rule without a schema. A comment before
-    several rules belongs to all of them.
+    Returns None if the error has no line number. The schema is None for a rule without a schema. A
+    comment before several rules belongs to all of them.
     """
     match = _RULE.match(error)
     lines = grammar.splitlines()

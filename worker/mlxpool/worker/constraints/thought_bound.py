@@ -1,7 +1,7 @@
 """The constraint of an answer without a format whose thoughts have a bound.
 
-It allows any token except at the bound, where it ends the thoughts. So a row needs it only near the
-bound: before that and after the thoughts, its steps are those of other rows.
+It allows any token except at the bound, where it ends the thoughts. So a request needs it only near
+the bound: earlier, and after the thoughts, its steps are unconstrained.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mlxpool.worker.prompt.thoughts import Thoughts
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-NEAR = 32  # tokens: more than a step and the step in flight together check of a row
+NEAR = 32  # tokens: more than a step and the step in flight together check for one request
 
 
 class ThoughtBound(Constraint):
@@ -35,7 +35,7 @@ class ThoughtBound(Constraint):
 
     @property
     def is_over(self) -> bool:
-        """Whether the thoughts have ended, so that any token may follow from now on."""
+        """Whether the thoughts have ended: from now on, any token may follow."""
         return self._bounded.ended
 
     @property
@@ -50,17 +50,17 @@ class ThoughtBound(Constraint):
 
     @property
     def accepts(self) -> bool:
-        """False: no format is complete."""
+        """Always False: without a format, no answer is complete."""
         return False
 
     @property
     def finished(self) -> bool:
-        """False: no format ends the answer."""
+        """Always Always False: no format ends the answer."""
         return False
 
 
 class _AnyToken:
-    """The methods of a matcher that a constraint uses after the thoughts; all tokens may follow."""
+    """A matcher that allows all tokens, for a constraint after the thoughts."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size

@@ -1,7 +1,7 @@
 """The vocabulary of a model for llguidance: the bytes of its tokens, and its own tokenizer.
 
-If a grammar leaves no choice of bytes, llguidance allows only the ids that the tokenizer gives
-those bytes, because a model has learnt to write these ids.
+If a grammar leaves no choice of bytes, llguidance allows only the tokenizer's ids of these bytes,
+because a model has learnt to write these ids.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from mlxpool.worker.prompt.tokenizer import read_tokenizer
 
 Encode = Callable[[str], Sequence[int]]
 
-KEPT_TEXTS = 4096  # forced texts whose ids are kept: answers repeat their keys
-KEPT_LENGTH = 64  # the most characters of such a text
+KEPT_TEXTS = 4096  # forced texts with cached ids: answers repeat their keys
+KEPT_LENGTH = 64  # the most characters of a forced text with cached ids
 
-# The library keeps the set of the tokens of each of these patterns. A state that allows the whole
-# pattern takes the set and does not try its tokens. So a JSON string with room for eight more
-# characters tries only the tokens of more than eight. Each pattern costs a few MB.
+# The library keeps a set of tokens for each of these patterns. A state that allows the whole
+# pattern uses the set and does not try its tokens. So a JSON string with room for eight more
+# characters tries only tokens of more than eight characters. Each pattern needs a few MB.
 _CHARACTER = r'[^"\\\x00-\x1F\x7F]'
 _LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 30)
 SLICES = [
@@ -38,7 +38,7 @@ SLICES = [
 def load_vocabulary(
     source: TextSource, pieces: Sequence[bytes], eos: Collection[int]
 ) -> LLTokenizer:
-    """Reads the tokenizer of a model once more: the worker keeps only the bytes of its tokens."""
+    """Reads the tokenizer of a model again: the worker has kept only the bytes of its tokens."""
     tokenizer, _ = read_tokenizer(Path(source.tokenizer))
     add_tokens(tokenizer, source.added)
     added = tokenizer.get_added_tokens_decoder()
@@ -64,7 +64,7 @@ def make_vocabulary(
 
 
 def words_of(tokens: Iterable[int], vocab_size: int) -> Words:
-    """Returns [ceil(vocabulary / 32)] with the bits of these tokens, if below `vocab_size`."""
+    """Returns words [ceil(vocabulary / 32)] with the bits of the tokens below `vocab_size`."""
     words = np.zeros(-(-vocab_size // 32), dtype=np.uint32)
     for token in tokens:
         if token < vocab_size:
@@ -73,7 +73,7 @@ def words_of(tokens: Iterable[int], vocab_size: int) -> Words:
 
 
 class _Wrapper:
-    """The attributes of a tokenizer that LLTokenizer reads; a call returns the ids of a text."""
+    """The tokenizer attributes that LLTokenizer reads; a call returns the ids of a text."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -93,7 +93,7 @@ class _Wrapper:
         return self._kept(text) if len(text) <= KEPT_LENGTH else self._ids_of(text)
 
     def _ids_of(self, text: str) -> list[int]:
-        """Returns the tokenizer's ids if they are exactly this text, else the longest tokens.
+        """Returns the tokenizer's ids of a text if they decode to it, else the longest tokens.
 
         Some tokenizers begin each text with a space. The name of a special token in a text does not
         become that token: only text is allowed.

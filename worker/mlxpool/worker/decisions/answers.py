@@ -1,10 +1,10 @@
 """The answers of a question as token sequences, and their probabilities. Pure.
 
 The probability of an answer of several tokens is the product of the probabilities of its tokens,
-each after the tokens before it. A `branch` is a sequence of tokens that answers begin with and go
-on after; the first branch is empty. The model gives the log-probabilities of the next token at each
-branch. If an answer ends at a branch ("1" of 1 to 10), its probability has a further factor: the
-probability that no longer answer ("10") goes on from there.
+each after the tokens before it. A `branch` is a proper prefix of answers, in tokens; the first
+branch is empty. The model gives the log-probabilities of the next token at each branch. If an
+answer ends at a branch ("1" of 1 to 10), its probability has a further factor: the probability that
+no longer answer ("10") follows.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Decided(Struct, frozen=True):
 
 
 class Answers(Struct, frozen=True):
-    """The token sequences that stand for each label."""
+    """The token sequences that count as each label."""
 
     paths: tuple[tuple[Path, ...], ...]
 
     def branches(self) -> dict[Path, tuple[int, ...]]:
-        """Returns the tokens that may follow at each branch; the empty branch is the first."""
+        """Returns the tokens that may follow each branch; the empty branch is the first."""
         followers: dict[Path, set[int]] = {(): set()}
         for path in self._all_paths():
             for at, token in enumerate(path):
@@ -42,7 +42,7 @@ class Answers(Struct, frozen=True):
         return {branch: tuple(sorted(tokens)) for branch, tokens in followers.items()}
 
     def twice(self) -> tuple[int, int] | None:
-        """Returns the indices of two labels that share a token sequence; None: all differ."""
+        """Returns the indices of two labels with a token sequence in common; None: all differ."""
         seen: dict[Path, int] = {}
         for index, paths in enumerate(self.paths):
             for path in paths:
@@ -55,7 +55,7 @@ class Answers(Struct, frozen=True):
 
 
 def decided(answers: Answers, found: Found, temperature: float) -> Decided:
-    """Returns the probabilities; `temperature` divides the log-probabilities of labels."""
+    """Returns the labels' probabilities; `temperature` divides their log-probabilities."""
     masses = [_sum_of_logs(_log_mass(path, found) for path in paths) for paths in answers.paths]
     inside = math.exp(_sum_of_logs(masses))
     scaled = [mass / temperature for mass in masses]
@@ -81,10 +81,10 @@ def _sum_of_logs(logs: Iterable[float]) -> float:
 
 
 def kept_forms(forms: Sequence[Sequence[Path]]) -> tuple[tuple[Path, ...], ...]:
-    """Returns for each label its token sequences in the forms that are scored.
+    """Returns each label's token sequences in the scored forms.
 
     `forms` has for each form a sequence of each label, the expected form first. Another form counts
-    only if it needs no further branches, because each branch costs a line to read.
+    only if it needs no further branches, because the model computes each branch.
     """
     branches = {path[:at] for path in forms[0] for at in range(len(path))}
     kept = [

@@ -1,9 +1,10 @@
 """The prompts of questions about one text, and the texts of their answers.
 
-Prompts are rendered and tokenised so that they begin alike, in the processes that prepare requests.
+Prompts are rendered and tokenised so that they share a prefix, in the processes that prepare
+requests.
 
 Labels are not scored by their own words: a long label would be less probable than a short label,
-and labels that begin alike would share their first token. They are listed with letters, and the
+and similar labels would share their first token. The prompt lists labels with letters, and the
 answer is a letter. Yes, no and numbers are their own answers.
 """
 
@@ -24,16 +25,16 @@ from mlxpool.worker.prompt.text_model import TextModel
 
 BORDER = "\n\n"  # between the shared text and a question
 _RAW_END = "\nAnswer:"  # after a question to a model without a chat template
-_CONTEXT_CHARS = 256  # characters before a border that decide how tokenizers divide the text
-_ANCHOR = "\n"  # a text before parts, so that they get no begin-of-sequence token
+_CONTEXT_CHARS = 256  # characters before a cut that decide how tokenizers divide the text
+_ANCHOR = "\n"  # a text before parts, so that the parts get no begin-of-sequence token
 THINKS = "the chat template of this model opens its thoughts: the next token is not an answer"
 
 
 class AskQuestions(Struct, frozen=True):
-    """Make the prompts of questions, maps as in `decide`, about a text.
+    """A job: make the prompts of questions (maps as in `decide`) about a text.
 
-    `chat`: the model has a chat template. `think`: for the template. `now`: seconds since 1970.
-    `context`: the most tokens of a prompt and its answer. `first`: see DecideCall.
+    `chat`: the model has a chat template. `think`: the template's setting. `now`: seconds since
+    1970. `context`: the most tokens of a prompt and its answer. `first`: see DecideCall.
     """
 
     prompt: str
@@ -48,7 +49,8 @@ class AskQuestions(Struct, frozen=True):
 class Prompts(Struct, frozen=True):
     """The `shared` ids that all prompts begin with, each prompt's other ids, and its answers.
 
-    Each tail has at least one id. With equal labels, tails have only the questions' own words.
+    Each prompt's other ids are at least one. If labels are equal, they have only the question's
+    words.
     """
 
     shared: list[int]
@@ -86,17 +88,17 @@ def prompts_of(text: TextModel, job: AskQuestions) -> Prompts:
 
 
 def worded_end(tail: str, words: str) -> str:
-    """Returns the text of a chat template after the words of a question, or the words' end."""
+    """Returns the chat template's text after the words of a question, or the end of these words."""
     return tail[len(words) :] or words[-_CONTEXT_CHARS:]
 
 
 def _rendered(
     text: TextModel, job: AskQuestions, questions: Sequence[Question]
 ) -> tuple[str, list[str]]:
-    """Returns the text that all prompts begin with, and the rest of each prompt.
+    """Returns the common beginning of all prompts, and the rest of each prompt.
 
     A template is rendered for the first and the last question. If that shows that it only inserts
-    the question, it is not rendered for the others.
+    the question, it is not rendered for the other questions.
     """
     words = [worded(question, chat=job.chat) for question in questions]
     before = job.prompt + BORDER
@@ -120,20 +122,20 @@ def _rendered(
 
 
 def _divided(prompts: Sequence[str]) -> tuple[str, list[str]]:
-    """Returns the part that all texts begin with, and the rest of each, which is not empty."""
+    """Returns the common beginning of all texts, and the non-empty rest of each text."""
     common = min(_common(prompts[0], prompt) for prompt in prompts)
     common = min(common, *(len(prompt) - 1 for prompt in prompts))
     return prompts[0][:common], [prompt[common:] for prompt in prompts]
 
 
 def _common(first: Sequence[object], second: Sequence[object]) -> int:
-    """Returns the number of first items that are the same."""
+    """Returns the length of the common beginning of two sequences."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _parts(text: TextModel) -> Callable[[str], list[int]]:
-    """Returns the tokenizer of parts of a text: without the tokens that begin a prompt."""
+    """Returns a function that tokenises a part of a text, without begin-of-prompt tokens."""
     begin = len(text.encode(_ANCHOR))
 
     @cache
@@ -152,7 +154,8 @@ def _prompt(
 ) -> list[int]:
     """Returns the ids of `head` + `tail`; `shared` are the ids of `head`.
 
-    The tail is tokenised after the end of the head; if a token spans both, the whole text is.
+    The tail is tokenised after the end of the head; if a token spans both, the whole text is
+    tokenised.
     """
     near = head[-_CONTEXT_CHARS:]
     before, joint = part(near), part(near + tail)
@@ -184,7 +187,7 @@ def _paths(part: Callable[[str], list[int]], end: str, texts: Sequence[str]) -> 
     alone = [tuple(part(text)) for text in texts]
     joint = [part(end + text) for text in texts]
     if any(ids[: len(before)] != before for ids in joint):
-        return [alone]  # a token would span the end of the prompt, which is fixed
+        return [alone]  # a token would span the end of the prompt, whose ids are fixed
     behind = [tuple(ids[len(before) :]) for ids in joint]
     return [behind] if behind == alone else [behind, alone]
 
@@ -193,7 +196,7 @@ def _paths(part: Callable[[str], list[int]], end: str, texts: Sequence[str]) -> 
 
 
 class Form(Struct, frozen=True):
-    """A way to write the answers: a text for each label, in their order."""
+    """A way to write the answers: a text for each label, in the order of the labels."""
 
     texts: tuple[str, ...]
 
@@ -201,7 +204,7 @@ class Form(Struct, frozen=True):
 def worded(question: Question, *, chat: bool) -> str:
     """Returns the text that follows the shared text; `chat`: a chat template follows it.
 
-    The question is its end, so that questions with the same labels begin alike.
+    The question comes last, so that questions with the same labels share a prefix.
     """
     lines = [
         f"{letter}. {choice}"

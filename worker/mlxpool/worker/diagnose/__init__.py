@@ -1,4 +1,4 @@
-"""Checks models without serving them: their kind, needs and errors.
+"""Checks models without serving them: task, memory and errors.
 
-`mlxpool check` and the broker's catalogue run it in a separate process.
+`mlxpool check` and the broker's catalogue run this package in a separate process.
 """

@@ -1,7 +1,8 @@
 """`python -m mlxpool.worker.diagnose.check`: reports on models without serving them.
 
-Reads a line of JSON for each model, {name, model, machine?, memory_limit?}, and writes a line with
-its report, see docs/models.md. MLX is imported only for `machine`, the check of this machine.
+Reads a JSON line for each model, {name, model, machine?, memory_limit?}, and writes a JSON line
+with the model's report, see docs/models.md. MLX is imported only for `machine`, the check of this
+machine.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.json_files import read_json
 from mlxpool.worker.weights.locate import COUNTING, locate, open_files, places
 
-NICENESS = 10  # of a check in the background, so that served requests go first
+NICENESS = 10  # niceness of a check in the background, so that served requests go first
 MAX_BACKGROUND_BYTES = 8 * 2**30  # memory of a check in the background, which reads any config
 
 Tell: TypeAlias = Callable[[Mapping[str, Any]], None]
@@ -87,10 +88,10 @@ def check(
     memory_limit: int = 0,
     tell: Tell | None = None,
 ) -> dict[str, Any]:
-    """Returns the report on a model; never raises for the contents of its files.
+    """Returns the report on a model; never raises because of the contents of its files.
 
-    `memory_limit` is the pool's, in bytes; 0: the usual share of the machine's memory. `tell` gets
-    the report on the weights before the tokenizer is read.
+    `memory_limit`: the pool's memory limit in bytes; 0: the default fraction of the machine's
+    memory. `tell` is called with the report on the weights before the tokenizer is read.
     """
     report = _check(name, config, machine=machine, memory_limit=memory_limit, tell=tell)
     if machine and (why := gpu_problem(config, visible_gpus(os.environ))):
@@ -100,7 +101,7 @@ def check(
 
 
 def gpu_problem(config: ModelConfig, visible: Sequence[str]) -> str:
-    """Returns why a worker cannot have its GPUs among the `visible` ones; "" if it can."""
+    """Returns why a worker cannot have its GPUs among the `visible` GPUs; "" if it can."""
     try:
         check_enough(chosen_gpus(visible, config.gpu_ids), config.devices)
     except GpusUnavailable as error:
@@ -161,7 +162,7 @@ def _check(
 
 
 def _notes_of_settings(folder: ModelFolder, config: ModelConfig) -> list[str]:
-    """Returns notes on valid settings that have no effect, or an unexpected effect."""
+    """Returns messages on valid settings that have no effect, or an unexpected effect."""
     notes = []
     if note := resume_note(config.kv, deterministic=config.deterministic):
         notes.append(note)
@@ -173,7 +174,7 @@ def _notes_of_settings(folder: ModelFolder, config: ModelConfig) -> list[str]:
 def _check_plain(
     report: dict[str, Any], problems: Problems, config: ModelConfig, what: str
 ) -> None:
-    """Adds the settings that a model does not have because it keeps no cache of tokens."""
+    """Adds a problem for each setting that needs a KV cache: this model has none."""
     for require in PLAIN_CHECKS:
         problems.attempt(require, config, what)
     if config.speculation == AUTO:
@@ -216,7 +217,7 @@ def _check_encoder(
 def _machine_of_encoder(
     encoder: EncoderFolder, config: ModelConfig, memory_limit: int
 ) -> dict[str, Any]:
-    """Returns `machine`: whether the weights fit into the limits of a worker and the pool."""
+    """Returns `machine`: whether the weights fit into the worker's and the pool's memory."""
     try:
         from mlxpool.worker.kernels import device
     except ImportError as error:
@@ -246,9 +247,9 @@ def _machine_of_encoder(
 def _machine(
     folder: ModelFolder, config: ModelConfig, memory_limit: int, draft: ModelFolder | None = None
 ) -> dict[str, Any]:
-    """Returns `memory`, the model's need of memory, and `machine`: whether this machine has it.
+    """Returns `memory`, the model's need of memory, and `machine`: whether this machine has enough.
 
-    `draft`: its draft model; the draft model's weights and rows count as weights.
+    `draft`: the draft model; its weights and KV cache count as weights.
     """
     try:
         from mlxpool.worker.kernels import device
@@ -325,7 +326,7 @@ def answer(line: str, tell: Tell | None = None) -> dict[str, Any]:
 
 
 def bound_memory(size: int) -> None:
-    """Bounds the process's data memory: more raises MemoryError. A lower bound stays."""
+    """Bounds the process's data memory: above it, MemoryError. A lower existing bound stays."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard == resource.RLIM_INFINITY or size < hard:
         resource.setrlimit(resource.RLIMIT_DATA, (size, hard))

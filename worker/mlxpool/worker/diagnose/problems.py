@@ -1,6 +1,6 @@
 """Finds all problems of a model's files; `inspect` raises only the first.
 
-Invariant: the error of `inspect` or `ChatTokenizer.from_folder` is always among them.
+Invariant: the error of `inspect` or `ChatTokenizer.from_folder` is always among these problems.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from mlxpool.worker.weights.special_tokens import SpecialTokens
 
 Step = ParamSpec("Step")
 Result = TypeVar("Result")
-MAX_KEYS = 64  # unusable keys of config.json that are reported
-PLACEHOLDERS = (4096, 1)  # for an unusable key: a plausible width, a plausible count
+MAX_KEYS = 64  # the most reported unusable keys of config.json
+PLACEHOLDERS = (4096, 1)  # values in place of an unusable key: a plausible width, a plausible count
 
 
 class Problems:
@@ -97,7 +97,7 @@ def find_problems(
 def _check_files(location: Path | ModelFiles, problems: Problems) -> None:
     files = _files(location, problems)
     if files is None:
-        return  # `inspect` has reported it, and there are no files to check
+        return  # `inspect` has reported the error, and there are no files to check
     config = problems.attempt(read_json, files / "config.json")
     plan = None if config is None else _plan(config, problems)
     _check_weights(files, config or {}, plan, problems)
@@ -174,7 +174,7 @@ def _check_weights(
 
 
 def _without_missing(messages: Iterable[str]) -> Iterator[str]:
-    """Yields messages except on missing tensors, which only mean that a shard is missing."""
+    """Yields messages, but not on missing tensors: they only mean that a shard is missing."""
     return (message for message in messages if not message.startswith("the weights lack"))
 
 

@@ -54,11 +54,11 @@ class EncoderFolder(Struct, frozen=True):
     labels: tuple[str, ...]  # for classify
     activation: Activation
     source: EncoderTextSource
-    digest: str  # hex; of all files and settings that decide the numbers
+    digest: str  # hex digest of all files and settings that determine the results
 
     @property
     def dimensions(self) -> int:
-        """The numbers of a vector; 0: the model does not embed."""
+        """The length of an embedding vector; 0: the model does not embed."""
         return self.vectors.dimensions(self.plan.hidden) if self.task == "embed" else 0
 
 
@@ -150,7 +150,7 @@ def _task(files: ModelFiles, config: Mapping[str, Any], wanted: str) -> Task:
 
 
 def _answers(files: ModelFiles, tokenizer: Tokenizer) -> Answers:
-    """Returns the compared answers: the answers in the files, or "yes" and "no"."""
+    """Returns the two compared answers: from the model's files, or "yes" and "no"."""
     if asks_a_question(files):
         return Answers(*answer_ids(files))
     return require_answers(tokenizer.token_to_id("yes"), tokenizer.token_to_id("no"))
@@ -163,7 +163,7 @@ def _settings(files: ModelFiles, task: Task) -> VectorSettings:
 
 
 def _labels(config: Mapping[str, Any], count: int) -> tuple[str, ...]:
-    """Returns the names in id2label, or LABEL_0 and so on without names."""
+    """Returns the label names in id2label; without id2label, LABEL_0 and so on."""
     listed = config.get("id2label") or {}
     return tuple(str(listed.get(str(index), f"LABEL_{index}")) for index in range(count))
 
@@ -193,7 +193,7 @@ def _activation(files: ModelFiles, config: Mapping[str, Any], task: Task) -> Act
 
 
 def _tokenizer_bound(files: ModelFiles) -> int:
-    """Returns model_max_length of the tokenizer; 0 without it."""
+    """Returns model_max_length of the tokenizer; 0 if the key is missing."""
     bound = optional_json(files / "tokenizer_config.json").get("model_max_length")
     return bound if isinstance(bound, int) and 0 < bound < MAX_TOKENS else 0
 
@@ -208,7 +208,7 @@ def _check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
 
 
 def _digest(files: ModelFiles, folder: str, vectors: VectorSettings, task: Task) -> str:
-    """Returns the digest of the folder, the task, and the layers after the model.
+    """Returns the digest of the folder, the task, and the layers that follow the model.
 
     Those layers count with their settings and weights. `folder` is the folder's own digest.
     """

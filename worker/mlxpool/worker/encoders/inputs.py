@@ -8,7 +8,7 @@ from msgspec import Struct
 
 
 class EncoderInput(Struct, frozen=True):
-    """One text, or pair of texts, as the model reads it: token ids, special tokens included.
+    """The token ids of one text or pair of texts, special tokens included.
 
     `types`: the segment of each token, 0 or 1; empty: all are 0.
     """
@@ -18,9 +18,9 @@ class EncoderInput(Struct, frozen=True):
 
 
 class EncodeInputs(Struct, frozen=True):
-    """Make inputs of an encoder model from texts or pairs; the fields are as in EncoderCall.
+    """A job: make encoder inputs from texts or pairs; the fields are as in EncoderCall.
 
-    Pairs are lists in messages.
+    In messages, pairs are lists.
     """
 
     texts: Sequence[str] = ()
@@ -32,5 +32,5 @@ class EncodeInputs(Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """The number of characters."""
+        """The number of characters of all texts."""
         return sum(map(len, self.texts)) + sum(len(text) for pair in self.pairs for text in pair)

@@ -1,7 +1,7 @@
-"""Reads the files of sentence-transformers beside a model: the steps after its states.
+"""Reads sentence-transformers' files of a model: the steps after its hidden states.
 
-modules.json lists the steps after the model; each has a folder. Nothing is guessed: a step that
-is not implemented is refused by its name.
+modules.json lists the steps after the model; each has a folder. An unknown step is an error with
+the name of the step.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ OLD_POOLINGS: Mapping[str, Pooling] = {  # keys of older files, in the order of 
     "pooling_mode_lasttoken": "lasttoken",
 }
 DENSE_ACTIVATIONS = {"Identity": "", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu"}
-LOGIT_SCORE = "LogitScore"  # the step of a language model that rates by its answer to a question
+LOGIT_SCORE = "LogitScore"  # the step of a language model that rates by its yes/no answer
 NO_STEP = ("Dropout",)  # modules that do nothing when a text is embedded
 assert all(name in {"", "tanh", *FUNCTIONS} for name in DENSE_ACTIVATIONS.values())
 
 
 class Dense(Struct, frozen=True):
-    """A linear layer after the pooling: `file` holds linear.weight and, with a bias, linear.bias.
+    """A linear layer after the pooling: `file` has linear.weight and, with a bias, linear.bias.
 
-    `activation`: a name of activations.FUNCTIONS or tanh; "": none.
+    `activation`: a name in activations.FUNCTIONS, or tanh; "": no activation.
     """
 
     file: str
@@ -50,7 +50,7 @@ class Dense(Struct, frozen=True):
 
 
 class VectorSettings(Struct, frozen=True):
-    """The settings by which an embedding model makes a vector of the states of a text.
+    """The settings of pooling: an embedding model makes a vector of a text's hidden states.
 
     `poolings`: the vectors of several poolings are concatenated. `max_tokens`: the most tokens of a
     text; 0: the model's own bound.
@@ -66,7 +66,7 @@ class VectorSettings(Struct, frozen=True):
     similarity: str = "cosine"
 
     def dimensions(self, hidden: int) -> int:
-        """Returns the numbers of a vector; raises ModelLoadFailed if steps do not fit together."""
+        """Returns the length of a vector; raises ModelLoadFailed if steps do not match."""
         size = hidden * len(self.poolings)
         for dense in self.dense:
             if dense.inputs != size:
@@ -83,12 +83,12 @@ def has_modules(files: ModelFiles) -> bool:
 
 
 def asks_a_question(files: ModelFiles) -> bool:
-    """Returns whether the model is a language model that rates pairs by one of two tokens."""
+    """Returns whether the model is a language model that rates pairs by two tokens."""
     return has_modules(files) and any(kind == LOGIT_SCORE for kind, _ in _listed(files))
 
 
 def answer_ids(files: ModelFiles) -> tuple[int, int]:
-    """Returns the ids of the two tokens with compared logits: for a match, and for no match.
+    """Returns the ids of the two compared tokens: for a match, and for no match.
 
     Raises ModelLoadFailed if the files do not name two tokens.
     """
@@ -107,7 +107,7 @@ def pair_settings(files: ModelFiles) -> VectorSettings:
 
 
 def pair_activation(files: ModelFiles) -> str:
-    """Returns the activation in newer files beside a model that rates pairs, or ""."""
+    """Returns the activation in the newer files of a model that rates pairs, or ""."""
     return str(optional_json(files / PROMPTS).get("activation_fn") or "")
 
 
@@ -141,7 +141,7 @@ def vector_settings(files: ModelFiles) -> VectorSettings:
 
 
 def _listed(files: ModelFiles) -> list[tuple[str, str]]:
-    """Returns the kind and folder of each step, whether it is supported or not."""
+    """Returns the type and folder of each listed step, supported or not."""
     return [
         (str(entry.get("type", "")).rpartition(".")[2], str(entry.get("path", "")))
         for entry in read_json_list(files / MODULES)
@@ -149,7 +149,7 @@ def _listed(files: ModelFiles) -> list[tuple[str, str]]:
 
 
 def _modules(files: ModelFiles) -> list[tuple[str, str]]:
-    """Returns the kind and folder of each step of an embedding model, the model itself first."""
+    """Returns the type and folder of each step of an embedding model, the model itself first."""
     steps = []
     for kind, path in _listed(files):
         if kind == "Transformer":

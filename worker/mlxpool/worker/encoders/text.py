@@ -26,13 +26,13 @@ QUESTION_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 class EncoderTextSource(Struct, frozen=True):
-    """The data for another process to prepare texts of an encoder model, see EncoderText.
+    """The data with which another process prepares texts of an encoder model, see EncoderText.
 
     `sha256`: digest of the file `tokenizer`. `context`: the most tokens of an input. `prompts`:
-    texts by name that are put before an input. `default_prompt`: the name of the prompt of requests
-    that name none, "": no prompt. `lower`: texts are lower-cased. `keeps_end`: truncation removes
-    the beginning of a text. `asks`: a pair becomes the question of Qwen3 rerankers. `types`: the
-    second text of a pair is another segment, if the tokenizer has segments.
+    texts by name that are put before an input. `default_prompt`: the name of the default prompt;
+    "": no prompt. `lower`: texts are lower-cased. `keeps_end`: truncation removes the beginning of
+    a text. `asks`: a pair becomes the question of Qwen3 rerankers. `types`: the second text of a
+    pair gets segment 1, if the tokenizer has segments.
     """
 
     tokenizer: str
@@ -100,8 +100,8 @@ class EncoderText:
     ) -> list[EncoderInput]:
         """Returns the input of each text after `prompt`, or else after the prompt `prompt_name`.
 
-        Raises ContextExceeded with the number of a text that is too long, counted from `first`,
-        unless `truncate`; BadRequest for an unknown name and for text that is not Unicode.
+        Raises ContextExceeded with the index of a text that is too long, counted from `first`,
+        unless `truncate`; BadRequest for an unknown prompt name and for text that is not Unicode.
         """
         before = self._prompt(prompt_name) if prompt is None else prompt
         return [
@@ -119,8 +119,8 @@ class EncoderText:
     ) -> list[EncoderInput]:
         """Returns the input of each pair of a query and a document; raises like `encode_texts`.
 
-        `prompt`, or else the model's default prompt, is put before the first text. A model that
-        answers questions about pairs takes it as its instruction.
+        `prompt`, or else the model's default prompt, is put before the first text. For a model that
+        answers questions about pairs it is the instruction.
         """
         before = self._prompt("") if prompt is None else prompt
         if self.source.asks:
@@ -167,7 +167,7 @@ class EncoderText:
     def _question(
         self, index: int, instruction: str, query: str, document: str, truncate: bool
     ) -> EncoderInput:
-        """Returns the question about a pair; truncates the pair, not the words around it."""
+        """Returns the question about a pair; truncates the pair, not the question's words."""
         begin, end = (self._plain(words) for words in (QUESTION_BEGIN, QUESTION_END))
         text = QUESTION.format(instruction=instruction, query=query, document=document)
         ids, most = self._plain(text), self.source.context - len(begin) - len(end)
@@ -185,7 +185,7 @@ class EncoderText:
         return list(self._encoding(text, None, 0, special=False).ids)
 
     def _encoding(self, text: str, pair: str | None, most: int, special: bool = True) -> Encoding:
-        """Encodes a text. `most`: its tokens after truncation; 0: it is not truncated."""
+        """Encodes a text. `most`: the most tokens after truncation; 0: no truncation."""
         if most:
             side = "left" if self.source.keeps_end else "right"
             self._tokenizer.enable_truncation(most, direction=side)
@@ -208,7 +208,7 @@ class EncoderText:
 def check_ids(
     inputs: Sequence[Sequence[int]], context: int, vocab_size: int, first: int = 0
 ) -> None:
-    """Checks inputs that are token ids. Raises BadRequest or ContextExceeded with the index.
+    """Checks inputs of token ids. Raises BadRequest or ContextExceeded with the index of an input.
 
     Inputs are counted from `first`.
     """

@@ -1,4 +1,4 @@
-"""Vectors in the form of a request: only the first dimensions, and of length 1."""
+"""Vectors as a request wants them: truncated to the first dimensions, and normalised."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy.typing as npt
 from mlxpool.common.errors import BadRequest
 
 Vectors = npt.NDArray[np.float32]
-MIN_LENGTH = 1e-12  # a shorter vector is divided by this, so that zeros stay zeros
+MIN_LENGTH = 1e-12  # a shorter vector is divided by this length, so that zeros stay zeros
 
 
 def require_dimensions(wanted: int, dimensions: int) -> None:
-    """Raises BadRequest unless `wanted` is from 1 to `dimensions`, the model's."""
+    """Raises BadRequest unless `wanted` is from 1 to `dimensions`, the model's vector length."""
     if not 1 <= wanted <= dimensions:
         raise BadRequest(
             f"dimensions is {wanted}, must be from 1 to {dimensions}, the size of this model's"
@@ -21,7 +21,7 @@ def require_dimensions(wanted: int, dimensions: int) -> None:
 
 
 def finished(vectors: Vectors, dimensions: int, *, normalise: bool) -> Vectors:
-    """Returns the first `dimensions` of vectors [n, d], 0: all.
+    """Returns the first `dimensions` numbers of vectors [n, d]; 0: all numbers.
 
     `normalise`: divides them by their lengths.
     """

@@ -1,5 +1,5 @@
-"""Images in prompts: places among the inputs, pixels, outputs of encoders.
+"""Images in prompts: positions among the inputs, pixels, outputs of encoders.
 
-Imports no MLX. `spans` has the places of images and the rules for cuts, `image` has preprocessed
+Imports no MLX. `spans` has the positions of images and the rules for cuts; `image` has preprocessed
 images.
 """

@@ -1,7 +1,7 @@
 """Decodes image files with Pillow, in the processes that prepare requests.
 
-The format of a file follows from its content. Its number of pixels is known and bounded before any
-is decoded. Errors describe the image; `prepared_image` adds its index in the request.
+The format of a file follows from its content. The number of pixels is checked before any pixel is
+decoded. Errors describe the image; `prepared_image` adds its index in the request.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from mlxpool.common.errors import BadRequest
 from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.media.settings import ImageSettings
 
-MAX_PIXELS = 2**26  # of a stored image: 8192 x 8192
+MAX_PIXELS = 2**26  # pixels of a stored image: 8192 x 8192
 WHITE = (255, 255, 255)
 TAKEN = "png, jpeg, webp and gif are taken"
-# Formats by the first bytes of a file; for a format without a class, its name is in the error.
+# Formats by the first bytes of a file; a format without a class is refused with its name.
 READERS: dict[str, type[ImageFile.ImageFile]] = {
     "png": PngImagePlugin.PngImageFile,
     "jpeg": JpegImagePlugin.JpegImageFile,
@@ -58,13 +58,13 @@ AN = (
     "svg",
     "xml",
 )  # beginnings of names with a spoken vowel
-_SHOWN = 8  # bytes of an unknown file in the error
+_SHOWN = 8  # first bytes of an unknown file that the error shows
 
 
 def prepared_image(data: bytes, index: int, settings: ImageSettings) -> PreparedImage:
-    """Returns image number `index` of a request in the size that the model takes.
+    """Returns image `index` of a request, resized for the model.
 
-    Raises BadRequest with the image's index, its description, and the bound.
+    Raises BadRequest with the image's index, its description, and the exceeded bound.
     """
     try:
         image = decode(data)
@@ -93,7 +93,7 @@ def decode(data: bytes) -> Image.Image:
             image: Image.Image = READERS[kind](BytesIO(data))
             check_pixels(kind, *image.size)
             image.load()
-            ImageOps.exif_transpose(image, in_place=True)  # does not copy an upright image
+            ImageOps.exif_transpose(image, in_place=True)  # no copy of an upright image
             return as_rgb(image)
     except BadRequest:
         raise

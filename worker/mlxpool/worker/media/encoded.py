@@ -1,4 +1,4 @@
-"""The outputs of an image encoder, kept for other sequences with the same images. No MLX."""
+"""A cache of image-encoder outputs for sequences with the same images. No MLX."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class EncodedImages(Generic[F]):
         return self._kept[image]
 
     def has_room(self, pinned: Collection[ImageKey]) -> bool:
-        """Returns whether another image may be added beside the `pinned` ones; True without any."""
+        """Returns whether another image fits beside the `pinned` images; True if none is pinned."""
         held = [self._kept[image].nbytes for image in pinned if image in self._kept]
         return not held or sum(held) < self.budget
 
     def put(self, image: ImageKey, features: F, pinned: Collection[ImageKey] = ()) -> None:
-        """Keeps the features of an image; evicts others that are not pinned."""
+        """Keeps the features of an image; evicts other images that are not pinned."""
         self.discard(image)
         room = self.budget - features.nbytes
         for other in [key for key in self._kept if key not in pinned]:
@@ -59,13 +59,13 @@ class EncodedImages(Generic[F]):
         self.encoded += 1
 
     def discard(self, image: ImageKey) -> None:
-        """Frees the features of an image, if there are any."""
+        """Frees the features of an image, if they are kept."""
         features = self._kept.pop(image, None)
         if features is not None:
             self.nbytes -= features.nbytes
 
     def shrink(self, size: int, pinned: Collection[ImageKey] = ()) -> int:
-        """Frees at least `size` bytes, or all that are not pinned; returns the bytes freed."""
+        """Frees at least `size` bytes, or all unpinned images; returns the freed bytes."""
         before = self.nbytes
         for image in [key for key in self._kept if key not in pinned]:
             if before - self.nbytes >= size:

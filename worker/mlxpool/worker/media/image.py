@@ -15,8 +15,8 @@ from mlxpool.worker.media.spans import ImageKey
 class PreparedImage(Struct, frozen=True, eq=False):
     """An image in the size that the encoder takes.
 
-    `pixels` [height, width, 3] are RGB from 0 to 255; the encoder scales them. `grid`: patches in
-    time, height and width. `count`: the number of inputs of the image.
+    `pixels` [height, width, 3] are RGB from 0 to 255; the encoder scales them. `grid`: the numbers
+    of patches in time, height and width. `count`: the number of inputs of the image.
     """
 
     key: ImageKey
@@ -28,7 +28,7 @@ class PreparedImage(Struct, frozen=True, eq=False):
     def of(
         cls, pixels: npt.NDArray[Any], grid: tuple[int, int, int], count: int, version: bytes
     ) -> Self:
-        """Makes the key; `version` identifies the model's preprocessing and changes with it."""
+        """Makes an image with its key; `version` identifies the model's preprocessing."""
         plain = np.ascontiguousarray(pixels)
         return cls(image_key(plain, grid, version), plain, grid, count)
 

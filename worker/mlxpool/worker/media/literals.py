@@ -1,9 +1,9 @@
-"""Keeps markers of images, and other tokens, that a user has written in a message plain text. Pure.
+"""Keeps image markers and special tokens plain text if a user has written them. Pure.
 
-A chat template writes a marker for each image, so a marker that a user has written would stand for
-an image, too. `seamed` puts a seam into it. `cuts_of` takes the seams out of the rendered chat and
-returns their places. The parts between these places are tokenized one by one: this gives the ids of
-the same text without an id of a marker.
+A chat template writes a marker for each image, so a marker in a user's text would be read as an
+image, too. `seamed` puts a seam (an unused character) into this marker. `cuts_of` removes the seams
+from the rendered chat and returns their positions. The parts between these positions are tokenized
+separately: so the ids are of the same text, without an id of a marker.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mlxpool.common.errors import BadRequest
 from mlxpool.worker.media.settings import ImagePlaces
 
 SEAMS = tuple(map(chr, range(0xFDD0, 0xFDF0)))  # noncharacters of Unicode, which no text needs
-KEYS = ("content", "reasoning_content")  # keys of a message with texts that are seamed
+KEYS = ("content", "reasoning_content")  # keys of a message whose texts get seams
 
 
 def literals_of(places: ImagePlaces) -> tuple[str, ...]:
-    """Returns the texts that stand for an image: the marker of the template, the slot token."""
+    """Returns the texts that are read as an image: the template's marker, the slot token."""
     return tuple(dict.fromkeys((places.marker, places.slot)))
 
 
@@ -78,7 +78,7 @@ def texts_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _mapped(message: Mapping[str, Any], changed: Any) -> dict[str, Any]:
-    """Returns a message whose texts are `changed`."""
+    """Returns a message with each text replaced by `changed` of it."""
     copy = dict(message)
     for key in KEYS:
         value = copy.get(key)
@@ -93,7 +93,7 @@ def _mapped(message: Mapping[str, Any], changed: Any) -> dict[str, Any]:
 
 
 def cuts_of(text: str, seam: str) -> tuple[str, list[int]]:
-    """Returns a text without its seams, and their places in the returned text.
+    """Returns a text without its seams, and the seams' positions in the returned text.
 
     `seam`: "" without seams.
     """
@@ -104,7 +104,7 @@ def cuts_of(text: str, seam: str) -> tuple[str, list[int]]:
 
 
 def ends_of(parts: Sequence[str]) -> list[int]:
-    """Returns the end of each part of a text in it, except the last part."""
+    """Returns the end position of each part in the joined text, except of the last part."""
     return [*accumulate(map(len, parts[:-1]))]
 
 
@@ -114,7 +114,7 @@ def parts_of(text: str, cuts: Sequence[int]) -> list[str]:
 
 
 def check_literals(parts: Sequence[str], places: ImagePlaces) -> None:
-    """Raises BadRequest for a part with a text that stands for an image."""
+    """Raises BadRequest for a part with a text that is read as an image."""
     for literal in literals_of(places):
         if any(literal in part for part in parts):
             raise BadRequest(
@@ -124,7 +124,7 @@ def check_literals(parts: Sequence[str], places: ImagePlaces) -> None:
 
 
 def check_ids_of_text(ids: Sequence[int], places: ImagePlaces) -> None:
-    """Raises BadRequest for an id that stands for an image in a prompt without images."""
+    """Raises BadRequest for an id of an image in a prompt without images."""
     if places.slot_id in ids:
         raise BadRequest(
             f"the prompt has the token id {places.slot_id} of {places.slot!r}, which this model"

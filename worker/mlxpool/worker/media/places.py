@@ -1,9 +1,9 @@
-"""Puts the places of images into texts, and the inputs of images into token ids. Pure.
+"""Puts slot tokens of images into texts, and the inputs of images into token ids. Pure.
 
-A text has one slot token for each place, which the tokenizer keeps as one id; `with_images` puts
-the inputs of the image there. If a user has written a slot token or a marker of a chat template, it
-is text in the content of a message, see `literals`, and an error elsewhere: an image is only where
-the request names it.
+A text has one slot token for each image, which the tokenizer keeps as one id; `with_images`
+replaces it by the inputs of the image. If a user has written a slot token or a marker of a chat
+template, it is text in the content of a message, see `literals`, and an error elsewhere: a request
+has images only at the positions that it names.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from mlxpool.worker.media.spans import ImageKey, MediaSpan, slot_items
 def expanded_chat(
     text: str, cuts: Sequence[int], end: int, places: ImagePlaces, count: int
 ) -> tuple[str, list[int], int]:
-    """Returns a rendered chat as the model reads it, its cuts, and the new place of `end`.
+    """Returns a rendered chat as the model reads it, its cuts, and the new position of `end`.
 
-    A marker that a cut divides is text. Raises BadRequest unless each of `count` images has another
+    A marker that a cut divides is text. Raises BadRequest unless each of `count` images has its own
     marker.
     """
     parts = parts_of(text, cuts)
@@ -47,10 +47,10 @@ def _markers(parts: Sequence[str], places: ImagePlaces) -> int:
 
 
 def expanded_text(text: str, places: ImagePlaces, count: int) -> tuple[str, list[int]]:
-    """Returns a text with places for its [img-n], and the numbers of these images in order.
+    """Returns a text with slot tokens for its [img-n], and the numbers n in order.
 
-    Raises BadRequest unless the text names each of `count` images and no other, and if it has a
-    slot token or marker itself.
+    Raises BadRequest unless the text names each of `count` images and no other, and if the text has
+    a slot token or marker itself.
     """
     named = images_of_text(text)
     check_named(named, count)
@@ -59,7 +59,7 @@ def expanded_text(text: str, places: ImagePlaces, count: int) -> tuple[str, list
 
 
 def check_slots(ids: Sequence[int], places: ImagePlaces, count: int) -> None:
-    """Raises BadRequest unless there is one slot token for each of `count` places."""
+    """Raises BadRequest unless there is one slot token for each of `count` images."""
     slots = sum(token == places.slot_id for token in ids)
     if slots != count:
         raise BadRequest(
@@ -69,15 +69,15 @@ def check_slots(ids: Sequence[int], places: ImagePlaces, count: int) -> None:
 
 
 class Inputs(Struct, frozen=True):
-    """The inputs of a prompt with images; `moved` converts places among ids to places of inputs."""
+    """The inputs of a prompt with images; `moved` converts indices of ids to indices of inputs."""
 
     items: tuple[int, ...]
     media: tuple[MediaSpan, ...]
     images: Mapping[ImageKey, PreparedImage]
-    slots: tuple[int, ...]  # the places of slot tokens among the ids
+    slots: tuple[int, ...]  # the indices of slot tokens among the ids
 
     def moved(self, place: int) -> int:
-        """Returns the place among the inputs of the place before id `place`."""
+        """Returns the index of the input that begins at id number `place`."""
         before = [span for slot, span in zip(self.slots, self.media, strict=True) if slot < place]
         return place + sum(span.count - 1 for span in before)
 
@@ -85,7 +85,7 @@ class Inputs(Struct, frozen=True):
 def with_images(
     ids: Sequence[int], places: ImagePlaces, named: Sequence[int], images: Sequence[PreparedImage]
 ) -> Inputs:
-    """Returns ids with the inputs of images in place of slot tokens.
+    """Returns ids with slot tokens replaced by the inputs of images.
 
     `named`: the number of the image of each slot token, in order.
     """

@@ -1,4 +1,4 @@
-"""Settings of a model's image preprocessing, and of images in its prompts. Plain values, no MLX."""
+"""Settings of a model's image preprocessing, and of images in its prompts. No MLX."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec import Struct
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.records import as_map
 
-VERSION = 1  # of decoding and resampling, a part of every image's key
+VERSION = 1  # version of decoding and resampling, a part of every image's key
 MAX_ASPECT = 200  # longer side / shorter side, for images that keep their proportions
 
 
@@ -19,10 +19,10 @@ class ImageSettings(Struct, frozen=True):
     """The preprocessing that a model was trained with, from its preprocessor_config.json.
 
     Every image gets the size `height` * `width`. If these are 0, it keeps its proportions: its
-    sides are multiples of `patch` * `merge`, its area is from `min_pixels` to `max_pixels`.
-    `merge`: patches of a side that become one input of the model. Pixels from 0 to 255 are
-    multiplied by `scale`, then `mean` is subtracted and they are divided by `std`, for red, green
-    and blue. `resample` is Pillow's number of a filter.
+    sides are multiples of `patch` * `merge`, its area is from `min_pixels` to `max_pixels`. `merge`
+    * `merge` patches become one input of the model. Pixels from 0 to 255 are multiplied by `scale`,
+    then `mean` is subtracted and they are divided by `std`, for red, green and blue. `resample` is
+    Pillow's number of a filter.
 
     With `tiles`, an image keeps its proportions and lies in the upper left corner of a black canvas
     of up to `tiles` squares with the side `height`. Such an image is one input.
@@ -42,11 +42,11 @@ class ImageSettings(Struct, frozen=True):
 
     @property
     def version(self) -> bytes:
-        """The identity of the preprocessing, for the keys of images."""
+        """The bytes that identify the preprocessing in the keys of images."""
         return repr((VERSION, self)).encode()
 
     def size_of(self, height: int, width: int) -> tuple[int, int]:
-        """Returns the height and width that an image of this size gets.
+        """Returns the height and width of an image of this size after preprocessing.
 
         Raises BadRequest if the sides differ too much.
         """
@@ -78,7 +78,7 @@ class ImageSettings(Struct, frozen=True):
         return high * self.height, wide * self.height
 
     def _size_on_canvas(self, height: int, width: int) -> tuple[int, int]:
-        """Returns the size of an image that fits on its canvas, at least a tile on one side."""
+        """Returns the size of an image on its canvas, at least a tile on one side."""
         high, wide = self.canvas_of(height, width)
         most_high = min(max(height, self.height), high)
         most_wide = min(max(width, self.height), wide)
@@ -87,11 +87,11 @@ class ImageSettings(Struct, frozen=True):
         return most_high, min(int(width * (most_high / height)) or 1, most_wide)
 
     def grid_of(self, height: int, width: int) -> tuple[int, int, int]:
-        """Returns the patches in time, height and width of an image of its final size."""
+        """Returns the numbers of patches in time, height and width of a resized image."""
         return 1, height // self.patch, width // self.patch
 
     def count_of(self, grid: tuple[int, int, int]) -> int:
-        """Returns the inputs of an image with this grid."""
+        """Returns the number of inputs of an image with this grid."""
         if self.tiles:
             return 1
         times, high, wide = grid
@@ -99,13 +99,13 @@ class ImageSettings(Struct, frozen=True):
 
 
 def tile_arrangements(tiles: int) -> list[tuple[int, int]]:
-    """Returns every (rows, columns) of at most `tiles` tiles, in the order of their numbers."""
+    """Returns every (rows, columns) of at most `tiles` tiles, in the order of their indices."""
     sides = range(1, tiles + 1)
     return [(high, wide) for high in sides for wide in sides if high * wide <= tiles]
 
 
 def tile_arrangement(tiles: int, side: int, height: int, width: int) -> tuple[int, int]:
-    """Returns the (rows, columns) of tiles for an image of this size; `side`: side of a tile.
+    """Returns the (rows, columns) of tiles for an image of this size; `side`: pixels of a tile.
 
     It is the arrangement that enlarges the image least, or reduces it least if the image is larger
     than all arrangements. If several scale it alike, the arrangement with the fewest tiles wins.
@@ -124,8 +124,8 @@ class ImagePlaces(Struct, frozen=True):
 
     A chat template writes `marker` for an image; the model reads `expansion` in its place. The
     model reads `whole` in place of [img-n] in a text. Both have the token `slot` once, with the id
-    `slot_id`; the inputs of the image replace it. `group`: these attend both ways. `crossed`: see
-    MediaSpan.
+    `slot_id`; the inputs of the image replace it. `group`: these inputs attend to each other both
+    ways. `crossed`: see MediaSpan.
     """
 
     marker: str
@@ -144,12 +144,12 @@ class ImageInput(Struct, frozen=True):
     places: ImagePlaces
 
     def as_map(self) -> dict[str, Any]:
-        """Returns plain values for another process, see `from_map`."""
+        """Returns a map of plain values for another process, see `from_map`."""
         return as_map(self)
 
     @classmethod
     def from_map(cls, fields: Mapping[str, Any]) -> Self:
-        """Makes it from the values of `as_map`."""
+        """Makes an object from the values of `as_map`."""
         settings = dict(fields["settings"])
         settings |= {name: tuple(settings[name]) for name in ("mean", "std")}
         return cls(ImageSettings(**settings), ImagePlaces(**fields["places"]))

@@ -1,8 +1,8 @@
-"""The places of images among the inputs of a sequence, and the places of allowed cuts. Pure.
+"""The positions of images among the inputs of a sequence, and of allowed cuts. Pure.
 
 An input is an int: a token id below FIRST_SLOT, or a slot of an image. A slot is a 64-bit number
-from the image's key and the slot's index in the image. So different images give different inputs in
-the same place, and an image gives the same inputs in any prompt.
+from the image's key and the slot's index in the image. So different images give different inputs at
+the same position, and an image gives the same inputs in any prompt.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from msgspec.structs import replace
 ImageKey = bytes  # SHA-256 of the pixels as a model gets them, see `image_key`
 
 FIRST_SLOT = 2**32  # token ids are below it
-_SLOT_BIT = 2**63  # set in every slot
+_SLOT_BIT = 2**63  # the bit that is set in every slot
 
 
 class MediaSpan(Struct, frozen=True):
     """Inputs [start, start + count) of a sequence are the slots of one image.
 
-    `grid`: patches of the image in time, height and width, before a model merges them. `group`: the
-    inputs attend both ways, so the span is computed in one pass and no cached prefix ends in it.
-    `crossed`: the image has one input, and its features are outside the KV cache: this input and
-    later inputs attend to them in layers of cross-attention, see `seen_images`.
+    `grid`: the numbers of patches in time, height and width, before a model merges patches.
+    `group`: the inputs attend both ways, so the span is computed in one pass and no cached prefix
+    ends in it. `crossed`: the image has one input, and its features are outside the KV cache: this
+    input and later inputs attend to them in layers of cross-attention, see `seen_images`.
     """
 
     start: int
@@ -44,7 +44,7 @@ class MediaSpan(Struct, frozen=True):
         return self.start + self.count
 
 
-Spans = Sequence[MediaSpan]  # in order, without overlap
+Spans = Sequence[MediaSpan]  # the spans of a sequence, in order, without overlap
 
 
 def slot_item(image: ImageKey, index: int) -> int:
@@ -69,21 +69,21 @@ def overlapping(spans: Spans, start: int, end: int) -> Iterator[MediaSpan]:
 
 
 def span_around(spans: Spans, place: int) -> MediaSpan | None:
-    """Returns the span that a cut before input `place` would divide, or None."""
+    """Returns the span that a cut before input `place` divides, or None."""
     return next((span for span in spans if span.start < place < span.end), None)
 
 
 def prefix_end(spans: Spans, place: int) -> int:
-    """Returns the last possible end of a prefix up to `place`: never inside a group."""
+    """Returns the last allowed end of a prefix up to `place`: never inside a group."""
     span = span_around(spans, place)
     return span.start if span is not None and span.group else place
 
 
 def chunk_end(spans: Spans, start: int, end: int) -> int:
-    """Returns the end of a chunk from `start` that should end at `end`.
+    """Returns the end of a chunk from `start`: `end`, or a near position outside of groups.
 
     A group that `end` would divide is left to the next chunk. If the chunk would be empty without
-    it, the chunk takes all of it and ends later than `end`.
+    the group, the chunk has the whole group and ends later than `end`.
     """
     span = span_around(spans, end)
     if span is None or not span.group:
@@ -92,9 +92,9 @@ def chunk_end(spans: Spans, start: int, end: int) -> int:
 
 
 def readable_end(spans: Spans, start: int, end: int, encoded: Container[ImageKey]) -> int:
-    """Returns `chunk_end`, or the beginning of the first image in the chunk that is not encoded.
+    """Returns `chunk_end`, or the start of the chunk's first image that is not encoded.
 
-    It is `start` if the chunk would begin inside such an image, or attend to it.
+    Returns `start` if the chunk would begin inside an image that is not encoded, or attend to it.
     """
     end = chunk_end(spans, start, end)
     needed = (*seen_images(spans, start), *overlapping(spans, start, end))
@@ -105,8 +105,8 @@ def readable_end(spans: Spans, start: int, end: int, encoded: Container[ImageKey
 def seen_images(spans: Spans, place: int) -> tuple[MediaSpan, ...]:
     """Returns the images that input `place` attends to in layers of cross-attention.
 
-    These are the last crossed image that begins at or before `place`, and the images directly
-    before it. Inputs after the next images of a conversation do not see them any more.
+    These are the last crossed image that begins at or before `place`, and the crossed images
+    directly before it. Inputs after the next images of a conversation do not attend to them.
     """
     end = bisect_right(spans, place, key=lambda span: span.start)
     if not end or not spans[end - 1].crossed:
@@ -118,16 +118,16 @@ def seen_images(spans: Spans, place: int) -> tuple[MediaSpan, ...]:
 
 
 def touches_images(spans: Spans, start: int, end: int) -> bool:
-    """Returns whether some inputs [start, end) belong to images, or attend to crossed images."""
+    """Returns whether inputs [start, end) belong to images, or attend to crossed images."""
     return any(overlapping(spans, start, end)) or bool(seen_images(spans, start))
 
 
 def image_views(
     spans: Spans, start: int, end: int
 ) -> Iterator[tuple[int, int, tuple[MediaSpan, ...]]]:
-    """Yields parts [begin, end) of the inputs [start, end) with the images that they attend to.
+    """Yields ranges [begin, end) of the inputs [start, end) with the images they attend to.
 
-    See `seen_images`. Inputs before the first image are in no part.
+    See `seen_images`. Inputs before the first image are in no range.
     """
     inside = (span.start for span in spans if start < span.start < end)
     for begin, stop in pairwise((start, *inside, end)):
@@ -137,13 +137,13 @@ def image_views(
 
 
 def kept_end(spans: Spans, place: int) -> int:
-    """Returns the last place up to `place` that divides no image: the inputs before it are kept."""
+    """Returns the last position up to `place` that divides no image; earlier inputs are kept."""
     span = span_around(spans, place)
     return place if span is None else span.start
 
 
 def cut_end(spans: Spans, place: int) -> int:
-    """Returns the first place from `place` on that divides no image: the inputs before it go."""
+    """Returns the first position from `place` on that divides no image; earlier inputs go."""
     span = span_around(spans, place)
     return place if span is None else span.end
 
@@ -151,7 +151,7 @@ def cut_end(spans: Spans, place: int) -> int:
 def without(spans: Spans, keep: int, removed: int) -> tuple[MediaSpan, ...]:
     """Returns the spans without the `removed` inputs after the first `keep`.
 
-    Both ends of the cut are places that divide no image.
+    Both ends of the cut are positions that divide no image.
     """
     behind = keep + removed
     return tuple(
@@ -165,9 +165,9 @@ def positions(start: int, end: int, media: Spans, merge: int) -> npt.NDArray[np.
     """Returns the positions [end - start, 3] of inputs [start, end), in time, height and width.
 
     A token has the same position three times. The inputs of an image, a grid, have the position of
-    a token in their place, plus their row and column. The next input has the position after the
-    longer side of the image. `media`: all images of the sequence. `merge`: patches of a side that
-    are one input.
+    its first input, plus their row and column in the grid. The next input has the position after
+    the longer side of the image. `media`: all images of the sequence. `merge` * `merge` patches are
+    one input.
     """
     numbers = np.arange(start, end, dtype=np.int32)
     places = np.repeat(numbers[:, None], 3, axis=1)

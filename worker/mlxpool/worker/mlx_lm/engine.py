@@ -1,4 +1,4 @@
-"""An engine of mlx-lm's model code: computes row by row, each with its own caches.
+"""An engine of mlx-lm's model code: computes one sequence at a time, each with its own caches.
 
 Only this module imports mlx-lm, and only if a worker loads such a model.
 """
@@ -58,7 +58,7 @@ from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.load import OnProgress
 from mlxpool.worker.weights.mlx_lm_models import cache_kinds_of
 
-TENSORS_PER_REPORT = 16  # tensors that are read between two progress reports
+TENSORS_PER_REPORT = 16  # tensors between two progress reports
 CODE_FIELD = "model_file"  # of config.json
 # Tokens of the chunks that are measured at load.
 WARM_UP_CHUNKS = (KV_BLOCK_TOKENS, 2 * KV_BLOCK_TOKENS)
@@ -66,7 +66,7 @@ WARM_UP_CHUNKS = (KV_BLOCK_TOKENS, 2 * KV_BLOCK_TOKENS)
 
 @contextmanager
 def open_file_limit_kept() -> Iterator[None]:
-    """Keeps the limit of open files while mlx-lm is imported, which would lower it for good."""
+    """Keeps the limit of open files unchanged by the import of mlx-lm, which would lower it."""
     setrlimit = resource.setrlimit
     resource.setrlimit = lambda *wanted: None
     try:
@@ -93,7 +93,7 @@ def load(folder: ModelFolder, on_progress: OnProgress = lambda tensors, size: No
 
     try:
         model, _ = load_model(folder.path, lazy=True)
-    except Exception as error:  # the code of a model may raise anything
+    except Exception as error:  # the code of a model may raise any exception
         raise ModelLoadFailed(
             f"{folder.path}: mlx-lm cannot load model_type {folder.model_type!r}: "
             f"{type(error).__name__}: {error}"
@@ -127,7 +127,7 @@ class MlxLmEngine:
         text: ChatTokenizer | TokenTable | None = None,
         settings: EngineSettings = DEFAULTS,
     ) -> None:
-        """`text` None: the tokenizer of the folder."""
+        """If `text` is None, the tokenizer of the folder is used."""
         from mlx.utils import tree_flatten
         from mlx_lm.models.cache import make_prompt_cache
 
@@ -147,7 +147,7 @@ class MlxLmEngine:
         self._text = text or ChatTokenizer.from_folder(folder)
         self._times = PassTimes()
         self._flights: deque[Flight] = deque()
-        self._kinds = ComputedKinds()  # sizes of spans and draws
+        self._kinds = ComputedKinds()  # sizes of spans and of sampled rows
         self._tell_compiles: Callable[[], None] = lambda: None
         self.digest = versions.digest_of(folder.digest)
         self.blocks = self._memory.blocks
@@ -235,7 +235,7 @@ class MlxLmEngine:
         """See Engine.submit. Computes span by span; waits for every chunk."""
         began = monotonic()
         require_plain(spans, "an engine of mlx-lm's code")
-        fresh = any([self._kinds.is_new(kind) for kind in _kinds_of(spans)])  # notes all of them
+        fresh = any([self._kinds.is_new(kind) for kind in _kinds_of(spans)])  # measures all spans
         if fresh:
             self._tell_compiles()
         with self._discard_on_failure(spans):
@@ -347,7 +347,7 @@ class MlxLmEngine:
 
     @contextmanager
     def _discard_on_failure(self, spans: Many[Span]) -> Iterator[None]:
-        """Wraps a pass over these spans; a failed pass may have written to each of their rows."""
+        """Wraps a pass over these spans. A failed pass may have written to each span's row."""
         try:
             yield
         except Exception:
@@ -397,9 +397,9 @@ class MlxLmEngine:
 
 
 def _kinds_of(spans: Many[Span]) -> set[tuple[int, int]]:
-    """Returns the sizes of spans, and the size of their draws.
+    """Returns the sizes of the spans, and the number of sampled rows, rounded up.
 
-    Sizes are powers of two: kernels are compiled for few of them.
+    Sizes are powers of two: kernels are compiled for few sizes.
     """
     kinds = {((span.count - 1).bit_length(), 0) for span in spans}
     kinds.add((0, sum([span.draws for span in spans]).bit_length()))

@@ -17,7 +17,7 @@ Arrays = tuple[mx.array, ...]
 
 
 def flatten(caches: Iterable[Any]) -> list[Any]:
-    """Returns the cache objects, with lists of them flattened."""
+    """Returns the cache objects of nested lists in one list."""
     objects: list[Any] = []
     for cache in caches:
         objects += flatten(cache.caches) if type(cache).__name__ == "CacheList" else [cache]
@@ -30,7 +30,7 @@ def class_name(cache: Any) -> str:
 
 
 class MlxLmRow:
-    """The caches of one sequence, as mlx-lm's models take them."""
+    """The caches of one sequence, as mlx-lm's models read them."""
 
     def __init__(self, make: Callable[[], list[Any]]) -> None:
         self._make = make
@@ -56,7 +56,7 @@ class MlxLmRow:
         self.logits = None
 
     def part(self, layer: int, start: int, end: int) -> Arrays:
-        """Returns views of tokens [start, end) of a KVCache: keys and values [1, KV, n, D]."""
+        """Returns views of a KVCache's tokens [start, end): keys and values [1, KV, n, D]."""
         cache = flatten(self.caches)[layer]
         return cache.keys[..., start:end, :], cache.values[..., start:end, :]
 
@@ -67,14 +67,14 @@ class MlxLmRow:
         cache.keys, cache.values, cache.offset = keys, values, keys.shape[2]
 
     def state(self, layer: int) -> Arrays:
-        """Returns all arrays of a cache of another class."""
+        """Returns all arrays of a cache that is not a KVCache."""
         cache = flatten(self.caches)[layer]
         if type(cache).__name__ == "ArraysCache":
             return tuple(mx.zeros((0,)) if array is None else array for array in cache.cache)
         return cache.keys, cache.values, mx.array([cache.offset, cache._idx])
 
     def put_state(self, layer: int, state: Arrays) -> None:
-        """Writes a state from `state` into the cache of an empty row."""
+        """Writes the arrays of `state` into the cache of an empty row."""
         cache = flatten(self.caches)[layer]
         if type(cache).__name__ == "ArraysCache":
             cache.cache = [None if array.size == 0 else array[...] for array in state]
@@ -84,7 +84,7 @@ class MlxLmRow:
         cache.offset, cache._idx = (int(place) for place in places.tolist())  # type: ignore[union-attr, arg-type]
 
     def trim(self, to: int) -> None:
-        """Removes the tokens from `to` on; only KVCaches can."""
+        """Removes the tokens from `to` on; only possible if all caches are KVCaches."""
         if to < self.offset:
             for cache in flatten(self.caches):
                 cache.trim(self.offset - to)

@@ -1,6 +1,7 @@
-"""The supported architectures, one a file, and their table by model_type.
+"""The supported architectures, one file each, and a table of them by model_type.
 
-A file describes a model without MLX; it may extend a related model; shared code is in layers/.
+A file describes an architecture without MLX and may extend a related one; shared code is in
+layers/.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SUPPORTED = tuple(ARCHITECTURES)
 def plan(config: Mapping[str, Any]) -> ModelPlan:
     """Returns the plan of the model that config.json describes; imports no MLX.
 
-    Raises ModelLoadFailed for an unknown model_type, a missing key or a value it cannot use.
+    Raises ModelLoadFailed for an unknown model_type, a missing key or an unusable value.
     """
     model_type = config.get("model_type")
     module = ARCHITECTURES.get(model_type) if isinstance(model_type, str) else None

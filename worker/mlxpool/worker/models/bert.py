@@ -26,18 +26,18 @@ from mlxpool.worker.layers.model_plan import ModelPlan
 if TYPE_CHECKING:
     import mlx.core as mx
 
-PREFIXES = {"bert.": "", "roberta.": ""}  # of models with a head
+PREFIXES = {"bert.": "", "roberta.": ""}  # architectures of models with a head
 ROBERTA = ("roberta", "xlm-roberta")
 UNUSED = ("pooler.", "cls.", "lm_head.", "embeddings.position_ids", "classifier.")
 
 
 def encoder_plan(config: Mapping[str, Any]) -> EncoderPlan:
-    """Returns the plan of a BERT; raises ModelLoadFailed naming the key that cannot be used."""
+    """Returns the plan of a BERT; raises ModelLoadFailed with the unusable key."""
     require(config, "position_embedding_type", ["absolute"])
     require(config, "is_decoder", [False])
     roberta = config.get("model_type") in ROBERTA
     hidden = integer(config, "hidden_size")
-    # A RoBERTa's positions begin after its padding token's, which is 1 unless config.json has it.
+    # A RoBERTa's positions begin after the id of its padding token, by default 1.
     first = config.get("pad_token_id", 1) + 1 if roberta else 0
     model = Bert(
         vocab_size=integer(config, "vocab_size"),
@@ -47,7 +47,8 @@ def encoder_plan(config: Mapping[str, Any]) -> EncoderPlan:
         first=first,
         heads=Heads.from_config(config),
         width=integer(config, "intermediate_size"),
-        # Without layers, as in the embedded model, a text is the mean of its tokens' vectors.
+        # A model may have no layers, as the built-in model: then a text is the mean of its tokens'
+        # vectors.
         layers=layer_count(config) if config.get("num_hidden_layers") != 0 else 0,
         eps=number(config, "layer_norm_eps", 1e-12),
         activation=activation(config, "hidden_act"),
@@ -58,7 +59,7 @@ def encoder_plan(config: Mapping[str, Any]) -> EncoderPlan:
 
 
 class HeadNames(Struct, frozen=True):
-    """The names of the two linear layers of a head: the first is followed by tanh."""
+    """The names of the two linear layers of a head; tanh follows the first layer."""
 
     dense: str
     out: str
@@ -74,8 +75,8 @@ class Bert(Struct, frozen=True):
     vocab_size: int
     segments: int
     hidden: int
-    rows: int  # of the table of positions
-    first: int  # the row of the first position
+    rows: int  # rows of the table of positions
+    first: int  # the table's row of the first position
     heads: Heads
     width: int  # of the feed-forward
     layers: int
@@ -99,7 +100,7 @@ class Bert(Struct, frozen=True):
         )
 
     def shapes(self) -> WeightShapes:
-        """Every tensor a checkpoint must have, in the order of use."""
+        """Returns every tensor that a checkpoint must have, in the order of use."""
         hidden = self.hidden
         yield "embeddings.word_embeddings.weight", (self.vocab_size, hidden)
         yield "embeddings.position_embeddings.weight", (self.rows, hidden)

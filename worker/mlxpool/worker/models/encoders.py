@@ -1,4 +1,4 @@
-"""The encoder models that are supported, and the map from a config's model_type to its file."""
+"""The supported encoder models, and the map from a config's model_type to its file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def encoder_plan(config: Mapping[str, Any], **options: Any) -> EncoderPlan:
     """Returns the plan of the encoder model that config.json describes; imports no MLX.
 
     `options`: see text_decoders. Raises ModelLoadFailed for an unknown model_type, a missing key or
-    a value it cannot use.
+    an unusable value.
     """
     model_type = config.get("model_type")
     files = {**ENCODERS, **DECODERS}

@@ -1,7 +1,7 @@
 """Gemma 3: sliding windows in most layers, norms before and after each sublayer.
 
-Checkpoints store norm weights minus one; one is added during loading. A multimodal checkpoint has
-the text part under other names; its images are in vision/gemma3.py.
+Checkpoints store norm weights minus 1; loading adds 1. A multimodal checkpoint has other names for
+the tensors of the text part; its image encoder is in vision/gemma3.py.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from mlxpool.worker.models.vision import gemma3 as images
 if TYPE_CHECKING:
     import mlx.core as mx
 
-# Released files leave these out: their text_config has only values that differ from the defaults.
+# Released files omit these keys: their text_config has only values that differ from the defaults.
 DEFAULTS = {
     "vocab_size": 262_208,
     "num_attention_heads": 8,
@@ -67,7 +67,7 @@ DEFAULTS = {
     "query_pre_attn_scalar": 256,
 }
 FULL_INTERVAL = 6  # by default every 6th layer has full attention
-PREFIXES = {  # of a multimodal checkpoint -> of a text model
+PREFIXES = {  # names of a multimodal checkpoint -> names of a text model
     "language_model.model.": "model.",
     "model.language_model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -76,9 +76,9 @@ FLOAT16_MAX = 65504.0
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """Returns the plan of a text model, or of the text part of a multimodal one.
+    """Returns the plan of a text model, or of the text part of a multimodal model.
 
-    Raises ModelLoadFailed naming the key that cannot be used.
+    Raises ModelLoadFailed with the unusable key.
     """
     text = _text(config)
     require(text, "hidden_activation", ["gelu_pytorch_tanh"])
@@ -165,7 +165,7 @@ def _derived(found: StoredTensors) -> Iterator[DerivedWeights]:
 
 
 class SandwichNormLayer(Struct, frozen=True):
-    """A DecoderLayer: x + norm(mixer(norm(x))), then the same with the feed-forward."""
+    """A DecoderLayer: x + norm(mixer(norm(x))), then likewise with the feed-forward."""
 
     hidden: int
     eps: float

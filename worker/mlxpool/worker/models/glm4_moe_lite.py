@@ -1,7 +1,7 @@
-"""GLM-4.7-Flash: latent attention, and a mixture of experts in all but the first layers.
+"""GLM-4.7-Flash: latent attention, and a mixture of experts in all layers except the first.
 
-The layer after the last is a head that predicts further tokens (MTP). A checkpoint may store the
-model's embedding and output head a second time with it.
+The layer after the last is a head for multi-token prediction (MTP). A checkpoint may store copies
+of the model's embedding and output head with the MTP head.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """Returns the plan of the model; raises ModelLoadFailed naming the key that cannot be used."""
+    """Returns the plan of the model; raises ModelLoadFailed with the unusable key."""
     require(config, "hidden_act", ["silu"])
     plan = _plan(config, None)
     count, heads = layer_count(config), _count(config, "num_nextn_predict_layers")
@@ -55,7 +55,7 @@ def _head_names(ahead: str, stored: Collection[str]) -> HeadNames:
 
 
 def _plan(config: Mapping[str, Any], names: HeadNames | None) -> ModelPlan:
-    """Returns the plan of the model, with its head if that has `names`."""
+    """Returns the plan of the model, with its MTP head if there are `names` for it."""
     mixer = _attention(config)
     hidden, eps = integer(config, "hidden_size"), number(config, "rms_norm_eps")
     count, heads = layer_count(config), _count(config, "num_nextn_predict_layers")
@@ -67,7 +67,7 @@ def _plan(config: Mapping[str, Any], names: HeadNames | None) -> ModelPlan:
         head = PredictionHead(integer(config, "vocab_size"), hidden, eps, layers[count], names)
 
     def is_unused(name: str) -> bool:
-        """Returns whether a tensor belongs to an unused layer after the last, of several heads."""
+        """Returns whether a tensor belongs to an unused MTP layer after the last layer."""
         layer = _LAYER.match(name)
         return layer is not None and int(layer[1]) in unused
 
@@ -104,7 +104,7 @@ def _attention(config: Mapping[str, Any]) -> LatentAttention:
 
 
 def _gain(config: Mapping[str, Any]) -> float:
-    """Returns the gain of queries and keys in a stretched context, besides the rotation's gain."""
+    """Returns the gain of queries and keys in a stretched context, besides RoPE's own gain."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     weight = scaling.get("mscale_all_dim")
     return yarn_mscale(number(scaling, "factor"), weight) if weight else 1.0
@@ -123,5 +123,5 @@ def _feeds(config: Mapping[str, Any], layers: int) -> tuple[GatedMLP | SigmoidMo
 
 
 def _count(config: Mapping[str, Any], key: str) -> int:
-    """Returns a whole number; 0, null and no key mean 0."""
+    """Returns the integer of a key; 0 for null or a missing key."""
     return integer(config, key) if config.get(key) else 0

@@ -1,4 +1,4 @@
-"""gpt-oss: attention with sinks, over a window in every other layer, and a mixture of experts."""
+"""gpt-oss: attention with sinks, in every second layer over a window, and a mixture of experts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """Returns the plan of a gpt-oss; raises ModelLoadFailed naming the key that cannot be used."""
+    """Returns the plan of a gpt-oss; raises ModelLoadFailed with the unusable key."""
     require(config, "hidden_act", ["silu"])
     feed = GptOssMoE.from_config(config)
     eps = number(config, "rms_norm_eps", 1e-5)
@@ -68,7 +68,7 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
 
 
 def _attention(config: Mapping[str, Any]) -> Iterator[GroupedQueryAttention]:
-    """The attention of each layer; without layer_types, even layers have a window."""
+    """Returns the attention of each layer; without layer_types, even layers have a window."""
     layers = layer_count(config)
     types = layer_types(config, layers)
     types = types or tuple(FULL if layer % 2 else SLIDING for layer in range(layers))
@@ -92,7 +92,7 @@ class GptOssMoE(Struct, frozen=True):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> GptOssMoE:
-        """Raises ModelLoadFailed naming the key that is missing or cannot be used."""
+        """Raises ModelLoadFailed with the missing or unusable key."""
         experts = cls(
             hidden=integer(config, "hidden_size"),
             width=integer(config, "intermediate_size"),
@@ -118,7 +118,7 @@ class GptOssMoE(Struct, frozen=True):
     def derived(self, found: StoredTensors, name: str) -> Iterable[DerivedWeights]:
         """Splits the weight of released checkpoints that interleaves the rows of gate and up.
 
-        It is stored in mxfp4, or dense and transposed.
+        The weight is stored in mxfp4, or dense and transposed.
         """
         stacks = {"gate_up": ("gate", "up"), "down": ("down",)}
         for stored, names in stacks.items():

@@ -1,8 +1,8 @@
 """Llama 2 and 3.x, and Mistral, which differs only in its sliding window.
 
-With `mtp_intermediate_size` in config.json a head predicts further tokens (MTP). Its layer is a
-feed-forward of this width. The demo model has a head; its tensors have the names of Qwen3-Next.
-With `mtp_draft_vocab_size` it drafts only this number of the vocabulary's tokens:
+With `mtp_intermediate_size` in config.json the model has a head for multi-token prediction (MTP): a
+feed-forward of this width. The demo model has this head; its tensors have the names of Qwen3-Next.
+With `mtp_draft_vocab_size` the head drafts only this number of tokens, listed in
 `mtp.draft_tokens`.
 """
 
@@ -42,7 +42,7 @@ HEAD_WIDTH, DRAFTED = "mtp_intermediate_size", "mtp_draft_vocab_size"
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """Returns the plan of a llama; raises ModelLoadFailed naming the key that cannot be used."""
+    """Returns the plan of a llama; raises ModelLoadFailed with the unusable key."""
     require(config, "hidden_act", ["silu"])
     decoder = Decoder.from_config(config, _layers(config))
     if not config.get(HEAD_WIDTH):
@@ -85,7 +85,7 @@ def _layers(config: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
 
 
 def _windows(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the windows. Without layer_types, `sliding_window` holds in Mistral, not in Llama."""
+    """Returns each layer's window. Without layer_types, only Mistral uses `sliding_window`."""
     layers = layer_count(config)
     types = layer_types(config, layers)
     mistral = config.get("model_type") == "mistral"

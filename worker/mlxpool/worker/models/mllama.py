@@ -1,8 +1,8 @@
 """Llama 3.2 Vision: a Llama in which some layers attend to images instead of earlier tokens.
 
-An image is one token of the text. Its keys and values for these layers are outside the KV cache and
-are the same in every conversation. A token attends to the last images before it. These layers do
-not change a token without an image before it, as in Meta's own code.
+An image is one token of the text. The keys and values of an image for these layers are outside the
+KV cache and are the same in every conversation. A token attends to the last images before it.
+Without an image before it, these layers do not change a token, as in Meta's own code.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ PREFIXES = {  # stored -> ours
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-INPUT_ONLY = 8  # tokens after the vocabulary with an embedding; the image is one of them
+INPUT_ONLY = 8  # tokens after the vocabulary with an embedding; one is the image token
 IMAGE_TOKEN = 128_256
 CROSS_LAYERS = (3, 8, 13, 18, 23, 28, 33, 38)
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """Returns the plan of the text part, with images; raises ModelLoadFailed naming the key."""
+    """Returns the plan of the text part, with images; raises ModelLoadFailed with the key."""
     text = {"tie_word_embeddings": config.get("tie_word_embeddings"), **text_config(config)}
     text.setdefault("rms_norm_eps", 1e-5)
     require(text, "hidden_act", ["silu"])
@@ -80,7 +80,7 @@ def _layers(text: Mapping[str, Any]) -> Iterator[DecoderLayer]:
 
 
 def _crossing(text: Mapping[str, Any], count: int) -> tuple[int, ...]:
-    """Returns the layers that attend to images; the last layer, which selects lines, never does."""
+    """Returns the layers that attend to images; the last layer, which selects rows, never does."""
     value = text.get("cross_attention_layers")
     layers = list(CROSS_LAYERS) if value is None else value
     sound = isinstance(layers, list) and all(

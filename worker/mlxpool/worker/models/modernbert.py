@@ -37,15 +37,15 @@ from mlxpool.worker.layers.rope import parse_rope
 if TYPE_CHECKING:
     import mlx.core as mx
 
-PREFIXES = {"model.": ""}  # of models with a head
+PREFIXES = {"model.": ""}  # architectures of models with a head
 UNUSED = ("head.", "decoder.", "classifier.")
-FULL_INTERVAL = 3  # every third layer sees all tokens
+FULL_INTERVAL = 3  # by default every third layer has full attention
 ROPE_BASES = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}
 HEAD_POOLING: Mapping[str, Pooling] = {"cls": "cls", "mean": "mean"}
 
 
 def encoder_plan(config: Mapping[str, Any]) -> EncoderPlan:
-    """Returns a ModernBERT's plan; raises ModelLoadFailed naming the key that cannot be used."""
+    """Returns a ModernBERT's plan; raises ModelLoadFailed with the unusable key."""
     heads, types = Heads.from_config(config), _types(config)
     window = integer(config, "local_attention", 128) // 2 + 1  # to each side, with the token itself
     model = ModernBert(
@@ -85,7 +85,7 @@ def _types(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _rope(config: Mapping[str, Any], kind: str, dims: int) -> Rope:
-    """Returns a layer type's rotation: newer files name it, older files have a base for each."""
+    """Returns the RoPE of a layer type. Newer files have it; older files have a base per type."""
     key, base = ROPE_BASES[kind]
     base = number(config, key, base)
     named = config.get("rope_parameters") or {}
@@ -131,7 +131,7 @@ class ModernBert(Struct, frozen=True):
         )
 
     def shapes(self) -> WeightShapes:
-        """Every tensor a checkpoint must have, in the order of use."""
+        """Returns every tensor that a checkpoint must have, in the order of use."""
         hidden, biases = self.hidden, self.biases
         yield "embeddings.tok_embeddings.weight", (self.vocab_size, hidden)
         yield from layer_norm_shapes("embeddings.norm", hidden, biases.norm)

@@ -55,7 +55,7 @@ ROPE_BASE = 1000.0
 
 
 def encoder_plan(config: Mapping[str, Any]) -> EncoderPlan:
-    """Returns a Nomic BERT's plan; raises ModelLoadFailed naming the key that cannot be used."""
+    """Returns a Nomic BERT's plan; raises ModelLoadFailed with the unusable key."""
     for key, allowed in REQUIRED.items():
         require(config, key, allowed)
     config = {**{KEYS.get(key, key): value for key, value in config.items()}}
@@ -101,7 +101,7 @@ class NomicBert(Struct, frozen=True):
         )
 
     def shapes(self) -> WeightShapes:
-        """Every tensor a checkpoint must have, in the order of use."""
+        """Returns every tensor that a checkpoint must have, in the order of use."""
         hidden = self.hidden
         yield "embeddings.word_embeddings.weight", (self.vocab_size, hidden)
         yield "embeddings.token_type_embeddings.weight", (self.segments, hidden)
@@ -138,7 +138,7 @@ class NomicBertModel:
         return x
 
     def logits_of(self, hidden: mx.array) -> mx.array:
-        """See model_plan.Model. Without a head, it returns the states."""
+        """See model_plan.Model. Without a head, returns the hidden states."""
         return hidden
 
 

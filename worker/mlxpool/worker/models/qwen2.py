@@ -1,4 +1,4 @@
-"""Qwen2 and 2.5: as Llama, with biases of queries, keys and values."""
+"""Qwen2 and Qwen2.5: Llama with biases of queries, keys and values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mlxpool.worker.layers.rope import parse_rope
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """Returns the plan of a Qwen2; raises ModelLoadFailed naming the key that cannot be used."""
+    """Returns the plan of a Qwen2; raises ModelLoadFailed with the unusable key."""
     require(config, "hidden_act", ["silu"])
     return Decoder.from_config(config, _layers(config)).plan()
 

@@ -1,4 +1,4 @@
-"""Qwen3: as Qwen2, with norms of each head's queries and keys before their rotation."""
+"""Qwen3: Qwen2 with norms of each head's queries and keys before RoPE."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEAD_DIM = 128  # the default of config.json
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """Returns the plan of a Qwen3; raises ModelLoadFailed naming the key that cannot be used."""
+    """Returns the plan of a Qwen3; raises ModelLoadFailed with the unusable key."""
     require(config, "hidden_act", ["silu"])
     return Decoder.from_config(config, _layers(config)).plan()
 
@@ -40,7 +40,7 @@ def _layers(config: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
 
 
 def attention(config: Mapping[str, Any], heads: Heads, window: int) -> GroupedQueryAttention:
-    """Returns the attention of a layer of Qwen3, with experts or without."""
+    """Returns the attention of a Qwen3 layer, also of Qwen3 with experts."""
     return GroupedQueryAttention(
         integer(config, "hidden_size"),
         heads,

@@ -1,7 +1,7 @@
-"""Qwen3.5, its text part: the layers of Qwen3-Next, all dense or all with experts.
+"""The text part of Qwen3.5: the layers of Qwen3-Next, all dense or all with experts.
 
-A multimodal model has the text part in `text_config` of config.json and its tensors below
-`language_model`; the tensors of its vision part are not used.
+A multimodal model has the text part in `text_config` of config.json and its tensors under the
+prefix `language_model`; the tensors of its vision part are not used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
 VISION = ("vision_tower.", "model.visual.", "visual.")
-PREFIXES = {  # stored -> ours; if two match, the longer one comes first
+PREFIXES = {  # stored prefix -> our prefix; a longer prefix comes before its own beginning
     "model.language_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -37,7 +37,7 @@ PREFIXES = {  # stored -> ours; if two match, the longer one comes first
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """Returns the text part's plan; raises ModelLoadFailed naming the key that cannot be used."""
+    """Returns the text part's plan; raises ModelLoadFailed with the unusable key."""
     text = {"tie_word_embeddings": config.get("tie_word_embeddings"), **text_config(config)}
     sparse = bool(text.get("num_experts"))
     plan = _renaming(
@@ -58,7 +58,7 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
 
 
 def _renaming(plan: ModelPlan) -> ModelPlan:
-    """Returns the plan for checkpoints that store tensors with prefixes beside a vision part."""
+    """Returns the plan for checkpoints with a vision part, which prefix the names of tensors."""
     inner, ignored = plan.derived, plan.ignored
 
     def derived(found: StoredTensors) -> Iterable[DerivedWeights]:
@@ -84,7 +84,7 @@ def _renaming(plan: ModelPlan) -> ModelPlan:
 
 
 def _split_experts(found: StoredTensors) -> Iterator[DerivedWeights]:
-    """Splits the stacked gate_up_proj of released checkpoints, and renames both stacks."""
+    """Splits the stacked gate_up_proj of released checkpoints, and renames the stacked weights."""
     for name, spec in found.items():
         layer, _, kind = name.rpartition(".experts.")
         if kind == "down_proj":

@@ -1,4 +1,4 @@
-"""Qwen3 with a mixture of experts in some layers or all."""
+"""Qwen3 with a mixture of experts in some or all layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlxpool.worker.models.qwen3 import attention
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """Returns the plan of the model; raises ModelLoadFailed naming the key that cannot be used."""
+    """Returns the plan of the model; raises ModelLoadFailed with the unusable key."""
     require(config, "hidden_act", ["silu"])
     require(config, "use_sliding_window", [False])
     hidden, eps = integer(config, "hidden_size"), number(config, "rms_norm_eps")

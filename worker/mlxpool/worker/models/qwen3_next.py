@@ -1,8 +1,8 @@
 """Qwen3-Next: gated delta nets, attention with gated outputs every few layers, and experts.
 
-Released checkpoints store norm weights minus one and each expert separately. Conversions to MLX
-store norm weights as applied, and experts stacked. Both forms are read. The tensors below `mtp` are
-a head that predicts further tokens, with the model's embedding and output head.
+Released checkpoints store norm weights minus 1 and each expert separately. Conversions to MLX store
+norm weights as applied, and experts stacked. Both forms are read. The tensors under `mtp` are a
+head for multi-token prediction, which uses the model's embedding and output head.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ HEAD_NORMS = tuple(
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """Returns the plan of the model; raises ModelLoadFailed naming the key that cannot be used."""
+    """Returns the plan of the model; raises ModelLoadFailed with the unusable key."""
     sparse = partial(_sparse, config)
     return plan_of(config, GatedDeltaNet.from_config(config, fused=True), sparse, normed=False)
 
@@ -87,7 +87,7 @@ def _plan(
     normed: bool,
     routed: bool | None = None,
 ) -> ModelPlan:
-    """As `plan_of`; `routed`: whether the head's layer has experts; None: without a head."""
+    """As `plan_of`; `routed`: whether the MTP head's layer has experts; None: no MTP head."""
     hidden, eps = integer(config, "hidden_size"), number(config, "rms_norm_eps")
     attention = GatedAttention.from_config(config)
 

@@ -1,7 +1,7 @@
-"""Qwen3-VL: Qwen3 with three positions an input, and images of any proportions.
+"""Qwen3-VL: Qwen3 with three positions for each input, and images of any proportions.
 
 Image tokens have rows and columns as positions. The outputs of some layers of the image encoder are
-added to the outputs of the first layers of the text part, one to each.
+added to the outputs of the text part's first layers, layer by layer.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TOKENS = {
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """Returns the plan of the text part, with images; raises ModelLoadFailed naming the key."""
+    """Returns the plan of the text part, with images; raises ModelLoadFailed with the key."""
     text = {"tie_word_embeddings": config.get("tie_word_embeddings"), **text_config(config)}
     text.setdefault("rms_norm_eps", 1e-6)
     require(text, "hidden_act", ["silu"])

@@ -1,7 +1,8 @@
 """Decoders that embed or rate whole texts: Qwen3, and Gemma 3 with attention both ways.
 
-Released embedding models are stored without the output head and without a prefix of their names. A
-Qwen3 that rates answers a question: the score is the logit of `yes` minus the logit of `no`.
+Released embedding models are stored without the output head, and their tensor names have no prefix.
+A Qwen3 that rates texts answers a question: the score is the logit of `yes` minus the logit of
+`no`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ BIDIRECTIONAL = "use_bidirectional_attention"
 
 
 class Answers(Struct, frozen=True):
-    """The token ids of the two answers whose logits are compared."""
+    """The token ids of the two compared answers, yes and no."""
 
     yes: int
     no: int
@@ -38,7 +39,7 @@ class Answers(Struct, frozen=True):
 def encoder_plan(config: Mapping[str, Any], answers: Answers | None = None) -> EncoderPlan:
     """Returns the plan of a decoder as an encoder model; `answers`: it rates by a question.
 
-    Raises ModelLoadFailed naming the key that cannot be used.
+    Raises ModelLoadFailed with the unusable key.
     """
     labels = label_count(config)
     if answers is None:
@@ -58,7 +59,7 @@ def encoder_plan(config: Mapping[str, Any], answers: Answers | None = None) -> E
 
 
 def _gemma(config: Mapping[str, Any]) -> ModelPlan:
-    """Returns the plan of a Gemma; its window, stored for both sides together, is halved."""
+    """Returns the plan of a Gemma. The stored window counts both sides, so it is halved."""
     if not flag(config, BIDIRECTIONAL):
         return gemma3.plan(config)
     window = integer(config, "sliding_window", 4096) // 2 + 1
@@ -66,7 +67,7 @@ def _gemma(config: Mapping[str, Any]) -> ModelPlan:
 
 
 class _PrefixedTensors(Struct, frozen=True):
-    """A `derived` that adds the prefix to names without it, then calls the plan's `derived`."""
+    """A `derived` that adds a missing prefix to tensor names, then calls the plan's `derived`."""
 
     plan: ModelPlan
 
@@ -93,7 +94,7 @@ def _with_score(plan: ModelPlan, labels: int, hidden: int) -> ModelPlan:
 
 
 class _States:
-    """A Model with the states of a decoder."""
+    """A Model that returns the hidden states of a decoder."""
 
     def __init__(self, decoder: Model) -> None:
         self.decoder = decoder
@@ -112,7 +113,7 @@ class _States:
 
 
 class _ScoredModel(_States):
-    """A decoder with a linear layer over the state of the last token."""
+    """A decoder with a linear layer over the last token's hidden state."""
 
     def __init__(self, decoder: Model, builder: LayerBuilder) -> None:
         super().__init__(decoder)
@@ -124,7 +125,7 @@ class _ScoredModel(_States):
 
 
 class _AnsweringModel(_States):
-    """A decoder whose next token answers a question."""
+    """A decoder that rates by the next token, the answer to a question."""
 
     def __init__(self, decoder: Model, answers: Answers) -> None:
         super().__init__(decoder)
@@ -137,7 +138,7 @@ class _AnsweringModel(_States):
 
 
 def require_answers(yes: int | None, no: int | None) -> Answers:
-    """Returns the answers' ids; raises ModelLoadFailed if the tokenizer lacks such tokens."""
+    """Returns the ids of yes and no; raises ModelLoadFailed if the tokenizer lacks one of them."""
     if yes is None or no is None:
         raise ModelLoadFailed(
             'tokenizer.json has no tokens "yes" and "no": a language model that rates needs their'

@@ -1,7 +1,7 @@
 """The prefix cache: its interface, and the modes `off` and `single`; tree_cache.py is `tree`.
 
-Used by the compute thread. A row belongs to one sequence from `begin` to `close`. Imports no MLX:
-only the store knows the contents of a row.
+Used by the compute thread. A row is the KV cache of one sequence, from `begin` to `close`. Imports
+no MLX: only the store knows the contents of a row.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WHOLE = "all but the last token is cached"
 
 
 def reason_of(cached: int, matched: int, length: int) -> str:
-    """The reason why a prompt got `cached` of its `matched` tokens; for a cache with entries."""
+    """Returns why a prompt got `cached` of its `matched` tokens from a cache with entries."""
     if cached:
         if cached < matched:
             return EARLIER_STATE
@@ -49,11 +49,11 @@ def usable(prompt: Sequence[int], most: int | None) -> int:
 class PrefixCache(Generic[R]):
     """The interface of the three modes, and the mode `off`, which keeps nothing.
 
-    Counters since the start: `hits` and `misses` of `begin`, `tokens` found by it, `evictions`, and
-    `evicted_tokens`, which are not in any entry any more.
-    `reason` explains the result of the newest `begin`. `shares`: a row in use can be kept for other
-    sequences. `whole`: they then get all of its tokens or none. `exclusive`: an entry is used by at
-    most one row. `by_owner`: a sequence finds only entries of sequences with the same owner.
+    Counters since the start: `hits` and `misses` of `begin`, cached `tokens` that it found,
+    `evictions`, and `evicted_tokens`, which left all entries. `reason` explains the result of the
+    newest `begin`. `shares`: the tokens of a row in use can be cached for other sequences. `whole`:
+    a sequence then gets all of these tokens or none. `exclusive`: an entry is used by at most one
+    row. `by_owner`: a sequence finds only entries of sequences with the same owner.
     """
 
     shares = False
@@ -76,7 +76,7 @@ class PrefixCache(Generic[R]):
 
     @property
     def budget(self) -> int:
-        """The most bytes of the entries; a lower value evicts at once."""
+        """The most bytes of all entries; a lower value evicts immediately."""
         return self._budget
 
     @budget.setter
@@ -86,7 +86,7 @@ class PrefixCache(Generic[R]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the entries."""
+        """The bytes of all entries."""
         return 0
 
     def begin(
@@ -97,32 +97,32 @@ class PrefixCache(Generic[R]):
         most: int | None = None,
         owner: str = "",
     ) -> tuple[R, int]:
-        """Returns a row for `prompt`, which is not empty, and the number of its tokens in the row.
+        """Returns a row for a non-empty `prompt`, and the number of prompt tokens in the row.
 
-        The last token is never in it, because the caller computes its logits. `restore_at`: a
+        The row never has the last token, because the caller computes its logits. `restore_at`: a
         position where a later prompt is likely to branch off, such as the end of the conversation
-        before the generation prompt; 0: none. `media`: the images of the prompt; neither the tokens
-        in the row nor a restore point end inside a group of images. `most` bounds the tokens in the
-        row. `owner`: the owner of the sequence, see `by_owner`.
+        before the generation prompt; 0: no such position. `media`: the images of the prompt;
+        neither the cached tokens nor a restore point end inside an image group. `most` bounds the
+        tokens in the row. `owner`: the owner of the sequence, see `by_owner`.
         """
         self._count(0, OFF)
         return self._new_row(), 0
 
     def next_restore_point(self, row: R) -> int | None:
-        """Returns the position where the next prefill chunk must end, for `keep`; None: any."""
+        """Returns where the next prefill chunk must end, for `keep`; None: anywhere."""
         return None
 
     def keep(self, row: R, tokens: Sequence[int], *, restore_point: bool = False) -> None:
-        """Keeps the tokens that the row has so far; the row stays in use.
+        """Caches the tokens that the row has so far; the row stays in use.
 
-        `restore_point`: others will begin here, even if it is not the next restore point.
+        `restore_point`: other sequences will begin here, even if it is not the next restore point.
         """
 
     def close(self, row: R, tokens: Sequence[int]) -> None:
-        """Ends the use of a row, and keeps its entries for later prompts. Allowed in any phase.
+        """Ends the use of a row, and caches its tokens for later prompts. Allowed in any phase.
 
-        `tokens`: prompt and completion; the row may have only the first of them. Entries beyond
-        `tokens`, such as a token in flight, are dropped.
+        `tokens`: prompt and completion; the row may have only some of the first tokens. A row's
+        tokens beyond `tokens`, such as a token in flight, are dropped.
         """
         self._release(row)
 
@@ -135,7 +135,7 @@ class PrefixCache(Generic[R]):
         return 0
 
     def _scope(self, owner: str) -> str:
-        """The scope of an owner's sequences: they find only entries of the same scope."""
+        """Returns the scope of an owner; sequences find only entries of their own scope."""
         return owner if self.by_owner else ""
 
     def _count(self, cached: int, reason: str) -> None:
@@ -160,7 +160,7 @@ class SingleCache(PrefixCache[R]):
         super().__init__(store, budget)
         self._rewind = store.rewind
         self._entry: _Entry[R] | None = None
-        self._scopes: dict[int, str] = {}  # scopes of rows in use, by their ids
+        self._scopes: dict[int, str] = {}  # scopes of rows in use, by id() of the row
 
     @property
     def nbytes(self) -> int:

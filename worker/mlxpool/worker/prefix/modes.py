@@ -1,4 +1,4 @@
-"""Makes the prefix cache of a mode."""
+"""Makes the prefix cache for a mode."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MODES = ("tree", "single", "off")
 def make_prefix_cache(
     mode: str, store: Store[R, E, S], budget: int, *, by_owner: bool = False
 ) -> PrefixCache[R]:
-    """Makes the cache of a mode in MODES, with a budget in bytes.
+    """Makes the cache for a mode of MODES, with a budget in bytes.
 
-    `by_owner`: sequences of different owners share nothing. Raises ValueError for another mode or a
-    negative budget.
+    `by_owner`: sequences of different owners share nothing. Raises ValueError for an unknown mode
+    or a negative budget.
     """
     if mode not in MODES:
         raise ValueError(f"prefix cache mode is {mode!r}, must be one of {', '.join(MODES)}")

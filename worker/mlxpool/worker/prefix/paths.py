@@ -1,4 +1,4 @@
-"""The path from the root of a tree to a node: its tokens and their pieces. Pure."""
+"""The path from the root of a tree to a node: the path's tokens and cached pieces. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ S = TypeVar("S")
 
 
 class Part(Struct, Generic[E], frozen=True):
-    """The tokens [low, high) in a piece, whose own tokens begin at `start`."""
+    """The tokens [low, high) of a piece whose first token is at `start`."""
 
     held: E
     start: int
@@ -40,7 +40,7 @@ def tokens_between(path: Sequence[Node[E, S]], start: int, end: int) -> tuple[in
 
 
 def parts_between(path: Sequence[Node[E, S]], start: int, end: int) -> Iterator[Part[E]]:
-    """Yields the parts of pieces with the tokens [start, end) of a path, in order."""
+    """Yields the parts of cached pieces with the tokens [start, end) of a path, in order."""
     for node in path:
         if node.end <= start or node.start >= end:
             continue

@@ -1,8 +1,8 @@
 """The prefix-cache store of rows that share blocks with the tree (CUDA): counts references. Pure.
 
 A block has the keys and values of `size` neighbouring tokens in every layer; block b of a sequence
-has the tokens from b * size on. Before a row writes into a block with other references, it copies
-the block (copy on write). So `fill` and `keep` cause at most one copy, of a partly filled block.
+has the tokens from b * size on. Before a row writes into a block with other references, the block
+is copied (copy on write). So `fill` and `keep` cause at most one copy, of a partly filled block.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class BlockPool:
         self._references[block] += 1
 
     def drop_reference(self, block: int) -> None:
-        """Drops a reference; frees the block with its last one."""
+        """Drops a reference; frees the block after its last reference."""
         assert self._references[block] > 0, f"block {block} is free"
         self._references[block] -= 1
         if not self._references[block]:
@@ -55,7 +55,7 @@ class BlockRow:
     """The block table of one sequence.
 
     `changed`: the first entry that may have changed since a reader read the table. The reader sets
-    it to the length.
+    `changed` to the table's length.
     """
 
     __slots__ = ("block_bytes", "changed", "offset", "table")
@@ -73,7 +73,7 @@ class BlockRow:
 
 
 class BlockRun(Struct, frozen=True):
-    """Blocks with the tokens [start, end); the first may also have earlier tokens."""
+    """Blocks with the tokens [start, end); the first block may also have earlier tokens."""
 
     start: int
     end: int
@@ -83,12 +83,12 @@ class BlockRun(Struct, frozen=True):
 class BlockStore:
     """A Store (prefix/store.py) of block tables. `copy(source, target)` copies one block.
 
-    `nbytes` counts each block that the tree refers to once. `changes` counts the operations, other
-    than `reserve`, that may have changed the blocks of rows in use or made them shared.
+    `nbytes` counts each block that the tree refers to once. `changes` counts the operations, except
+    `reserve`, that may have changed or shared the blocks of rows in use.
     """
 
     stateful = False
-    join_copies = False  # two pieces that meet inside a block both refer to it until joined
+    join_copies = False  # two pieces that meet inside a block both refer to the block until joined
 
     def __init__(
         self, pool: BlockPool, size: int, block_bytes: int, copy: Callable[[int, int], None]
@@ -106,7 +106,7 @@ class BlockStore:
         return self._bytes * len(self._kept)
 
     def own_bytes(self, rows: Iterable[BlockRow]) -> int:
-        """Returns the bytes of blocks that `rows` refer to and the tree does not."""
+        """Returns the bytes of blocks to which only `rows` refer, not the tree."""
         blocks = {block for row in rows for block in row.table}
         return self._bytes * len(blocks - self._kept.keys())
 
@@ -126,9 +126,9 @@ class BlockStore:
         return BlockRow(self._bytes)
 
     def reserve(self, row: BlockRow, tokens: int) -> None:
-        """Allocates blocks for `tokens` tokens, and copies a shared block that will be written.
+        """Allocates blocks for `tokens` tokens, and copies a shared block before writes.
 
-        Raises OutOfMemory; the row then keeps the blocks that it has got so far.
+        Raises OutOfMemory; the row then keeps the blocks allocated so far.
         """
         table, size = row.table, self._size
         if row.offset % size and row.offset < tokens:
@@ -140,9 +140,9 @@ class BlockStore:
             table.append(self._pool.allocate())
 
     def short(self, rows: Sequence[BlockRow], ends: Sequence[int]) -> list[int]:
-        """Returns the indices of rows that need `reserve` to get up to these ends.
+        """Returns the indices of rows that need `reserve` to reach these `ends`.
 
-        A step calls it for all rows at once, because most of them need nothing.
+        A step calls it for all rows together, because most rows need no block.
         """
         size, references = self._size, self._pool.references
         return [
@@ -192,7 +192,7 @@ class BlockStore:
         return min(end, max(start, (start // self._size + free // self._bytes) * self._size))
 
     def keep(self, row: BlockRow, start: int, end: int) -> BlockRun:
-        """See Store. The row copies its last block before it writes into it again."""
+        """See Store. The row's last block is copied before its next write."""
         blocks = self._between(row, start, end)
         for block in blocks:
             self._hold(block)

@@ -1,7 +1,8 @@
 """The interface between the prefix cache and the memory of rows: copies or shared blocks. Pure.
 
-`R` is the row of a running sequence, `E` the kept content of a range of tokens, `S` a snapshot of
-the layers that cannot be divided by tokens. Positions count tokens from the start of the sequence.
+`R` is the KV row of a running sequence, `E` the cached content of a range of tokens, `S` a snapshot
+of the layers that cannot be divided by tokens. Positions count tokens from the start of the
+sequence.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ S_contra = TypeVar("S_contra", contravariant=True)
 
 
 class PieceStore(Protocol[E, S_contra]):
-    """The operations of the tree: cuts, joins and frees kept pieces."""
+    """The store operations that the tree uses: cut, join and free cached pieces."""
 
     @property
     def stateful(self) -> bool:
@@ -40,7 +41,7 @@ class PieceStore(Protocol[E, S_contra]):
         """Whether `join` copies the tokens."""
 
     def cut(self, held: E, at: int) -> tuple[E, E]:
-        """Splits the piece `held` into its first `at` tokens and the rest; consumes `held`."""
+        """Splits the piece `held` after its first `at` tokens; consumes `held`."""
 
     def join(self, left: E, right: E) -> E:
         """Joins two neighbouring pieces into one; consumes both."""
@@ -53,17 +54,17 @@ class PieceStore(Protocol[E, S_contra]):
 
 
 class Store(PieceStore[E, S], Protocol[R, E, S]):
-    """The operations of the prefix cache: makes rows, fills them and keeps their tokens."""
+    """The store operations that the prefix cache uses: make rows, fill rows, cache their tokens."""
 
     @property
     def nbytes(self) -> int:
-        """The bytes of everything that is kept."""
+        """The bytes of all cached contents."""
 
     def new_row(self) -> R:
-        """Returns an empty row."""
+        """Returns an empty KV row."""
 
     def release(self, row: R) -> None:
-        """Frees the row; contents kept from it stay."""
+        """Frees the row; contents cached from it stay."""
 
     def rewind(self, row: R, to: int) -> bool:
         """Removes the tokens from `to` on; if a layer cannot, does nothing and returns False."""
@@ -80,13 +81,13 @@ class Store(PieceStore[E, S], Protocol[R, E, S]):
         """Returns the position in [start, end] up to which `free` bytes suffice for `keep`."""
 
     def keep(self, row: R, start: int, end: int) -> E:
-        """Keeps tokens [start, end) of a row; the result is independent of the row."""
+        """Caches tokens [start, end) of a row; the result is independent of the row."""
 
     def state_bytes(self, row: R) -> int:
         """Returns the bytes that `keep_state` would use."""
 
     def keep_state(self, row: R) -> S:
-        """Keeps a snapshot at the offset of the row; the result is independent of the row."""
+        """Caches a snapshot at the offset of the row; the result is independent of the row."""
 
     def lowest(self, state: S) -> int:
         """Returns the fewest tokens to which the snapshot can be shortened."""

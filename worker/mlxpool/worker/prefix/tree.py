@@ -1,6 +1,6 @@
 """A radix tree over the token ids of cached sequences. Pure.
 
-An edge owns the kept pieces of its tokens; only the store (prefix/store.py) knows their content.
+An edge owns the cached pieces of its tokens; only the store (prefix/store.py) knows their content.
 Layers whose memory cannot be divided by tokens have a snapshot at the end of an edge. Siblings
 never begin with the same token. An edge with readers is neither dropped nor merged with its only
 child. Each scope has its own root, so sequences of different scopes share nothing.
@@ -15,15 +15,15 @@ from msgspec import Struct, field
 
 from mlxpool.worker.prefix.store import PieceStore
 
-E = TypeVar("E")  # the kept content of a range of tokens
+E = TypeVar("E")  # the cached content of a range of tokens
 S = TypeVar("S")  # a snapshot of all layers at one position
 
-MAX_PIECE = 2048  # tokens; no piece crosses a multiple of it, so little is copied or freed at once
-MAX_COPIED_JOIN = 256  # tokens; if a join copies, longer neighbours stay two pieces
+MAX_PIECE = 2048  # tokens; no piece crosses a multiple of it, so each copy or free is small
+MAX_COPIED_JOIN = 256  # tokens; if a join copies, longer neighbours stay separate pieces
 
 
 class Piece(Struct, Generic[E], frozen=True):
-    """The kept content, `held`, of `tokens` neighbouring tokens."""
+    """The cached content, `held`, of `tokens` neighbouring tokens."""
 
     tokens: int
     held: E
@@ -73,7 +73,7 @@ class Tree(Generic[E, S]):
         return self.root_of("")
 
     def root_of(self, scope: str) -> Node[E, S]:
-        """Returns the root of a scope; makes it if needed."""
+        """Returns the root of a scope; makes the root if needed."""
         root = self._roots.get(scope)
         if root is None:
             root = self._roots[scope] = Node(0, (), [], scope=scope)
@@ -102,17 +102,17 @@ class Tree(Generic[E, S]):
         return pieces
 
     def walk(self, node: Node[E, S] | None = None) -> Iterator[Node[E, S]]:
-        """Yields `node` and all nodes below it; None: all below the roots.
+        """Yields `node` and all nodes below it; None: all nodes below the roots.
 
-        The tree may change meanwhile. Nodes that stay in it are yielded. Nodes that have left it
-        may be yielded, with the parent None.
+        The tree may change meanwhile. Nodes that stay in the tree are yielded. Nodes that have left
+        the tree may be yielded, with the parent None.
         """
         roots = self._roots.values() if node is None else ()
         stack = [child for root in roots for child in root.children.values()]
         stack += [] if node is None else [node]
         while stack:
             current = stack.pop()
-            stack += current.children.values()  # first, as others may join it with its child
+            stack += current.children.values()  # first: the calls below may join it with its child
             yield current
 
     def add(
@@ -144,20 +144,20 @@ class Tree(Generic[E, S]):
         return upper
 
     def merge_or_drop(self, node: Node[E, S]) -> None:
-        """Merges `node` with its only child, or drops it, if it is not needed."""
+        """If `node` is not needed, merges it with its only child or drops it."""
         if node.readers:
             return
         if node.parent is None:
             if not node.children and self._roots.get(node.scope) is node:
-                del self._roots[node.scope]  # an owner has no entries any more
+                del self._roots[node.scope]  # the owner's last entry is gone
             return
         if len(node.children) == 1 and not node.restore_point:
             self._join(node)
         elif not node.children and node.state is None and self._store.stateful:
-            self.drop(node)  # no row can be restored from it
+            self.drop(node)  # no row can be restored from this node
 
     def drop(self, leaf: Node[E, S]) -> None:
-        """Drops a leaf, and its parent if that is no longer needed."""
+        """Drops a leaf, and its parent if the parent is no longer needed."""
         parent = leaf.parent
         assert parent is not None and not leaf.children, "only leaves are dropped"
         del parent.children[leaf.tokens[0]]
@@ -171,7 +171,8 @@ class Tree(Generic[E, S]):
     def eviction_candidate(self) -> Node[E, S] | None:
         """Returns the least recently used leaf without readers (LRU); None without such a leaf.
 
-        A node with a snapshot and one child counts as a leaf, as its snapshot can be freed alone.
+        A node with a snapshot and one child counts as a leaf, because its snapshot can be freed
+        alone.
         """
         candidates = (
             node
@@ -198,7 +199,7 @@ class Tree(Generic[E, S]):
             for piece in node.pieces:
                 self._store.free(piece.held)
             self._free_state(node)
-            node.parent, node.pieces = None, []  # lists of nodes to save may still hold it
+            node.parent, node.pieces = None, []  # lists of nodes to save may still have this node
             node.children.clear()
         self._roots.clear()
 

@@ -1,6 +1,7 @@
 """The mode `tree` of the prefix cache: a radix tree of all closed sequences.
 
-Used by the compute thread. Imports no MLX: only the store knows the contents of a row.
+Used by the compute thread. Imports no MLX: only the store knows the contents of a row (a sequence's
+KV cache).
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ RESTORE_POINT_INTERVAL = 8192
 
 
 class _ActiveRow(Struct, Generic[R, E, S]):
-    """A row in use; the reference to the row keeps its id unique."""
+    """A row in use; the reference to the row keeps id() of the row unique."""
 
     row: R
-    node: Node[E, S]  # the deepest node that the row began from or was kept at
+    node: Node[E, S]  # the deepest node that the row began from or was cached at
     stops: list[int]  # the next restore points
-    goal: int  # the end of its prefill; a row closed earlier gets a restore point at its end
+    goal: int  # the end of the row's prefill; a row closed earlier gets a restore point at its end
     scope: str
 
 
@@ -100,7 +101,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         reader.stops = [stop for stop in reader.stops if stop > row.offset]
 
     def close(self, row: R, tokens: Sequence[int]) -> None:
-        """See PrefixCache. Keeps only tokens that the tree lacks; ignores an unknown row."""
+        """See PrefixCache. Caches only tokens that the tree lacks; ignores an unknown row."""
         reader = self._readers.pop(id(row), None)
         if reader is None:
             return
@@ -159,14 +160,14 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         *,
         claim: Callable[[int], bool],
     ) -> tuple[Node[E, S], int] | None:
-        """Adds the `tokens` that the tree lacks, from another memory.
+        """Adds those of `tokens` that the tree lacks, with contents from another memory.
 
         `piece(start, end)` makes the piece of these tokens; `bytes_of(start, end)` is its size.
         `state` has the size of the snapshot at the end of the tokens, and a function that makes it.
         `claim(bytes)` returns whether the memory is free: rows may own memory that they have not
         written yet. Returns the node at the end of the tokens, with one more reader until `leave`,
-        and the number of added tokens. Returns None if they do not fit, or if the tree lacks some
-        of the first `least` tokens.
+        and the number of added tokens. Returns None if the tokens do not fit, or if the tree lacks
+        some of the first `least` tokens.
         """
         scope = self._scope(owner)
         match = self._tree.match(tokens, len(tokens), scope)
@@ -200,7 +201,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         self._leave(node)
 
     def _free(self, needed: int) -> bool:
-        """Evicts least recently used entries until `needed` bytes fit; returns whether they do."""
+        """Evicts least recently used entries until `needed` bytes fit; returns whether they fit."""
         while (
             self._budget - self.nbytes < needed
             and (victim := self._tree.eviction_candidate()) is not None
@@ -209,7 +210,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         return needed <= max(0, self._budget - self.nbytes)
 
     def _made(self, start: int, end: int, piece: Callable[[int, int], E]) -> list[Piece[E]]:
-        """Makes the pieces of tokens [start, end); frees all of them on failure."""
+        """Makes the pieces of tokens [start, end); on failure, frees all these pieces."""
         pieces: list[Piece[E]] = []
         try:
             for at, to in prefix_tree.piece_bounds(start, end):
@@ -255,9 +256,9 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
     def _stops(self, length: int, cached: int, places: Set[int], media: Spans) -> list[int]:
         """Returns the restore points of a prompt after its cached tokens.
 
-        They are `places` (the caller's hint, and the point where an earlier prompt branched off)
-        and every multiple of RESTORE_POINT_INTERVAL. A point inside a group of `media` moves to the
-        beginning of the group.
+        Restore points are `places` (the caller's hint, and the point where an earlier prompt
+        branched off) and every multiple of RESTORE_POINT_INTERVAL. A point inside a group of
+        `media` moves to the beginning of the group.
         """
         if not self._store.stateful:
             return []
@@ -268,8 +269,8 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
     def _insert(self, row: R, tokens: tuple[int, ...], scope: str) -> Node[E, S] | None:
         """Inserts a row's `tokens` that the tree lacks; returns the node at their end.
 
-        Keeps nothing beyond the budget and, if layers need a snapshot, nothing without a snapshot.
-        Returns None if not all tokens could be kept.
+        Caches nothing beyond the budget and, if layers need a snapshot, nothing without a snapshot.
+        Returns None if not all tokens could be cached.
         """
         if not tokens:
             return None
@@ -290,7 +291,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
             self._leave(last)
 
     def _require_space(self, row: R, start: int, end: int, need_state: bool) -> int:
-        """Evicts least recently used entries; returns the end of the row's tokens that then fit."""
+        """Evicts least recently used entries; returns the end of the row's tokens that fit."""
         store = self._store
         state = store.state_bytes(row) if need_state else 0
 

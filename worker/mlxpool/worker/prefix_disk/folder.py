@@ -1,8 +1,9 @@
 """The folder of the segments of one model: its owner and modes, its bound in bytes, its deletions.
 
-The path of a segment is DIR/MODEL/DIGEST/NAME.seg; MODEL is the quoted name. The bound applies to
-all segments of a model, also of other weights, rules or layouts. Those are deleted first, because
-nobody uses them any more. Workers take the lock DIR/MODEL/lock to append and to delete.
+The path of a segment is DIR/MODEL/DIGEST/NAME.seg; MODEL is the quoted model name. The bound
+applies to all segments of a model, also of other weights, rules or layouts. Such old segments are
+deleted first, because no worker uses them. Workers take the lock DIR/MODEL/lock to append and to
+delete.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from mlxpool.worker.prefix_disk.segments import FILE_MODE, SUFFIX
 
 FOLDER_MODE = 0o700
 # The most seconds of a wait for the lock: a stopped process may hold it for ever. A worker with
-# streams holds it for some MAX_APPEND_REST per record, and waiting processes get it in any order.
+# streams holds the lock for about MAX_APPEND_REST per record; waiting processes get it in any
+# order.
 LOCK_WAIT = 10.0
 LOCK_INTERVAL = 0.01  # seconds between two attempts to take the lock
 DIGEST_CHARACTERS = 32  # characters of a digest in the name of its folder
@@ -31,15 +33,15 @@ UNWRITTEN = "the prefix cache cannot be written to disk"  # log text, quoted in 
 
 
 class UnsafeFolder(OSError):
-    """The folder belongs to another user, or its mode is open to other users."""
+    """The folder belongs to another user, or its mode gives access to other users."""
 
 
 class Locked(OSError):
-    """Another process held the lock for longer than LOCK_WAIT."""
+    """Another process has held the lock for longer than LOCK_WAIT."""
 
 
 class DiskSettings(Struct, frozen=True):
-    """The folder for a model's records, and the most bytes of them."""
+    """The folder for a model's records, and the most bytes of these records."""
 
     root: Path
     model: str
@@ -47,7 +49,7 @@ class DiskSettings(Struct, frozen=True):
 
 
 class SegmentFile(Struct, frozen=True):
-    """A segment on the disk; `used`: time of its last write or use, in seconds of the epoch."""
+    """A segment on the disk; `used`: time of the last write or use, in Unix seconds."""
 
     path: Path
     size: int
@@ -63,9 +65,9 @@ class ModelFolder:
         self.budget = budget
 
     def prepare(self, digest: bytes) -> Path:
-        """Makes the folder of a digest, and returns it.
+        """Makes the folder of a digest, and returns the folder's path.
 
-        Raises UnsafeFolder, or OSError if the folder cannot be made.
+        Raises UnsafeFolder. Raises OSError if the folder cannot be made.
         """
         folder = self.segments_of(digest)
         for path in (self.root, self.path, folder):
@@ -118,7 +120,7 @@ class ModelFolder:
                 file.path.unlink(missing_ok=True)
                 total -= file.size
                 with contextlib.suppress(OSError):
-                    file.path.parent.rmdir()  # if the digest has no segments any more
+                    file.path.parent.rmdir()  # if the digest has no segments left
         return total + needed <= self.budget
 
     def files(self) -> list[SegmentFile]:
@@ -154,7 +156,7 @@ def models_in(root: Path) -> dict[str, Path]:
 def check_owner(path: Path, forbidden: int) -> None:
     """Raises UnsafeFolder unless the folder is this user's and its mode has no `forbidden` bit.
 
-    Other users who could write there could determine the text of answers.
+    Users with write access to the folder could determine the text of answers.
     """
     status = os.stat(path)
     if not stat.S_ISDIR(status.st_mode):

@@ -1,4 +1,4 @@
-"""The index of a folder's records: by key, and by the key of the inputs before them."""
+"""The index of a folder's records: by key, and by the key of the preceding inputs."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ log = logging.getLogger("mlxpool.worker")
 MIN_REFRESH_INTERVAL = 0.1  # seconds between two readings of the folder
 NEW_SECONDS = 5.0  # seconds after its last change in which a segment without a header is new
 
-# Errors without a cause in the file, which is opened again later.
+# Errors that are not the file's fault: the file is opened again later.
 PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EINTR})
 
 
 class Index:
     """The places of all records. One thread changes it; other threads may look up keys.
 
-    If several records have the same kind and key, the index has only the first that was added,
-    until its segment is removed.
+    If several records have the same kind and key, the first record counts, while its segment
+    exists.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Index:
         return sum(map(len, self._places.values()))
 
     def add(self, header: RecordHeader, place: Place) -> None:
-        """Adds a record, unless the index has one of its kind and key."""
+        """Adds a record, unless the index has a record of this kind and key."""
         places = self._places[header.kind]
         if header.key in places:
             return
@@ -80,8 +80,8 @@ class Index:
 class FolderIndex:
     """The segments of one digest, and the index of their records.
 
-    Only the reading thread changes it, with rests of `pace`. The writing thread calls
-    `add_written`, and any thread may call `has`.
+    Only the reading thread changes the index, with pauses of `pace`. The writing thread calls
+    `add_written`; any thread may call `has`.
     """
 
     def __init__(self, state: TierState, pace: Pace) -> None:
@@ -110,16 +110,16 @@ class FolderIndex:
         log.warning("a record of the prefix cache is bad", extra={"why": str(error)})
 
     def refresh(self, now: float) -> None:
-        """Finds added segments and records, and removes deleted ones.
+        """Finds new segments and records, and removes deleted segments and records.
 
-        Does nothing within MIN_REFRESH_INTERVAL of the last call. Changes nothing if the folder
-        cannot be read. `now`: monotonic seconds.
+        Does nothing sooner than MIN_REFRESH_INTERVAL after the last call. Changes nothing if the
+        folder cannot be read. `now`: monotonic seconds.
         """
         if now - self._refreshed < MIN_REFRESH_INTERVAL and self._segments:
             return
         self._refreshed = now
         self._pace.begin()
-        written = list(self._written.items())  # taken first, as the reading takes a while
+        written = list(self._written.items())  # read first, because the scan takes a while
         try:
             files = list(self._pace.between(self._state.folder.each()))
         except OSError as error:
@@ -158,7 +158,7 @@ class FolderIndex:
         except (BadRecord, OSError) as error:
             if isinstance(error, OSError) and error.errno in PASSING:
                 self._segment_error.note(error)
-            elif not _is_new(path):  # a new one's writer may still write its header
+            elif not _is_new(path):  # the writer of a new file may still write its header
                 self._segments[path.name] = None
                 self._state.counters.bad += 1
                 log.warning("a segment of the prefix cache is bad", extra={"why": str(error)})
@@ -169,7 +169,7 @@ class FolderIndex:
             for header, place in self._pace.between(segment.scan()):
                 self.records.add(header, place)
             self.answered = monotonic()
-        except OSError as error:  # the next refresh tries it again
+        except OSError as error:  # the next refresh tries the file again
             self._segment_error.note(error)
         self._state.counters.bad += segment.broken and not was_broken
 

@@ -2,7 +2,8 @@
 
 A step of a model on a CPU computes on all cores and ends with the slowest core: 0.2 ms of other
 work on one core makes it 0.8 ms longer. So the threads work in pieces of some hundredths of a
-millisecond and rest between them. Then each step loses a little time, instead of some steps much.
+millisecond and pause between pieces. Then each step is delayed a little, instead of some steps
+much.
 """
 
 from __future__ import annotations
@@ -14,26 +15,26 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-REST = 39.0  # seconds of rest per second of processor time, while sequences run
-PIECE = 256 * 1024  # bytes that are copied, checked or written at a time
-MIN_REST = 0.004  # seconds of the shortest rest; a shorter one is added to the next
-# The same while sequences run on the cores of this machine.
+REST = 39.0  # seconds of pause per second of processor time, while sequences run
+PIECE = 256 * 1024  # bytes of a piece of work: copied, checked or written
+MIN_REST = 0.004  # seconds of the shortest pause; a shorter pause is added to the next
+# The three values above while sequences run on the cores of this machine.
 SMALL_PIECE = 32 * 1024
 SMALL_MIN_REST = 0.001
 POLL = 0.02  # seconds between two checks whether the thread may go on
 
 
 class Pace:
-    """The rests of one thread; used only by that thread.
+    """The pauses (rests) of one thread; used only by that thread.
 
-    `hurries`: returns whether rests are not needed; also called during a rest.
-    `on_cores`: whether steps compute on the cores that the thread uses, as they do without a GPU.
+    `hurries`: returns whether pauses are not needed; also called during a pause. `on_cores`:
+    whether steps compute on the cores that the thread uses, as without a GPU.
     """
 
     def __init__(self, hurries: Callable[[], bool], *, on_cores: bool = True) -> None:
         self._hurries, self._on_cores = hurries, on_cores
         self._min_rest = SMALL_MIN_REST if on_cores else MIN_REST
-        self._owed = 0.0  # seconds of rest that are due
+        self._owed = 0.0  # seconds of pause that are due
         self._counted = 0.0  # seconds of the thread's processor time that `_owed` includes
 
     @property
@@ -42,14 +43,14 @@ class Pace:
         return SMALL_PIECE if self._on_cores and not self._hurries() else PIECE
 
     def begin(self) -> None:
-        """Begin to count work; earlier work of the thread does not count."""
+        """Begins to count work; earlier work of the thread does not count."""
         self._owed, self._counted = 0.0, time.thread_time()
 
     def rest(self, most: float = math.inf) -> float:
-        """Rests for the work since the last call, at most `most` seconds; keeps the remainder due.
+        """Pauses for the work since the last call, at most `most` seconds; the remainder stays due.
 
         Only processor time counts, because a thread that waits for the disk disturbs nobody.
-        Returns the seconds that are no longer due; 0 if the rest is too short and stays due.
+        Returns the settled seconds; 0 if the pause is too short and stays due.
         """
         now = time.thread_time()
         self._owed += REST * (now - self._counted)
@@ -66,7 +67,7 @@ class Pace:
         return left
 
     def between(self, pieces: Iterable[T]) -> Iterator[T]:
-        """Yields pieces of work, with rests between them."""
+        """Yields pieces of work, with a pause between two pieces."""
         for piece in pieces:
             yield piece
             self.rest()

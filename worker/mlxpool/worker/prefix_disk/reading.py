@@ -1,4 +1,4 @@
-"""Reads records for sequences from the disk: chooses them in the index, then reads one by one.
+"""Reads records for sequences from the disk: chooses records in the index, then reads each.
 
 The compute thread begins and ends a Reading; the reading thread fills it.
 """
@@ -30,20 +30,20 @@ from mlxpool.worker.prefix_disk.state import TierState
 log = logging.getLogger("mlxpool.worker")
 
 REFRESH_INTERVAL = 1.0  # seconds between two searches for other workers' writes and deletions
-MAX_CANDIDATES = 8  # the newest records after a block whose inputs are compared
-MIN_GAIN = 64  # the fewest tokens to gain over the memory; fewer are computed instead
+MAX_CANDIDATES = 8  # the most records after a block that are compared, the newest first
+MIN_GAIN = 64  # the fewest tokens to gain over the memory; a smaller gain is computed instead
 
-Unreadable = Callable[[Kind, bytes, Exception], None]  # takes kind and key of a record
+Unreadable = Callable[[Kind, bytes, Exception], None]  # called with kind, key and error of a record
 
 
 class Wanted(Struct, frozen=True):
     """The inputs that a sequence can use: at most the first `most` of `ids`.
 
-    The memory has the first `matched` inputs, and can begin a row with `restorable` of them.
-    `stateful`: a row can begin only at a position with a snapshot.
+    The prefix cache in memory has the first `matched` inputs, and can restore `restorable` of them.
+    `stateful`: only positions with a snapshot can be restored.
     """
 
-    root: bytes  # the key of no inputs, see keys.root_key
+    root: bytes  # the key before the first input, see root_key
     ids: tuple[int, ...]
     most: int
     matched: int
@@ -52,7 +52,7 @@ class Wanted(Struct, frozen=True):
 
 
 class Choice(Struct, frozen=True):
-    """A record to read: of the inputs [start, end), or the snapshot after `end` inputs."""
+    """A chosen record: of the inputs [start, end), or the snapshot after `end` inputs."""
 
     kind: Kind
     key: bytes
@@ -62,7 +62,7 @@ class Choice(Struct, frozen=True):
 
 
 class ReadRecord(Struct, frozen=True):
-    """A record that was read and checked. Only its inputs before `end` are used."""
+    """A checked record. The sequence needs its inputs up to `end`."""
 
     header: RecordHeader
     arrays: Bytes
@@ -70,9 +70,9 @@ class ReadRecord(Struct, frozen=True):
 
 
 def choose(wanted: Wanted, index: Index, unreadable: Unreadable) -> list[Choice]:
-    """Returns the records to read, in order; empty if they would save less than MIN_GAIN tokens.
+    """Returns the records to read, in order; empty if they save fewer than MIN_GAIN tokens.
 
-    Calls `unreadable` for each record whose header cannot be read, and leaves it out.
+    Calls `unreadable` for each record with an unreadable header, and omits the record.
     """
     ids = wanted.ids[: wanted.most]
     keys = chain(wanted.root, ids)
@@ -103,9 +103,9 @@ def _parts(
     *,
     with_state: bool = False,
 ) -> Iterator[tuple[Choice, bool]]:
-    """Yields the records after the key `before` that begin with the same inputs as `ids`.
+    """Yields the records after the key `before` whose first inputs match `ids`.
 
-    With each, yields whether all of its inputs are used. `at`: the number of its first input.
+    With each record, yields whether all its inputs match. `at`: the index of its first input.
     `with_state`: only records with a snapshot at their end.
     """
     keys = [key for key in index.behind(before) if not with_state or index.place(Kind.STATE, key)]
@@ -131,9 +131,9 @@ def _with_state(
     keys: Sequence[bytes],
     blocks: Sequence[Choice],
 ) -> list[Choice]:
-    """Returns the records for the last position with a snapshot; empty without a snapshot.
+    """Returns the records for the last position with a snapshot; empty if there is none.
 
-    `blocks` are the blocks of `keys` that the memory lacks.
+    `blocks` are the blocks of `keys` that the prefix cache in memory lacks.
     """
     ids = wanted.ids[: wanted.most]
     for count in range(len(keys), -1, -1):
@@ -157,7 +157,8 @@ def _with_state(
 def require_chosen(header: RecordHeader, choice: Choice, ids: Sequence[int]) -> None:
     """Raises BadRecord unless a read record is the chosen record of the inputs `ids`.
 
-    Its key is the hash of its own inputs and of the previous key, so it covers all earlier inputs.
+    A record's key is the hash of its inputs and of the previous key, so the key covers all earlier
+    inputs.
     """
     own = ids[header.start : choice.end]
     at_place = (
@@ -171,7 +172,7 @@ def require_chosen(header: RecordHeader, choice: Choice, ids: Sequence[int]) -> 
 
 
 class Room:
-    """The bytes of waiting records of all readings together: at most `limit`, or one record."""
+    """The memory of all readings' waiting records: at most `limit` bytes, or one record."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -179,15 +180,15 @@ class Room:
         self.changed = threading.Condition()  # guards this object and the readings
 
     def has(self, size: int) -> bool:
-        """Returns whether a record of `size` bytes may be added."""
+        """Returns whether a record of `size` bytes fits."""
         return not self.used or self.used + size <= self.limit
 
 
 class Reading(Struct, eq=False):
     """The records for one sequence that were read from the disk so far.
 
-    The reading thread calls `put` and `finish`, the compute thread calls all else. All readings
-    share `room`.
+    The reading thread calls `put` and `finish`; the compute thread calls all other methods. All
+    readings share `room`.
     """
 
     wanted: Wanted
@@ -214,7 +215,7 @@ class Reading(Struct, eq=False):
 
     @property
     def finished(self) -> bool:
-        """Whether all records were taken and no record will follow."""
+        """Whether all records were taken and no more records will follow."""
         with self.room.changed:
             return self._finished and not self._records
 
@@ -229,7 +230,7 @@ class Reading(Struct, eq=False):
             return record
 
     def end(self) -> None:
-        """Ends the reading and drops its records: nobody wants them any more."""
+        """Ends the reading and drops its records, because no sequence needs them."""
         with self.room.changed:
             self._ended = True
             self.room.used -= sum(record.arrays.nbytes for record in self._records)
@@ -247,13 +248,13 @@ class RecordReader:
 
     def __init__(self, state: TierState) -> None:
         self.index = FolderIndex(state, state.pace(self._hurries))
-        self.looked = False  # whether the index has the records that existed at the start
+        self.looked = False  # whether the first scan of the index has ended
         self.room = Room(state.room)
         self.thread = threading.Thread(target=self._run, name="prefix-reader", daemon=True)
         self._state = state
         self._asked: queue.SimpleQueue[Reading | None] = queue.SimpleQueue()
-        self._reads = False  # whether it reads for a sequence
-        self._awaits_room = False  # whether it waits for the compute thread
+        self._reads = False  # whether the thread reads for a sequence
+        self._awaits_room = False  # whether the thread waits for the compute thread
         self._answered = 0.0  # time when a record was read or taken last, monotonic seconds
 
     # ---- the compute thread ----------------------------------------------------------------------
@@ -268,12 +269,12 @@ class RecordReader:
     def last_progress(self) -> float:
         """The time of the disk's last answer, monotonic seconds; now, if the thread waits for room.
 
-        Answers for other sequences count as well.
+        Answers for other sequences count, too.
         """
         return monotonic() if self._awaits_room else max(self._answered, self.index.answered)
 
     def end(self) -> None:
-        """Makes the thread end after its current work; the state is `ending` already."""
+        """Makes the thread end after its current work; `ending` of the state must be set."""
         self._asked.put(None)
 
     # ---- the thread ------------------------------------------------------------------------------
@@ -296,7 +297,7 @@ class RecordReader:
                     self._read(reading)
         except Exception:
             log.exception("the disk tier of the prefix cache stops reading")
-            # An empty index, so that nobody begins a reading.
+            # An empty index, so that no reading begins.
             self.index.records, self.looked = Index(), True
             self._finish_all()
 
@@ -323,7 +324,8 @@ class RecordReader:
     def _read_chosen(self, reading: Reading, wanted: Wanted) -> Wanted | None:
         """Reads the best records for a sequence.
 
-        After an invalid record, returns what is still wanted if other records may help; else None.
+        After an invalid record, returns the inputs to try again if other records may help; else
+        None.
         """
         for choice in choose(wanted, self.index.records, self.index.discard):
             try:

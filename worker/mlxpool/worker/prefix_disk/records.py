@@ -1,14 +1,14 @@
 """The bytes of a segment: a header, then records, each with a key and two checksums. Pure.
 
 A record has named arrays with dtype and shape: the contents of layers for up to BLOCK_TOKENS
-inputs, or the states of layers after these inputs. Its header has the inputs themselves, which a
-reader compares, and its own checksum, so that a segment can be scanned without its contents. A
+inputs, or the states of layers after these inputs. The header has the inputs themselves, which a
+reader compares, and its own checksum, so that a scan of a segment need not read the arrays. A
 checksum begins with the segment's digest, so a record is valid only in segments of the same model,
-rules and layout. Anything else is a BadRecord, which the reader counts as a miss.
+rules and layout. All other bytes are a BadRecord, which the reader counts as a miss.
 
 A key is the hash of the previous key and of the inputs of its block. So it identifies all inputs
-from the first one on, and their scope. The hash is cryptographic: a client cannot make two prompts
-with the same key.
+from the first input on, and their scope. The hash is cryptographic: a client cannot make two
+prompts with the same key.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mlxpool.worker.prefix_disk.pacing import PIECE
 
 KEY_BYTES = 32
 BLOCK_TOKENS = 256  # inputs of a whole block, which begins at a multiple of this number
-ID_BYTES = 8  # bytes of an input: a token id, or the slot of an image, see media/spans.py
+ID_BYTES = 8  # bytes of a packed input: a token id, or the slot of an image, see media/spans.py
 FORMAT = 1  # version of the format; raised with every change of the definitions below
 SEGMENT_MAGIC = b"MLXPOOLP"
 RECORD_MAGIC = b"kvr1"
@@ -72,7 +72,7 @@ class BadRecord(ValueError):
 class Kind(IntEnum):
     """The kind of a record's arrays."""
 
-    TOKENS = 0  # contents for each input
+    TOKENS = 0  # keys and values of each input
     STATE = 1  # snapshots after the last input
 
 
@@ -87,8 +87,8 @@ class ArrayPlace(msgspec.Struct, frozen=True):
 
 
 class RecordHeader(msgspec.Struct, frozen=True):
-    """The header of a record. `ids`: the packed inputs from number `start` on, which follow the
-    inputs of the key `parent`.
+    """The header of a record. `ids`: the packed inputs from index `start` on; the key `parent`
+    covers all inputs before.
     """
 
     kind: Kind
@@ -134,7 +134,7 @@ def unpacked(data: bytes) -> tuple[int, ...]:
 
 
 def root_key(scope: str) -> bytes:
-    """Returns the first key of a scope's sequences, which stands for no inputs."""
+    """Returns the key before the first input, for all sequences of a scope."""
     return hashlib.blake2b(b"root:" + scope.encode(), digest_size=KEY_BYTES).digest()
 
 
@@ -153,7 +153,7 @@ def chain(root: bytes, ids: Sequence[int]) -> list[bytes]:
 
 
 def aligned(size: int) -> int:
-    """Returns the next multiple of ALIGNMENT."""
+    """Returns `size` rounded up to a multiple of ALIGNMENT."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -173,7 +173,7 @@ def places_of(arrays: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[Array
 
 
 def payload_bytes(places: Sequence[ArrayPlace]) -> int:
-    """Returns the bytes of all arrays, with the padding after each."""
+    """Returns the bytes of all arrays, with the padding after each array."""
     return aligned(places[-1].offset + places[-1].nbytes) if places else 0
 
 
@@ -240,11 +240,11 @@ def header_size(head: bytes) -> int:
     return int(size)
 
 
-HEAD_BYTES = _RECORD.size  # bytes that `header_size` needs
+HEAD_BYTES = _RECORD.size  # the bytes that `header_size` reads
 
 
 def decode_header(digest: bytes, data: bytes) -> RecordHeader:
-    """Decodes the header of a record; `data` has exactly its bytes. Raises BadRecord."""
+    """Decodes the header of a record; `data` is exactly the header. Raises BadRecord."""
     size = header_size(data)
     if len(data) != size:
         raise BadRecord(f"a header has {len(data)} bytes and claims {size}")

@@ -1,8 +1,8 @@
 """Segment files: one process appends to a segment, and every process of the user may read it.
 
-They are read with `pread` into memory of the process, because a mapped file that shrinks, or whose
-disk fails, ends a process with SIGBUS. Nothing is synced to the disk: after a crash of the machine
-the tail of a segment may be missing or zeros, and its records are then invalid.
+Segments are read with `pread` into memory of the process: a mapped file that shrinks, or whose disk
+fails, would end the process with SIGBUS. Nothing is synced to the disk: after a crash of the
+machine the tail of a segment may be missing or zeros, and its records are then invalid.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ FILE_MODE = 0o600
 MAX_PARTS = 512  # the most buffers of one system call; Linux takes 1,024
 USE_INTERVAL = 60.0  # seconds between two notes of a segment's use
 FIRST_READ = 16 * 1024  # bytes of the first read of a header of unknown size
-# The most seconds of rests during the append of a record: other processes wait for the folder.
+# The most seconds of pauses during the append of a record: other processes wait for the lock.
 MAX_APPEND_REST = 0.25
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class Place(Struct, frozen=True):
-    """The place of a record: `offset` in a segment, and the bytes of its header and arrays."""
+    """The location of a record: `offset` in a segment, and the bytes of its header and arrays."""
 
     segment: Segment
     offset: int
@@ -49,7 +49,8 @@ class Segment:
     def __init__(self, path: Path, digest: bytes | None = None) -> None:
         """Opens a segment of this digest; None: of any digest.
 
-        Raises BadRecord if the file is not a segment, or has another digest or owner; OSError.
+        Raises OSError. Raises BadRecord if the file is not a segment, or has another digest or
+        owner.
         """
         self.path = path
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -65,8 +66,8 @@ class Segment:
         except BaseException:
             os.close(self._descriptor)
             raise
-        self.broken = False  # whether the bytes after the scanned ones are not a valid record
-        self._used = 0.0  # time of the last note of its use
+        self.broken = False  # whether the bytes after the scanned records are invalid
+        self._used = 0.0  # time of the last call of `note_use` that wrote
 
     def scan(self) -> Iterator[tuple[RecordHeader, Place]]:
         """Yields the records that were appended since the last call. Raises OSError.
@@ -82,12 +83,12 @@ class Segment:
                 self.broken = True
                 return
             if header is None or offset + aligned(header.record_bytes) > size:
-                return  # it is being written, or its writer has ended
+                return  # the record is being written, or its writer has ended
             self.scanned = offset + aligned(header.record_bytes)
             yield header, Place(self, offset, header.size, header.payload)
 
     def _header_at(self, offset: int, size: int) -> RecordHeader | None:
-        """Returns the header at an offset; None if it ends after the file, which has `size` bytes.
+        """Returns the header at an offset; None if the header ends after the file's `size` bytes.
 
         Raises BadRecord and OSError.
         """
@@ -124,7 +125,7 @@ class Segment:
     def note_use(self, now: float) -> None:
         """Notes a use of the segment, for the order of deletions.
 
-        `now`: monotonic seconds. Ignores errors: the old order then stays.
+        `now`: monotonic seconds. Ignores errors: the deletion order then stays.
         """
         if now - self._used < USE_INTERVAL:
             return
@@ -165,9 +166,9 @@ class SegmentWriter:
         return os.fstat(self._descriptor).st_nlink > 0
 
     def append(self, header: bytes, payload: memoryview, pace: Pace | None = None) -> None:
-        """Appends a record. After an OSError the segment is as before.
+        """Appends a record. After an OSError the segment is unchanged.
 
-        With `pace` it is written in pieces, with rests between them.
+        With `pace` the record is written in pieces, with pauses between them.
         """
         self._append([header, payload], pace)
 
@@ -176,7 +177,7 @@ class SegmentWriter:
         padding = aligned(whole) - whole
         views = [memoryview(part) for part in (*parts, bytes(padding)) if len(part)]
         at = self.size
-        most = 0.0  # seconds of rests that the written bytes allow
+        most = 0.0  # seconds of pauses that the written bytes allow
         try:
             while views:
                 some = views[:MAX_PARTS] if pace is None else _first(views, pace.piece)
@@ -230,7 +231,7 @@ def read_description(descriptor: int) -> tuple[dict[str, Any], int]:
 
 
 def same_ids(header: RecordHeader, ids: Sequence[int]) -> int:
-    """Returns the number of first inputs of a record that equal `ids`."""
+    """Returns how many first inputs of a record equal the first inputs of `ids`."""
     count = 0
     for own, other in zip(unpacked(header.ids), ids, strict=False):
         if own != other:

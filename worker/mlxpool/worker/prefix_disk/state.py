@@ -18,10 +18,10 @@ _count = threading.Lock()  # guards `TierCounters.dropped`
 
 
 class TierCounters(Struct):
-    """Counters since the start; each but `dropped` is written by only one thread."""
+    """Counters since the start; only `dropped` is written by several threads."""
 
     hits: int = 0  # sequences that got tokens from the disk
-    tokens: int = 0  # tokens that they got
+    tokens: int = 0  # tokens that sequences got from the disk
     read_bytes: int = 0
     written_bytes: int = 0
     bad: int = 0  # records that were invalid or could not be read
@@ -29,7 +29,7 @@ class TierCounters(Struct):
     bytes: int = 0  # bytes of all segments of the model
 
     def count_dropped(self) -> None:
-        """Counts a record that is not written; any thread may call it."""
+        """Counts a dropped record; any thread may call it."""
         with _count:
             self.dropped += 1
 
@@ -38,43 +38,43 @@ class TierState(Struct):
     """The state of a disk tier: the prefix records of one model in a folder that workers share.
 
     Only `busy` and `ending` change; the compute thread sets `busy`. `on_cores`: whether steps
-    compute on the cores that the tier's threads use. The threads call `wake` when the compute
-    thread has something to do.
+    compute on the cores that the tier's threads use. The tier's threads call `wake` when the
+    compute thread has work.
     """
 
     folder: ModelFolder
-    digest: bytes  # covers everything that determines the arrays of records
+    digest: bytes  # digest of all inputs that determine the arrays of records
     about: Mapping[str, Any]  # a description of the digest in words
-    room: int  # the most bytes of records that wait to be taken, and of those to be written
+    room: int  # the most bytes of read records, and of records to write
     on_cores: bool
     wake: Callable[[], None]
     counters: TierCounters = field(default_factory=TierCounters)
     busy: bool = False  # whether sequences run
-    ending: bool = False  # whether the threads end
+    ending: bool = False  # whether the threads have to end
 
     def hurries(self) -> bool:
-        """Returns whether no sequence runs, or the threads have to end."""
+        """Returns whether pauses are not needed: no sequence runs, or the threads have to end."""
         return not self.busy or self.ending
 
     def pace(self, hurries: Callable[[], bool]) -> Pace:
-        """Returns the pace of a thread; `hurries`: returns whether rests are not needed."""
+        """Returns the pace of a thread; `hurries`: returns whether pauses are not needed."""
         return Pace(hurries, on_cores=self.on_cores)
 
 
 class RepeatedError:
-    """The errors of a repeated operation: an error like the last one is not logged again."""
+    """The errors of a repeated operation: an error like the last error is not logged again."""
 
     def __init__(self, message: str, advice: str = "") -> None:
         self._message, self._advice = message, {"do": advice} if advice else {}
         self._last: tuple[type[OSError], int | None] | None = None
 
     def note(self, error: OSError) -> None:
-        """Log an error of the operation, unless it is like the last."""
+        """Logs an error of the operation, unless it is like the last error."""
         kind = type(error), error.errno
         if kind != self._last:
             log.warning(self._message, extra={"why": str(error), **self._advice})
         self._last = kind
 
     def clear(self) -> None:
-        """Note a success of the operation, so that its next error is logged."""
+        """Records a success of the operation, so that its next error is logged."""
         self._last = None

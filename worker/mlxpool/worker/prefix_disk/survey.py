@@ -1,6 +1,6 @@
-"""Lists, verifies and deletes the contents of a folder of prefixes, for operators.
+"""Lists, verifies and deletes the records in a folder of prefixes, for operators.
 
-Needs no worker; running workers notice deletions.
+Works without a worker; running workers notice deletions.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from mlxpool.worker.prefix_disk.segments import Segment
 class Contents(Struct):
     """The segments of one model with one digest, and counts of their contents.
 
-    `about`: the description of the digest; empty if no segment is readable. `bad`: invalid records
-    and segments. `torn`: bytes of incomplete records, because a writer ended or the machine lost
-    power.
+    `about`: the description of the digest; empty if no segment is readable. `bad`: the number of
+    invalid records and segments. `torn`: bytes of incomplete records, after a writer ended or the
+    machine lost power.
     """
 
     model: str
@@ -33,14 +33,14 @@ class Contents(Struct):
     tokens: int = 0
     snapshots: int = 0
     bytes: int = 0
-    used: float = 0.0  # time of the last use, in seconds of the epoch
+    used: float = 0.0  # time of the last use, in Unix seconds
     bad: int = 0
     torn: int = 0
     faults: list[str] = field(default_factory=list)
 
 
 def survey(root: Path, model: str | None = None, *, verify: bool = False) -> list[Contents]:
-    """Returns the contents for all models, or for one; `verify`: reads and checks every record.
+    """Returns the contents for all models or for `model`; `verify`: reads and checks every record.
 
     Raises ValueError for a model without a folder.
     """
@@ -100,7 +100,8 @@ def _add(contents: Contents, path: Path, *, verify: bool) -> None:
 def remove(root: Path, model: str, digest: str = "") -> int:
     """Deletes the segments of a model whose digest begins with `digest`; returns their bytes.
 
-    Raises ValueError for a model without a folder, or if no segment has such a digest; OSError.
+    Raises ValueError for a model without a folder, or if no segment has such a digest. Raises
+    OSError.
     """
     known = models_in(root)
     if model not in known:

@@ -1,7 +1,8 @@
 """The disk tier of one worker: a thread that reads records, and a thread that writes them.
 
-The compute thread requests records and hands over new ones; it never waits for the disk. Requests
-get their tokens even if the disk fails: unreadable records are misses, unwritable records are lost.
+The compute thread requests records and hands over new records; it never waits for the disk.
+Requests get their tokens even if the disk fails: unreadable records are cache misses, unwritable
+records are lost.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Writes records to the disk: new records, their bytes, and the thread that appends them.
+"""Writes records to the disk: new records as bytes, and the thread that appends them.
 
-The compute thread hands records over and frees them later; it never waits for the disk.
+The compute thread enqueues records and frees written records; it never waits for the disk.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mlxpool.worker.prefix_disk.state import RepeatedError, TierState
 
 log = logging.getLogger("mlxpool.worker")
 
-SEGMENTS = 8  # segments that fit into the budget; the least recently used is deleted as a whole
+SEGMENTS = 8  # segments that fit into the budget; the least recently used segment is deleted whole
 ERROR_PAUSE = 30.0  # seconds without writes after the disk was full or failed
 
 
@@ -72,7 +72,7 @@ class NewRecord(Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
+        """The bytes of the record's arrays."""
         return sum(part.nbytes for array in self.arrays for part in array.parts)
 
 
@@ -82,8 +82,8 @@ def payload_of(
     into: Bytes | None = None,
     pace: Pace | None = None,
 ) -> Bytes:
-    """Returns the arrays of a record as stored bytes, in `into`, which has the right size, or in
-    new memory. With `pace` the thread rests between pieces of the copy.
+    """Returns the arrays of a record as stored bytes, in `into` (of exactly this size) or in new
+    memory. With `pace` the thread pauses between pieces of the copy.
     """
     whole = np.empty(payload_bytes(places), dtype=np.uint8) if into is None else into
     end = 0
@@ -103,7 +103,7 @@ def payload_of(
 
 
 def _split(whole: np.ndarray[Any, Any], array: NamedArray) -> list[np.ndarray[Any, Any]]:
-    """Returns views of a whole array, one for each of its parts."""
+    """Returns views of a whole array, one view for each part."""
     if len(array.parts) == 1:
         return [whole]
     sizes = [part.shape[array.axis] for part in array.parts]
@@ -111,7 +111,7 @@ def _split(whole: np.ndarray[Any, Any], array: NamedArray) -> list[np.ndarray[An
 
 
 def areas(shape: Sequence[int], item: int, most: int) -> Iterator[tuple[slice, ...]]:
-    """Yields areas that together cover an array of a shape, each of at most `most` bytes.
+    """Yields areas (index tuples) that cover an array, each of at most `most` bytes.
 
     An area has at least one item. `item`: bytes of one item.
     """
@@ -129,10 +129,10 @@ def areas(shape: Sequence[int], item: int, most: int) -> Iterator[tuple[slice, .
 
 
 class WriteQueue:
-    """The records that the compute thread handed over and has not freed: at most `limit` bytes.
+    """The records that the compute thread enqueued and has not freed: at most `limit` bytes.
 
-    `waiting` and `written` hold each record in a list. The compute thread takes it out of the list,
-    so that it is the compute thread that frees it. None ends the writing thread.
+    `waiting` and `written` hold each record in a list. Only the compute thread removes a record
+    from its list, so that only this thread frees the record. None ends the writing thread.
     """
 
     def __init__(self, limit: int) -> None:
@@ -140,10 +140,10 @@ class WriteQueue:
         self.waiting: queue.SimpleQueue[list[NewRecord] | None] = queue.SimpleQueue()
         self.written: deque[list[NewRecord]] = deque()
         self._pending = 0  # number of records
-        self._bytes = 0  # bytes of their arrays
+        self._bytes = 0  # bytes of the records' arrays
 
     def put(self, record: NewRecord) -> None:
-        """Hands a record over, until `free` drops it. The arrays must not change until then."""
+        """Enqueues a record. Its arrays must not change until `free` drops the record."""
         self._pending += 1
         self._bytes += record.nbytes
         self.waiting.put([record])
@@ -156,19 +156,19 @@ class WriteQueue:
             self._bytes -= record.nbytes
 
     def takes(self, size: int) -> bool:
-        """Returns whether a record of `size` bytes may be handed over now; the first always may."""
+        """Returns whether a record of `size` bytes may be enqueued now; True for an empty queue."""
         self.free()
         return not self._pending or self._bytes + size <= self._limit
 
     @property
     def pending(self) -> int:
-        """The number of records that were handed over and are not written yet."""
+        """The number of enqueued records that are not written yet."""
         self.free()
         return self._pending
 
 
 class RecordWriter:
-    """The thread that appends records to segments of this worker, if the folder lacks them.
+    """The thread that appends records to segments of this worker, unless the folder has them.
 
     Records that cannot be written are lost.
     """
@@ -178,7 +178,7 @@ class RecordWriter:
         self.thread = threading.Thread(target=self._run, name="prefix-writer", daemon=True)
         self._state, self._index, self._pace = state, index, state.pace(state.hurries)
         self._segment: SegmentWriter | None = None
-        self._buffer: Bytes | None = None  # for the arrays of records, while records wait
+        self._buffer: Bytes | None = None  # a buffer for the arrays of records, while records wait
         self._paused_until = 0.0
         self._error = RepeatedError(UNWRITTEN, state.folder.advice)
 
@@ -210,7 +210,7 @@ class RecordWriter:
         size, folder = len(header) + len(payload) + records.ALIGNMENT, self._state.folder
         self._pace.rest()
         try:
-            folder.prepare(self._state.digest)  # `mlxpool prefix rm` may have deleted it
+            folder.prepare(self._state.digest)  # `mlxpool prefix rm` may have deleted the segment
             self._pace.rest()
             with folder.locked():
                 path = self._append(header, payload, size)

@@ -1,7 +1,7 @@
-"""A decoder layer of cross-attention to images, beside layers that read earlier tokens. No MLX.
+"""A decoder layer of cross-attention to images, for use beside self-attention layers. No MLX.
 
-Its keys and values come only from images. They are computed once for each image, outside the KV
-cache.
+The layer's keys and values come only from images. They are computed once for each image, outside
+the KV cache.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 class CrossAttentionLayer(Struct, frozen=True):
-    """A DecoderLayer: x + gate * attention(norm(x)), then the same with the feed-forward.
+    """A DecoderLayer: x + gate * attention(norm(x)), then likewise with the feed-forward.
 
-    It does not change a token that sees no image.
+    The layer does not change a token that attends to no image.
     """
 
     hidden: int
@@ -39,7 +39,7 @@ class CrossAttentionLayer(Struct, frozen=True):
 
     @property
     def cache(self) -> None:
-        """None: it keeps nothing of a sequence; its keys and values come from images."""
+        """None: the layer has no KV cache; its keys and values come from images."""
 
     def shapes(self, name: str) -> WeightShapes:
         """See DecoderLayer."""

@@ -1,6 +1,6 @@
-"""The images of Gemma 3: SigLIP, whose patches are averaged in squares and projected.
+"""The image encoder of Gemma 3: SigLIP; squares of patches are averaged and projected.
 
-All inputs of an image attend to each other. Checkpoints store the norm's weight minus one.
+All inputs of an image attend to each other. Checkpoints store the norm's weight minus 1.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
 PARTS = ("vision_tower.", "multi_modal_projector.")
-PREFIXES = {  # of older and newer checkpoints -> ours
+PREFIXES = {  # names of older and newer checkpoints -> our names
     "model.vision_tower.vision_model.": "vision_tower.",
     "vision_tower.vision_model.": "vision_tower.",
     "model.vision_tower.": "vision_tower.",
@@ -47,9 +47,9 @@ TOKENS = {"boi_token_index": 255_999, "image_token_index": 262_144, "eoi_token_i
 
 
 def vision_plan(config: Mapping[str, Any], text: ModelPlan, hidden: int) -> VisionPlan:
-    """Returns the plan of images for a text part with states of `hidden` numbers.
+    """Returns the plan of the image encoder for a text part with states of `hidden` numbers.
 
-    Raises ModelLoadFailed naming the key that cannot be used.
+    Raises ModelLoadFailed with the unusable key.
     """
     encoder = ImageEncoder.from_config(config, hidden)
     tokens = tuple(integer(config, key, default) for key, default in TOKENS.items())
@@ -83,7 +83,7 @@ def is_part(name: str) -> bool:
 
 
 def _is_unused(name: str) -> bool:
-    """Returns whether a tensor that the text part ignores is also unused for images."""
+    """Returns whether the image encoder ignores a tensor, as the text part does."""
     return not is_part(name) or without_prefix(name, PREFIXES).startswith(siglip.UNUSED)
 
 
@@ -111,7 +111,7 @@ class ImageEncoder(Struct, frozen=True):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], hidden: int) -> ImageEncoder:
-        """Raises ModelLoadFailed naming the key that is missing or cannot be used."""
+        """Raises ModelLoadFailed with the missing or unusable key."""
         vision = config["vision_config"]
         if not isinstance(vision, Mapping):
             raise ModelLoadFailed(f"config.json has vision_config {vision!r:.60}, must be a map")
@@ -126,7 +126,7 @@ class ImageEncoder(Struct, frozen=True):
         return cls(tower, tower.rows // side, hidden)
 
     def shapes(self) -> WeightShapes:
-        """Every tensor, in the order of use."""
+        """Returns every tensor, in the order of use."""
         yield from self.tower.shapes()
         yield f"{NORM}.weight", (self.tower.hidden,)
         yield PROJECTION, (self.tower.hidden, self.hidden)

@@ -1,9 +1,9 @@
-"""The image encoder of Llama 3.2 Vision: an image on up to four tiles, each with a class token.
+"""The image encoder of Llama 3.2 Vision: an image has up to four tiles, each with a class token.
 
-The encoder always has all tiles: missing tiles of an image are padding, and so are tokens that fill
-each tile up to a multiple of 8. A token of the image attends to all tokens, padding included, and a
-padding token attends to the tokens of the image, as the model was trained. The text part gets the
-last states, beside the states before some layers.
+The encoder always computes all tiles. Missing tiles are padding; padding tokens also fill each tile
+up to a multiple of 8. A token of the image attends to all tokens, padding included; a padding token
+attends to the tokens of the image, as in training. The text part gets the last hidden states and
+the inputs of some layers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PARTS = ("vision_model.", "multi_modal_projector.")
 PATCHES = "vision_model.patch_embedding.weight"
 PROJECTION = "multi_modal_projector"
 CHANNELS = 3
-TILE_MULTIPLE = 8  # tokens of a tile in the encoder
+TILE_MULTIPLE = 8  # a tile's tokens are padded to a multiple of it
 TAKEN = (3, 7, 15, 23, 30)  # by default the inputs of these layers go to the text part
 
 
@@ -52,14 +52,14 @@ def derived(found: StoredTensors) -> Iterator[DerivedWeights]:
 
 
 class TiledEncoder(Struct, frozen=True):
-    """Describes the encoder and the projection; `taken`: see TAKEN."""
+    """Describes the encoder and the projection; `taken`: the layers of TAKEN."""
 
     hidden: int
     width: int  # of the feed-forward
     heads: int
     local_layers: int
-    global_layers: int  # after the local layers, with gates
-    side: int  # of a tile, in pixels
+    global_layers: int  # layers after the local layers, with gates
+    side: int  # side of a tile, in pixels
     patch: int  # side of a patch, in pixels
     tiles: int
     taken: tuple[int, ...]
@@ -69,7 +69,7 @@ class TiledEncoder(Struct, frozen=True):
 
     @classmethod
     def from_config(cls, config: Any, out: int) -> TiledEncoder:
-        """Raises ModelLoadFailed naming the key that is missing or cannot be used."""
+        """Raises ModelLoadFailed with the missing or unusable key."""
         if not isinstance(config, Mapping):
             raise ModelLoadFailed(f"config.json has vision_config {config!r:.60}, must be a map")
         require(config, "num_channels", [CHANNELS])
@@ -106,21 +106,21 @@ class TiledEncoder(Struct, frozen=True):
 
     @property
     def layers(self) -> int:
-        """All layers."""
+        """The number of all layers, local and global."""
         return self.local_layers + self.global_layers
 
     @property
     def tile_tokens(self) -> int:
-        """Tokens of a tile: its patches and the class token."""
+        """The number of tokens of a tile: its patches and the class token."""
         return (self.side // self.patch) ** 2 + 1
 
     @property
     def filling(self) -> int:
-        """Padding tokens of a tile."""
+        """The number of padding tokens of a tile."""
         return -self.tile_tokens % TILE_MULTIPLE
 
     def tiles_of(self, grid: tuple[int, int, int]) -> tuple[int, int]:
-        """Returns the rows and columns of tiles of an image with a grid of patches."""
+        """Returns the rows and columns of tiles for an image with a grid of patches."""
         rows = self.side // self.patch
         return grid[1] // rows, grid[2] // rows
 
@@ -131,7 +131,7 @@ class TiledEncoder(Struct, frozen=True):
         return tokens, self.tiles * (self.tile_tokens + self.filling) - tokens
 
     def shapes(self) -> WeightShapes:
-        """Every tensor, in the order of use."""
+        """Returns every tensor, in the order of use."""
         name, hidden, ratios = "vision_model", self.hidden, len(tile_arrangements(self.tiles)) + 1
         yield PATCHES, (hidden, self.patch**2 * CHANNELS)
         yield from _tile_positions(f"{name}.pre_tile_positional_embedding", ratios, self)
@@ -226,7 +226,8 @@ class BuiltTiledEncoder:
         ratio = tile_arrangements(spec.tiles).index(tiles) + 1
         count = tiles[0] * tiles[1]
         x = self._embedded(pixels, tiles, ratio)
-        # Padding follows the tokens of the image: attention gets only the number of these.
+        # Padding follows the tokens of the image, so attention gets only the number of image
+        # tokens.
         x = mx.concatenate([part.reshape(-1, spec.hidden) for part in self._divided(x, count)])
         taken = {}
         for index, layer in enumerate(self.layers):
@@ -240,7 +241,7 @@ class BuiltTiledEncoder:
         for layer in self.global_layers:
             x = layer(x, batch)
         seen = count * spec.tile_tokens
-        # The numbers of the taken states alternate: number h of each state, then h + 1 of each.
+        # The taken states alternate: number h of each state, then number h + 1 of each state.
         beside = mx.stack([taken[index][:seen] for index in spec.taken], axis=-1)
         return self.projection(mx.concatenate([x[:seen], beside.reshape(seen, -1)], axis=-1))
 
@@ -260,12 +261,12 @@ class BuiltTiledEncoder:
         return mx.pad(self.norm_before(x), [(0, 0), (0, spec.filling), (0, 0)])
 
     def _divided(self, x: mx.array, count: int) -> tuple[mx.array, mx.array, mx.array]:
-        """Divides x [tiles, tokens, ...] into the tokens of the image and two parts of padding."""
+        """Splits x [tiles, tokens, ...] into the tokens of the image and two arrays of padding."""
         return x[:count, : self.spec.tile_tokens], x[:count, self.spec.tile_tokens :], x[count:]
 
 
 class _TilePositions:
-    """Number of an arrangement of tiles -> positions [tiles, d] to add to each tile's tokens."""
+    """Index of an arrangement of tiles -> embeddings [tiles, d] to add to each tile's tokens."""
 
     def __init__(self, spec: TiledEncoder, builder: LayerBuilder, name: str) -> None:
         import mlx.core as mx

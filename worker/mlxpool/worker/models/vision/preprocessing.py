@@ -13,7 +13,7 @@ from mlxpool.worker.media.settings import ImageSettings
 
 FILTERS = (0, 1, 2, 3, 4, 5)  # Pillow's numbers: nearest, lanczos, bilinear, bicubic, box, hamming
 BILINEAR, BICUBIC = 2, 3
-CHANNELS = 3  # red, green and blue
+CHANNELS = 3  # channels: red, green and blue
 _WHERE = "preprocessor_config.json"
 
 

@@ -1,8 +1,8 @@
-"""The image encoder of Qwen3-VL: patches of any grid, turned by their rows and columns.
+"""The image encoder of Qwen3-VL: patches of any grid, with RoPE over rows and columns.
 
-The patches of one input follow each other. Learned positions of a square are interpolated to the
-grid. Checkpoints store a convolution over two frames; both frames of an image are the same, so the
-weights of the frames are added up.
+The patches of one input are adjacent. Learned positions of a square are interpolated to the grid.
+Checkpoints store a convolution over two frames; both frames of an image are equal, so the weights
+of the frames are summed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def _patch_weights(stored: str, spec: TensorSpec) -> DerivedWeights:
 class QwenTower(Struct, frozen=True):
     """Describes the encoder; its tensors begin with `visual.`.
 
-    `side`: learned positions of a side. `deep`: layers whose outputs also go to the text part.
+    `side`: learned positions per side of the square. `deep`: layers whose outputs also go to the
+    text part.
     """
 
     hidden: int
@@ -82,16 +83,16 @@ class QwenTower(Struct, frozen=True):
     heads: int
     layers: int
     patch: int  # side of a patch, in pixels
-    merge: int  # patches of a side that become one input
+    merge: int  # merge * merge patches become one input
     side: int
-    out: int  # numbers of an input
+    out: int  # size of an input
     deep: tuple[int, ...]
     theta: float
     activation: LayerFunction
 
     @classmethod
     def from_config(cls, config: Any, out: int) -> QwenTower:
-        """`out`: numbers of a state of the text part. Raises ModelLoadFailed naming the key."""
+        """`out`: size of a state of the text part. Raises ModelLoadFailed with the bad key."""
         if not isinstance(config, Mapping):
             raise ModelLoadFailed(f"config.json has vision_config {config!r:.60}, must be a map")
         require(config, "in_channels", [CHANNELS])
@@ -133,11 +134,11 @@ class QwenTower(Struct, frozen=True):
 
     @property
     def merged(self) -> int:
-        """Numbers of the patches of one input."""
+        """The size of the concatenated patches of one input."""
         return self.hidden * self.merge**2
 
     def shapes(self) -> WeightShapes:
-        """Every tensor, in the order of use."""
+        """Returns every tensor, in the order of use."""
         hidden = self.hidden
         yield from linear_shapes(
             "visual.patch_embed.proj", hidden, self.patch**2 * CHANNELS, bias=True
@@ -219,7 +220,7 @@ class Tower:
 def patch_places(
     grid: tuple[int, int, int], merge: int
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Returns rows and columns [n] of the patches; the patches of one input follow each other."""
+    """Returns rows and columns [n] of the patches; the patches of one input are adjacent."""
     shape = (grid[1] // merge, merge, grid[2] // merge, merge)
     rows, columns = np.mgrid[0 : grid[1], 0 : grid[2]]
     row, column = (axis.reshape(shape).transpose(0, 2, 1, 3).ravel() for axis in (rows, columns))
@@ -229,7 +230,7 @@ def patch_places(
 def _taps(
     places: npt.NDArray[Any], size: int, side: int
 ) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
-    """Returns the two nearest of `side` numbers for places on an axis of `size`, with shares."""
+    """Returns the two nearest of `side` points for `places` on an axis of `size`, with weights."""
     at = places.astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
     floor = np.floor(at)
     return [
@@ -241,7 +242,7 @@ def _taps(
 def _turns(
     rows: npt.NDArray[Any], columns: npt.NDArray[Any], spec: QwenTower
 ) -> tuple[mx.array, mx.array]:
-    """Returns cosines and sines [n, 1, head_dim]: a quarter by rows, one by columns, then again."""
+    """Returns RoPE's cosines and sines [n, 1, head_dim]: quarters by row, column, row, column."""
     import mlx.core as mx
 
     size = spec.hidden // spec.heads

@@ -24,20 +24,20 @@ UNUSED = "vision_tower.head."  # pools a whole image; language models do not use
 
 
 class Siglip(Struct, frozen=True):
-    """Describes a tower; its tensors begin with `vision_tower.`."""
+    """Describes the encoder; its tensors begin with `vision_tower.`."""
 
     hidden: int
     width: int  # of the feed-forward
     heads: Heads
     layers: int
-    side: int  # of an image, in pixels
+    side: int  # side of an image, in pixels
     patch: int  # side of a patch, in pixels
     eps: float
     activation: LayerFunction
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Siglip:
-        """Raises ModelLoadFailed naming the key that is missing or cannot be used."""
+        """Raises ModelLoadFailed with the missing or unusable key."""
         require(config, "model_type", ["siglip_vision_model"])
         require(config, "num_channels", [CHANNELS])
         side, patch = integer(config, "image_size", 224), integer(config, "patch_size", 16)
@@ -58,11 +58,11 @@ class Siglip(Struct, frozen=True):
 
     @property
     def rows(self) -> int:
-        """Patches of a side."""
+        """The number of patches per side."""
         return self.side // self.patch
 
     def shapes(self) -> WeightShapes:
-        """Every tensor, in the order of use."""
+        """Returns every tensor, in the order of use."""
         name, hidden = "vision_tower.embeddings", self.hidden
         yield from linear_shapes(
             f"{name}.patch_embedding", hidden, self.patch**2 * CHANNELS, bias=True
@@ -126,9 +126,9 @@ class _Layer:
 
 
 def patch_weights(stored: str, name: str, spec: TensorSpec) -> Iterator[DerivedWeights]:
-    """The weight of the patches as a matrix [out, patch * patch * 3] over pixels row by row.
+    """Makes the patches' weight a matrix [out, patch * patch * 3] over pixels, row by row.
 
-    Checkpoints store a convolution [out, 3, patch, patch], MLX's [out, patch, patch, 3].
+    Checkpoints store a convolution [out, 3, patch, patch], MLX's have [out, patch, patch, 3].
     """
     channels_first = spec.shape[1] == CHANNELS != spec.shape[-1]
     outputs, columns = spec.shape[0], spec.shape[1] * spec.shape[2] * spec.shape[3]

@@ -1,4 +1,4 @@
-"""The common part of models that read images: their text part computes the hidden states."""
+"""A base class for models that read images: their text part computes the hidden states."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class WithTextPart:
-    """Implements model_plan.Model by a text part; a subclass adds `encode_image`."""
+    """Implements model_plan.Model with a text part; a subclass adds `encode_image`."""
 
     def __init__(self, text: Model) -> None:
         self.text = text
