@@ -111,7 +111,7 @@ def _gain(config: Mapping[str, Any]) -> float:
 
 
 def _feeds(config: Mapping[str, Any], layers: int) -> tuple[GatedMLP | SigmoidMoE, ...]:
-    """Returns the feed-forwards: dense layers first, then experts every `moe_layer_freq`."""
+    """Returns the feed-forwards: first dense, then experts in each `moe_layer_freq`th."""
     dense = GatedMLP(integer(config, "hidden_size"), integer(config, "intermediate_size"))
     if not config.get("n_routed_experts"):
         return (dense,) * layers

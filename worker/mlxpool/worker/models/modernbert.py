@@ -47,7 +47,7 @@ HEAD_POOLING: Mapping[str, Pooling] = {"cls": "cls", "mean": "mean"}
 def encoder_plan(config: Mapping[str, Any]) -> EncoderPlan:
     """Returns a ModernBERT's plan; raises ModelLoadFailed with the unusable key."""
     heads, types = Heads.from_config(config), _types(config)
-    window = integer(config, "local_attention", 128) // 2 + 1  # to each side, with the token itself
+    window = integer(config, "local_attention", 128) // 2 + 1  # tokens to each side, with itself
     model = ModernBert(
         vocab_size=integer(config, "vocab_size"),
         hidden=integer(config, "hidden_size"),

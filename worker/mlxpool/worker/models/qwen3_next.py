@@ -155,6 +155,6 @@ def _derived(
 
 
 def _as_released(found: StoredTensors) -> bool:
-    """Returns whether tensors are as released: conversions to MLX move the convolutions' axes."""
+    """Returns whether tensors are as released; MLX conversions move the convolutions' axes."""
     convolutions = [spec.shape for name, spec in found.items() if name.endswith("conv1d.weight")]
     return any(shape[-1] != 1 for shape in convolutions)

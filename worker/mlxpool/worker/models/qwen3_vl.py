@@ -74,7 +74,7 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
 
 
 def _rope(text: Mapping[str, Any], rope: Rope) -> Rope:
-    """Returns the rotation with an axis for each pair: height and width lie among time."""
+    """Returns the RoPE with an axis for each pair: height and width lie among time."""
     scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
     sections = scaling.get("mrope_section") or list(SECTIONS)
     pairs = rope.dims // 2

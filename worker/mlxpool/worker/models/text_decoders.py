@@ -37,7 +37,7 @@ class Answers(Struct, frozen=True):
 
 
 def encoder_plan(config: Mapping[str, Any], answers: Answers | None = None) -> EncoderPlan:
-    """Returns the plan of a decoder as an encoder model; `answers`: it rates by a question.
+    """Returns the plan of a decoder as an encoder model; `answers`: it rates texts by them.
 
     Raises ModelLoadFailed with the unusable key.
     """

@@ -42,7 +42,7 @@ def reason_of(cached: int, matched: int, length: int) -> str:
 
 
 def usable(prompt: Sequence[int], most: int | None) -> int:
-    """The most tokens of a prompt that a row may begin with: all but the last, at most `most`."""
+    """Returns the most tokens of a prompt to take from the cache: not the last, at most `most`."""
     return len(prompt) - 1 if most is None else min(most, len(prompt) - 1)
 
 
@@ -152,7 +152,7 @@ class _Entry(Struct, Generic[R], frozen=True):
 
 
 class SingleCache(PrefixCache[R]):
-    """The mode `single`: one entry, the row of the last sequence. The next prompt takes it over."""
+    """The mode `single`: one entry, the last sequence's row. The next prompt reuses the row."""
 
     exclusive = True
 

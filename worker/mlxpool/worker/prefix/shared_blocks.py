@@ -1,4 +1,4 @@
-"""The prefix-cache store of rows that share blocks with the tree (CUDA): counts references. Pure.
+"""The prefix-cache store of KV rows that share blocks with the tree (CUDA): reference counts. Pure.
 
 A block has the keys and values of `size` neighbouring tokens in every layer; block b of a sequence
 has the tokens from b * size on. Before a row writes into a block with other references, the block
@@ -175,7 +175,7 @@ class BlockStore:
         tokens: int,
         capacity: int,
     ) -> None:
-        """See Store. If two runs meet inside a block, the later run's block has both's tokens."""
+        """See Store. If two runs meet inside a block, the later run's block has all tokens."""
         self.changes += 1
         by_number = {}
         for run, count in kept:
@@ -199,7 +199,7 @@ class BlockStore:
         return BlockRun(start, end, blocks)
 
     def take_block(self, start: int, end: int, fill: Callable[[int], None]) -> BlockRun:
-        """Keeps tokens [start, end) in a new block, which `fill` writes with the tokens before.
+        """Caches tokens [start, end) in a new block; `fill` also writes its earlier tokens.
 
         Raises OutOfMemory.
         """

@@ -72,7 +72,7 @@ class Store(PieceStore[E, S], Protocol[R, E, S]):
     def fill(
         self, row: R, kept: Sequence[tuple[E, int]], state: S | None, tokens: int, capacity: int
     ) -> None:
-        """Fills an empty row with `tokens` tokens: the first n of each kept piece, and the state.
+        """Fills an empty row with `tokens` tokens: the first n of each piece, and the state.
 
         `capacity`: the number of tokens that the row will soon have.
         """

@@ -36,7 +36,7 @@ class Node(Struct, Generic[E, S], eq=False):
     tokens: tuple[int, ...]
     pieces: list[Piece[E]]
     state: S | None = None  # the snapshot at `end`
-    restore_point: bool = False  # if True, it is merged with its only child only to free memory
+    restore_point: bool = False  # if True, merged with an only child just to free memory
     parent: Node[E, S] | None = None  # None: the root, or no longer in the tree
     children: dict[int, Node[E, S]] = field(default_factory=dict)
     last_used: int = 0  # the caller's counter at the last use
@@ -92,7 +92,7 @@ class Tree(Generic[E, S]):
         return Match(tuple(nodes), at)
 
     def pieces_of(self, match: Match[E, S], tokens: int) -> list[tuple[E, int]]:
-        """Returns the pieces of the first `tokens` tokens of a match, each with its token count."""
+        """Returns the pieces of a match's first `tokens` tokens, with their token counts."""
         pieces, left = [], tokens
         for piece in (piece for node in match.nodes for piece in node.pieces):
             if left <= 0:
@@ -169,7 +169,7 @@ class Tree(Generic[E, S]):
         self.merge_or_drop(parent)
 
     def eviction_candidate(self) -> Node[E, S] | None:
-        """Returns the least recently used leaf without readers (LRU); None without such a leaf.
+        """Returns the least recently used leaf without readers (LRU), or None.
 
         A node with a snapshot and one child counts as a leaf, because its snapshot can be freed
         alone.

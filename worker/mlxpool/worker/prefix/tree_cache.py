@@ -144,7 +144,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
     def probe(
         self, prompt: Sequence[int], media: Spans = (), most: int | None = None, owner: str = ""
     ) -> tuple[int, int]:
-        """Returns the number of a prompt's tokens in the tree, and of those that `begin` gives."""
+        """Returns the numbers of a prompt's tokens in the tree, and restorable by `begin`."""
         tokens, scope = tuple(prompt), self._scope(owner)
         match = self._match(tokens, media, usable(prompt, most), scope)
         return match.tokens, self._restorable(match)[0]
@@ -243,7 +243,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         return row
 
     def _restorable(self, match: Match[E, S]) -> tuple[int, S | None]:
-        """Returns the number of a match's tokens that a row can get, and the snapshot for them."""
+        """Returns the number of restorable tokens of a match, and the snapshot for them."""
         if not self._store.stateful or match.last is None:
             return match.tokens, None
         best: tuple[int, S | None] = (0, None)

@@ -1,4 +1,4 @@
-"""The folder of the segments of one model: its owner and modes, its bound in bytes, its deletions.
+"""The folder of the segments of one model: owner, modes, size bound, deletions.
 
 The path of a segment is DIR/MODEL/DIGEST/NAME.seg; MODEL is the quoted model name. The bound
 applies to all segments of a model, also of other weights, rules or layouts. Such old segments are
@@ -89,7 +89,7 @@ class ModelFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds the lock of the folder. Raises Locked, or OSError if it cannot be opened."""
+        """Holds the lock of the folder. Raises Locked; OSError if the lock cannot be opened."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(self.path / "lock", flags, FILE_MODE)
         try:

@@ -32,8 +32,8 @@ class Index:
 
     def __init__(self) -> None:
         self._places: dict[Kind, dict[bytes, Place]] = {kind: {} for kind in Kind}
-        self._behind: dict[bytes, list[bytes]] = {}  # keys of blocks, by the key before them
-        self._held: dict[Segment, dict[tuple[Kind, bytes], bytes]] = {}  # record -> key before it
+        self._behind: dict[bytes, list[bytes]] = {}  # keys of blocks, by previous key
+        self._held: dict[Segment, dict[tuple[Kind, bytes], bytes]] = {}  # record -> previous key
 
     def __len__(self) -> int:
         """The number of records."""
@@ -65,7 +65,7 @@ class Index:
         return self._places[kind].get(key)
 
     def behind(self, parent: bytes) -> Sequence[bytes]:
-        """Returns the keys of the blocks that follow the block of a key, the oldest first."""
+        """Returns the keys of the blocks that follow the block `parent`, oldest first."""
         return self._behind.get(parent, ())
 
     def _drop(self, kind: Kind, key: bytes, parent: bytes) -> None:
@@ -88,7 +88,7 @@ class FolderIndex:
         self.records = Index()
         self.answered = 0.0  # time of the last scan of a segment, monotonic seconds
         self._state, self._pace = state, pace
-        self._segments: dict[str, Segment | None] = {}  # by file name; None: not usable
+        self._segments: dict[str, Segment | None] = {}  # by file name; None: unusable file
         # Records written by this worker that the index may lack, and the paths of their segments.
         self._written: dict[tuple[Kind, bytes], Path] = {}
         self._refreshed = 0.0

@@ -50,7 +50,7 @@ class Pace:
         """Pauses for the work since the last call, at most `most` seconds; the remainder stays due.
 
         Only processor time counts, because a thread that waits for the disk disturbs nobody.
-        Returns the settled seconds; 0 if the pause is too short and stays due.
+        Returns the seconds that are no longer due; 0 if the pause is too short and stays due.
         """
         now = time.thread_time()
         self._owed += REST * (now - self._counted)

@@ -267,7 +267,7 @@ class RecordReader:
 
     @property
     def last_progress(self) -> float:
-        """The time of the disk's last answer, monotonic seconds; now, if the thread waits for room.
+        """The monotonic time of the disk's last answer; now, if the thread waits for room.
 
         Answers for other sequences count, too.
         """
@@ -280,7 +280,7 @@ class RecordReader:
     # ---- the thread ------------------------------------------------------------------------------
 
     def _hurries(self) -> bool:
-        """Returns whether a refresh skips rests: nothing runs, or a sequence waits for it."""
+        """Returns whether a refresh skips pauses: nothing runs, or a sequence waits for it."""
         return self._state.hurries() or self._reads or not self._asked.empty()
 
     def _run(self) -> None:

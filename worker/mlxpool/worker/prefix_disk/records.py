@@ -186,7 +186,7 @@ def encode_header(
     places: Sequence[ArrayPlace],
     checksum: bytes,
 ) -> bytes:
-    """Returns the header of a record with these arrays; `checksum`: from `checksum_of`."""
+    """Returns a record's header for these arrays; `checksum`: from `checksum_of`."""
     table = b"".join(map(_encoded_place, places))
     size = aligned(_RECORD.size + len(ids) + len(table) + _CHECKSUM)
     fixed = _RECORD.pack(

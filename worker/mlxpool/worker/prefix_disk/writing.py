@@ -61,7 +61,7 @@ class NamedArray(Struct, frozen=True):
 
 
 class NewRecord(Struct, frozen=True):
-    """A record to write: the contents of the inputs `ids`; `start`: the number of the first."""
+    """A record to write: the contents of inputs `ids`; `start`: the first one's index."""
 
     kind: Kind
     start: int
@@ -196,7 +196,7 @@ class RecordWriter:
 
     def _write_unless_there(self, record: NewRecord, now: float) -> None:
         try:
-            if not self._index.has(record.kind, record.key):  # another worker may have written it
+            if not self._index.has(record.kind, record.key):  # by another worker
                 self._write(record, now)
         except Exception:
             self._state.counters.count_dropped()

@@ -1,5 +1,5 @@
-"""Renders chats and tokenises texts in child processes with bounds.
+"""Renders chats and tokenises texts in child processes with limits.
 
-A preparation has a known size, a place in a fair queue and limits of time and memory, and it can be
-cancelled.
+Each preparation waits in a fair queue. Its size is known, its time and memory are limited, and it
+can be cancelled.
 """

@@ -16,7 +16,7 @@ from mlxpool.worker.preparation.limits import (
     Limits,
 )
 
-RETRY_AFTER_MS = 1000  # if memory is short because of other requests
+RETRY_AFTER_MS = 1000  # retry delay if memory is short because of other requests
 CANCELLED = Internal("the request was cancelled")
 
 
@@ -28,7 +28,7 @@ def late(size: int) -> DeadlineExceeded:
 
 
 class MemoryParts(Struct, frozen=True):
-    """Bytes that exceed `limit`: the `worker` itself, all processes that `prepare`, `own` of a job.
+    """Bytes above `limit`: of the `worker`, of processes that `prepare`, a job's `own`.
 
     `figures`: the figures of a heartbeat. `others`: the number of other jobs.
     """
@@ -42,7 +42,7 @@ class MemoryParts(Struct, frozen=True):
 
     @property
     def passes(self) -> bool:
-        """Whether some of the memory will be freed without a change, by the end of requests."""
+        """Whether running requests will free some of the memory at their end."""
         return self.others > 0 or self.figures.get("kv_used", 0) > 0
 
 
@@ -73,7 +73,7 @@ def too_much_memory(size: int, parts: MemoryParts) -> OutOfMemory:
 def error_of_exit(
     code: int, size: int, limits: Limits, *, checks_format: bool = False
 ) -> PoolError | None:
-    """Returns the error of a job by the exit code of its lane; None: ended from outside."""
+    """Returns the error of a job by its lane process's exit code; None: ended from outside."""
     if checks_format and code in (-signal.SIGVTALRM, -signal.SIGABRT):
         return BadRequest(
             f"format: it was not compiled with {GRAMMAR_SECONDS:g} s of processor time and"
@@ -102,5 +102,5 @@ def error_of_exit(
 
 
 def ended_too_often(tries: int, code: int) -> BadRequest:
-    """Returns the error of a job whose lanes were all ended from outside, or by its own fault."""
+    """Returns the error of a job with which `tries` lane processes ended, the last with `code`."""
     return BadRequest(f"preparing the request ended its process {tries} times, with code {code}")

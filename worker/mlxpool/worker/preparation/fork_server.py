@@ -1,8 +1,8 @@
-"""`python -m mlxpool.worker.preparation.fork_server`: loads a tokenizer once and forks lanes.
+"""`python -m mlxpool.worker.preparation.fork_server`: loads a tokenizer once, forks lane processes.
 
-Its stdin is one end of a socket pair; lanes.py in the worker holds the other end. A lane starts
-within milliseconds and shares the tokenizer's memory, so it is cheap to end a lane in the middle of
-a job. This process has one thread, so that forking is safe.
+The process's stdin is one end of a socket pair; lanes.py in the worker has the other end. A lane
+process performs jobs. It starts within milliseconds and shares the tokenizer's memory, so it is
+cheap to kill it in the middle of a job. The fork server has one thread, so that forking is safe.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
     TextFunctions = ChatTokenizer | EncoderText
 
-NICENESS = 10  # so that lanes give way to the threads that decode
-REQUEST = struct.Struct("!ci")  # one of the three kinds below, and the pid of a lane
-FORK = b"f"  # reply: the pid of a new lane, which serves the descriptor sent with the request
-REAP = b"r"  # of a lane that has closed its connection; reply: its exit code, below 0 for a signal
-KILL = b"k"  # reply: 0, at once
+NICENESS = 10  # niceness: lane processes give way to the decoding threads
+REQUEST = struct.Struct("!ci")  # a request: an action (below) and the pid of a lane process
+FORK = b"f"  # reply: the pid of a new lane process, which serves the sent descriptor
+REAP = b"r"  # after a lane process closed its connection; reply: exit code, below 0 for a signal
+KILL = b"k"  # reply: 0, immediately
 REPLY = struct.Struct("!i")
 
 
 def main() -> int:
-    """Forks and ends lanes until the worker closes the connection. Returns the exit code."""
+    """Forks and ends lanes until the worker closes the socket. Returns the exit code."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal concerns the broker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is for the broker
     os.nice(NICENESS)
     from mlxpool.common import logs  # its imports take long
     from mlxpool.worker.preparation.jobs import receive
@@ -49,7 +49,7 @@ def main() -> int:
         limits = Limits(**first.pop("limits"))
         text = text_functions(first)
         worker.sendall(REPLY.pack(os.getpid()))
-        killed: set[int] = set()  # lanes to reap: one of the lowest priority takes long to end
+        killed: set[int] = set()  # to reap: lanes of the lowest priority end slowly
         while True:
             data, descriptors, _, _ = socket.recv_fds(worker, REQUEST.size, 1)
             if not data:
@@ -60,7 +60,7 @@ def main() -> int:
             elif what == REAP:
                 reply = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             else:
-                os.kill(pid, signal.SIGKILL)  # until it is reaped, no other process has this pid
+                os.kill(pid, signal.SIGKILL)  # until then, no other process has this pid
                 killed.add(pid)
                 reply = 0
             worker.sendall(REPLY.pack(reply))
@@ -68,9 +68,9 @@ def main() -> int:
 
 
 def text_functions(source: dict[str, Any]) -> TextFunctions:
-    """Returns the tokenizer of a source, which has `encodes` beside its fields.
+    """Returns the tokenizer of a source: a map of its fields and `encodes`.
 
-    Imports only what this kind of model needs.
+    Imports only the modules that generators or encoders need.
     """
     if source.pop("encodes"):
         from mlxpool.worker.encoders.text import EncoderText, EncoderTextSource
@@ -86,7 +86,7 @@ def text_functions(source: dict[str, Any]) -> TextFunctions:
 
 
 def _fork(worker: socket.socket, descriptor: int, text: TextFunctions, limits: Limits) -> int:
-    """Starts a lane that serves this descriptor. Returns its pid."""
+    """Forks a lane process that serves `descriptor`. Returns the process's pid."""
     pid = os.fork()
     if pid:
         os.close(descriptor)
@@ -95,7 +95,7 @@ def _fork(worker: socket.socket, descriptor: int, text: TextFunctions, limits: L
     try:
         worker.close()
         nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, STDIN)  # in place of the worker's socket
+        os.dup2(nothing, STDIN)  # replaces the worker's socket
         os.close(nothing)
         kill_with_parent()
         from mlxpool.worker.preparation.lane import serve

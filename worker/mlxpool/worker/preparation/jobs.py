@@ -1,4 +1,4 @@
-"""The jobs of a lane and their results, and their transport as msgpack maps.
+"""The jobs of a lane process and the jobs' results, and their transport as msgpack maps.
 
 Unpacking a message runs no code of the sender: chat templates are untrusted.
 """
@@ -34,10 +34,10 @@ from mlxpool.worker.prompt.begun_answer import begun, marked
 from mlxpool.worker.prompt.size_bound import check_bytes, check_ids, check_tokens
 from mlxpool.worker.prompt.text_model import RenderedChat, TextModel
 
-MAX_ANSWER_TEXT = MAX_BODY - 1024  # bytes of text in an answer
+MAX_ANSWER_TEXT = MAX_BODY - 1024  # the most bytes of text in an answer
 MSGPACK_HEAD = 5  # the most bytes before a text in an answer
 BIG_INT = 1  # the msgpack extension type of an integer beyond 64 bits, which JSON may have
-READ_BYTES = 2**20  # of one system call
+READ_BYTES = 2**20  # bytes of one system call
 NO_IMAGES = "this model does not support image input: it takes text only"
 
 
@@ -45,7 +45,7 @@ class Render(Struct, frozen=True):
     """Render a chat, and encode the text unless it is long. `now`: seconds since 1970.
 
     `context`, `images`: see Encode. `continues`: the answer continues the last message. `plain`:
-    control tokens written in contents are plain text.
+    control tokens in message contents are plain text.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -59,12 +59,12 @@ class Render(Struct, frozen=True):
 
 
 class Encode(Struct, frozen=True):
-    """Encode a text, or its UTF-8. `context`: the bound of its tokens; 0: the bound of an answer.
+    """Encode a text (str or UTF-8). `context`: the most tokens; 0: as many as an answer may have.
 
-    `messages_end`, `thinks`, `cuts`: see RenderedChat. `chat`: the text is a rendered chat, so
-    nothing is put before it. `images`: files that the text names, by [img-n] or, with `named`, by
-    the markers of a chat template, which stand for these images in this order. `suffix`: the text
-    after the gap that an answer fills; "": no gap.
+    `messages_end`, `thinks`, `cuts`: see RenderedChat. `chat`: the text is a rendered chat, so no
+    token is put before it. `images`: files that the text names by [img-n]. With `named`, the
+    markers of a chat template name these images, in this order. `suffix`: the text after the gap to
+    fill; "": no gap.
     """
 
     text: str | bytes
@@ -79,7 +79,7 @@ class Encode(Struct, frozen=True):
 
 
 class Decode(Struct, frozen=True):
-    """Decode packed ids. `vocab_size`: ids must be below it. `each`: also decode each id alone."""
+    """Decode packed ids, all below `vocab_size`. `each`: also decode each id alone."""
 
     packed: bytes
     vocab_size: int
@@ -87,13 +87,13 @@ class Decode(Struct, frozen=True):
 
 
 class CheckFormat(Struct, frozen=True):
-    """Check that a format can be followed."""
+    """Check that a format can be compiled."""
 
     format: Mapping[str, Any]
 
 
 class Checked(Struct, frozen=True):
-    """The format can be followed."""
+    """The format can be compiled."""
 
 
 class EncodedInputs(Struct, frozen=True):
@@ -108,9 +108,10 @@ class EncodedInputs(Struct, frozen=True):
 
 
 class QuestionPrompts(Struct, frozen=True):
-    """The prompts of questions: the packed ids of their shared beginning, and of the rest of each.
+    """The prompts of questions: the packed ids of their shared beginning, and of each rest.
 
-    `answers`: for each question, for each of its labels, the token sequences that stand for it.
+    `answers`: for each question and each of its labels, the token sequences that count as the
+    label.
     """
 
     shared: bytes
@@ -169,7 +170,7 @@ _BY_NAME: Mapping[str, type[Any]] = {kind.__name__: kind for kind in _KINDS}
 
 @runtime_checkable
 class EncoderFunctions(Protocol):
-    """The tokenizer of an encoder model. Its methods may take any time and memory."""
+    """The tokenizer of an encoder model. Calls may take any time and memory."""
 
     def encode_inputs(self, job: EncodeInputs) -> Sequence[EncoderInput]: ...
 
@@ -187,9 +188,9 @@ ENCODES = "this model does not generate text: it answers embed, rerank or classi
 
 
 def perform(text: TextModel | EncoderFunctions, job: Job) -> Result:
-    """Returns the result of a job; an error that it raises concerns only its request.
+    """Returns the result of a job; a raised error concerns only the job's request.
 
-    A RenderedChat is a chat with a long text: a separate job encodes it.
+    A RenderedChat is returned for a long text, which a separate job encodes.
     """
     try:
         if isinstance(job, Decode):
@@ -219,7 +220,7 @@ def _render(text: TextModel, job: Render) -> RenderedChat | Encoded:
 
 
 def _rendered(text: TextModel, job: Render) -> RenderedChat:
-    """Returns the chat. Markers of images in its messages are cut in two.
+    """Returns the rendered chat. Image markers in messages are cut in two.
 
     With `plain`, control tokens are cut as well.
     """
@@ -236,7 +237,7 @@ def _rendered(text: TextModel, job: Render) -> RenderedChat:
 
 
 def encode_of(job: Render, chat: RenderedChat) -> Encode:
-    """Returns the job that encodes a chat which `job` has rendered."""
+    """Returns the job that encodes a chat after `job` has rendered it."""
     named = images_of_messages(job.messages) if job.images else ()
     end, cuts = chat.messages_end, chat.cuts
     return Encode(chat.text, job.context, end, chat.thinks, job.images, named, cuts, chat=True)
@@ -272,7 +273,7 @@ def _encode_with_images(text: TextModel, job: Encode, words: str) -> Encoded:
         words, named = expanded_text(words, places, len(job.images))
     ids = text.encode(words, cuts, begins=not job.chat)
     check_slots(ids, places, len(named))
-    images = {}  # by file: equal files are read once
+    images = {}  # by file content: equal files are read once
     for index, data in enumerate(job.images):
         if data not in images:
             images[data] = text.read_image(data, index)
@@ -340,7 +341,7 @@ def _pack_inputs(inputs: Sequence[EncoderInput]) -> EncodedInputs:
 
 
 def _check_answer(ids: Sequence[int]) -> None:
-    """Raises TooLarge for more ids than an answer to `tokenize` holds."""
+    """Raises TooLarge for more ids than fit into an answer to `tokenize`."""
     if ID_WIDTH * len(ids) > MAX_BLOB:
         raise TooLarge(f"tokenize: {len(ids)} ids do not fit an answer of {MAX_BLOB} bytes")
 
@@ -359,7 +360,7 @@ def _decode(text: TextModel | EncoderFunctions, job: Decode) -> Decoded:
 
 
 def _text_of(text: TextModel | EncoderFunctions, token: int) -> str:
-    """Returns the text that an id adds inside of a text; a part of a character is U+FFFD."""
+    """Returns the text that a token adds inside of a text; partial characters are U+FFFD."""
     if isinstance(text, EncoderFunctions):
         return text.decode([token])
     return text.piece(token).decode("utf-8", "replace")
@@ -382,7 +383,7 @@ def pack(message: Job | Result) -> bytes:
 
 
 def unpack(fields: dict[str, Any]) -> Any:
-    """Returns the job or result of a message that was received."""
+    """Returns the job or result in a received message."""
     if "error" in fields:
         return from_body(fields["error"])
     return _BY_NAME[fields.pop("kind")](**fields)

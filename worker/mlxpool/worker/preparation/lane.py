@@ -1,9 +1,10 @@
-"""A lane: a child of the fork server that performs jobs, one after the other.
+"""A lane: a child process of the fork server that performs jobs, one after the other.
 
-The kernel ends a lane whose job takes too long, by the default action of a timer's signal, which
+If a job takes too long, the kernel ends the lane by the default action of a timer's signal. This
 also works inside native code: SIGALRM for a chat template, SIGPROF (processor time) for the
 tokenizer, SIGVTALRM (processor time) for the images of a request or its format. If a template or an
-image takes too much memory, it gets an exception; a tokenizer or a format ends by SIGABRT.
+image needs too much memory, an exception is raised; for a tokenizer or a format, SIGABRT ends the
+lane.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ from mlxpool.worker.prompt.chat_template.sandbox import MAX_MEMORY
 from mlxpool.worker.prompt.text_model import RenderedChat, TextModel
 
 MIN_TIMER = 0.001  # seconds; 0 would set no timer
-OOM_SCORE = 500  # the kernel ends a lane before its worker if memory runs out
+OOM_SCORE = 500  # if memory runs out, the kernel kills a lane before its worker
 
 
 def serve(worker: socket.socket, text: TextModel | EncoderFunctions, limits: Limits) -> None:
-    """Performs jobs until the worker closes the connection or one job was long.
+    """Performs jobs until the worker closes the connection or a job was long.
 
-    After a long job the process ends, because it cannot leave SCHED_IDLE, and to free its memory.
+    After a long job the process ends, to free its memory and because it cannot leave SCHED_IDLE.
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
@@ -71,7 +72,7 @@ def serve(worker: socket.socket, text: TextModel | EncoderFunctions, limits: Lim
 
 
 def _become_idle_class() -> None:
-    """Moves this process to SCHED_IDLE for good, if the system has this class.
+    """Moves this process irreversibly to SCHED_IDLE, if the system has this class.
 
     A process with a higher nice value still gets whole time slices of a core now and then, and all
     threads of a matrix product wait for the thread that lost its core. SCHED_IDLE is below every
@@ -93,7 +94,7 @@ class Bounds:
         signal.signal(signal.SIGPROF, self._lower_priority)
 
     def begin_job(self) -> None:
-        """Begins another job: the time of its images is counted from here."""
+        """Begins the next job with no time used for images."""
         self._image_seconds = IMAGE_SECONDS
 
     def _lower_priority(self, number: int = 0, frame: object = None) -> None:
@@ -112,7 +113,7 @@ class Bounds:
 
     @contextmanager
     def image(self) -> Iterator[None]:
-        """Sets the memory limit of one image, and the time that earlier images have left."""
+        """Sets the memory limit of one image, and the time limit left after earlier images."""
         with (
             _memory_limit(self._base + IMAGE_MEMORY),
             _timer(signal.ITIMER_PROF, SHORT_TIME),
@@ -120,7 +121,7 @@ class Bounds:
             signal.setitimer(signal.ITIMER_VIRTUAL, self._image_seconds)
             try:
                 yield
-            finally:  # a timer that would have run out now has ended this process
+            finally:  # an expired timer would have ended this process
                 left, _ = signal.setitimer(signal.ITIMER_VIRTUAL, 0)
                 self._image_seconds = max(left, MIN_TIMER)
 
@@ -188,7 +189,7 @@ class BoundedText:
             return self._text.encode(text, cuts, begins=begins)
 
     def read_image(self, data: bytes, index: int) -> PreparedImage:
-        """See TextModel. The time of all images of a job is bounded together."""
+        """See TextModel. The limit of time is for all images of a job together."""
         with self._bounds.image():
             return self._text.read_image(data, index)
 
@@ -237,7 +238,7 @@ def _timer(which: int, seconds: float) -> Iterator[None]:
 
 @contextmanager
 def _memory_limit(address_space: int) -> Iterator[None]:
-    """Bounds the process's address space meanwhile, if the system can (not on macOS)."""
+    """Limits the process's address space during the `with` block, except on macOS."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (address_space, hard))

@@ -47,21 +47,21 @@ from mlxpool.worker.preparation.service import Deliver, InlineService, Load, Ser
 from mlxpool.worker.prompt.text_model import Opened, RenderedChat, TokenTable
 from mlxpool.worker.system.cpu_threads import CpuThreads, process_cpu_threads
 
-MAX_TRIES = 2  # of a job: if a lane was ended from outside, its job is not to blame
-MEMORY_INTERVAL = 0.1  # seconds between two readings of lanes' memory while one has a long job
+MAX_TRIES = 2  # tries of a job: if a lane was ended from outside, the job is not the cause
+MEMORY_INTERVAL = 0.1  # seconds between two readings of lanes' memory during a long job
 
 log = logging.getLogger("mlxpool.worker")
 
 
 def end_process() -> None:
-    """Ends this worker: its streams go on in another worker."""
+    """Ends this worker process: its streams continue in another worker."""
     os._exit(1)
 
 
 class Running(Struct, eq=False):
-    """A job in a lane. `long`: short jobs do not wait for it. `tries`: the lanes that had the job.
+    """A job in a lane. `long`: short jobs do not wait for it. `tries`: lanes used so far.
 
-    `announced`: steps leave a core to it.
+    `announced`: steps leave a core to the job.
     """
 
     waiting: Waiting
@@ -73,11 +73,11 @@ class Running(Struct, eq=False):
 
 
 class LaneService(threading.Thread):
-    """Performs submitted jobs in lanes; `deliver` is called in this thread, once for each job.
+    """Performs jobs in lane processes; `deliver` is called in this thread, once for each job.
 
     At most one job of a long text and one short job run at a time. A short job that takes longer
-    than SHORT_TIME becomes long, so that the next short job does not wait for it. Jobs that read
-    images have a separate queue and separate lanes, one for an owner, and always count as long.
+    than SHORT_TIME becomes long, so that the next short job does not wait for it. Jobs with images
+    have a separate queue and separate lanes, one for each owner, and always count as long.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class LaneService(threading.Thread):
     ) -> None:
         """`memory_limit`: bytes of the worker and these processes together; 0: no limit.
 
-        `on_fault` is called if the thread fails: without it, requests would wait for ever.
-        `worker_memory` makes room before a job is ended for the limit.
+        `on_fault` is called if the thread fails: otherwise requests would wait for ever.
+        `worker_memory` makes room before a job is ended because of the memory limit.
         """
         super().__init__(name="prepare", daemon=True)
         self._server = server
@@ -110,8 +110,8 @@ class LaneService(threading.Thread):
             FairQueue(),
         )
         self._running: dict[Hashable, Running] = {}
-        self._idle: Lane | None = None  # for the next short job
-        self._watch_at = math.inf  # the time of the next reading of memory
+        self._idle: Lane | None = None  # an idle lane for the next short job
+        self._watch_at = math.inf  # when to read the lanes' memory next
         self._closing = False
         self.load = Load()
 
@@ -134,7 +134,7 @@ class LaneService(threading.Thread):
         self._command(self._end_all)
 
     def close(self) -> None:
-        """Ends the thread and its processes. For tests: the end of a worker ends them as well."""
+        """Ends the thread and its processes. For tests: the end of a worker also ends both."""
         self._command(self._close)
         self.join()
         self.release()
@@ -164,7 +164,7 @@ class LaneService(threading.Thread):
             self.turn(monotonic())
 
     def turn(self, now: float) -> None:
-        """Obeys commands, ends late jobs, fills the lanes; `now`: monotonic seconds."""
+        """Executes commands, ends late jobs, starts jobs; `now`: monotonic seconds."""
         while not self._commands.empty():
             self._commands.get()()
         if self._closing:
@@ -191,7 +191,7 @@ class LaneService(threading.Thread):
         )
 
     def _timeout(self, now: float) -> float | None:
-        """Returns the seconds until something is due, or None."""
+        """Returns the seconds until the next deadline or check, or None."""
         due = min(self._watch_at, *(each.next_deadline() for each in self._queues))
         for running in self._running.values():
             due = min(due, running.waiting.deadline)
@@ -214,7 +214,7 @@ class LaneService(threading.Thread):
             (self._short if waiting.size <= SHORT_TEXT else self._long).add(waiting)
 
     def _fill(self, now: float) -> None:
-        """Gives the next short and the next long job to a lane, unless such a job runs."""
+        """Starts the next short job and the next long job, unless a job of this length runs."""
         self._fill_with_images(now)
         running = self._running.values()
         while self._has_free_lane and all(busy.long for busy in running):
@@ -232,7 +232,7 @@ class LaneService(threading.Thread):
             self._start(waiting, now)
 
     def _fill_with_images(self, now: float) -> None:
-        """Gives jobs that read images to lanes, one job of each owner."""
+        """Starts jobs with images, one job of each owner."""
         while self._has_free_lane:
             running = [busy.waiting for busy in self._running.values()]
             owners = [busy.owner for busy in running if reads_images(busy.job)]
@@ -248,7 +248,7 @@ class LaneService(threading.Thread):
         return {owner for owner, count in lanes.items() if count >= MAX_LANES_OF_OWNER}
 
     def _start(self, waiting: Waiting, now: float, tries: int = 1) -> None:
-        """Gives a job to a lane, or its error to its owner."""
+        """Starts a job in a lane process, or delivers its error."""
         long = waiting.size > SHORT_TEXT or reads_images(waiting.job)
         lane = None
         if not long:
@@ -256,7 +256,7 @@ class LaneService(threading.Thread):
         try:
             message = pack(waiting.job)
             lane = lane or self._new_lane()
-        except Exception as error:  # it cannot be sent, or there is no lane
+        except Exception as error:  # the job cannot be sent, or there is no lane
             self._idle = lane or self._idle
             failed = Internal(f"the prompt could not be prepared: {error!r}")
             self._deliver(waiting.key, error if isinstance(error, PoolError) else failed)
@@ -278,7 +278,7 @@ class LaneService(threading.Thread):
             self._cpu_threads.begin_long_work()
 
     def _end(self, key: Hashable, result: Result) -> None:
-        """Ends a job without its result; ignores a job that already has its result."""
+        """Ends a job with `result`; ignores a job that already has a result."""
         running = self._running.get(key)
         if running is not None:
             self._kill(running.lane)
@@ -329,7 +329,7 @@ class LaneService(threading.Thread):
         lane.kill()
 
     def _on_lane(self, lane: Lane) -> None:
-        """Handles a lane that has something to read, can take more, or has ended."""
+        """Handles a lane that has sent bytes, can receive more, or has ended."""
         running = next((each for each in self._running.values() if each.lane is lane), None)
         if lane.has_unsent:
             lane.flush()
@@ -354,13 +354,13 @@ class LaneService(threading.Thread):
             self._kill(running.lane)
         else:
             self._idle = running.lane
-        if isinstance(result, RenderedChat):  # its text is long, so a separate job encodes it
+        if isinstance(result, RenderedChat):  # the text is long, so a separate job encodes it
             self._add(encoding_of(running.waiting, result))
         else:
             self._deliver(running.waiting.key, result)
 
     def _on_end(self, running: Running, code: int) -> None:
-        """Handles the end of a lane that has not answered."""
+        """Handles the end of a lane process without a result."""
         checks = isinstance(running.waiting.job, CheckFormat)
         limits = self._server.limits
         error = error_of_exit(code, running.waiting.size, limits, checks_format=checks)
@@ -372,7 +372,7 @@ class LaneService(threading.Thread):
             self._deliver(running.waiting.key, ended_too_often(running.tries, code))
 
     def _watch_memory(self, now: float) -> None:
-        """Ends lanes that were stopped from outside, and the largest lane if there is no room."""
+        """Ends lanes stopped from outside, and the largest lane if memory is short."""
         for running in [each for each in self._running.values() if each.lane.is_stopped()]:
             self._kill(running.lane)
             self._remove(running)
@@ -412,10 +412,10 @@ def service_of(
     memory_limit: int = 0,
     worker_memory: WorkerMemory | None = None,
 ) -> Service:
-    """Returns the service for a model: with processes, unless its text functions are our own code.
+    """Returns the service for a model: with processes, unless the text functions are our own code.
 
     `memory_limit`: bytes of the worker and these processes together; 0: no limit. `worker_memory`
-    makes room for these.
+    makes room for these processes.
     """
     if isinstance(opened, Opened) and opened.source is None:
         assert not isinstance(opened.text, TokenTable)

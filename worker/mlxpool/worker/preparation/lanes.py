@@ -1,7 +1,7 @@
-"""The worker's side of the fork server and of its lanes. Used by one thread.
+"""The worker's side of the fork server and of its lane processes. Used by one thread.
 
-The kernel ends the processes with the thread that started them, so this thread must live as long as
-the worker.
+The kernel kills the processes when the thread that started them ends. So this thread must live as
+long as the worker.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from mlxpool.worker.prompt.text_model import TextSource
 from mlxpool.worker.system.cpu_threads import OPENBLAS_THREADS
 
 START_TIMEOUT = 60.0  # seconds for the fork server to start
-REPLY_TIMEOUT = 2.0  # seconds for each of its replies: it has nothing else to do
-MAX_STARTS = 2  # starts in a row if servers are ended from outside
-_LEFT_OUT = ("LD_PRELOAD", "DYLD_INSERT_LIBRARIES")  # the preloaded BLAS would only take memory
+REPLY_TIMEOUT = 2.0  # seconds for each reply of the fork server
+MAX_STARTS = 2  # consecutive starts if fork servers are ended from outside
+_LEFT_OUT = ("LD_PRELOAD", "DYLD_INSERT_LIBRARIES")  # a preloaded BLAS would only waste memory
 
 
 class LaneEnded(Exception):
-    """The process of a lane has closed its connection."""
+    """A lane process has closed its connection."""
 
 
 class ForkServer:
-    """The process that forks lanes, started when it is needed."""
+    """The process that forks lane processes; it is started at the first `fork`."""
 
     def __init__(self, source: TextSource | EncoderTextSource, limits: Limits) -> None:
         self.limits = limits
@@ -53,7 +53,7 @@ class ForkServer:
         self._process: _ServerProcess | None = None
 
     def fork(self) -> Lane:
-        """Returns a new lane. Raises Internal if no lane can be started."""
+        """Returns a new lane process. Raises Internal if none can be started."""
         why = ""
         for _ in range(MAX_STARTS + (self._process is not None)):
             try:
@@ -66,24 +66,24 @@ class ForkServer:
         raise Internal(f"no process could be started to prepare the request: {why}")
 
     def close(self) -> None:
-        """Ends the server, and with it its lanes."""
+        """Ends the server and its lane processes."""
         process, self._process = self._process, None
         if process is not None:
             process.close()
 
     def memory(self) -> int:
-        """Returns the resident bytes, which lanes share; 0 if the server does not run."""
+        """Returns the server's resident bytes, shared by lanes; 0 if it does not run."""
         return 0 if self._process is None else _resident(self._process.pid)
 
 
 class _ServerProcess:
-    """The process and this side's end of its socket. Its methods raise OSError."""
+    """The fork server's process and our end of its socket. The methods raise OSError."""
 
     def __init__(self, first: bytes) -> None:
         self._socket, child_end = socket.socketpair()
         environment = {name: text for name, text in os.environ.items() if name not in _LEFT_OUT}
         environment["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive a fork
-        environment[OPENBLAS_THREADS] = "1"  # numpy's threads would not either; it needs none
+        environment[OPENBLAS_THREADS] = "1"  # nor would numpy's threads; numpy needs none here
         environment["RUST_BACKTRACE"] = "0"  # a tokenizer's panic concerns only one request
         try:
             with child_end:
@@ -104,7 +104,7 @@ class _ServerProcess:
         self._socket.settimeout(REPLY_TIMEOUT)
 
     def fork(self) -> Lane:
-        """Returns a new lane of this process."""
+        """Returns a new lane process of this server."""
         own, lanes = socket.socketpair()
         try:
             with lanes:
@@ -114,19 +114,19 @@ class _ServerProcess:
             raise
 
     def reap(self, pid: int) -> int:
-        """Returns the exit code of a lane that has closed its connection, below 0 for a signal."""
+        """Returns the exit code of an ended lane process, below 0 for a signal."""
         try:
             return self._ask(REAP, pid)
-        except OSError:  # lanes end with their server
+        except OSError:  # lane processes end with their server
             return -signal.SIGKILL
 
     def kill(self, pid: int) -> None:
-        """Ends a lane, without waiting for its end."""
+        """Kills a lane process, without waiting for its end."""
         with contextlib.suppress(OSError):
             self._ask(KILL, pid)
 
     def _ask(self, what: bytes, pid: int, descriptors: list[int] | None = None) -> int:
-        """Returns the server's reply to one request. Ends a server that does not reply."""
+        """Returns the server's reply to one request. Kills a server that does not reply."""
         try:
             socket.send_fds(self._socket, [REQUEST.pack(what, pid)], descriptors or [])
             return self._reply()
@@ -156,9 +156,9 @@ def _resident(pid: int) -> int:
 
 
 class Lane:
-    """One lane, which performs one job at a time. Its socket never blocks.
+    """A lane process, which performs one job at a time. Its socket is non-blocking.
 
-    `server` is the process that forked it; in another server, its pid would mean another lane.
+    `server` is the fork server of the lane: a pid is only valid for its own server.
     """
 
     def __init__(self, pid: int, connection: socket.socket, server: _ServerProcess) -> None:
@@ -173,7 +173,7 @@ class Lane:
         return self._socket.fileno()
 
     def begin(self, message: bytes) -> None:
-        """Sends a packed job; while `has_unsent`, `flush` has to send more of it."""
+        """Sends a packed job; while `has_unsent`, call `flush` to send its rest."""
         self._unsent = memoryview(message)
         self.flush()
 
@@ -182,17 +182,17 @@ class Lane:
         return bool(self._unsent)
 
     def flush(self) -> None:
-        """Sends as much as the socket takes now."""
+        """Sends as many bytes as the socket takes now."""
         try:
             while self._unsent:
                 self._unsent = self._unsent[self._socket.send(self._unsent) :]
         except BlockingIOError:
             pass
-        except OSError:  # it has ended, which `result` reports
+        except OSError:  # the process has ended; `result` reports it
             self._unsent = memoryview(b"")
 
     def result(self) -> Result | None:
-        """Returns the result; None while it is not complete. Raises LaneEnded."""
+        """Returns the job's result; None while it is incomplete. Raises LaneEnded."""
         with contextlib.suppress(BlockingIOError):
             try:
                 while data := self._socket.recv(READ_BYTES):
@@ -210,17 +210,17 @@ class Lane:
         self._server.kill(self.pid)
 
     def reap(self) -> int:
-        """Returns the exit code of the process, which has closed the connection."""
+        """Returns the exit code of the process after it has closed the connection."""
         self._socket.close()
         return self._server.reap(self.pid)
 
     def is_stopped(self) -> bool:
-        """Returns whether a signal has stopped the process: its timers do not end it then."""
+        """Returns whether a signal has stopped the process, so that its timers cannot end it."""
         try:
             return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
         except psutil.Error:
             return False
 
     def memory(self) -> int:
-        """Returns the resident bytes, including those shared with the server."""
+        """Returns the process's resident bytes, including memory shared with the server."""
         return _resident(self.pid)

@@ -12,7 +12,7 @@ from mlxpool.worker.preparation.jobs import Job
 
 
 class Waiting(Struct, frozen=True):
-    """A preparation that waits. `size` in bytes; `deadline` in monotonic seconds."""
+    """A waiting preparation. `size` in bytes; `deadline` in monotonic seconds."""
 
     key: Hashable
     owner: str
@@ -22,12 +22,12 @@ class Waiting(Struct, frozen=True):
 
 
 class FairQueue:
-    """Gives the oldest preparation of each owner in turn."""
+    """A queue of preparations: round-robin over owners, oldest first."""
 
     def __init__(self) -> None:
         self._of_owner: OrderedDict[str, OrderedDict[Hashable, Waiting]] = OrderedDict()
         self._by_key: dict[Hashable, Waiting] = {}
-        self.bytes = 0  # of all waiting preparations
+        self.bytes = 0  # bytes of all waiting preparations
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -40,7 +40,7 @@ class FairQueue:
     def take(self, skipped: Set[str] = frozenset()) -> Waiting | None:
         """Removes and returns the next preparation of an owner that is not skipped, or None.
 
-        The owner becomes the last in turn.
+        The owner moves to the end of the round.
         """
         owner = next((owner for owner in self._of_owner if owner not in skipped), None)
         if owner is None:
@@ -54,7 +54,7 @@ class FairQueue:
         return waiting
 
     def remove(self, key: Hashable) -> Waiting | None:
-        """Removes a preparation and returns it; None if it does not wait here."""
+        """Removes a preparation and returns it; None if it is not in the queue."""
         waiting = self._by_key.pop(key, None)
         if waiting is not None:
             own = self._of_owner[waiting.owner]
@@ -70,7 +70,7 @@ class FairQueue:
         return [waiting for key in late if (waiting := self.remove(key)) is not None]
 
     def next_deadline(self) -> float:
-        """Returns the earliest deadline; infinity without one."""
+        """Returns the earliest deadline; infinity without a deadline."""
         return min((waiting.deadline for waiting in self._by_key.values()), default=math.inf)
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""Room in the memory of a worker for the processes that prepare its requests. Pure."""
+"""Memory of a worker for the processes that prepare its requests. Pure."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 
 from msgspec import Struct
 
-ROOM_SECONDS = 2.0  # the most seconds of the worker to make room, between two steps
+ROOM_SECONDS = 2.0  # the most seconds that the worker needs to make room, between two steps
 MIN_CHANGE = 2**20  # bytes; smaller changes of the processes' memory at rest are not reported
-SLACK_SHARE = 16  # 1/16 of the limit is requested in addition, since a lane may still grow
+SLACK_SHARE = 16  # 1/16 of the limit is requested in addition, because a lane may still grow
 
 
 def _ignore(size: int) -> None:
@@ -18,9 +18,9 @@ def _ignore(size: int) -> None:
 class WorkerMemory(Struct, frozen=True):
     """Functions of the worker for its own memory; any thread may call them.
 
-    `reserve` keeps a number of bytes of the worker's budget for these processes. `make_room` gives
-    up a number of bytes that the worker could compute again. `figures` returns the figures of a
-    heartbeat, see MemoryFigures.
+    `reserve` reserves a number of bytes of the worker's budget for the processes that prepare
+    requests. `make_room` frees a number of bytes that the worker can compute again. `figures`
+    returns the memory figures of a heartbeat, see MemoryFigures.
     """
 
     reserve: Callable[[int], object] = _ignore
@@ -29,32 +29,32 @@ class WorkerMemory(Struct, frozen=True):
 
 
 def releasable(figures: Mapping[str, int]) -> int:
-    """Returns the bytes that the worker can give up: prefixes, encoded images, freed buffers."""
+    """Returns the bytes that the worker can free: prefixes, encoded images, freed buffers."""
     return figures.get("prefix", 0) + figures.get("cache", 0)
 
 
 class Room:
-    """Requests memory from the worker, and detects that it does not get it. Used by one thread.
+    """Requests memory from the worker, and detects if it is not freed. Used by one thread.
 
     Times are monotonic seconds.
     """
 
     def __init__(self, limit: int, worker: WorkerMemory) -> None:
-        """`limit`: bytes of the worker and these processes together; 0: no limit."""
+        """`limit`: bytes of the worker and its preparation processes together; 0: no limit."""
         self.limit = limit
         self.worker = worker
         self._reserved = 0
         self._asked = 0  # bytes over the limit that were requested
-        self._until = 0.0  # the time at which they have to be free
+        self._until = 0.0  # when the requested bytes have to be free
 
     def rest(self, memory: int) -> None:
-        """Reserves `memory` bytes, which the processes take without a job, in the budget."""
+        """Reserves `memory` bytes in the budget: the memory of the processes without a job."""
         if abs(memory - self._reserved) >= MIN_CHANGE:
             self._reserved = memory
             self.worker.reserve(memory)
 
     def lacks(self, total: int, now: float) -> bool:
-        """Returns whether `total` exceeds the limit and the worker does not make room."""
+        """Returns whether `total` bytes exceed the limit and the worker does not make room."""
         over = total - self.limit
         if not self.limit or over <= 0:
             self._asked = 0

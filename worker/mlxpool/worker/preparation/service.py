@@ -1,4 +1,4 @@
-"""Performs the jobs of one worker: in lanes, or inline for text functions of our own code."""
+"""Performs the jobs of one worker: in lane processes, or inline for our own text functions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Deliver = Callable[[Hashable, Result], None]
 
 
 class Load(Struct, frozen=True):
-    """The jobs that wait or run. `bytes`: their size; `memory`: resident bytes of all processes."""
+    """Waiting and running jobs. `bytes`: their size; `memory`: resident bytes of the processes."""
 
     waiting: int = 0
     running: int = 0

@@ -1,4 +1,4 @@
-"""The worker's main thread: its link, its heartbeats, and the table of its requests.
+"""The worker's main thread: link to the broker, heartbeats, and table of requests.
 
 Imports no MLX, and never waits for the compute thread.
 """

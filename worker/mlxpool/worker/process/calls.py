@@ -1,4 +1,4 @@
-"""Prepares calls: of the tokenizer, of `decide`, and of encoder models. Pure."""
+"""Prepares calls (`tokenize`, `decide`, and calls of encoder models). Pure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CHANNELS = "decide is not supported with models that answer in channels: they be
 def prepare_tokenize(
     opened: Opened | OpenedEncoder, key: CallKey, call: Tokenize, arrival: Arrival
 ) -> Preparation:
-    """Raises BadRequest for a chat that no template can take."""
+    """Returns the preparation. Raises BadRequest if no template takes the chat."""
     job: Job
     if isinstance(call.text, ChatPrompt):
         plain = isinstance(opened, Opened) and opened.plain_contents
@@ -74,7 +74,7 @@ def _text(result: Decoded) -> CallAnswer:
 
 
 def prepare_decide(opened: Opened, key: CallKey, call: DecideCall, arrival: Arrival) -> Preparation:
-    """Raises BadRequest for a model that cannot decide."""
+    """Returns the preparation. Raises BadRequest if the model cannot decide."""
     if opened.source is None:
         raise BadRequest(COUNTS)
     if answers_in_channels(opened):
@@ -94,7 +94,7 @@ def prepare_decide(opened: Opened, key: CallKey, call: DecideCall, arrival: Arri
 
 
 def _decide(opened: Opened, key: CallKey, call: DecideCall, prompts: QuestionPrompts) -> Decide:
-    """Returns the message with the prompts. Raises BadRequest for an id without a row."""
+    """Returns the message with the prompts. Raises BadRequest for an id without an embedding."""
     shared = unpack_ids(prompts.shared)
     questions = []
     for number, (tail, answers) in enumerate(zip(prompts.tails, prompts.answers, strict=True)):
@@ -121,10 +121,10 @@ def _decide(opened: Opened, key: CallKey, call: DecideCall, prompts: QuestionPro
 def prepare_encode(
     opened: OpenedEncoder, key: CallKey, call: EncoderCall, arrival: Arrival
 ) -> Preparation | Compute:
-    """Returns the preparation of a call, or its message if it has token ids.
+    """Returns the preparation of a call, or the message of a call with token ids.
 
-    Raises BadRequest for a task that this model does not have, TooLarge for an answer over its
-    bound, and ContextExceeded.
+    Raises BadRequest for a task that this model does not have, TooLarge for an answer over the size
+    limit, and ContextExceeded.
     """
     if call.task not in opened.tasks:
         can = " and ".join(sorted(opened.tasks))
@@ -150,7 +150,7 @@ def prepare_encode(
 
 
 def _inputs(encoded: EncodedInputs) -> list[EncoderInput]:
-    """Returns the inputs that a lane made."""
+    """Returns the inputs in a lane process's result."""
     ids, types, begin, inputs = unpack_ids(encoded.packed), encoded.types, 0, []
     for length in encoded.lengths:
         end = begin + length

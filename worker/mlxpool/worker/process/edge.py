@@ -49,14 +49,14 @@ log = logging.getLogger("mlxpool.worker")
 WELCOME_TIMEOUT = 5.0  # seconds that a worker with an unusable model waits to send its reason
 MAX_SAVE_WITH_RUNS = 1.0  # the most seconds of writing prefixes while streams wait for the end
 BEAT_INTERVAL = 1.0  # seconds between two heartbeats
-REST_TIME = 2.0  # seconds without a request, after which the intake uses the time
+REST_TIME = 2.0  # seconds without a request until `Intake.rest`
 
 
 class Heartbeat:
-    """A heartbeat is due every BEAT_INTERVAL, and when the compute thread changes its phase."""
+    """Heartbeats: due every BEAT_INTERVAL, and when the compute thread changes its phase."""
 
     def __init__(self, progress: Progress, *, with_sample: bool) -> None:
-        """`with_sample`: the broker cannot read the progress block, so beats carry its values."""
+        """`with_sample`: the broker cannot read the progress block; beats have its values."""
         self._progress = progress
         self._with_sample = with_sample
         self._process = psutil.Process()
@@ -64,14 +64,14 @@ class Heartbeat:
         self.next_at = BEAT_INTERVAL  # monotonic seconds
 
     def send_soon(self) -> None:
-        """Makes the next beat due now, because there is a new epoch."""
+        """Makes the next heartbeat due now, because of a new epoch."""
         self.next_at = BEAT_INTERVAL
 
     def is_due(self, now: float) -> bool:
         return now >= self.next_at or self._progress.phase != self._phase
 
     def beat(self, now: float, preparing: int, load: Load) -> Beat:
-        """Returns the beat to send now.
+        """Returns the heartbeat to send now.
 
         `preparing`: runs that do not compute yet. `load`: the load of the preparation of requests.
         """
@@ -112,7 +112,8 @@ Mail = Outbound | Prepared
 class Mailbox:
     """The queue of messages from other threads to the main thread.
 
-    It is unbounded: the compute thread bounds its own share, see compute.messages.DeltaQueue.
+    The mailbox is unbounded: the compute thread bounds its own messages, see
+    compute.messages.DeltaQueue.
     """
 
     def __init__(self, waker: Waker) -> None:
@@ -131,7 +132,7 @@ class Mailbox:
 
 
 class Edge:
-    """The loop of the main thread. `run` it once; the result is the exit code."""
+    """The loop of the main thread. `run`, called once, returns the exit code."""
 
     def __init__(
         self,
@@ -152,7 +153,7 @@ class Edge:
         self.heartbeat = Heartbeat(progress, with_sample=config.dials)
         self._link_error = ""  # the last logged error of the link
         self._unusable: PoolError | None = None  # the error to send with `bye`
-        self._leave_at = math.inf  # when to exit with this error, even if it was not sent
+        self._leave_at = math.inf  # when to exit with this error, even unsent
         self._exit_code: int | None = None
         self._serves = False  # whether the model is loaded
         self._busy_at = 0.0  # the time of the last request (monotonic seconds)
@@ -160,7 +161,7 @@ class Edge:
     # ---- the loop ------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Serves until the broker sends `stop`, stdin ends, or SIGTERM comes."""
+        """Serves until the broker sends `stop`, stdin ends, or SIGTERM arrives."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._exit(0))
         self.mailbox.waker.wake_on_signals()
@@ -194,7 +195,7 @@ class Edge:
         self.link.flush()
 
     def _rest(self, now: float) -> None:
-        """Lets the intake use the time without requests."""
+        """Calls the intake's `rest` after some time without requests."""
         if self.intake.tasks or not self._serves:
             self._busy_at = now
         elif now - self._busy_at >= REST_TIME:
@@ -241,12 +242,12 @@ class Edge:
         self.mailbox.waker.wake()
 
     def _exit(self, code: int) -> None:
-        """Ends the loop with this code; the first call decides."""
+        """Ends the loop with exit code `code`; only the first call counts."""
         if self._exit_code is None:
             self._exit_code = code
 
     def _leave_if_unusable(self, now: float) -> None:
-        """Sends `bye` with the reason and exits, once there is an epoch or the time is over."""
+        """Sends `bye` with the reason and exits, after an epoch has begun or the time is over."""
         if self._unusable is not None and (self.link.epoch or now >= self._leave_at):
             self.link.send(Bye(self._unusable.body()))
             self._exit(1)
@@ -254,7 +255,7 @@ class Edge:
     def _save_prefixes(self) -> None:
         """Makes the compute thread write the prefix cache to disk, for a bounded time.
 
-        Streams that were not handed back go on elsewhere only after this process has ended.
+        Streams that were not handed back continue elsewhere only after this process has ended.
         """
         if not self.config.model.prefix_disk or not self._serves:
             return
@@ -290,7 +291,7 @@ class Edge:
         elif isinstance(mail, Answer):
             self.intake.answered(mail)
         elif mail.fence != self.intake.fence:
-            pass  # its runs were dropped with an older connection
+            pass  # the message's runs were dropped with an older connection
         elif isinstance(mail, StepDeltas):
             self.intake.deliver(mail.deltas)
         else:
@@ -320,7 +321,7 @@ class Edge:
         self.link.introduce(hello, monotonic())
 
     def _model_unusable(self, error: PoolError) -> None:
-        """Leaves with the reason. The broker takes `bye` only from a worker with an epoch."""
+        """Exits with the reason. The broker accepts `bye` only from a worker with an epoch."""
         if not self.link.introduced:
             self._introduce("", 0)
         self._unusable = error
@@ -329,7 +330,7 @@ class Edge:
     # ---- from the broker -----------------------------------------------------------------------
 
     def _handle_message(self, message: Message) -> None:
-        """Handles a message; its failure must not end the worker."""
+        """Handles a message; an error in it must not end the worker."""
         try:
             self._handle(message)
         except Exception:
@@ -344,7 +345,7 @@ class Edge:
         elif kind == to_worker.Stop.kind:
             self._stop(Stop.parse(message.body))
         elif kind == to_worker.Heard.kind:
-            pass  # the link has noted that a frame came
+            pass  # the link has recorded the arrival of the frame
         elif epoch != self.link.epoch or not self.link.epoch:
             log.warning("frame of another epoch", extra={"kind": kind})
         else:
@@ -373,7 +374,7 @@ class Edge:
     def _stop(self, stop: Stop) -> None:
         if stop.error is None:
             self._exit(AGAIN if stop.again else 0)
-        elif not self.link.epoch:  # a worker with an epoch learns of a refusal from its connection
+        elif not self.link.epoch:  # with an epoch, the connection itself reports a refusal
             log.error(
                 "the broker refuses this worker", extra={"why": from_body(stop.error).message}
             )

@@ -19,7 +19,7 @@ class Formats:
     """The formats of one model's requests."""
 
     def __init__(self, opened: Opened) -> None:
-        """`opened`: a model with a tokenizer file."""
+        """`opened`: the model, which must have a tokenizer file."""
         text, source = opened.text, opened.source
         assert source is not None and isinstance(text, TokenTable)
         load = partial(load_vocabulary, source, text.pieces, opened.eos)
@@ -28,7 +28,7 @@ class Formats:
         self._loading: threading.Event | None = None  # set at the end of the load; None: not begun
 
     def load(self) -> None:
-        """Begins to load the vocabulary, unless the load has begun."""
+        """Begins to load the vocabulary, if not begun before."""
         if self._loading is not None:
             return
         loading = self._loading = threading.Event()
@@ -36,13 +36,13 @@ class Formats:
         def perform() -> None:
             try:
                 self._compiler.load()
-            finally:  # if it failed, requests with a format raise the error
+            finally:  # after a failed load, requests with a format raise the error
                 loading.set()
 
         self._compiler.submit(perform)
 
     def is_settled(self, again: Callable[[], None]) -> bool:
-        """Returns whether no load of the vocabulary is running; `again` is called at its end."""
+        """Returns whether no vocabulary load is running; else `again` is called at its end."""
         if self._loading is None or self._loading.is_set():
             return True
         self._compiler.submit(again)
@@ -55,7 +55,7 @@ class Formats:
     def constrain(
         self, format: Mapping[str, Any], finish: Callable[..., None], result: Result
     ) -> None:
-        """Makes the constraint of a format for a prompt, the `result` of its job.
+        """Makes the constraint of a format; `result` is the result of the prompt's job.
 
         The thread calls `finish` with the result, and with the constraint or its error.
         """

@@ -1,12 +1,12 @@
 """The requests of this worker: a table of its runs and calls, each from its message to its end.
 
 A run is one attempt of a request. It ends with its last delta, is handed back by `yield`, or is
-dropped with the connection that brought it. A call, of the tokenizer or for the model, ends with
-its answer or its cancel, or is dropped like a run.
+dropped with its connection. A call, of the tokenizer or for the model, ends with its answer or its
+cancellation, or is dropped like a run.
 
-Each is prepared first: the service of worker/preparation performs a job. The service's thread
-applies the job's result to the request (see `Preparation.finish`); for an answer with a format the
-thread of `Formats` does. Then the compute thread computes the request.
+Each run or call is prepared first: the service of worker/preparation performs a job. The service's
+thread applies the job's result to the request (see `Preparation.finish`); for an answer with a
+format, the thread of `Formats` applies it. Then the compute thread computes the request.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ log = logging.getLogger("mlxpool.worker")
 
 Request = Work | Tokenize | Detokenize | DecideCall | EncoderCall
 Begin = Callable[[Any, Any, Any, Arrival], Preparation | Compute]
-Finish = Callable[[Result], None]  # takes the result of a job
+Finish = Callable[[Result], None]  # a function of a job's result
 
 PARSE: Mapping[str, Callable[[Mapping[str, Any], Sequence[bytes]], Request]] = {
     Work.kind: Work.parse,
@@ -91,7 +91,7 @@ OF_ENCODERS: Mapping[type[Request], Begin] = {**OF_TOKENIZERS, EncoderCall: prep
 
 
 class State(Enum):
-    """PREPARING → COMPUTING, or for a run PREPARING → CANCELLED until its preparation has ended."""
+    """The state of a task: PREPARING → COMPUTING; a run cancelled in preparation: → CANCELLED."""
 
     PREPARING = auto()
     CANCELLED = auto()
@@ -99,30 +99,31 @@ class State(Enum):
 
 
 class Task(Struct, eq=False):
-    """A run or a call that has not ended.
+    """A run or call in progress.
 
-    `name`: its name at the broker, (id, number of the run) or (id, 0) for a call. `key`: its key in
-    messages to and from the compute thread. `position`: the index of the first new id of a run.
+    `name`: the task's name at the broker: (id, number of the run), or (id, 0) for a call. `key`:
+    the task's key in messages to and from the compute thread. `position`: the index of the first
+    new id of a run.
     """
 
     name: RunKey
     key: RunKey | CallKey
     position: int = 0
     state: State = State.PREPARING
-    # Takes the job's result. It is set before the job is submitted, and cleared when the task is
-    # dropped, or by the service's thread with the result, so that the prompt is freed then.
+    # The function for the job's result. It is set before the job is submitted. It is cleared when
+    # the task is dropped or the service's thread has the result, so that the prompt is freed.
     finish: Finish | None = None
 
 
 class Prepared(Struct, frozen=True):
-    """The outcome of a task's preparation: its next message, its answer or its error."""
+    """The outcome of a task's preparation: the next message, the answer or an error."""
 
     task: Task
     outcome: Outcome | PoolError
 
 
 class Intake:
-    """The table of tasks, and the credit that follows from it. Used by the main thread."""
+    """The table of tasks; it determines the credit. Used by the main thread."""
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ class Intake:
         history: History,
         make_service: MakeService,
     ) -> None:
-        """`compute` sends a message to the compute thread, `post` sends one to the main thread."""
+        """`compute` sends messages to the compute thread, `post` to the main thread."""
         self._link = link
         self._compute = compute
         self._post = post
@@ -142,10 +143,10 @@ class Intake:
         self._service: Service | None = None  # set before the first `credit`
         self._formats: Formats | None = None
         self.fence = 0  # counts dropped connections; deltas of an older count are not sent
-        self._capacity = 0  # runs at once; 0 until the model is loaded
+        self._capacity = 0  # the most concurrent runs; 0 until the model is loaded
         self._works = 0  # `work` frames of this epoch
         self._draining = False
-        self._numbers = count()  # of calls: a later call may have the id of a cancelled call
+        self._numbers = count()  # counts calls: a later call may reuse the id of a cancelled call
         self.tasks: dict[RunKey, Task] = {}  # by name
 
     def runs(self) -> list[Task]:
@@ -155,7 +156,7 @@ class Intake:
     # ---- the model -----------------------------------------------------------------------------
 
     def opened(self, opened: Opened | OpenedEncoder) -> None:
-        """Starts the preparation of requests for a model that was checked; does not wait for it."""
+        """Starts the service that prepares requests, after the model was checked."""
         self._opened = opened
         self._service = self._make_service(opened, self._deliver_result)
         self._service.start()
@@ -164,27 +165,28 @@ class Intake:
             from mlxpool.worker.process.formats import Formats
 
             self._formats = Formats(opened)
-            # No stream runs yet. Without a GPU it would take as long as the rest of the load.
+            # No stream runs yet. Without a GPU, this load may take as long as the rest of the
+            # start.
             if sys.platform == "darwin" or visible_gpus(os.environ):
                 self._formats.load()
 
     def is_ready(self, again: Callable[[], None]) -> bool:
-        """Returns whether requests can be prepared; if not, `again` is called when they can."""
+        """Returns whether requests can be prepared; if not, `again` is called later."""
         return self._formats is None or self._formats.is_settled(again)
 
     def rest(self) -> None:
-        """Loads the vocabulary, which a request with a format would wait for, while it is quiet."""
+        """Loads the vocabulary while no request runs: a request with a format would wait for it."""
         if self._formats is not None:
             self._formats.load()
 
     def loaded(self, capacity: int) -> None:
-        """Notes that the model is ready for `capacity` runs at once."""
+        """Records that the model is ready for `capacity` concurrent runs."""
         self._capacity = capacity
         self._send_credit()
 
     @property
     def load(self) -> Load:
-        """The load of the service."""
+        """The load of the preparation service."""
         return Load() if self._service is None else self._service.load
 
     @property
@@ -195,14 +197,14 @@ class Intake:
     # ---- from the broker -----------------------------------------------------------------------
 
     def new_epoch(self) -> None:
-        """Begins a new epoch, with which the broker has welcomed this worker."""
+        """Begins a new epoch after the broker's `welcome`."""
         self.drop_all()
         self._works = 0
         if self._capacity:
             self._send_credit()
 
     def drop_all(self) -> None:
-        """Forgets all tasks: the broker has given them to another worker, or will do so."""
+        """Forgets all tasks: the broker gives them to other workers."""
         # The fence rises before DropAll is sent: the deltas that the compute thread posts until it
         # handles DropAll have an older fence than the deltas of later runs.
         self.fence += 1
@@ -214,7 +216,7 @@ class Intake:
         self._compute(DropAll(self.fence))
 
     def begin(self, message: Message) -> None:
-        """Takes a request; a message that cannot be handled ends only its own request."""
+        """Accepts a request; an error in the message ends only this request."""
         task = self._run(message) if message.kind == Work.kind else self._call(message)
         if task is None:
             return
@@ -248,7 +250,7 @@ class Intake:
         return Task((id, 0), CallKey(id, next(self._numbers)))
 
     def cancel(self, name: RunKey) -> None:
-        """Stops a task. A run then has a last delta, a call gets no answer."""
+        """Stops a task. A run then gets a last delta, a call gets no answer."""
         task = self.tasks.get(name)
         if task is None:
             return
@@ -259,13 +261,13 @@ class Intake:
         if task.state is State.COMPUTING:
             self._compute(DropCall(key) if isinstance(key, CallKey) else Drop(key))
         else:
-            # A run keeps its place, and its credit, until its preparation has ended.
+            # A run stays in the table and uses a credit until its preparation has ended.
             task.state = State.CANCELLED
             assert self._service is not None
             self._service.cancel(task)
 
     def drain(self) -> None:
-        """Stops all runs and takes no more; the compute thread answers with `handed_back`."""
+        """Stops all runs and refuses new runs; the compute thread answers `handed_back`."""
         if not self._draining:
             self._draining = True
             self._compute(HandBack())
@@ -273,7 +275,7 @@ class Intake:
     # ---- from the other threads ----------------------------------------------------------------
 
     def prepared(self, prepared: Prepared) -> None:
-        """Handles the end of a preparation; ignores it if its task has left the table."""
+        """Handles the end of a preparation; ignores a task that has left the table."""
         task, outcome = prepared.task, prepared.outcome
         if self.tasks.get(task.name) is not task:
             return
@@ -296,7 +298,7 @@ class Intake:
         self._deliver([delta for delta in deltas if delta[:2] in tasks])
 
     def answered(self, answer: Answer) -> None:
-        """Handles the compute thread's answer to a call, which may have been cancelled."""
+        """Handles the compute thread's answer to a call; ignores a cancelled call."""
         task = self.tasks.get((answer.key.id, 0))
         if task is not None and task.key == answer.key:
             self._answer(task, answer.content)
@@ -353,7 +355,7 @@ class Intake:
     # The service's thread calls the methods below; the thread of the formats also calls `_finish`.
 
     def _deliver_result(self, task: Hashable, result: Result) -> None:
-        """Takes the result of a task's job."""
+        """Handles the result of a task's job."""
         assert isinstance(task, Task)
         finish, task.finish = task.finish, None
         if finish is not None:
@@ -362,7 +364,7 @@ class Intake:
     def _checked(
         self, task: Task, preparation: Preparation, finish: Finish, result: Result
     ) -> None:
-        """Begins the prompt of a run, after its format was checked."""
+        """Submits the prompt's job of a run, after the format was checked."""
         if isinstance(result, PoolError):
             finish(result)
         else:
@@ -372,7 +374,7 @@ class Intake:
                 self._service.cancel(task)
 
     def _finish(self, task: Task, preparation: Preparation, *results: Result | Constraint) -> None:
-        """Posts the outcome of a preparation from its results, or from an error among them."""
+        """Posts the outcome of a preparation: from its results, or an error in `results`."""
         outcome: Outcome | PoolError
         try:
             for result in results:
@@ -395,7 +397,7 @@ class Intake:
             self._deliver([Delta(*task.name, task.position, "", b"", end=end.body())])
 
     def _answer(self, task: Task, content: CallAnswer) -> None:
-        """Ends a call with an answer; nothing else does."""
+        """Ends a call with an answer; no other method answers calls."""
         del self.tasks[task.name]
         id = task.key[0]
         try:

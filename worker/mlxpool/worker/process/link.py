@@ -1,4 +1,4 @@
-"""The worker's link to its broker: socket, hello, epoch, and the unsent frames.
+"""The worker's link to its broker: socket, hello, epoch, and unsent frames.
 
 A frame belongs to the epoch in which it was made. If the epoch ends, unsent frames are dropped,
 because the broker gives the requests of the old epoch to other workers.
@@ -34,23 +34,23 @@ log = logging.getLogger("mlxpool.worker")
 
 SEND_RETRY_DELAY = 0.01  # seconds until a retry with a full socket
 MIN_HELLO_INTERVAL = 1.0  # seconds between two hellos
-SILENCE_LIMIT = 5.0  # seconds of counted time; a living broker sends something within it
-MAX_COUNTED_TURN = 2.0  # the most seconds that one turn of the loop counts
+SILENCE_LIMIT = 5.0  # seconds of counted time; a running broker sends a frame within this time
+MAX_COUNTED_TURN = 2.0  # the most counted seconds of one loop iteration
 NEVER = float("inf")
 
 
 class Silence(Struct):
-    """The time since the broker sent something, in seconds of counted time.
+    """The time since the broker's last frame, in seconds of counted time.
 
-    Time counts only while the loop turns: a worker that was stopped did not listen.
+    Time counts only while the main loop runs: a stopped worker cannot receive frames.
     """
 
-    since_dialled: float = 0.0  # since a frame came or the broker was dialled again
-    since_heard: float = 0.0  # since a frame came
+    since_dialled: float = 0.0  # since the last frame or the last dial
+    since_heard: float = 0.0  # since the last frame
     turned_at: float = 0.0
 
     def turn(self, now: float) -> bool:
-        """Counts one turn of the loop. Returns whether the broker has been silent for too long."""
+        """Counts one iteration of the loop. Returns whether the broker has been silent too long."""
         passed = min(now - self.turned_at, MAX_COUNTED_TURN) if self.turned_at else 0.0
         self.since_dialled += passed
         self.since_heard += passed
@@ -62,7 +62,7 @@ class Silence(Struct):
         self.since_dialled = 0.0
 
     def heard(self) -> None:
-        """Notes that a frame has come."""
+        """Records that a frame has arrived."""
         self.since_dialled = self.since_heard = 0.0
 
 
@@ -76,7 +76,7 @@ class Link:
         history: History,
         credentials: Credentials | None = None,
     ) -> None:
-        """`token` admits the first hello; each welcome brings a new one."""
+        """`token` admits the first hello; each welcome has a new token."""
         self.endpoint = endpoint
         self.credentials = credentials
         self.history = history
@@ -102,16 +102,16 @@ class Link:
         return self._hello is not None
 
     def introduce(self, hello: Hello, now: float) -> None:
-        """Sends hello, now and whenever it is needed again; each with the newest token."""
+        """Sends hello now and whenever it is needed again, with the newest token."""
         self._hello = hello
         self.silence.heard()
         self._send_hello(now)
 
     def lose_epoch(self, now: float) -> bool:
-        """Handles `who`: the broker does not know this connection. Returns whether an epoch ended.
+        """Handles `who` (the broker lacks this connection). Returns whether an epoch ended.
 
-        `send_due_hello` sends the hello, not sooner than MIN_HELLO_INTERVAL after the last hello. A
-        further `who` before the welcome changes nothing.
+        `send_due_hello` sends the hello, not sooner than MIN_HELLO_INTERVAL after the last hello.
+        Another `who` before the welcome changes nothing.
         """
         had, self.epoch = self.epoch, 0
         if self.introduced:
@@ -119,12 +119,12 @@ class Link:
         return bool(had)
 
     def send_due_hello(self, now: float) -> None:
-        """Sends the hello that is due; called once a turn, after everything was read."""
+        """Sends a due hello; called once per loop iteration, after all frames were read."""
         if now >= self._hello_due:
             self._send_hello(now)
 
     def redial(self, now: float) -> bool:
-        """Replaces a connection that has gone silent. Returns whether an epoch ended with it."""
+        """Replaces a silent connection. Returns whether an epoch ended with it."""
         had, self.epoch = self.epoch, 0
         self.handshake.close()
         self.socket.close(linger=0)
@@ -141,7 +141,7 @@ class Link:
             self.history.write("hello")
 
     def welcome(self, epoch: int, welcome: Welcome) -> bool:
-        """Takes the broker's answer to hello. Returns whether the epoch is new."""
+        """Handles the broker's answer to hello. Returns whether the epoch is new."""
         if welcome.token is not None:
             self.token = welcome.token
         if epoch == self.epoch:
@@ -152,18 +152,18 @@ class Link:
         return True
 
     def silent_too_long(self, now: float) -> bool:
-        """Returns whether to replace the connection; called once a turn, after reading."""
+        """Returns whether to replace the connection; called once per loop, after reading."""
         too_long = self.silence.turn(now)
         return too_long and self.introduced
 
     def alone_too_long(self, limit: float) -> bool:
-        """Returns whether no frame came for `limit` seconds of counted time after a hello."""
+        """Returns whether no frame arrived within `limit` seconds of counted time after a hello."""
         return self.introduced and self.silence.since_heard >= limit
 
     # ---- frames --------------------------------------------------------------------------------
 
     def send(self, content: Content, id: bytes | None = None) -> None:
-        """Sends a message, or nothing without an epoch: it would be ignored. Raises TooLarge."""
+        """Sends a message; does nothing without an epoch. Raises TooLarge."""
         if self.epoch:
             self.put(encoded(content, id, self.epoch, max_body=MAX_BACK_BODY))
 
@@ -211,7 +211,7 @@ class Link:
             self.unsent.popleft()
 
     def receive(self) -> Message | None:
-        """Returns the next well-formed message; None if there is none now."""
+        """Returns the next well-formed message; None if no message has arrived."""
         while True:
             try:
                 parts = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -228,7 +228,7 @@ class Link:
         return min(self._hello_due, now + SEND_RETRY_DELAY if self.unsent else NEVER)
 
     def close(self) -> None:
-        """Sends as much as the socket takes and closes it."""
+        """Sends as many frames as the socket takes, then closes it."""
         self.flush()
         self.handshake.close()
         self.socket.close()

@@ -1,4 +1,4 @@
-"""Prepares the prompts of runs: from a `work` to a job, and from its ids to a sequence. Pure."""
+"""Prepares the prompts of runs: makes a job of a `work`, and a sequence of the job's ids. Pure."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from mlxpool.worker.scheduling.context_policy import ContextShift
 from mlxpool.worker.scheduling.sequence import Sequence
 
 NO_FILE = "the model has no tokenizer file"
-MAX_MARK_TOKENS = 16  # of the mark that begins thoughts, with white space after it
+MAX_MARK_TOKENS = 16  # characters of the mark that begins thoughts, with white space after it
 
 Outcome = Admit | Compute | Decide | CallAnswer  # the next message of a prepared request
 
 
 class Arrival(Struct, frozen=True):
-    """The time at which a request came: `monotonic` seconds, and `now` in seconds since 1970."""
+    """The arrival time of a request: `monotonic` seconds, and `now` in seconds since 1970."""
 
     monotonic: float
     now: float
@@ -59,9 +59,9 @@ class Arrival(Struct, frozen=True):
 class Preparation(Struct, frozen=True):
     """The preparation of a request.
 
-    `job` runs first; an `Encoded` is a result that needs no job. `finish` makes the next message
-    from the result, and from the constraint if the answer has a `format`; it raises PoolError.
-    `size`: the request's bytes or characters. `deadline`: a time in monotonic seconds.
+    `job` runs first; an `Encoded` is already its result. `finish` makes the next message from the
+    result, and from the constraint if the answer has a `format`; it raises PoolError. `size`: the
+    request's bytes or characters. `deadline`: a time in monotonic seconds.
     """
 
     owner: str
@@ -89,7 +89,7 @@ def prepare_run(opened: Opened, key: RunKey, work: Work, arrival: Arrival) -> Pr
 
 
 def _job(opened: Opened, work: Work, now: float) -> Render | Encode | Encoded:
-    """Returns the job that gives the prompt's ids, or Encoded if they are known.
+    """Returns the job that tokenises the prompt, or Encoded if the ids are known.
 
     Raises BadRequest and ContextExceeded for requests that can be refused before the job.
     """
@@ -142,11 +142,10 @@ def _admit(
     prompt: Encoded,
     constraint: Constraint | None = None,
 ) -> Admit:
-    """Returns the run of a prompt whose ids are known. Raises BadRequest, or ContextExceeded.
+    """Returns the run of a prompt with known ids. Raises BadRequest, or ContextExceeded.
 
     `received` and `deadline` are monotonic seconds, `now` is as in `_job`. The ids of a resume are
-    replayed here, also in the `constraint` of the request's format, to keep this work away from the
-    compute thread.
+    replayed here, also in the `constraint` of the request's format, not in the compute thread.
     """
     if constraint is not None:
         _require_known_thoughts(opened, work, prompt)
@@ -203,9 +202,9 @@ def _admit(
 def _thoughts(
     opened: Opened, work: Work, prompt: Encoded, ids: tuple[int, ...], *, formatted: bool
 ) -> Thoughts | None:
-    """Returns the thoughts that may begin the answer, if a bound or a format depends on them.
+    """Returns the thoughts that may begin the answer, if a bound or a format needs them.
 
-    Raises BadRequest for a bound that cannot be kept.
+    Raises BadRequest for a bound that cannot be enforced.
     """
     piece, most, source = opened.text.piece, work.options.thinking_budget, opened.source
     if most < 0 or source is None or not source.closings:
@@ -226,7 +225,7 @@ def _thoughts(
 def _replay_in_thoughts(
     thoughts: Thoughts | None, constraint: Constraint | None, ids: list[int], vocab_size: int
 ) -> ThoughtBound | None:
-    """Replays the ids of a resume if thoughts or a format depend on them.
+    """Replays the ids of a resume in the thoughts and the format, if the request has these.
 
     Returns the bound of thoughts in an answer without a format.
     """
@@ -244,7 +243,7 @@ def _replay_in_thoughts(
 def _report(
     opened: Opened, work: Work, prompt: tuple[int, ...], ids: list[int]
 ) -> PromptReport | None:
-    """Returns the part of the prompt's report that the stream does not have. Raises BadRequest."""
+    """Returns the unreported part of the prompt's log-probabilities. Raises BadRequest."""
     reported, unseen = _reported(work), _unseen(opened, work, prompt)
     report = PromptReport.of(work.options, prompt, opened.text.piece, reported, unseen)
     if report is not None and ids and reported < len(prompt):
@@ -256,7 +255,7 @@ def _report(
 
 
 def _reported(work: Work) -> int:
-    """Returns the number of the prompt's tokens that were reported to the stream."""
+    """Returns the number of prompt tokens whose log-probabilities the stream has."""
     return 0 if work.resume is None else work.resume.reported
 
 
@@ -271,7 +270,7 @@ def _unseen(opened: Opened, work: Work, prompt: tuple[int, ...]) -> int:
 
 
 def _require_known_thoughts(opened: Opened, work: Work, prompt: Encoded) -> None:
-    """Raises BadRequest if an answer with a format might begin with thoughts unknown here."""
+    """Raises BadRequest if an answer with a format might begin with thoughts of unknown form."""
     if not isinstance(work.prompt, ChatPrompt):
         return
     if answers_in_channels(opened):
@@ -290,7 +289,7 @@ def answers_in_channels(opened: Opened) -> bool:
 
 
 def _inputs(opened: Opened, prompt: Encoded) -> Inputs:
-    """Returns the inputs of a prompt with its images. Raises BadRequest for an id without a row."""
+    """Returns a prompt's inputs with its images. Raises BadRequest for an id without embedding."""
     ids = unpack_ids(prompt.packed)
     if not prompt.named:
         if opened.images is not None:
@@ -304,14 +303,14 @@ def _inputs(opened: Opened, prompt: Encoded) -> Inputs:
 
 
 def _restore_at(place: int, keep: int, removed: int) -> int:
-    """Returns a restore point after a cut; 0 if the cut took it."""
+    """Returns the new position of a restore point after a cut; 0 if it was cut out."""
     if not removed or place <= keep:
         return place
     return max(0, place - removed) if place > keep + removed else 0
 
 
 def _facts(work: Work) -> Facts:
-    """Returns the facts of a resumed stream's beginning; empty facts for a new stream."""
+    """Returns the Facts that a resumed stream began with; empty Facts for a new stream."""
     return (None if work.resume is None else work.resume.facts) or Facts()
 
 
@@ -322,7 +321,7 @@ def _check_biases(opened: Opened, options: Options) -> None:
 
 
 def _context(opened: Opened, first: Facts, options: Options) -> int:
-    """Returns the context of this stream: a larger one of this worker does not change it."""
+    """Returns the stream's context, also if this worker has a larger context."""
     if 0 < options.num_ctx < context_policy.MIN_CONTEXT:
         raise BadRequest(
             f"option num_ctx is {options.num_ctx}, must be at least {context_policy.MIN_CONTEXT},"
@@ -351,7 +350,7 @@ def _max_tokens(first: Facts, prompt: int, context: int, options: Options) -> in
     """Returns the bound of ids over all attempts, decided by the first worker of the stream."""
     shift = options.shift
     if options.prompt_only:
-        return 1  # one token is drawn, to end the reading of the prompt, and dropped
+        return 1  # one token is sampled, to end the prefill, and dropped
     if first.max_tokens is None:
         return context_policy.completion_tokens(options.max_tokens, prompt, context, shift=shift)
     limit = context_policy.completion_limit(prompt, context, shift=shift)

@@ -1,7 +1,8 @@
-"""Starts the processes of a group's ranks after rank 0, and ends with them.
+"""Starts the processes of a group's ranks from 1 on, and ends when one of them ends.
 
-Rank 0 is the worker that the broker knows. If another rank ends, whatever the cause, this process
-ends in the same way, so that the broker sees the cause. If this process ends, the others end, too.
+Rank 0 is the worker that the broker knows. If another rank ends, whatever the cause, rank 0 ends
+with the same exit code or signal, so that the broker sees the cause. If rank 0 ends, the other
+ranks end, too.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from mlxpool.worker.groups.pipes import Orders
 
 log = logging.getLogger("mlxpool.worker")
 
-# Signals that a process brings on itself; the others come from outside.
+# Signals that a process causes itself; all other signals come from outside.
 _FAULTS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
 
 class RankProcess(threading.Thread):
     """Starts the process of a rank, waits for its end, and then ends this process.
 
-    Both happen in one thread: the kernel ends the rank with the thread that started it.
+    One thread starts the rank and waits: the kernel ends the rank with the thread that started it.
     """
 
     def __init__(self, config: WorkerConfig, environment: Mapping[str, str]) -> None:
@@ -48,7 +49,7 @@ class RankProcess(threading.Thread):
         self._start_error: OSError | None = None
 
     def begin(self) -> None:
-        """Starts the thread, and waits until it has started the process. Raises OSError."""
+        """Starts the thread, and waits until the thread has started the process. Raises OSError."""
         self.start()
         self._was_started.wait()
         if self._start_error is not None:
@@ -66,7 +67,7 @@ class RankProcess(threading.Thread):
         try:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "mlxpool.worker"],
-                stdin=subprocess.PIPE,  # which ends with this process
+                stdin=subprocess.PIPE,  # a thread that ends with this process
                 env={**self._environment, WORKER_VARIABLE: config.to_environment()},
                 pass_fds=[descriptor for descriptor in descriptors if descriptor >= 0],
             )
@@ -79,7 +80,7 @@ class RankProcess(threading.Thread):
 
 
 def _end_as(rank: int, code: int) -> NoReturn:
-    """Ends this process like the rank; `code` is Popen's exit code of the rank."""
+    """Ends this process as rank `rank` ended; `code` is Popen's exit code of the rank."""
     cause = f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
     log.critical("a rank has ended, and its group ends", extra={"rank": rank, "cause": cause})
     if code < 0:
@@ -88,10 +89,11 @@ def _end_as(rank: int, code: int) -> NoReturn:
 
 
 class StartedGroup:
-    """The other ranks of rank 0, whose processes start at once: their imports take seconds.
+    """The ranks from 1 on. Their processes start immediately, because imports take seconds.
 
     An instance is the `start_group` of the model's source. It is called after the check of the
-    model, and makes the ranks load their parts. Before that they wait, and end with this process.
+    model, and makes the ranks load their parts. Until then the ranks wait; they end with this
+    process.
     """
 
     def __init__(self, config: WorkerConfig, block: Block) -> None:
@@ -99,11 +101,11 @@ class StartedGroup:
         self._error: ModelLoadFailed | None = None
         try:
             self._links = start_ranks(config, block)
-        except ModelLoadFailed as error:  # an error of the model itself comes first
+        except ModelLoadFailed as error:  # an error of the model itself is reported first
             self._error = error
 
     def __call__(self) -> GroupLinks:
-        """Returns the links to the ranks. Raises ModelLoadFailed if they did not start."""
+        """Returns the links to the ranks. Raises ModelLoadFailed if the ranks did not start."""
         if self._links is None:
             assert self._error is not None
             raise self._error
@@ -114,7 +116,7 @@ class StartedGroup:
 def start_ranks(config: WorkerConfig, block: Block) -> GroupLinks:
     """Starts the other ranks; `block` is rank 0's block.
 
-    Raises ModelLoadFailed if they cannot be started.
+    Raises ModelLoadFailed if a rank cannot be started.
     """
     ranks = config.model.devices
     own, *others = environments(config)
@@ -149,8 +151,8 @@ def start_ranks(config: WorkerConfig, block: Block) -> GroupLinks:
 def environments(config: WorkerConfig) -> list[dict[str, str]]:
     """Returns the environment of each rank; each rank sees one GPU, in the order of ranks.
 
-    A worker that its broker started has the broker's choice of GPUs. A worker that dials has all
-    GPUs of its machine, or the GPUs in gpu_ids. Raises ModelLoadFailed.
+    A worker started by its broker uses the GPUs that the broker chose. A remote worker uses the
+    GPUs in gpu_ids, or all GPUs of its machine. Raises ModelLoadFailed.
     """
     ranks = config.model.devices
     if sys.platform != "linux":
@@ -171,7 +173,7 @@ def environments(config: WorkerConfig) -> list[dict[str, str]]:
 def keep_ports(count: int, kept: ExitStack) -> list[int]:
     """Returns free ports of this machine, reserved for MLX until `kept` is closed.
 
-    Ranks listen on them seconds later. The reservations do not prevent it, because MLX's sockets
+    Ranks listen on these ports seconds later. The reservations allow this, because MLX's sockets
     have SO_REUSEADDR.
     """
     sockets = [kept.enter_context(listening.reserve(LOOPBACK)) for _ in range(count)]
@@ -179,7 +181,7 @@ def keep_ports(count: int, kept: ExitStack) -> list[int]:
 
 
 def hosts_file(ports: Sequence[int]) -> int:
-    """Returns the descriptor of a file without a name, as MLX's ring reads it."""
+    """Returns the descriptor of an unnamed file with these ports, in the format of MLX's ring."""
     with tempfile.TemporaryFile() as file:
         file.write(json.dumps([[f"{LOOPBACK}:{port}"] for port in ports]).encode())
         file.flush()

@@ -1,8 +1,9 @@
-"""Adds tokens that other files than tokenizer.json name, and notes contradictions between files.
+"""Adds tokens that only other files than tokenizer.json name, and notes contradictions.
 
 The rules are those of transformers: `added_tokens_decoder` of tokenizer_config.json decides how a
-token is found in a text, and tokenizer.json decides its id. A token that only the former has gets
-the next id; it is not added if the file names another id or if the model has no row for the id.
+token is found in a text, and tokenizer.json decides its id. A token that only tokenizer_config.json
+has gets the next id; it is not added if this file names another id or if the model has no embedding
+for the id.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from mlxpool.worker.weights.special_tokens import OLDER_SETTINGS, SETTINGS, text
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 LISTS = ("additional_special_tokens", "extra_special_tokens")
 OLDER_IDS = "added_tokens.json"
-MAX_TOLD = 3  # named contradictions of a kind
+MAX_TOLD = 3  # the most named tokens in a note
 _ID = re.compile(r"[0-9]{1,9}")
 
 TokenFields = Mapping[str, str | bool]  # arguments of AddedToken
 
 
 class AddedTokens:
-    """The tokens to add to a model's tokenizer: `fields` of each. `notes`: contradictions."""
+    """The tokens to add to a model's tokenizer: `fields` of each token. `notes`: contradictions."""
 
     def __init__(self, files: FileLookup, tokenizer: Tokenizer, rows: int) -> None:
-        """`rows`: rows of the model's embedding. Raises ModelLoadFailed if a file is not JSON."""
+        """`rows`: rows of the embedding table. Raises ModelLoadFailed if a file is not JSON."""
         self.fields: list[TokenFields] = []
         self._told: dict[str, list[str]] = {}
         self._tokenizer, self._rows = tokenizer, rows
@@ -51,7 +52,7 @@ class AddedTokens:
 
     @property
     def notes(self) -> list[str]:
-        """The contradictions of other files, a sentence for each kind."""
+        """The contradictions between files, a sentence for each type of contradiction."""
         return [_sentence(kind, named) for kind, named in self._told.items()]
 
     def _tell(self, kind: str, words: str) -> None:

@@ -1,8 +1,7 @@
-"""A chat whose last message is an answer that goes on: its text ends at the end of that message.
+"""A chat whose last message is an unfinished answer: the rendered text ends with that message.
 
-The chat is rendered with a mark after the message. The text from the mark on is cut off, with all
-that the template writes there. So white space at the end of the message, which templates strip,
-stays. Pure.
+The chat is rendered with a mark after the message. The text from the mark on is cut off. So white
+space at the end of the message stays, although templates strip it. Pure.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ CONTENT, THOUGHTS = "content", "reasoning_content"
 def marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
     """Returns messages with a mark after the text of the last message, and the mark.
 
-    A message with only thoughts goes on within these. Raises BadRequest if all marks occur.
+    If the message has only thoughts, the mark is after the thoughts. Raises BadRequest if all
+    possible marks occur in the message.
     """
     texts = [*texts_of(messages)]
     mark = next((seam for seam in reversed(SEAMS) if not any(seam in text for text in texts)), "")

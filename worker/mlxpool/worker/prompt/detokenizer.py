@@ -1,7 +1,7 @@
 """The incremental detokenizer: computes T(k), the text of the first k token ids of a completion.
 
 After k ids the client has exactly T(k): the bytes of the k ids, minus an incomplete UTF-8 sequence
-at the end, minus the longest suffix that may begin a stop string. T depends on the ids alone and
+at the end, minus the longest suffix that may begin a stop string. T depends only on the ids, and
 only grows. `finish` releases the text that T holds back.
 """
 
@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 
 
 class _StopMatcher:
-    """Finds all stop strings at once (Aho-Corasick), with one step for each character.
+    """Searches all stop strings together (Aho-Corasick), with one step for each character.
 
-    A state stands for the longest suffix of the text that begins a stop string; 0: no suffix does.
+    A state is the longest suffix of the text that begins a stop string; 0: no such suffix.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
@@ -66,8 +66,8 @@ class _StopMatcher:
 class WholeTexts(dict[int, str | None]):
     """The text of each token by its id; None if the token begins or ends inside a character.
 
-    The texts of `pieces`, the bytes of the first tokens, are made at once; other texts on first
-    use, by `piece`.
+    The texts of `pieces`, the bytes of the first tokens, are made immediately; all other texts on
+    first use, by `piece`.
     """
 
     def __init__(self, piece: Callable[[int], bytes], pieces: Iterable[bytes] = ()) -> None:
@@ -89,9 +89,9 @@ def _whole_text(piece: bytes) -> str | None:
 class Detokenizer:
     """The text of one completion, released as T grows.
 
-    The text ends before the first stop string. The stop string that is complete first wins; if
-    several are complete at the same character, the longest. So the end depends only on the text,
-    neither on its split into tokens nor on the order of the stop strings.
+    The text ends before the first stop string. The first complete stop string wins; if several are
+    complete at the same character, the longest wins. So the end depends only on the text, neither
+    on its split into tokens nor on the order of the stop strings.
     """
 
     def __init__(
@@ -100,21 +100,21 @@ class Detokenizer:
         stops: tuple[str, ...],
         texts: WholeTexts | None = None,
     ) -> None:
-        """`piece` returns the bytes of a token; `texts` of `piece` may serve many completions."""
+        """`piece` returns a token's bytes; `texts` of `piece` may be shared by completions."""
         self._piece = piece
         self._texts = WholeTexts(piece) if texts is None else texts
         self._stops = _StopMatcher(stops) if stops else None
-        self._between = not stops  # no text is held back, and no stop string has to be found
+        self._between = not stops  # no text is withheld, and no stop string has to be found
         self._state = 0  # of the matcher
         self._undecoded = b""  # an incomplete UTF-8 sequence
         self._held = ""
         self.stopped = False  # a stop string was completed; no more text is released
 
     def push(self, token: int) -> str:
-        """Appends one id. Returns the text that T gains, which is often empty."""
+        """Appends one id. Returns the text added to T, often ""."""
         if self._between:
             text = self._texts[token]
-            if text is not None:  # as of most tokens
+            if text is not None:  # the usual case
                 return text
         return self._append(self._piece(token))
 
@@ -124,11 +124,11 @@ class Detokenizer:
         return self._stops is not None
 
     def replay(self, tokens: Iterable[int]) -> str:
-        """Appends many ids. Returns the same text as `push` for each of them in turn."""
+        """Appends many ids. Returns the joined texts of `push` for each id."""
         return self._append(b"".join(map(self._piece, tokens)))
 
     def finish(self) -> str:
-        """Returns the text held back so far; "" after a stop. Incomplete UTF-8 becomes U+FFFD."""
+        """Returns the withheld text; "" after a stop string. Incomplete UTF-8 becomes U+FFFD."""
         text = self._append(b"", final=True)
         rest, self._held = self._held, ""
         self._state = 0
@@ -142,7 +142,7 @@ class Detokenizer:
         return new if self._stops is None else self._release(self._stops, new)
 
     def _release(self, stops: _StopMatcher, new: str) -> str:
-        """Appends decoded text. Returns the text that T gains."""
+        """Appends decoded text. Returns the text added to T."""
         if self.stopped:
             return ""
         end, stop = self._scan(stops, new)
@@ -155,9 +155,10 @@ class Detokenizer:
         return text[:keep]
 
     def _scan(self, stops: _StopMatcher, new: str) -> tuple[int, int]:
-        """Feeds `new` up to the end of a stop string.
+        """Searches `new` up to the end of a stop string.
 
-        Returns the characters fed and the length of the stop string, 0 if there was none.
+        Returns the number of searched characters and the length of the stop string, 0 without a
+        stop string.
         """
         state, at = self._state, 0
         while at < len(new):

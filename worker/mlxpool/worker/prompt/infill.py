@@ -1,4 +1,4 @@
-"""Prompts of a text with a gap, for models whose tokenizer has tokens for gaps. Pure."""
+"""Fill-in-the-middle prompts, for models whose tokenizer has tokens for the gap. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ NO_INFILL = (
     "suffix is not supported: the tokenizer of this model has no tokens for a text before and after"
     " a gap; leave it out"
 )
-# Tokens that such models draw after the text of a gap. They end it, but need not end other answers.
+# Tokens that such models draw after the text of a gap. These end the text, but need not end other
+# answers.
 ENDS = (
     "<EOT>",
     "<|endoftext|>",
@@ -25,9 +26,9 @@ ENDS = (
 
 
 class InfillTokens(Struct, frozen=True):
-    """The tokens before the text that precedes the gap, before the text after it, and at the end.
+    """The tokens before the prefix (text before the gap), before the suffix, and at the end.
 
-    `suffix_first`: the text after the gap comes first. `middle`: "" if there is no such token.
+    `suffix_first`: the suffix comes first. `middle`: "" if there is no such token.
     """
 
     prefix: str
@@ -47,7 +48,7 @@ KNOWN = (
     InfillTokens("<PRE>", "<SUF>", "<MID>"),
     InfillTokens("[PREFIX]", "[SUFFIX]", suffix_first=True),  # Codestral
 )
-_JOINT = "\n"  # after this text, other texts are encoded as inside of a text
+_JOINT = "\n"  # a text after this text is encoded as inside of a text
 
 
 def infill_ids(
@@ -59,7 +60,7 @@ def infill_ids(
     """Returns the ids of a prompt with a gap after `prompt` and before `suffix`.
 
     `id_of` returns the id of a token, or None; `encode` the ids of a text. Raises BadRequest for a
-    tokenizer without such tokens.
+    tokenizer without tokens for gaps.
     """
     for tokens in KNOWN:
         names = [tokens.prefix, tokens.suffix, *([tokens.middle] if tokens.middle else [])]
@@ -74,7 +75,7 @@ def infill_ids(
 
 
 def _inside(text: str, encode: Callable[[str], Sequence[int]]) -> list[int]:
-    """Returns the ids of a text inside of another: some tokenizers begin each text with a space."""
+    """Returns ids of a text inside of another text: some tokenizers begin texts with a space."""
     joint, both = [*encode(_JOINT)], [*encode(_JOINT + text)]
     plain = both[: len(joint)] == joint
     return both[len(joint) :] if plain else [*encode(text)]

@@ -1,7 +1,7 @@
-"""The tokenizer data of a load, kept for later loads of the same files. No MLX.
+"""A cache of tokenizer data for later loads of the same files. No MLX.
 
-Other processes read the tokenizer itself (preparation/fork_server.py), so a load that finds the
-kept data need not read it.
+Other processes read the tokenizer itself (preparation/fork_server.py), so a load with cached data
+need not read it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class KeptText(Struct, frozen=True):
 
 
 def text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource, tuple[str, ...]]:
-    """Returns the bytes of tokens, the source for processes that prepare requests, and log notes.
+    """Returns the bytes of tokens, the source for preparing processes, and notes to log.
 
-    Raises ModelLoadFailed as ChatTokenizer.from_folder.
+    Raises ModelLoadFailed like ChatTokenizer.from_folder.
     """
-    key = _key(folder)
-    file = KeptFile(KIND, key)
-    # The digest leaves out templates that are no regular files, which the reading below refuses.
-    kept = _decoded(file) if all_regular(folder.files) else None
+    file = KeptFile(KIND, _key(folder))
+    # The digest omits templates that are not regular files; `_read` refuses these.
+    known = all(template.is_file() for template in named_files(folder.files))
+    kept = _decoded(file) if known else None
     if kept is None:
         kept = _read(folder)
         # Files that changed since they were checked were read; nothing is kept of these.

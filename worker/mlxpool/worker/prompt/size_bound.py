@@ -1,7 +1,7 @@
-"""A lower bound of the tokens of a text from its bytes: refuses texts that cannot fit at once.
+"""A lower bound of a text's tokens from its bytes, to refuse too long texts before tokenising.
 
-A text of n bytes has at least n / b tokens, if no token stands for more than b bytes and the
-tokenizer leaves no byte out. `max_bytes_per_token` finds b, if that is known of a tokenizer.
+A text of n bytes has at least n / b tokens, if no token covers more than b bytes and the tokenizer
+omits no byte. `max_bytes_per_token` returns b, if b is known of a tokenizer.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from mlxpool.common.errors import BadRequest, ContextExceeded
 
 # NFC makes at most three bytes of text one byte: it composes nine bytes of Hangul letters to three.
 NFC_SHRINKS = 3
-NO_BOUND = 2**63 - 1  # tokens of a prompt that is truncated to its context
+NO_BOUND = 2**63 - 1  # the most tokens of a prompt that is truncated to the context
 _BYTES = 256
 TOO_LONG = "shorten the prompt, or set the option truncate"
 _DROPS_NOTHING = {"ByteLevel", "Digits", "Metaspace", "Split", "Punctuation"}
 
 
 def max_bytes_per_token(tokenizer: Mapping[str, Any]) -> int | None:
-    """Returns the most bytes of text that one token stands for; None: not known.
+    """Returns the most bytes of text that one token covers; None: not known.
 
     `tokenizer` is the content of tokenizer.json.
     """
@@ -29,7 +29,7 @@ def max_bytes_per_token(tokenizer: Mapping[str, Any]) -> int | None:
     if (
         factor is None
         or not _keeps_all(tokenizer.get("pre_tokenizer"))
-        or any(token.get("lstrip") or token.get("rstrip") for token in added)  # take in any spaces
+        or any(token.get("lstrip") or token.get("rstrip") for token in added)  # absorb any spaces
     ):
         return None
     longest = _longest_token(tokenizer)
@@ -57,7 +57,7 @@ def _shrinking(normalizer: Mapping[str, Any] | None) -> int | None:
 
 
 def _keeps_all(pre_tokenizer: Mapping[str, Any] | None) -> bool:
-    """Returns whether every character of a text is in one of the pieces that it is split into."""
+    """Returns whether every character of a text is in one of the text's pieces."""
     return all(
         step.get("type") in _DROPS_NOTHING and step.get("behavior") != "Removed"
         for step in _flat(pre_tokenizer, "pretokenizers")
@@ -79,7 +79,7 @@ def _longest_token(tokenizer: Mapping[str, Any]) -> int | None:
     ]
     if not any(step.get("type") == "ByteLevel" for step in steps):
         return None
-    known = sum(len(token) == 1 for token in vocab) >= _BYTES  # a character stands for a byte
+    known = sum(len(token) == 1 for token in vocab) >= _BYTES  # a character represents a byte
     return max(map(len, vocab)) if known else None
 
 
@@ -108,7 +108,7 @@ def check_bytes(size: int, max_bytes: int | None, context: int) -> None:
 
 
 def check_tokens(count: int, context: int) -> None:
-    """Raises BadRequest for an empty prompt, ContextExceeded if it leaves no token free."""
+    """Raises BadRequest for an empty prompt, ContextExceeded if the prompt leaves no token free."""
     if not count:
         raise BadRequest(
             "the prompt is empty: it has no tokens, and the model puts none in front of it"
@@ -122,7 +122,7 @@ def check_tokens(count: int, context: int) -> None:
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, what: str) -> None:
-    """Raises BadRequest for an id without a row in the model; `what` is the name of the ids."""
+    """Raises BadRequest for an id without an embedding; `what`: the ids' name in errors."""
     largest = max(ids, default=0)
     if largest >= vocab_size:
         raise BadRequest(

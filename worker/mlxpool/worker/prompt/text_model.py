@@ -17,7 +17,7 @@ from mlxpool.worker.prompt.detokenizer import WholeTexts
 class RenderedChat(Struct, frozen=True):
     """A chat as text; `messages_end`: its characters before the generation prompt, 0: unknown.
 
-    `thinks`: the text ends inside the model's thoughts. `cuts`: the places at which the text is
+    `thinks`: the text ends inside the model's thoughts. `cuts`: the positions at which the text is
     divided before it is tokenized, see media.literals.
     """
 
@@ -30,8 +30,8 @@ class RenderedChat(Struct, frozen=True):
 class TextModel(Protocol):
     """Tokenizer and chat templates of a model.
 
-    Only `piece` is called by the compute thread. The other methods run in processes with bounds,
-    see worker/preparation: they may take any time and memory.
+    Only `piece` is called by the compute thread. The other methods may take any time and memory, so
+    they run in processes with limits, see worker/preparation.
     """
 
     max_bytes_per_token: int | None  # None: not known, see size_bound
@@ -42,10 +42,10 @@ class TextModel(Protocol):
 
     @property
     def controls(self) -> tuple[Sequence[str], Sequence[str]]:
-        """Texts of control tokens: special tokens, and others that chat templates write."""
+        """Texts of control tokens: special tokens, and other added tokens in chat templates."""
 
     def read_image(self, data: bytes, index: int) -> PreparedImage:
-        """Decodes the file of image `index` of a request. Raises BadRequest with its index."""
+        """Decodes the file of image `index` of a request. Raises BadRequest with the index."""
 
     def piece(self, token: int) -> bytes: ...
 
@@ -64,9 +64,10 @@ class TextModel(Protocol):
         """Tokenizes a text, a gap, and then `suffix`. Raises BadRequest."""
 
     def encode(self, text: str, cuts: Sequence[int] = (), *, begins: bool = True) -> list[int]:
-        """Tokenizes a text; no token spans a place of `cuts`.
+        """Tokenizes a text; no token spans a position in `cuts`.
 
-        `begins`: the ids begin like a prompt; False for a rendered chat, which has its own begin.
+        `begins`: the ids begin like a prompt; False for a rendered chat, which has its own begin
+        tokens.
         """
 
     def restore_at(self, text: str, messages_end: int, ids: Sequence[int]) -> int: ...
@@ -75,7 +76,7 @@ class TextModel(Protocol):
 
 
 class TokenTable(Struct, frozen=True):
-    """The bytes of each token, by its id: all that the compute thread needs of a tokenizer.
+    """The bytes of each token by id; the compute thread needs no other tokenizer data.
 
     `max_bytes_per_token`: see size_bound.
     """
@@ -89,7 +90,7 @@ class TokenTable(Struct, frozen=True):
 
 
 class TextSource(Struct, frozen=True):
-    """The data for another process to prepare requests of a model, see ChatTokenizer.from_source.
+    """The data with which another process prepares requests, see ChatTokenizer.from_source.
 
     `sha256`: digest of the file `tokenizer`. `templates`: sources of chat templates by name.
     `tokens`: special tokens by the name that templates use. `max_bytes_per_token`: see size_bound.
@@ -109,7 +110,7 @@ class TextSource(Struct, frozen=True):
     closings: Sequence[Sequence[int]] = ()
 
     def as_map(self) -> dict[str, Any]:
-        """Returns plain values for another process; `from_map` makes a source from them again."""
+        """Returns a map of plain values for another process, see `from_map`."""
         return as_map(self)
 
     @classmethod
@@ -124,11 +125,11 @@ class TextSource(Struct, frozen=True):
 class Opened:
     """A model whose folder was checked; its weights are not loaded yet.
 
-    `source`: the data for other processes to prepare requests; None: `text` is our own code and
-    prepares them. `eos`: the tokens that end an answer. `no_format`: why answers cannot be
-    constrained to a format; "": they can. `no_prompt_logprobs`: why log-probabilities of prompts
-    are not available. `plain_contents`: control tokens written in contents are plain text, unless
-    a request decides otherwise.
+    `source`: the data with which other processes prepare requests; None: `text` is our own code and
+    prepares requests. `eos`: the tokens that end an answer. `no_format`: why answers cannot be
+    constrained to a format; "": formats are possible. `no_prompt_logprobs`: why log-probabilities
+    of prompts are not available. `plain_contents`: control tokens in message contents are plain
+    text, unless a request decides otherwise.
     """
 
     digest: str

@@ -1,4 +1,4 @@
-"""The thoughts of an answer: their own end, and the tokens that end them at a bound.
+"""The thoughts of an answer: their natural end, and the tokens that end them at a bound.
 
 Their state depends only on the ids, so a resumed answer is bounded as before. Pure.
 """
@@ -19,9 +19,9 @@ from mlxpool.common.errors import BadRequest
 class ThoughtMarks(Struct, frozen=True):
     """The texts around thoughts in one format of chat templates.
 
-    `closings`: the texts that end thoughts at a bound. With tools, the first bound has the first
-    text; otherwise and later the last text is used. `again`: thoughts may begin anywhere,
-    otherwise only at the beginning of the answer.
+    `closings`: the texts that end thoughts at a bound. With tools, the first time the first text is
+    used; otherwise and later, the last text. `again`: thoughts may begin anywhere; if False, only
+    at the beginning of the answer.
     """
 
     begin: bytes
@@ -34,7 +34,7 @@ class ThoughtMarks(Struct, frozen=True):
 MARKS: Mapping[str, ThoughtMarks] = {
     "tags": ThoughtMarks(b"<think>", (b"</think>",), ("</think>",)),
     "brackets": ThoughtMarks(b"[THINK]", (b"[/THINK]",), ("[/THINK]",)),
-    # The next message: with tools the model chooses its channel, which may be that of a tool call.
+    # The next message: with tools the model chooses its channel, possibly a tool call's channel.
     "harmony": ThoughtMarks(
         b"<|channel|>analysis<|message|>",
         (b"<|end|>", b"<|start|>", b"<|channel|>", b"<|call|>", b"<|return|>"),
@@ -42,7 +42,7 @@ MARKS: Mapping[str, ThoughtMarks] = {
         again=True,
     ),
 }
-# The marks of thoughts that a prompt has opened, in any of the formats in which it may do so.
+# The marks of thoughts that a prompt has opened, in any format whose prompts can open thoughts.
 OPENED = ThoughtMarks(
     b"", MARKS["tags"].ends + MARKS["brackets"].ends, MARKS["tags"].closings, again=False
 )
@@ -66,8 +66,8 @@ def closings_of(thinking: str | None, templates: Iterable[str]) -> tuple[str, ..
 class Thoughts:
     """Takes the tokens of an answer until its thoughts have ended.
 
-    With `most`, thoughts have at most `most` tokens before a mark that ends them. If `closings`
-    have tokens before the mark, these are the last of them. Tokens of the marks do not count.
+    With `most`, thoughts have at most `most` tokens before the mark that ends them. These include
+    the tokens of `closings` before the mark. Tokens of the marks do not count.
     """
 
     def __init__(
@@ -86,17 +86,17 @@ class Thoughts:
         self._closings = closings
         self._bounds = [self._bound(most, closing) for closing in closings if most is not None]
         self._closed = 0  # times that a bound has closed thoughts
-        self._text = b""  # the end of the answer, which may begin a mark
+        self._text = b""  # the last text of the answer, which may begin a mark
         self._longest = max(map(len, (marks.begin, *marks.ends)))
         self.count = 0
-        self.forced: deque[int] = deque()  # the tokens that follow, if the bound is reached
+        self.forced: deque[int] = deque()  # the next forced tokens, if the bound is reached
         self.ended = False
         if inside:
             self._close_at_bound()
 
     @property
     def left(self) -> int | None:
-        """The least tokens that may be drawn before a token is forced; None: no bound."""
+        """The fewest tokens that can be sampled before a token is forced; None: no bound."""
         return max(0, min(self._bounds) - self.count) if self._bounds else None
 
     def _bound(self, most: int, closing: Sequence[int]) -> int:
@@ -146,11 +146,11 @@ class Thoughts:
             self._closed += 1
 
     def _after(self, ended: bool) -> None:
-        """Notes the end of these thoughts; unless `ended`, others may follow."""
+        """Handles the end of these thoughts; unless `ended`, more thoughts may follow."""
         self._inside, self._text, self.ended = False, b"", ended
 
     def copy(self) -> Self:
-        """Returns independent thoughts with the same state."""
+        """Returns an independent copy."""
         thoughts = copy.copy(self)
         thoughts.forced = self.forced.copy()
         return thoughts

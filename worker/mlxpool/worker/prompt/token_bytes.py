@@ -44,8 +44,8 @@ DecodeStep = Callable[[str, bool], str]  # (a token's text, whether it begins th
 class DecodeRule(Struct, frozen=True):
     """The conversion of a token's text in the vocabulary to bytes.
 
-    `literal`: added tokens stand for their own text and skip the steps. `strip`: the number of
-    spaces that are removed from the beginning of a whole text.
+    `literal`: added tokens are their own text and skip the steps. `strip`: the number of spaces
+    that are removed from the beginning of a whole text.
     """
 
     steps: tuple[DecodeStep, ...] = ()
@@ -62,8 +62,8 @@ class DecodeRule(Struct, frozen=True):
 class TokenBytes:
     """The bytes of every token id; b"" for an unknown id.
 
-    `self[token]` are the bytes that a token adds inside of a text, such as a completion after its
-    prompt. `whole` returns the text of ids that begin a text.
+    `self[token]` are the bytes that a token adds inside of a text, for example in a completion.
+    `whole` returns the text of ids that begin a text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -123,7 +123,7 @@ def _flat(part: Mapping[str, Any], inner: str) -> Iterator[Mapping[str, Any]]:
 
 
 def read_rule(steps: Sequence[Mapping[str, Any]] | None) -> DecodeRule:
-    """Returns the rule of decoder steps; without steps, tokens are words between spaces.
+    """Returns the DecodeRule of decoder steps; without steps, tokens are words between spaces.
 
     Raises ModelLoadFailed for a step that cannot be applied token by token.
     """
@@ -208,7 +208,7 @@ _READERS: Mapping[str, Callable[[DecodeRule, Mapping[str, Any]], DecodeRule]] = 
 
 @lru_cache(maxsize=1)
 def _byte_of_char() -> dict[str, int]:
-    """Returns the byte of each character of byte-level vocabularies; each stands for one byte."""
+    """Returns the byte of each character of byte-level vocabularies; each character is one byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in set(printable)]
     table = {chr(byte): byte for byte in printable}

@@ -29,7 +29,7 @@ from mlxpool.worker.weights.inspect import ModelFolder
 from mlxpool.worker.weights.json_files import read_file
 
 _PREFIX_PROBE = 256  # characters that are encoded to check whether a text begins with `prefix`
-_MAX_NAMED = 3  # tokens named in an error that could list thousands
+_MAX_NAMED = 3  # the most tokens named in an error
 
 
 class ChatTokenizer:
@@ -46,7 +46,7 @@ class ChatTokenizer:
         source: TextSource,
         notes: Sequence[str] = (),
     ) -> None:
-        """`notes`: contradictions of its files. Raises ModelLoadFailed for an unknown decoder."""
+        """`notes`: contradictions between files. Raises ModelLoadFailed for an unknown decoder."""
         self.source = source
         self.notes = notes
         self.prefix = tuple(source.prefix)
@@ -63,7 +63,7 @@ class ChatTokenizer:
 
     @classmethod
     def from_folder(cls, folder: ModelFolder) -> ChatTokenizer:
-        """Raises ModelLoadFailed if the tokenizer or a template cannot be used with the model."""
+        """Opens a model's tokenizer. Raises ModelLoadFailed if it or a template cannot be used."""
         file = folder.files / "tokenizer.json"
         tokenizer, data = read_tokenizer(file)
         added = AddedTokens(folder.files, tokenizer, folder.plan.embedding_rows)
@@ -87,7 +87,7 @@ class ChatTokenizer:
 
     @classmethod
     def from_source(cls, source: TextSource) -> ChatTokenizer:
-        """Makes it in another process. Raises ModelLoadFailed if a file has changed."""
+        """Opens a tokenizer in another process. Raises ModelLoadFailed if a file has changed."""
         tokenizer, data = read_tokenizer(Path(source.tokenizer))
         add_tokens(tokenizer, source.added)
         if hashlib.sha256(data).hexdigest() != source.sha256:
@@ -95,7 +95,7 @@ class ChatTokenizer:
         return cls(tokenizer, ChatTemplates(compiled(source.templates), source.tokens), source)
 
     def encode(self, text: str, cuts: Sequence[int] = (), *, begins: bool = True) -> list[int]:
-        """Returns the ids of a prompt; they begin with `prefix`, which is added if missing.
+        """Returns the ids of a prompt, which begin with `prefix`; a missing prefix is added.
 
         Without `begins`, returns only the ids of the text. Special tokens written out in the text
         become special ids, unless one of `cuts` divides them. Raises BadRequest if the text is not
@@ -120,7 +120,7 @@ class ChatTokenizer:
         return TokenTable(pieces, self.max_bytes_per_token)
 
     def read_image(self, data: bytes, index: int) -> PreparedImage:
-        """See TextModel. It may take any time and memory: call it in a process with bounds."""
+        """See TextModel. Call it in a process with limits: it may take any time and memory."""
         from mlxpool.worker.media.decode import prepared_image  # the worker itself needs no Pillow
 
         assert self.images is not None
@@ -141,7 +141,7 @@ class ChatTokenizer:
     ) -> RenderedChat:
         """Returns the text of a chat; `continues`: without the beginning of an answer at the end.
 
-        A template may take any time and memory: call it in a process with bounds. Raises
+        Call it in a process with limits: a template may take any time and memory. Raises
         BadRequest, see ChatTemplates.render.
         """
         if continues:
@@ -162,10 +162,10 @@ class ChatTokenizer:
     def restore_at(self, text: str, messages_end: int, ids: Sequence[int]) -> int:
         """Returns the number of ids before the generation prompt.
 
-        It begins at the character `messages_end`; an id that spans its begin is not counted.
-        Mostly it begins with a special token; then its ids are the last ids of the prompt.
-        Otherwise the character offsets of all tokens are computed, which takes as long as encoding
-        the text.
+        The generation prompt begins at the character `messages_end`; an id across this position is
+        not counted. Mostly the generation prompt begins with a special token; then its ids are the
+        last ids of the prompt. Otherwise the character offsets of all tokens are computed, which
+        takes as long as encoding the text.
         """
         last = self._ids(text[messages_end:])
         if list(ids[-len(last) :]) == last:
@@ -202,9 +202,9 @@ def closings_of(tokenizer: Tokenizer, templates: Mapping[str, str]) -> list[list
 
 
 def image_input(folder: ModelFolder, tokenizer: Tokenizer) -> ImageInput | None:
-    """Returns the model's settings for images; None: it takes only text.
+    """Returns the model's settings for images; None: the model takes only text.
 
-    Raises ModelLoadFailed if the tokenizer lacks a token that stands for images.
+    Raises ModelLoadFailed if the tokenizer lacks the token for images.
     """
     vision = folder.vision
     if vision is None:
@@ -224,7 +224,7 @@ def image_input(folder: ModelFolder, tokenizer: Tokenizer) -> ImageInput | None:
 def is_panic(error: BaseException) -> bool:
     """Returns whether an error is a panic of native code, which is not an Exception.
 
-    For example, a pattern of a tokenizer that needs too many tries panics.
+    For example, a tokenizer's pattern that needs too many tries panics.
     """
     return type(error).__name__ == "PanicException"
 
@@ -246,10 +246,10 @@ def read_tokenizer(file: Path) -> tuple[Tokenizer, bytes]:
 def check_vocabulary(
     tokenizer: Tokenizer, rows: int, prefix: Sequence[int], chat: ChatTemplates
 ) -> None:
-    """Checks that the ids of texts have rows in the model's embedding. Raises ModelLoadFailed.
+    """Checks that the ids of texts have embeddings. Raises ModelLoadFailed.
 
-    An added token without a row is accepted if neither the prefix nor a template writes it: some
-    models keep the added tokens of a larger sibling. A prompt with such a token is refused.
+    An added token without an embedding is accepted if neither the prefix nor a template writes it:
+    some models have the added tokens of a larger sibling. A prompt with this token is refused.
     """
     beyond = [id for id in tokenizer.get_vocab(with_added_tokens=False).values() if id >= rows]
     if beyond:
@@ -271,7 +271,7 @@ def check_vocabulary(
 
 
 def _max_bytes(data: bytes, added: Sequence[TokenFields]) -> int | None:
-    """Returns the most bytes of text that a token stands for, see size_bound."""
+    """Returns the most bytes of text that a token covers, see size_bound."""
     whole = json.loads(data)
     whole["added_tokens"] = [*(whole.get("added_tokens") or ()), *added]
     return max_bytes_per_token(whole)
@@ -280,7 +280,7 @@ def _max_bytes(data: bytes, added: Sequence[TokenFields]) -> int | None:
 def _prefix(tokenizer: Tokenizer, bos_token: str | None, add_bos: bool | None) -> list[int]:
     """Returns the ids that the tokenizer's own post-processor prepends.
 
-    `add_bos` True adds the begin token if it is missing; False removes it.
+    `add_bos` True adds a missing begin token; False removes the begin token.
     """
     bos = None if bos_token is None else tokenizer.token_to_id(bos_token)
     prefix = _processed_prefix(tokenizer)

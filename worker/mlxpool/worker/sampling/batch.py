@@ -23,8 +23,8 @@ from mlxpool.worker.transfers.uploads import Upload, upload_copy
 NO_TOKEN = -1  # the result for logits that are not numbers
 MIN_TEMPERATURE = 1e-7
 _SEED = 2**64 - 1
-NO_TOP_P = 2.0  # a top-p that keeps all tokens, however sums are rounded
-# All options with their own arrays or kernels, each in use: engines warm up with them.
+NO_TOP_P = 2.0  # a top-p that keeps all tokens, for any rounding of sums
+# Options that use every array and kernel: engines warm up with these.
 ALL_OPTIONS = Options(
     min_p=0.01,
     repeat_penalty=1.1,
@@ -35,7 +35,7 @@ ALL_OPTIONS = Options(
     top_logprobs=1,
 )
 
-Rows = dict[Sequence, int]  # the row of each sequence in a SamplerOutput
+Rows = dict[Sequence, int]  # sequence -> its row index in a SamplerOutput
 # Makes a SampledToken from its fields in half the time of SampledToken(...).
 _new_token: Callable[[tuple[Sequence, int, None]], SampledToken] = partial(
     tuple.__new__, SampledToken
@@ -49,7 +49,7 @@ class SampleRequest(Struct, frozen=True):
     """The sampler input of one row.
 
     `position` counts the completion tokens before this token. `history` is prompt and completion so
-    far, or at least the tokens that penalties count; unused without penalties. `scored`: see
+    far, or at least the tokens that penalties count; it is unused without penalties. `scored`: see
     Sequence.
     """
 
@@ -63,8 +63,8 @@ class SampleRequest(Struct, frozen=True):
 def penalty_history(seq: Sequence, awaited: int = 0) -> Many[int]:
     """Returns the tokens that penalties count, or more; empty without penalties.
 
-    They are the newest tokens of the stream, including tokens that a shift has discarded: at most a
-    whole context, with the `awaited` tokens between them and the token to be drawn.
+    They are the newest tokens of the stream, including tokens discarded by a context shift: at most
+    a whole context, together with the `awaited` tokens between them and the token to sample.
     """
     if not has_penalties(seq.options):
         return ()
@@ -76,7 +76,7 @@ def penalty_history(seq: Sequence, awaited: int = 0) -> Many[int]:
 
 
 def last_token(seq: Sequence) -> int:
-    """Returns the newest token, after which the next one is sampled."""
+    """Returns the newest token; the next token is sampled after it."""
     return seq.ids[-1] if seq.ids else seq.prompt[-1]
 
 
@@ -95,8 +95,8 @@ class SamplingBatch:
 
     Columns are [R, 1], to broadcast over the vocabulary. `top_p_of_best`: some row has a top-p and
     some row a top-k, after which top-p is cheap. `top_p_of_all`: some row has a top-p but no top-k.
-    `scored` has for each row the tokens with requested log-probabilities. `upload` gives the device
-    the numbers of the rows; the first pass that needs them evaluates the upload.
+    `scored` has for each row the tokens with requested log-probabilities. `upload` makes device
+    arrays of the options; the first pass that needs an array evaluates it.
     """
 
     def __init__(
@@ -134,7 +134,8 @@ class SamplingBatch:
     def part(self, first: int, end: int) -> SamplingBatch:
         """Returns the batch of the rows [first, end).
 
-        It has log-probabilities of the same number of tokens, so outputs of parts can be joined.
+        The part has log-probabilities of the same number of tokens as the batch, so outputs of
+        parts can be joined.
         """
         width = max(map(len, self.scored), default=0)
         scored = [(*ids, *[0] * (width - len(ids))) for ids in self.scored[first:end]]
@@ -183,16 +184,16 @@ class SamplingBatch:
 
     @cached_property
     def bias_arrays(self) -> tuple[mx.array, mx.array, mx.array]:
-        """Rows, tokens and the biases that are added to their logits."""
+        """Row indices, tokens, and the biases to add to the logits of these tokens."""
         lines, tokens, biases = zip(*self.biases, strict=True)
         rows, ids = self.upload(np.array([lines, tokens], dtype=np.int32))
         return rows, ids, self.upload(np.array(biases, dtype=np.float32))
 
     @cached_property
     def bias_columns(self) -> tuple[mx.array, mx.array]:
-        """Tokens [R, b] of each row and the biases [R, b] that are added to their logits.
+        """Tokens [R, b] of each row, and the biases [R, b] to add to the logits of these tokens.
 
-        NO_TOKEN fills rows with fewer tokens.
+        Rows with fewer tokens are padded with NO_TOKEN.
         """
         width = max(len(options.logit_bias) for options in self.options)
         ids = np.full((len(self.options), width), NO_TOKEN, dtype=np.int32)
@@ -204,14 +205,14 @@ class SamplingBatch:
 
     @cached_property
     def scored_ids(self) -> mx.array:
-        """[R, s] the tokens that rows ask for; token 0 fills rows with fewer tokens."""
+        """[R, s] the tokens with requested log-probabilities, padded with token 0."""
         width = max(map(len, self.scored))
         padded = [[*ids, *[0] * (width - len(ids))] for ids in self.scored]
         return self.upload(np.array(padded, dtype=np.int32))
 
     @cached_property
     def kernel_options(self) -> mx.array:
-        """[R, OPTIONS] of kernels/sampling.py."""
+        """The options [R, OPTIONS] for kernels/sampling.py."""
         options = self.options
         heats, min_ps = [_heat(each) for each in options], [each.min_p for each in options]
         top_ps = [each.top_p if has_top_p(each) else NO_TOP_P for each in options]
@@ -229,7 +230,7 @@ class SamplingBatch:
 
 
 def _heat(options: Options) -> float:
-    """Returns the temperature; 0 for the most likely token."""
+    """Returns the temperature; 0 for greedy options."""
     return max(options.temperature, MIN_TEMPERATURE) if options.temperature else 0.0
 
 
@@ -239,11 +240,11 @@ def _top_k(options: Options, size: int) -> int:
 
 
 class TokenMasks(Struct, frozen=True):
-    """The tokens that R rows may draw.
+    """The masks of R rows: the tokens that each row may draw.
 
-    `numbers` int32 begin with the line of each row, see constraints/mask_table.py. Then follow the
-    lines: [K, ceil(vocabulary / 32)] words with a bit for each token. Line -1: the row may draw any
-    token; -2 - t: it may draw only token t.
+    `numbers` int32 begin with each row's line (index of its mask), see constraints/mask_table.py.
+    Then follow the masks: [K, ceil(vocabulary / 32)] words with a bit for each token. Line -1: the
+    row may draw any token; -2 - t: the row may draw only token t.
     """
 
     numbers: mx.array
@@ -264,15 +265,13 @@ class TokenMasks(Struct, frozen=True):
 
 
 class SamplerOutput(Struct, frozen=True):
-    """R tokens, not evaluated yet, and log-probabilities if some row requests them."""
+    """The R sampled tokens, not evaluated yet, and log-probabilities if some row requests them."""
 
-    tokens: mx.array  # [R] int32; NO_TOKEN for rows with logits that were not numbers
+    tokens: mx.array  # [R] int32; NO_TOKEN for rows with NaN logits
     logprobs: mx.array | None = None  # [R] float32
     top_ids: mx.array | None = None  # [R, k] int32 of the likeliest tokens, in any order
     top_logprobs: mx.array | None = None  # [R, k] float32
-    scored: mx.array | None = (
-        None  # [R, s] float32 of the tokens that rows ask for; with the others
-    )
+    scored: mx.array | None = None  # [R, s] float32 of the requested tokens; None like `top`
 
     def arrays(self) -> list[mx.array]:
         """Returns all arrays, to evaluate them together."""
@@ -299,9 +298,9 @@ class SampledNumbers(Struct, frozen=True):
 def sampled_tokens(
     sampled: SampledNumbers, rows: Rows
 ) -> tuple[list[SampledToken], list[SequenceFailed]]:
-    """Returns the tokens of a computed pass, and the sequences whose logits were not numbers.
+    """Returns the tokens of a computed pass, and the sequences with NaN logits.
 
-    `rows` has the row of each sequence that draws one token.
+    `rows` has the row index of each sequence that draws one token.
     """
     tokens = sampled.tokens
     if sampled.logprobs is None and NO_TOKEN not in tokens:  # as in most steps
@@ -322,14 +321,14 @@ def accepted_tokens(
 ) -> list[SampledToken]:
     """Returns the accepted tokens of a check of drafts: the right drafts, and one more token.
 
-    They are the tokens that single draws would have given. `row` and the rows after it have the
-    token drawn in the place of each draft, and the token after the last draft. If a token could not
-    be drawn, the tokens before it are returned, and the next pass fails at it. Raises
-    SequenceFailed if it is the first token.
+    Sampling without drafts would give the same tokens. `row` and the following rows have the token
+    sampled at the position of each draft, and the token after the last draft. If a token could not
+    be sampled, the tokens before it are returned, and the next pass fails at it. Raises
+    SequenceFailed if the first token could not be sampled.
     """
     drawn = sampled.tokens[row : row + len(drafts) + 1]
     right = next((n for n, draft in enumerate(drafts) if drawn[n] != draft), len(drafts))
-    count = right + (drawn[right] != NO_TOKEN)  # drafts are tokens, so only the last may fail
+    count = right + (drawn[right] != NO_TOKEN)  # drafts are valid, so only the last may fail
     if not count:
         raise _no_numbers(seq)
     return [SampledToken(seq, drawn[n], _logprob(sampled, seq, row + n)) for n in range(count)]

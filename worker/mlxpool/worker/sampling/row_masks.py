@@ -1,4 +1,4 @@
-"""The tokens that the rows of a pass may draw, in the form in which an engine takes them."""
+"""The masks of a pass's rows (the tokens that each row may draw), as engines take them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ Mask: TypeAlias = npt.NDArray[np.uint32]
 
 
 class RowMasks(Struct, frozen=True):
-    """The line of each sequence that may not draw every token.
+    """The line (index of the mask) of each constrained sequence.
 
-    It is a line of the table, whose first `used` lines have masks, or a line of mask_table.only. A
-    sequence that draws several tokens has a line of the table for each, this line and the next.
+    A line is a row of the table, whose first `used` rows have masks, or a number from
+    mask_table.only. If a sequence draws several tokens, its masks are at this line and the
+    following lines.
     """
 
     table: MaskTable | None = None

@@ -3,7 +3,7 @@
 Order: logit_bias, penalties, mask, top-k, temperature, softmax, top-p, min-p, random choice.
 Filters are value thresholds, so ties at a threshold stay and no vocabulary is sorted. The choice is
 Gumbel-max with noise that depends only on (seed, position, token): a row gets the same token in any
-batch, and again after a resume. A change of any result must raise `versions.RULES`.
+batch, and after a resume. A change of any result must increment `versions.RULES`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mlxpool.worker.sampling.batch import (
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _NEG_INF = float("-inf")
-_FLOAT_BITS = 31  # of a float32 that is not negative; such floats are ordered like their bits
+_FLOAT_BITS = 31  # bits of a non-negative float32; such floats are ordered like their bits
 
 
 def noise_key(seed: int, position: int) -> tuple[int, int]:
@@ -45,8 +45,7 @@ def sample(
 ) -> SamplerOutput:
     """Samples one token for each row of logits [R, V].
 
-    `pending` [R] has the newest token of each row, which follows `history`, if the host has not
-    read it yet.
+    `pending` [R]: the newest token of each row, after `history`, if the host has not read it yet.
     """
     options, seeds = [row.options for row in rows], [row.seed for row in rows]
     batch = SamplingBatch(options, seeds, logits.shape[-1], scored=[row.scored for row in rows])
@@ -66,7 +65,7 @@ def sample_batch(
     """As `sample`, with the options of a batch; for positions and histories see SampleRequest.
 
     Positions are used only with random choices, histories only with penalties. `awaited` [R]: 1 if
-    `pending` has a token of the row, 0 if it has NO_TOKEN; empty: every row has a token. `masks`
+    `pending` has a token of the row, 0 if NO_TOKEN; empty: every row has a pending token. `masks`
     exclude tokens before all filters, but not from log-probabilities.
     """
     if awaited and not any(awaited):
@@ -75,7 +74,7 @@ def sample_batch(
         return _by_kernel(logits, batch, positions, histories, pending, awaited, masks)
     raw = logits.astype(mx.float32)
     adjusted = _processed_logits(raw, batch, histories, pending, awaited)
-    if masks is not None:  # NaN stays, so that the row is known to be damaged
+    if masks is not None:  # NaN stays, to mark a damaged row
         allowed = masks.bits(logits.shape[-1])
         adjusted = mx.where(allowed | mx.isnan(adjusted), adjusted, _NEG_INF)
     tokens = mx.argmax(adjusted, axis=-1).astype(mx.int32)
@@ -145,9 +144,9 @@ def _counts(
     awaited: Sequence[int],
     size: int,
 ) -> mx.array:
-    """Returns [R, V] the counts of each token in the penalty window of each row.
+    """Returns the count of each token in each row's penalty window [R, V].
 
-    The padding is token V, which is not counted.
+    Histories are padded with token V, which is not counted.
     """
     unread = awaited or [int(pending is not None)] * len(histories)
     windows = list(map(_window, batch.options, histories, unread))
@@ -174,7 +173,7 @@ def _window(options: Options, history: Sequence[int], awaited: int) -> list[int]
 
 
 def _random_tokens(logits: mx.array, batch: SamplingBatch, positions: Sequence[int]) -> mx.array:
-    """Returns [R] random tokens; the tokens of greedy rows are meaningless."""
+    """Returns random tokens [R]; the tokens of greedy rows are meaningless."""
     best = _top_logits(logits, batch.max_top_k)
     top = mx.max(logits, axis=-1, keepdims=True)
     scaled = mx.where(
@@ -200,14 +199,14 @@ def _noise(batch: SamplingBatch, positions: Sequence[int], size: int) -> mx.arra
 
 
 def _top_logits(logits: mx.array, k: int) -> mx.array:
-    """Returns [R, k] the greatest logits of each row, descending."""
+    """Returns the greatest logits of each row [R, k], descending."""
     if k == 0:
         return logits[:, :0]
     return -mx.sort(-mx.topk(logits, k, axis=-1), axis=-1)
 
 
 def _top_k_threshold(best: mx.array, batch: SamplingBatch) -> mx.array:
-    """Returns [R, 1] the least logit that top-k keeps; -inf without top-k."""
+    """Returns the least logit that top-k keeps in each row [R, 1]; -inf without top-k."""
     if best.shape[-1] == 0:
         return mx.full((best.shape[0], 1), _NEG_INF)
     last = mx.maximum(batch.top_k - 1, 0)
@@ -215,10 +214,10 @@ def _top_k_threshold(best: mx.array, batch: SamplingBatch) -> mx.array:
 
 
 def _top_p_threshold_of_top_k(best: mx.array, mass: mx.array, batch: SamplingBatch) -> mx.array:
-    """Returns [R, 1] the least logit with less than top-p mass above it; -inf without top-k.
+    """Returns [R, 1]: the least logit with less than top-p mass above it; -inf without top-k.
 
-    `mass` [R, k] are the probabilities of `best`. Ties are neighbours there, so the mass above the
-    first tie decides about all ties.
+    `mass` [R, k] are the probabilities of `best`. Ties are neighbours in `best`, so the mass above
+    the first tie decides for all ties.
     """
     above = mx.cumsum(mass, axis=-1, inclusive=False)
     stays = (above < batch.top_p) & (mx.arange(best.shape[-1])[None] < batch.top_k)
@@ -227,10 +226,10 @@ def _top_p_threshold_of_top_k(best: mx.array, mass: mx.array, batch: SamplingBat
 
 
 def _top_p_threshold(probs: mx.array, top_p: mx.array) -> mx.array:
-    """Returns [R, 1] the least probability with less than top-p mass strictly above it.
+    """Returns [R, 1]: the least probability with less than top-p mass strictly above it.
 
     Bisects the bits of float32. Invariant: the mass above `high` is less than top-p, the mass above
-    `low` is not.
+    `low` is at least top-p.
     """
     bits = probs.view(mx.int32)
     high = mx.max(bits, axis=-1, keepdims=True)
@@ -244,7 +243,7 @@ def _top_p_threshold(probs: mx.array, top_p: mx.array) -> mx.array:
 
 
 def _with_logprobs(raw: mx.array, tokens: mx.array, batch: SamplingBatch) -> SamplerOutput:
-    """Adds the log-softmax of the raw logits, for all rows if one requests it."""
+    """Adds the log-softmax of the raw logits, for all rows if any row requests it."""
     if not batch.logprobs:
         return SamplerOutput(tokens)
     scored = batch.scored_ids if batch.scored else None
@@ -256,8 +255,8 @@ def log_probabilities(
 ) -> SamplerOutput:
     """Returns tokens [R] with their log-softmax, and the `k` most likely tokens of each row.
 
-    `raw` are logits [R, vocabulary] in float32. `scored` [R, s] are further tokens to return the
-    log-softmax of; this takes a `k` above 0.
+    `raw` are logits [R, vocabulary] in float32. `scored` [R, s]: more tokens whose log-softmax is
+    returned; then `k` must be above 0.
     """
     near = raw - mx.max(raw, axis=-1, keepdims=True)  # keeps digits of large logits
     logprobs = near - mx.logsumexp(near, axis=-1, keepdims=True)

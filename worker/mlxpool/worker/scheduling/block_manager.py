@@ -1,14 +1,14 @@
 """Counts the KV blocks of an engine and gives them to sequences. Pure.
 
-A sequence starts with the blocks of its prompt and one more, and grows block by block. A preempted
-sequence is admitted again only when all blocks that it may still need are free, so that it is not
-preempted a second time.
+A sequence starts with the blocks of its prompt and one more block, and grows block by block. A
+preempted sequence is admitted again only when all blocks up to its greatest length are free, so
+that it is not preempted a second time.
 
 The capacity is measured and may shrink while sequences run, because the process uses memory outside
-MLX. The capacity at the time of a sequence's first admission stays promised to it, so no sequence
-fails because the measurement changed. If blocks are short, prefix-cache entries are evicted, then
-newer sequences are preempted. A sequence that runs alone may grow to its promise, into the memory
-that is reserved for a prefill chunk. Then only a failed allocation or the memory limit of the
+MLX. The capacity at a sequence's first admission stays promised to this sequence, so no sequence
+fails because a measurement changed. If blocks are short, prefix-cache entries are evicted, then
+newer sequences are preempted. A sequence that runs alone may grow to its promised capacity, into
+the memory reserved for a prefill chunk. Then only a failed allocation or the memory limit of the
 process can stop it.
 """
 
@@ -21,40 +21,42 @@ from mlxpool.common.errors import OutOfMemory
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 
-LOOKAHEAD = 2  # tokens that a step may write after a sequence: the next one and one in flight
+LOOKAHEAD = 2  # tokens that a step may write after a sequence: the next token and one in flight
 
 
 class BlockMemory(Protocol):
-    """The memory that blocks are counted in: rows of sequences, and cached prefixes."""
+    """The memory whose blocks are counted: KV rows of sequences, and cached prefixes."""
 
     def blocks_in_use(self) -> int:
         """Returns the blocks of cached prefixes.
 
-        If rows share blocks with prefixes, returns the blocks of both, each counted once.
+        If rows share blocks with prefixes, returns the blocks of rows and prefixes, each block
+        counted once.
         """
 
     def blocks_of(self, seq: Sequence) -> int:
-        """Returns the blocks of a sequence's row that `blocks_in_use` counts."""
+        """Returns the blocks of a sequence's row that are included in `blocks_in_use`."""
 
     def shrink(self, blocks: int, *, in_use: bool = False) -> int:
-        """Evicts prefix-cache entries to free `blocks` blocks; returns the number it freed.
+        """Evicts prefix-cache entries to free `blocks` blocks; returns the number of freed blocks.
 
-        Entries that running rows began from are evicted only with `in_use`, after all others.
+        Entries that running rows began from are evicted only with `in_use`, after all other
+        entries.
         """
 
     def unpin(self, seq: Sequence) -> bool:
         """Lets `shrink` evict entries read from the disk for waiting sequences other than `seq`.
 
-        Returns whether there was such an entry.
+        Returns whether an entry became evictable.
         """
 
 
 class BlockManager:
-    """Counts the blocks of an engine, and decides which sequence gets more of them.
+    """Counts the blocks of an engine, and decides which sequence gets more blocks.
 
     `capacity`: the blocks that fit into memory, cached prefixes included; the engine sets it after
-    it has measured its memory. A sequence gets a number of blocks and writes into no more. The
-    layout's store chooses the blocks.
+    it has measured its memory. A sequence gets a number of blocks and writes into no more blocks.
+    The layout's store chooses the actual blocks.
     """
 
     def __init__(self, memory: BlockMemory, capacity: int = 0) -> None:
@@ -74,13 +76,14 @@ class BlockManager:
         return self._given.get(seq, 0)
 
     def fits(self, seq: Sequence) -> bool:
-        """Returns whether a waiting sequence can be admitted, if not now then later."""
+        """Returns whether a waiting sequence can be admitted, now or later."""
         return blocks_to_admit(seq, self.capacity) <= max(self.capacity, seq.promised)
 
     def admit(self, seq: Sequence, *, alone: bool) -> bool:
-        """Gives a waiting sequence its first blocks, unless they are not free.
+        """Gives a waiting sequence its first blocks, if these are free.
 
-        `alone`: no sequence runs, so the blocks are free in any case. Returns whether it got them.
+        `alone`: no sequence runs, so the blocks are free in any case. Returns whether the sequence
+        got its blocks.
         """
         need = blocks_to_admit(seq, self.capacity)
         if not self._find(need, seq) and not alone:
@@ -90,10 +93,10 @@ class BlockManager:
         return True
 
     def grow(self, seq: Sequence, *, alone: bool) -> bool:
-        """Gives a running sequence the blocks of its next step, unless they are not free.
+        """Gives a running sequence the blocks of its next step, if these are free.
 
-        `alone`: no other sequence runs, so it gets blocks up to its promise. Returns whether it got
-        them.
+        `alone`: no other sequence runs, so the sequence gets blocks up to its promised capacity.
+        Returns whether it got the blocks.
         """
         need = blocks_for_step(seq)
         free = self._find(need - self.given(seq), seq, in_use=alone)
@@ -107,17 +110,17 @@ class BlockManager:
         return self._evicted(blocks)
 
     def lacks_blocks(self, seq: Sequence) -> bool:
-        """Returns whether the next step of a running sequence needs more blocks than it has."""
+        """Returns whether a running sequence needs more blocks for its next step."""
         return blocks_for_step(seq) > self.given(seq)
 
     def lacking(self, live: Iterable[Sequence]) -> list[Sequence]:
-        """Returns the running sequences that `lacks_blocks`, in their order."""
+        """Returns the running sequences for which `lacks_blocks` is True, in their order."""
         blocks, running = self._given, Phase.RUNNING
         return [
             seq
             for seq in live
             if seq.phase is running
-            # A cheap bound of its length: few sequences need the calculation that follows.
+            # A cheap bound of the length: few sequences need the calculation below.
             and len(seq.prompt) + len(seq.ids) + LOOKAHEAD > blocks.get(seq, 0) * KV_BLOCK_TOKENS
             and self.lacks_blocks(seq)
         ]
@@ -127,11 +130,11 @@ class BlockManager:
         self._given[seq] = blocks
 
     def free(self, seq: Sequence) -> None:
-        """Takes all blocks of a sequence that loses its row; ignores a sequence without blocks."""
+        """Frees all blocks of a sequence that loses its row; ignores a sequence without blocks."""
         self._given.pop(seq, None)
 
     def refusal(self, seq: Sequence) -> OutOfMemory:
-        """Returns the error of a sequence that needs more blocks than it can ever get."""
+        """Returns the error of a sequence that needs more blocks than the capacity."""
         need = _least(seq)
         return OutOfMemory(
             f"{seq.length} tokens, {len(seq.prompt)} of them the prompt's, need {need} blocks"
@@ -146,8 +149,8 @@ class BlockManager:
     def _find(self, blocks: int, seq: Sequence, *, in_use: bool = False) -> bool:
         """Returns whether `blocks` blocks are free for a sequence, after the necessary evictions.
 
-        Before a row is refused its blocks, entries that waiting sequences got from the disk are
-        evicted. With `in_use`, entries that running rows began from are evicted last.
+        Before blocks are refused, entries that waiting sequences got from the disk are evicted.
+        With `in_use`, entries that running rows began from are evicted last.
         """
         return (
             self._evicted(blocks)

@@ -1,8 +1,8 @@
 """Makes room in a full context: the truncation of a prompt, and the shifts of a stream. Pure.
 
 Counts are tokens. A cut keeps the first `keep` tokens of a stream and removes the tokens right
-after them. It depends only on counts and on the places of images, so every worker makes the same
-cuts in a stream. A cut that would end inside an image also removes the rest of the image.
+after. It depends only on counts and on the positions of images, so every worker makes the same cuts
+in a stream. A cut that would end inside an image also removes the rest of the image.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from msgspec import Struct
 from mlxpool.common.errors import ContextExceeded
 from mlxpool.worker.media.spans import MediaSpan, Spans, cut_end, kept_end
 
-# Ids that a completion with shifts may have, if the context holds fewer. A resume carries them in a
-# blob of 2 MiB. A message has 8 MiB, and the blob of the prompt may take half of it.
+# The most ids of a completion with shifts, if the context is smaller. A resume has these ids in a
+# blob of 2 MiB. A message has 8 MiB, and the blob of the prompt may take half of the message.
 MAX_SHIFTED_IDS = 2**19
-MIN_CONTEXT = 2  # tokens of a request: one of its prompt and one of its completion
-OPEN_ENDED_CONTEXTS = 10  # length, in contexts, of a completion with shifts without max_tokens
+MIN_CONTEXT = 2  # tokens of a request: one prompt token and one completion token
+OPEN_ENDED_CONTEXTS = 10  # length, in contexts, of a completion with shifts and without max_tokens
 
 
 def kept_tokens(num_keep: int, prompt: int, context: int, media: Spans = ()) -> int:
     """Returns the number of first tokens of a stream to keep; negative `num_keep`: the prompt.
 
-    An image that would be kept in part is not kept, unless `num_keep` fills the context: then a
-    prompt that is too long cannot be cut, see `truncated_tokens`.
+    A divided image is not kept, unless `num_keep` fills the context: then a prompt that is too long
+    cannot be cut, see `truncated_tokens`.
     """
     keep = prompt if num_keep < 0 else num_keep
     return context - 1 if keep >= context - 1 else kept_end(media, keep)
@@ -50,7 +50,7 @@ def truncated_tokens(prompt: int, context: int, keep: int, media: Spans = ()) ->
 def shift_discard(tokens: int, context: int, keep: int) -> int:
     """Returns the number of `tokens` that a shift discards after the kept tokens.
 
-    Afterwards half of the context without the kept tokens is free, and at least 1 token.
+    The shift frees half of the context after the kept tokens, at least 1 token.
     """
     discard = max((context - keep) // 2, 1) - (context - tokens)
     return min(max(0, discard), max(0, tokens - keep))
@@ -59,8 +59,8 @@ def shift_discard(tokens: int, context: int, keep: int) -> int:
 class ContextShift(Struct, frozen=True):
     """The shifts of one stream: a full context of `context` tokens keeps its first `keep`.
 
-    A shift is due when the stream has one token more than the context holds. `media`: the images of
-    the stream; a shift removes or keeps each image as a whole.
+    A shift is due when the stream exceeds the context by one token. `media`: the images of the
+    stream; a shift removes or keeps each image as a whole.
     """
 
     context: int
@@ -68,7 +68,7 @@ class ContextShift(Struct, frozen=True):
     media: tuple[MediaSpan, ...] = ()
 
     def discarded(self, tokens: int) -> int:
-        """Returns the number of tokens that all shifts of a stream of `tokens` have discarded."""
+        """Returns the number of tokens discarded by all shifts of a stream of `tokens` tokens."""
         excess = tokens - self.context
         if excess <= 0:
             return 0
@@ -88,7 +88,7 @@ def completion_limit(prompt: int, context: int, *, shift: bool) -> int:
 
 
 def completion_tokens(wanted: int, prompt: int, context: int, *, shift: bool) -> int:
-    """Returns the most ids of a completion; `wanted` 0 and below: the request has no bound.
+    """Returns the most ids of a completion; `wanted` <= 0: the request has no bound.
 
     Without a bound, a completion with shifts ends after OPEN_ENDED_CONTEXTS contexts.
     """

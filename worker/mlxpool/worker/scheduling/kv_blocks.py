@@ -6,12 +6,12 @@ KV_BLOCK_TOKENS = 256  # tokens of a block of keys and values, in every layout a
 
 
 def blocks_for(tokens: int) -> int:
-    """Returns the blocks that hold `tokens` tokens."""
+    """Returns the number of blocks for `tokens` tokens."""
     return -(-tokens // KV_BLOCK_TOKENS)
 
 
 def block_capacity(free: int, block_bytes: int) -> int:
-    """Returns the blocks that fit into `free` bytes, which may be negative."""
+    """Returns the number of blocks that fit into `free` bytes; `free` may be negative."""
     return max(0, free) // block_bytes
 
 
@@ -19,9 +19,9 @@ def activation_bytes(small: tuple[int, int], large: tuple[int, int], chunk: int,
     """Returns the peak activation memory of a step in bytes, extrapolated from two measured chunks.
 
     `small` and `large` are (tokens, bytes) of chunks at position 0. One part of the memory grows
-    with the tokens of a chunk, another with its query-key pairs; `chunk` and `pairs` are the most
-    of each at a time. If a token of the larger chunk needs less, a part is constant: weights
-    that are dequantised for a product.
+    with the tokens of a chunk, another part with its query-key pairs; `chunk` and `pairs` are the
+    most tokens and pairs of a step. If a token of the larger chunk needs less memory, a part is
+    constant: weights that are dequantised for a product.
     """
     (n, less), (m, more) = small, large
     if n >= m:

@@ -1,4 +1,4 @@
-"""Estimates the memory of a model from its files. Pure; a running worker measures it."""
+"""Estimates the memory of a model from its files; a running worker measures it. Pure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mlxpool.worker.caches.stored import AUTO
 from mlxpool.worker.weights.inspect import FLOAT_BYTES, ModelFolder, dequantised_growth
 from mlxpool.worker.weights.safetensors_header import Tensor
 
-MAX_DEQUANTISED_SHARE = 0.25  # of a worker's limit, for weights that are dequantised at load
+MAX_DEQUANTISED_SHARE = 0.25  # of a worker's memory limit, for weights that are dequantised at load
 PREFIX_CACHE_SHARE = 4  # by default the prefix cache gets 1 / 4 of the memory beside weights
-# Tokens of a draft model's row: drafts depend on little more than the newest tokens of a stream.
+# Tokens of a draft model's KV row: drafts depend mostly on the newest tokens of a stream.
 MAX_DRAFT_CONTEXT = 1024
 DTYPE_NAMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
@@ -22,18 +22,18 @@ DTYPE_NAMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 class MemoryEstimate(Struct, frozen=True):
     """The memory of a model in bytes; `context` is in tokens, `sequences` is a number.
 
-    Temporary memory of a step and the process itself are not included: a worker measures both at
-    load.
+    Temporary memory of a step and memory of the process itself are not included: a worker measures
+    both at load.
     """
 
     context: int
     sequences: int
     weights: int
     token: int  # keys and values of one token in all layers
-    fixed: int  # a sequence of any length without its tokens: windows and states
+    fixed: int  # a sequence's memory beside its tokens: windows and states
     sequence: int  # one sequence with a full context
     all_sequences: int
-    prefix_cache: int  # the most that it takes; it uses free memory and gives it back
+    prefix_cache: int  # the most bytes of the prefix cache; it uses free memory and gives it back
 
     @property
     def least(self) -> int:
@@ -41,7 +41,7 @@ class MemoryEstimate(Struct, frozen=True):
         return self.weights + self.sequence
 
     def context_within(self, limit: int) -> int:
-        """Returns the tokens of one sequence that fit beside the weights, at most its context."""
+        """Returns the tokens of one sequence that fit beside the weights, at most the context."""
         return min(self.context, max(0, limit - self.weights - self.fixed) // max(self.token, 1))
 
 
@@ -58,10 +58,10 @@ def estimate_memory(
     deterministic: bool = False,
     kv: str = AUTO,
 ) -> MemoryEstimate:
-    """Estimates the memory of a model within `limit`, the bytes that a worker may take.
+    """Estimates the memory of a model within `limit`, the memory limit of a worker in bytes.
 
     `chunk` is the largest number of prompt tokens in a step. `float32`: the worker computes with
-    4-byte numbers, as on a CPU. `kv`: the stored form of rows, see caches/stored.py.
+    4-byte numbers, as on a CPU. `kv`: the format of cached keys and values, see caches/stored.py.
     """
     width = 4 if float32 else FLOAT_BYTES[main_dtype(folder.tensors.values())]
     weights = _weight_bytes(folder, width)
@@ -86,7 +86,7 @@ def estimate_memory(
 
 
 def estimate_draft(folder: ModelFolder, *, sequences: int, limit: int, float32: bool) -> int:
-    """Returns the bytes of a draft model's weights and rows; see estimate_memory."""
+    """Returns the bytes of a draft model's weights and KV rows; see estimate_memory."""
     context = min(folder.context, MAX_DRAFT_CONTEXT)
     need = estimate_memory(
         folder,
@@ -109,8 +109,8 @@ def default_prefix_cache_bytes(limit: int, weights: int) -> int:
 def dequantises_at_load(folder: ModelFolder, *, limit: int, float32: bool) -> bool:
     """Returns whether quantised weights are dequantised at load, instead of in every product.
 
-    They are on a CPU, because its BLAS has only dense products, if the dequantised weights take up
-    to MAX_DEQUANTISED_SHARE of the limit.
+    True on a CPU, whose BLAS has only dense products, if the dequantised weights take at most
+    MAX_DEQUANTISED_SHARE of the limit.
     """
     if not float32 or not folder.match.layouts:
         return False
@@ -134,5 +134,5 @@ def main_dtype(tensors: Iterable[Tensor]) -> str:
 
 
 def _in_memory(tensor: Tensor, width: int) -> int:
-    """Returns bytes in memory: `width` bytes a float; packed numbers keep their size."""
+    """Returns a tensor's bytes in memory: `width` bytes a float; packed numbers keep their size."""
     return math.prod(tensor.shape) * width if tensor.dtype in FLOAT_BYTES else tensor.nbytes

@@ -1,6 +1,6 @@
 """Chooses the spans of the next step, admissions and preemptions. Pure.
 
-A step is one forward pass over spans: the next input of every sequence that decodes, and chunks of
+A step is one forward pass over spans: the next input of every decoding sequence, and chunks of
 prompts up to a predicted additional time. Every function takes the sequences in the order of their
 arrival.
 """
@@ -23,13 +23,13 @@ from mlxpool.worker.scheduling.spans import Span, Step
 from mlxpool.worker.scheduling.step_cost import Load
 
 FULL_CHUNK_CONTEXT = 2048  # the most tokens of context for a chunk of full length
-MIN_CHUNK = 64  # tokens; a smaller chunk costs more than it saves
+MIN_CHUNK = 64  # tokens; smaller chunks are not worth their cost
 MAX_RUN_LINES = 64  # additional inputs of a pass for runs of tokens, besides one of each sequence
 NO_DRAFTS: Mapping[Sequence, tuple[int, ...]] = {}
 NO_TURNS: Mapping[str, int] = {}
 
-# (sequence, tokens) -> tokens of its next chunk: at most `tokens`, or a group of an image's inputs,
-# which is not divided; 0: its next input belongs to an image that is not encoded yet
+# (sequence, tokens) -> length of the next chunk: at most `tokens`, or an indivisible group of an
+# image's inputs; 0: the next input belongs to an image that is not encoded yet
 Clip = Callable[[Sequence, int], int]
 Predict = Callable[[Load], float]  # -> seconds of a pass
 
@@ -37,13 +37,13 @@ Predict = Callable[[Load], float]  # -> seconds of a pass
 class StepLimits(Struct, frozen=True):
     """The bounds of one pass.
 
-    `lines`: its inputs. `prompts`: its chunks (0: no bound). `pairs`: their query-key pairs.
-    `seconds`: the time that its chunks may add for the sequences that decode (0: no bound).
-    `ahead`: passes that may be in flight while it is submitted. `sizes`: the numbers of lines that
-    passes are compiled for; empty: any. `run_lines`: the most inputs of decode steps if several of
-    one sequence are read together (0: no bound). `drafts`: drafts of a sequence that are checked
-    (0: no bound). A pass in which nothing decodes has `prefill_lines` and `prefill_pairs` in place
-    of `lines` and `pairs` (0: the same).
+    `lines`: the most inputs. `prompts`: the most chunks (0: no bound). `pairs`: the most query-key
+    pairs of chunks. `seconds`: the most time that chunks may add for decoding sequences (0: no
+    bound). `ahead`: passes that may be in flight while the pass is submitted. `sizes`: the numbers
+    of inputs for which passes are compiled; empty: any. `run_lines`: the most inputs of decode
+    steps if several inputs of one sequence are read together (0: no bound). `drafts`: the most
+    checked drafts of a sequence (0: no bound). A pass without decoding sequences has
+    `prefill_lines` and `prefill_pairs` in place of `lines` and `pairs` (0: the same bound).
     """
 
     lines: int
@@ -60,7 +60,7 @@ class StepLimits(Struct, frozen=True):
 
     @property
     def of_prefill(self) -> Self:
-        """The bounds of a pass in which nothing decodes."""
+        """Returns the bounds of a pass without decoding sequences."""
         lines, pairs = self.prefill_lines or self.lines, self.prefill_pairs or self.pairs
         return replace(self, lines=lines, pairs=pairs)
 
@@ -75,12 +75,12 @@ def schedule(
     drafts: Mapping[Sequence, tuple[int, ...]] = NO_DRAFTS,
     turns: Mapping[str, int] = NO_TURNS,
 ) -> Step:
-    """Returns the next step; it may be empty.
+    """Returns the next step, which may be empty.
 
-    A sequence is left out if its next input needs an image without features, see
-    compute/image_jobs. `alone`: a prompt that failed before may be read now, by itself; otherwise
-    it waits while others decode. `drafts` are checked in the decode steps of their sequences, with
-    no pass in flight. `turns`: the number of the last pass that read a prompt of each owner.
+    A sequence is omitted if its next input needs an image without features, see compute/image_jobs.
+    `alone`: a prompt that failed before may be read now, in a step of its own; otherwise it waits
+    while other sequences decode. `drafts` are checked in the decode steps of their sequences, with
+    no pass in flight. `turns`: for each owner, the number of the last pass that read a prompt.
     """
     rows, prompts, runs = _rows_and_prompts(live, limits, clip)
     prompts = _in_turn(prompts, turns)
@@ -100,14 +100,15 @@ def schedule(
 
 
 def pair_budget(chunk: int) -> int:
-    """Returns the query-key pairs that a step may have; `chunk`: the engine's chunk size."""
+    """Returns the most query-key pairs of a step; `chunk`: the engine's chunk size."""
     return chunk * FULL_CHUNK_CONTEXT
 
 
 def longest_chunk(start: int, pairs: int) -> int:
     """Returns the tokens of the longest chunk at `start` that has at most `pairs` query-key pairs.
 
-    If `pairs` is positive, the chunk has at least MIN_CHUNK tokens, so every context progresses.
+    If `pairs` is positive, the chunk has at least MIN_CHUNK tokens, so prompts of any length
+    progress.
     """
     if pairs <= 0:
         return 0
@@ -117,16 +118,17 @@ def longest_chunk(start: int, pairs: int) -> int:
 def _rows_and_prompts(
     live: Many[Sequence], limits: StepLimits, clip: Clip
 ) -> tuple[list[Span], list[Sequence], list[Sequence]]:
-    """Returns the spans of decoding sequences, and the sequences with prompts or runs to read.
+    """Returns spans of decoding sequences, and sequences with unread prompts or completion runs.
 
-    A sequence decodes if its next input is known, or if a pass in flight draws it and it is not its
-    last. A sequence whose image was evicted for others waits until the image is encoded again.
+    A sequence decodes if its next input is known, or if a pass in flight draws this input and the
+    sequence continues after it. A sequence whose image was evicted waits until the image is encoded
+    again.
     """
     rows: list[Span] = []
     prompts: list[Sequence] = []
     runs: list[Sequence] = []
     running, context, ahead = Phase.RUNNING, limits.context, limits.ahead
-    for seq in live:  # in every step, so with as few calls as possible
+    for seq in live:  # runs in every step, so it makes few calls
         if seq.phase is not running or seq.held:
             continue
         awaited, submitted = seq.awaited, seq.submitted
@@ -145,10 +147,10 @@ def _rows_and_prompts(
 
 
 def _in_turn(prompts: list[Sequence], turns: Mapping[str, int]) -> list[Sequence]:
-    """Returns the prompts sorted by owner, the owner that was read longest ago first.
+    """Returns the prompts by owner, the owner whose last pass is oldest first.
 
     The prompts of an owner stay in their order. So a prompt waits for one pass of each other owner,
-    however much these have to read.
+    for any number of their prompts.
     """
     if len(prompts) < 2 or not turns:
         return prompts
@@ -162,7 +164,7 @@ def _with_drafts(span: Span, drafts: tuple[int, ...]) -> Span:
 def _spare_lines(rows: int, limits: StepLimits) -> int:
     """Returns the additional inputs of runs, besides one of each of the `rows` that decode.
 
-    They are few, so that they hardly delay prompts and other rows.
+    The number is small, so that these inputs hardly delay prompts and other rows.
     """
     spare = min(MAX_RUN_LINES, max(0, limits.lines - rows) // 2)
     return min(spare, max(0, limits.run_lines - rows)) if limits.run_lines else spare
@@ -199,7 +201,7 @@ def _first_chunk(prompt: Sequence, limits: StepLimits, clip: Clip) -> Span:
 def _chunks(
     prompts: Many[Sequence], rows: Many[Span], limits: StepLimits, predict: Predict, clip: Clip
 ) -> list[Span]:
-    """Returns chunks of the first prompts, until a bound of the pass is reached."""
+    """Returns chunks of prompts in order, until a bound of the pass is reached."""
     if not rows:
         limits = limits.of_prefill
     load = Load.of(rows)
@@ -217,9 +219,9 @@ def _chunks(
             break
         count = clip(prompt, most)
         if not count:
-            continue  # other prompts need not wait for its image
+            continue  # other prompts need not wait for this prompt's image
         if chunks and count > lines:
-            break  # the next pass begins with it
+            break  # the next pass begins with this prompt
         span = _chunk(prompt, count)
         chunks.append(span)
         load = load.with_span(span)
@@ -230,7 +232,7 @@ def _chunks(
 
 
 def _tokens_within(bound: float, prompt: Sequence, most: int, load: Load, predict: Predict) -> int:
-    """Returns the tokens, up to `most`, of the longest chunk with a pass of `bound` seconds."""
+    """Returns the length, at most `most`, of the longest chunk in a pass of `bound` seconds."""
 
     def takes(count: int) -> float:
         return predict(load.with_span(_chunk(prompt, count)))
@@ -239,16 +241,16 @@ def _tokens_within(bound: float, prompt: Sequence, most: int, load: Load, predic
 
 
 def _filled(chunks: list[Span], beside: int, sizes: Many[int]) -> list[Span]:
-    """Returns the chunks, with the last chunk cut so that the lines of the pass are one of `sizes`.
+    """Returns the chunks; the last chunk is cut so that the pass has one of `sizes` inputs.
 
-    `beside`: the lines of decode steps. The last chunk is cut only if it ends inside its prompt:
+    `beside`: the inputs of decode steps. The last chunk is cut only if it ends inside its prompt:
     padding is cheaper than another pass.
     """
     if not chunks or not sizes or chunks[-1].end == chunks[-1].sequence.length:
         return chunks
     last = chunks[-1]
     if touches_images(last.sequence.media, last.start, last.end):
-        return chunks  # such passes are not compiled
+        return chunks  # passes of other sizes are not compiled
     lines = beside + _inputs(chunks)
     fitting = bisect_right(sizes, lines)
     spare = lines - sizes[fitting - 1] if fitting else 0
@@ -262,9 +264,9 @@ def next_admissions(
 ) -> Iterator[Sequence]:
     """Yields the waiting sequences to admit next, at most one for each free slot.
 
-    Sequences of the owners with the fewest rows come first; of one owner, preempted sequences. A
-    sequence is left out if `waits` returns True; `waits` is called after the sequences before it
-    were admitted.
+    Sequences of the owners with the fewest running sequences come first; of one owner, preempted
+    sequences come first. A sequence is omitted if `waits` returns True; `waits` is called after the
+    sequences before it were admitted.
     """
     order = waiting(live)
     rows = Counter(seq.owner for seq in running(live)) if order else Counter()
@@ -278,19 +280,19 @@ def next_admissions(
 
 
 def waiting(live: Many[Sequence]) -> list[Sequence]:
-    """Returns the sequences that wait for a row."""
+    """Returns the sequences that wait for admission."""
     phase = Phase.WAITING
     return [s for s in live if s.phase is phase]
 
 
 def running(live: Many[Sequence]) -> list[Sequence]:
-    """Returns the sequences that have a row."""
+    """Returns the admitted sequences."""
     phase = Phase.RUNNING
     return [s for s in live if s.phase is phase]
 
 
 def preemption_victim(live: Many[Sequence]) -> Sequence | None:
-    """Returns the newest running sequence of the owner that has most of them.
+    """Returns the newest running sequence of the owner with the most running sequences.
 
     None if only one sequence runs.
     """
@@ -305,8 +307,8 @@ def preemption_victim(live: Many[Sequence]) -> Sequence | None:
 def victim_for(sequence: Sequence, live: Many[Sequence]) -> Sequence | None:
     """Returns the running sequence to preempt for a waiting sequence of another owner, or None.
 
-    It is the newest sequence of the owner with most, if that owner has two more than the other
-    owner. The broker distributes runs among workers by the same rule.
+    It is the newest sequence of the owner with the most running sequences, if this owner has at
+    least two more than the other owner. The broker distributes runs among workers by the same rule.
     """
     victim = preemption_victim(live)
     if victim is None:

@@ -1,4 +1,4 @@
-"""One sequence: a request inside a worker. No I/O, no MLX, no clock."""
+"""A sequence: a request inside a worker. No I/O, no MLX, no clock."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ MAX_RUN_TOKENS = 64  # tokens of a completion that a decode step reads together
 
 
 class Phase(Enum):
-    """The state of a sequence; it moves forward, or back to WAITING at a preemption."""
+    """The state of a sequence; the state advances, or returns to WAITING at a preemption."""
 
     WAITING = auto()
-    RUNNING = auto()  # it has a row
+    RUNNING = auto()  # the sequence has a KV row
     FINISHED = auto()
 
 
 class Sequence(Struct, eq=False):
-    """A request inside a worker. Compared by identity: a request may be here twice, in two runs.
+    """A request inside a worker. Compared by identity: two runs of a request may be in one worker.
 
     `prompt` is never empty. `ids` is the completion so far; in a resumed request it begins with the
     ids of earlier runs. `max_tokens` counts the ids of all runs.
 
     Prompt and completion are the stream. The model reads its inputs: the stream without the
     `discarded` tokens after the first `shift.keep`. Positions count inputs unless noted otherwise.
-    In the place of an image, `prompt` has its slots, see media/spans.py; a stream ends with a
-    token.
+    For an image, `prompt` has the image's slots, see media/spans.py; a stream ends with a token.
 
     `reported`: the number of first tokens of the prompt with reported log-probabilities, from 1 on,
-    because the first token has no log-probability; 0: they are not requested.
+    because the first token has no log-probability; 0: log-probabilities are not requested.
     """
 
     id: bytes
@@ -50,22 +49,22 @@ class Sequence(Struct, eq=False):
     submitted: int = 0  # leading inputs whose keys and values are in its row or in a pass in flight
     awaited: int = 0  # tokens that passes in flight draw: they follow `ids`
     cached: int = 0  # the part of `submitted` that the prefix cache had at admission
-    promised: int = 0  # the most blocks that it gets when it runs alone, see block_manager.py
-    preempted: bool = False  # it had a row and lost it
+    promised: int = 0  # the most blocks of the sequence when it runs alone, see block_manager.py
+    preempted: bool = False  # the sequence was preempted
     read_alone: bool = False  # a pass or a worker failed with it: passes read its prompt alone
-    held: bool = False  # steps leave it out until the mask of its next token is known
+    held: bool = False  # steps omit the sequence until the mask of its next token is known
     restore_at: int = 0  # tokens before the generation prompt, where a later prompt may branch off
     shift: ContextShift | None = None  # its shifts at a full context; None: it ends there
-    discarded: int = 0  # tokens of the stream that shifts have taken from the inputs
+    discarded: int = 0  # tokens of the stream that shifts have removed from the inputs
     media: tuple[MediaSpan, ...] = ()  # the images among the inputs
     images: Mapping[ImageKey, PreparedImage] = field(default_factory=dict)  # of `media`
     scored: tuple[int, ...] = ()  # tokens whose log-probabilities come with each drawn token
-    shared: bool = False  # others have its prompt: the prefix cache keeps it as soon as it is read
-    awaits: Sequence | None = None  # the sequence whose prompt it waits for, see shared_prompts.py
+    shared: bool = False  # other sequences have this prompt: it is cached as soon as it is read
+    awaits: Sequence | None = None  # the sequence whose prompt is awaited, see shared_prompts.py
     reported: int = 0
     owner: str = ""  # the owner of the request
-    looked_up: bool = False  # the disk tier was asked for its prefix
-    restoring: bool = False  # it waits for a read of the disk tier
+    looked_up: bool = False  # the prefix was requested from the disk tier
+    restoring: bool = False  # the sequence waits for a read of the disk tier
 
     @property
     def tokens(self) -> list[int]:
@@ -87,10 +86,10 @@ class Sequence(Struct, eq=False):
 
     @property
     def lasting(self) -> list[int]:
-        """Returns the inputs that other sequences may begin with.
+        """Returns the inputs to cache for other sequences.
 
-        After a shift these are the kept inputs: no conversation goes on from the inputs after them.
-        For a sequence that only scores tokens, they are the inputs before its restore point.
+        After a context shift these are the kept inputs: no conversation continues the later inputs.
+        For a sequence that only scores tokens, these are the inputs before its restore point.
         """
         if self.scored:
             return self.token_range(0, self.restore_at)
@@ -100,7 +99,7 @@ class Sequence(Struct, eq=False):
 
     @property
     def reports(self) -> bool:
-        """Whether some log-probabilities of its prompt are not reported yet."""
+        """Whether some log-probabilities of the prompt are not reported yet."""
         return 0 < self.reported < len(self.prompt)
 
     def reports_after(self, start: int, end: int) -> bool:
@@ -122,7 +121,7 @@ class Sequence(Struct, eq=False):
 
     @property
     def unread(self) -> int:
-        """The number of known tokens that no pass has read, a decode step's input included."""
+        """The number of known tokens that no pass has read, including a decode step's input."""
         return max(0, self.length - self.submitted)
 
     @property
@@ -132,9 +131,9 @@ class Sequence(Struct, eq=False):
 
     @property
     def reads_run(self) -> bool:
-        """Whether a decode step reads all unread tokens: they are few, and the completion's.
+        """Whether a decode step reads all unread tokens: few tokens of the completion.
 
-        This happens after several tokens were appended together, or if it had a row before.
+        This happens after several tokens were appended together, or after a preemption.
         """
         unread = self.unread
         if not 1 < unread <= MAX_RUN_TOKENS or self.read_alone:
@@ -143,7 +142,7 @@ class Sequence(Struct, eq=False):
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether it runs and has more to read than the input of a decode step."""
+        """Whether the sequence runs and has more unread inputs than a decode step reads."""
         return self.phase is Phase.RUNNING and self.unread > 1 and not self.reads_run
 
     def token_range(self, start: int, end: int) -> list[int]:
@@ -155,7 +154,7 @@ class Sequence(Struct, eq=False):
         return [*self._stream_range(start, min(end, keep)), *rest]
 
     def newest(self, count: int) -> list[int]:
-        """Returns the last `count` tokens of the stream, or all if fewer.
+        """Returns the last `count` tokens of the stream, or all tokens of a shorter stream.
 
         Discarded tokens are included, slots of images are not.
         """
@@ -165,15 +164,15 @@ class Sequence(Struct, eq=False):
 
     @property
     def has_slots(self) -> bool:
-        """Whether `prompt` has slots of images; context shifts may have discarded all of them.
+        """Whether `prompt` has slots of images; context shifts may have discarded all slots.
 
-        A stream that is resumed after such a shift has no `images` any more.
+        A stream resumed after such a shift has no `images`.
         """
         return bool(self.media) or (self.shift is not None and bool(self.shift.media))
 
     @property
     def next_image(self) -> MediaSpan | None:
-        """The first image that has unread inputs; None if there is none."""
+        """The first image with unread inputs, or None."""
         return next((span for span in self.media if span.end > self.submitted), None)
 
     @property
@@ -188,12 +187,12 @@ class Sequence(Struct, eq=False):
         return [*self.prompt[start:end], *self.ids[max(start - size, 0) : max(end - size, 0)]]
 
     def return_to_waiting(self) -> None:
-        """Notes that the sequence has lost its row and waits for another."""
+        """Makes the sequence wait for admission after it has lost its KV row."""
         self.phase = Phase.WAITING
         self.submitted = self.awaited = 0
 
     def preempt(self) -> None:
-        """As `return_to_waiting`, because other sequences need the memory."""
+        """As `return_to_waiting`, after a preemption: other sequences need the memory."""
         self.return_to_waiting()
         self.preempted = True
 
@@ -209,7 +208,8 @@ class Sequence(Struct, eq=False):
 class TokenLogprob(Struct, frozen=True):
     """The log-probability of one sampled token (float32, from raw logits) and of other tokens.
 
-    The others are the likeliest tokens, or the `scored` tokens of the sequence, in their order.
+    The other tokens are the likeliest tokens, or the `scored` tokens of the sequence, in their
+    order.
     """
 
     logprob: float
@@ -217,7 +217,7 @@ class TokenLogprob(Struct, frozen=True):
 
 
 class PromptLogprobs(Struct, frozen=True):
-    """The log-probabilities of tokens of a prompt, from number `first` on."""
+    """The log-probabilities of a prompt's tokens, from index `first` on."""
 
     sequence: Sequence
     first: int
@@ -225,7 +225,7 @@ class PromptLogprobs(Struct, frozen=True):
 
 
 class SampledToken(NamedTuple):
-    """One token that a decode step sampled for one sequence. A tuple, since there are many."""
+    """A token that a decode step sampled for one sequence. A tuple, because there are many."""
 
     sequence: Sequence
     token: int

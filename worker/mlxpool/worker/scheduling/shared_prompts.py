@@ -1,4 +1,4 @@
-"""Makes a sequence wait until another has read the prompt that both begin with. Pure."""
+"""Makes a sequence wait until another sequence has read their common prompt. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence as Many
 
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 
-MIN_SHARED = 64  # the least tokens that a wait must save, unless both prompts are `shared`
+MIN_SHARED = 64  # the fewest tokens that a wait must save, unless both prompts are `shared`
 
 
 def awaited_prompt(
@@ -14,10 +14,10 @@ def awaited_prompt(
 ) -> Sequence | None:
     """Returns the running sequence whose prompt `seq` waits for, or None.
 
-    It waits for a prompt that is being read if it shares at least half of the unread part. Then it
-    gets these tokens from the prefix cache, which costs less than reading them. `whole`: the cache
-    gives only whole prompts without their last token. `by_owner`: it gives only prompts of the same
-    owner. The answer holds until the prompt is read or its sequence leaves.
+    `seq` waits for a prompt in prefill if both prompts share at least half of its unread part. Then
+    `seq` gets these tokens from the prefix cache, which costs less than reading them. `whole`: the
+    cache has only whole prompts without their last token. `by_owner`: the cache has only prompts of
+    the same owner. The result is valid until the prompt is read or its sequence ends.
     """
     if seq.awaits is not None and _is_read(seq.awaits):
         return seq.awaits

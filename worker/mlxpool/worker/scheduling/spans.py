@@ -10,15 +10,15 @@ from msgspec import Struct
 from mlxpool.worker.scheduling.sequence import Sequence
 
 
-# not frozen: that would double the time to make one, and there are many
+# not frozen, which would double the time to make a span; there are many spans
 class Span(Struct):
     """Inputs [start, start + count) of a sequence in one pass.
 
     `draws`: the number of last inputs whose logits draw the next tokens: 0, 1, or all in a decode
-    step. The input of a decode step may be a token that a pass in flight draws. `drafts`: tokens
-    that may follow the sequence, as further inputs of its decode step. If the pass draws the same
-    tokens, they are right and the row keeps them. `hidden`: the span draws nothing and gives the
-    hidden states of its inputs.
+    step. The input of a decode step may be a token that a pass in flight draws. `drafts`: proposed
+    next tokens, as further inputs of the decode step. If the pass draws the same tokens, the drafts
+    are right and stay in the KV row. `hidden`: the span draws nothing and returns the hidden states
+    of its inputs.
     """
 
     sequence: Sequence
@@ -46,8 +46,8 @@ class Span(Struct):
 class Step(Struct, frozen=True):
     """The spans of one pass: first `rows` spans of decode steps, then chunks of prompts.
 
-    A decode step may have several inputs, see Sequence.reads_run.
-    `alone`: the step reads a prompt that failed before, so no other pass may be in flight with it.
+    A decode step may have several inputs, see Sequence.reads_run. `alone`: the step reads a prompt
+    that failed before, so no other pass may be in flight.
     """
 
     spans: tuple[Span, ...] = ()

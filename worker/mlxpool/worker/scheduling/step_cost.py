@@ -16,12 +16,12 @@ from msgspec import Struct
 
 from mlxpool.worker.scheduling.spans import Span
 
-OBSERVATIONS = 128  # passes of a kind (with prompts, without) that a fit takes into account
-FIT_INTERVAL = 16  # observations, at least, between two fits of 0.5 ms each
-FIT_ROUNDS = 4  # rounds of a fit; each weights errors by the predictions of the round before
+OBSERVATIONS = 128  # newest passes that a fit uses: this many with prompts, this many without
+FIT_INTERVAL = 16  # the fewest observations between two fits of 0.5 ms each
+FIT_ROUNDS = 4  # rounds of a fit; each round weights errors by the previous predictions
 MIN_OBSERVATIONS = 2
 SLOW_STEP_TARGET = 0.2  # seconds of a pass on a CPU, and of a pass that computes span by span
-# The units in which the fit counts lines, keys, pairs and drawn tokens.
+# The units in which the fit counts inputs, keys, pairs and drawn tokens.
 _UNITS = np.array([1.0, 1e3, 1e5, 1e6, 1e2])
 _RIDGE = 1e-6
 
@@ -29,18 +29,18 @@ Floats = npt.NDArray[np.float64]
 
 
 class Load(Struct, frozen=True):
-    """The load of a pass: its inputs, the keys that decode rows read, pairs, and drawn tokens."""
+    """The load of a pass: inputs, keys that decode rows read, query-key pairs, and drawn tokens."""
 
     lines: int = 0
     keys: int = 0  # of decode rows
-    pairs: int = 0  # of queries and keys in chunks
+    pairs: int = 0  # query-key pairs in chunks
     drawn: int = 0
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> Self:
         """Returns the load of a pass over these spans."""
         lines = keys = pairs = drawn = 0
-        for span in spans:  # in every step, so with as few calls as possible
+        for span in spans:  # runs in every step, so it makes few calls
             count = span.count
             end = span.start + count
             lines += count
@@ -61,7 +61,7 @@ class Load(Struct, frozen=True):
 
 
 class StepTarget(Struct, frozen=True):
-    """The seconds that a pass may take while sequences decode.
+    """The target for the seconds of a pass while sequences decode.
 
     The target is the time of `steps` decode steps of one row, between `least` and `most`.
     """
@@ -81,7 +81,7 @@ class StepTarget(Struct, frozen=True):
 
 
 class StepCost:
-    """The fitted coefficients; 0 seconds are predicted before the first fit."""
+    """The fitted coefficients; the prediction is 0 before the first fit."""
 
     def __init__(self) -> None:
         self._rows: deque[tuple[list[float], float]] = deque(maxlen=OBSERVATIONS)
@@ -92,7 +92,7 @@ class StepCost:
     def seconds(self, load: Load) -> float:
         """Predicts the time of a pass. Fits the coefficients first, if enough passes are new.
 
-        So steps that only decode cost no fits: their time is not predicted.
+        So pure decode steps cause no fits, because their time is not predicted.
         """
         observations = len(self._rows) + len(self._mixed)
         enough = FIT_INTERVAL if observations >= FIT_INTERVAL else 1
@@ -102,14 +102,14 @@ class StepCost:
         return a + b * load.lines + c * load.keys + d * load.pairs + e * load.drawn
 
     def observe(self, load: Load, seconds: float) -> None:
-        """Takes a measured pass into account."""
+        """Adds a measured pass for the next fits."""
         features = [1.0, load.lines, load.keys, load.pairs, load.drawn]
         (self._mixed if load.pairs else self._rows).append((features, seconds))
         self._new += 1
 
     @property
     def observed(self) -> list[tuple[Load, float]]:
-        """The passes that are taken into account, as passed to `observe`."""
+        """The passes that fits use, as passed to `observe`."""
         return [
             (Load(*(round(feature) for feature in features[1:])), seconds)
             for features, seconds in (*self._rows, *self._mixed)
@@ -118,7 +118,7 @@ class StepCost:
     def _fit(self) -> None:
         """Fits by least squares of errors relative to the longer time, so at most 1.
 
-        So two kinds of passes have little weight: a pass that waited for another process, and a
+        So two types of passes have little weight: a pass that waited for another process, and a
         pass whose end was read late, after which the next pass seems to take no time.
         """
         self._new = 0

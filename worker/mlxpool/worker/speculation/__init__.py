@@ -1,10 +1,10 @@
 """Speculative decoding: makes drafts of next tokens, and chooses their number for each row.
 
-A pass checks drafts instead of a decode step. The model's own draw at each position decides, so
-answers have the same tokens with and without drafts. No MLX and no I/O; times are arguments.
+A pass that checks drafts replaces a decode step. The model's own sample at each position decides,
+so answers have the same tokens with and without drafts. No MLX and no I/O; times are arguments.
 
-speculator.py is the policy: it chooses rows among those that row_search.py has examined, and the
-number of their drafts with depths.py, by the costs in step_times.py. drafter.py is the interface of
+speculator.py is the policy: it chooses among the rows that row_search.py has examined, and the
+number of drafts with depths.py, by the costs in step_times.py. drafter.py is the interface of
 drafters: ngram.py (its search is ngram_search.py), mtp.py (computed by attention/prediction_heads)
 and model_drafter.py (computed by worker/draft_model); best_drafter.py picks a drafter for each row.
 compute/drafting_rows.py calls this package and reads the clock, and sampling/batch.py accepts the

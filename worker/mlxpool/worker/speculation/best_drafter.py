@@ -1,4 +1,4 @@
-"""A drafter that uses the most promising of several drafters for each row. Pure."""
+"""A drafter that uses the best of several drafters for each row. Pure."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ COMPARED = 6
 class BestDrafter:
     """A Drafter that chooses, for each row, the drafter with the most drafts expected to be right.
 
-    If several drafters promise the same, it chooses the first.
+    If several drafters are equal, it chooses the first.
     """
 
     name = AUTO
 
     def __init__(self, drafters: Many[Drafter]) -> None:
         self._drafters = tuple(drafters)
-        self._ready: dict[Sequence, list[int]] = {}  # numbers of the drafters that can draft
-        self._chosen: dict[Sequence, int] = {}  # number of the chosen drafter
-        self._counts = [0] * len(drafters)  # number of sequences that chose each drafter
-        self._failures = [0] * len(drafters)  # failures of each drafter since its newest drafts
+        self._ready: dict[Sequence, list[int]] = {}  # indices of the drafters that can draft
+        self._chosen: dict[Sequence, int] = {}  # index of the chosen drafter
+        self._counts = [0] * len(drafters)  # number of sequences that use each drafter
+        self._failures = [0] * len(drafters)  # consecutive failures of each drafter
 
     def follow(self, seq: Sequence) -> bool:
         """See Drafter. A drafter that lags in a long prompt, or fails, does not hinder others."""
@@ -58,7 +58,7 @@ class BestDrafter:
             self._counts[number] -= 1
 
     def seconds(self, rows: int, depth: int) -> float:
-        """See Drafter. Adds the times of all drafters, each for the rows that chose it."""
+        """See Drafter. Adds the times of all drafters, each for the rows that use it."""
         pairs = zip(self._drafters, self._counts, strict=True)
         return sum(drafter.seconds(min(rows, count), depth) for drafter, count in pairs if count)
 
@@ -75,7 +75,7 @@ class BestDrafter:
             own = {seq: depth for seq, depth in depths.items() if self._chosen[seq] == number}
             if not own:
                 continue
-            self._failures[number] += 1  # stays if `drafts` raises
+            self._failures[number] += 1  # the count stays if `drafts` raises
             drafts.update(drafter.drafts(own))
             self._failures[number] = 0
         return drafts

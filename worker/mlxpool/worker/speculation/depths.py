@@ -1,4 +1,4 @@
-"""Chooses the number of drafts of each row for the most tokens a second. Pure."""
+"""Chooses the number of drafts of each row that gives the most tokens a second. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence as Many
 from itertools import accumulate
 from operator import itemgetter, mul
 
-MIN_GAIN = 1.08  # the least ratio of tokens a second with drafts to those without
+MIN_GAIN = 1.08  # the least ratio of tokens a second with drafts to tokens a second without
 
 
 def choose_depths(
@@ -20,12 +20,12 @@ def choose_depths(
 ) -> list[int]:
     """Returns the number of drafts to check for each row that can have drafts.
 
-    `chances`: for each such row, the probability of each draft to be right if the drafts before it
-    are right. `rows`: the number of all rows of the step, also without drafts. `most`: the most
-    drafts of all rows together. `plain`: seconds of the step without drafts. `seconds(checking,
-    drafts, deepest)`: seconds of a step in which `checking` rows have `drafts` drafts together, and
-    the largest number of a row is `deepest`. All numbers are 0 if the step would give less than
-    `least_gain` times the tokens a second of a step without drafts.
+    `chances`: for each of these rows, the probability of each draft to be right if the drafts
+    before it are right. `rows`: the number of all rows of the step, also without drafts. `most`:
+    the most drafts of all rows together. `plain`: seconds of the step without drafts.
+    `seconds(checking, drafts, deepest)`: seconds of a step in which `checking` rows have `drafts`
+    drafts together, and a row has at most `deepest`. All returned numbers are 0 if the step would
+    give less than `least_gain` times the tokens a second of a step without drafts.
     """
     ranked = sorted(
         (

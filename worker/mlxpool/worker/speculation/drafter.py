@@ -21,10 +21,10 @@ class Drafter(Protocol):
         """The value of the setting `speculation` for this drafter."""
 
     def follow(self, seq: Sequence) -> bool:
-        """Takes the tokens that a sequence got since the last call, and learns from them.
+        """Reads a sequence's new tokens since the last call, and learns from them.
 
-        Returns whether it can draft now. It cannot while it lags, as a call does a bounded amount
-        of work, nor while it lacks the input that it drafts from.
+        Returns whether the drafter can draft now. It cannot while unread tokens are left, because a
+        call does a bounded amount of work, nor while it lacks the input for a draft.
         """
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
@@ -36,22 +36,22 @@ class Drafter(Protocol):
     def seconds(self, rows: int, depth: int) -> float:
         """Predicts the seconds of `drafts` for `rows` sequences with at most `depth` drafts each.
 
-        It is 0 if the time counts as a part of the step that checks the drafts.
+        Returns 0 if the time counts as a part of the step that checks the drafts.
         """
 
     def reading_seconds(self, seq: Sequence, depth: int) -> float:
         """Predicts the seconds to read a sequence's unread tokens, before `depth` drafts."""
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
-        """Returns the next drafts of sequences: `depths` of each, not more than `chances` had.
+        """Returns the next drafts of sequences: `depths` of each, at most as many as `chances` had.
 
-        Fewer if no more can be proposed; a sequence without drafts is left out.
+        Returns fewer drafts if no more can be proposed; omits a sequence without drafts.
         """
 
     def sharper_chances(self, seq: Sequence) -> tuple[float, ...]:
         """Returns updated chances of the drafts that `drafts` returned, as `chances` does.
 
-        Empty if they have not changed since `chances`.
+        Empty if the chances have not changed since `chances`.
         """
 
     def reset(self) -> None:

@@ -1,8 +1,8 @@
-"""Drafts that a smaller model with the same tokenizer draws. Pure.
+"""Drafts of a smaller model with the same tokenizer. Pure.
 
-Every stream with drafts has a row of the draft model, over the newest tokens of the stream. The
+Every stream with drafts has a KV row of the draft model, over the newest tokens of the stream. The
 rows of all streams are computed together, in one pass for each draft. Answers do not depend on
-these rows: a row may be dropped at any time, and is read again when it is needed.
+these rows: a row may be dropped at any time, and is computed again when it is needed.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from mlxpool.worker.speculation.drafter import DRAFT, Drafts
 
 # Weights of the newest draft in the average of a stream, and in the average of all streams.
 STREAM_WEIGHT = 0.08
-ALL_WEIGHT = 0.02  # more while all streams had few drafts
+ALL_WEIGHT = 0.02  # a larger weight while all streams had few drafts
 PRIOR_DRAFTS = 8  # number of drafts that the initial assumption counts as
 NEW_SECONDS = 0.1  # weight of the newest passes in the average of their seconds
-# The averages have a class for each range of the distance between the two largest logits of a
-# draft. BOUNDS: the lower bound of all classes but the first. FIRST_CHANCES: the initial chance of
-# each class. The last class is of random tokens, whose distance is not known.
+# Drafts have classes, by the distance between the two largest logits; each class has an average.
+# BOUNDS: the lower bounds of all classes except the first. FIRST_CHANCES: the initial chance of
+# each class. The last class is for random tokens, whose distance is not known.
 BOUNDS = (0.25, 0.5, 1.0, 2.0, 4.0)
 FIRST_CHANCES = (0.3, 0.4, 0.55, 0.7, 0.85, 0.95, 0.6)
 UNKNOWN = len(FIRST_CHANCES) - 1
 FIRST_RATE = 0.75  # initial rate of all classes together, so high that drafts are tried
-# Tokens without drafts before a probe: a stream whose drafts did not pay has some again. The
-# distance doubles each time that the first draft of a probe is wrong.
+# Tokens without drafts before a probe: a stream whose drafts were not worth their cost drafts
+# again. The number doubles each time the first draft of a probe is wrong.
 FIRST_PROBE, LONGEST_PROBE = 128, 8192
 PROBE_DRAFTS = 2
 # Factor of the reading time before a probe, because further drafts seldom follow a probe.
 PROBE_READING = 25.0
-UNREAD_TOKENS = 8  # unread tokens that the first pass for drafts reads in any case
+UNREAD_TOKENS = 8  # unread tokens that the first pass for drafts always reads
 
 
 class DraftEngine(Protocol):
@@ -50,19 +50,19 @@ class DraftEngine(Protocol):
 
     @property
     def max_rows(self) -> int:
-        """The most rows, which is also the most sequences of a pass."""
+        """The most rows, and the most sequences of a pass."""
 
     @property
     def max_lines(self) -> int:
         """The most inputs of a pass."""
 
     def report(self, compiles: Callable[[], None], moved: Callable[[], None]) -> None:
-        """Sets functions to call: `compiles` before the build of a pass that compiles something,
+        """Sets the functions to call: `compiles` before a pass that compiles something is built,
         and `moved` after each pass.
         """
 
     def admit(self, seq: Sequence) -> None:
-        """Gives a sequence an empty row."""
+        """Gives a sequence an empty KV row."""
 
     def holds(self, seq: Sequence) -> bool:
         """Returns whether a sequence has a row; the row may be dropped between two calls."""
@@ -79,9 +79,8 @@ class DraftEngine(Protocol):
     def propose(self, spans: Many[Span], count: int) -> Mapping[Sequence, Many[SampledToken]]:
         """Computes a pass over spans that draw one token, then `count` - 1 passes over the draws.
 
-        Returns the `count` tokens of each sequence. Instead of its log-probability a token has the
-        distance between the two largest logits, or nothing. A sequence whose logits are not numbers
-        is left out.
+        Returns the `count` tokens of each sequence. In place of its log-probability a token has the
+        distance between the two largest logits, or None. A sequence with NaN logits is omitted.
         """
 
     def seconds(self, rows: int, lines: int) -> float:
@@ -93,13 +92,13 @@ class DraftEngine(Protocol):
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of weights and rows that are allocated."""
+        """The allocated bytes of weights and rows."""
 
     def warm_up(self, on_progress: Callable[[], None]) -> None:
-        """Computes each kind of pass once."""
+        """Computes a pass of each compiled size once."""
 
     def make_room(self, size: int) -> None:
-        """Drops rows of `size` bytes, or all rows; they are read again when they are needed."""
+        """Drops rows of `size` bytes, or all rows; dropped rows are computed again when needed."""
 
     def close(self) -> None:
         """Frees all rows and arrays."""
@@ -108,17 +107,18 @@ class DraftEngine(Protocol):
 class _Stream(Struct):
     """A sequence and its row in the draft model.
 
-    `proposed`: the newest drafts, each with its class, after the first `known` inputs of the row.
+    `proposed`: the newest drafts, each with its class (see BOUNDS), after the row's first `known`
+    inputs.
     """
 
     row: Sequence
-    rate: float  # share of drafts that were right
-    chances: list[float]  # average of each class
+    rate: float  # fraction of right drafts
+    chances: list[float]  # fraction of right drafts of each class
     proposed: tuple[tuple[int, int], ...] = ()
     known: int = 0
     idle: int = 0  # tokens since the newest drafts
     next_probe: int = FIRST_PROBE  # number of idle tokens before the next probe
-    rate_before_probe: float | None = None  # the rate before the probe; None: no probe runs
+    rate_before_probe: float | None = None  # `rate` before the probe; None: no probe runs
 
 
 class ModelDrafter(Struct):
@@ -146,7 +146,7 @@ class ModelDrafter(Struct):
         if stream.proposed:
             right = self._learn(stream, new)
             row.ids += new
-            # The row has read every draft but the last. It keeps the right ones. At least the
+            # The row has read every draft except the last. It keeps the right drafts. At least the
             # newest token is read again, with the next drafts.
             kept = min(stream.known + min(right, len(stream.proposed) - 1), row.length - 1)
             if self.engine.holds(row) and kept < row.submitted:
@@ -245,7 +245,7 @@ class ModelDrafter(Struct):
         return drafts
 
     def _classified(self, drawn: Many[SampledToken]) -> tuple[tuple[int, int], ...]:
-        """Returns drafts with their classes, up to the first token outside the vocabulary."""
+        """Returns drafts with their classes (see BOUNDS), up to the first unknown token."""
         classified = []
         for draft in drawn:
             if draft.token >= self.vocab_size:
@@ -270,7 +270,7 @@ class ModelDrafter(Struct):
         return row
 
     def _make_place(self, needed: Mapping[Sequence, int]) -> None:
-        """Frees a row if all are taken, if possible of a stream that does not run."""
+        """Frees a row if all rows are used, preferably of a stream that does not run."""
         held = [
             (seq.phase is Phase.RUNNING, number, stream.row)
             for number, (seq, stream) in enumerate(self.streams.items())
@@ -300,7 +300,7 @@ class ModelDrafter(Struct):
             return
         size = rows.bit_length()
         known = self._ratios.get(size, 1.0)
-        ratio = min(2 * known, seconds / predicted)  # others use the machine as well
+        ratio = min(2 * known, seconds / predicted)  # other processes use the machine, too
         self._ratios[size] = known + NEW_SECONDS * (ratio - known)
 
     def forget(self, seq: Sequence) -> None:
@@ -318,8 +318,9 @@ class ModelDrafter(Struct):
 def _row_of(seq: Sequence, context: int) -> Sequence:
     """Returns the sequence of a row over a stream's newest tokens, at most half of `context`.
 
-    It draws with the options and the noise of the stream, so that random choices of both models
-    agree as often as possible, but without penalties, which need tokens that are not drawn yet.
+    The row samples with the options and the noise of the stream, so that random choices of both
+    models agree as often as possible, but without penalties, which need tokens that are not sampled
+    yet.
     """
     size = len(seq.prompt) + len(seq.ids)
     options = replace(

@@ -1,4 +1,4 @@
-"""Drafts of the model's own head (MTP), by the share of right drafts of each depth. Pure."""
+"""Drafts of the model's own head for multi-token prediction (MTP). Pure."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from msgspec import Struct, field
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.speculation.drafter import MTP, Drafts
 
-# The initial probability of a draft to be right if the drafts before it are, by its depth. One head
-# is used for all depths; it was trained for the first.
+# The initial probability of a draft to be right if the drafts before it are right, by depth. One
+# head is used for all depths, but was trained for the first depth.
 FIRST_CHANCES = (0.75, 0.6, 0.5, 0.45)
-# Weight of the newest draft in the average of a stream; draft n of the first ones has 1 / n.
+# The least weight of the newest draft in a stream's average; draft n at first has 1 / n.
 STREAM_WEIGHT = 0.12
-ALL_WEIGHT = 0.02  # the same weight for the averages of all streams
-PRIOR_DRAFTS = 8  # number of drafts that the initial assumption counts as in these averages
-# Number of drafts that the average of all streams counts as, beside a stream's own. It is low: one
-# step with wrong drafts of 32 streams changes this average by all of them.
+ALL_WEIGHT = 0.02  # the same for the averages of all streams
+PRIOR_DRAFTS = 8  # weight of the initial assumption in these averages, in drafts
+# Weight of the average of all streams in a stream's chances, in drafts. It is low, because one step
+# with wrong drafts of 32 streams changes this average 32 times.
 ALL_COUNT_AS = 2
-MOST_SEEN = 8  # the most drafts of a stream that count
+MOST_SEEN = 8  # the largest weight of a stream's own average, in drafts
 # For each token of a stream without drafts, its own drafts lose RETURN_STREAM of their weight, and
-# the averages of all streams go back by RETURN_MODEL to the initial ones. So wrong drafts do not
-# forbid further drafts for ever: such a stream checks some after fifty to a hundred tokens.
+# the averages of all streams return by RETURN_MODEL to the initial averages. So wrong drafts do not
+# prevent drafts for ever: the stream checks drafts again after fifty to a hundred tokens.
 RETURN_STREAM = 1 / 64
 RETURN_MODEL = 1 / 2**15
 
 
 class Predictor(Protocol):
-    """Computes the model's own head; used by the compute thread."""
+    """Computes the model's MTP head; used by the compute thread."""
 
     def ready(self, seq: Sequence) -> bool:
-        """Returns whether the state of the input before a sequence's newest token is there."""
+        """Returns whether the hidden state before a sequence's newest token is available."""
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
         """Returns `depths` likely next tokens of each sequence, while no pass is in flight.
 
-        Leaves out sequences that are not ready, and all if the head's pass fails. Raises the error
-        of the pass if the device no longer computes.
+        Omits sequences that are not ready, and all sequences if the head's pass fails. Raises the
+        error of the pass if the device no longer computes.
         """
 
 
 class _Average(Struct):
-    """The share of right drafts of one depth; `seen`: the number of drafts that it counts as."""
+    """The fraction of right drafts of one depth; `seen`: its weight, in drafts."""
 
     share: float
     seen: float
@@ -57,8 +57,8 @@ class _Average(Struct):
 class _Stream(Struct):
     """The state of one sequence: `drafts` were proposed after its first `count` ids.
 
-    `own`: averages of only its drafts, by depth. `others`: averages of all streams that choose
-    tokens in the same way.
+    `own`: averages of this stream's drafts, by depth. `others`: averages of all streams with the
+    same choice of tokens (greedy or random).
     """
 
     own: list[_Average]
@@ -67,7 +67,7 @@ class _Stream(Struct):
     drafts: tuple[int, ...] = ()
 
     def chances(self) -> list[float]:
-        """Returns the probability of each depth's draft to be right if those before it are."""
+        """Returns the probability of each depth's draft to be right if earlier drafts are right."""
         averages = zip(self.own, self.others, strict=True)
         return [
             (own.share * own.seen + others.share * ALL_COUNT_AS) / (own.seen + ALL_COUNT_AS)
@@ -80,11 +80,11 @@ def _first_averages() -> list[_Average]:
 
 
 class MtpDrafter(Struct):
-    """The Drafter of a model's own head."""
+    """The Drafter that uses a model's MTP head."""
 
     head: Predictor
     name: str = MTP
-    # Averages of all streams that take the likeliest token, and of all that choose at random.
+    # Averages of all streams with greedy choice, and of all streams with random choice.
     greedy: list[_Average] = field(default_factory=_first_averages)
     random: list[_Average] = field(default_factory=_first_averages)
     _streams: dict[Sequence, _Stream] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class MtpDrafter(Struct):
                 return
 
     def _go_back(self, stream: _Stream, tokens: int) -> None:
-        """Reduces the weight of past drafts a little, after `tokens` without drafts."""
+        """Reduces the weight of past drafts a little, after `tokens` tokens without drafts."""
         kept, back = (1 - RETURN_STREAM) ** tokens, 1 - (1 - RETURN_MODEL) ** tokens
         for own, others, first in zip(stream.own, stream.others, FIRST_CHANCES, strict=True):
             own.seen *= kept

@@ -12,13 +12,14 @@ from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.speculation.drafter import NGRAM, Drafts
 from mlxpool.worker.speculation.ngram_search import MIN_MATCH, NOWHERE, StreamTokens
 
-MAX_TAKEN = 32768  # the most tokens that a call of `follow` takes
-MAX_LEARNED = 8  # the most tokens that a call learns from, because each may take a search
-# Weights of the newest draft in the average of a stream, if it is wrong and if it is right. A wrong
-# draft costs more than a right one that was not checked, so averages fall faster than they rise.
+MAX_TAKEN = 32768  # the most tokens that a call of `follow` reads
+MAX_LEARNED = 8  # the most tokens that a call learns from, because each token may need a search
+# Weights of the newest draft in the average of a stream, if the draft is wrong and if it is right.
+# A wrong draft costs more than a right draft that was not checked, so averages fall faster than
+# they rise.
 STREAM_WEIGHT = (0.3, 0.15)
 ALL_WEIGHT = 0.03  # weight for the averages of all streams, with which a new stream begins
-# There is one average for each range of the length of a match: the shortest length, and the initial
+# Ranges of the length of a match, each with its own average: the shortest length, and the initial
 # chance. The length is 0 if a match was continued over a wrong token.
 CLASSES = ((0, 0.2), (3, 0.25), (5, 0.45), (9, 0.7), (17, 0.85))
 _LONGEST = CLASSES[-1][0]
@@ -33,15 +34,16 @@ class _Stream(Struct):
     tokens: StreamTokens
     chances: list[float]
     place: int = NOWHERE
-    length: int = 0  # tokens of the match before the place
-    known: bool = False  # False after tokens were taken in bulk, until `place` is searched
+    length: int = 0  # length of the match before `place`
+    known: bool = False  # False after bulk reads, until `place` is searched
 
 
 class NgramDrafter(Struct):
     """The Drafter of n-grams.
 
-    A match is followed token by token while it is right. After a wrong token the longest match is
-    searched again. Without a match, that token is skipped and the old match goes on.
+    A match is followed token by token while its drafts are right. After a wrong token the longest
+    match is searched again. Without a match, the wrong token is skipped and the old match
+    continues.
     """
 
     name: str = NGRAM

@@ -1,8 +1,9 @@
 """The tokens of one stream, with a search for earlier occurrences of the newest tokens. Pure.
 
-The tokens are the characters of a text, so that CPython's text search finds runs of them. A search
-in 13,000 tokens takes 3 us, or 20 us in the worst case, less than a model takes to attend to them.
-It needs no index, so the first search of a stream costs hardly more than later ones.
+The tokens are the characters of a text, so that CPython's text search finds runs of tokens. A
+search in 13,000 tokens takes 3 us, or 20 us in the worst case, less than the model's attention over
+them. The search needs no index, so the first search of a stream costs hardly more than later
+searches.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from sys import byteorder, maxunicode
 
 MIN_MATCH = 3  # the fewest equal tokens before a draft
-LONGEST_RUN = 8  # the longest run that is searched; the newest of such matches is taken
+LONGEST_RUN = 8  # the longest searched run; of longer matches, the newest is taken
 MAX_MATCH = 32  # the most tokens of a match that are counted
 MAX_TOKENS = maxunicode + 1  # the largest vocabulary
 NOWHERE = -1
@@ -22,7 +23,7 @@ _UTF_32 = "utf-32-le" if byteorder == "little" else "utf-32-be"
 class StreamTokens:
     """The tokens of one stream, in order, each below MAX_TOKENS.
 
-    A place is the number of the token that follows a run.
+    A place is the index of the token after a run.
     """
 
     def __init__(self) -> None:
@@ -44,20 +45,21 @@ class StreamTokens:
 
     def _append(self, more: str) -> None:
         text, self._text = self._text, ""
-        text += more  # CPython appends in place, as nothing else refers to the text
+        text += more  # CPython appends in place, because nothing else refers to the text
         self._text = text
 
     def longest_match(self) -> tuple[int, int]:
         """Returns the place after the longest earlier run that equals the end of the stream.
 
         Also returns the length of the match, from MIN_MATCH to MAX_MATCH; (NOWHERE, 0) without a
-        match. Among matches of the same length, or of LONGEST_RUN or more, takes the newest. After
-        a match, only searches earlier places for a longer run, so each place is examined once.
+        match. Among matches of the same length, or of at least LONGEST_RUN, takes the newest match.
+        After a match, searches only earlier places for a longer run, so each place is examined
+        once.
         """
         text = self._text
         size = len(text)
         best, length = NOWHERE, 0
-        run, end = MIN_MATCH, size - 1  # the run has to end before
+        run, end = MIN_MATCH, size - 1  # the run has to end before this index
         while run <= LONGEST_RUN and run < size:
             begin = text.rfind(text[size - run :], 0, end)
             if begin < 0:
@@ -70,7 +72,7 @@ class StreamTokens:
     def _match(self, place: int, known: int) -> int:
         """Returns the number of tokens before a place that equal the newest ones, up to MAX_MATCH.
 
-        `known`: a number of tokens that are known to be equal.
+        `known`: the number of tokens known to be equal.
         """
         text = self._text
         most = min(place, MAX_MATCH)

@@ -1,7 +1,7 @@
-"""Chooses the rows to examine for drafts before a step, within a budget of host time. Pure.
+"""Chooses the sequences to examine for drafts before a step, within a budget of host time. Pure.
 
-Rows that had drafts in the newest step are always examined. All others together use the time that
-was saved for searches, so that requests whose drafts are never right pay nearly nothing.
+Rows with drafts in the newest step are always examined. All other rows share the time budget for
+searches, so that requests whose drafts are never right lose nearly no time.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from msgspec import Struct
 from mlxpool.worker.scheduling.sequence import Phase, Sequence
 from mlxpool.worker.speculation.drafter import Drafter
 
-TIME_SHARE = 0.003  # share of the time of steps that is saved for searches
-GAIN_SHARE = 0.25  # share of the time gained by drafts that is saved for searches
-MAX_SAVED = 0.005  # the most seconds saved: a longer search would be a gap in the streams
+TIME_SHARE = 0.003  # fraction of the time of steps that is saved for searches
+GAIN_SHARE = 0.25  # fraction of the time gained by drafts that is saved for searches
+MAX_SAVED = 0.005  # the most seconds of the budget: a longer search would delay the streams
 
 
 class Candidate(Struct, frozen=True):
-    """A sequence that decodes in the next step; `room`: the most drafts that it may check."""
+    """A decoding sequence of the next step; `room`: the most drafts that it may check."""
 
     sequence: Sequence
     room: int
@@ -40,7 +40,7 @@ class RowSearch:
 
     @property
     def affordable(self) -> bool:
-        """Whether enough is saved to examine all rows, or MAX_SAVED if that takes longer."""
+        """Whether the budget suffices to examine all rows, or is MAX_SAVED."""
         return self.saved > 0 and self.saved >= min(self._needed, MAX_SAVED)
 
     def earn(self, step: float, gained: float = 0.0) -> None:
@@ -66,7 +66,7 @@ class RowSearch:
         return self._drafter.follow(seq)
 
     def look(self, others: Many[Candidate]) -> list[Candidate]:
-        """Follows candidates in turn, while saved time is left; returns those ready to draft."""
+        """Examines candidates in turn, within the budget; returns the candidates ready to draft."""
         ready, self._looked = [], 0
         begin, until = self._next % max(1, len(others)), self._clock() + self.saved
         for candidate in [*others[begin:], *others[:begin]]:
@@ -85,7 +85,7 @@ class RowSearch:
             self._needed = seconds / self._looked * others
 
     def read(self, readers: Iterable[Sequence]) -> None:
-        """Follows sequences whose prompts are being read, while saved time is left."""
+        """Makes the drafter follow sequences in prefill, within the budget."""
         began = self._clock()
         for seq in readers:
             if self._clock() - began >= self.saved:
@@ -94,7 +94,7 @@ class RowSearch:
         self.saved -= self._clock() - began
 
     def forget_ended(self, rows: int) -> None:
-        """Makes the drafter forget ended sequences; `rows`: the number of running ones."""
+        """Makes the drafter forget ended sequences; `rows`: the number of running sequences."""
         if len(self._followed) <= rows:
             return
         for seq in [ended for ended in self._followed if ended.phase is Phase.FINISHED]:

@@ -1,4 +1,4 @@
-"""Chooses the drafts of a step for all its rows, and counts the accepted drafts. Pure.
+"""Chooses the drafts of a step for all its decoding rows, and counts accepted drafts. Pure.
 
 The policy:
 
@@ -33,23 +33,23 @@ from mlxpool.worker.speculation.step_times import StepTimes
 
 MAX_DRAFTS = 15  # the most drafts of a row in a step: 16 inputs with its newest token
 # If passes are not submitted ahead, each of more than FEW_ROWS rows has at most MAX_DRAFTS_OF_MANY
-# drafts, because rows are padded to the row with the most drafts.
+# drafts, because all rows are padded to the row with the most drafts.
 FEW_ROWS, MAX_DRAFTS_OF_MANY = 3, 3
 MAX_STEP_DRAFTS = 256  # the most drafts of all rows in a step
 MAX_LOGIT_BYTES = 128 * 1024 * 1024  # the most bytes of float32 logits of a step's drafts
-# Drafts of the first measured step: of each row, if drafts cost equal times; of all rows together,
-# if passes are submitted ahead, because most of the cost is then one wait.
+# Drafts of the first measured step: for each row, if all drafts cost the same; for all rows
+# together, if passes are submitted ahead, because then most of the cost is one wait.
 FIRST_DRAFTS, FIRST_DRAFTS_AHEAD = 2, 8 * MAX_DRAFTS
-PLAIN_INTERVAL = 64  # steps with drafts between measurements of steps without: 2 % of their gain
-# A trial may cost this share of the steps since drafts were checked, or wanted in vain. Before the
-# first trial, FIRST_TRIAL steps count, so that it comes soon.
+PLAIN_INTERVAL = 64  # steps with drafts between two measured steps without drafts: 2 % of the gain
+# A trial may cost this fraction of the time of steps since the last checked or useless drafts.
+# Before the first trial, FIRST_TRIAL steps count, so that it happens soon.
 TRIAL_SHARE, FIRST_TRIAL = 0.005, 256
 MAX_REST = 512  # the most steps of a rest: with steps of 4 ms, drafts rest for two seconds
-# The reading of a row for drafts may cost this share of a plain step for each expected further
-# token: as many as its answer has, at least LEAST_REMAINING.
+# Reading a row's unread tokens for drafts may cost this fraction of a plain step for each expected
+# further token: as many as the answer has so far, at least LEAST_REMAINING.
 READING_SHARE, LEAST_REMAINING = 0.25, 16
 
-# Seconds of a step by the number of rows with drafts, of all drafts, and of the most of a row.
+# (rows with drafts, drafts of all rows, most drafts of a row) -> seconds of a step.
 Seconds: TypeAlias = Callable[[int, int, int], float]
 
 
@@ -65,20 +65,20 @@ class Choice(Struct):
 
 
 class Rest(Struct):
-    """The number of steps without drafts after some were wanted in vain (exponential back-off).
+    """The number of steps without drafts after useless work for drafts (exponential back-off).
 
-    It is 1, then 2, 4, up to MAX_REST. It halves each time that drafts are checked.
+    The number is 1, then 2, 4, up to MAX_REST. It halves each time that drafts are checked.
     """
 
     left: int = 0
     next: int = 1
 
     def begin(self) -> None:
-        """Begin a rest, after drafts were wanted in vain."""
+        """Begins a rest, after useless work for drafts."""
         self.left, self.next = self.next, min(2 * self.next, MAX_REST)
 
     def shorten(self) -> None:
-        """Halve the next rest, as drafts are checked."""
+        """Halves the next rest, because drafts are checked."""
         self.next = max(1, self.next // 2)
 
 
@@ -94,13 +94,13 @@ class Speculator:
         ahead: bool = False,
         most_drafts: int = MAX_STEP_DRAFTS,
     ) -> None:
-        """`predict`: predicts the seconds of a pass. `clock`: seconds, as used for steps. `ahead`:
-        passes without drafts are submitted ahead. `most_drafts`: the most drafts of all rows in a
-        step, see `max_drafts_of_step`.
+        """`predict`: predicts the seconds of a pass. `clock`: returns seconds, the clock of steps.
+        `ahead`: passes without drafts are submitted ahead. `most_drafts`: the most drafts of all
+        rows in a step, see `max_drafts_of_step`.
         """
         self.drafter, self.clock = drafter, clock
-        self.checks = 0  # number of rows' decode steps with drafts
-        self.drafted = 0  # number of drafts that they checked
+        self.checks = 0  # number of decode steps with drafts, counted per row
+        self.drafted = 0  # number of checked drafts
         self.accepted = 0  # number of checked drafts that were right
         self.times = StepTimes(ahead=ahead)
         self.search = RowSearch(drafter, clock)
@@ -108,22 +108,22 @@ class Speculator:
         self._paying: set[Sequence] = set()  # rows with drafts in the newest step
         self._choice = Choice()
         self._rest = Rest()
-        self._since_plain = 0  # steps with drafts since a step without was measured
+        self._since_plain = 0  # steps with drafts since a step without drafts was measured
         self._without = FIRST_TRIAL  # steps since the last step with drafts
-        # Seconds that count apart and are taken from the time of the step: of the search, if no row
-        # had drafts, and of making drafts, if the drafter predicts that time.
+        # Seconds that are subtracted from the time of the step: of the search, if no row had
+        # drafts, and of making drafts, if the drafter predicts this time.
         self._apart = 0.0
 
     @property
     def skips_next(self) -> bool:
-        """Whether the next step has no drafts in any case."""
+        """Whether the next step will certainly have no drafts."""
         return self._rest.left > 0 or not (self._paying or self.search.affordable)
 
     def skip_step(self) -> bool:
-        """Counts an ended step as skipped; False: it is not skipped and has to be measured.
+        """Counts an ended step as skipped; returns False if the step has to be measured instead.
 
-        If drafts do not pay, most steps are skipped and cost only this call. The last one is not
-        skipped: it shows the time of a step without drafts or search.
+        If drafts gain no time, most steps are skipped and cost only this call. The last step of a
+        rest is not skipped: it shows the time of a step without drafts or search.
         """
         if self._rest.left:
             self._rest.left -= 1
@@ -135,11 +135,11 @@ class Speculator:
     def depths(
         self, rows: int, lines: int, candidates: Many[Candidate], began: float
     ) -> dict[Sequence, int]:
-        """Returns the number of drafts that each sequence checks in the next step; left out: 0.
+        """Returns the number of drafts that each sequence checks in the next step; missing: 0.
 
         `rows`: the number of sequences that decode in the step. The step has at most `lines`
-        inputs, half of them for prompts. First takes the candidates' new tokens into account.
-        `began`: the time when the search for candidates began.
+        inputs, half of them for prompts. First, drafters read the candidates' new tokens. `began`:
+        the time when the search for candidates began.
         """
         self.search.forget_ended(rows)
         self._apart = 0.0
@@ -204,7 +204,7 @@ class Speculator:
     def _may_try(
         self, ready: Many[Candidate], depths: Many[int], plain: float, seconds: Seconds
     ) -> bool:
-        """Returns whether a trial of `depths` drafts costs little enough, see TRIAL_SHARE."""
+        """Returns whether a trial of `depths` drafts is cheap enough, see TRIAL_SHARE."""
         reading = self.drafter.reading_seconds
         pairs = zip(ready, depths, strict=True)
         more = seconds(sum(map(bool, depths)), sum(depths), max(depths)) - plain
@@ -223,7 +223,8 @@ class Speculator:
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
         """Returns the drafts of these sequences, at most `depths` of each.
 
-        Drops drafts that do not pay by the drafter's updated chances. If none is left, drafts rest.
+        Drops drafts that gain no time by the drafter's updated chances. If no draft is left, a rest
+        begins.
         """
         began = self.clock()
         drafts = self._those_that_pay(self.drafter.drafts(depths))
@@ -236,15 +237,15 @@ class Speculator:
         return drafts
 
     def pause(self) -> None:
-        """Makes drafts rest, after some were made, or passes waited for, in vain."""
+        """Begins a rest, after useless drafts or useless waits for passes."""
         self._rest.begin()
         self._paying, self._apart, self._without = set(), 0.0, 0  # it has cost as much as a trial
-        self.times.settle()  # no step is measured meanwhile
+        self.times.settle()  # no step is measured during a rest
 
     def _those_that_pay(self, drafts: Drafts) -> Drafts:
         """Returns the drafts of each row whose check is expected to gain time.
 
-        The time to make the drafts does not count: it is already spent.
+        The time to make the drafts does not count, because it is already spent.
         """
         rows, times, predict = self._choice.rows, self.times, self._lines_seconds
         sure = [self.drafter.sharper_chances(seq)[: len(some)] for seq, some in drafts.items()]
@@ -275,8 +276,8 @@ class Speculator:
     def step_ended(self, rows: int, drafts: Drafts, seconds: float, *, measured: bool) -> None:
         """Adds the time of a step.
 
-        `measured`: its time is typical of its kind: it read no prompt and compiled nothing, and if
-        it has no drafts, it did not wait for passes in flight.
+        `measured`: the time is typical: the step read no prompt and compiled nothing, and if it has
+        no drafts, it did not wait for passes in flight.
         """
         took, apart, self._apart = seconds, self._apart, 0.0
         seconds = max(0.0, seconds - apart)
@@ -289,14 +290,14 @@ class Speculator:
             self.search.earn(seconds)
             self._without += 1
             if apart and self._ahead:
-                measured = False  # the share of the search that overlapped a pass is not known
+                measured = False  # how much of the search overlapped a pass is not known
             if measured and self.times.settled:
                 self._since_plain = 0
         self.times.observe(rows, sum(map(len, drafts.values())), seconds, measured=measured)
 
 
 def max_drafts_of_step(vocabulary: int) -> int:
-    """Returns the most drafts of a step's rows together, by the bound of logits' memory."""
+    """Returns the most drafts of all rows of a step, by the memory bound of logits."""
     return min(MAX_STEP_DRAFTS, max(1, MAX_LOGIT_BYTES // (4 * vocabulary)))
 
 
@@ -309,8 +310,8 @@ def candidates_of(
     """Returns the number of sequences that decode in the next step, and the candidates for drafts.
 
     Drafts have to fit into the blocks that a sequence was `given`, its context, and the tokens that
-    it may generate, so they take nothing from others. A sequence with images, or one that is not
-    `allowed`, is not a candidate.
+    it may generate, so that other sequences lose no blocks. Sequences with images, and sequences
+    that are not `allowed`, are not candidates.
     """
     rows = 0
     candidates = []

@@ -1,13 +1,14 @@
 """The times of steps with and without drafts, from measured steps. Pure.
 
-The seconds are those of a whole step, between the ends of two steps: forward pass, draw, search of
-drafts and texts. If passes are usually submitted ahead, they include the waits of host and device
-for each other. Passes of a draft model count apart (Speculator.step_ended). Steps that read prompts
-are not measured.
+The time of a step is the time between the ends of two steps: forward pass, sampling, search of
+drafts, and texts. If passes are usually submitted ahead, it includes the waits of host and device
+for each other. Passes of a draft model are counted separately (Speculator.step_ended). Steps that
+read prompts are not measured.
 
-The time of a step with drafts is stored as a multiple of a step without, so that a machine that
-becomes slower changes nothing. Each power of two of the number of rows has a curve: the multiple by
-the number of drafts. It is 1 without drafts, and the median of the newest steps of each kind.
+The time of a step with drafts is stored as a multiple of a step without drafts, so that a slower
+machine changes nothing. Each power of two of the number of rows has a curve: the multiple by the
+number of drafts. The multiple is 1 without drafts, else the median of the newest steps with a
+similar number.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from math import inf
 
 from msgspec import Struct, field
 
-NEWEST = 9  # newest steps of a kind for the median, which ignores steps that the machine slowed
-# Until a step with drafts was measured, it is assumed to take this share of a plain step longer
-# than guessed, so that drafts with small chances are not tried.
+NEWEST = 9  # newest steps for a median, which ignores steps that other work slowed
+# Until a step with drafts was measured, its assumed time is the guess plus this fraction of a plain
+# step, so that drafts with small chances are not tried.
 UNMEASURED_EXTRA = 0.5
 # Guessed seconds that host and device wait for each other if passes are usually submitted ahead; at
 # most the time of a plain step.
 WAIT = 0.001
-# If passes are submitted ahead, this many steps after a step with drafts are slower than others:
-# the host has run other code, and the device has waited. Their extra time is a cost of the drafts.
-# Only later steps show the time of steps without drafts.
+# If passes are submitted ahead, this many steps after a step with drafts are slower than other
+# steps: the host has run other code, and the device has waited. Their extra time is a cost of the
+# drafts. Only later steps have the normal time of steps without drafts.
 SETTLING_STEPS = 4
 
-Predict = Callable[[int], float]  # lines of a decode step -> seconds
+Predict = Callable[[int], float]  # inputs of a decode step -> seconds
 
 
 class Curve(Struct):
@@ -41,7 +42,7 @@ class Curve(Struct):
     points: list[tuple[int, float]] = field(default_factory=lambda: [(0, 1.0)])  # drafts, multiple
 
     def observe(self, drafts: int, multiple: float) -> None:
-        """Adds a measured step. Ignores the first step of a kind, as it may compile something."""
+        """Adds a measured step. Ignores the first step of a size, which may compile something."""
         kind = _kind(drafts)
         newest = self.newest.get(kind)
         if newest is None:
@@ -59,7 +60,7 @@ class Curve(Struct):
 
 
 class Unsettled(Struct):
-    """A step with drafts whose cost is not known yet, as steps after it may be slower for it."""
+    """A step with drafts whose cost is not known yet, because it may slow down later steps."""
 
     rows: int
     drafts: int
@@ -67,35 +68,35 @@ class Unsettled(Struct):
 
 
 class StepTimes:
-    """Seconds of steps of `rows` decode rows that check `drafts` tokens together."""
+    """The seconds of steps, by the numbers of decode rows and of their drafts together."""
 
     def __init__(self, *, ahead: bool = False) -> None:
         """`ahead`: whether passes without drafts are submitted ahead."""
         self._settling = SETTLING_STEPS if ahead else 0
         self._newest: dict[int, deque[float]] = {}  # seconds of steps without drafts, by rows
         self._plain: dict[int, float] = {}  # their medians
-        self._sizes: list[int] = []  # the keys of _plain, in order
+        self._sizes: list[int] = []  # the keys of `_plain`, sorted
         self._curves: dict[int, Curve] = {}
         self._unsettled: Unsettled | None = None
         self._left = 0  # steps that are still slower because of the newest drafts
 
     @property
     def knows_plain(self) -> bool:
-        """Whether a step without drafts was measured, to compare others with."""
+        """Whether a step without drafts was measured."""
         return bool(self._sizes)
 
     @property
     def settled(self) -> bool:
-        """Whether the next step without drafts has the normal time of such steps."""
+        """Whether the next step without drafts has a normal time, unaffected by earlier drafts."""
         return not self._left
 
     def known_drafts(self, rows: int) -> int:
-        """Returns the most drafts of a measured step; 0: no step with drafts was measured."""
+        """Returns the most drafts of a measured step; 0 if no step with drafts was measured."""
         curve = self._curves.get(rows.bit_length())
         return 0 if curve is None else curve.points[-1][0]
 
     def observe(self, rows: int, drafts: int, seconds: float, *, measured: bool = True) -> None:
-        """Adds a step; not `measured`: its time is not typical of its kind and does not count."""
+        """Adds a step; not `measured`: the step's time is not typical and does not count."""
         if drafts:
             self.settle()
             self._left = self._settling
@@ -117,7 +118,7 @@ class StepTimes:
             self._plain[rows] = _median(self._newest[rows])
 
     def settle(self) -> None:
-        """Fixes the cost of the newest step with drafts at the time counted so far."""
+        """Sets the cost of the newest step with drafts to the time counted so far."""
         step, self._unsettled = self._unsettled, None
         plain = None if step is None else self._plain_seconds(step.rows)
         if step is not None and plain:
@@ -125,15 +126,16 @@ class StepTimes:
             curve.observe(step.drafts, step.seconds / plain)
 
     def plain(self, rows: int, predict: Predict) -> float:
-        """Returns the seconds of a step without drafts; from `predict` if none was measured."""
+        """Returns the seconds of a step without drafts; without a measurement, from `predict`."""
         plain = self._plain_seconds(rows)
         return predict(rows) if plain is None else plain
 
     def with_drafts(self, rows: int, drafts: int, predict: Predict, plain: float) -> float:
         """Returns the seconds of a step with drafts. `plain`: seconds without drafts.
 
-        Each draft above the measured number costs as much as a measured one. If passes are
-        submitted ahead, most of the cost is a wait, so its cost is predicted instead.
+        Each draft above the measured number costs as much as a measured draft. If passes are
+        submitted ahead, most of the cost is a wait, so the cost of such a draft is predicted
+        instead.
         """
         curve = self._curves.get(rows.bit_length())
         most = self.known_drafts(rows)
@@ -147,7 +149,7 @@ class StepTimes:
         return seconds + max(0.0, predict(rows + drafts) - predict(rows + most))
 
     def guessed(self, rows: int, drafts: int, predict: Predict, plain: float) -> float:
-        """Returns the guessed seconds of a step with drafts: from `predict`, with any wait."""
+        """Returns the guessed seconds of a step with drafts: the prediction plus any wait."""
         wait = min(WAIT, plain) if self._settling else 0.0
         return plain + wait + max(0.0, predict(rows + drafts) - predict(rows))
 
@@ -155,7 +157,7 @@ class StepTimes:
         """Returns the measured seconds, or interpolates between the nearest numbers of rows.
 
         The result is at most the time of more rows: if most steps have drafts, few plain steps are
-        measured, and a disturbed slow one would make drafts look free.
+        measured, and one slow plain step would make drafts look free.
         """
         sizes = self._sizes
         if not sizes:
@@ -173,11 +175,11 @@ class StepTimes:
 
 
 def _kind(drafts: int) -> int:
-    """Returns the class of a number of drafts: each power of two has two classes."""
+    """Returns the class of a number of drafts; there are two classes for each power of two."""
     bits = drafts.bit_length()
     return 2 * bits + (drafts >> max(0, bits - 2) & 1)
 
 
 def _median(seconds: deque[float]) -> float:
-    """Returns the median; of two in the middle, the lower."""
+    """Returns the median; of two middle values, the lower."""
     return sorted(seconds)[(len(seconds) - 1) // 2]

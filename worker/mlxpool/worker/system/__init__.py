@@ -1,4 +1,4 @@
-"""The operating system: CPU threads, priorities, stack dumps, parent death.
+"""Operating-system functions: CPU threads, kept files, stack dumps, parent death.
 
 Imports no other package of the worker.
 """

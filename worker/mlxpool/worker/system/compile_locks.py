@@ -1,4 +1,4 @@
-"""Locks between the processes of a machine, so that one of them compiles each kernel."""
+"""Locks between the processes of a machine, so that only one process compiles a kernel."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-LONGEST_WAIT = 20.0  # seconds; then the kernel is compiled here as well. A kernel takes 1 to 5
+LONGEST_WAIT = 20.0  # seconds; then this process compiles the kernel, too. A kernel takes 1 to 5
 LOOK_INTERVAL = 0.02  # seconds between two tries
 
 
 @contextmanager
 def compile_lock(path: Path, *, wait: bool) -> Iterator[bool]:
-    """Holds the lock of a compiled kernel's file; yields whether this process has it.
+    """Holds the lock of a compiled kernel's file; yields whether this process has the lock.
 
-    `wait`: waits until another process releases it, at most LONGEST_WAIT, and then goes on without
-    the lock. The system frees the lock of a process that ends. The lock's file is beside `path`
-    while the lock is held. Raises OSError if no file can be made there.
+    `wait`: waits until another process releases the lock, at most LONGEST_WAIT, and then continues
+    without the lock. The system frees the lock of a process that ends. The lock's file is beside
+    `path` while the lock is held. Raises OSError if the file cannot be made.
     """
     file = path.with_suffix(".lock")
     end = time.monotonic() + LONGEST_WAIT
@@ -36,8 +36,7 @@ def compile_lock(path: Path, *, wait: bool) -> Iterator[bool]:
 def _locked(file: Path) -> int | None:
     """Returns a descriptor of the file, with the lock; None: another process has it.
 
-    A file system without locks, like some network file systems, refuses no lock: there each process
-    compiles.
+    Without locks, as on some network file systems, every process gets a descriptor and compiles.
     """
     descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
@@ -55,7 +54,7 @@ def _locked(file: Path) -> int | None:
 
 
 def _has_name(descriptor: int, file: Path) -> bool:
-    """Returns whether an open file still has this name."""
+    """Returns whether the open `descriptor` is still the file of this name."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(file))
     except FileNotFoundError:

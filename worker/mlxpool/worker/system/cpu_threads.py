@@ -1,7 +1,7 @@
-"""Chooses the number of CPU cores for the steps of the model: the otherwise idle cores.
+"""Chooses the number of CPU cores for the steps of the model: cores without other work.
 
-OpenBLAS has a thread for each core, and none of them sleeps between the products of a step. A
-waiting thread offers its core to any runnable thread and gets it back a time slice later, and each
+OpenBLAS has a thread for each core, and these threads do not sleep between the products of a step.
+A waiting thread yields its core to any runnable thread and gets it back a time slice later; each
 product waits for all threads. On two cores beside one busy thread, even of the lowest priority, a
 step takes five times as long as alone; with one OpenBLAS thread it takes less than twice as long.
 
@@ -25,21 +25,21 @@ from typing import Protocol
 from msgspec import Struct
 
 SAMPLE_INTERVAL = 0.1  # seconds between two samples of the processor time
-SAMPLE_LIFE = 2.0  # seconds; an older sample, after a rest, is no longer valid
-SAMPLES_TO_GROW = 5  # samples in a row with more free cores, before steps use them
-MIN_SHARE = 4  # steps use at least a quarter of the cores; on a full machine others take the rest
+SAMPLE_LIFE = 2.0  # seconds; an older sample, before a pause, is no longer valid
+SAMPLES_TO_GROW = 5  # consecutive samples with more free cores, before steps use them
+MIN_SHARE = 4  # steps use at least a quarter of the cores, also on a busy machine
 _PTHREADS = 1  # OpenBLAS has its own threads; OpenMP's threads would belong to each caller
 TICK = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01  # seconds
 _BUSY = (0, 1, 2, 5, 6)  # columns of a line of /proc/stat: user, nice, system, irq, softirq
 STAT = Path("/proc/stat")
-OPENBLAS_THREADS = "OPENBLAS_NUM_THREADS"  # an OpenBLAS reads it when it is loaded
+OPENBLAS_THREADS = "OPENBLAS_NUM_THREADS"  # an OpenBLAS reads this variable when it is loaded
 
 
 def import_numpy() -> None:
     """Imports numpy with one thread of its OpenBLAS, unless the user has set another number.
 
-    A thread for each core would take 40 ms of processor time on two cores, and numpy multiplies
-    nothing large. MLX has another OpenBLAS, which keeps its threads.
+    A thread for each core would use 40 ms of processor time on two cores, and numpy multiplies no
+    large matrices here. MLX has another OpenBLAS, which keeps its threads.
     """
     is_set = OPENBLAS_THREADS in os.environ
     os.environ.setdefault(OPENBLAS_THREADS, "1")
@@ -49,7 +49,7 @@ def import_numpy() -> None:
 
 
 class BlasThreads(Protocol):
-    """The threads of a library of matrix products."""
+    """The threads of a BLAS library."""
 
     def count(self) -> int:
         """Returns the number of threads of the next product."""
@@ -100,7 +100,7 @@ def read_cpu_use(cores: Set[int]) -> CpuUse:
 
 
 def thread_count(maximum: int, cores: int, before: CpuUse, after: CpuUse) -> int:
-    """Returns the number of threads that leaves others their cores; half a core is one. Pure."""
+    """Returns the number of threads that leaves other processes their cores, rounded. Pure."""
     others = (after.all - before.all - after.own + before.own) / (after.at - before.at)
     free = cores - max(0.0, others)
     return min(maximum, max(1, cores // MIN_SHARE, math.floor(free + 0.5)))
@@ -109,7 +109,7 @@ def thread_count(maximum: int, cores: int, before: CpuUse, after: CpuUse) -> int
 class CpuThreads:
     """Sets the number of BLAS threads before each step.
 
-    One thread computes and calls `begin_step` and `end_steps`; any other may announce long work.
+    One thread computes and calls `begin_step` and `end_steps`; any thread may announce long work.
     """
 
     def __init__(
@@ -118,17 +118,17 @@ class CpuThreads:
         cores: int,
         read_use: Callable[[], CpuUse] | None = None,
     ) -> None:
-        """`cores`: the cores that this process may use. Without `threads` nothing is changed."""
+        """`cores`: the number of cores for this process. Without `threads` nothing is changed."""
         self._threads = threads
         self._cores = cores
         self._usual = 0 if threads is None else threads.count()
-        self._reduced = max(1, min(self._usual, cores - 1))  # while long work runs
+        self._reduced = max(1, min(self._usual, cores - 1))  # threads while long work runs
         self._read_use = read_use if self._reduced < self._usual else None
         self._sample: CpuUse | None = None
         self._sample_due = 0.0 if self._read_use else math.inf
         self._fitting = self._usual  # threads that leave other processes their cores
         self._count = self._usual  # threads of this step
-        self._growing_samples = 0  # samples in a row that found more free cores
+        self._growing_samples = 0  # consecutive samples with more free cores
         self._lock = threading.Lock()  # of `_long_works`
         self._long_works = 0  # long works that run now
         self._reduced_now = False  # the next product uses at most `_reduced` threads
@@ -136,7 +136,7 @@ class CpuThreads:
         self._divided = False
 
     def divide_steps(self) -> None:
-        """Divides steps from the next on into `parts` threads, with one BLAS thread for each."""
+        """Divides steps, from the next step on, into `parts` threads, each with one BLAS thread."""
         self._divided = True
 
     @property
@@ -156,7 +156,7 @@ class CpuThreads:
         self._apply()
 
     def end_steps(self) -> None:
-        """Notes that no step follows until the next `begin_step`."""
+        """Records that no step runs until the next `begin_step`."""
         self._stepping = False
 
     def begin_long_work(self) -> None:
@@ -165,7 +165,7 @@ class CpuThreads:
             self._long_works += 1
 
     def end_long_work(self) -> None:
-        """Ends the long work of one `begin_long_work`."""
+        """Ends one long work, begun by `begin_long_work`."""
         with self._lock:
             self._long_works -= 1
 
@@ -174,7 +174,7 @@ class CpuThreads:
         before = self._sample
         try:
             self._sample = after = self._read_use()
-        except (OSError, ValueError, IndexError):  # a system that does not report it
+        except (OSError, ValueError, IndexError):  # a system that does not report the use
             self._sample_due, self._fitting = math.inf, self._usual
             return
         self._sample_due = now + SAMPLE_INTERVAL
@@ -195,7 +195,7 @@ class CpuThreads:
 
 @cache
 def process_cpu_threads() -> CpuThreads:
-    """Returns the only object of this process: BLAS threads are global, too."""
+    """Returns the only CpuThreads of this process: BLAS threads are global, too."""
     try:
         cores = os.sched_getaffinity(0)
         return CpuThreads(OpenBlas(), len(cores), lambda: read_cpu_use(cores))

@@ -14,22 +14,22 @@ import psutil
 
 from mlxpool.common.load_times import LOAD_PHASES, LoadTimes
 
-STARTED = 19  # its index among the fields of /proc/self/stat after the name, see proc(5)
+STARTED = 19  # index of starttime in the fields of /proc/self/stat after the name, see proc(5)
 
 log = logging.getLogger("mlxpool.worker")
 
 
 class LoadClock:
-    """The phases of a load, one after the other; a phase may be entered again and then goes on.
+    """The phases of a load, one after the other; a phase that is entered again continues.
 
-    The loading thread calls `enter` and `finish`, any thread `times`. Before `begin` and after
-    `finish` nothing is measured.
+    The loading thread calls `enter` and `finish`, any thread `times`. Nothing is measured before
+    `begin` and after `finish`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._ended: Mapping[str, float] = {}  # replaced, never changed: other threads read it
-        self.counts: Counter[str] = Counter()  # of the load's actions, for its log line
+        self.counts: Counter[str] = Counter()  # counts of the load's actions, for the log line
         self._now, self._since = "", 0.0
 
     def begin(self, age: float) -> None:
@@ -39,7 +39,7 @@ class LoadClock:
         self._now, self._since = "imports", self._clock()
 
     def enter(self, phase: str) -> None:
-        """Ends the current phase and begins another of LOAD_PHASES."""
+        """Ends the current phase and begins `phase`, one of LOAD_PHASES."""
         assert phase in LOAD_PHASES, phase
         if self._now:
             self._end_phase(phase)
@@ -72,7 +72,7 @@ class LoadClock:
 def process_age() -> float:
     """Returns the seconds since the start of this process.
 
-    On Linux it uses the kernel's clock since the boot. psutil adds the time of the boot, which is
+    On Linux it uses the kernel's clock since the boot: psutil adds the time of the boot, which is
     known only to a second.
     """
     if sys.platform != "linux":
@@ -88,7 +88,7 @@ LOAD = LoadClock()
 def log_end(**fields: object) -> None:
     """Ends the load of this process and logs the seconds of its phases, and its counts.
 
-    Does nothing if no load is measured, or if it has ended.
+    Does nothing if no load is measured, or if the load has ended.
     """
     if (times := LOAD.finish()) is not None:
         total = round(times.total, 3)

@@ -1,7 +1,7 @@
 """Ends this process when its parent ends: a worker must never outlive its broker.
 
-On Linux the kernel kills the process. On all systems, the end of stdin ends it, because only the
-broker holds the other end.
+On Linux the kernel kills the process. On all systems, the process ends when stdin ends, because
+only the broker has the other end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 STDIN = 0
 _PR_SET_PDEATHSIG = 1
-ORPHAN_EXIT_DELAY = 2.0  # seconds for the main thread of an orphan to end in order
+ORPHAN_EXIT_DELAY = 2.0  # seconds for an orphan's main thread to shut down cleanly
 
 
 def die_with_parent() -> None:
@@ -44,7 +44,7 @@ def _hung_up(descriptor: int) -> bool:
 
 
 def watch_stdin(on_end: Callable[[], None], delay: float = ORPHAN_EXIT_DELAY) -> None:
-    """Starts a thread that calls `on_end` when stdin ends and exits the process `delay` s later.
+    """Starts a thread that calls `on_end` when stdin ends, and exits `delay` seconds later.
 
     The main thread may be stuck, so the exit does not depend on it.
     """

@@ -1,4 +1,4 @@
-"""Stack dumps of a running process, to find the place where it hangs."""
+"""Stack dumps of a running process, to find where it hangs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 
 
 def dump_on_signal(descriptor: int) -> None:
-    """Makes SIGUSR1 write all threads' stacks, even while native code holds the interpreter lock.
+    """Makes SIGUSR1 write all threads' stacks, even while native code holds the GIL.
 
-    A negative `descriptor` stands for standard error. A crash writes the stacks there, too.
+    A negative `descriptor` means standard error. A crash writes the stacks there, too.
     """
     file = descriptor if descriptor >= 0 else sys.stderr
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=False)

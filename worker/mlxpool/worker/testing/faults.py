@@ -1,9 +1,9 @@
-"""The faults that the counting model's settings can ask for: kind, site and time.
+"""The faults that the counting model's settings can request: name, site and time.
 
 Their names are in `bounds.FAULTS`, their sites are the values of the setting `fault_in`. The
 setting `fault_at` counts load steps (0 to 9), prompt tokens, positions of the completion, or
-`deltas` frames from 0. At the sites accept, end and after_end it is ignored: every request that
-contains `fault_prompt` is hit.
+`deltas` frames from 0. At the sites accept, end and after_end it is ignored: every request with
+`fault_prompt` in its prompt gets the fault.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from mlxpool.worker.weights.locate import COUNTING
 SLOW_SECONDS = 0.2
 LEAK_BYTES = 16 * 1024 * 1024  # of an allocation
 LEAK_INTERVAL = 0.01  # seconds
-NATIVE_SLEEP = 10**6  # seconds, of a native call that does not return
-DEVICE = "device"  # raises nothing itself: every later computation raises DeviceGone
+NATIVE_SLEEP = 10**6  # seconds of a native call that does not return
+DEVICE = "device"  # no error here: every later computation raises DeviceGone
 FRAME_FAULTS = frozenset({"garbage", "duplicate", "late", "stale"})  # see faulty_link.py
 NUMBERED_SITES = frozenset({"load", "prefill", "decode", "send"})
 
@@ -52,7 +52,7 @@ class Faults:
 
     @classmethod
     def armed_by(cls, settings: Counting, incarnation: int, history: History) -> Faults:
-        """Returns the settings' fault, unless this worker of its slot comes after `fault_times`."""
+        """Returns the settings' fault, unless `incarnation` exceeds `fault_times`."""
         times = settings.fault_times
         return cls(settings, history) if not times or incarnation < times else NO_FAULTS
 
@@ -61,7 +61,7 @@ class Faults:
         return self._settings.fault
 
     def concerns(self, prompt: bytes) -> bool:
-        """Returns whether requests with this prompt are hit."""
+        """Returns whether requests with this prompt get the fault."""
         return self._prompt in prompt
 
     def is_due(self, span: range) -> bool:
@@ -70,19 +70,19 @@ class Faults:
         return unnumbered or self._settings.fault_at in span
 
     def victim(self, prompts: Sequence[Sequence[int]], spans: Sequence[range]) -> int | None:
-        """Returns the index of the first prompt that is hit in its span, or None."""
+        """Returns the index of the first prompt that gets the fault in its span, or None."""
         for number, (prompt, span) in enumerate(zip(prompts, spans, strict=True)):
             if self.is_due(span) and (not self._prompt or self.concerns(text_of(prompt))):
                 return number
         return None
 
     def strike_at(self, site: str, number: int = 0) -> None:
-        """Injects the fault if this is its site and its number, whatever the prompt."""
+        """Injects the fault if `site` and `number` match, for any prompt."""
         if self.site == site and self.is_due(range(number, number + 1)):
             self.strike()
 
     def strike(self) -> None:
-        """Injects the fault. Raises Struck for `raise`; most others never return."""
+        """Injects the fault. Raises Struck for `raise`; most other faults never return."""
         self._record()
         if self.name == DEVICE:
             self.device_lost = True
@@ -95,7 +95,7 @@ class Faults:
             raise DeviceGone("the fault `device` is set for this counting model")
 
     def _record(self) -> None:
-        """Writes a line of history, so that a checker knows the injected faults."""
+        """Writes a line of the history file, so that a checker knows the injected faults."""
         if self._history is not None and not (self._recorded and self.name == "slow"):
             self._history.write("fault", name=self.name, place=self.site)
         self._recorded = True
@@ -152,7 +152,7 @@ NO_FAULTS = Faults(Counting())
 
 
 def faults_of(config: WorkerConfig, history: History) -> Faults:
-    """Returns the faults of this worker; only the counting model's settings can ask for them."""
+    """Returns the faults of this worker; only the counting model's settings can have faults."""
     if config.model.path != COUNTING:
         return NO_FAULTS
     return Faults.armed_by(config.model.counting, config.incarnation, history)

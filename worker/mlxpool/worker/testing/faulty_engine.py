@@ -21,18 +21,18 @@ from mlxpool.worker.testing.faults import NO_FAULTS, Faults, Struck
 
 
 class FaultyEngine:
-    """A wrapper of a counting engine; calls without a fault go to the engine unchanged."""
+    """A wrapper of a counting engine; calls without a fault are forwarded unchanged."""
 
     def __init__(self, engine: CountingEngine, faults: Faults) -> None:
         self._engine = engine
         self.faults = faults
-        self._sites: list[tuple[Span, ...]] = []  # of the passes in flight
+        self._sites: list[tuple[Span, ...]] = []  # spans of the passes in flight
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def load(self, on_progress: OnProgress) -> None:
-        """Injects a fault before the load step of its number."""
+        """Injects a fault before load step `fault_at`."""
 
         def begin(step: int) -> None:
             self.faults.strike_at("load", step)
@@ -68,7 +68,7 @@ class FaultyEngine:
         return not self.faults.device_lost and self._engine.device_works()
 
     def _struck(self, spans: Many[Span], site: str) -> list[SequenceFailed]:
-        """Injects the fault into the first span that it concerns, at most once in a step."""
+        """Injects the fault into the first matching span, at most once in a step."""
         if self.faults.site != site or not spans:
             return []
         places = [_place(span, site) for span in spans]
@@ -83,7 +83,7 @@ class FaultyEngine:
 
 
 def _place(span: Span, site: str) -> range:
-    """Returns the tokens of a chunk, or the number of the token that a span draws."""
+    """Returns the range of a chunk's tokens, or of the index of the token that a span draws."""
     if site == "prefill":
         return range(span.start, span.end)
     drawn = span.end + span.sequence.discarded - len(span.sequence.prompt)

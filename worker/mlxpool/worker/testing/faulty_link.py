@@ -24,7 +24,7 @@ FRAMES_BEFORE_LATE = 3  # `deltas` frames that overtake a late frame
 
 
 class _LateFrame(Struct):
-    frames_before: int  # frames to be sent before it
+    frames_before: int  # frames to send before the late frame
     epoch: int
     parts: list[bytes]
 
@@ -47,7 +47,7 @@ class FaultyLink(Link):
         self._late: list[_LateFrame] = []
 
     def mark(self, key: RunKey) -> None:
-        """Notes that faults concern this run."""
+        """Records that this run gets faults."""
         self._marked.add(key)
 
     def put_deltas(self, deltas: Sequence[Delta], parts: list[bytes]) -> None:
@@ -93,7 +93,7 @@ class FaultyLink(Link):
 
 
 class FaultyIntake(Intake):
-    """Marks the runs that faults concern, and injects the faults of the site `accept`."""
+    """Marks the runs that get faults, and injects the faults of the site `accept`."""
 
     def prepare(self, task: Task, request: Request) -> None:
         """Raises Struck for the fault `raise`."""
@@ -106,7 +106,7 @@ class FaultyIntake(Intake):
 
 
 def _text_of(prompt: Prompt) -> bytes:
-    """Returns the prompt's text; of messages, their contents."""
+    """Returns the prompt's text; for messages, their contents."""
     if isinstance(prompt, TextPrompt):
         return prompt.text.encode("utf-8", "replace")
     if isinstance(prompt, ChatPrompt):

@@ -14,16 +14,16 @@ from mlxpool.worker.kernels.kernel_builder import build_kernel, kernel_works, wr
 from mlxpool.worker.transfers.shared_array import LEAST_NUMBERS, SETS, Numbers, SharedArray, aligned
 from mlxpool.worker.transfers.uploads import Uploads
 
-# Not a token and not a count; it fills the place of the first array before a pass.
+# Neither a token nor a count; it fills the memory of the first array before a pass.
 NOT_THERE = -(2**31)
 _KINDS = {mx.int32: "i4", mx.uint32: "u4", mx.float32: "f4"}
 
 
 class Downloads:
-    """Gives the host the numbers of passes in flight. Used by one thread."""
+    """Transfers the results of passes in flight to the host. Used by one thread."""
 
     def __init__(self, size: int = LEAST_NUMBERS) -> None:
-        """`size`: numbers of a pass; if a pass has more, more memory is allocated."""
+        """`size`: the expected numbers of a pass; for more numbers, more memory is allocated."""
         self._size = size
         self._free = [SharedArray(size) for _ in range(SETS)]
 
@@ -36,7 +36,7 @@ class Downloads:
         return Download(self, into, arrays)
 
     def give_back(self, memory: SharedArray) -> None:
-        """Takes back the memory of a download that was read."""
+        """Takes back the memory of a finished download."""
         if memory.numbers.size == self._size:
             self._free.append(memory)
 
@@ -58,7 +58,7 @@ class Download:
     def arrived(self) -> Numbers | None:
         """Returns the numbers of the first array, if the device has written them by now.
 
-        The numbers must never be NOT_THERE; the device writes each number at once.
+        The numbers must never be NOT_THERE; the device writes each number atomically.
         """
         at, shape, kind = self._places[0]
         numbers = self._into.numbers[at : at + math.prod(shape)].copy()

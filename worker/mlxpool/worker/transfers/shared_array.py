@@ -1,10 +1,10 @@
 """Memory that the host and a CUDA GPU both address.
 
-MLX has one cache of freed buffers, both of the device's own memory and of managed memory. An array
-of the host's numbers needs managed memory. If the cache has a buffer of this size in the device's
-own memory, MLX replaces it, which waits for the device, like freeing managed memory. Reading an
-array in the device's own memory waits, too. Under mixed load on an H200 the host so waited for the
-pass in flight in a third of the steps. Arrays of this module are allocated once and used again.
+MLX has one cache of freed buffers, of both device memory and managed memory. An array of host
+numbers needs managed memory. If the cache returns a buffer in device memory, MLX replaces it, which
+waits for the device, like freeing managed memory. Reading an array in device memory waits, too.
+Under mixed load on an H200, the host thus waited for the pass in flight in a third of the steps.
+Arrays of this module are allocated once and reused.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import numpy.typing as npt
 
 # More passes than are in flight: nothing reads the memory that the next pass overwrites.
 SETS = 3
-LEAST_NUMBERS = 4096  # of the memory of a pass
-ALIGNMENT = 32  # the beginnings of arrays are multiples of this many numbers
+LEAST_NUMBERS = 4096  # numbers in the memory of a pass
+ALIGNMENT = 32  # arrays begin at multiples of this many numbers
 
-# Parameters of cuMemAdvise: the memory stays with the host, and the device reads and writes it
-# there; then the parameters that end both.
+# Parameters of cuMemAdvise: the memory stays on the host, and the device reads and writes it there.
+# The last two end this advice.
 _PREFERRED_LOCATION, _ACCESSED_BY, _HOST, _DEVICE = 3, 5, -1, 0
 _NO_LOCATION, _NO_ACCESS = 4, 6
 
@@ -45,14 +45,15 @@ class SharedArray:
 
 
 def aligned(count: int) -> int:
-    """Returns the numbers that an array of `count` numbers takes, with alignment."""
+    """Returns `count` rounded up to the alignment of arrays."""
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 def _advise(address: int, size: int, location: int, access: int) -> None:
     """Advises the driver on the location of `size` bytes of managed memory, and on its users.
 
-    Without advice, pages move to their user, which takes longer but is also right.
+    Without advice, pages move to the processor that uses them, which takes longer but is also
+    correct.
     """
     with contextlib.suppress(OSError, AttributeError):
         advise = ctypes.CDLL("libcuda.so.1").cuMemAdvise

@@ -10,12 +10,12 @@ import numpy.typing as npt
 
 from mlxpool.worker.transfers.shared_array import LEAST_NUMBERS, SETS, Numbers, SharedArray, aligned
 
-MIN_HEAD = 256  # the least numbers of the head before a table
+MIN_HEAD = 256  # the fewest numbers of the head before a table
 _DTYPES = {"i": mx.int32, "u": mx.uint32, "f": mx.float32}
 
 
 class Upload(Protocol):
-    """Returns an array of the device with these numbers of 4 bytes; the pass evaluates it."""
+    """A function that makes a device array of 4-byte numbers; the pass evaluates the array."""
 
     def __call__(self, numbers: Numbers, /) -> mx.array:
         """See Upload."""
@@ -27,13 +27,13 @@ def upload_copy(numbers: Numbers) -> mx.array:
 
 
 class Uploads:
-    """Gives passes arrays with numbers of the host. Used by one thread."""
+    """Makes device arrays of host numbers for passes. Used by one thread."""
 
     def __init__(self, size: int = LEAST_NUMBERS) -> None:
-        """`size`: numbers of a pass; if a pass takes more, more memory is allocated."""
+        """`size`: the expected numbers of a pass; for more numbers, more memory is allocated."""
         self._sets = [SharedArray(size) for _ in range(SETS)]
         self._newest = 0
-        self._used = 0  # numbers of the newest set
+        self._used = 0  # numbers used of the newest memory
 
     def begin(self) -> None:
         """Begins the uploads of the next pass."""
@@ -41,13 +41,13 @@ class Uploads:
         self._used = 0
 
     def take(self, count: int) -> tuple[npt.NDArray[np.int32], mx.array]:
-        """Returns `count` numbers to write before the array is evaluated, and the array int32.
+        """Returns `count` numbers to fill before the array is evaluated, and the int32 array.
 
         The array is the shared memory itself: the pass copies it to the device.
         """
         first, end = self._used, self._used + count
         if end > self._sets[self._newest].numbers.size:
-            # Arrays that the pass got before keep their memory.
+            # Earlier arrays of the pass keep their memory.
             self._sets[self._newest] = SharedArray(2 * end)
             first, end = 0, count
         self._used = aligned(end)
@@ -69,16 +69,16 @@ class Uploads:
 
 
 class SharedTable:
-    """A head and lines of int32 numbers, in memory that the host writes and the device reads."""
+    """A table of int32 numbers with a head, in memory that the host writes and the device reads."""
 
     def __init__(self, lines: int, width: int) -> None:
-        """The head has room for a number of each line, or for MIN_HEAD."""
+        """The head has room for a number of each line (table row), at least MIN_HEAD numbers."""
         self._head = aligned(max(lines, MIN_HEAD))
         self._memory = SharedArray(self._head + lines * width)
         self.lines = self._memory.numbers[self._head :].reshape(lines, width)
 
     def with_head(self, head: Numbers, used: int) -> mx.array | None:
-        """Returns the array of upload_table with the first `used` lines; None: no room for `head`.
+        """Returns the array of `head` and the first `used` lines; None: no room for `head`.
 
         Evaluate it before the memory is written again.
         """
@@ -95,8 +95,8 @@ def upload_table(
 ) -> mx.array:
     """Returns int32 numbers: `head` [n] int32, then the numbers of `lines` [_, width] int32.
 
-    They are copied once if the device addresses the host's memory. The host does not copy them if
-    they are in `shared`.
+    The numbers are copied once if the device addresses the host's memory. The host does not copy
+    `lines` if they are in `shared`.
     """
     if shared is not None:
         array = shared.with_head(head, len(lines))

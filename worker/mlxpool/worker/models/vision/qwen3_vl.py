@@ -203,7 +203,7 @@ class Tower:
     def _learned(
         self, rows: npt.NDArray[Any], columns: npt.NDArray[Any], grid: tuple[int, int, int]
     ) -> mx.array:
-        """Returns learned positions [n, hidden], between the four nearest of the square."""
+        """Returns position embeddings [n, hidden], interpolated in the learned square."""
         import mlx.core as mx
 
         side = self.spec.side

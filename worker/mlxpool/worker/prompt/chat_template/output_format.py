@@ -1,6 +1,7 @@
-"""The formats of a model's thinking and tool calls, as far as its chat templates show them.
+"""The formats of a model's thinking and tool calls, found in its chat templates.
 
-This module only names the formats; the client and the gateway parse completions by these names.
+This module only returns names of formats; the client and the gateway parse completions by these
+names.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from mlxpool.common.errors import BadRequest
 
-# The first of these markers that occurs in a template decides; others may occur, too.
+# The first of these markers that occurs in a template decides; later markers may occur, too.
 TOOL_MARKERS = (
     ("<|channel|>", "harmony"),
     ("<arg_key>", "glm"),
@@ -26,7 +27,7 @@ THINKING_MARKERS = (
     ("<think>", "tags"),
     ("</think>", "tags"),
 )
-THINKING_OPENERS = ("<think>", "[THINK]")  # a prompt with one of these ends begins thoughts
+THINKING_OPENERS = ("<think>", "[THINK]")  # a prompt with one of these ends opens thoughts
 
 
 def chat_format(sources: Iterable[str]) -> dict[str, str | None] | None:

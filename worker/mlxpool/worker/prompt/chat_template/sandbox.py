@@ -25,14 +25,14 @@ from mlxpool.common.errors import BadRequest, ModelLoadFailed
 from mlxpool.common.protocol.chat import joined
 
 MAX_MEMORY = 2**30  # bytes of address space that the process may take to render a chat
-_FILE = "<template>"  # the file name that jinja2 gives to a template without one
+_FILE = "<template>"  # jinja2's file name for a template without a name
 
 
 class ContentForm(Enum):
     """The form that a template expects of the `content` of a message."""
 
     TEXT = auto()
-    PARTS = auto()  # a list of {type, text} only
+    PARTS = auto()  # only a list of {type, text}
     EITHER = auto()
 
 
@@ -43,8 +43,8 @@ class _Refused(Exception):
 class Template:
     """One compiled template.
 
-    `where` is its name in errors. `reads_tools`: it mentions the variable `tools`. Raises
-    ModelLoadFailed with the line that does not compile.
+    `where` is the template's name in errors. `reads_tools`: the template mentions the variable
+    `tools`. Raises ModelLoadFailed with the line that does not compile.
     """
 
     def __init__(self, source: str, where: str = "the chat template") -> None:
@@ -60,11 +60,11 @@ class Template:
             raise ModelLoadFailed(
                 f"{where} fails to compile at line {error.lineno}: {error.message}"
             ) from error
-        except Exception as error:  # Python's own errors, for expressions nested too deep
+        except Exception as error:  # Python's errors for too deeply nested expressions
             raise ModelLoadFailed(f"{where} fails to compile: {error!r}") from error
 
     def render(self, variables: Mapping[str, Any], now: float) -> str:
-        """Returns the text; `now`: seconds since 1970; the template sees this time in UTC.
+        """Returns the rendered text; `now`: seconds since 1970, which the template sees as UTC.
 
         Raises BadRequest with the template's own message, or with the line of its failure.
         """
@@ -73,7 +73,7 @@ class Template:
             return self._compiled.render(**variables, strftime_now=moment.strftime)
         except _Refused as refusal:
             raise BadRequest(f"the chat template refused the messages: {refusal}") from None
-        except Exception as error:  # untrusted code may raise anything
+        except Exception as error:  # untrusted code may raise any error
             raise BadRequest(
                 f"the chat template failed{_line_of(error)}: {_message_of(error)}"
             ) from error
@@ -99,7 +99,7 @@ class _GenerationTag(Extension):
 
 
 class _NoConstantFolding(CodeGenerator):
-    """Evaluates no expression at compilation; jinja2 would evaluate constant expressions."""
+    """A code generator that evaluates no constant expressions at compilation, unlike jinja2's."""
 
     def _output_child_to_const(self, node: nodes.Expr, frame: Any, finalize: Any) -> str:
         if not isinstance(node, nodes.TemplateData):
@@ -124,7 +124,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _content_form(tree: nodes.Template) -> ContentForm:
-    """Returns PARTS if a template loops over the parts and never tests for plain text."""
+    """Returns PARTS if a template loops over content parts and never tests for plain text."""
     loops = any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
     asks = any(test.name in ("string", "mapping") for test in tree.find_all(nodes.Test))
     if not loops:

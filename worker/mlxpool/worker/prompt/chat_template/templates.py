@@ -25,9 +25,9 @@ NO_TOOLS = "the chat template of this model has no place for tools: leave `tools
 
 
 class ChatTemplates:
-    """A model's templates by name; empty for a model that takes only finished text.
+    """A model's templates by name; empty for a model that takes only plain text.
 
-    `notes`: oddities of their files.
+    `notes`: messages on oddities of the template files.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class ChatTemplates:
     ) -> str:
         """Returns the text of a chat that `check_messages`, `check_tools`, `check_think` accepted.
 
-        Raises BadRequest for a model without a template, for tools that the template does not
-        read, and as `output_format.variables` and `Template.render` do.
+        Raises BadRequest for a model without a template, and for tools that the template does not
+        read; raises the errors of `output_format.variables` and `Template.render`.
         """
         template = self.template_for(bool(tools))
         if tools and not template.reads_tools:
@@ -83,7 +83,7 @@ class ChatTemplates:
         return template.render(variables, now)
 
     def template_for(self, tools: bool) -> Template:
-        """Returns the template `tool_use` if there are tools, else `default`, else the first."""
+        """Returns the template: `tool_use` if there are tools, or `default`, or the first."""
         preferred = (TOOL_USE, DEFAULT) if tools else (DEFAULT,)
         for name in (*preferred, *self.templates):
             if name in self.templates:
@@ -96,7 +96,7 @@ class ChatTemplates:
 
 
 def compiled(sources: Mapping[str, str], where: object = "the model") -> dict[str, Template]:
-    """Compiles templates by name, from `where`. Raises ModelLoadFailed if one does not compile."""
+    """Compiles templates by name, from `where`. Raises ModelLoadFailed on failure."""
     if not sources:
         return {}
     # This imports jinja2; a model without a template does not need it.
@@ -109,9 +109,10 @@ def compiled(sources: Mapping[str, str], where: object = "the model") -> dict[st
 
 
 def _as_system(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Returns messages of the developer as the system's, for templates that would omit them.
+    """Returns messages with role developer as system messages, for templates without this role.
 
-    At the beginning they are joined with the system message, since templates take only one.
+    At the beginning they are joined with the system message, because templates take only one system
+    message.
     """
     if all(message["role"] != DEVELOPER for message in messages):
         return messages
