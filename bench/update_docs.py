@@ -37,7 +37,7 @@ LEVEL = 0.95  # runs of one program differ by this much; a lower ratio is shown 
 
 
 class Row(Struct, frozen=True):
-    """A row of a table: one or several lines of one group, in one cell for each contestant."""
+    """A row of a table: one or more measurements of one group, in a cell for each contestant."""
 
     run: str
     group: str
@@ -48,10 +48,10 @@ class Row(Struct, frozen=True):
 
 
 class Table(Struct, frozen=True):
-    """A table. `beside`: the heading of the second column, which is the side of most rows.
+    """A table of a page. `beside`: the heading of the second column, the contestant of most rows.
 
-    `sides`: columns instead of ours and the one beside it; `SIDE / SIDE` is a ratio. `places`: each
-    row names its machine and day; otherwise a line below the table does.
+    `sides`: the contestants that are columns, instead of ours and `beside`; `SIDE / SIDE` is a
+    ratio. `places`: each row names its machine and day; otherwise a line below the table does.
     """
 
     rows: tuple[Row, ...]
@@ -91,9 +91,9 @@ def saved_runs() -> list[str]:
 
 
 def line_of(run: str, name: str, group: str = "") -> Measurement:
-    """Returns a line; `group` "": of any group.
+    """Returns a measurement of a run; `group` "": of any group.
 
-    Raises ValueError unless the run has one such line.
+    Raises ValueError unless the run has exactly one such measurement.
     """
     lines = run_of(run).lines
     matching = [line for line in lines if line.name == name and group in ("", line.group)]
@@ -108,7 +108,7 @@ def line_of(run: str, name: str, group: str = "") -> Measurement:
 def figure(line: Measurement, side: str) -> str:
     """Returns the median of a side as tables and sentences show it.
 
-    Raises ValueError for another side.
+    Raises ValueError for an unknown side.
     """
     if side not in line.sides:
         raise ValueError(f"{line.group}; {line.name} has no side {side!r}: {list(line.sides)}")
@@ -145,7 +145,7 @@ def one_figure(mark: str) -> str:
 
 
 def table(name: str) -> str:
-    """Returns one of TABLES, with its conditions. Raises ValueError for another name."""
+    """Returns the named table of TABLES with its conditions. Raises ValueError for another name."""
     if name not in TABLES:
         raise ValueError(f"there is no table {name!r}; there are {sorted(TABLES)}")
     settings = TABLES[name]
@@ -202,7 +202,7 @@ def _conditions(rows: Sequence[Row]) -> Iterator[str]:
 def whole(mark: str) -> str:
     """Returns the content of `<!-- figures: MARK -->`. Raises ValueError for an unknown group.
 
-    Tests of pages run `mlxpool bench` and bench/ with a stub, and no other parts of these commands.
+    Tests run the commands of pages with a stub for `mlxpool bench`, and skip other commands.
     """
     name, *groups = (part.strip() for part in mark.split(";"))
     run = run_of(name)

@@ -1,4 +1,4 @@
-"""A batch on an engine in this process, in the steps of a worker's compute thread."""
+"""Runs a batch of requests on an engine in this process, as a worker's compute thread does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlxpool.worker.speculation.speculator import Speculator
 
 
 class Batch:
-    """Requests that run together, each with its own row."""
+    """Requests that run together, each in its own row of the batch."""
 
     def __init__(self, engine: ModelEngine, speculator: Speculator | None = None) -> None:
         self._engine = engine
@@ -29,7 +29,7 @@ class Batch:
     def add(
         self, prompt: Many[int], options: Options, tokens: int, constraint: Any = None
     ) -> Sequence:
-        """Gives a request a row. Raises MemoryError if no row is free."""
+        """Adds a request as a row of the batch. Raises MemoryError if no row is free."""
         number, piece = len(self.rows), self._engine.piece
         row = Sequence(number.to_bytes(16, "big"), 1, tuple(prompt), options, number, tokens)
         admit = Admit(row, Facts(), Detokenizer(piece, ()), 0.0, constraint=constraint)
@@ -42,7 +42,7 @@ class Batch:
 
     @property
     def running(self) -> int:
-        """The rows that have not ended."""
+        """The rows whose requests have not ended."""
         return len(self._generations)
 
     def step(self) -> None:
@@ -51,12 +51,12 @@ class Batch:
         self._steps.run()
 
     def read_prompts(self) -> None:
-        """Steps until each row has its first token."""
+        """Runs steps until each request has its first token."""
         while any(not row.ids for row in self.rows):
             self.step()
 
     def end(self) -> None:
-        """Ends the rows that still run."""
+        """Ends the requests that still run."""
         self._generations.forget_all()
         while self._steps.in_flight:
             self._steps.collect()

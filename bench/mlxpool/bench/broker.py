@@ -45,12 +45,12 @@ class Cost(Struct, frozen=True):
     delays_ms: Sequence[float]
 
     def delay(self, percent: float) -> float:
-        """Returns this percentile of the rows' delays, in ms."""
+        """Returns this percentile of the delays of tokens between worker and client, in ms."""
         return percentile(self.delays_ms, percent)
 
 
 class CountingClient:
-    """A client that starts streams and counts the ids that arrive."""
+    """A client that starts streams and counts the arriving token ids."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         self.socket = sockets.dealer(context, endpoint)
@@ -76,13 +76,13 @@ class CountingClient:
             self.socket.send_multipart(frames.encode(Header(from_client.Ping.kind)))
 
     def read(self, *, delays: bool) -> None:
-        """Reads arrived messages, at most MAX_READS: other clients are read, too."""
+        """Reads at most MAX_READS arrived messages, so that other clients are read, too."""
         for _ in range(MAX_READS):
             if not self.read_one(delays=delays):
                 return
 
     def read_one(self, *, delays: bool) -> bool:
-        """Reads one message; returns whether there was one."""
+        """Reads one message; returns False if no message has arrived."""
         try:
             parts = self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -102,7 +102,7 @@ class CountingClient:
 
 
 def through_broker(flood: Flood, clients: int, *, batch: bool, delays: bool = False) -> Cost:
-    """Runs one round. With `batch` a frame carries the rows of all streams of a client."""
+    """Runs a round through the broker. `batch`: a frame has tokens of all streams of a client."""
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_run_dir())
         broker = stack.enter_context(serving(folder, SETTINGS, environment(folder, flood)))
@@ -117,7 +117,7 @@ def through_broker(flood: Flood, clients: int, *, batch: bool, delays: bool = Fa
 
 
 def through_relay(flood: Flood, *, delays: bool = False) -> Cost:
-    """Runs one round of the same worker frames, forwarded unchanged."""
+    """Runs a round through the bare relay, which forwards the worker's frames unchanged."""
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_run_dir())
         front, back = f"ipc://{folder}/front", f"ipc://{folder}/back"
@@ -148,7 +148,7 @@ def _counters(endpoint: str, count: int) -> Iterator[list[CountingClient]]:
 def _cost(
     counters: Sequence[CountingClient], finished: Callable[[], bool], pid: int, *, delays: bool
 ) -> Cost:
-    """Measures the cost from the first message with a token to the end."""
+    """Measures the cost from the first message with a token to the end of the round."""
     poller = zmq.Poller()
     for counter in counters:
         poller.register(counter.socket, zmq.POLLIN)
@@ -170,7 +170,7 @@ def _cost(
 
 
 def _read_first(counter: CountingClient) -> None:
-    """Reads one message only: later messages are part of the measurement."""
+    """Reads only the first message: later messages are part of the measurement."""
     counter.read_one(delays=False)
 
 
@@ -195,7 +195,7 @@ def _read_until(
 
 
 class Rounds(Struct):
-    """The costs of all rounds with one flood, by contestant."""
+    """The costs of all rounds with the same traffic, by contestant."""
 
     found: dict[str, list[Cost]] = field(default_factory=dict)
 
@@ -207,7 +207,7 @@ class Rounds(Struct):
 
 
 def about(options: argparse.Namespace) -> str:
-    """Returns the conditions in words."""
+    """Returns the conditions of the measurement in words."""
     return f"No model; {options.rounds} rounds."
 
 

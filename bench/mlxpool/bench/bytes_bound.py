@@ -1,4 +1,4 @@
-"""The bytes that a decode step must read. With the memory's rate they bound its tokens/s.
+"""The bytes that a decode step must read. They and the memory's bandwidth bound the tokens/s.
 
 `mlxpool bench engine --memory-rate` prints measured shares of the bound.
 """
@@ -19,29 +19,29 @@ EMBEDDING, HEAD = "model.embed_tokens.", "lm_head."
 
 
 class Routing(Struct, frozen=True):
-    """The experts of a model: each token chooses `chosen` of `count`; 1 of 1 without experts."""
+    """The routing of experts: a token uses `chosen` of `count` experts; 1 of 1 in dense models."""
 
     count: int = 1
     chosen: int = 1
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Routing:
-        """Reads the numbers from a config.json."""
+        """Reads the numbers of experts from a config.json."""
         for key in EXPERT_COUNTS:
             if key in config:
                 return cls(int(config[key]), int(config["num_experts_per_tok"]))
         return cls()
 
     def share(self, rows: int) -> float:
-        """Returns the expected share of experts chosen by `rows` tokens, if choices are uniform."""
+        """Returns the expected fraction of experts that `rows` tokens use under uniform routing."""
         return 1 - (1 - self.chosen / self.count) ** rows
 
 
 def weight_bytes(stored: Mapping[str, int], routing: Routing, rows: int) -> float:
-    """Returns the bytes of weights that a step must read for one token in each of `rows` rows.
+    """Returns the bytes of weights that a step must read for one token of each of `rows` sequences.
 
-    `stored`: the bytes of each tensor, by its name. A step reads the experts that any row chooses,
-    one line of the embedding for each row, and all other tensors.
+    `stored`: the bytes of each tensor, by its name. A step reads the experts that any token uses,
+    one row of the embedding table for each token, and all other tensors.
     """
     separate = any(name.startswith(HEAD) for name in stored)
     total = 0.0
@@ -54,7 +54,7 @@ def weight_bytes(stored: Mapping[str, int], routing: Routing, rows: int) -> floa
 
 
 def cache_bytes(caches: Sequence[CacheSpec], lengths: Sequence[int], width: int = WIDTH) -> int:
-    """Returns the bytes that rows of these lengths, in tokens, have cached for the next token."""
+    """Returns the cached bytes that a step reads for sequences of these lengths, in tokens."""
     total = 0
     for spec in caches:
         if isinstance(spec, RecurrentSpec):

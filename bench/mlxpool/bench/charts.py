@@ -1,4 +1,4 @@
-"""Draws figures: a PNG for each table over streams or tokens, and one for a load over rates."""
+"""Draws measured figures: a PNG for each table over streams or tokens, and one PNG for a load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DPI = 120
 
 
 def draw(figures: Figures, folder: Path) -> Iterator[Path]:
-    """Draws figures; yields the files. Raises ImportError naming the extra without matplotlib."""
+    """Draws figures; yields the files. Raises ImportError if matplotlib is missing."""
     _use_matplotlib()
     if figures.what == "load":
         yield _load_picture(figures, folder / "load.png")
@@ -32,7 +32,7 @@ def draw(figures: Figures, folder: Path) -> Iterator[Path]:
 
 
 def _load_picture(figures: Figures, file: Path) -> Path:
-    """Draws the figures of `bench load` over the rate."""
+    """Draws the figures of `bench load` over the request rate."""
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=LOAD_SIZE, layout="constrained")
@@ -47,7 +47,7 @@ def _load_picture(figures: Figures, file: Path) -> Path:
 
 
 def _panel(axes: Any, lines: Sequence[Measurement]) -> None:
-    """Draws one figure over the rate; "all at once" is the last place of the axis."""
+    """Draws one quantity over the request rate; "all at once" is the last position on the axis."""
     ordered = sorted(lines, key=lambda line: line.at or float("inf"))
     places = range(len(ordered))
     for side in ordered[0].sides:
@@ -107,7 +107,7 @@ def _picture(figures: Figures, lines: Sequence[Measurement], folder: Path) -> Pa
 
 
 def _curve(axes: Any, side: str, lines: Sequence[Measurement]) -> None:
-    """Draws the medians, with a band from minimum to maximum."""
+    """Draws the medians of a contestant, with a band from minimum to maximum."""
     at = [line.at for line in lines]
     (drawn,) = axes.plot(at, [line.median(side) for line in lines], marker="o", label=side)
     low = [min(line.sides[side]) for line in lines]

@@ -1,4 +1,4 @@
-"""Writes a model folder of a named shape with random weights, for all contestants."""
+"""Writes a model folder with random weights in the shape of a known model, for all contestants."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write(
     dtype: str = "bfloat16",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
-    """Writes the folder and returns it.
+    """Writes a model folder and returns its path.
 
     `layers` and `vocabulary` 0: the shape's own numbers. `quantise`: a quantisation mode, "" for
     none. Raises ValueError for an unknown shape or mode.
@@ -38,7 +38,7 @@ def write(
 
 
 def write_settings(folder: Path, config: Mapping[str, Any], dtype: str) -> None:
-    """Writes the files of a folder other than its weights; `dtype` is the weights'."""
+    """Writes a folder's files other than the weights; `dtype`: the type of the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", {**config, "torch_dtype": dtype})
     last = config["vocab_size"] - 1
@@ -47,7 +47,7 @@ def write_settings(folder: Path, config: Mapping[str, Any], dtype: str) -> None:
 
 
 def config_of(shape: str, layers: int = 0, quantise: str = "") -> dict[str, Any]:
-    """Returns the config.json of a shape. Raises ValueError, see `write`."""
+    """Returns the config.json of a shape. Raises ValueError for an unknown shape or mode."""
     if shape not in SHAPES:
         raise ValueError(f"there is no shape {shape!r}; there are {', '.join(SHAPES)}")
     config = dict(SHAPES[shape])
@@ -80,12 +80,12 @@ def _write_weights(
 
 
 def write_index(folder: Path, files: Mapping[str, str]) -> None:
-    """Writes the index: the file of each tensor."""
+    """Writes the index of a folder: the file of each tensor."""
     _write_json(folder / "model.safetensors.index.json", {"weight_map": files})
 
 
 def _weights(config: Mapping[str, Any], dtype: Any) -> Iterator[tuple[str, Any]]:
-    """Yields names and arrays as in a converted folder."""
+    """Yields the names and arrays of the tensors, as in a folder that mlx-lm converted."""
     import mlx.core as mx
 
     mx.random.seed(0)
@@ -106,7 +106,7 @@ def _weights(config: Mapping[str, Any], dtype: Any) -> Iterator[tuple[str, Any]]
 
 
 def _save(folder: Path, files: list[dict[str, Any]]) -> None:
-    """Writes the last of the files and frees its arrays."""
+    """Writes the last file of `files` and frees its arrays."""
     import mlx.core as mx
 
     names = dict.fromkeys(files[-1])

@@ -1,4 +1,4 @@
-"""The command line `mlxpool bench`. A scenario is imported when it runs, and so is MLX."""
+"""The command line of `mlxpool bench`. Scenarios and MLX are imported when a scenario runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUMBERS = (
 )
 LEFT_OUT = ("--out", "--api-key")  # flags that a saved command line does not have
 LENGTHS = ("MEDIAN", "SIGMA", "MIN", "MAX")
-PROMPT_LENGTHS = (270, 1.0, 16, 1500)  # with the outputs they fit into the embedded model's context
+PROMPT_LENGTHS = (270, 1.0, 16, 1500)  # prompt and output fit into the embedded model's context
 OUTPUT_LENGTHS = (121, 0.7, 16, 512)
 OBJECTIVES = {
     "ttft": "time to the first token",
@@ -330,7 +330,7 @@ def _kind(
 
 
 def _model(parser: argparse.ArgumentParser) -> Any:
-    """Adds the model's flags; returns the group of flags that exclude each other."""
+    """Adds the flags that choose a model; returns their group, whose flags exclude each other."""
     model_flags = parser.add_mutually_exclusive_group()
     model_flags.add_argument("--model", default="", metavar="PATH", help="a folder or a reference")
     _shape(parser, model_flags)
@@ -347,9 +347,10 @@ def _shape(
 
 
 def _flags(parser: argparse.ArgumentParser, **flags: tuple[Any, str]) -> None:
-    """Adds a flag for each name, with its default, whose type it has, and its text.
+    """Adds a flag for each keyword, whose value is the default and the help text of the flag.
 
-    A list takes several values of the type of its first one; an empty list takes integers.
+    A flag has the type of its default. A list takes several values of the type of its first value;
+    an empty list takes integers.
     """
     for name, (default, text) in flags.items():
         flag = f"--{name.replace('_', '-')}"
@@ -444,7 +445,7 @@ def _save(figures: Figures, folder: Path) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raises ValueError naming a count below 1, or another number below 0."""
+    """Raises ValueError if a count is below 1, or another number is below 0."""
     for names, least in ((COUNTS, 1), (NUMBERS, 0)):
         for name in names:
             value = getattr(options, name, None)
@@ -455,7 +456,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _command() -> str:
-    """Returns the command line without keys, and without the flags for the output's place."""
+    """Returns the command line without API keys, and without the flags of the output folder."""
     words, shown = iter(sys.argv[1:]), ["mlxpool"]
     for word in words:
         flag, _, value = word.partition("=")

@@ -1,10 +1,10 @@
-"""Deaths: how long do streams wait after a fault, and has each of them every token?
+"""Deaths: how long do streams wait after a fault, and does each stream get all its tokens?
 
-In a round each kind of fault comes once while all streams run. It is SIGKILL or SIGSTOP of a
-process of a worker (of each rank of a group), during prefill and during decode, or SIGKILL of the
-broker, which is restarted at once. The answer of a stream is compared with the answer to the same
-request without a fault. Times are the waits of the moved streams for a token after the fault. If
-there are fewer GPUs than ranks, groups share them.
+In a round each kind of fault comes once while all streams run. A fault is SIGKILL or SIGSTOP of a
+worker process (of each rank of a group), during prefill and during decode, or SIGKILL of the
+broker, which is restarted immediately. The answer of a stream is compared with the answer to the
+same request without a fault. The measured times are the waits for a token after the fault, of the
+streams that had to move. If there are fewer GPUs than ranks, groups share GPUs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PERCENTS = {"p50": 50.0, "p99": 99.0, "max": 100.0}
 
 
 class Kind(Struct, frozen=True):
-    """A fault: the signal, its moment, and the rank of a worker; -1: the broker."""
+    """A kind of fault: signal, moment, and rank of the worker process (-1: the broker process)."""
 
     signal: signal.Signals
     moment: str
@@ -54,7 +54,7 @@ class Kind(Struct, frozen=True):
 
 
 def kinds(faults: Sequence[str], devices: int) -> list[Kind]:
-    """Returns the kinds of faults in `--faults`. Raises ValueError for another name."""
+    """Returns the kinds of faults in `--faults`. Raises ValueError for an unknown name."""
     if unknown := set(faults) - {*SIGNALS, BROKER}:
         raise ValueError(f"--faults {min(unknown)} must be of {KILL}, {STOP}, {BROKER}")
     signals = [number for name, number in SIGNALS.items() if name in faults]
@@ -64,7 +64,7 @@ def kinds(faults: Sequence[str], devices: int) -> list[Kind]:
 
 
 class Watched(Struct):
-    """The deltas of one stream and their arrival times."""
+    """The text of one stream, and the arrival times of its deltas."""
 
     seed: int
     times: list[float] = field(default_factory=list)
@@ -87,14 +87,14 @@ class Watched(Struct):
     def wait_after(self, fault: float) -> float | None:
         """Returns the longest wait for a token since the fault, in seconds.
 
-        Returns None if all tokens had come before. Tokens that were under way arrive first.
+        Returns None if no token came after the fault. Tokens that were in transit arrive first.
         """
         times = [fault, *(time for time in self.times if time > fault)]
         return max((after - before for before, after in pairwise(times)), default=None)
 
 
 class Outcome(Struct, frozen=True):
-    """The outcome of a fault; `waits`: the seconds that moved streams waited."""
+    """The outcome of a fault. `waits`: the wait of each moved stream for a token, in seconds."""
 
     kind: Kind
     streams: int
@@ -134,7 +134,7 @@ class Outcome(Struct, frozen=True):
 
 
 def about(options: argparse.Namespace) -> str:
-    """Returns the conditions in words."""
+    """Returns the conditions of the measurement in words."""
     return (
         f"{options.model}, {options.replicas} workers of {options.devices} devices,"
         f" {options.streams} streams of at most {options.tokens} tokens, {options.rounds} faults of"
@@ -162,7 +162,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Iterator[Measure
 
 
 def lines(outcomes: Sequence[Outcome]) -> Iterator[Measurement]:
-    """Yields the waits after each kind of fault that moved a stream, over all its faults."""
+    """Yields a measurement of the waits after each kind of fault that moved a stream."""
     for kind in dict.fromkeys(outcome.kind for outcome in outcomes):
         these = [outcome for outcome in outcomes if outcome.kind == kind]
         waits = [1000 * wait for outcome in these for wait in outcome.waits]
@@ -260,7 +260,7 @@ class Pool:
         return Outcome.of(kind, streams, texts, fault)
 
     def _ready(self) -> list[dict[str, Any]]:
-        """Returns the workers when all are ready."""
+        """Waits until all workers are ready, and returns them."""
         ready_workers: list[dict[str, Any]] = []
 
         def ready() -> bool:
@@ -274,7 +274,7 @@ class Pool:
 
 
 def _wait(happened: Callable[[], bool], what: str) -> None:
-    """Raises Internal if `what` does not happen in time."""
+    """Waits until `happened` is true. Raises Internal naming `what` if it takes too long."""
     end = time.monotonic() + START_TIMEOUT
     while not happened():
         if time.monotonic() > end:

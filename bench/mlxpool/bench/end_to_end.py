@@ -1,7 +1,7 @@
-"""Streams through broker, worker and client: what do they take of the engine's tokens/s?
+"""Streams through broker, worker and client: how much do they reduce the engine's tokens/s?
 
 Peers are the engine alone, in this process, and `mlx_lm.server`; all get the same prompts. A note
-has the number of streams with the engine's own tokens.
+has the number of streams whose tokens equal those of the engine alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PREFIX_BYTES = 2**30  # bound of the prefix cache; two more models are on the de
 
 
 def about(options: argparse.Namespace) -> str:
-    """Returns the conditions in words."""
+    """Returns the conditions of the measurement in words."""
     return (
         f"{models.named(options)}, greedy, prompts of {options.prompt} bytes, {options.tokens}"
         f" tokens each, at most {options.clients} clients, {options.rounds} rounds."
@@ -100,7 +100,7 @@ def _alone(
 ) -> tuple[LoopFigures, list[list[int]]]:
     """Runs the same requests in the engine alone, without queues, sockets or text.
 
-    Also returns its tokens.
+    Also returns the generated tokens.
     """
     batch = engine.engine(len(requests), options.prompt + options.tokens + SPARE_CONTEXT)
     greedy = Options.parse({"temperature": 0, "ignore_eos": True})
@@ -137,7 +137,7 @@ def _pool(at: Path, folder: Path, options: argparse.Namespace) -> Iterator[Targe
 
 
 def _held_port() -> socket.socket:
-    """Returns a socket with a port of loopback, reserved for a server that may bind it."""
+    """Returns a socket that reserves a port of loopback, which a server may still bind."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))

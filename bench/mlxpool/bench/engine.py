@@ -1,7 +1,8 @@
-"""The engine in one process: how many tokens/s has it in decode and prefill, beside a peer?
+"""The engine in one process: how many tokens/s do decode and prefill have, beside a peer's?
 
-The peer is mlx-lm, llama.cpp or the engine of another checkout (`--beside`). It also measures
-sampling, a second turn, and the share of the tokens/s that the memory's rate allows.
+The peer is mlx-lm, llama.cpp or the engine of another checkout (`--beside`). Also measured are
+sampling, the second turn of a chat, and the share of the tokens/s that the memory's bandwidth
+allows.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SPARE_TOKENS = 16  # free tokens of a row's context after all steps
 
 
 def about(options: argparse.Namespace) -> str:
-    """Returns the conditions in words."""
+    """Returns the conditions of the measurement in words."""
     how = "deterministic, " if options.deterministic else ""
     if options.beside:
         how = f"beside the checkout {options.beside.name}, "
@@ -82,7 +83,7 @@ def _of_engine(
 
 
 def _beside(folder: Path, options: argparse.Namespace, progress: Progress) -> Iterator[Measurement]:
-    """Measures this checkout, another one and llama.cpp, each in a process.
+    """Measures this checkout, another checkout and llama.cpp, each in its own process.
 
     On a CPU the figures are processor time.
     """
@@ -109,17 +110,17 @@ def _beside(folder: Path, options: argparse.Namespace, progress: Progress) -> It
 
 
 class Peer(Protocol):
-    """An engine that is measured beside ours, in one or more named ways."""
+    """An engine that is measured beside ours, through one or more named interfaces."""
 
     def decodes(self, lengths: Sequence[int]) -> Mapping[str, Burst]:
-        """Returns decode steps: a token for each row, after prompts of these lengths."""
+        """Returns decode steps by interface: a token per row, after prompts of these lengths."""
 
     def prefills(self, tokens: int) -> Mapping[str, Burst]:
-        """Returns prefills: a prompt up to its first token."""
+        """Returns prefills by interface: a prompt up to its first token."""
 
 
 def _peers(folder: Path, options: argparse.Namespace) -> list[Peer]:
-    """Returns mlx-lm, which reads folders; with `deterministic`, our engine without it."""
+    """Returns mlx-lm for a folder; for `--deterministic`, our engine without this mode."""
     if options.deterministic:
         return [OurEngine(folder, name="not deterministic")]
     if options.no_peers or not mlx_lm.installed() or not folder.is_dir():
@@ -130,7 +131,7 @@ def _peers(folder: Path, options: argparse.Namespace) -> list[Peer]:
 
 
 def _tokens(options: argparse.Namespace) -> int:
-    """Returns the most tokens that a row decodes, and some more."""
+    """Returns a bound of the tokens that a row decodes, with a margin."""
     steps: int = options.steps * (options.rounds + 2)
     return WARMUP_STEPS + steps + SPARE_TOKENS
 
@@ -146,7 +147,7 @@ def _decode(
     streams: int,
     sampling: Mapping[str, Any] | None = None,
 ) -> Measurement:
-    """Measures decode steps of each side; `sampling`: only for sides that take options."""
+    """Measures decode steps of each contestant; `sampling`: for contestants that take options."""
     lengths = lengths_of(streams, options.prompt)
     extra = () if sampling is None else (sampling,)
     bursts: dict[str, Burst] = {}
@@ -168,7 +169,7 @@ def _named(sampling: Mapping[str, Any]) -> str:
 def _rates(
     bursts: Mapping[str, Burst], rounds: int, steps: int, tokens: int
 ) -> dict[str, tuple[float, ...]]:
-    """Measures tokens/s of each contestant in each round; a step gives `tokens` tokens."""
+    """Measures tokens/s of each contestant in each round; a step draws `tokens` tokens."""
     for work in bursts.values():
         work(min(WARMUP_STEPS, steps))
     contestants = {name: partial(_rate, work, steps, tokens) for name, work in bursts.items()}
@@ -180,7 +181,7 @@ def _rate(work: Burst, steps: int, tokens: int) -> float:
 
 
 def _sampled(ours: OurEngine, options: argparse.Namespace, name: str, streams: int) -> Measurement:
-    """Measures decode with this sampling, beside our greedy decode."""
+    """Measures our decode with these sampling options, beside our greedy decode."""
     lengths = lengths_of(streams, options.prompt)
     sampled, greedy = (ours.decodes(lengths, extra)[OURS] for extra in (SAMPLINGS[name], GREEDY))
     bursts = {OURS: sampled, "greedy": greedy}

@@ -23,10 +23,10 @@ ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 
 
 class EngineProcess:
-    """A process that answers as step_server does.
+    """An engine in its own process, with the protocol of step_server.
 
-    `processor`: figures are seconds of the processor, which depend less on other programs, not of
-    the clock.
+    `processor`: the figures are processor seconds, which depend less on other programs than seconds
+    of the clock.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class EngineProcess:
         return {self._name: partial(self._burst, {"prefill": tokens})}
 
     def _burst(self, job: Mapping[str, Any], steps: int) -> float:
-        """Raises SystemExit if the process has ended."""
+        """Returns the mean seconds of a step. Raises SystemExit if the process has ended."""
         assert self._child.stdin is not None and self._child.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # the process has ended; the next read shows it
             print(json.dumps({**job, "steps": steps}), file=self._child.stdin, flush=True)
@@ -72,7 +72,7 @@ class EngineProcess:
 def of_checkout(name: str, checkout: Path, folder: Path, *, processor: bool) -> EngineProcess:
     """Starts the engine of a checkout with the model of a folder.
 
-    Raises ValueError for another folder.
+    Raises ValueError if `checkout` is not a checkout.
     """
     if not (checkout / "worker" / "mlxpool").is_dir():
         raise ValueError(f"{checkout} is not a checkout of mlxpool")
@@ -85,9 +85,9 @@ def of_checkout(name: str, checkout: Path, folder: Path, *, processor: bool) -> 
 
 
 def of_llama_cpp(python: Path, file: Path, *, processor: bool) -> EngineProcess:
-    """Starts llama.cpp with the model of a GGUF file, by a Python that has it.
+    """Starts llama.cpp with a GGUF file; `python`: an interpreter that has llama-cpp-python.
 
-    Raises ValueError for another file.
+    Raises ValueError if `file` is not a file.
     """
     if not file.is_file():
         raise ValueError(f"{file} is not a GGUF file, and llama.cpp reads nothing else")

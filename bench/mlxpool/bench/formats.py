@@ -1,7 +1,7 @@
-"""Formats: what do rows with a format cost a batch, and its other rows?
+"""Formats of answers: what do requests with a format cost a batch, and its other requests?
 
-Batches run in turn on one engine in this process: no row, all rows, or one row has a format.
-Prompts are short and read before the time is taken.
+Batches run in turn on one engine in this process: no request, all requests, or one request has a
+format. Prompts are short, and their prefill is not measured.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Bench:
     """An engine with a model, and the grammars of its vocabulary."""
 
     def __init__(self, path: Path, rows: int, clock: Callable[[], float]) -> None:
-        """`clock` returns seconds: of the wall, or of this process on its processors."""
+        """`clock` returns seconds: of the wall clock, or of processor time of this process."""
         self._clock = clock
         folder = inspect(path)
         self._text = ChatTokenizer.from_folder(folder)
@@ -67,7 +67,7 @@ class Bench:
     def tokens_per_second(self, rows: int, tokens: int, kind: str) -> float:
         """Measures tokens/s of a batch while all rows decode.
 
-        For ONE it counts only the rows without a format.
+        For the kind ONE only tokens of rows without a format count.
         """
         batch, prompt = Batch(self._engine), self._text.encode(PROMPT)
         for number in range(rows):
@@ -90,7 +90,7 @@ class Bench:
 
 
 def about(options: argparse.Namespace) -> str:
-    """Returns the conditions in words."""
+    """Returns the conditions of the measurement in words."""
     of = "processor time" if options.processor else "the clock"
     return (
         f"{models.named(options)}; {options.tokens} tokens of each row by {of}, {options.rounds}"
@@ -99,7 +99,7 @@ def about(options: argparse.Namespace) -> str:
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> Iterator[Measurement]:
-    """Yields the tokens/s of each number of rows. Raises ValueError for a batch of one row."""
+    """Yields the tokens/s for each number of rows. Raises ValueError for a batch of one row."""
     if min(options.rows) < 2:
         raise ValueError(f"--rows {min(options.rows)} must be at least 2")
     clock = time.process_time if options.processor else time.perf_counter

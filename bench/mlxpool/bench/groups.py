@@ -1,8 +1,8 @@
 """One model on several devices: is a group faster than replicas, and than one device?
 
-Each of `--setup WORKERSxDEVICES` is a separate pool, one after the other: its number of workers,
-and the devices of each worker. It measures streams that start at once, the first token of a long
-prompt, and with `--rate` a mixed load. Each pool has a column.
+Each `--setup WORKERSxDEVICES` is a pool with this number of workers, and this number of devices of
+each worker. The pools run one after the other, and each pool has a column. Measured are streams
+that start together, the first token of a long prompt, and with `--rate` a mixed load.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POOL_MEMORY = 10**12  # bytes: models are in memory of GPUs, which the pool does
 
 
 def about(options: argparse.Namespace) -> str:
-    """Returns the conditions in words."""
+    """Returns the conditions of the measurement in words."""
     return (
         f"{models.named(options)}; prompts of {options.prompt} tokens, {options.tokens} tokens"
         f" each, at most {options.clients} clients, {options.rounds} rounds; sums: {options.sums}."
@@ -72,7 +72,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Iterator[Measure
 
 
 def _setup(text: str) -> tuple[str, tuple[int, int]]:
-    """Returns the name of a setup, its workers and the devices of each."""
+    """Returns the name of a setup, its number of workers, and the number of devices of a worker."""
     if not (counts := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)):
         raise ValueError(f"--setup {text} must be WORKERSxDEVICES, such as 2x1")
     workers, devices = map(int, counts.groups())
@@ -92,7 +92,7 @@ def _one(kind: str, side: str, unit: str, values: list[float]) -> Measurement:
 def _streams(
     options: argparse.Namespace, name: str, target: Target, progress: Progress
 ) -> Iterator[Measurement]:
-    """Yields the figures of streams and of a long prompt."""
+    """Yields the figures of streams that start together, and of a long prompt."""
 
     def rounds(streams: int, prompt: int, tokens: int) -> list[LoopFigures]:
         progress(f"{name}: {closed_loop.counted(streams)} after {prompt:,} tokens")

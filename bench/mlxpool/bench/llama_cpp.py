@@ -1,10 +1,11 @@
 """llama.cpp on a GGUF file: a peer of the engine on a CPU.
 
-It runs by the Python of an environment that has the package llama-cpp-python; MLX is not needed:
+This module needs an environment with the package llama-cpp-python, and no MLX:
 
     PYTHONPATH=bench PYTHON -P -m mlxpool.bench.llama_cpp FILE.gguf   # answers as step_server does
 
-It has $OPENBLAS_NUM_THREADS threads, as ours; without the variable one for each processor.
+It has $OPENBLAS_NUM_THREADS threads, as our engine; without the variable a thread for each
+processor.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MAX_ID = 40_000  # bound of the ids of random prompts; vocabularies have more
 
 
 class Rows:
-    """Rows of a new context of a model, and the number of tokens of each."""
+    """The sequences (rows) of a new llama.cpp context, and the number of tokens of each row."""
 
     def __init__(self, api: Any, model: Any, rows: int, tokens: int) -> None:
         """`tokens`: the most tokens of a row."""
@@ -37,7 +38,7 @@ class Rows:
         self._lengths, self._drawn = [0] * rows, [0] * rows
 
     def read(self, row: int, tokens: int) -> None:
-        """Replaces a row's tokens by a prompt of random ids, reads it, and draws a token."""
+        """Replaces a row's tokens by a prompt of random ids, prefills it, and draws a token."""
         self._api.llama_memory_seq_rm(self._api.llama_get_memory(self._context), row, -1, -1)
         self._lengths[row] = 0
         self._compute(
@@ -45,11 +46,11 @@ class Rows:
         )
 
     def decode(self) -> None:
-        """Draws a token of each row."""
+        """Decodes a token of each row."""
         self._compute([(token, row) for row, token in enumerate(self._drawn)])
 
     def _compute(self, entries: Sequence[tuple[int, int]]) -> None:
-        """Appends tokens to rows; draws a token after the last one of each row."""
+        """Appends tokens to rows; draws a token after the last token of each row."""
         batch, last = self._batch, {row: at for at, (_, row) in enumerate(entries)}
         batch.n_tokens = len(entries)
         for at, (token, row) in enumerate(entries):

@@ -1,7 +1,7 @@
 """Figures of contestants, their spread and ratios.
 
 The speed of machines varies by tens of percent from second to second, so contestants take turns in
-one run. A ratio belongs to one round; above 1 is always better.
+one run. A ratio compares figures of one round; a ratio above 1 is always better.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Progress: TypeAlias = Callable[[str], None]  # prints the next step
 
 
 class Measurement(Struct, frozen=True):
-    """A quantity: `sides` has the figures of each contestant, one for each round.
+    """A measured quantity. `sides`: the figures of each contestant, one for each round.
 
-    `group`: the table of this row. `at`: its position on the axis of a chart, in streams, tokens or
-    requests/s.
+    `group`: the table that shows the quantity. `at`: its position on the axis of a chart, in
+    streams, tokens or requests/s.
     """
 
     group: str
@@ -41,9 +41,9 @@ class Measurement(Struct, frozen=True):
         return statistics.median(self.sides[side])
 
     def ratios(self) -> list[float]:
-        """Returns the ratio of our figure to the best other one, for each round.
+        """Returns the ratio of our figure to the best figure of another contestant, by round.
 
-        The list is empty without another contestant, and if a divisor is 0.
+        The list is empty if there is no other contestant, or if a divisor is 0.
         """
         others = [figures for side, figures in self.sides.items() if side != OURS]
         if not self.compared or OURS not in self.sides or not others:
@@ -57,7 +57,7 @@ class Measurement(Struct, frozen=True):
         return [above / below for above, below in pairs] if all(b for _, b in pairs) else []
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the form that `from_json` reads, with the ratios."""
+        """Returns the measurement as JSON with its ratios; `from_json` reads it."""
         return {**as_map(self), "ratios": self.ratios()}
 
     @classmethod
@@ -88,7 +88,7 @@ class Figures(Struct, frozen=True):
 def in_turn(
     contestants: Mapping[str, Callable[[], float]], rounds: int
 ) -> dict[str, tuple[float, ...]]:
-    """Returns the figures of each contestant, one for each round. The order rotates by round."""
+    """Measures contestants in turn, in an order that rotates; returns a figure for each round."""
     figures: dict[str, list[float]] = {name: [] for name in contestants}
     names = list(contestants)
     for number in range(rounds):
@@ -98,7 +98,7 @@ def in_turn(
 
 
 def merged(runs: Mapping[str, Sequence[Measurement]]) -> Iterator[Measurement]:
-    """Yields the lines of runs with the same measurements, with the sides of all runs."""
+    """Yields the measurements of several runs, each with the contestants of all runs."""
     by_name: dict[tuple[str, str], Measurement] = {}
     for line in (line for lines in runs.values() for line in lines):
         known = by_name.setdefault((line.group, line.name), line)

@@ -1,6 +1,6 @@
 """mlx-lm, used as its own server uses it: the peer of the engine.
 
-It runs in this process with its BLAS, or in its own process, see `in_process`:
+mlx-lm runs in this process with this process's BLAS, or in its own process, see `in_process`:
 
     python -m mlxpool.bench.mlx_lm FOLDER   # answers as step_server does
 """
@@ -30,7 +30,7 @@ def installed() -> bool:
 
 
 def loaded(folder: Path, *, as_stored: bool = False) -> Any:
-    """Loads the model; on a CPU in float32, which is faster there, unless `as_stored`."""
+    """Loads a model; on a CPU in float32, which is faster there, unless `as_stored`."""
     from mlx_lm.utils import load_model
 
     model: Any = load_model(folder)[0]
@@ -41,14 +41,14 @@ def loaded(folder: Path, *, as_stored: bool = False) -> Any:
 
 
 class MlxLm:
-    """A model in this process, see `loaded`."""
+    """A model that mlx-lm runs in this process, see `loaded`."""
 
     def __init__(self, folder: Path, *, as_stored: bool = False) -> None:
         self._model = loaded(folder, as_stored=as_stored)
         self._vocabulary = int(self._model.args.vocab_size)
 
     def decodes(self, lengths: Sequence[int]) -> Mapping[str, Burst]:
-        """See engine.Peer; one row is decoded with both of mlx-lm's interfaces."""
+        """Returns decode steps, see engine.Peer; one row by both of mlx-lm's interfaces."""
         return {f"{NAME} {way}": partial(burst, step) for way, step in self.steps(lengths).items()}
 
     def prefills(self, tokens: int) -> Mapping[str, Burst]:
@@ -91,7 +91,7 @@ class MlxLm:
 
 
 def in_process(folder: Path, *, as_installed: bool = False) -> EngineProcess:
-    """Starts mlx-lm in its own process, so that the sides do not share graphs and buffers.
+    """Starts mlx-lm in its own process, so that it shares no graphs and buffers with our engine.
 
     `as_installed`: without preloaded OpenBLAS.
     """
@@ -103,7 +103,7 @@ def in_process(folder: Path, *, as_installed: bool = False) -> EngineProcess:
 
 
 def main() -> None:
-    """Runs the process of `in_process`, in the dtype of the files."""
+    """Serves in the process that `in_process` starts, with weights in the type of the files."""
     model = MlxLm(Path(sys.argv[1]), as_stored=True)
 
     def begin(job: Mapping[str, Any]) -> Sequence[Step]:

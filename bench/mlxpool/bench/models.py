@@ -16,9 +16,9 @@ from mlxpool.bench.measurement import Progress
 def folder(
     options: argparse.Namespace, progress: Progress, *, gguf: bool = False
 ) -> Iterator[Path]:
-    """Yields the model's folder; a shape's folder is temporary. `gguf`: a GGUF file is allowed.
+    """Yields the model's folder, a temporary folder for a shape. `gguf`: a GGUF file is allowed.
 
-    Raises ValueError for any other reference.
+    Raises ValueError for a model without a folder.
     """
     if options.shape:
         with tempfile.TemporaryDirectory(prefix="mlxpool-bench-") as temporary:
@@ -50,7 +50,7 @@ def reference(
 
 
 def absolute(path: str) -> str:
-    """Returns the path of an existing folder from the root; a reference as it is."""
+    """Returns the absolute path of an existing folder; another reference is returned unchanged."""
     return str(Path(path).resolve()) if Path(path).exists() else path
 
 

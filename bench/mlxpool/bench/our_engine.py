@@ -1,4 +1,4 @@
-"""Our engine in this process, without the compute thread: provides steps whose time is taken."""
+"""Our engine in this process, without the compute thread, for scenarios that time its steps."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def prompt(tokens: int, vocabulary: int, seed: int = 0) -> list[int]:
 
 
 class OurEngine:
-    """A loaded model; each measurement gets its own engine."""
+    """A loaded model; each measurement gets its own engine for it."""
 
     def __init__(
         self, folder: Path, *, deterministic: bool = False, spare: int = SPARE, name: str = OURS
     ) -> None:
-        """`spare`: tokens of a running row's context beyond its prompt.
+        """`spare`: the tokens of context that a row has after its prompt.
 
-        `name`: the name in tables.
+        `name`: the name of the engine in tables.
         """
         self._name, self._spare = name, spare
         model = inspect(folder)
@@ -76,7 +76,7 @@ class OurEngine:
         return RowShape(plan.caches, self.dtype, self.longest, 1).token_bytes
 
     def step_bytes(self, lengths: Sequence[int]) -> float:
-        """Returns the bytes that a decode step of these rows must read, weights as stored."""
+        """Returns the bytes that a decode step of rows of these lengths reads, as stored."""
         folder = self._loaded.folder
         stored = {name: tensor.nbytes for name, tensor in folder.tensors.items()}
         routing = bytes_bound.Routing.from_config(folder.config)
@@ -86,7 +86,7 @@ class OurEngine:
     def engine(
         self, streams: int, context: int, prefix: str = "off", kv: str = AUTO
     ) -> ModelEngine:
-        """Makes an engine for at most `streams` rows; `kv`: as the setting of this name."""
+        """Makes an engine for at most `streams` rows; `kv`: a value of the setting `kv`."""
         context = min(context, self.longest)
         settings = EngineSettings(prefix=prefix, context=context, max_sequences=streams, kv=kv)
         return ModelEngine(self._loaded, None, settings)
@@ -147,7 +147,7 @@ class OurEngine:
         return once
 
     def _timed(self, engine: ModelEngine, ids: tuple[int, ...]) -> float:
-        """Returns seconds to the first token; then releases the row into the prefix cache."""
+        """Returns the seconds to the first token; then moves the row into the prefix cache."""
         mx.synchronize()
         started = time.perf_counter()
         sequence = self._first(engine, ids)
@@ -163,13 +163,13 @@ class OurEngine:
 
 
 def admit(engine: Engine, sequence: EngineSequence) -> None:
-    """Gives a sequence a row; `decode` reads its prompt."""
+    """Admits a sequence to a row of the engine; `decode` prefills its prompt."""
     engine.admit(sequence)
     sequence.phase = Phase.RUNNING
 
 
 def enter(engine: Engine, sequence: EngineSequence, chunk: int = UNLIMITED_TOKENS) -> None:
-    """Admits a sequence and reads its prompt in chunks, up to the input of its first decode step.
+    """Admits a sequence and prefills it in chunks, up to the input of its first decode step.
 
     Also collects the passes in flight.
     """
@@ -184,10 +184,10 @@ def enter(engine: Engine, sequence: EngineSequence, chunk: int = UNLIMITED_TOKEN
 
 
 def decode(engine: Engine, rows: Sequence[EngineSequence]) -> list[SampledToken]:
-    """Runs scheduled steps until each row has another token; returns all tokens they drew.
+    """Runs scheduled steps until each row has another token; returns all drawn tokens.
 
-    The tokens are appended. If the engine looks ahead, a pass stays in flight, so a row may get a
-    second token while a new row gets its first.
+    The tokens are appended to the rows. If the engine looks ahead, a pass stays in flight, so a row
+    may get a second token while a new row gets its first.
     """
     lengths = [len(row.ids) for row in rows]
     drawn: list[SampledToken] = []

@@ -34,7 +34,7 @@ def interrupt_at_signals() -> None:
 
 
 def restart_with_openblas(command: Sequence[str]) -> None:
-    """Restarts this process as `python COMMAND`, with OpenBLAS as the broker starts its workers.
+    """Restarts this process as `python COMMAND`, with the OpenBLAS of the broker's workers.
 
     Does nothing after the restart, or without OpenBLAS.
     """
@@ -99,7 +99,7 @@ def serving(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Runs a broker with this TOML inside the context, which begins when the broker answers.
 
-    It keeps no jobs unless the TOML has a folder for them.
+    The broker keeps no jobs unless the TOML has a folder for jobs.
     """
     file = run_dir / "mlxpool.toml"
     file.write_text(settings, encoding="utf-8")
@@ -113,7 +113,7 @@ def serving(
 
 
 def workers(run_dir: Path) -> list[dict[str, Any]]:
-    """Returns the workers of a pool as `mlxpool ps` has them.
+    """Returns the workers of a pool as `mlxpool ps` lists them.
 
     The list is empty if the broker does not answer.
     """
@@ -122,7 +122,7 @@ def workers(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def ready_workers(run_dir: Path, count: int) -> list[dict[str, Any]]:
-    """Returns a pool's workers when `count` are ready. Raises RuntimeError if one does not come."""
+    """Waits for `count` ready workers, and returns them. Raises RuntimeError if a worker ends."""
     end = time.monotonic() + START_TIMEOUT
     while time.monotonic() < end:
         all_workers = workers(run_dir)

@@ -1,13 +1,13 @@
-"""The prefix cache: how much of each prompt does it have, beside mlx-lm's server cache?
+"""The prefix cache: how many tokens of a prompt are cached, beside mlx-lm's server cache?
 
 `--disk` measures first tokens after a restart and the cost for other streams, see prefix_disk.
 
-Conversations take turns. Each has its own history after a common system prompt, and each answer is
-part of the next prompt. Each request goes to the tree, the single entry and mlx-lm one after the
-other, with the same model. mlx-lm's LRUPromptCache is used as in its server: nearest entry,
-generate, insert. Reusable tokens are the longest common prefix with an earlier sequence of the same
-contestant, without the last token of the prompt. Stored bytes are compared with those of the unique
-tokens.
+Conversations take turns. Each conversation has its own history after a common system prompt, and
+each answer is part of the next prompt. Each request goes to the contestants one after the other,
+with the same model: our cache as a tree, our cache of a single entry, and mlx-lm. mlx-lm's
+LRUPromptCache is used as in its server: nearest entry, generate, insert. Reusable tokens are the
+longest common prefix with an earlier sequence of the same contestant, without the last token of the
+prompt. Stored bytes are compared with the bytes of the unique tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ANSWER_TOKENS = 40
 
 
 def about(options: argparse.Namespace) -> str:
-    """Returns a sentence with the model, and the number and length of the conversations."""
+    """Returns the conditions of the measurement in words."""
     if options.disk:
         return f"{models.named(options)}; conversations of {options.tokens:,} tokens."
     return (
@@ -48,7 +48,7 @@ class Contestant(Protocol):
     drawn: int  # tokens at the end of an answer that were drawn but not fed to the model
 
     def ask(self, prompt: list[int]) -> tuple[int, list[int], float]:
-        """Returns cached tokens of the prompt, the answer, seconds to its first token."""
+        """Returns the number of cached tokens, the answer, and the seconds to its first token."""
 
     def stored(self) -> int:
         """Returns the bytes in the cache."""
@@ -64,13 +64,13 @@ class OurCache:
         self.engine = ours.engine(8, context, prefix=mode)
 
     def begin(self, prompt: list[int]) -> EngineSequence:
-        """Returns a sequence with a row."""
+        """Admits a prompt; returns its sequence."""
         seq = EngineSequence(b"", 1, tuple(prompt), Options(temperature=0.0), 1, ANSWER_TOKENS)
         admit(self.engine, seq)
         return seq
 
     def step(self, seq: EngineSequence) -> None:
-        """Draws one token; the first step reads the prompt."""
+        """Draws one token; the first step prefills the prompt."""
         decode(self.engine, [seq])
 
     def ask(self, prompt: list[int]) -> tuple[int, list[int], float]:
@@ -124,7 +124,7 @@ class MlxLmCache:
 
 
 class Score(Struct):
-    """The cached and the reusable tokens of one contestant."""
+    """The numbers of cached and of reusable tokens of one contestant."""
 
     reusable: int = 0
     found: int = 0
@@ -137,7 +137,7 @@ class Score(Struct):
         return self.found / self.reusable
 
     def add(self, prompt: list[int], cached: int, computed: list[int], first: float) -> None:
-        """Adds a request; `computed`: the part of its answer that was fed to the model."""
+        """Adds a request; `computed`: the tokens that the model has computed."""
         best = max((common(old, prompt) for old in self.seen), default=0)
         self.reusable += min(best, len(prompt) - 1)
         self.found += cached
@@ -193,7 +193,7 @@ def converse(
 
 
 def memory_of_all(tree: OurCache, histories: list[list[int]]) -> dict[str, int]:
-    """Returns bytes of the prefix cache and of rows while each conversation has a running row."""
+    """Returns the bytes of prefix cache and rows while a request of each conversation runs."""
     running = [tree.begin([*history, 1, 2, 3]) for history in histories]
     for seq in running:
         tree.step(seq)

@@ -1,10 +1,10 @@
 """Prefixes on disk: first tokens after a restart, and gaps of streams during saving.
 
-A pool answers an unknown conversation, is restarted, and answers it twice more. The client measures
-the time to the first token: cold, after the restart, and from memory.
+A pool answers a new conversation, is restarted, and answers the conversation twice more. The client
+measures the time to the first token: cold, after the restart, and from memory.
 
-The gaps belong to streams that decode while prefixes of earlier prompts are saved, because the
-memory is nearly full. A pool with `prefix_disk` and one without take turns.
+The gaps are measured on streams that decode while prefixes of earlier prompts are saved, because
+the memory is nearly full. A pool with `prefix_disk` and one without take turns.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REST = 2.0  # seconds in which an idle worker saves the rest
 
 
 def measure(folder: Path, options: argparse.Namespace, progress: Progress) -> Iterator[Measurement]:
-    """Yields both measurements. Raises RuntimeError if an answer changes."""
+    """Yields measurements of first tokens and of gaps. Raises RuntimeError if an answer changes."""
     vocabulary = inspect(folder).plan.vocab_size
     draw = np.random.default_rng(1)
 
@@ -59,9 +59,9 @@ def measure(folder: Path, options: argparse.Namespace, progress: Progress) -> It
 
 
 def _token_bytes(folder: Path) -> int:
-    """Returns bytes of a token's keys and values in float32.
+    """Returns the bytes of a token's keys and values in float32.
 
-    A GPU keeps twice the number of tokens.
+    On a GPU the same bytes keep twice the number of tokens.
     """
     import mlx.core as mx
 
@@ -73,7 +73,7 @@ def _token_bytes(folder: Path) -> int:
 def _pool(
     folder: Path, prefixes: Path | None, limits: Mapping[str, int] | None = None
 ) -> Iterator[Client]:
-    """Yields a client of a pool with the model loaded; `prefixes`: the folder of its disk."""
+    """Yields a client of a pool with a loaded model; `prefixes`: the folder of saved prefixes."""
     model = {
         "path": str(folder),
         "keep_alive": "-1",
@@ -91,7 +91,7 @@ def _pool(
 def _restart(folder: Path, prefixes: Path, ids: Sequence[int]) -> tuple[float, float, float, int]:
     """Returns seconds to the first token: cold, after a restart, from memory.
 
-    Tokens from the disk.
+    Also returns the number of tokens that the restarted pool read from the disk.
     """
     with _pool(folder, prefixes) as client:
         cold, none, expected = _first_token(client, ids)

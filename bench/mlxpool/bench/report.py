@@ -76,7 +76,7 @@ def _conditions(figures: Figures) -> str:
 
 
 def _how_to_read(lines: Sequence[Measurement]) -> str:
-    """Explains a cell of several rounds; empty for figures of one round."""
+    """Returns a sentence that explains the cells; empty if there was one round."""
     if all(len(values) == 1 for line in lines for values in line.sides.values()):
         return ""
     return "\nMedian (minimum - maximum); a ratio is that of one round, above 1 is better."
@@ -92,7 +92,7 @@ def day_of(date: str) -> str:
 
 
 def today() -> str:
-    """Returns the date of a run that ends now, for its figures."""
+    """Returns the present date, for the figures of a run that ends now."""
     return datetime.date.today().isoformat()
 
 
@@ -147,7 +147,7 @@ def read(file: Path) -> Figures:
 
 
 def save(path: Path | None, figures: Mapping[str, Any]) -> None:
-    """Writes the figures of a chaos test as JSON, with versions and machine; None: does nothing."""
+    """Writes the figures of a chaos test as JSON, with versions and machine, if there is a path."""
     if path is not None:
         run = {"versions": versions(), "machine": machine(), **figures}
         path.write_text(json.dumps(run, indent=1) + "\n")

@@ -1,12 +1,12 @@
-"""Speculation: how many tokens/s do drafts gain, and cost if hardly any is right?
+"""Speculative decoding: how many tokens/s do drafts gain, or cost if hardly any draft is right?
 
-Batches of requests run on an engine in this process with drafts and without, in turn. All prompts
-are read before the time is taken, and all requests have equally many tokens. With `--acceptance`
-each draft counts as right with this chance, independently of the model. A model with random weights
-then shows the gain of its shape with such drafts. Loads, of text that every installation has:
+Batches of requests run on an engine in this process with drafts and without, in turn. Prefill is
+not measured, and all requests have the same number of tokens. With `--acceptance` each draft is
+accepted with this probability, independently of the model, so that random weights show the gain of
+a shape. The loads are of text that every installation has:
 
-    edits        a function of the standard library, and the begin of it again under another name:
-                 the model writes it again, as far as it does
+    edits        a function of the standard library, and its begin again under another name:
+                 the model repeats the function, as far as it does
     completions  the begin of a function of the standard library, greedy
     sampled      the same with temperature 1, so that hardly any draft is right
 """
@@ -72,7 +72,7 @@ def functions() -> list[tuple[str, str]]:
 
 @cache  # counting the tokens of all texts takes a second
 def fitting_texts(text: ChatTokenizer) -> list[tuple[str, str]]:
-    """Returns the functions of medium length, and each under another name."""
+    """Returns pairs for functions of medium length: the source, and the source with a new name."""
     return [
         (source, source.replace(f"def {name}", f"def new_{name}", 1))
         for name, source in functions()
@@ -101,7 +101,7 @@ def prompts(load: str, text: ChatTokenizer, count: int, seed: int = 0) -> list[l
 
 
 class GivenAcceptance:
-    """A Drafter whose drafts count as right with a chance, independently of the model."""
+    """A Drafter whose drafts are accepted with a given probability, independently of the model."""
 
     name = "given acceptance"
 
@@ -136,7 +136,7 @@ class GivenAcceptance:
     def accepted(
         self, sampled: SampledNumbers, seq: Sequence, row: int, drafts: Many[int]
     ) -> list[SampledToken]:
-        """Takes the place of `accepted_tokens`."""
+        """Draws the number of accepted drafts, in place of `accepted_tokens`."""
         wrong = (n for n in range(len(drafts)) if self._draw.random() >= self._chance)
         right = next(wrong, len(drafts))
         tokens = [*drafts[:right], max(0, sampled.tokens[row + right])]
@@ -158,7 +158,7 @@ class Way(Struct):
     tokens: int = 0  # mean tokens of a stream in those steps
 
     def run(self, load: str, streams: int, tokens: int) -> float:
-        """Returns the tokens/s of the next batch after its prompts.
+        """Returns the tokens/s of the next batch, without its prefill.
 
         Each batch has other prompts.
         """
@@ -185,7 +185,7 @@ class Way(Struct):
 
 
 def about(options: argparse.Namespace) -> str:
-    """Returns the conditions in words."""
+    """Returns the conditions of the measurement in words."""
     of = "processor time" if options.processor else "the clock"
     right = f", right with a chance of {options.acceptance:g}" if options.acceptance else ""
     return (

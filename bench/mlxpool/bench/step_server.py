@@ -3,8 +3,8 @@
     python step_server.py FOLDER   # with the modules of a checkout in PYTHONPATH, also those of 0.1
 
 In: a job as JSON in each line, {"decode": [length of each prompt], "options": {…}, "steps": 24} or
-{"prefill": tokens, "steps": 1}. Out: the mean seconds of a step, of the clock and of this process
-on its processors. A repeated job continues with its sequences.
+{"prefill": tokens, "steps": 1}. Out: the mean seconds of a step, in clock time and in processor
+time of this process. A repeated job continues with its sequences.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def serve(
     answers: IO[str],
     finish: Step = lambda: None,
 ) -> None:
-    """Answers the lines of standard input.
+    """Answers the jobs that arrive on standard input.
 
-    `begin`: returns the step of a job, or several equivalent steps, and the fastest counts.
+    `begin`: returns the steps of a job; if it returns several equivalent steps, the fastest counts.
     `finish`: waits for work that steps have queued.
     """
     name, ways = "", list[Step]()
@@ -56,7 +56,7 @@ def serve(
 def private_output() -> IO[str]:
     """Returns standard output for answers alone.
 
-    Other output of libraries goes to standard error.
+    Output of libraries goes to standard error instead.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

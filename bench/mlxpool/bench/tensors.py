@@ -1,4 +1,4 @@
-"""The tensors of the folder of a shape, with the layouts of mlx-lm's conversions."""
+"""Lists the tensors of a shape's model folder, in the layouts of mlx-lm's conversions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PlannedTensor(Struct, frozen=True):
     layout: QuantLayout | None
 
     def nbytes(self, width: int) -> int:
-        """Returns the bytes that it takes in a folder whose dense numbers have `width` bytes."""
+        """Returns the tensor's bytes in a folder whose dense numbers have `width` bytes."""
         if self.layout is None:
             return math.prod(self.shape) * width
         groups = 1 if MODES[self.layout.mode].scale_dtypes == ("U8",) else width

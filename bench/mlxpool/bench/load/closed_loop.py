@@ -1,4 +1,4 @@
-"""Streams that all start at once after prompts of one length: tokens/s, first tokens, gaps."""
+"""Measures streams that start together with prompts of one length: tokens/s, first tokens, gaps."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class LoopFigures(Struct, frozen=True):
 
 
 def workload(streams: int, prompt: int, tokens: int, *, text: bool = False) -> Workload:
-    """Returns `streams` requests of one length; `text`: see Workload."""
+    """Returns `streams` requests of one length; `text`: prompts are text instead of token ids."""
     return Workload(streams, Lengths.of(prompt), Lengths.of(tokens), text)
 
 
 def run_streams(target: Target, work: Workload, clients: int, seed: str) -> list[Sample]:
-    """Returns the samples of all streams. Raises Internal if one of them fails."""
+    """Returns the samples of all streams. Raises Internal if a stream fails."""
     samples = run(Job(target, work, 0.0, seed, 0, min(clients, work.requests)))
     if failed := errors(samples):
         raise Internal(f"streams at {target.url or target.run_dir} failed: {failed}")
@@ -37,7 +37,7 @@ def run_streams(target: Target, work: Workload, clients: int, seed: str) -> list
 
 
 def summarise(streams: Sequence[Sample]) -> LoopFigures:
-    """Computes tokens/s between the time when all streams have a token and the first end."""
+    """Computes tokens/s from the time when all streams have a token until the first stream ends."""
     start = max(stream.times[0] for stream in streams)
     end = min(stream.times[-1] for stream in streams)
     if end <= start:  # the streams never ran all at once, so the whole time counts
@@ -53,7 +53,7 @@ def summarise(streams: Sequence[Sample]) -> LoopFigures:
 
 
 def counted(streams: int) -> str:
-    """Returns the count in the words of the tables."""
+    """Returns the number of streams as tables show it."""
     return f"{streams} stream" if streams == 1 else f"{streams} streams"
 
 
@@ -66,7 +66,7 @@ def rates(
 
 
 def times(figures_of: Mapping[str, Sequence[LoopFigures]], streams: int) -> Iterator[Measurement]:
-    """Yields first tokens and gaps; no gaps if an answer came in one piece."""
+    """Yields times to first tokens and gaps; no gaps if an answer came in one piece."""
     kinds = {
         "first token": {
             name: [figures.first for figures in rounds] for name, rounds in figures_of.items()

@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 client over asyncio: one request per connection, answers read by line."""
+"""A small HTTP/1.1 client over asyncio: one request per connection, answers read line by line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_MESSAGE = 160  # most characters of an error's text that are shown
 
 
 class HttpFailure(Exception):
-    """The server refused, or its answer is not valid."""
+    """The server refused the request, or its answer is not valid."""
 
 
 class Response(Struct, frozen=True):
@@ -31,7 +31,7 @@ class Response(Struct, frozen=True):
     reader: asyncio.StreamReader
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yields the body as it arrives. Raises HttpFailure if it ends too early."""
+        """Yields the body as it arrives. Raises HttpFailure if the body ends too early."""
         try:
             if self.headers.get("transfer-encoding", "").lower() == "chunked":
                 while size := int((await self.reader.readline()).partition(b";")[0], 16):
@@ -49,7 +49,7 @@ class Response(Struct, frozen=True):
             raise HttpFailure("the connection ended within the answer")
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """Yields the lines of the body without their ends."""
+        """Yields the lines of the body without line ends."""
         rest = b""
         async for piece in self.pieces():
             *complete, rest = (rest + piece).split(b"\n")
@@ -64,7 +64,7 @@ class Response(Struct, frozen=True):
 
 
 async def connected(url: str) -> Link:
-    """Returns a connection to the server of a URL. Raises OSError if it cannot be reached."""
+    """Returns a connection to a URL's server. Raises OSError if the server cannot be reached."""
     parts = urlsplit(url)
     secure = parts.scheme == "https"
     return await asyncio.open_connection(
@@ -128,7 +128,7 @@ async def _head(reader: asyncio.StreamReader) -> Response:
 
 
 def message_of(text: str) -> str:
-    """Returns the message of an error as servers send it, in one short line."""
+    """Returns the message of a server's error in one short line."""
     try:
         value = json.loads(text)
     except ValueError:

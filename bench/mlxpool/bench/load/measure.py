@@ -1,4 +1,4 @@
-"""Measures loads at several rates, on each contestant in turn."""
+"""Measures loads at several request rates, on each contestant in turn."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ MIN_QUEUE = 512  # requests, the pool's own default
 
 
 class Plan(Struct, frozen=True):
-    """A measurement. `rates`: requests/s, 0: all at once.
+    """A plan of loads. `rates`: requests/s; 0: all requests start together.
 
-    `warm_up`: requests before the first load. `clients`: processes that send. `sequences` and
-    `context`: settings of a pool of our own.
+    `warm_up`: number of requests before the first load. `clients`: number of sending processes.
+    `sequences` and `context`: settings of a pool that the scenario starts.
     """
 
     workload: Workload
@@ -41,15 +41,15 @@ class Plan(Struct, frozen=True):
 
     @property
     def whole_context(self) -> int:
-        """The context in tokens; without a chosen one, that of the longest request."""
+        """The context in tokens: the setting, else the length of the longest request."""
         longest = self.workload.prompt.maximum + self.workload.output.maximum
         return self.context or -(-longest // CONTEXT_BLOCK) * CONTEXT_BLOCK
 
 
 def measure(plan: Plan, targets: Mapping[str, Target], progress: Progress) -> Iterator[Measurement]:
-    """Yields the rows of each rate after its rounds.
+    """Yields the measurements of each rate after its rounds.
 
-    Each load has its own random draw, which all contestants get: a repeated draw would find its
+    Each load is drawn anew, and all contestants get the same load: a repeated load would find its
     prompts in caches and its lengths compiled. Raises Internal if a load has no answer at all.
     """
     names = list(targets)
@@ -82,14 +82,14 @@ def _answered(name: str, samples: Sequence[Sample]) -> Sequence[Sample]:
 
 
 def title(rate: float) -> str:
-    """Returns the name of a table."""
+    """Returns the title of a rate's table."""
     return f"{rate:g} requests/s" if rate else "all at once"
 
 
 def rows(
     rate: float, samples_of: Mapping[str, Sequence[Sequence[Sample]]], slo: Slo
 ) -> Iterator[Measurement]:
-    """Yields the rows of one rate from the samples of each contestant, one for each load."""
+    """Yields the measurements of one rate; a figure is from one load of one contestant."""
     figures = {name: [summarise(load, slo) for load in loads] for name, loads in samples_of.items()}
     all_figures = [load_figures for loads in figures.values() for load_figures in loads]
     # Some loads lack a metric, such as ITL if every answer came in one piece.
@@ -149,7 +149,7 @@ def pool(path: str, plan: Plan, *, ignore_eos: bool) -> Iterator[Target]:
 
 
 def loaded(run_dir: Path, model: str, *, ignore_eos: bool) -> Target:
-    """Returns the target for a model of a running pool, after one token from it."""
+    """Returns the target for a model of a running pool, once the model has answered a request."""
     from mlxpool.client import Client
 
     with Client(run_dir) as client:

@@ -19,7 +19,7 @@ START_DELAY = 0.3  # seconds between the time when all processes are ready and t
 
 
 def run(job: Job) -> list[Sample]:
-    """Sends a whole load from `job.processes` processes, which all end with this call.
+    """Sends a whole load from `job.processes` processes; they have ended when this call returns.
 
     Returns the samples in the order of the requests. Raises ChildProcessError if a process fails;
     its traceback is on standard error.
@@ -51,7 +51,7 @@ def _samples(job: Job, child: subprocess.Popen[str]) -> Sequence[Sample]:
 
 @contextmanager
 def _started(job: Job) -> Iterator[subprocess.Popen[str]]:
-    """Runs a sender inside the context; kills it if it has not ended by itself."""
+    """Runs a sender process inside the context; kills it if it has not ended at the end."""
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", "mlxpool.bench.load.sender"],
         stdin=subprocess.PIPE,

@@ -40,7 +40,7 @@ class Sample(Struct, frozen=True):
 
     @property
     def tpot(self) -> float:
-        """Seconds; 0 for an answer of a single token."""
+        """The seconds per output token after the first token; 0 for an answer of a single token."""
         return (self.times[-1] - self.times[0]) / max(1, self.output_tokens - 1)
 
     @property
@@ -76,7 +76,7 @@ class Slo(Struct, frozen=True):
 
 
 class Metric(Struct, frozen=True):
-    """A row of the report. `compared`: whether a ratio has a meaning."""
+    """A metric of the report. `compared`: whether ratios of contestants have a meaning."""
 
     name: str
     unit: str
@@ -138,7 +138,7 @@ def summarise(samples: Sequence[Sample], slo: Slo) -> dict[Metric, float]:
 
 
 def errors(samples: Sequence[Sample]) -> str:
-    """Returns the names of errors, each with its number of requests; "" if none failed."""
+    """Returns the names of errors, each with its number of requests; "" if no request failed."""
     counts = Counter(sample.error for sample in samples if sample.error)
     return ", ".join(f"{name} ({count:,})" for name, count in counts.most_common())
 

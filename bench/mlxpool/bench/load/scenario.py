@@ -1,6 +1,7 @@
-"""Mixed load as users make it: when do first tokens come, and how long are the gaps?
+"""Mixed load as users make it: when do first tokens come, and how long are the gaps after them?
 
-It runs on its own pool or a running one, and on any server with OpenAI's completions, in turn.
+The load goes in turn to a pool of its own or a running pool, and to any server with OpenAI's
+completions.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from mlxpool.bench.measurement import OURS, Measurement, Progress
 
 
 def about(options: argparse.Namespace) -> str:
-    """Returns the conditions in words."""
+    """Returns the conditions of the measurement in words."""
     plan = plan_of(options)
     pool = (
         f"{models.named(options)}; {plan.sequences} sequences, context {plan.whole_context:,},"
@@ -60,7 +61,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Iterator[Measure
 
 @contextmanager
 def _pool(options: argparse.Namespace, plan: Plan, progress: Progress) -> Iterator[Target]:
-    """Yields a model of the running pool, or of a pool that runs inside the context."""
+    """Yields the target: a model of a running pool, or of a pool that runs inside the context."""
     if options.running:
         yield loads.loaded(options.run_dir, options.running, ignore_eos=options.ignore_eos)
         return
@@ -74,7 +75,7 @@ def _pool(options: argparse.Namespace, plan: Plan, progress: Progress) -> Iterat
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    """Returns the plan. Raises ValueError naming a flag that makes no sense."""
+    """Returns the plan of the flags. Raises ValueError naming a flag that makes no sense."""
     slo = Slo(options.slo_ttft, options.slo_tpot, options.slo_itl, options.slo_e2el)
     if options.goodput and not slo.given():
         raise ValueError("--goodput needs an objective, such as --slo-ttft 500")
@@ -111,7 +112,7 @@ def _lengths(flag: str, numbers: Sequence[float]) -> Lengths:
 
 
 def other_server(options: argparse.Namespace) -> Target | None:
-    """Returns the server to compare with; None without one."""
+    """Returns the server to compare with; None if the flags name no server."""
     if not options.against:
         if options.no_pool:
             raise ValueError("--no-pool measures nothing without --against URL")
@@ -126,7 +127,7 @@ def other_server(options: argparse.Namespace) -> Target | None:
 
 
 def with_model(server: Target) -> Target:
-    """Returns the server with the name of its first model, if none was given."""
+    """Returns the server; if it has no model name, it gets the name of its first model."""
     return replace(server, model=server.model or first_model(server.url, server.api_key))
 
 

@@ -1,9 +1,9 @@
-"""A process that sends its share of a load on schedule, independently of the answers.
+"""A process that sends a part of a load on schedule, independently of the answers (open loop).
 
-python -m mlxpool.bench.load.sender   # in: a Job as JSON; out: the Samples of its share
+python -m mlxpool.bench.load.sender # in: a Job as JSON; out: the Samples of its share
 
-It prints `ready`, then reads the start time of the load, in seconds of the monotonic clock. It ends
-with its standard input.
+The process prints `ready`, then reads the start time of the load, in seconds of the monotonic
+clock. It ends when its standard input ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REQUEST_TIMEOUT = 600.0  # seconds from sending a request to the end of its answ
 
 
 class Job(Struct, frozen=True):
-    """A process's share of a load: every `processes`-th request from `number` on."""
+    """The part of a load that one process sends: every `processes`-th request from `number` on."""
 
     target: Target
     workload: Workload
@@ -69,7 +69,10 @@ async def run(job: Job) -> list[Sample]:
 
 
 async def sample_of(send: Send, request: Request, begin: float, *, exact: bool) -> Sample:
-    """Sends a request when it is due. `exact`: it fails unless it has all its tokens."""
+    """Sends a request when it is due; returns its sample.
+
+    `exact`: an answer with another number of tokens than requested is counted as failed.
+    """
     await asyncio.sleep(max(0.0, begin + request.due - time.monotonic()))
     answer = Answer(begin, len(request.prompt))
     sent = time.monotonic() - begin
@@ -94,7 +97,7 @@ async def sample_of(send: Send, request: Request, begin: float, *, exact: bool) 
 
 
 def _fault(request: Request, answer: Answer, *, exact: bool) -> str:
-    """Returns the fault of an answer that ended; "" if it is right."""
+    """Returns the fault of a complete answer; "" if it has no fault."""
     if not answer.times:
         return "no token"
     if exact and answer.exact and answer.output_tokens != request.output:
@@ -125,7 +128,7 @@ def _read_start_time() -> float:
 
 
 def _end_with_input() -> None:
-    """Ends this process after its starter."""
+    """Ends this process when its standard input ends, because its starter has ended."""
     sys.stdin.read()
     os._exit(1)
 

@@ -47,7 +47,7 @@ class Answer(Struct):
     ids: list[int] = field(default_factory=list)  # ids, if they are known
 
     def add(self, tokens: int, ids: Sequence[int] = ()) -> None:
-        """Records a piece that has just come."""
+        """Records a piece of the answer that has just arrived."""
         self.times.append(time.monotonic() - self.begin)
         self.counts.append(tokens)
         self.output_tokens += tokens
@@ -62,8 +62,8 @@ async def opened(target: Target, requests: int = 0) -> AsyncIterator[Send]:
     """Yields a function that sends a request and records its answer until the end.
 
     The function raises PoolError, HttpFailure or OSError for a request that fails. With
-    `connect_first`, `requests` connections are opened first, one after the other: the backlog of a
-    server may be short, and a connection that finds it full is retried after seconds.
+    `connect_first`, `requests` connections are opened before, one after the other: a server may
+    have a short listen backlog, and a connection to a full backlog is retried after seconds.
     """
     if target.url:
         ready = requests if target.connect_first else 0
@@ -132,7 +132,7 @@ def body_of(target: Target, request: Request) -> dict[str, Any]:
 
 
 def _take(event: Mapping[str, Any], answer: Answer) -> None:
-    """Records an event. An event that has only the reason of the end has no token."""
+    """Records an event of a stream. An event with only a finish reason has no token."""
     if event.get("error"):
         raise HttpFailure(http_stream.message_of(json.dumps(event)))
     choices = event.get("choices") or ()
@@ -161,7 +161,7 @@ def server_url(url_given: str) -> str:
 
 
 def first_model(url: str, api_key: str) -> str:
-    """Returns the first model that the server names. Raises ValueError if it names no model."""
+    """Returns the first model in the server's list. Raises ValueError if the list is empty."""
 
     async def ask() -> bytes:
         async with (

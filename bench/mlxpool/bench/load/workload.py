@@ -19,7 +19,7 @@ WORDS = TEXT.split()
 
 
 class Lengths(Struct, frozen=True):
-    """A log-normal distribution of tokens, clipped. Raises ValueError for impossible bounds."""
+    """A clipped log-normal distribution of lengths in tokens. Raises ValueError for bad bounds."""
 
     median: float
     sigma: float  # standard deviation of the logarithm; 0: every length is the median
@@ -37,7 +37,7 @@ class Lengths(Struct, frozen=True):
 
     @classmethod
     def of(cls, tokens: int) -> Lengths:
-        """Returns a distribution with this length only."""
+        """Returns a distribution that draws only this length."""
         return cls(tokens, 0.0, tokens, tokens)
 
     def draw(self, random: Random) -> int:
@@ -72,8 +72,8 @@ class Request(Struct, frozen=True):
 def draw(workload: Workload, rate: float, seed: str) -> list[Request]:
     """Returns the requests in the order of their due times; equal for equal arguments.
 
-    They arrive as a Poisson process of `rate` requests/s, or all at once if `rate` is 0. Lengths
-    and ids do not depend on the rate.
+    Requests arrive as a Poisson process of `rate` requests/s, or all together if `rate` is 0.
+    Lengths and token ids do not depend on the rate.
     """
     lengths, ids, arrivals = (Random(f"{seed} {kind}") for kind in ("lengths", "ids", "arrivals"))
     requests, due = [], 0.0

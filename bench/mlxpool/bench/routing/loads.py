@@ -18,9 +18,10 @@ Segment = tuple[str, int]  # a name, equal for equal text, and the number of its
 
 
 class Call(Struct, frozen=True):
-    """A request. `after`: the index of the call that it follows by `delay` seconds.
+    """A request. `after`: the index of the request that it follows by `delay` seconds.
 
-    Without `after` it comes `delay` seconds after the begin. `prompt` is the whole prompt.
+    Without `after` the request comes `delay` seconds after the start of the load. `prompt` is the
+    whole prompt.
     """
 
     prompt: tuple[Segment, ...]
@@ -36,7 +37,7 @@ class Call(Struct, frozen=True):
 
 
 class Load(Struct):
-    """The calls of a load, in the order of their drawing."""
+    """The requests of a load, in the order in which they were drawn."""
 
     name: str
     calls: list[Call] = field(default_factory=list)
@@ -47,7 +48,7 @@ class Load(Struct):
 
 
 def chats(seed: int, count: int = 120, *, rate: float = 2.0, system: int = 800) -> Load:
-    """Returns long chats that share a system prompt: 3 to 9 turns, 8 s on average between two."""
+    """Returns long chats that share a system prompt: 3 to 9 turns, about 8 s between two turns."""
     draw, load = random.Random(seed), Load("chats, one system prompt")
     for chat, at in enumerate(_arrivals(draw, count, rate)):
         _chat(load, draw, f"chat {chat}", (("system", system),), at)
@@ -57,7 +58,7 @@ def chats(seed: int, count: int = 120, *, rate: float = 2.0, system: int = 800) 
 def tenants(seed: int, count: int = 240, *, rate: float = 3.0, tenants: int = 24) -> Load:
     """Returns chats of 1 to 3 turns of many tenants, each with a long prompt.
 
-    Few have most chats.
+    A few tenants have most of the chats.
     """
     draw, load = random.Random(seed), Load("tenants, a long prompt each")
     shares = [1 / (rank + 1) for rank in range(tenants)]
@@ -118,7 +119,7 @@ def long_prefixes(seed: int, count: int = 240, *, rate: float = 8.0, groups: int
 
 
 def one_hot_prompt(seed: int, count: int = 300, *, rate: float = 6.0) -> Load:
-    """Returns single requests with one long beginning, too many for one worker."""
+    """Returns independent requests that share one long beginning, too many for one worker."""
     draw, load = random.Random(seed), Load("one hot prompt")
     for number, at in enumerate(_arrivals(draw, count, rate)):
         prompt = (("hot", 2000), (f"question {number}", draw.randint(20, 80)))
@@ -127,7 +128,7 @@ def one_hot_prompt(seed: int, count: int = 300, *, rate: float = 6.0) -> Load:
 
 
 def nothing_shared(seed: int, count: int = 300, *, rate: float = 3.0) -> Load:
-    """Returns single requests with log-normal lengths and nothing in common."""
+    """Returns independent requests with log-normal lengths and nothing in common."""
     draw, load = random.Random(seed), Load("nothing shared")
     for number, at in enumerate(_arrivals(draw, count, rate)):
         length = int(min(3000, max(16, draw.lognormvariate(5.6, 1.0))))

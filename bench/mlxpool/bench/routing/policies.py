@@ -30,7 +30,7 @@ from mlxpool.common.protocol.prompts import ChatPrompt
 
 
 class Waiting(Struct, frozen=True):
-    """A call that has no worker yet."""
+    """A request that has no worker yet."""
 
     number: int
     call: Call
@@ -38,7 +38,7 @@ class Waiting(Struct, frozen=True):
 
 
 class Policy(Protocol):
-    """Chooses for one model; `workers` are all workers of the model, free or not."""
+    """A routing policy for one model; `workers` are all workers of the model, free or not."""
 
     def choose(
         self, waiting: Sequence[Waiting], workers: Sequence[SimulatedWorker]
@@ -66,7 +66,7 @@ class _Plain:
 
 
 class RoundRobin(_Plain):
-    """Chooses the next worker that has a free place."""
+    """Chooses the next worker that has a free slot."""
 
     def __init__(self) -> None:
         self._turns = itertools.count()
@@ -82,7 +82,7 @@ class RoundRobin(_Plain):
 
 
 class LeastLoaded(_Plain):
-    """Chooses the worker with the most free places."""
+    """Chooses the worker with the most free slots."""
 
     def choose(
         self, waiting: Sequence[Waiting], workers: Sequence[SimulatedWorker]
@@ -92,7 +92,7 @@ class LeastLoaded(_Plain):
 
 
 class SessionOnly(LeastLoaded):
-    """Chooses the worker of the session's last call; for a new session the least loaded."""
+    """Chooses the worker of the session's last request, or the least loaded worker."""
 
     def __init__(self) -> None:
         self._last: dict[str, SimulatedWorker] = {}
@@ -111,7 +111,7 @@ class SessionOnly(LeastLoaded):
 
 
 class _Cheapest(_Plain):
-    """Chooses the cheapest pair of a waiting call and a worker, by a cost in milliseconds."""
+    """Chooses the cheapest pair of a waiting request and a worker, by a cost in milliseconds."""
 
     def __init__(self) -> None:
         self._passed: Counter[int] = Counter()  # by the number of a call
@@ -135,7 +135,7 @@ class _Cheapest(_Plain):
 
 
 class Oracle(_Cheapest):
-    """Knows each cache, each worker's speed and its remaining work."""
+    """The policy that knows each worker's cache, speed and remaining work."""
 
     def cost(self, request: Waiting, worker: SimulatedWorker) -> float:
         machine = worker.machine
@@ -146,7 +146,7 @@ class Oracle(_Cheapest):
 
 
 class Ours(_Cheapest):
-    """The broker's policy: it knows what it sent, and what workers report in heartbeats."""
+    """The broker's policy: it knows its sent requests, and the workers' heartbeats."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ def _pieces(prompt: tuple[Segment, ...]) -> PromptPieces:
 
 @cache
 def _message(segment: Segment) -> dict[str, str]:
-    """Returns a message of `segment` tokens by the broker's estimate, equal for equal segments."""
+    """Returns a message that the broker estimates as `segment` tokens, equal for equal segments."""
     name, count = segment
     role = "assistant" if " answer " in name else "user"
     length = max(len(name) + 1, count * BYTES_PER_TOKEN - 26)  # 26 bytes are the map around it

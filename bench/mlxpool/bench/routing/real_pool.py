@@ -1,4 +1,4 @@
-"""Runs a load on a pool of real workers: their prefix caches, their steps, their broker."""
+"""Runs a load on a pool of real workers, with their prefix caches and a broker."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RealPool(Struct, frozen=True):
     context: int = 8192
 
     def run(self, load: Load) -> Outcome:
-        """Starts the pool, sends the load's calls at their times, and stops it."""
+        """Starts the pool, sends each request at its time, and stops the pool."""
         model = {
             "path": str(self.checkpoint),
             "replicas": self.workers,
@@ -64,7 +64,7 @@ def _processor_seconds(processes: Sequence[psutil.Process]) -> float:
 
 
 class _Sender:
-    """Sends each call in a thread; a call that follows another waits for its end and its delay."""
+    """Sends each request in a thread; a following request waits for the earlier end and a delay."""
 
     def __init__(self, client: Client, load: Load) -> None:
         self._client, self._load = client, load
@@ -115,7 +115,7 @@ class _Sender:
         self._ended[number].set()
 
     def _ids(self, call: Call) -> Sequence[int]:
-        """Returns the ids of a prompt; answers in it are the model's own earlier ones."""
+        """Returns the ids of a prompt; earlier answers in the prompt are the model's own."""
         parts = [self._answers.get(segment[0]) or _segment(segment) for segment in call.prompt]
         return array("I", b"".join(parts)).tolist()
 

@@ -1,7 +1,7 @@
-"""Routing: how near does it come to a policy that knows the future?
+"""Routing: how close is the broker's policy to a policy that knows the future?
 
-Policies choose workers for loads whose prompts share beginnings. The workers are simulated, or with
-`--real` they are in pools with each setting of `routing`, in turn.
+Policies choose workers for loads whose prompts share beginnings. The workers are simulated; with
+`--real` they are in pools, one pool for each value of the setting `routing`, in turn.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FIGURES: Mapping[tuple[str, str], Callable[[Outcome], float]] = {
 
 
 def about(options: argparse.Namespace) -> str:
-    """Returns the conditions in words."""
+    """Returns the conditions of the measurement in words."""
     what = "real workers of the shape small" if options.real else "simulated workers"
     slow = f", one of them {options.slow:g} times slower" if options.slow != 1 else ""
     return (
@@ -79,7 +79,7 @@ def _cache(options: argparse.Namespace) -> int:
 def _real(
     draw: Callable[..., Load], options: argparse.Namespace, progress: Progress
 ) -> Iterator[Measurement]:
-    """Runs a load on pools of real workers, with each routing in turn."""
+    """Runs a load on pools of real workers, with each value of `routing` in turn."""
     count = options.count or (16 if draw is long_agents else 120)
     loads = [draw(seed, count, rate=options.rate) for seed in range(options.rounds)]
     outcomes: dict[str, list[Outcome]] = {routing: [] for routing in ROUTINGS}
@@ -101,7 +101,7 @@ def _real(
 def lines(
     loads: Sequence[Load], outcomes: Mapping[str, Sequence[Outcome]]
 ) -> Iterator[Measurement]:
-    """Yields the figures of a load for each policy, one for each draw of the load."""
+    """Yields the figures of a load for each policy, one figure for each random draw of the load."""
     name = f"{loads[0].name}, {len(loads[0].calls)} calls"
     rates = {
         side: tuple(outcome.tokens_per_second for outcome in outcome_list)

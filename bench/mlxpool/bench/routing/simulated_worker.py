@@ -29,7 +29,7 @@ class Machine(Struct, frozen=True):
 
 
 class Row(Struct, eq=False):
-    """A request in a worker."""
+    """A request that a simulated worker computes."""
 
     number: int
     call: Call
@@ -50,7 +50,7 @@ class PrefixBlocks:
         self.evicted = 0  # tokens
 
     def found(self, prompt: tuple[Segment, ...]) -> int:
-        """Returns the cached tokens at the prompt's begin; the last token is always computed."""
+        """Returns the number of cached tokens at the prompt's begin, without the last token."""
         length = sum(count for _, count in prompt)
         blocks = sum(1 for _ in itertools.takewhile(self._blocks.__contains__, _blocks(prompt)))
         return min(blocks * CACHE_BLOCK, length - 1)
@@ -65,7 +65,7 @@ class PrefixBlocks:
 
 
 def _blocks(prompt: tuple[Segment, ...]) -> list[int]:
-    """Returns keys of the full blocks; each stands for the prompt up to its end."""
+    """Returns a key for each full block, equal for prompts that are equal up to the block's end."""
     keys, key, room = [], 0, CACHE_BLOCK
     for name, count in prompt:
         done = 0
@@ -80,14 +80,14 @@ def _blocks(prompt: tuple[Segment, ...]) -> list[int]:
 
 
 def _shared(first: tuple[Segment, ...], second: tuple[Segment, ...]) -> int:
-    """Returns the tokens of the full blocks at the begin that both prompts share."""
+    """Returns the number of tokens in full blocks that both prompts have at their begin."""
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
     return sum(count for (_, count), _ in same) // CACHE_BLOCK * CACHE_BLOCK
 
 
 @dataclass(eq=False, slots=True)
 class SimulatedWorker:
-    """Reads prompts in chunks beside its decoding rows, the oldest first."""
+    """A worker that reads prompts in chunks, the oldest first, while other requests decode."""
 
     name: str
     machine: Machine
@@ -105,11 +105,11 @@ class SimulatedWorker:
 
     @property
     def unread(self) -> int:
-        """Prompt tokens that it has still to compute."""
+        """The number of prompt tokens that are still to be computed."""
         return sum(row.unread - (row.expected if row.cached < 0 else 0) for row in self.rows)
 
     def will_find(self, prompt: tuple[Segment, ...]) -> int:
-        """Returns the tokens of a prompt that are cached, or will be: prompts are read in turn."""
+        """Returns the number of a prompt's tokens that are cached now or will be at its turn."""
         there = max((_shared(prompt, row.call.prompt) for row in self.rows), default=0)
         return max(there, self.cache.found(prompt))
 
@@ -122,8 +122,8 @@ class SimulatedWorker:
     def step(self, now: float) -> tuple[float, list[Row], list[Row], int]:
         """Computes a step from `now` on.
 
-        Returns its end, the rows with finished prompts, the rows that ended, and the number of rows
-        that decoded.
+        Returns the time of the step's end, the rows with finished prompts, the ended rows, and the
+        number of rows that decoded.
         """
         room, machine = self.machine.chunk, self.machine
         decoding = [row for row in self.rows if row.unread == 0]

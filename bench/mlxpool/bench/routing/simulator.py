@@ -16,10 +16,11 @@ COMES, STEPS = 0, 1
 
 
 class Outcome(Struct, frozen=True):
-    """`read`: prompt tokens that the workers computed; `unique`: the tokens with one endless cache.
+    """The outcome of a load. `read`: the number of prompt tokens that the workers computed.
 
-    Times of first tokens are milliseconds since a call came. `processor_s` is the processor time of
-    the workers; a simulated worker uses it while it computes a step.
+    `unique`: this number for one endless cache. Times of first tokens are milliseconds since a
+    request came. `processor_s` is the processor time of the workers; a simulated worker uses it
+    while it computes a step.
     """
 
     read: int
@@ -49,14 +50,14 @@ class Outcome(Struct, frozen=True):
 
 
 def run(load: Load, policy: Policy, machines: Sequence[Machine]) -> Outcome:
-    """Simulates until the last call has ended."""
+    """Simulates a load until its last request has ended."""
     return _Simulation(load, policy, machines).run()
 
 
 class _Simulation:
-    """A simulation.
+    """The simulation of a load.
 
-    `_events` are (time, COMES, number of a call) and (time, STEPS, number of a worker).
+    `_events` are (time, COMES, number of a request) and (time, STEPS, number of a worker).
     """
 
     def __init__(self, load: Load, policy: Policy, machines: Sequence[Machine]) -> None:

@@ -1,11 +1,11 @@
-"""A worker without a model: sends rows as fast as the broker takes them, or at a fixed rate.
+"""A worker without a model: sends tokens as fast as the broker takes them, or at a fixed rate.
 
 It runs in place of the broker's workers (see `environment`), or by itself for the bare relay:
 
     python -m mlxpool.bench.traffic.firehose ENDPOINT   # FIREHOSE holds the Flood
 
-It waits for as many requests as the flood has streams, then sends. The text of a row is its send
-time, in ns of the monotonic clock.
+The worker waits for a request for each stream of the flood, then sends. The text of a token is its
+send time, in ns of the monotonic clock.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if "{WORKER_VARIABLE}" in os.environ:
 
 
 class Flood(Struct, frozen=True):
-    """The traffic: `tokens` of each stream, `rows` in a frame, `rate` frames/s (0: no limit)."""
+    """The traffic: `tokens` of a stream, `rows` (tokens) of a frame, frames/s (0: no limit)."""
 
     streams: int
     rows: int
@@ -100,9 +100,9 @@ def send_round(
 
 
 def frames(requests: list[tuple[bytes, int]], flood: Flood) -> Iterator[list[list[object]]]:
-    """Yields rows of one token, streams in rotation.
+    """Yields frames whose rows have one token each, of all streams in rotation.
 
-    Facts with the first row, the end with the last.
+    The first row of a stream also has its facts, the last row its end.
     """
     positions = {request: 0 for request in requests}
     turn = cycle(requests)
