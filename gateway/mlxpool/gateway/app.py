@@ -1,4 +1,4 @@
-"""The ASGI application: serves the table of routes, under all their paths, with a pool's client."""
+"""The ASGI application: serves all routes, also under their second paths, with a pool's client."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Gateway:
             self._loop.call_soon_threadsafe(self.access.end_revoked)
 
     async def finish(self) -> None:
-        """Refuses new requests, and waits for the running requests for the settings' drain time."""
+        """Refuses new requests, and waits at most the drain time for the running requests."""
         self.metrics.drain_begun()
         seconds = self.settings.drain_timeout
         log.info("draining", extra={"running": self.drain.running, "seconds": seconds})
@@ -193,9 +193,10 @@ class Gateway:
         return Route(path, Endpoint(self.surroundings, OTHER_ROUTE, None, refuse, interface))
 
     def _middleware(self) -> list[Middleware]:
-        """Leads second paths to their routes.
+        """Returns the middleware: second paths of routes, and CORS if origins are allowed.
 
-        Lets pages of the allowed origins use the gateway from a browser, with a key that they send.
+        With CORS, pages of these origins may use the gateway from a browser, with a key that the
+        pages send.
         """
         canonical = canonical_paths(spec.path for spec in ROUTES)
         paths = Middleware(CanonicalPaths, canonical=canonical)
@@ -264,7 +265,7 @@ def canonical_paths(routes: Iterable[str]) -> Callable[[str], str]:
 
 
 class CanonicalPaths:
-    """An ASGI application around another one: replaces a second path by the route's path."""
+    """An ASGI middleware that replaces a second path of a route by the route's path."""
 
     def __init__(self, app: ASGIApp, canonical: Callable[[str], str]) -> None:
         self._app = app

@@ -32,7 +32,7 @@ LOCAL_ENDS = (".localhost", ".local", ".internal")  # top-level names of private
 
 
 class Owner(Struct, frozen=True):
-    """The sender of a request: the digest of the key, and its name in logs, None without keys."""
+    """The owner of a key: the key's digest, and its name in logs (None without keys)."""
 
     digest: bytes
     name: str | None
@@ -45,12 +45,12 @@ current_owner: contextvars.ContextVar[str] = contextvars.ContextVar("current_own
 
 
 def is_local_host(host: str, machine: str, *, from_page: bool) -> bool:
-    """Whether a Host names this machine or a machine of its network; the list is Ollama's.
+    """Whether a Host header names this machine or a machine of its network, by Ollama's list.
 
     `machine`: this machine's name. `from_page`: the request has the Origin of a page. A page on the
-    internet cannot have such a host: an IP address cannot be rebound, and these top-level names
-    cannot be registered. A neighbour in the network can answer for the names, so requests of pages
-    may not use them.
+    internet cannot have such a host: DNS cannot rebind an IP address, and nobody can register these
+    top-level names. A neighbour in the network can answer for the names, so requests of pages may
+    not use them.
     """
     host = host.removesuffix(".")
     if host in LOOPBACK:
@@ -86,7 +86,7 @@ class ApiKeys:
             log.info("%s has %d keys", self._file, len(self._keys))
 
     def owner(self, authorization: str | None) -> Owner | None:
-        """Returns the owner of the key in this header; None if the key is unknown.
+        """Returns the owner of the key in a header Authorization; None if the key is unknown.
 
         Takes the same time for every key. Without a file all requests have the same owner.
         """
@@ -125,7 +125,7 @@ class ConcurrencyLimit:
 
     @contextlib.contextmanager
     def request(self, owner: bytes) -> Iterator[None]:
-        """Counts one request while entered. Raises HttpError at the bound."""
+        """Counts one request inside the context. Raises HttpError at the bound."""
         if self._max_requests is not None and self._in_flight[owner] >= self._max_requests:
             message = (
                 f"{self._max_requests} requests of this key are under way, which is all it may have"
@@ -140,7 +140,7 @@ class ConcurrencyLimit:
 
 
 class AccessControl:
-    """Admits requests: only with known keys, and a bounded number at once of each key.
+    """Admits requests with known keys only, and a bounded number of concurrent requests per key.
 
     Without keys the gateway serves only its own machine. The Host header must then be a local name,
     see `is_local_host`, so that a page cannot reach the gateway by DNS rebinding.
@@ -167,7 +167,7 @@ class AccessControl:
         self._machine = socket.gethostname().lower()
 
     def check_origin(self, request: Request) -> None:
-        """Raises HttpError for a request of a page of another origin, unless it only reads."""
+        """Raises HttpError for a cross-origin request of a page, unless the request only reads."""
         of = request.headers
         page = foreign_page(
             request.method,
@@ -182,7 +182,7 @@ class AccessControl:
 
     @contextlib.contextmanager
     def admitted(self, request: Request) -> Iterator[Owner]:
-        """A context for the time that the request takes. Raises HttpError.
+        """Returns the context in which an admitted request runs. Raises HttpError.
 
         Raises KeyRevoked in the context when `end_revoked` finds that the key was removed.
         """
@@ -231,7 +231,7 @@ class AccessControl:
             self._revoked.discard(task)
 
     def end_revoked(self) -> None:
-        """Ends the requests whose keys are no longer known. Called on the loop."""
+        """Ends the requests whose keys are no longer known. Runs on the event loop."""
         for task, owner in self._running.items():
             if task not in self._revoked and not self._keys.is_known(owner):
                 self._revoked.add(task)

@@ -19,13 +19,13 @@ GZIP, ZLIB, RAW = 31, 15, -15  # forms of zlib's data
 
 
 class Decoder(Protocol):
-    """The decoder of one coding.
+    """A decoder of one content coding.
 
     Its methods raise ValueError, zlib.error and zstandard.ZstdError.
     """
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yields the decoded form of the next bytes, in bounded pieces."""
+        """Yields the decoded next bytes, in pieces of bounded size."""
         ...
 
     def finish(self) -> None:

@@ -98,7 +98,7 @@ class Surroundings(Struct, frozen=True):
 
 
 class Endpoint:
-    """Runs a handler, and answers with its error if it fails.
+    """Runs a handler, and answers with the handler's error if it fails.
 
     It is its own ASGI application, so that no middleware copies the pieces of a stream.
     """
@@ -196,7 +196,7 @@ class Endpoint:
             return await self._handler(request, response)
 
     async def _end(self, response: ResponseWriter, error: HttpError) -> None:
-        """Answers with an error, or ends the open stream with it; the work is already cancelled."""
+        """Answers with an error, or ends the open stream with the error; the work has ended."""
         with contextlib.suppress(TimeoutError):  # the client does not read
             async with asyncio.timeout(ABORT_TIME):
                 await self._fail(response, error)
@@ -215,7 +215,7 @@ class Endpoint:
 class ByMethod:
     """The ASGI application of a path: an endpoint for each method.
 
-    One of them answers other methods.
+    One endpoint answers all other methods.
     """
 
     def __init__(self, endpoints: Mapping[str, Endpoint]) -> None:
@@ -236,8 +236,8 @@ def _note_disconnect(response: ResponseWriter) -> None:
 def check_length(headers: Headers) -> None:
     """Raises HttpError for a body with two lengths, which also closes the connection.
 
-    This is the first check: otherwise bytes that a proxy takes for the body would be the next
-    request.
+    This is the first check, against request smuggling: the next request could be bytes that a proxy
+    takes for the body.
     """
     if "transfer-encoding" in headers and "content-length" in headers:
         message = "Transfer-Encoding and Content-Length are both there; send one of them"
@@ -245,7 +245,7 @@ def check_length(headers: Headers) -> None:
 
 
 def is_preflight(scope: Scope) -> bool:
-    """Whether a browser sends a preflight: it asks if a page may send a request."""
+    """Whether a request is a preflight, by which a browser asks if a page may send a request."""
     if scope["type"] != "http" or scope["method"] != "OPTIONS":
         return False
     headers = Headers(scope=scope)
@@ -253,7 +253,7 @@ def is_preflight(scope: Scope) -> bool:
 
 
 class PreflightRecords:
-    """An ASGI application around the CORS middleware, whose answers get a log line and an id."""
+    """An ASGI middleware that gives answers of the CORS middleware a log line and an id."""
 
     def __init__(self, app: ASGIApp, surroundings: Surroundings) -> None:
         self._app = app

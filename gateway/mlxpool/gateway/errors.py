@@ -59,9 +59,9 @@ class HttpError(Exception):
     """The error answer of a request.
 
     `param`: the request field that caused the error. `retry`: whether the client may send the
-    request again. `close`: the connection takes no further request. `details`: figures of the
+    request again. `close`: the connection is closed after the response. `details`: figures of the
     pool's error. `more_headers`: headers of the response. `passing`: the error ends this reading of
-    an answer that goes on.
+    a kept answer, which goes on.
     """
 
     status: int
@@ -94,9 +94,9 @@ class HttpError(Exception):
         return {"error": error, **self._progress()}
 
     def _openai_message(self) -> str:
-        """Returns the message.
+        """Returns the message for OpenAI's interface.
 
-        A message about a too long prompt begins as OpenAI's, because programs parse it.
+        A message about a too long prompt begins like OpenAI's message, because programs parse it.
         """
         context = self.details.get("context")
         if self.code != TOO_LONG or context is None:
@@ -111,7 +111,7 @@ class HttpError(Exception):
         return {} if self.load_progress is None else {"load_progress": self.load_progress}
 
     def headers(self) -> dict[str, str]:
-        """Returns the headers.
+        """Returns the headers of the response.
 
         Without `x-should-retry: false` OpenAI's clients retry by themselves.
         """

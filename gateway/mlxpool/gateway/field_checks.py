@@ -39,9 +39,9 @@ _logged: set[tuple[str, str]] = set()
 
 
 class Body(Struct, frozen=True):
-    """The fields of a map in a request, for its check and for its schema in openapi.json.
+    """The fields of a JSON map in a request, for its check and for its schema in openapi.json.
 
-    Names of fields lead to schemas. `accepted` fields have no effect. `refused` fields must have a
+    Fields are names with schemas. `accepted` fields have no effect. `refused` fields must have a
     value that requests nothing. `open`: unknown fields are accepted and have no effect.
     """
 
@@ -65,10 +65,10 @@ class Body(Struct, frozen=True):
     def check(
         self, body: Mapping[str, Any], prefix: str = "", elsewhere: Mapping[str, str] = NOWHERE
     ) -> Mapping[str, Any]:
-        """Checks the names as `check_names` does.
+        """Checks the names of the fields, see `check_names`.
 
-        Readers of required fields check that they are present. Returns the body without its empty
-        fields, except for required fields.
+        Returns the body without empty fields, except for required fields. The functions that read
+        required fields check their presence.
         """
         body = {
             name: value
@@ -122,7 +122,7 @@ def _or_empty(schema: Schema) -> Schema:
 
 
 def _types(schema: Schema) -> set[str]:
-    """Returns the JSON types of a schema that have an empty value; all of them without a type."""
+    """Returns the JSON types of a schema that have an empty value; all such types if untyped."""
     if "anyOf" in schema:
         return set().union(*map(_types, schema["anyOf"]))
     if "enum" in schema:
@@ -224,7 +224,7 @@ def choice(
 def integer(body: Mapping[str, Any], name: str, low: int, high: int | None = None) -> int | None:
     """Returns an integer from `low` to `high`, both inclusive, or None if absent. Raises HttpError.
 
-    Without `high` the model has the bound.
+    Without `high` the bound depends on the model.
     """
     value = body.get(name)
     if value is None:
@@ -242,7 +242,7 @@ def tools_of_kind(
 ) -> list[tuple[int, dict[str, Any]]]:
     """Returns the checked `tools` whose type is one of `kinds` (None: absent), with their numbers.
 
-    Tools of other types run elsewhere: they are left out. Raises HttpError.
+    Tools of other types run on other servers, and are left out. Raises HttpError.
     """
     tools = body.get("tools")
     if tools is None:
@@ -289,7 +289,7 @@ def mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def logprob_options(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the pool's options for `logprobs` and `top_logprobs`; empty without.
+    """Returns the pool's options for `logprobs` and `top_logprobs`; empty if absent.
 
     Raises HttpError.
     """
@@ -303,7 +303,7 @@ def logprob_options(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked(name: str, check: Callable[[object], Any], value: object) -> Any:
-    """Returns the result of one of the pool's own checks. Raises HttpError naming the field."""
+    """Returns the result of `check`, a check of the pool. Raises HttpError naming the field."""
     try:
         return check(value)
     except BadRequest as error:

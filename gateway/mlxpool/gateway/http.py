@@ -83,7 +83,7 @@ class ResponseWriter:
         await self._send({"type": "http.response.body", "body": data})
 
     def identified(self, error: HttpError) -> HttpError:
-        """Gives an error the request's id if it has none, and the exchange the error's code."""
+        """Returns the error, with the request's id if it had no id; records the error's code."""
         error.request_id = error.request_id or self.exchange.id
         self.exchange.failure = error.code
         return error
@@ -173,7 +173,7 @@ def may_break_text(data: bytes) -> bool:
 
 
 async def _parsed(data: bytes) -> Any:
-    """Returns the JSON value of a body; another thread reads a large one. Raises ValueError."""
+    """Returns the JSON value of a body; another thread parses a large body. Raises ValueError."""
     if len(data) <= PARSED_AT_ONCE:
         return json.loads(data)
     text = data.decode(json.detect_encoding(data), "surrogatepass")
@@ -181,7 +181,7 @@ async def _parsed(data: bytes) -> Any:
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:
-    """Returns the body without its codings; the bound holds with and without them."""
+    """Returns the decoded body; the bound holds for the encoded and for the decoded bytes."""
     declared = request.headers.get("content-length", "0")
     _check_size(int(declared) if declared.isdecimal() else 0, max_bytes)
     pieces = _bounded(request.stream(), max_bytes)
@@ -206,9 +206,9 @@ def _check_size(size: int, max_bytes: int) -> None:
 
 
 async def serve_others() -> None:
-    """Lets the loop serve other requests for some turns: an answer is a chain of several callbacks.
+    """Lets the event loop run other tasks for some iterations: an answer needs several callbacks.
 
-    Work that is done in slices calls it. Without other requests it takes microseconds.
+    Work that is done in slices calls this function. Without other tasks it takes microseconds.
     """
     for _ in range(TURNS):
         await asyncio.sleep(0)
@@ -217,7 +217,7 @@ async def serve_others() -> None:
 async def cancel_on_disconnect(
     receive: Receive, work: Callable[[], Coroutine[Any, Any, None]]
 ) -> bool:
-    """Runs `work`; cancels it when the client closes the connection. Raises its errors.
+    """Runs `work`; cancels it when the client closes the connection. Raises the errors of `work`.
 
     Returns whether the work was cancelled.
     """

@@ -1,4 +1,4 @@
-"""Large JSON, written and read in parts, so that other threads get their turns. Pure."""
+"""Encodes and decodes large JSON in parts, so that other threads run in between. Pure."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def encode_in_parts(
     """Returns the JSON of a value as UTF-8, as `json.dumps(…, ensure_ascii=False)` does.
 
     One call of `json.dumps` holds the interpreter's lock until it returns: 0.4 s for 256 vectors of
-    2048 numbers. This function calls it for each vector, and for parts of long lists. `errors`: the
-    handling of halves of surrogate pairs, see `str.encode`. Raises ValueError for NaN and
-    infinities unless `allow_nan`.
+    2048 numbers. This function calls `json.dumps` for each vector, and for parts of long lists.
+    `errors`: the handling of halves of surrogate pairs, see `str.encode`. Raises ValueError for NaN
+    and infinities unless `allow_nan`.
     """
     dumps = partial(json.dumps, ensure_ascii=False, separators=separators, allow_nan=allow_nan)
     return _text(value, separators, MAX_DEPTH, dumps).encode("utf-8", errors)
@@ -78,7 +78,7 @@ def decode_in_parts(text: str) -> Any:
 
 
 class _Reader:
-    """Reads values at places of a text. Its methods return the value and the place after it."""
+    """Reads JSON values. Methods get a position in the text, and return a value and its end."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -88,13 +88,13 @@ class _Reader:
         self._no_runs = 0
 
     def skip(self, place: int) -> int:
-        """Returns the place after white space."""
+        """Returns the position after white space."""
         space = _SPACE.match(self._text, place)
         assert space is not None
         return space.end()
 
     def value(self, place: int) -> tuple[Any, int]:
-        """Reads one value."""
+        """Reads the value at a position."""
         small = self._small(place)
         if small is not None:
             return small
@@ -111,7 +111,7 @@ class _Reader:
         return value, end
 
     def _small(self, place: int) -> tuple[Any, int] | None:
-        """Returns the value at `place` and its end, if the value ends in the current window.
+        """Returns the value at `place` and its end, if it ends in the present part of the text.
 
         Returns None for a larger value, and for text that is not a value.
         """
@@ -136,7 +136,7 @@ class _Reader:
         return None
 
     def _run(self, place: int, brackets: str) -> tuple[Any, int] | None:
-        """Reads together the values up to a comma near the end of a part.
+        """Reads the values up to a comma near the end of a part in one call of the decoder.
 
         Returns None without such a comma. The text before the comma must be whole values, so a
         comma inside a value is not taken.
@@ -164,9 +164,9 @@ class _Reader:
         return None
 
     def _runs(self, place: int, brackets: str, add: Callable[[Any], None]) -> int:
-        """Adds all runs of values that follow each other from here on.
+        """Adds the values of all successive runs from a position on.
 
-        Returns the place after them.
+        Returns the position after the runs.
         """
         while (run := self._run(place, brackets)) is not None:
             add(run[0])
@@ -212,7 +212,7 @@ class _Reader:
             place = self._behind(place, ",")
 
     def _behind(self, place: int, mark: str) -> int:
-        """Returns the place after a delimiter and white space."""
+        """Returns the position after a delimiter and white space."""
         if self._text[place : place + 1] != mark:
             raise json.JSONDecodeError(f"Expecting {mark!r} delimiter", self._text, place)
         return self.skip(place + 1)

@@ -48,12 +48,12 @@ class ModelInfo(Struct, frozen=True):
 
     @property
     def vision(self) -> bool:
-        """Whether it takes images."""
+        """Whether the model takes images."""
         return VISION in self.features
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Self:
-        """Makes it from a row of the pool's `models` call."""
+        """Makes a ModelInfo from a row of the pool's `models` call."""
         chat = row.get("chat")
         return cls(
             name=str(row["name"]),
@@ -157,7 +157,7 @@ class ModelList:
     async def _refresh(self) -> None:
         """Reads the list again. Concurrent callers share one call.
 
-        A cancelled caller does not end it.
+        A cancelled caller does not end the call.
         """
         await asyncio.shield(self._start_refresh())
 

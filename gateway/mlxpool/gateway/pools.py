@@ -1,8 +1,8 @@
 """The pools of a gateway: which of them serves a request's model, and which keeps jobs and files.
 
-A request takes the pool where its model waits least, and stays there. A pool that does not answer
-is left out until it answers again. Jobs, files and batches are kept in one pool that has a store,
-and a request looks for them in all pools.
+A request goes to the pool where requests for its model wait least, and stays in that pool. A pool
+that does not answer is left out until it answers again. Jobs, files and batches are kept in one
+pool that has a store, and a request looks for them in all pools.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Pool:
         self._given: Counter[str] = Counter()  # requests by model since the list was read
 
     def load(self, model: ModelInfo) -> tuple[bool, float]:
-        """Returns the rank for a request for a model of its list: the lowest is the best.
+        """Returns this pool's rank for a request for a model of its list: the lowest is the best.
 
-        The rank is whether the model is closed, then its requests for each worker: those of the
-        list, and those sent since.
+        The rank is whether the model is closed, then its number of requests per worker: requests in
+        the list, and requests sent since.
         """
         requests = model.requests + self._given[model.name]
         return model.state in CLOSED, (requests + 1) / max(1, model.workers)
@@ -77,7 +77,7 @@ class Pool:
     async def look(self) -> None:
         """Reads the pool's list of models with their load.
 
-        Notes whether it answers and keeps jobs.
+        Notes whether the pool answers and keeps jobs.
         """
         try:
             async with asyncio.timeout(PROBE_TIMEOUT):
@@ -105,7 +105,7 @@ class Pools:
         self._probe: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Starts the probes that find pools without an answer. A single pool is not probed."""
+        """Starts to poll the pools, if there are several. A single pool is not polled."""
         if len(self.pools) > 1:
             self._probe = asyncio.create_task(self._look())
 
@@ -144,7 +144,7 @@ class Pools:
         return [model for _, model in best.values()]
 
     async def get(self, name: str, *, keeps: bool = False, key: str = "") -> ModelInfo:
-        """Returns a model; the request that asks for it stays in its pool.
+        """Returns a model; its pool becomes the pool of the present request.
 
         `keeps`: only pools with a store of jobs are allowed. With a `key` the pool depends on the
         key, not on the load: a key has the same pool as long as the same pools have the model.
@@ -165,7 +165,7 @@ class Pools:
         return await (await self._choose(name)).models.described(name)
 
     async def _choose(self, name: str, *, keeps: bool = False, key: str = "") -> Pool:
-        """Returns the pool where a model waits least.
+        """Returns the pool where requests for a model wait least.
 
         Raises UnknownModel if no answering pool has it.
         """
@@ -219,12 +219,13 @@ class Pools:
     async def find(
         self, ask: Callable[[AsyncClient], Awaitable[Answer]], *, despite_silent: bool = False
     ) -> Answer:
-        """Returns the answer of the pool that keeps the wanted thing.
+        """Returns the answer of the pool that keeps the requested job, file or batch.
 
-        The request stays in that pool. All pools are asked at once, so that a slow pool does not
-        hide the others. Raises the error of `ask` (UnknownJob, Gone, JobsOff) if no pool has the
-        thing, and BrokerLost if a pool that does not answer may have it. `despite_silent`: the
-        answer of one pool that keeps jobs is enough, as for a key under which a job is submitted.
+        That pool becomes the pool of the request. All pools are asked concurrently, so that a slow
+        pool does not delay the answer. Raises the error of `ask` (UnknownJob, Gone, JobsOff) if no
+        pool keeps the object, and BrokerLost if a pool that does not answer may keep it.
+        `despite_silent`: the answer of one pool that keeps jobs is enough, as for a key under which
+        a job is submitted.
         """
         if len(self.pools) == 1:
             return await ask(self.pools[0].client)
@@ -302,7 +303,7 @@ def _rank(pool: Pool, key: str) -> bytes:
 
 
 def _not_here(errors: Sequence[BaseException | None]) -> PoolError:
-    """Returns the most informative of the errors of pools that do not keep the wanted thing."""
+    """Returns the most informative of the errors of pools that do not keep the object."""
     for kind in (Gone, UnknownJob, JobsOff):
         for error in errors:
             if isinstance(error, kind):

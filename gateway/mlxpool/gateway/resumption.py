@@ -21,8 +21,8 @@ MAX_DIGITS = 15  # most digits of the number of an event
 class Resumption(Struct, frozen=True):
     """The headers of a request with an Idempotency-Key.
 
-    `key`: the pool keeps the answer under it. It is made from the header and from the request's API
-    key, so that nobody else can use it. `digest`: of path and body. `after`: the number of the last
+    `key`: the pool's key of the answer, made from the header and the request's API key, so that no
+    other API key can use it. `digest`: the digest of path and body. `after`: the number of the last
     event that the client has.
     """
 

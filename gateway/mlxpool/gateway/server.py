@@ -187,7 +187,7 @@ class SupervisedServer(DrainingServer):
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """SIGTERM drains; SIGINT, and a second signal, end running requests."""
+        """Handles a signal: SIGTERM drains; SIGINT, or a second signal, ends running requests."""
         super().handle_exit(signal.SIGTERM, frame)
         if sig == signal.SIGINT:
             super().handle_exit(signal.SIGTERM, frame)
@@ -212,7 +212,7 @@ def settings_of(config: GatewayConfig) -> Settings:
 
 
 def run_supervised(config: GatewayConfig) -> int:
-    """Serves until the broker stops it or ends itself. Returns the exit code.
+    """Serves until the broker stops this process, or ends. Returns the exit code.
 
     Unusable settings or keys are logged, and the code is UNUSABLE.
     """

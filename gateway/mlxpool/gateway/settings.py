@@ -19,7 +19,7 @@ class Broker(Struct, frozen=True):
 
 
 class Settings(Struct, frozen=True):
-    """The settings.
+    """The settings of the gateway.
 
     Raises ValueError for a value out of bounds, and for an open host without keys.
     """

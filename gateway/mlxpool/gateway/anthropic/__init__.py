@@ -1,4 +1,4 @@
 """Anthropic's Messages: routes, fields and checks of requests, responses.
 
-All but the routes is pure.
+All modules but the routes are pure.
 """

@@ -59,7 +59,7 @@ class Conversation:
         return bool(self.messages) and self.messages[-1]["role"] == "assistant"
 
     def add(self, where: str, message: object) -> None:
-        """Adds one of `messages`. Raises HttpError naming the block."""
+        """Adds a message of the request. Raises HttpError naming the block."""
         role = message.get("role") if isinstance(message, Mapping) else None
         if not isinstance(message, Mapping) or role not in ROLES:
             names = ", ".join(ROLES)
@@ -77,7 +77,7 @@ class Conversation:
             self._assistant(where, blocks(where, content))
 
     def _user(self, where: str, user_blocks: Sequence[Mapping[str, Any]]) -> None:
-        """Adds a message for each result of a tool, and one for the blocks between results."""
+        """Adds a message for each tool result, and a message for the blocks between results."""
         parts: list[dict[str, Any]] = []
         images: list[dict[str, Any]] = []  # images of results, placed after the results
         for number, block in enumerate(user_blocks):
@@ -116,7 +116,7 @@ class Conversation:
         return {"type": "image", "blob": len(self.images) - 1}
 
     def _result(self, where: str, block: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Adds a message with the texts of a result. Returns its images, for a user's message."""
+        """Adds a message with a tool result's texts. Returns its images, for a user's message."""
         call = _text(where, block, "tool_use_id")
         content = block.get("content")
         if isinstance(content, Mapping):  # a result that is not wrapped in blocks
@@ -201,7 +201,7 @@ def conversation_of(system: object, messages: object) -> Conversation:
 def _read(where: str, block: Mapping[str, Any]) -> str:
     """Returns the text of a block that has text.
 
-    Raises HttpError for one that a model cannot read.
+    Raises HttpError for a block that a model cannot read.
     """
     kind, source = block["type"], block.get("source")
     if kind == "search_result":
@@ -233,7 +233,7 @@ def _decoded(where: str, data: object) -> str:
 
 
 def _of_result(where: str, block: Mapping[str, Any]) -> str:
-    """Returns the text of a block of a result, or a note in place of a block that has no text."""
+    """Returns the text of a block in a tool result; a note if the block has no text."""
     if block["type"] == "text":
         return _text(where, block, "text")
     if block["type"] == "tool_reference":
@@ -245,7 +245,7 @@ def _of_result(where: str, block: Mapping[str, Any]) -> str:
 
 
 def blocks(where: str, content: object, param: str = "messages") -> Sequence[Mapping[str, Any]]:
-    """Returns a list of blocks, each with a type. Raises HttpError."""
+    """Returns a checked list of blocks, each with a type. Raises HttpError."""
     if not isinstance(content, list):
         raise bad_request(f"{where} must be text or a list of blocks, got {shown(content)}", param)
     for number, block in enumerate(content):
@@ -256,7 +256,7 @@ def blocks(where: str, content: object, param: str = "messages") -> Sequence[Map
 
 
 def texts(where: str, content: object, advice: str, param: str = "messages") -> str:
-    """Returns a text, or the texts of blocks, each in its own line; "" for null.
+    """Returns a content as text: its text, or the texts of its blocks, one a line; "" for null.
 
     Raises HttpError.
     """

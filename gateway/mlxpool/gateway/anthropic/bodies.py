@@ -31,8 +31,8 @@ PING = sse({"type": "ping"}, "ping")
 class MessageFrame(Struct, frozen=True):
     """The members that the bodies of one answer share.
 
-    `id`: the pool's id, in hex. `shows_thoughts` False: blocks of thoughts are empty. `eager`:
-    names of tools whose arguments are streamed as the model writes them.
+    `id`: the pool's id of the request, in hex. `shows_thoughts` False: blocks of thoughts are
+    empty. `eager`: names of tools whose arguments are streamed as the model writes them.
     """
 
     id: str
@@ -82,7 +82,7 @@ NOT_ENDED: Mapping[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
 
 def ending(result: Result, calls: int, stop: str | None, max_tokens: int) -> dict[str, Any]:
-    """Returns why an answer has ended; `stop`: the stop sequence that the model has written."""
+    """Returns the reason of an answer's end; `stop`: the stop sequence that the model wrote."""
     if result.reason == "length":
         generated = result.usage.get("completion_tokens", 0)
         reason = "max_tokens" if generated >= max_tokens else "model_context_window_exceeded"
@@ -96,15 +96,15 @@ def ending(result: Result, calls: int, stop: str | None, max_tokens: int) -> dic
 def stop_in(text: str, result: Result, stops: Sequence[str]) -> str | None:
     """Returns the stop sequence that ended an answer.
 
-    `text`: the text of all its ids, stop included. The answer ends before the stop that is complete
-    first. Tokenizers may leave out the blank at a text's begin.
+    `text`: the text of all ids of the answer, with the stop sequence. The answer ends before the
+    stop sequence that is complete first. Tokenizers may leave out the space at a text's begin.
     """
     rest = text.lstrip()[len(result.text.lstrip()) :]
     return min((stop for stop in stops if rest.startswith(stop)), key=len, default=None)
 
 
 def usage(result: Result, thought_tokens: int) -> dict[str, Any]:
-    """Returns token counts; those of the prompt are split into cached and uncached tokens."""
+    """Returns token counts; the prompt's count is split into cached and uncached tokens."""
     cached = result.usage.get("cached_tokens", 0)
     return {
         "input_tokens": result.usage.get("prompt_tokens", 0) - cached,
@@ -116,7 +116,7 @@ def usage(result: Result, thought_tokens: int) -> dict[str, Any]:
 
 
 def error_body(error: HttpError) -> dict[str, Any]:
-    """Returns an error, in the words of this interface if clients parse them."""
+    """Returns the body of an error, in Anthropic's words if clients parse them."""
     kind = ERROR_TYPES.get(
         error.status, "invalid_request_error" if error.status < 500 else "api_error"
     )
@@ -129,7 +129,7 @@ def error_body(error: HttpError) -> dict[str, Any]:
 
 
 def _message(error: HttpError) -> str:
-    """Returns the message. Clients shorten a conversation when they read `prompt is too long`."""
+    """Returns an error's message. Clients shorten a conversation if it is `prompt is too long`."""
     details = error.details
     context = details.get("context")
     if error.code != TOO_LONG or not isinstance(context, int):
@@ -148,7 +148,8 @@ class MessageEvents(Struct, eq=False):
     """Encodes the updates of one answer.
 
     The arguments of a call are sent as one piece, once they are known to be a map: clients cannot
-    read others. Arguments of an eager tool are sent as they are written, as its request demands.
+    read other arguments. Arguments of an eager tool are sent as the model writes them, as the
+    request demands.
     """
 
     frame: MessageFrame
@@ -164,7 +165,7 @@ class MessageEvents(Struct, eq=False):
         return b"".join(events)
 
     def tail(self, usage: Mapping[str, Any], ending: Mapping[str, Any]) -> bytes:
-        """Returns the end of the stream."""
+        """Returns the last events of the stream."""
         delta = {"type": "message_delta", "delta": ending, "usage": usage}
         return _event(delta) + _event({"type": "message_stop"})
 

@@ -258,14 +258,14 @@ def _thinking(body: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _budget(thinking: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the bound of thoughts; empty without it."""
+    """Returns the option that bounds thought tokens; empty if the request has no bound."""
     budget = fields.integer(thinking, "budget_tokens", 0, MAX_COUNT)
     enabled = budget is not None and thinking.get("type") == "enabled"
     return {"thinking_budget": budget} if enabled else {}
 
 
 def _think(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the pool's `think`; empty leaves it to the model's template."""
+    """Returns the option `think`; empty if the chat template decides."""
     if body.get("thinking") is None:
         return {}
     kind = fields.choice(_thinking(body), "type", THOUGHTS, "thinking.")
@@ -275,7 +275,7 @@ def _think(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _level(body: Mapping[str, Any]) -> str | None:
-    """Returns the level of thinking, one of the pool's levels."""
+    """Returns the level of thinking, one of the pool's levels; None if the request has none."""
     config = fields.mapping(body, "output_config")
     config = OUTPUT_CONFIG.check(config, "output_config.")
     effort = fields.choice(config, "effort", EFFORTS, "output_config.")
@@ -283,7 +283,7 @@ def _level(body: Mapping[str, Any]) -> str | None:
 
 
 def _format(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the option `format` of `output_config`, or of its older form; empty without."""
+    """Returns the option `format` from `output_config` or its older form; empty if absent."""
     field, raw = "output_config.format", fields.mapping(body, "output_config").get("format")
     if raw is None:
         field, raw = "output_format", body.get("output_format")

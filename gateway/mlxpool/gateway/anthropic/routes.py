@@ -34,9 +34,9 @@ IMAGES = "the tokens of images are not counted beforehand; leave the images out"
 
 
 class MessageRoutes:
-    """The methods of these endpoints.
+    """The handlers of these endpoints.
 
-    All raise HttpError and PoolError before the response starts.
+    All handlers raise HttpError and PoolError before the response starts.
     """
 
     def __init__(self, pool: PoolAccess) -> None:
@@ -91,7 +91,7 @@ class MessageRoutes:
         output: OutputBlocks,
         result: Result,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the usage, and why the answer has ended."""
+        """Returns the usage, and the reason of the answer's end."""
         client = self._pool.client
         thoughts = await thought_tokens(client, generation, model, output, result)
         stop = await self._stop(model, request, result)
@@ -100,7 +100,7 @@ class MessageRoutes:
     async def _stop(self, model: ModelInfo, request: MessageRequest, result: Result) -> str | None:
         """Returns the stop sequence that ended the answer.
 
-        The pool does not report which one it was.
+        The pool does not report the sequence.
         """
         if result.reason != "stop" or not request.stops:
             return None
@@ -109,7 +109,7 @@ class MessageRoutes:
 
 
 def _with_level(request: MessageRequest, model: ModelInfo) -> ChatRequest:
-    """Returns the chat; a template with levels gets the level of thinking."""
+    """Returns the chat; if its template has levels of thinking, the chat gets the level."""
     chat = request.chat
     levels = model.chat is not None and model.chat.thinking == HARMONY
     if request.level is None or not levels or chat.options.get("think") is False:

@@ -12,7 +12,7 @@ class OneCall:
     """Leaves out everything after the first call."""
 
     def __init__(self, whole: Parser) -> None:
-        """`whole`: the parser of the answer as the model writes it."""
+        """`whole`: the parser whose events are filtered."""
         self._whole = whole
         self._called = False
 
@@ -38,7 +38,7 @@ class WholeCalls:
     """
 
     def __init__(self, parser: Parser) -> None:
-        """`parser`: the parser of the answer as the model writes it."""
+        """`parser`: the parser whose events are filtered."""
         self._parser = parser
         self._held: list[Event] = []  # events of the open call
 
@@ -62,6 +62,6 @@ class WholeCalls:
 
 
 def _is_whole(call: Iterable[Event]) -> bool:
-    """Whether the arguments of a call are a whole map, though its end mark is missing."""
+    """Whether the arguments of a call are a complete map, though its end mark is missing."""
     text = "".join(event.text for event in call if isinstance(event, CallArguments))
     return bool(text) and parsed_arguments(text) is not None

@@ -1,4 +1,4 @@
-"""Formats of answers that call tools in a model's own format. Pure.
+"""Formats (grammars) of answers that call tools in a model's own format. Pure.
 
 The parser of the same format reads the texts that these grammars allow.
 """
@@ -37,7 +37,7 @@ class JsonStyle(Struct, frozen=True):
     arguments: str
 
     def call(self, number: int, tool: Mapping[str, Any], held: Held) -> list[str]:
-        """Returns the rules of a call: `call_NUMBER` and the rules that it needs."""
+        """Returns the grammar rules of a call: `call_NUMBER`, and the rules that it uses."""
         function = tool["function"]
         name = json.dumps(function["name"], ensure_ascii=False)
         begin = f'{self.front}{{"name": {name}, "{self.arguments}": '
@@ -66,9 +66,9 @@ _BEGINS: Mapping[str, str] = {
 
 
 def forced_call(tool_format: str | None, tools: Sequence[Mapping[str, Any]]) -> Any:
-    """Returns the format of an answer that calls one of these tools; None if it is not possible.
+    """Returns the format of an answer that calls one of these tools; None if there is no format.
 
-    The format of tools decides whether it is possible. The arguments are an object by the tool's
+    `tool_format` decides whether there is such a format. The arguments follow the tool's
     `parameters`: exactly for a strict tool, else as far as a grammar can follow them. Raises
     ValueError naming the part of a strict tool that cannot be followed.
     """
@@ -81,8 +81,9 @@ def forced_call(tool_format: str | None, tools: Sequence[Mapping[str, Any]]) -> 
 def strict_calls(tool_format: str | None, tools: Sequence[Mapping[str, Any]]) -> Any:
     """Returns the format of an answer that is text, calls of these tools, or text and calls.
 
-    The arguments of `strict` tools follow their `parameters`, those of others are any object.
-    Returns None if this format of tools does not allow it. Raises ValueError as `forced_call` does.
+    The arguments of `strict` tools follow their `parameters`, arguments of other tools are any
+    object. Returns None if this format of tools does not allow it. Raises ValueError as
+    `forced_call` does.
     """
     style = _STYLES.get(tool_format or "")
     if style is None:
@@ -153,7 +154,7 @@ def _call_schema(tool: Mapping[str, Any]) -> str:
 def _answer(format: Mapping[str, Any]) -> str | None:
     """Returns the rule `answer` for a format of text.
 
-    Returns None if it cannot be part of another format.
+    Returns None if `format` cannot be part of another format.
     """
     kind = format["type"]
     if kind == "choice":
@@ -176,8 +177,8 @@ def _calls(
 ) -> list[str]:
     """Returns the rules of all calls.
 
-    `every`: all tools' parameters hold, not only the strict ones'. A comment before the rules of a
-    call names its tool: see the worker's refusals of grammars.
+    `every`: arguments follow the parameters of all tools, not only of strict tools. A comment
+    before the rules of a call names its tool: see the worker's refusals of grammars.
     """
     rules: list[str] = []
     for number, tool in enumerate(tools):

@@ -46,7 +46,7 @@ def offered_tools(
     *,
     forced: bool,
 ) -> OfferedTools:
-    """Returns how the prompt of a model with these formats contains checked messages and tools.
+    """Returns checked messages and tools as the prompt of a model with these formats has them.
 
     `forced`: the answer has to call a tool. Without a format for tools, `tools` stays as it is.
     """
@@ -61,7 +61,7 @@ def offered_tools(
 def with_tools_as_text(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Returns the messages; the system's message, perhaps a new one, ends with the tools."""
+    """Returns the messages; the system message, new if there was none, ends with the tools."""
     functions = [tool.get("function", tool) for tool in tools]
     shown = [{key: function[key] for key in SHOWN if function.get(key)} for function in functions]
     text = INSTRUCTION.format(functions="\n".join(map(_json, shown)))

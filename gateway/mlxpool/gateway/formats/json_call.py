@@ -119,7 +119,7 @@ class JsonCall:
         return [*events, *self._new_arguments()], ""
 
     def end(self) -> list[Event]:
-        """Ends a call that its text leaves incomplete; no event if the call has not begun."""
+        """Ends an incomplete call; returns no event if the call has not begun."""
         if not self.begun or self.ended:
             return []
         self.ended = True
@@ -207,14 +207,14 @@ def _decoded(text: str) -> object:
 
 
 def _is_name(value: object) -> bool:
-    """Whether it is text that is not empty and has no half of a surrogate pair."""
+    """Whether a value is text, is not empty and has no half of a surrogate pair."""
     if not isinstance(value, str) or not value:
         return False
     return not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _as_object(text: str) -> str:
-    """Returns arguments that are not an object: a string's text, which may hold one.
+    """Returns the JSON of arguments that are not an object; a string's text may be an object.
 
     Returns {} for null.
     """
@@ -311,9 +311,9 @@ class LlamaJson(MarkedParser):
         return events
 
     def _skip(self, text: str) -> str:
-        """Skips to the next call.
+        """Skips separators before the next call.
 
-        Returns the rest of the text, or all of it if it is the answer.
+        Returns the text after them, or also the skipped text if all of it is the answer.
         """
         rest = text.lstrip(SEPARATORS)
         self._skipped += text[: len(text) - len(rest)]

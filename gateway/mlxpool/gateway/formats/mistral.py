@@ -29,7 +29,7 @@ class _State(Enum):
 
 
 class Mistral(MarkedParser):
-    """Reads calls: older models write a list of calls, newer ones a name and arguments."""
+    """Reads calls: older models write a list of calls, newer models a name and arguments."""
 
     marks = (CALLS, ID, ARGS)
 

@@ -1,8 +1,8 @@
 """The schema of a tool in a form that a grammar can follow, exactly or in part. Pure.
 
 The schema of a `strict` tool must be followed exactly. Other tools, with any legal schema, are
-followed in part. The library of grammars ignores some keywords by itself, such as `not`; they stay
-in. Keywords that it fails at are taken out here.
+followed in part. The library of grammars ignores some keywords by itself, such as `not`; these stay
+in the schema. Keywords at which the library fails are removed here.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _is_known(key: str, value: Any, root: Mapping[str, Any]) -> bool:
 
 
 def _is_number(value: Any, low: float, high: float) -> bool:
-    """Whether it is a number between `low` and `high`, both exclusive."""
+    """Whether a value is a number between `low` and `high`, both exclusive."""
     return isinstance(value, int | float) and not isinstance(value, bool) and low < value < high
 
 

@@ -1,6 +1,6 @@
 """Reorders the text of a system message for the prefix cache. Pure.
 
-Agent programs begin it with a value that changes from request to request. All tokens after a
+Agent programs begin the text with a value that changes from request to request. All tokens after a
 changed token need a new prefill. Such a line is therefore moved to the end of the text, or is left
 out if it is not an instruction.
 """
@@ -35,9 +35,9 @@ _NAMED = re.compile(
 
 
 def stable_first(text: str) -> str:
-    """Returns the text without headers at its begin.
+    """Returns the text without HTTP headers at its begin.
 
-    Lines that are a date or an id move to the end.
+    Lines at the begin that are a date or an id move to the end.
     """
     while match := _HEADER.match(text):
         text = text[match.end() :]
@@ -52,7 +52,7 @@ def stable_first(text: str) -> str:
 
 
 def with_stable_first(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Returns the messages; a first message of the system gets its text in this order."""
+    """Returns the messages; `stable_first` reorders the text of a first system message."""
     first = messages[0] if messages else {}
     if first.get("role") not in ("system", "developer"):
         return messages

@@ -74,11 +74,11 @@ GLM = TaggedStyle(
 def tagged_call(
     style: TaggedStyle, number: int, function: Mapping[str, Any], held: Held
 ) -> list[str]:
-    """Returns the rules of a call: `call_NUMBER` and the rules that it needs.
+    """Returns the grammar rules of a call: `call_NUMBER`, and the rules that it uses.
 
-    Arguments come in the order of the parameters' properties. If these need not be followed, or are
-    composed of other schemas, any arguments are allowed. Raises ValueError naming a part that
-    cannot be followed.
+    Arguments come in the order of the parameters' properties. If the parameters need not be
+    followed, or are composed of other schemas, any arguments are allowed. Raises ValueError naming
+    a part that cannot be followed.
     """
     front = style.front.replace("NAME", _name(function["name"], "the name"))
     parameters = without_nulls(function.get("parameters") or {})
@@ -133,7 +133,7 @@ def _writable(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text_of(style: TaggedStyle, key: str, schema: Mapping[str, Any], held: Held) -> str:
-    """Returns the terminal of a text.
+    """Returns the grammar's terminal of an argument that is text.
 
     It allows any text if the schema allows no text and need not be followed.
     """
@@ -146,7 +146,7 @@ def _text_of(style: TaggedStyle, key: str, schema: Mapping[str, Any], held: Held
 
 
 def _value(style: TaggedStyle, key: str, schema: Mapping[str, Any]) -> str:
-    """Returns the terminal of a text, without the mark that ends it."""
+    """Returns the grammar's terminal of an argument that is text, without its end mark."""
     _require_known(schema, "string", _OF_TEXT, f"the parameter {key!r}")
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if "const" not in schema and "enum" not in schema:

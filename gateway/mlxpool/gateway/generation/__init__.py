@@ -1,4 +1,4 @@
 """Turns a checked request into the pool's answer: options, images, formats, streams.
 
-The interfaces in openai, anthropic and ollama import it. It does not depend on any of them.
+The interfaces in openai, anthropic and ollama import this package. It depends on no interface.
 """

@@ -48,7 +48,7 @@ class ChatRequest(Struct, frozen=True):
     function: str = ""
 
     def choice(self, model: ModelInfo) -> ChoiceRequest:
-        """Returns the pool's request.
+        """Returns the request to the pool.
 
         Raises HttpError for features that the model's template lacks.
         """
@@ -75,9 +75,9 @@ def check_formats(
     options: Mapping[str, Any],
     think_field: str,
 ) -> Mapping[str, Any]:
-    """Returns the options that the template of the model `name` has a place for.
+    """Returns the options that the chat template of the model `name` supports.
 
-    Raises HttpError for tools if the template has none, and for thoughts if `think_field` can
+    Raises HttpError for tools if the template supports none, and for thoughts if `think_field` can
     request nothing else. A level of thinking is left out: programs send it to every model.
     """
     if tools and chat.tools is None:
@@ -102,8 +102,8 @@ def calls_format(
     """Returns the option `format` of an answer that may have calls.
 
     An empty result keeps the format of `options`. `forced`: the tools that the answer may choose
-    from for its required call. Without them the strict ones of `tools` are followed; with a format
-    in `options` the answer is calls or a text in that format. `function`: the path of the function
+    from for its required call. Without `forced` the strict tools are followed; with a format in
+    `options` the answer is calls or a text in that format. `function`: the path of the function
     inside a tool, for error messages. Raises HttpError if the model's format of calls, or a schema,
     does not allow it.
     """

@@ -30,7 +30,7 @@ MAX_UNWRITTEN_UPDATES = 4  # most updates of all choices together that are read 
 
 
 def call_ids(answer: str) -> Callable[[int], str]:
-    """Makes the id of a call from its number in an answer; `answer` identifies the answer."""
+    """Returns a function from a call's number to its id; `answer` identifies the answer."""
 
     def call_id(index: int) -> str:
         digest = hashlib.sha256(f"{answer}/{index}".encode()).digest()
@@ -79,7 +79,7 @@ class Updates(Protocol):
     """A source of the updates of an answer."""
 
     def updates(self, timeout: float = NO_TIMEOUT) -> AsyncIterator[ChoiceUpdate | None]:
-        """Yields the updates of all choices, and None after each `timeout` seconds without one."""
+        """Yields updates of all choices, and None after `timeout` seconds without an update."""
         ...
 
 
@@ -94,11 +94,11 @@ class Answers(Updates, Protocol):
     def facts(self) -> Mapping[str, Any]: ...
 
     def told_time(self) -> float:
-        """The time that each piece of the answer has, in seconds since 1970."""
+        """The creation time that all pieces of the answer show, in seconds since 1970."""
         ...
 
     def call_ids(self, choice: int) -> Callable[[int], str]:
-        """Makes the id of a call of a tool from its number in a choice."""
+        """Returns a function from a tool call's number in a choice to the call's id."""
         ...
 
 
@@ -173,7 +173,8 @@ def _started(
 class Generation:
     """All choices of a request. Leaving the context cancels the unfinished ones.
 
-    A single choice is read directly. Several are read by a task each, which share a bounded queue.
+    A single choice is read directly. Several choices are read by a task each; the tasks share a
+    bounded queue.
     """
 
     def __init__(
@@ -231,7 +232,7 @@ class Generation:
         return call_ids(f"{self.id}/{choice}")
 
     async def updates(self, timeout: float = NO_TIMEOUT) -> AsyncIterator[ChoiceUpdate | None]:
-        """Yields the updates of all choices, and None after each `timeout` seconds without one.
+        """Yields updates of all choices, and None after `timeout` seconds without an update.
 
         The first update comes after every choice is accepted. Raises HttpError for the first error
         of a choice, and if an operator cancels a choice.
@@ -305,7 +306,7 @@ class Generation:
 
 
 def milliseconds(seconds: float | None) -> int | None:
-    """Returns a deadline in milliseconds, at least 1, as the client takes it; None without one."""
+    """Returns a deadline in milliseconds, at least 1; None if there is no deadline."""
     return None if seconds is None else max(1, round(seconds * 1000))
 
 

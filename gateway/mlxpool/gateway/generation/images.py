@@ -40,8 +40,8 @@ FETCHED = (
 def take_image_urls(raw: object) -> tuple[object, list[bytes]]:
     """Returns messages whose parts name images by index, and these images in order.
 
-    A content of another type stays as it is, for the check of messages. Raises HttpError naming the
-    part.
+    A content of another type is unchanged: the check of messages refuses it. Raises HttpError
+    naming the part.
     """
     if not isinstance(raw, list):
         return raw, []

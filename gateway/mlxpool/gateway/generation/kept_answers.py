@@ -1,4 +1,4 @@
-"""Answers that the pool keeps as jobs. All readings, from the first token on, are equal."""
+"""Answers that the pool keeps as jobs. All readings of an answer are equal from its begin."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ async def has_failed(client: AsyncClient, job: JobRef, code: str, gen: int, pos:
     """Whether a reading ended because of an error of the job itself.
 
     `code`: the error's code; `gen`: the generation that was read; `pos`: the number of its ids that
-    the reader has. False if the pool does not answer, and if the job has gone on since: then
-    another reading goes on from `pos`.
+    the reader has. Returns False if the pool does not answer, or if the job has gone on since:
+    another reading can then continue at `pos`.
     """
     if code in READING_CODES:
         return False
@@ -76,9 +76,9 @@ class KeptAnswer:
         stops: bool = False,
         thinks: bool = False,
     ) -> None:
-        """`stream` reads a job from 0 on with its steps.
+        """`stream`: reads a job from its first token on, with its steps.
 
-        The other arguments come from its request.
+        The other arguments come from the job's request.
         """
         self._stream = stream
         self._chat, self._tools, self._several_calls = chat, tools, several_calls
@@ -95,10 +95,10 @@ class KeptAnswer:
         return self._stream.facts
 
     async def updates(self, timeout: float = NO_TIMEOUT) -> AsyncIterator[ChoiceUpdate | None]:
-        """Yields the updates, the last with the result.
+        """Yields the updates, the last update with the result.
 
-        Yields None after each `timeout` seconds without one. Raises HttpError for an error of the
-        job or of the reading.
+        Yields None after each `timeout` seconds without an update. Raises HttpError for an error of
+        the job or of the reading.
         """
         while True:
             try:
@@ -127,7 +127,7 @@ class KeptAnswer:
                 self.pos = delta.pos + len(delta.ids)
 
     def _new_failures(self, delta: Delta) -> int:
-        """Returns the number of new failures before a delta: a reading may repeat one."""
+        """Returns the number of failures before a delta that no earlier delta has counted."""
         known, self._failures = self._failures, max(self._failures, failures_before(delta))
         return self._failures - known
 

@@ -28,7 +28,7 @@ ENDS_EARLY = ("length", "cancelled")  # reasons of an end at which a block may b
 
 
 class Kind(Enum):
-    """The content of a block."""
+    """The type of a block's content."""
 
     THOUGHTS = "thoughts"
     TEXT = "text"
@@ -36,7 +36,7 @@ class Kind(Enum):
 
 
 class Action(Enum):
-    """A change of a block."""
+    """The type of a step of a block."""
 
     BEGIN = "begin"
     PIECE = "piece"

@@ -86,7 +86,7 @@ class PoolAccess:
         return _for_owner(pool.client)
 
     async def keepers(self) -> list[Pool]:
-        """Returns the pools that keep jobs and answer, for lists. Raises HttpError, PoolError."""
+        """Returns the answering pools that keep jobs, for lists. Raises HttpError, PoolError."""
         self._check_owner()
         return await self.models.keepers()
 
@@ -97,7 +97,7 @@ class PoolAccess:
         return self.job_client
 
     def later(self, work: Coroutine[Any, Any, None], what: str) -> None:
-        """Does work, whose client is gone, in its own task; `what` is its name in the log."""
+        """Runs work whose client is gone in its own task; `what`: the work's name in the log."""
 
         async def logged() -> None:
             try:
@@ -125,8 +125,8 @@ class PoolAccess:
     async def kept(self, model: str, seconds: float | None) -> AsyncIterator[None]:
         """Keeps a model loaded for `seconds` after the work inside the context.
 
-        Below 0: without end. 0: the model is unloaded after this work, once it has no other work.
-        None: the time stays as it is. Raises PoolError, also for a model that is not available.
+        `seconds` below 0: without end; 0: the model is unloaded once it has no work; None: the
+        model's time stays as it is. Raises PoolError, also for a model that is not available.
         """
         if seconds:
             await self.client.keep(model, seconds)
@@ -145,7 +145,7 @@ class PoolAccess:
         return milliseconds(self.settings.deadline)
 
     async def model(self, name: str, response: ResponseWriter) -> ModelInfo:
-        """Returns a model for generation.
+        """Returns a model for generation, from the pool that already has the answer, if any.
 
         If the request has an Idempotency-Key that a pool already has a job for, returns that pool's
         model. Raises HttpError and PoolError.

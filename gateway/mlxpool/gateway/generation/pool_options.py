@@ -79,7 +79,7 @@ _TYPES: Mapping[str, tuple[str, str]] = {
 
 
 def sampling_options(body: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the pool's options, with these defaults; `names`: field -> option. Raises HttpError.
+    """Returns the pool's options, with DEFAULTS; `names`: field -> option. Raises HttpError.
 
     As on other servers, a `seed` of -1 requests a random seed, and a `top_k` of -1 turns it off.
     """

@@ -1,6 +1,6 @@
 """Token counts that the pool does not give by itself: of a chat before it is sent, and of thoughts.
 
-With them a chat that is too long for the model's context is shortened.
+With these counts a chat that is too long for the model's context is shortened.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KEPT_ROLES = ("system", "developer")  # roles of instructions, which are not cut
 
 
 async def chat_ids(client: AsyncClient, chat: ChatRequest, model: ModelInfo) -> list[int]:
-    """Returns the ids of a chat's prompt. Raises PoolError and what `ChatRequest.choice` raises."""
+    """Returns the ids of a chat's prompt. Raises PoolError, and errors of `ChatRequest.choice`."""
     choice = chat.choice(model)
     tokenized = await client.tokenize_chat(
         model.name,
@@ -83,10 +83,10 @@ async def text_of_ids(client: AsyncClient, model: ModelInfo, result: Result) -> 
 
 
 def cuts(messages: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Returns the messages without the oldest ones, in all lengths, the longest first.
+    """Returns the lists that remain after leaving out ever more of the oldest messages.
 
     Instructions stay, and so do the last message of a user and all messages after it. A tool's
-    result is cut with its call: no cut begins with such a result.
+    result is left out with its call: no list begins with the result alone.
     """
     kept = [message for message in messages if message["role"] in KEPT_ROLES]
     rest = [message for message in messages if message["role"] not in KEPT_ROLES]
@@ -97,9 +97,9 @@ def cuts(messages: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]
 
 
 async def fitted(pool: PoolAccess, chat: ChatRequest, model: ModelInfo, field: str) -> ChatRequest:
-    """Returns the chat without the oldest messages that do not fit. Leaves out as few as possible.
+    """Returns the chat without as few of its oldest messages as are needed to fit.
 
-    If the shortest cut does not fit either, it is returned. Raises PoolError. Raises HttpError
+    If the shortest chat does not fit either, it is returned. Raises PoolError. Raises HttpError
     naming `field` for a chat with images, because the number of their tokens is unknown.
     """
     if chat.images:

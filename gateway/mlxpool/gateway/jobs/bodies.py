@@ -19,7 +19,7 @@ EVENT_ID = re.compile(r"([0-9]{1,9})\.(?:([0-9]{1,12})(?:\.(failed)(?:\.([0-9]{1
 
 
 def job_ref(text: str) -> str | bytes:
-    """Returns the id that 32 hexadecimal digits stand for, else the text as a key."""
+    """Returns the id that the text has as 32 hexadecimal digits, else the text as a key."""
     return bytes.fromhex(text) if JOB_ID.fullmatch(text) else text
 
 
@@ -37,17 +37,17 @@ def job_body(row: Mapping[str, Any]) -> dict[str, Any]:
 def job_list(rows: Sequence[Mapping[str, Any]], following: int) -> dict[str, Any]:
     """Returns a list of jobs.
 
-    `following`: `after` or `before` for the next list, 0 for the last.
+    `following`: the value of `after` or `before` for the next page; 0 on the last page.
     """
     return {"object": "list", "data": [*map(job_body, rows)], "next": following}
 
 
 class Place(Struct, frozen=True):
-    """The position of a reader: `pos` ids of a generation `gen` (None: the present one).
+    """The position of a reader: a generation (None: the present generation), a number of its ids.
 
-    `ended`: the reader has the final result. `failed`: the number of errors at this position that
-    the reader has; 0: none. A job that failed may be tried again (`retry`): it then goes on from
-    this position, or fails here once more.
+    `ended`: the reader has the result, which is final. `failed`: the number of the last error at
+    this position that the reader has, from 1 on; 0 without an error. After an error the job may be
+    tried again (`retry`) and go on from here, or fail here again.
     """
 
     gen: int | None = None
@@ -64,7 +64,7 @@ class Place(Struct, frozen=True):
         return f"{place}.failed" if self.failed == 1 else f"{place}.failed.{self.failed}"
 
     def has_all(self, job: Mapping[str, Any]) -> bool:
-        """Whether nothing follows of the job with this row: no further id, and no other end."""
+        """Whether the reader has all of a job: no further id, and no other end; `job`: its row."""
         if self.gen != job["gen"]:
             return False
         if not self.failed or job["state"] not in FAILED or self.pos != job["ids"]:
@@ -102,8 +102,7 @@ def restarted_event(gen: int) -> bytes:
 def done_event(result: Result, gen: int) -> bytes:
     """Encodes the end of a job without an error; it may have been cancelled.
 
-    Run it in another thread: a call's result may have 256 vectors, which take a fraction of a
-    second.
+    Not for the event loop's thread: 256 vectors of a call's result take a fraction of a second.
     """
     body = {"reason": result.reason, "usage": dict(result.usage), "seed": result.seed}
     more: dict[str, Any] = {} if result.complete is None else {"complete": result.complete}

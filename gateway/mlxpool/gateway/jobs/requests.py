@@ -116,9 +116,9 @@ OF_JOBS = ("key", "keep", "not_before", "notify", "priority", "deadline_ms")
 
 
 class JobRequest(Struct, frozen=True):
-    """A checked job: the model, its key (None: a random one), and the arguments of `submit`.
+    """A checked job: the model, its key (None: a random key), and the arguments of `submit`.
 
-    For a call, which has a `kind`, they are the arguments of `submit_call`.
+    A call, such as an embedding, has a `kind`, and the arguments of `submit_call`.
     """
 
     model: str
@@ -160,7 +160,7 @@ def _generate(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of a call, checked as its worker would check them."""
+    """Returns the arguments of a call, checked as its worker would check them."""
 
     def check(call_keys: Any) -> None:
         parse_work(*packed_request(call_keys))

@@ -28,9 +28,9 @@ NO_CONTENT = 204
 
 
 class JobRoutes:
-    """The methods of these endpoints.
+    """The handlers of these endpoints.
 
-    All raise HttpError and PoolError before the response starts.
+    All handlers raise HttpError and PoolError before the response starts.
     """
 
     def __init__(self, pool: PoolAccess) -> None:
@@ -59,7 +59,7 @@ class JobRoutes:
     async def _row(self, id: str) -> dict[str, Any]:
         """Returns this owner's job from the pool that keeps it.
 
-        Raises PoolError without such a job.
+        Raises PoolError if there is no such job.
         """
         return await self._pool.find_kept(lambda client: client.job(job_ref(id)))
 

@@ -74,7 +74,7 @@ def _head(model: ModelInfo) -> dict[str, Any]:
 
 
 def tag(model: ModelInfo, fallback: int) -> dict[str, Any]:
-    """Returns an entry of /api/tags. `fallback`: the time of a model without files, since 1970."""
+    """Returns an entry of /api/tags. `fallback`: seconds since 1970, for a model without files."""
     modified = fallback if model.modified is None else model.modified
     return {**_head(model), "modified_at": time_text(modified)}
 
@@ -148,7 +148,7 @@ def _parameters(sampling: object) -> str:
 
 
 def pull_statuses(model: ModelInfo) -> list[dict[str, Any]]:
-    """Returns the stream of /api/pull for a model that is there; the last status is the success."""
+    """Returns the stream of /api/pull for a model of the pool; the last status is `success`."""
     digest = str(model.about.get("digest") or model.digest)
     statuses: list[dict[str, Any]] = [{"status": "pulling manifest"}]
     if digest and model.size:

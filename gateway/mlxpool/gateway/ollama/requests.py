@@ -44,7 +44,7 @@ PLAIN = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)", re.ASCII)  # a number of seconds
 
 
 def keep_alive(value: object) -> float | None:
-    """Returns the seconds of a `keep_alive`; FOREVER: without end. None if it is absent.
+    """Returns the seconds of a `keep_alive`; FOREVER: without end; None: absent.
 
     A number counts seconds; text is a number, or numbers with units, as 1h30m. A value that is
     negative or longer than MAX_SECONDS becomes FOREVER. Raises HttpError.
@@ -84,7 +84,7 @@ def _float(value: float) -> float:
 
 
 class OllamaRequest(Struct, frozen=True):
-    """A checked request. Without `prompt`, `images` and `messages` it only loads the model.
+    """A checked request. Without `prompt`, `images` and `messages` the request loads the model.
 
     Parts of the messages name the images by their index. `keep_alive`: seconds; None: unchanged.
     `ignored`: options that have no effect here. `unknown`: other fields that have no effect.
@@ -152,7 +152,7 @@ def chat(body: Mapping[str, Any]) -> OllamaRequest:
 
 
 class OllamaEmbedRequest(Struct, frozen=True):
-    """A checked /api/embed or /api/embeddings. Without `inputs` it only loads the model."""
+    """A checked /api/embed or /api/embeddings. Without `inputs` the request loads the model."""
 
     model: str
     inputs: Sequence[str]
@@ -241,7 +241,7 @@ def _context(ids: object) -> list[int]:
 
 
 def _as_taken(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options with the pool's value in place of negative values that Ollama takes."""
+    """Returns the options with the pool's values in place of Ollama's negative values."""
     return {
         name: NEGATIVE[name] if name in NEGATIVE and type(value) is int and value < 0 else value
         for name, value in options.items()
@@ -310,7 +310,7 @@ def _message(path: str, message: Any, images: list[bytes]) -> Any:
 def _content(path: str, content: Any) -> Any:
     """Returns text, or a list of parts with text.
 
-    Returns "" for null: Ollama's own client leaves it out.
+    Returns "" for null, which Ollama's own client leaves out.
     """
     if content is None or isinstance(content, str):
         return content or ""

@@ -46,7 +46,7 @@ class OutputPart(Struct, eq=False):
 
 
 class OutputBuilder:
-    """Turns the updates of one response into parts.
+    """Turns the updates of one response into output parts.
 
     A call that the bound of tokens cuts is left out: its arguments are incomplete, and
     `done_reason` has the reason.
@@ -97,7 +97,7 @@ def chat_body(model: str, part: OutputPart, time: float) -> dict[str, Any]:
 
 
 def generate_body(model: str, part: OutputPart, time: float) -> dict[str, Any]:
-    """Returns the same as `chat_body` for /api/generate."""
+    """Returns a response of /api/generate, or a line of its stream, see `chat_body`."""
     more = {"thinking": part.thinking} if part.thinking else {}
     return {
         "model": model,

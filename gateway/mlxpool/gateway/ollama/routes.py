@@ -70,8 +70,8 @@ PLAIN_NAME = re.compile(r"[\w.-]{1,60}")  # needs no quotes in a shell or in TOM
 class Conversation(Struct, frozen=True):
     """The prompt of a request: arguments of the client's `stream`, and the way to read its output.
 
-    `prompt_ids`: the ids of a prompt that was tokenised before. `thinks`: it ends inside the
-    model's thoughts.
+    `prompt_ids`: the ids of a prompt that was tokenised before. `thinks`: the prompt ends inside
+    the model's thoughts.
     """
 
     prompt: Mapping[str, Any]
@@ -81,9 +81,9 @@ class Conversation(Struct, frozen=True):
 
 
 class OllamaRoutes:
-    """The methods of these endpoints.
+    """The handlers of these endpoints.
 
-    All raise HttpError and PoolError before the response starts.
+    All handlers raise HttpError and PoolError before the response starts.
     """
 
     def __init__(self, pool: PoolAccess) -> None:
@@ -158,7 +158,7 @@ class OllamaRoutes:
     async def _vectors(
         self, request: OllamaEmbedRequest, response: ResponseWriter, *, normalise: bool
     ) -> Vectors | None:
-        """Returns the vectors of the inputs; without inputs loads or unloads the model: None."""
+        """Returns the vectors of the inputs; without inputs loads or unloads the model (None)."""
         model = await self._get(request, response)
         if not request.inputs:
             await self._load_or_unload(model, request.keep_alive)
@@ -191,7 +191,7 @@ class OllamaRoutes:
         await response.close()
 
     async def _load_or_unload(self, model: ModelInfo, keep_alive: float | None) -> str:
-        """Loads the model, or unloads it if `keep_alive` is 0; returns which, for done_reason."""
+        """Loads the model, or unloads it if `keep_alive` is 0; returns the done_reason."""
         if keep_alive != 0:
             async with self._pool.kept(model.name, keep_alive):
                 # Only a worker answers this call, so the model is loaded after the answer.
@@ -236,7 +236,7 @@ class OllamaRoutes:
     ) -> dict[str, Any]:
         """Returns the `context` of an answer: ids of prompt and completion.
 
-        The result is empty with `raw` or images.
+        Returns an empty map with `raw` or images.
         """
         if request.raw or request.images:
             return {}
@@ -279,7 +279,7 @@ class OllamaRoutes:
         await response.json({**body, **generation_end(result), **await finish(result)})
 
     def _fitting_options(self, model: ModelInfo, request: OllamaRequest) -> Mapping[str, Any]:
-        """Returns the options; a num_ctx above the model's context is replaced by it."""
+        """Returns the options, with a num_ctx of at most the model's context."""
         num_ctx = request.options.get("num_ctx", 0)
         if not 0 < model.context < num_ctx:
             return request.options
@@ -330,7 +330,7 @@ async def _stream(
 
 
 def _think(request: OllamaRequest, chat: ChatFormats) -> dict[str, Any]:
-    """Returns the pool's `think`; a level is true for a model that only knows true and false."""
+    """Returns the pool's `think`; a level becomes true if the model knows only true and false."""
     think, thinking_format = request.think, chat.thinking
     if think is None or (think is False and thinking_format is None):
         return {}
@@ -342,9 +342,9 @@ def _think(request: OllamaRequest, chat: ChatFormats) -> dict[str, Any]:
 
 
 class ModelRoutes:
-    """The methods of these endpoints.
+    """The handlers of these endpoints.
 
-    All raise HttpError and PoolError before the response starts.
+    All handlers raise HttpError and PoolError before the response starts.
     """
 
     def __init__(self, pool: PoolAccess) -> None:
@@ -374,7 +374,7 @@ class ModelRoutes:
         await response.json(show(model, self._started_at, verbose=verbose))
 
     async def pull(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
-        """POST /api/pull: success for a model that is there. Raises HttpError for another model."""
+        """POST /api/pull: success for a model of the pool. Raises HttpError for another model."""
         name, stream = requests.pull(body)
         try:
             model = await self._pool.models.described(name)

@@ -80,7 +80,7 @@ def decisions_body(
 
 
 def decision_body(decision: Decision) -> dict[str, Any]:
-    """Returns an answer. Labels are keys of JSON: labels of yes and no, and numbers as text."""
+    """Returns the body of an answer. Labels are JSON keys, so yes, no and numbers become text."""
     named = {True: "yes", False: "no"}
     yes_no = isinstance(decision.answer, bool)
     shares = {

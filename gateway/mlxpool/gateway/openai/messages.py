@@ -27,7 +27,7 @@ TEXTS: Mapping[str, str] = {
 
 
 def as_taken(raw: object) -> object:
-    """Returns the messages. Other values stay as they are: the check of messages refuses them."""
+    """Returns the messages in the pool's form. The check of messages refuses other values."""
     if not isinstance(raw, list):
         return raw
     return [_message(message) if isinstance(message, Mapping) else message for message in raw]
@@ -52,7 +52,7 @@ def _message(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def _parts(role: Any, content: Any) -> Any:
     """Returns the content of a message of this role, "" for null.
 
-    Other values stay, to be refused.
+    Other values are unchanged, and refused later.
     """
     if content is None or content == []:
         return ""
@@ -90,7 +90,7 @@ def _part(part: Any) -> Any:
 
 
 def _call(call: Any) -> Any:
-    """Returns a call; a call of a tool with free text becomes one with the argument `input`."""
+    """Returns a call; a call of a tool with free text becomes a call with the argument `input`."""
     custom = call.get("custom") if isinstance(call, Mapping) else None
     if not isinstance(custom, Mapping):
         return call
@@ -101,7 +101,7 @@ def _call(call: Any) -> Any:
 
 
 def _readable(part: Any) -> Any:
-    """Returns a part of a result, or a note in place of one that no model reads, as a file."""
+    """Returns a part of a tool result; a note for a part that no model reads, such as a file."""
     kind = _type(part)
     if not isinstance(kind, str) or kind in READ:
         return part

@@ -41,7 +41,7 @@ DEFAULT_MAX_TOKENS = 16  # of /v1/completions
 
 
 def plain_choice(choice: Any) -> Any:
-    """Returns a mode or {type: 'function', name: …}; a choice of another form stays as it is.
+    """Returns a `tool_choice` as a mode or {type: 'function', name: …}; other forms unchanged.
 
     A mode may be the `type` of a map, and a function's name may be in `function` or beside the
     type.
@@ -59,9 +59,9 @@ def plain_choice(choice: Any) -> Any:
 
 
 def wanted_tool(choice: Any) -> str | None:
-    """Returns the tool that a choice demands: its name, or else its type; None: it names no tool.
+    """Returns the tool that a `tool_choice` demands: its name, or else its type; None: no tool.
 
-    A name of a type that runs elsewhere may be in a member with the type's name, as `custom`.
+    For a type of other servers, such as `custom`, the name may be in a member named as the type.
     """
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     if not isinstance(kind, str):
@@ -244,7 +244,7 @@ def _usage(body: Mapping[str, Any], stream: bool) -> bool:
 
 
 def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the offered functions. Maps of other servers without a type run elsewhere, too."""
+    """Returns the offered functions. All other tools run on other servers, and are left out."""
     functions: list[dict[str, Any]] = []
     for _, tool in fields.tools_of_kind(body, ("function", None)):
         if isinstance(tool.get("function"), Mapping):

@@ -237,7 +237,7 @@ def chat_logprobs(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _logprob(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """`bytes` is null for a token that is part of a character: its text does not determine them."""
+    """Returns a token's entry; `bytes` is null for a token that is only part of a character."""
     token = str(entry["token"])
     data = None if "\ufffd" in token else list(token.encode("utf-8", "replace"))
     return {"token": token, "logprob": entry["logprob"], "bytes": data}
@@ -280,8 +280,8 @@ class TextLogprobs(Struct, eq=False):
 def vllm_prompt_logprobs(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any] | None]:
     """Returns vLLM's `prompt_logprobs`: null for the first token, else a map by token id, as text.
 
-    The map has the token itself and the most likely ones. `rank` is null if the token is not among
-    these.
+    The map has the token itself and the most likely tokens. `rank` is null if the token is not one
+    of the most likely tokens.
     """
     maps: list[dict[str, Any] | None] = []
     for entry in entries:
@@ -310,7 +310,8 @@ class TextChunks(Struct, eq=False):
     """The chunks of a streamed /v1/completions.
 
     `echoes`: the number of choices that begin with their prompt. The prompt's log-probabilities
-    come with the first choice; updates of the others are held back until these are known.
+    come with the first choice; updates of the other choices are held back until the
+    log-probabilities are known.
     """
 
     frame: StreamFrame

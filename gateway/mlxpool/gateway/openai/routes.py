@@ -41,9 +41,9 @@ NO_ENDS = {"first_id": None, "last_id": None}  # in a list without models
 
 
 class OpenAIRoutes:
-    """The methods of these endpoints.
+    """The handlers of these endpoints.
 
-    All raise HttpError and PoolError before the response starts.
+    All handlers raise HttpError and PoolError before the response starts.
     """
 
     def __init__(self, pool: PoolAccess) -> None:

@@ -47,7 +47,7 @@ OF_TEMPLATE = "a chat has the special tokens that its template writes; leave it 
 
 
 class TokenizeRequest(Struct, frozen=True):
-    """A checked request. `prompt` is None for a chat.
+    """A checked /tokenize. `prompt` is None for a chat.
 
     `strings`: the answer also has the text of each token.
     """
@@ -60,7 +60,7 @@ class TokenizeRequest(Struct, frozen=True):
 
 
 class DetokenizeRequest(Struct, frozen=True):
-    """A checked request."""
+    """A checked /detokenize."""
 
     model: str
     ids: Sequence[int] = field(default_factory=list)
@@ -101,9 +101,9 @@ def detokenize(body: Mapping[str, Any]) -> DetokenizeRequest:
 
 
 class TokenRoutes:
-    """The methods of these endpoints.
+    """The handlers of these endpoints.
 
-    All raise HttpError and PoolError before the response starts.
+    All handlers raise HttpError and PoolError before the response starts.
     """
 
     def __init__(self, pool: PoolAccess) -> None:

@@ -22,9 +22,9 @@ Answer = TypeVar("Answer")
 
 
 class VectorRoutes:
-    """The methods of these endpoints.
+    """The handlers of these endpoints.
 
-    All raise HttpError and PoolError before the response starts.
+    All handlers raise HttpError and PoolError before the response starts.
     """
 
     def __init__(self, pool: PoolAccess) -> None:
@@ -76,7 +76,7 @@ class VectorRoutes:
         await response.json(vectors.score_body(request, scores, usage, _new_id("score")))
 
     async def _rate(self, request: ScoreRequest, response: ResponseWriter) -> list[Ranking]:
-        """Returns the scores of all documents for one query, or of each for its own query."""
+        """Returns the scores of all documents for one query, or of each document for its query."""
         model, late = await self._model(request.model, response)
         groups = [(request.queries[0], request.documents)]
         if len(request.queries) > 1:

@@ -1,6 +1,6 @@
 """Requests and responses of /v1/embeddings, /v1/rerank, /v1/score and /v1/classify.
 
-The first is OpenAI's, the second Cohere's and Jina's, the others vLLM's. Pure.
+/v1/embeddings is OpenAI's, /v1/rerank Cohere's and Jina's; the other endpoints are vLLM's. Pure.
 """
 
 from __future__ import annotations

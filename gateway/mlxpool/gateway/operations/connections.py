@@ -1,11 +1,11 @@
-"""Bounds the connections of a gateway: their number, and the time that one may have no request.
+"""Bounds the connections of a gateway: their number, and their time without a request.
 
-A connection without a request costs its sender nothing and the gateway a descriptor. Without these
-bounds a few thousand of them leave no descriptor for other clients.
+An idle connection costs its sender nothing, and the gateway a descriptor. Without these bounds a
+few thousand idle connections leave no descriptor for other clients.
 
-A peer that sends nothing more may still read, or be gone: TCP does not show which. It gets the
-answer. Before an answer that takes long it gets interim responses from time to time; they fail if
-the peer is gone.
+A peer that sends nothing more may still read, or be gone: TCP does not show the difference. The
+peer gets the answer. While an answer takes long, the peer gets interim responses (1xx) from time to
+time; they fail if the peer is gone.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def own_connection_limit() -> int:
 
 
 class LogInterval:
-    """Bounds log lines about a repeated trouble: one in LOG_INTERVAL seconds."""
+    """Bounds log lines about a repeated problem: one line in LOG_INTERVAL seconds."""
 
     def __init__(self) -> None:
         self._next = float("-inf")
@@ -101,7 +101,7 @@ class Connections:
     def opened(self, connection: BoundedProtocol, now: float) -> bool:
         """Adds a connection; at the limit it replaces the oldest connection without a request.
 
-        Returns False if every connection has a request, so that no place is free.
+        Returns False at the limit if every connection has a request.
         """
         if len(self._open) >= self.limit:
             oldest = next(iter(self._waiting), None)
@@ -137,9 +137,9 @@ class Connections:
 
 
 class BoundedProtocol(H11Protocol):
-    """One connection.
+    """The protocol of one connection.
 
-    The time for headers counts from their first byte.
+    The time limit of headers starts at their first byte.
     """
 
     book: ClassVar[Connections]
@@ -222,7 +222,7 @@ class BoundedProtocol(H11Protocol):
             self.transport.close()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection stays open: it does until a complete request is answered."""
+        """Returns whether the connection stays open: it does until its request is answered."""
         self._half_closed = (
             self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
         )
@@ -236,8 +236,8 @@ class BoundedProtocol(H11Protocol):
     def _probe(self, seconds: float) -> None:
         """Writes to a peer that may be gone: then the next write ends the connection.
 
-        Pieces of a response do the same, once it has begun. HTTP/1.0 has no interim responses, so
-        its client counts as gone.
+        Once a response has begun, its pieces do the same. HTTP/1.0 has no interim responses, so its
+        client counts as gone.
         """
         if self.cycle.response_started:
             return

@@ -55,7 +55,7 @@ class Exchange(Struct, eq=False):
             self.completion_tokens = (self.completion_tokens or 0) + generated
 
     def fields(self, now: float) -> dict[str, Any]:
-        """Returns the fields of its line in the access log; an unknown value is None."""
+        """Returns the fields of the request's line in the access log; an unknown value is None."""
         first = self.first_token
         return {
             "request_id": self.id,

@@ -91,7 +91,7 @@ class KeptFiles:
         await self._about(file_messages.DELETE, key)
 
     async def place(self, key: str) -> FilePlace:
-        """Returns the place of a file in lists, also of a file that was deleted lately."""
+        """Returns the position of a file in lists, also of a file that was deleted lately."""
         try:
             return FilePlace((await self.row(key))["created"], key)
         except UnknownJob as error:
@@ -127,7 +127,7 @@ class KeptFiles:
             start += len(data)
 
     async def lines(self, key: str) -> AsyncGenerator[list[bytes], None]:
-        """Yields the lines of a file without their ends, the lines of one part at a time.
+        """Yields the lines of a file without line ends, as a list for each stored part.
 
         A line over MAX_LINE is cut to MAX_LINE bytes and at most one part more.
         """
@@ -147,7 +147,8 @@ class KeptFiles:
     async def put(self, message: PutFile) -> dict[str, Any]:
         """Sends a part; returns the file's row.
 
-        Raises HttpError if others write the same file, or the owner's files have too many bytes.
+        Raises HttpError if another request writes the same file, or the owner's files have too many
+        bytes.
         """
         try:
             row = await ask(self._client, message, row_of)
@@ -166,7 +167,7 @@ class KeptFiles:
 
 
 class FileWriter:
-    """Writes a file as its bytes come, under its own key; holds one part of it."""
+    """Writes a file as its bytes come, under its own key; buffers at most one part."""
 
     def __init__(self, files: KeptFiles, key: str, purpose: str, name: str = "") -> None:
         self.size = 0
@@ -185,16 +186,16 @@ class FileWriter:
             del self._held[:PART_BYTES]
 
     async def finish(self, keep: float | None = None) -> None:
-        """Writes the rest: the file is complete.
+        """Writes the remaining bytes; the file is then complete.
 
-        `keep`: seconds; None: the time of the pool's settings.
+        `keep`: seconds until the file expires; None: the time of the pool's settings.
         """
         await self._put(bytes(self._held), last=True, keep=keep)
 
     async def discard(self) -> None:
         """Deletes the written parts.
 
-        If the pool does not answer, it deletes the incomplete file by itself after an hour.
+        If the pool does not answer, the pool deletes the incomplete file by itself after an hour.
         """
         if self._is_begun:
             with contextlib.suppress(PoolError, TimeoutError):
@@ -260,7 +261,7 @@ class KeptBatches:
     async def find(self, id: str) -> Found:
         """Returns a batch of this owner that was made over OpenAI's interface.
 
-        Raises UnknownJob if there is none, and Gone if its results were deleted.
+        Raises UnknownJob if there is no such batch, and Gone if its results were deleted.
         """
         row = await ask(self._client, AboutBatch(batch_messages.READ, KeyName(id)), row_of)
         if row["state"] == "gone":
@@ -271,7 +272,7 @@ class KeptBatches:
         return row, request
 
     async def cancel(self, id: str) -> Found:
-        """Cancels a batch that is known."""
+        """Cancels an existing batch."""
         about = AboutBatch(batch_messages.CANCEL, KeyName(id))
         return self._known(await ask(self._client, about, row_of))
 
@@ -306,7 +307,7 @@ class KeptBatches:
     ) -> AsyncIterator[bytes]:
         """Yields the lines of the output or the error file, in the order of the input file.
 
-        Raises Gone if its results are deleted meanwhile, perhaps after some lines.
+        Raises Gone if the results are deleted meanwhile, perhaps after some lines.
         """
         key, after = str(row["key"]), -1
         lines = StoredLines(KeptFiles(self._client), str(row["file"]))
@@ -343,10 +344,10 @@ class KeptBatches:
     async def _whole(
         self, outcome: dict[str, Any]
     ) -> tuple[dict[str, Any], Result | PoolError | None]:
-        """Returns the outcome, and its answer if that is too long for a page.
+        """Returns a line's outcome, and its answer if the answer is too long for a page.
 
-        Such an answer is fetched, or its job's error returned; `facts` of the job join the outcome.
-        Raises PoolError if the answer cannot be read now.
+        A long answer is fetched; if its job failed, the error is returned. The job's `facts` are
+        added to the outcome. Raises PoolError if the answer cannot be read now.
         """
         if not is_too_long(outcome):
             return outcome, None

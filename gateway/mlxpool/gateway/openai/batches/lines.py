@@ -63,7 +63,7 @@ class LineFault(Struct, frozen=True):
 
 
 class AnswerSettings(Struct, frozen=True):
-    """The settings of the answer of a line.
+    """The settings with which a line's answer is encoded.
 
     `formats`: the formats of tools and of thoughts in the answer. `tools`: tools that the pool gets
     as text. `echoed` and `summary` belong to a response, `as_base64` to embeddings, `top` and
@@ -129,7 +129,7 @@ def parsed_line(data: bytes, endpoint: str) -> dict[str, Any]:
 
 
 def pool_line(line: Mapping[str, Any], endpoint: str, model: ModelInfo) -> bytes:
-    """Converts a parsed line into the pool's line, with its end. Raises HttpError."""
+    """Converts a parsed line into the pool's line, with its line end. Raises HttpError."""
     body = line["body"]
     if body.get("stream"):
         raise unsupported_parameter("body.stream", "leave it out: results are in a file")
@@ -256,7 +256,7 @@ def _call(kind: str, settings: Mapping[str, Any], **members: Any) -> dict[str, A
 
 
 def _bounded(name: str, inputs: list[Any]) -> list[Any]:
-    """Returns the inputs of a line, which is one call of the pool."""
+    """Returns the inputs of a line. Raises HttpError for more inputs than one call takes."""
     if len(inputs) > MAX_INPUTS:
         message = f"{name!r} has {len(inputs)} texts, a line takes {MAX_INPUTS}: give more lines"
         raise bad_request(message, f"body.{name}")
@@ -315,7 +315,7 @@ class LineModels:
         self._is_chosen = False  # whether a line has named a model
 
     async def add(self, names: Iterable[str]) -> None:
-        """Looks up further names, in the order of their lines. Raises PoolError for passing errors.
+        """Looks up names, in the order of their lines. Raises PoolError for temporary errors.
 
         The pool is chosen again after each new name. It therefore always has the model of the first
         line, and the division of lines among calls changes nothing.
@@ -328,7 +328,7 @@ class LineModels:
     def _choose(self) -> None:
         """Chooses a pool that has all known models.
 
-        Keeps the present one if it has them or no pool has.
+        Keeps the present pool if it has all of them, or if no pool has all.
         """
         able = [
             pool for pool in self._among if all(pool in models for models in self._known.values())
@@ -360,7 +360,7 @@ class LineModels:
             self._unknown[name] = errors.from_pool_error(missing)
 
     def model(self, name: str) -> ModelInfo | HttpError:
-        """Returns the model of this name in the chosen pool, or an error if it is not there."""
+        """Returns the model of this name in the chosen pool, or an error if the pool lacks it."""
         pools = self._known.get(name)
         if pools is None:
             return self._unknown[name]

@@ -25,7 +25,7 @@ HOURS = {"h": 1, "d": 24}
 
 
 class NewBatch(Struct, frozen=True):
-    """A checked request. `seconds`: the window; `keep`: the time that results are kept."""
+    """A checked request. `seconds`: the completion window; `keep`: s that results are kept."""
 
     file: str
     endpoint: str

@@ -65,7 +65,7 @@ def result_line(
     endpoint: str,
     whole: Result | PoolError | None = None,
 ) -> tuple[bool, bytes]:
-    """Returns whether a line was answered, and its line in the output file, or else the error file.
+    """Returns whether a line was answered, and its line for the output file or the error file.
 
     `row`: the outcome. `line`: the line of the pool, empty if it is missing. `whole`: the fetched
     result if the answer is long.
@@ -138,7 +138,7 @@ def _answer(
 def call_body(
     endpoint: str, line: Line, settings: AnswerSettings, name: str, result: Result
 ) -> dict[str, Any]:
-    """Returns the answer of an endpoint of fields.CALLS. `name`: of the job, in hexadecimal digits.
+    """Returns the answer of an endpoint of fields.CALLS. `name`: the job's id in hex.
 
     Raises ValueError for the result of another kind of job.
     """

@@ -1,4 +1,4 @@
-"""The endpoints of OpenAI's Batches."""
+"""The endpoints of OpenAI's Files and Batches."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ EMPTY = LineFault(1, "empty_file", "the file has no line")
 
 
 class FileRoutes:
-    """The methods of these endpoints.
+    """The handlers of these endpoints.
 
-    All raise HttpError and PoolError before the response starts.
+    All handlers raise HttpError and PoolError before the response starts.
     """
 
     def __init__(self, pool: PoolAccess) -> None:
@@ -65,9 +65,9 @@ class FileRoutes:
         await response.listing(queries.listing(shown, more=len(rows) > limit))
 
     async def _place(self, after: str) -> FilePlace:
-        """Returns the place in the list of a file, which may be deleted.
+        """Returns the position of a file in lists; the file may be deleted.
 
-        Raises HttpError if it is unknown.
+        Raises HttpError if the file is unknown.
         """
         try:
             return await self._pool.find_kept(lambda client: KeptFiles(client).place(after))
@@ -129,7 +129,7 @@ class FileRoutes:
     ) -> tuple[dict[str, Any], AsyncIterator[bytes]]:
         """Returns the row of a batch, and the lines of one of its files.
 
-        Raises HttpError without it.
+        Raises HttpError if there is no such file.
         """
         kept_batch = await self._found(id, batch, kind)
         if bodies.is_deleted(kept_batch[0], kind):
@@ -137,7 +137,7 @@ class FileRoutes:
         return kept_batch[0], KeptBatches(self._pool.job_client).results(*kept_batch, kind)
 
     async def _found(self, id: str, batch: str, kind: str) -> Found:
-        """Returns a batch that has, or had, such a file. Raises HttpError if it does not exist."""
+        """Returns a batch that has, or had, this results file. Raises HttpError if none has it."""
         try:
             batch_found = await self._pool.find_kept(lambda client: KeptBatches(client).find(batch))
         except (UnknownJob, Gone):
@@ -152,9 +152,9 @@ def _no_file(id: str, param: str = "id") -> HttpError:
 
 
 class BatchRoutes:
-    """The methods of these endpoints.
+    """The handlers of these endpoints.
 
-    All raise HttpError and PoolError before the response starts.
+    All handlers raise HttpError and PoolError before the response starts.
     """
 
     def __init__(self, pool: PoolAccess) -> None:
@@ -200,7 +200,7 @@ class BatchRoutes:
         return row, request
 
     async def _make(self, new: NewBatch, hex: str, idempotency: str | None) -> Found:
-        """Writes the lines in the pool's form, and submits them. After a failure nothing stays.
+        """Writes the lines in the pool's form, and submits the batch. A failure leaves no file.
 
         Raises HttpError and PoolError.
         """

@@ -59,7 +59,7 @@ def boundary_of(content_type: str) -> bytes:
 
 
 class MultipartReader:
-    """Reads a body in pieces of any size; holds at most a piece and a boundary of it."""
+    """Parses a body in pieces of any size; buffers at most a piece and a boundary."""
 
     def __init__(self, boundary: bytes) -> None:
         self._mark = b"\r\n--" + boundary
@@ -70,7 +70,7 @@ class MultipartReader:
     def feed(self, data: bytes) -> Iterator[Event]:
         """Yields the events of the next bytes.
 
-        Raises HttpError if they are not a multipart body.
+        Raises HttpError if the bytes are not a multipart body.
         """
         self._held += data
         while not self.complete:
@@ -160,7 +160,7 @@ class Upload:
         self._in_file = False
 
     async def run(self, request: Request) -> None:
-        """Reads the form.
+        """Copies the file of the request's form into the pool.
 
         Raises HttpError, PoolError, ClientDisconnect, and then leaves no file.
         """

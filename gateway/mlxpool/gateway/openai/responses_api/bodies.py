@@ -131,7 +131,7 @@ def token_logprob(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _logprob(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """`bytes` is empty for a part of a character: its text does not determine them."""
+    """Returns a token's entry; `bytes` is empty for a token that is only part of a character."""
     token = str(entry["token"])
     data = [] if "\ufffd" in token else list(token.encode("utf-8", "replace"))
     return {"token": token, "logprob": entry["logprob"], "bytes": data}
@@ -156,7 +156,7 @@ def usage(result: Result, thought_tokens: int) -> dict[str, Any]:
 class ResponseEvents(Struct, eq=False):
     """Encodes the updates of one answer. Numbers the events from `number` on.
 
-    Events up to the number `after` are left out: their reader has them.
+    Events up to the number `after` are left out: the reader has these events.
     """
 
     frame: ResponseFrame
@@ -178,7 +178,7 @@ class ResponseEvents(Struct, eq=False):
         return head + self._event("response.in_progress", begun)
 
     def update(self, update: ChoiceUpdate) -> bytes:
-        """Returns the events of an update. A failure before it takes a number, as its event did."""
+        """Returns the events of an update. A failure before the update takes a number."""
         self.number += update.failures
         return b"".join([self._step(step) for step in self.output.push(update)])
 

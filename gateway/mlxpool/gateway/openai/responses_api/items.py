@@ -33,7 +33,7 @@ OUTPUT = "_output"  # the end of the type of a call's result
 
 
 def joined(group: object, name: str) -> str:
-    """Returns a model's name of a function: with its group, or without one its own name."""
+    """Returns a model's name of a function, with the name of its group if it has a group."""
     if not isinstance(group, str) or not group:
         return name
     return f"{group}{name}" if group.endswith(_BETWEEN) else f"{group}{_BETWEEN}{name}"
@@ -65,7 +65,7 @@ class Conversation:
         self._names: dict[str, str] = {}  # names of called functions, by the id of the call
 
     def add(self, where: str, item: object) -> None:
-        """Adds one item of `input`. Raises HttpError naming the item."""
+        """Adds an item of `input`. Raises HttpError naming the item."""
         if not isinstance(item, Mapping):
             raise _fault(f"{where} {KNOWN}, got {shown(item)}")
         kind = item.get("type") or ("message" if "role" in item else None)
@@ -235,7 +235,7 @@ def conversation_of(
 
 
 def _readable(part: object) -> object:
-    """Returns a part of a result, or a note in place of one that no model reads, as a file."""
+    """Returns a part of a tool result; a note for a part that no model reads, such as a file."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str) or kind in READ:
         return part

@@ -41,7 +41,7 @@ TOOL_CHOICES = (
 class ResponseRequest(Struct, frozen=True):
     """A checked request.
 
-    `truncates`: old items are left out until the rest fits. `summary`: thoughts are sent as a
+    `truncates`: old items are left out until the request fits. `summary`: thoughts are sent as a
     summary. `echoed`: members of the response that repeat the request. `store`: the response is
     kept, as all responses in the `background` are.
     """
@@ -182,7 +182,7 @@ def _function(prefix: str, tool: Mapping[str, Any], group: str = "") -> dict[str
 def _chosen(
     choice: Mapping[str, Any], tools: Sequence[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns the offered tools and the required ones for a `tool_choice` that names some."""
+    """Returns the offered and the required tools for a `tool_choice` that names tools."""
     if choice.get("type") == "function":
         named = [choice]
     elif choice.get("type") == "allowed_tools" and choice.get("mode") in ("auto", "required"):

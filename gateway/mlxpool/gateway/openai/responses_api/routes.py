@@ -53,7 +53,7 @@ INSTEAD = {  # field that needs a pool with jobs -> advice for a pool without
 
 
 class KeptResponseRoutes:
-    """The methods of kept responses. All raise HttpError and PoolError."""
+    """The handlers of kept responses. All handlers raise HttpError and PoolError."""
 
     def __init__(self, pool: PoolAccess) -> None:
         self._pool = pool
@@ -210,7 +210,7 @@ class KeptResponseRoutes:
         after: int | None = None,
         made: bool = False,
     ) -> None:
-        """Reads a response to its end. `made`: this request made it, so its tokens are counted."""
+        """Reads a response to its end. `made`: this request made it, and counts tokens."""
         frame, output = kept.frame, OutputBlocks(call_ids(kept.id))
         number = kept.first_number
         events = ResponseEvents(frame, output, number, -1 if after is None else after)
