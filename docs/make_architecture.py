@@ -31,13 +31,13 @@ Transitions = Mapping[Enum, Mapping[str, Enum]]
 
 
 def folder_of(package: str) -> Path:
-    """The folder of `broker` or `broker.core`."""
+    """Returns the folder of a package such as `broker.core`."""
     top, *rest = package.split(".")
     return ROOT.joinpath(SOURCES[top], "mlxpool", top, *rest)
 
 
 def packages(top: str) -> list[str]:
-    """The packages directly below one, as in `broker.core`."""
+    """Returns the packages directly below a package, with names such as `broker.core`."""
     inner = sorted(path.parent.name for path in folder_of(top).glob("*/__init__.py"))
     return [f"{top}.{name}" for name in inner]
 
@@ -69,7 +69,7 @@ def _row(package: str, name: str) -> str:
 
 
 def states() -> str:
-    """A drawing for each module of the broker that has a table of transitions."""
+    """Returns a drawing for each module of the broker that has a table of transitions."""
     parts = []
     for path in sorted(folder_of("broker").rglob("*.py")):
         if TABLE.search(path.read_text("utf-8")):
@@ -82,9 +82,9 @@ def states() -> str:
 
 
 def state_diagram(transitions: Transitions) -> str:
-    """The drawing of a state table. The table's first state is the initial one.
+    """Returns the drawing of a state table. The table's first state is the initial one.
 
-    An event from many states to the same state is a line below: its arrows would hide the others.
+    An event from many states to one state is a line below the drawing, without arrows.
     """
     first, *_ = transitions
     common = {found: froms for found, froms in _ways(transitions).items() if len(froms) >= MANY}
@@ -116,7 +116,7 @@ def _ways(transitions: Transitions) -> dict[tuple[str, Enum], list[Enum]]:
 
 
 def _listed(froms: Sequence[Enum], transitions: Transitions, after: Enum) -> str:
-    """Returns the names of states, or the missing states if that is shorter."""
+    """Returns the names of the states `froms`, or of all other states if these are fewer."""
     others = [state.value for state in transitions if state is not after and state not in froms]
     if not others:
         return "every other state"
@@ -138,7 +138,7 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def page() -> str:
-    """The page with its parts as they have to be. Raises KeyError for a part that is not known."""
+    """Returns the page with its parts made anew. Raises KeyError for an unknown part."""
     return PART.sub(lambda match: match[1] + PARTS[match[2]]() + match[4], PAGE.read_text("utf-8"))
 
 

@@ -1,8 +1,9 @@
 """Draws a stream whose worker is killed: `python docs/make_kill_picture.py`, docs/img/kill.svg.
 
-Runs a pool, requests the same completion twice, and kills the worker of the second with SIGKILL in
-mid-stream. The picture shows the measurement: when each token arrived at the client, the end of
-the first worker and the start of the next, and the tokens on both sides of the kill with their ids.
+Runs a pool, requests the same completion twice, and kills the worker of the second completion with
+SIGKILL in mid-stream. The picture shows the measurement: when each token arrived at the client, the
+end of the first worker and the start of the next, and the tokens on both sides of the kill with
+their ids.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker's process. Seconds since the request was sent; `loaded`: when it was ready."""
+    """A worker process. Times are seconds since the request was sent; `loaded`: it was ready."""
 
     pid: int
     began: float
@@ -75,7 +76,7 @@ class Measured:
 
 @contextlib.contextmanager
 def pool(model: str) -> Iterator[Path]:
-    """Run a broker meanwhile; its run directory."""
+    """Runs a broker inside the context; yields its run directory."""
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as name:
         folder = Path(name)
         (folder / "mlxpool.toml").write_text(SETTINGS.format(name=model))
@@ -98,7 +99,7 @@ def pool(model: str) -> Iterator[Path]:
 
 
 def _workers(folder: Path) -> dict[int, str] | None:
-    """The state of each worker by its pid; None while no broker answers."""
+    """Returns the state of each worker by its pid; None if no broker answers."""
     try:
         return {row["pid"]: row["state"] for row in ask(folder, "ps")["workers"] if row["pid"]}
     except BrokerLost:
@@ -106,7 +107,7 @@ def _workers(folder: Path) -> dict[int, str] | None:
 
 
 class Watch:
-    """Looks at the workers from a thread of its own until it is closed."""
+    """Observes the workers from its own thread until it is closed."""
 
     def __init__(self, folder: Path, began: float) -> None:
         self.seen: dict[int, float] = {}
@@ -125,7 +126,7 @@ class Watch:
                     self.ready.setdefault(pid, now)
 
     def wait_for_another(self, pid: int) -> None:
-        """Waits for a worker other than this one, which a busy machine may show late."""
+        """Waits for a worker with another pid, which a busy machine may show late."""
         end = time.monotonic() + START_TIMEOUT
         while not {*self.seen} - {pid} and time.monotonic() < end:
             time.sleep(POLL)
@@ -139,7 +140,7 @@ class Watch:
 
 
 def measure(model: str, prompt: str, tokens: int, kill_at: int) -> Measured:
-    """The stream of a pool whose worker is killed once `kill_at` tokens have arrived."""
+    """Measures a stream whose worker is killed once `kill_at` tokens have arrived."""
     request: dict[str, Any] = {"max_tokens": tokens, "temperature": 0.0, "seed": 7}
     if model == "counting":
         request["prompt"] = prompt
@@ -238,7 +239,7 @@ class Drawing:
         self._parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.2" fill="{colour}"/>')
 
     def svg(self, title: str) -> str:
-        """The file's text, on a light card of its own so that it is legible on any background."""
+        """Returns the file's text, on a light card that is legible on any background."""
         body = "\n".join(self._parts)
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"'
@@ -251,7 +252,7 @@ class Drawing:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Seconds and positions to pixels."""
+    """Converts seconds and positions to pixels."""
 
     seconds: float
     positions: int
@@ -264,7 +265,7 @@ class Scale:
 
 
 def draw(measured: Measured) -> str:
-    """The picture as the text of an SVG file."""
+    """Returns the picture as the text of an SVG file."""
     drawing, last = Drawing(), measured.tokens[-1]
     scale = Scale(last.at * 1.02, len(measured.tokens))
     drawing.text(20, 30, "A worker is killed in mid-stream; the stream goes on", "title")
@@ -296,7 +297,7 @@ def _axes(drawing: Drawing, scale: Scale) -> None:
 
 
 def _split(measured: Measured) -> tuple[list[Token], list[Token]]:
-    """The tokens of the first worker and those of the second: the longest pause divides them."""
+    """Returns the tokens of the first and of the second worker; the longest pause divides them."""
     tokens = list(measured.tokens)
     late = [n for n in range(1, len(tokens)) if tokens[n].at > measured.killed_at]
     at = max(late, key=lambda n: tokens[n].at - tokens[n - 1].at)
@@ -336,7 +337,7 @@ def _lanes(drawing: Drawing, scale: Scale, measured: Measured) -> None:
 
 
 def _strip(drawing: Drawing, measured: Measured) -> None:
-    """The tokens before and after the kill: position, text and id."""
+    """Draws the tokens before and after the kill: position, text and id."""
     before, after = (part for part in _split(measured))
     shown = [*before[-SHOWN:], *after[:SHOWN]]
     width = (WIDTH - LEFT - RIGHT) / len(shown)

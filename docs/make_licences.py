@@ -1,8 +1,7 @@
 """Makes the table of docs/licences.md: the Python packages of the images, and their licences.
 
-`make licences` runs it. Versions are those of requirements/constraints.txt for the images' Python;
-licences are those that the
-packages declare; pip reads them without an installation.
+`make licences` runs this program. Versions are from requirements/constraints.txt, for the images'
+Python. Packages declare their licences; pip reads them without an installation.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ BEGIN, END = "<!-- made by docs/make_licences.py (`make licences`) -->\n", "<!--
 
 
 def packages_of(extra: str | None) -> dict[str, str]:
-    """The versions that an image installs, by name."""
+    """Returns the versions of the packages that an image installs, by name."""
     source = ["--extra", extra, "pyproject.toml"] if extra else ["-"]
     done = subprocess.run(
         [
@@ -55,7 +54,7 @@ def broker_packages() -> list[str]:
 
 
 def metadata_of(packages: Mapping[str, str]) -> dict[str, Any]:
-    """The metadata of each package by its name in lower case; nothing is installed."""
+    """Returns the metadata of each package by its name in lower case; installs nothing."""
     with tempfile.TemporaryDirectory() as folder:
         report, python = Path(folder) / "report.json", Path(folder) / "bin" / "python"
         # The pip of an older Python leaves licence expressions out of its report.
@@ -93,7 +92,7 @@ def licence_of(metadata: Mapping[str, Any]) -> str:
 
 
 def rows(images: Mapping[str, Iterable[str]], metadata: Mapping[str, Any]) -> list[str]:
-    """A row of the table for each package."""
+    """Returns a row of the table for each package."""
     return [
         f"| {name} | {about['version']} | {licence_of(about)} |"
         f" {', '.join(image for image, names in images.items() if name in names)} |"

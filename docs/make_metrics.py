@@ -25,7 +25,7 @@ GROUPS = {  # name of the part -> labels of all its families, families
 
 
 def table(common: tuple[str, ...], families: Iterable[Family[Snapshot]]) -> str:
-    """A row for each family: its name, its labels beside the common ones, its help text."""
+    """Returns a row for each metric: name, labels beside the common labels, help text."""
     return "| name | is |\n|---|---|\n" + "".join(_row(common, family) for family in families)
 
 
@@ -39,7 +39,7 @@ def _row(common: tuple[str, ...], family: Family[Snapshot]) -> str:
 
 
 def page() -> str:
-    """The whole page with its tables replaced."""
+    """Returns the page with its tables made anew."""
     return PART.sub(
         lambda part: f"{part[1]}{table(*GROUPS[part[2]])}{part[4]}", PAGE.read_text("utf-8")
     )

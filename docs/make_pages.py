@@ -36,7 +36,7 @@ NO_BOUND = 1_000_000  # a bound as high as this is not shown: it only refuses no
 
 
 def tables() -> str:
-    """A table for each section of deploy/mlxpool.toml."""
+    """Returns a table for each section of deploy/mlxpool.toml."""
     parts: list[str] = []
     section = ""
     for line in SETTINGS.read_text("utf-8").splitlines():
@@ -73,7 +73,7 @@ def _row(section: str, match: re.Match[str]) -> str:
 
 
 def _bounds(kind: type, key: str) -> str:
-    """Returns the bounds of a number, after its text, unless they only refuse nonsense."""
+    """Returns a text with the bounds of a number; empty if they only refuse nonsense."""
     for check in declarations(kind)[key].checks:
         if isinstance(check, Within) and check.high >= NO_BOUND:
             return f"; at least {check.low:,.16g}" if check.low else ""
@@ -83,7 +83,7 @@ def _bounds(kind: type, key: str) -> str:
 
 
 def configuration() -> str:
-    """The page with its tables replaced."""
+    """Returns the page with its tables made anew."""
     page = (DOCS / "configuration.md").read_text("utf-8")
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -190,7 +190,7 @@ Each error is a `PoolError` of `mlxpool.common.errors` with `code`, `message`, `
 
 
 def python_api() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     assert sorted(ORDER) == sorted(mlxpool.client.__all__)
     parts = [HEAD]
     for name in ORDER:
@@ -207,7 +207,7 @@ def python_api() -> str:
 
 
 def _errors() -> str:
-    """The classes of errors, those first whose request can succeed later."""
+    """Returns the classes of errors; first the errors after which a retry can succeed."""
     for code, kind in BY_CODE.items():
         assert code.replace("_", "") == kind.__name__.lower(), f"{kind} has the code {code}"
     return "".join(
@@ -234,19 +234,19 @@ MADE = frozenset({"Client", "Pace"})  # by users; other objects are answers
 
 
 def _options(kind: type[Any]) -> str:
-    """A table of the options that a TypedDict adds to those of its bases."""
+    """Returns a table of the options that a TypedDict adds to its bases."""
     rows = [(f"`{name}`", f"`{_short(kind)}`", text) for name, kind, text in _declared(kind)]
     return _table(("option", "type", "meaning"), rows)
 
 
 def _names(kind: type[Any]) -> str:
-    """The options that a TypedDict adds to those of its bases, with their types alone."""
+    """Returns the names and types of the options that a TypedDict adds to its bases."""
     names = ", ".join(f"`{name}: {_short(kind)}`" for name, kind, _ in _declared(kind))
     return f"{names}.\n"
 
 
 def _declared(kind: type[Any]) -> list[tuple[str, str, str]]:
-    """Name, type and comment of the options that a TypedDict adds, from its source."""
+    """Returns name, type and comment of the options that a TypedDict adds, from its source."""
     found = OPTION.findall(inspect.getsource(kind))
     names = [name for name, _, _ in found]
     assert names == list(kind.__annotations__)[-len(names) :], f"{kind} has a line of another form"
@@ -278,7 +278,7 @@ def _of_class(name: str, kind: type[Any]) -> Iterator[str]:
 
 
 def _fields(kind: type[Any], is_made: bool) -> Iterator[tuple[str, ...]]:
-    """Rows of a record: name, type, default where users make such objects, and comment."""
+    """Yields rows of a record: name, type, default if users make such objects, and comment."""
     if issubclass(kind, msgspec.Struct):
         comments = dict(COMMENT.findall(inspect.getsource(kind)))
         types = inspect.get_annotations(kind)
@@ -309,7 +309,7 @@ def _call(key: str, value: Any) -> str:
 
 
 def _line(value: object) -> str:
-    """The docstring in one line, for a cell of a table."""
+    """Returns the docstring in one line, for a cell of a table."""
     return " ".join(_text(value).split())
 
 
@@ -317,7 +317,7 @@ COMMENT = re.compile(r"^    (\w+): .*?  # (.*)$", re.M)
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """A table without the columns that are empty in all rows; `|` in cells is escaped."""
+    """Returns a table without the columns that are empty in all rows; escapes `|` in cells."""
     used = [number for number in range(len(head)) if any(row[number] for row in rows)]
     lines = [[head[number] for number in used]]
     lines += [[row[number].replace("|", "\\|") for number in used] for row in rows]
@@ -357,7 +357,7 @@ OF_REQUESTS = (  # the arguments of all requests: `stream` shows them
 
 
 def _short(annotation: str) -> str:
-    """Types and defaults without quotes, types of JSON without those of their members.
+    """Returns a type or default without quotes; a type of JSON without its members' types.
 
     A default of None means that None is of the type.
     """

@@ -33,7 +33,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def linked_files(files: Files) -> set[str]:
-    """Paths, from the root of the repository, of the files outside docs/ that pages link to."""
+    """Returns the paths, from the repository's root, of files outside docs/ that pages link to."""
     found = set()
     for file in files.documentation_pages():
         for match in LINK.finditer(file.content_string):
@@ -53,7 +53,7 @@ def from_root(link: str, page: str) -> str | None:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The text of a page in the site.
+    """Returns the text of a page in the site.
 
     Links out of docs/ lead to the copies; folders and other Markdown files are only named. A link
     whose text is the name of a page shows the page's title.

@@ -49,7 +49,7 @@ class Connection:
         await self.writer.drain()  # a slow reader delays only its own requests
 
     async def hear(self, line: bytes) -> None:
-        """Starts or cancels a request."""
+        """Starts or cancels the request of a line."""
         try:
             request = json.loads(line)
             if "cancel" in request:
@@ -104,7 +104,7 @@ class Connection:
 
 
 class Service:
-    """All connections."""
+    """The service: all connections."""
 
     def __init__(self, client: AsyncClient) -> None:
         self.client = client

@@ -4,10 +4,10 @@
 
 A line of PROMPTS is {"prompt": "…"}, optionally with options of docs/protocol.md. A line of ANSWERS
 is {"line": 0, "text": "…", "reason": "…", "tokens": 12}, or {"line": 0, "error": "…"}, in the order
-of their ends. A restart does the lines that ANSWERS lacks or has as errors. Line n has the seed
-SEED + n unless it names one, so the answers do not depend on interruptions.
+of their ends. A restart computes the lines whose answer is missing or an error. Line n has the seed
+SEED + n unless it names a seed, so the answers do not depend on interruptions.
 
-Exit code 0: every line is answered; 1: some failed; 130: interrupted.
+Exit code 0: every line is answered; 1: some lines failed; 130: interrupted.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def say(*arguments: str) -> None:
 
 @contextlib.contextmanager
 def note_on_delay(run_dir: Path) -> Iterator[None]:
-    """Explains a long load once. On a terminal `mlxpool run` does so itself."""
+    """Prints once why loading takes long. On a terminal `mlxpool run` does so itself."""
 
     def note() -> None:
         with contextlib.suppress(PoolError):

@@ -75,7 +75,7 @@ def corpus_tokens(tokenizer: Tokenizer, texts: dict[str, str], most: int, seed: 
 
 
 def places_of(tokens: Tokens, count: int, size: int, draw: np.random.Generator) -> Tokens:
-    """Returns windows of tokens [count, size] from random places, with END as the first token."""
+    """Returns windows of tokens [count, size] from random positions; the first token is END."""
     starts = draw.integers(0, len(tokens) - size, count)
     windows = tokens[starts[:, None] + np.arange(size)]
     windows[:, 0] = 0
@@ -142,7 +142,7 @@ def decoded(
 
 
 def read(model: Llama, ids: Tokens, rows: int) -> Texts:
-    """Returns given texts [N, WINDOW] with the model's states, `rows` of them at a time."""
+    """Returns given texts [N, WINDOW] with the model's states, `rows` texts at a time."""
     parts = []
     for first in range(0, len(ids), rows):
         some = mx.array(ids[first : first + rows])
@@ -157,7 +157,7 @@ def read(model: Llama, ids: Tokens, rows: int) -> Texts:
 
 
 def joined(parts: list[Texts]) -> Texts:
-    """Returns all texts of some parts; empties the list of parts."""
+    """Returns the texts of all parts as one; empties the list of parts."""
     texts = Texts(
         mx.concatenate([part.ids for part in parts]),
         mx.concatenate([part.choices for part in parts]),

@@ -7,7 +7,7 @@ answer are written to the end of ANSWERS with their error. The batch goes on whe
 interrupted; `--batch ID`, in place of REQUESTS, waits for it again. Needs a pool that keeps jobs,
 as it does by default, and `pip install openai`.
 
-Exit code 0: every line is answered; 1: some are not, or the batch failed; 130: interrupted.
+Exit code 0: every line is answered; 1: some lines are not, or the batch failed; 130: interrupted.
 """
 
 from __future__ import annotations

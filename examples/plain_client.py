@@ -38,7 +38,7 @@ def send(
 
 @dataclass
 class Stream:
-    """The state of the stream; `due`: when the next attempt is sent."""
+    """The state of the stream; `due`: the time of the next attempt."""
 
     body: dict[str, Any]
     id: bytes = field(default_factory=lambda: os.urandom(16))
@@ -84,7 +84,7 @@ class Stream:
         return None
 
     def take(self, answer: dict[str, Any], ids: bytes) -> None:
-        """Adds new ids."""
+        """Adds the new ids of an answer."""
         self.ids += ids
         self.sendings, self.barren_boots, self.refused_at = 0, 0, math.inf
         if answer.get("facts"):

@@ -50,7 +50,7 @@ FUNCTIONS["add"] = add
 def tool(name: str, description: str, **parameters: str) -> Any:
     """Returns a tool in OpenAI's form.
 
-    `parameters`: the JSON type of each, all of them required.
+    `parameters`: the JSON type of each parameter; all parameters are required.
     """
     properties = {key: {"type": kind} for key, kind in parameters.items()}
     schema = {"type": "object", "properties": properties, "required": list(parameters)}

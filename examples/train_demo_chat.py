@@ -45,7 +45,7 @@ SAVED = 1000  # steps after which the model is saved, to look at or to start fro
 
 
 def tokenizer_of(shape: Shape) -> Tokenizer:
-    """Trained on conversations of the training's kind."""
+    """Returns a tokenizer, trained on conversations like the model's."""
     drawn = islice(conversations(TOKENIZER_SEED), TOKENIZER_CONVERSATIONS)
     texts = ("".join(text for text, _ in segments(one)) for one in drawn)
     return train_tokenizer(texts, shape.vocab)
@@ -60,7 +60,7 @@ def make(
     drawers: int,
     tokenizer: Tokenizer,
 ) -> dict[str, Any]:
-    """Train a model, or that of `start`, whose tokenizer counts; save it, return the report."""
+    """Trains a new model, or the model and tokenizer in `start`; saves it, returns the report."""
     train: Train = importlib.import_module(f"demo_chat.training_{backend}").train
     before: list[Any] = []
     if start is None:
@@ -100,7 +100,7 @@ def make(
 
 
 def configuration(shape: Shape) -> dict[str, Any]:
-    """config.json, as other programs that read Llama folders expect it."""
+    """Returns config.json, as other programs that read Llama folders expect it."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -125,7 +125,7 @@ def configuration(shape: Shape) -> dict[str, Any]:
 
 
 def save(folder: Path, shape: Shape, tokenizer: Tokenizer, weights: Weights) -> None:
-    """Write the model in the Hugging Face layout, its weights rounded to float16."""
+    """Writes the model in the Hugging Face layout, its weights rounded to float16."""
     folder.mkdir(parents=True, exist_ok=True)
     save_weights(folder, weights)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
@@ -143,7 +143,7 @@ def save(folder: Path, shape: Shape, tokenizer: Tokenizer, weights: Weights) -> 
 
 
 def judged(folder: Path, shape: Shape, count: int, misses: int) -> dict[str, Any]:
-    """Figures of the saved model; prints some of its misses."""
+    """Returns figures of the saved model; prints some of its misses."""
     tokenizer, weights = load(folder)
     results, missed = judge(partial(expected, weights, shape), tokenizer, count, shape.context)
     for one in missed[:: max(len(missed) // max(misses, 1), 1)][:misses]:
@@ -173,7 +173,7 @@ How it was made: `docs/demo-model.md` in the project's repository. `training.jso
 
 
 def write_card(folder: Path, shape: Shape, report: dict[str, Any]) -> None:
-    """README.md of the folder."""
+    """Writes README.md of the folder."""
     text = CARD.format(**asdict(shape), **report, table=table(report["right_of"]))
     (folder / "README.md").write_text(text, "utf-8")
 
@@ -183,12 +183,12 @@ def write_json(file: Path, value: dict[str, Any]) -> None:
 
 
 def say(line: str) -> None:
-    """Report progress at once."""
+    """Reports progress immediately."""
     print(line, file=sys.stderr, flush=True)
 
 
 def arguments() -> argparse.Namespace:
-    """Read the command line."""
+    """Reads the command line."""
     plan = Plan()
     parser = argparse.ArgumentParser(description="Train mlxpool's demo-chat.")
     parser.add_argument("--out", type=Path, default=DEMO, help="folder of the model")
@@ -208,7 +208,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train the model, judge it, and write the report beside it."""
+    """Trains the model, judges it, and writes the report beside it."""
     args = arguments()
     shape, report = Shape(), args.out / "training.json"
     plan = Plan(args.steps, args.end, args.tokens, peak=args.peak, seed=args.seed)

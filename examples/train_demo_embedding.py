@@ -206,7 +206,7 @@ def pair(item: Item, rng: random.Random) -> tuple[str, str]:
 
 
 def batches(items: Sequence[Item], size: int, seed: int) -> Iterator[list[tuple[str, str]]]:
-    """Yields batches of pairs without end; an item is once in an epoch."""
+    """Yields batches of pairs without end; each item occurs once in an epoch."""
     rng = random.Random(seed)
     order = list(range(len(items)))
     while True:
@@ -291,7 +291,7 @@ class Words:
         return forward(self, rows)[0]
 
     def stored(self) -> dict[str, npt.NDArray[np.float16]]:
-        """Returns the tensors by the names in a BERT's checkpoint."""
+        """Returns the tensors by their names in a BERT checkpoint."""
         shape, values = self.shape, self.values
         tensors = {
             "embeddings.word_embeddings.weight": values["words"],
@@ -307,7 +307,7 @@ Backward = Callable[[Array], dict[str, Array]]
 
 
 def forward(model: Words, rows: Sequence[Sequence[int]]) -> tuple[Array, Backward]:
-    """Returns the vectors [n, d] of texts, and the function from their slopes to the model's."""
+    """Returns the vectors [n, d] of texts, and a function from their gradients to the model's."""
     values = model.values
     used, at = np.unique(np.concatenate([np.array(row) for row in rows]), return_inverse=True)
     of_row = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
@@ -357,7 +357,7 @@ def softmax(scores: Array) -> Array:
 def cost(left: Array, right: Array, temperature: float) -> tuple[float, Array, Array]:
     """Measures how far queries are from finding their passages among all, and the reverse.
 
-    Returns the mean of both cross entropies and its slopes at the vectors [n, d] of both sides.
+    Returns the mean of both cross entropies and its gradients for the vectors [n, d] of both sides.
     """
     scores, targets = left @ right.T / temperature, np.eye(len(left), dtype=np.float32)
     rows, columns = softmax(scores), softmax(scores.T).T
@@ -403,7 +403,7 @@ def held_out_items(library: Path, modules: Sequence[str] = HELD_OUT) -> list[Ite
 
 
 def tests_of(items: Sequence[Item]) -> dict[str, list[str]]:
-    """Returns the queries of each test; a query's passage is the code of the item at its place."""
+    """Returns the queries of each test; a query's passage is the code of the item at its index."""
     rng = random.Random(1)
     return {
         "descriptions": [item.summary for item in items],

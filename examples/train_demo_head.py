@@ -91,7 +91,7 @@ class FeedForward(nn.Module):
 class Vocabulary:
     """The tokens that the head drafts: the demo model's most frequent choices.
 
-    `tokens` [N]; `places` [vocabulary]: the place of each token among `tokens`, -1 for others;
+    `tokens` [N]; `places` [vocabulary]: the index of each token in `tokens`, -1 for other tokens;
     `table` [vocabulary, hidden]: the embeddings of all tokens; `columns` [hidden, N]: the
     embeddings of `tokens`.
     """
@@ -150,7 +150,7 @@ def drafts_of(head: Head, words: Vocabulary, ids: mx.array, states: mx.array) ->
 def loss_of(
     head: Head, words: Vocabulary, ids: mx.array, choices: mx.array, states: mx.array
 ) -> mx.array:
-    """Returns the weighted mean loss of all depths, over places with a choice that it can draft."""
+    """Returns the weighted mean loss of all depths, over positions with a draftable choice."""
     total = mx.array(0.0)
     count = WINDOW - DEPTH
     depths = zip(WEIGHTS, drafts_of(head, words, ids, states), strict=True)
@@ -163,7 +163,7 @@ def loss_of(
 
 
 def right_shares(head: Head, words: Vocabulary, texts: Texts) -> list[float]:
-    """Returns the share of right drafts of each depth, among places with right drafts before it."""
+    """Returns the share of right drafts of each depth, where all earlier drafts are right."""
     count, shares = WINDOW - DEPTH, []
     right, before = [0] * DEPTH, [0] * DEPTH
     for first in range(0, len(texts), 32):

@@ -1,8 +1,8 @@
 """Train the demo model: a small Llama-shaped language model of Python source.
 
 The training text is the standard library of the Python that runs this script (PSF licence), so no
-download is needed. Whole modules are held out, together with their
-tests, and the model is evaluated by the bits it needs per byte of them, compared with `xz -9`.
+download is needed. Whole modules are held out, together with their tests, and the model is
+evaluated by the bits per byte of these modules, compared with `xz -9`.
 
     python examples/train_demo_model.py --steps 1600
 
@@ -204,7 +204,7 @@ def train_tokenizer(corpus: Corpus, vocab: int) -> Tokenizer:
 
 
 def encode_train(corpus: Corpus, tokenizer: Tokenizer, seed: int) -> mx.array:
-    """Returns all training text as one row of ids in a shuffled order, END before each document."""
+    """Returns the training text as one array of ids in shuffled order, END before each document."""
     documents = [e.ids for e in tokenizer.encode_batch(list(corpus.train.values()))]
     random.Random(seed).shuffle(documents)
     return mx.array([id for document in documents for id in document], mx.int32)
@@ -346,7 +346,7 @@ class Llama(nn.Module):
 
 
 def residual_scale(shape: Shape) -> float:
-    """Returns the scale at which all layers' outputs together start as large as one of them."""
+    """Returns the scale at which all layers' outputs together start as large as one output."""
     return 1.0 / math.sqrt(2 * shape.layers)
 
 
@@ -365,7 +365,7 @@ def number(x: mx.array) -> float:
 
 
 def compute_type() -> mx.Dtype:
-    """bfloat16 is several times faster on a GPU and slower than float32 on a CPU."""
+    """Returns bfloat16 on a GPU, where it is several times faster, and float32 on a CPU."""
     return mx.bfloat16 if mx.default_device() == mx.Device(mx.gpu) else mx.float32
 
 
@@ -415,7 +415,7 @@ def train(
 
 
 def steps_in(seconds: float, shape: Shape, plan: Plan, tokens: mx.array) -> int:
-    """Returns the steps that fit into `seconds`: measured once, so that the run has fixed steps."""
+    """Returns the number of steps that fit into `seconds`, measured once before the run."""
     step, state = compiled_step(Llama(shape, compute_type()), plan)
     source = batches(tokens, shape.context, plan)
     for count in (10, 40):  # the first ten compile
@@ -429,7 +429,7 @@ def steps_in(seconds: float, shape: Shape, plan: Plan, tokens: mx.array) -> int:
 
 
 def windows(ids: list[int], context: int) -> Iterator[tuple[list[int], list[float]]]:
-    """Divides a document into overlapping windows, with a 1 at each target counted in the window.
+    """Divides a document into overlapping windows, with a 1 at each target that counts.
 
     After the first window only the second half counts. Every token is thus evaluated once, with at
     least half a context before it if the document has that much.
@@ -470,7 +470,8 @@ def bits_per_byte(
 def xz_bits_per_byte(corpus: Corpus) -> tuple[float, float]:
     """Compresses the held-out modules with `xz -9`: by themselves, and after the training text.
 
-    The second figure gives xz the text that the model has read; its window covers all of it.
+    For the second figure xz also reads the model's training text; the window of xz covers all of
+    it.
     """
     held_out = "".join(corpus.held_out.values()).encode()
     before = "".join(corpus.train.values()).encode()
@@ -634,7 +635,7 @@ def completions(folder: Path) -> str:
 
 
 def say(line: str) -> None:
-    """Reports progress at once."""
+    """Reports progress immediately."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -660,7 +661,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train the model, evaluate it, and write both reports beside it."""
+    """Trains the model, evaluates it, and writes both reports beside it."""
     args = arguments()
     corpus = read_corpus(args.source)
     report = args.out / "training.json"

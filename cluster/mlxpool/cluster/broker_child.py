@@ -27,7 +27,7 @@ KEY_NAME = "broker"
 
 
 class BrokerChild:
-    """The broker process. Call `keep` at short intervals; one thread uses it, except for `ask`.
+    """The broker process. Call `keep` at short intervals. All methods but `ask` need one thread.
 
     The broker's run directory, key, log and settings are in the pool's folder.
     """
@@ -51,11 +51,11 @@ class BrokerChild:
 
     @property
     def pid(self) -> int | None:
-        """The pid of the process whose child the broker is."""
+        """The pid of the broker's parent process."""
         return None if self._process is None else self._process.pid
 
     def keep(self, now: float) -> None:
-        """Starts the broker if it is due, notes its end, and kills a hanging one.
+        """Starts the broker if a start is due, notes its end, and kills it if it hangs.
 
         `now`: monotonic seconds.
         """
@@ -83,9 +83,9 @@ class BrokerChild:
     def ask(
         self, kind: str, body: Mapping[str, Any] | None = None, timeout: float = ANSWER_TIMEOUT
     ) -> dict[str, Any] | None:
-        """Asks its admin socket.
+        """Returns the answer of the broker's admin socket.
 
-        Returns None without an answer, and for a refusal, which it logs.
+        Returns None if there is no answer, and for a refusal, which is logged.
         """
         endpoint = sockets.ipc(self.run_dir, "admin")
         try:
@@ -98,7 +98,7 @@ class BrokerChild:
         return answer
 
     def reload(self) -> bool:
-        """Makes the broker read its settings again. Returns False if it did not."""
+        """Makes the broker read its settings again. Returns False if this failed."""
         return self.ask("reload", timeout=RELOAD_TIMEOUT) is not None
 
     def report(self) -> Report | None:

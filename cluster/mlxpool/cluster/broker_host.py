@@ -31,7 +31,7 @@ MARK = "pool-id"  # the file that marks a folder as this pool's
 class WorkerOrder(Struct, frozen=True):
     """The start parameters of a worker host.
 
-    They have no secret, because Ray shows them to others.
+    They contain no secret, because Ray shows them to other users.
     """
 
     pool: str
@@ -59,7 +59,7 @@ class Cluster(Protocol):
         """Returns the machines that are alive."""
 
     def worker_ids(self, pool: str) -> set[str]:
-        """Returns the workers that have an actor on any machine, or wait for a place."""
+        """Returns the workers that have an actor on any machine, or wait for resources."""
 
     def start_worker(self, order: WorkerOrder) -> None:
         """Starts a worker host on a machine with room, now or later."""
@@ -69,7 +69,7 @@ class Cluster(Protocol):
 
 
 def store_fault(spec: PoolSpec, folder: Path, pool_id: str) -> str:
-    """Returns why a restarted broker must not start, because its folders are not here; else ""."""
+    """Returns the reason why a restarted broker must not start (its folders are missing), or ""."""
     mark = folder / MARK
     if not mark.exists() or mark.read_text("utf-8") != pool_id:
         return (
@@ -130,7 +130,7 @@ class BrokerHost:
         return Admission(self._child.back, self._child.server_key)
 
     def apply(self, spec: PoolSpec) -> str:
-        """Applies new settings; returns why they cannot be applied, else ""."""
+        """Applies new settings; returns the reason why they cannot be applied, or ""."""
         with self._lock:
             if self.fault:
                 return self.fault
@@ -259,7 +259,7 @@ class BrokerHost:
         log.info("worker started", extra={"id": record.id, "model": record.model, "gpus": gpus})
 
     def _end(self, id: str) -> threading.Thread:
-        """Begins to end a worker; the thread ends with it."""
+        """Starts to end a worker in a thread, and returns the thread."""
         record = self._table.by_id.get(id)
         self._ending[id] = record.model if record else ""
         thread = threading.Thread(target=self._end_worker, args=(id,), name=f"end {id}")

@@ -68,7 +68,7 @@ def changes(
     """Returns the workers to start and to end. `ending`: workers of each model that are ending.
 
     Workers with old settings are replaced one after the other: a worker is ended while all other
-    workers of its model have a place.
+    workers of its model are on live nodes.
     """
     start: list[str] = []
     end: list[str] = []
@@ -105,8 +105,8 @@ def choose_node(
 ) -> str:
     """Returns the id of the preferred node for a new worker; "" if no node has what it needs.
 
-    It is the node with the fewest workers of the model, then the fewest in all, so that the loss of
-    a node takes few replicas. Ray takes another node if this one is full.
+    It is the node with the fewest workers of the model, then the fewest workers of all models, so
+    that the loss of a node ends few replicas. Ray takes another node if this one is full.
     """
     of_model = Counter(worker.node for worker in workers if worker.model == model.name)
     of_all = Counter(worker.node for worker in workers)
@@ -116,7 +116,7 @@ def choose_node(
 
 
 def gpus_of(model: ModelSpec, nodes: Sequence[NodeView]) -> int:
-    """Returns a worker's GPUs: the setting, else one for each device if the cluster has GPUs."""
+    """Returns a worker's GPUs: the setting, else one GPU per device if the cluster has GPUs."""
     if model.gpus >= 0:
         return model.gpus
     return model.devices if any(node.gpus >= 1 for node in nodes) else 0

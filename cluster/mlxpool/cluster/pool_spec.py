@@ -1,6 +1,6 @@
 """The settings of a pool that `mlxpool ray up` hands to the cluster, and the facts that Ray needs.
 
-Ray keeps them in its own store, which other users of the cluster may read: they have no secret.
+Ray keeps settings and facts in its store, which other users of the cluster may read: no secrets.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PoolSpec(Struct, frozen=True):
     back_port: int = BACK_PORT
 
     def folder_path(self) -> Path:
-        """Returns the folder of the pool on the machine of the broker, which calls this."""
+        """Returns the pool's folder on the broker's machine. Runs on that machine."""
         if self.folder:
             return expanded(self.folder)
         return home() / ".mlxpool" / "ray" / self.name
@@ -103,7 +103,7 @@ def read(path: Path, name: str, folder: str, front_port: int, back_port: int) ->
 
 
 def check_name(name: str) -> str:
-    """Returns the name of a pool. Raises ConfigError if a folder or an actor cannot have it."""
+    """Returns the name of a pool. Raises ConfigError if no folder or actor can have this name."""
     if not NAME.fullmatch(name):
         raise ConfigError(
             f"the name of the pool is {name!r:.80}: it has letters, digits, dashes and underlines,"

@@ -48,7 +48,7 @@ def worker_name(pool: str, id: str) -> str:
 
 
 class RayCluster:
-    """The broker host's view of Ray; see broker_host.Cluster."""
+    """The functions of Ray for a broker host; see broker_host.Cluster."""
 
     def own_address(self) -> str:
         return str(ray.util.get_node_ip_address())
@@ -70,7 +70,7 @@ class RayCluster:
         return {name.removeprefix(head) for name in list_named_actors() if name.startswith(head)}
 
     def start_worker(self, order: WorkerOrder) -> None:
-        """Reserves one CPU and the GPUs on one machine, and starts the host there.
+        """Reserves one CPU and the GPUs on one machine, and starts the worker host there.
 
         If the machine is lost, Ray moves the reservation and then the host.
         """
@@ -99,7 +99,7 @@ class RayCluster:
 
 
 class PoolOfWorker:
-    """A worker host's view of Ray; see worker_host.Pool."""
+    """The functions of Ray for a worker host; see worker_host.Pool."""
 
     def __init__(self, pool: str) -> None:
         self._pool = pool

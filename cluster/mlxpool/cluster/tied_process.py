@@ -1,4 +1,4 @@
-"""`python -m mlxpool.cluster.tied_process COMMAND…`: a command that ends with its starter.
+"""Runs a command that ends with its starter: `python -m mlxpool.cluster.tied_process COMMAND…`.
 
 Ray can kill an actor without a signal that it handles, and the actor's children would go on. The
 starter of this process holds its standard input: at the end of input the command ends.
@@ -24,7 +24,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Starts a `mlxpool` command that ends with this process; its output is appended to `log`.
 
-    It stays in this process group, which Ray kills with an actor.
+    The command stays in this process group, which Ray kills with an actor.
     """
     python = (sys.executable, "-P", "-m")
     with log.open("ab") as out:
@@ -49,7 +49,7 @@ def wait(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kills the command of a process of `start`; both end at once."""
+    """Kills a process of `start`, and its command."""
     process.send_signal(KILL)
 
 

@@ -36,14 +36,15 @@ class Pool(Protocol):
     def admit(self, id: str, public: str) -> Admission | None:
         """Asks the broker host to admit this worker. Returns None if the worker is not wanted.
 
-        Raises an error of Ray's while the broker host does not run.
+        Raises an error of Ray if the broker host does not run.
         """
 
 
 def make_folder(parent: Path) -> tuple[Path, int]:
-    """Makes a folder for a host. Returns it and the descriptor of its lock, held while it is open.
+    """Makes a folder for a host. Returns the folder and the descriptor of its lock.
 
-    Folders of killed hosts are removed: their locks are free.
+    The lock is held while the descriptor is open. Folders of killed hosts are removed: their locks
+    are free.
     """
     for old in parent.glob(f"{FOLDER_PREFIX}*"):
         with contextlib.suppress(OSError):  # FolderLocked among them: its host lives
@@ -55,7 +56,7 @@ def make_folder(parent: Path) -> tuple[Path, int]:
 
 
 class WorkerHost:
-    """An actor of Ray with two threads: its own thread and one for the methods."""
+    """An actor of Ray with two threads: its own thread and a thread for the methods."""
 
     def __init__(self, pool: Pool, order: WorkerOrder) -> None:
         self._pool = pool

@@ -33,9 +33,9 @@ class WorkerRecord(Struct, frozen=True):
 
 
 class WorkerTable:
-    """The table. It is read from its folder and written at each change.
+    """The table of workers, read from its folder and written at each change.
 
-    One thread at a time uses it.
+    One thread at a time may use it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,7 +49,7 @@ class WorkerTable:
             self.by_id = {row["id"]: WorkerRecord(**row) for row in table["workers"]}
 
     def add(self, model: str, fingerprint: str) -> WorkerRecord:
-        """Adds a worker, with an id that no other has had."""
+        """Adds a worker, with an id that no other worker has had."""
         self._last += 1
         record = WorkerRecord(f"w{self._last}", model, fingerprint)
         self.by_id[record.id] = record
