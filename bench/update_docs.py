@@ -7,10 +7,10 @@ A page has three kinds of marks, all of which end with `<!-- end -->`:
     <!-- table: NAME -->                        one of bench/figures/tables.toml
     <!-- figure: RUN; GROUP; NAME; SIDE -->     one figure, within a sentence
 
-RUN is a file in bench/figures/, which README.md there describes. GROUP, NAME and SIDE are those of
-one of its lines; GROUP may be left out if only one line has the NAME. `SIDE / SIDE` is the ratio of
-the first to the second, above 1 if the first is better. `<!-- figure: RUN; date -->` is the day of
-the run.
+RUN is a file in bench/figures/, which README.md there describes. GROUP, NAME and SIDE name a figure
+of one measurement of the run; GROUP may be left out if only one measurement has the NAME. `SIDE /
+SIDE` is the ratio of the first to the second, above 1 if the first is better. `<!-- figure: RUN;
+date -->` is the day of the run.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Table(Struct, frozen=True):
 
 
 def read_tables(file: Path) -> dict[str, Table]:
-    """Reads the tables of a TOML file by name: the fields of Table, and rows with those of Row."""
+    """Reads the tables of a TOML file by name: fields of Table, and rows with fields of Row."""
     return {
         name: Table(
             tuple(Row(**{**row, "names": tuple(row["names"])}) for row in fields.pop("rows")),

@@ -28,7 +28,7 @@ from mlxpool.client import Client
 from mlxpool.common.errors import BrokerLost
 
 PICTURE = Path(__file__).parent / "img" / "kill.svg"
-# deterministic: a token that is computed with the prompt has the same bits as one of a later step.
+# deterministic: a token has the same bits, computed with the prompt or in a later step.
 SETTINGS = """
 [pool]
 restart_delay = 0.1
@@ -194,8 +194,8 @@ def faults(measured: Measured) -> list[str]:
 
 WIDTH, HEIGHT = 900, 440
 LEFT, RIGHT, TOP, BOTTOM = 70, 24, 74, 300  # the edges of the plot
-LANES = (318, 340)  # of the two workers' processes
-STRIP = 384  # of the tokens on both sides of the kill
+LANES = (318, 340)  # y of the bars of both worker processes
+STRIP = 384  # y of the tokens before and after the kill
 SHOWN = 7  # tokens of the strip on each side
 FIRST, SECOND, KILL, INK, QUIET, LINES = (
     *("#1f5fbf", "#0a7d55", "#c62828", "#1f2328", "#59636e", "#d1d9e0"),

@@ -2,7 +2,7 @@
 
     python examples/asyncio_service.py [RUN_DIR] [--listen 127.0.0.1:8765]
 
-The protocol is JSON over TCP, one object per line. A connection may have many requests at once:
+The protocol is JSON over TCP, one object per line. A connection may have many concurrent requests:
 
     {"id": "a", "model": "demo", "prompt": "def f(x):", "max_tokens": 20, "seconds": 30}
     {"cancel": "a"}

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from mlxpool.client import AsyncClient, PoolError
 
-MAX_ATTEMPTS = 5  # of a line that the pool refused for now, after the pause that the pool asks for
+MAX_ATTEMPTS = 5  # attempts for a line that the pool refuses for now
 DEFAULT_PAUSE = 1.0  # seconds, if the pool does not ask for a time
 
 

@@ -83,7 +83,7 @@ def places_of(tokens: Tokens, count: int, size: int, draw: np.random.Generator) 
 
 
 def written(model: Llama, prompts: Tokens, size: int, temperatures: mx.array) -> Texts:
-    """Returns texts of the model after prompts [R, P], with at most WINDOW tokens in all.
+    """Returns texts of the model after prompts [R, P], with at most WINDOW tokens.
 
     `size`: the number of tokens of each prompt that are used. `temperatures` [R, 1].
     """

@@ -23,7 +23,7 @@ PING_INTERVAL = 1.0  # seconds
 SILENCE = 3.0  # seconds without any frame before a new connection is tried
 GRACE = 60.0  # seconds without any frame before the stream ends
 CONNECT_GRACE = 5.0  # the same bound if no broker ever answered
-ANSWER_TIMEOUTS = (2.0, 4.0, 8.0)  # seconds, for the first, second and third attempt in a row
+ANSWER_TIMEOUTS = (2.0, 4.0, 8.0)  # seconds, for the first, second and third successive attempt
 
 Socket = zmq.Socket[bytes]
 
@@ -44,12 +44,12 @@ class Stream:
     id: bytes = field(default_factory=lambda: os.urandom(16))
     attempt: int = 0
     ids: bytes = b""  # packed, four bytes each
-    resume: dict[str, Any] = field(default_factory=dict)  # its seed and facts, after acceptance
+    resume: dict[str, Any] = field(default_factory=dict)  # seed and facts, after acceptance
     home: tuple[int, int] | None = None  # boot and link that accepted the newest attempt
-    boot: int = 0  # boot of the broker that accepted it last
-    sendings: int = 0  # attempts in a row without a new id
-    barren_boots: int = 0  # brokers in a row without a new id
-    refused_at: float = math.inf  # time of the first of a row of retryable errors
+    boot: int = 0  # boot of the broker that last accepted the stream
+    sendings: int = 0  # successive attempts without a new id
+    barren_boots: int = 0  # successive brokers without a new id
+    refused_at: float = math.inf  # time of the first of successive retryable errors
     due: float = 0.0
 
     def send(self, socket: Socket, now: float) -> None:

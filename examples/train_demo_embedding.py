@@ -157,7 +157,7 @@ def code(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, lines: lis
 
 
 def passages(text: str) -> Iterator[Item]:
-    """Yields each paragraph of a text: its first sentence describes the rest."""
+    """Yields each paragraph of a text: its first sentence describes its other sentences."""
     for paragraph in text.split("\n\n"):
         first, _, rest = " ".join(paragraph.split()).partition(". ")
         if len(first.split()) >= 5 and len(rest.split()) >= 8:

@@ -1,9 +1,10 @@
 """Train the head of the demo model that predicts further tokens (MTP), for speculation.
 
-The head reads the demo model's last state and the token after it. It gives the next token, and a
-state from which it continues by itself. It learns to make the demo model's choices. Most of its
-text is written by the demo model, at several temperatures, after the begin of functions and other
-places of its own training text. States and choices of the demo model are computed once.
+The head reads the demo model's last state and the token after this state. It gives the next token,
+and a state from which the head continues by itself. The head learns to make the demo model's
+choices. Most of the training text is written by the demo model, at several temperatures, after the
+begin of functions and other parts of that model's training text. States and choices of the demo
+model are computed once.
 
     python examples/train_demo_head.py --seconds 130
 
@@ -115,7 +116,7 @@ class Vocabulary:
 
 
 class Head(nn.Module):
-    """Embeddings of tokens and the states before them, [..., hidden] each -> states."""
+    """Maps embeddings of tokens, and the states before the tokens, to states; all [..., hidden]."""
 
     def __init__(self, shape: Shape, width: int) -> None:
         super().__init__()

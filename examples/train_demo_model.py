@@ -171,14 +171,14 @@ def read_modules(source: Path) -> Iterator[tuple[str, str]]:
 
 
 def tells_of_held_out(path: Path) -> bool:
-    """Whether a file is a held-out module or, by its name, a test of one."""
+    """Whether a file is a held-out module or, by its name, a test of a held-out module."""
     if path.parts[0] == "test":
         return path.stem.startswith(tuple(f"test_{name}" for name in HELD_OUT))
     return len(path.parts) == 1 and path.stem in HELD_OUT
 
 
 def train_tokenizer(corpus: Corpus, vocab: int) -> Tokenizer:
-    """Byte-level BPE: any text has tokens, and decoding returns the same bytes.
+    """Trains byte-level BPE: any text has tokens, and decoding returns the same bytes.
 
     Encoding puts END before the text, as before every document in training.
     """
@@ -457,7 +457,7 @@ def document_bits(model: Llama, tokenizer: Tokenizer, text: str, context: int) -
 def bits_per_byte(
     model: Llama, tokenizer: Tokenizer, corpus: Corpus, context: int
 ) -> dict[str, float]:
-    """Returns bits per UTF-8 byte of each held-out module, and of all of them under the name ''."""
+    """Returns bits per UTF-8 byte of each held-out module, and of all modules under the name ''."""
     bits = {
         name: document_bits(model, tokenizer, text, context)
         for name, text in corpus.held_out.items()

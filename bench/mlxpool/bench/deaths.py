@@ -33,7 +33,7 @@ from mlxpool.common.errors import Internal, PoolError
 COUNTING = "builtin:counting"
 STEP_US = 2000  # step time of the counting model, so that streams run when a fault comes
 COUNT = [{"role": "user", "content": "Count to 90."}]  # for all other models
-STUCK = 60.0  # seconds after a fault; a stream that has not ended by then is stuck
+STUCK = 60.0  # seconds after a fault until an unfinished stream counts as stuck
 LOOK_INTERVAL = 0.02  # seconds between two looks at the workers
 PREFILL, DECODE = "prefill", "decode"
 KILL, STOP, BROKER = "kill", "stop", "broker"  # values of --faults

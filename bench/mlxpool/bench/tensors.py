@@ -11,12 +11,12 @@ from msgspec import Struct
 from mlxpool.worker import models
 from mlxpool.worker.layers.quantisation import MODES, WORD_BITS, QuantLayout, parse_quant_config
 
-# The modules of a layer that choose experts, for each architecture. mlx-lm quantises those of
-# LINEAR_ROUTERS to 8 bits in every mode, and never those of DENSE_ROUTERS.
+# The routers of a layer, which choose experts, for each architecture. mlx-lm quantises
+# LINEAR_ROUTERS to 8 bits in every mode, and never quantises DENSE_ROUTERS.
 LINEAR_ROUTERS = {"gpt_oss": "mlp.router", "qwen3_moe": "mlp.gate"}
 DENSE_ROUTERS = {"glm4_moe_lite": "mlp.gate"}
 ROUTER_LAYOUT = {"group_size": 64, "bits": 8}
-# Published in this mode with only the experts quantised, the rest in 16 bits, as conversions keep.
+# Published with experts in this mode and all other tensors in 16 bits, which conversions keep.
 EXPERTS_ALONE = {"gpt_oss": "mxfp4"}
 # Added to the scores of experts to choose them. Trained values balance the use of the experts; with
 # random weights zeros do, and random values would make some experts rare.

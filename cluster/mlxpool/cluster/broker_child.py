@@ -20,8 +20,8 @@ log = logging.getLogger("mlxpool.cluster")
 ANSWER_TIMEOUT = 2.0  # seconds
 RELOAD_TIMEOUT = 30.0  # seconds
 HANG_LIMIT = 30.0  # seconds without an answer before the process is killed
-FIRST_DELAY, MAX_DELAY = 0.25, 10.0  # seconds before a restart, doubled after each end in a row
-PROVEN_AFTER = 30.0  # seconds: an end after a life this long is the first in a row
+FIRST_DELAY, MAX_DELAY = 0.25, 10.0  # seconds before a restart, doubled after each early end
+PROVEN_AFTER = 30.0  # seconds after which an end is no longer an early end
 STOP_GRACE = 60.0  # seconds between SIGTERM and SIGKILL: answers may finish
 KEY_NAME = "broker"
 

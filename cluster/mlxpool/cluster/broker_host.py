@@ -39,7 +39,7 @@ class WorkerOrder(Struct, frozen=True):
     model: str
     settings: str  # the text of the TOML file
     gpus: int
-    node: str  # the id of the preferred node; "": any
+    node: str  # the id of the preferred node; "": any node
 
 
 class Admission(Struct, frozen=True):

@@ -90,7 +90,7 @@ def removal_order(workers: Sequence[WorkerView], model: ModelSpec) -> list[Worke
     """Returns the workers of a model in the order in which they are ended.
 
     First come workers that no live node runs, then workers with old settings, then workers of the
-    node with the most workers of the model, then the newest.
+    node with the most workers of the model, then the newest workers.
     """
     on_node = Counter(worker.node for worker in workers)
     newest_first = list(reversed(workers))
@@ -105,8 +105,9 @@ def choose_node(
 ) -> str:
     """Returns the id of the preferred node for a new worker; "" if no node has what it needs.
 
-    It is the node with the fewest workers of the model, then the fewest workers of all models, so
-    that the loss of a node ends few replicas. Ray takes another node if this one is full.
+    The preferred node has the fewest workers of the model, then the fewest workers of all models,
+    so that the loss of a node ends few replicas. Ray takes another node if the preferred node is
+    full.
     """
     of_model = Counter(worker.node for worker in workers if worker.model == model.name)
     of_all = Counter(worker.node for worker in workers)

@@ -1,6 +1,6 @@
-"""The settings of a pool that `mlxpool ray up` hands to the cluster, and the facts that Ray needs.
+"""The settings of a pool that `mlxpool ray up` hands to the cluster, and the values that Ray needs.
 
-Ray keeps settings and facts in its store, which other users of the cluster may read: no secrets.
+Ray keeps both in its store, which other users of the cluster may read: they contain no secret.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ModelSpec(Struct, frozen=True):
     max: int
     gpus: int  # GPUs of one worker; -1: one for each device if the cluster has GPUs
     cool_down: float  # seconds, see the setting
-    fingerprint: str  # changes with the settings that a worker is started with
+    fingerprint: str  # digest of the settings with which a worker starts
     devices: int = 1
 
 
@@ -52,7 +52,7 @@ class PoolSpec(Struct, frozen=True):
     settings: str  # the text of the TOML file
     models: tuple[ModelSpec, ...]
     state_dir: str = ""  # folder of its jobs, if the file has the setting
-    folder: str = ""  # on the broker's machine; "": ~/.mlxpool/ray/NAME
+    folder: str = ""  # the pool's folder on the broker's machine; "": ~/.mlxpool/ray/NAME
     front_port: int = FRONT_PORT
     back_port: int = BACK_PORT
 
@@ -113,7 +113,7 @@ def check_name(name: str) -> str:
 
 
 def model_spec(name: str, config: ModelConfig) -> ModelSpec:
-    """Returns the facts of a model that the cluster needs.
+    """Returns the settings of a model that the cluster needs.
 
     Raises ConfigError for fewer GPUs than devices, and for gpu_ids.
     """

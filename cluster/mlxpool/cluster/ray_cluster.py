@@ -238,7 +238,7 @@ def down(pool: str) -> int:
 
 
 def end_actor(name: str, method: str, *arguments: float, timeout: float = CALL_TIMEOUT) -> None:
-    """Makes an actor end its process, then ends it and its reservation.
+    """Makes an actor end its process, then ends the actor and its reservation.
 
     The actor may be lost already.
     """

@@ -26,8 +26,8 @@ log = logging.getLogger("mlxpool.cluster")
 FOLDER_PREFIX = "mlxpool-ray-worker-"  # in the machine's folder for temporary files
 LOCK_TIME = 60.0  # seconds after which a new folder must have been locked
 ORPHAN_GRACE = 30.0  # seconds without the broker before the worker asks its host for the address
-FIRST_DELAY, MAX_DELAY = 0.25, 10.0  # seconds before a restart, doubled after each end in a row
-PROVEN_AFTER = 60.0  # seconds: an end after a life this long is the first in a row
+FIRST_DELAY, MAX_DELAY = 0.25, 10.0  # seconds before a restart, doubled after each early end
+PROVEN_AFTER = 60.0  # seconds after which an end is no longer an early end
 
 
 class Pool(Protocol):

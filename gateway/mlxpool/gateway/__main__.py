@@ -14,7 +14,7 @@ from mlxpool.common.process import core_dumps
 def main() -> int:
     """Serves until the broker stops this process, or ends. Returns the exit code."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the keys are not read yet
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends the process at once, as SIGTERM does
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends the process immediately, as SIGTERM does
     text = os.environ.pop(GATEWAY_VARIABLE, None)
     if text is None:
         words = "this gateway is started by a broker: use `mlxpool serve --http HOST:PORT`, or"

@@ -1,7 +1,7 @@
 """Access to the gateway: bearer keys, the bound on concurrent requests of a key, the host check.
 
-The file of keys has a key, or a name and a key, in each line. It is read again when the process
-gets SIGHUP.
+The file of keys has a key, or a name and a key, in each line. The file is read again when the
+process gets SIGHUP.
 """
 
 from __future__ import annotations

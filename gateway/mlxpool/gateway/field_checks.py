@@ -122,7 +122,7 @@ def _or_empty(schema: Schema) -> Schema:
 
 
 def _types(schema: Schema) -> set[str]:
-    """Returns the JSON types of a schema that have an empty value; all such types if untyped."""
+    """Returns the types of a schema that have an empty value; for an untyped schema all of them."""
     if "anyOf" in schema:
         return set().union(*map(_types, schema["anyOf"]))
     if "enum" in schema:

@@ -22,7 +22,7 @@ JSON = "application/json"
 NDJSON = "application/x-ndjson"
 # Content types of programs that do not name JSON: none, `curl -d`, Node's fetch of a text, others.
 UNNAMED = ("", "application/x-www-form-urlencoded", "text/plain", "application/octet-stream")
-TURNS = 4  # turns of the loop between two slices of long work
+TURNS = 4  # iterations of the loop between two slices of long work
 PARSED_AT_ONCE = 256 * 1024  # most bytes of a body that the loop parses itself
 LISTED_AT_ONCE = 200  # rows of a list that are written before other requests are served
 # The escape of half a surrogate pair, or its bytes.
@@ -35,7 +35,7 @@ RAISE_BOUND = (
 
 
 class HeadersOnly(Exception):
-    """Raised after an answer to HEAD in place of a stream: nothing more is to be done."""
+    """Raised after the headers of an answer to HEAD, whose stream is not sent."""
 
 
 class ResponseWriter:
@@ -191,7 +191,7 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
 
 
 async def _bounded(pieces: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[bytes]:
-    """Yields the pieces of a body. Raises HttpError for more than `max_bytes` in all."""
+    """Yields the pieces of a body. Raises HttpError if it has more than `max_bytes`."""
     size = 0
     async for piece in pieces:
         size += len(piece)

@@ -33,7 +33,7 @@ class ModelInfo(Struct, frozen=True):
     architecture: str
     context: int  # tokens
     size: int  # bytes of the weights on disk
-    memory: int  # bytes of memory of its workers
+    memory: int  # bytes of memory of the model's workers
     digest: str
     quantisation: str
     chat: ChatFormats | None  # None: the model has no chat template
@@ -41,9 +41,9 @@ class ModelInfo(Struct, frozen=True):
     parameters: int = 0
     modified: int | None = None  # seconds since 1970
     requests: int = 0  # requests that wait or run
-    workers: int = 0  # workers that serve it
-    expires_in: float | None = None  # seconds; below 0: it stays loaded; None: it is not loaded
-    trouble: str = ""  # why new workers cannot reach its pool
+    workers: int = 0  # workers that serve the model
+    expires_in: float | None = None  # seconds until the unload; below 0: never; None: not loaded
+    trouble: str = ""  # reason why new workers cannot reach the pool
     about: Mapping[str, Any] = field(default_factory=dict)  # facts of its files, if requested
 
     @property

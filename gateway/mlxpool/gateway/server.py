@@ -52,7 +52,7 @@ def listen(settings: Settings) -> list[socket.socket]:
 
 
 class DrainingServer(uvicorn.Server):
-    """Drains the gateway at the first SIGTERM or Ctrl-C, and ends at once at the second."""
+    """Drains the gateway at the first SIGTERM or Ctrl-C, and ends immediately at the second."""
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
         super().__init__(config)

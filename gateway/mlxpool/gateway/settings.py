@@ -15,7 +15,7 @@ class Broker(Struct, frozen=True):
     """The address of a broker."""
 
     endpoint: str
-    server_key: str | None = None  # its public key, or the path of a file with it
+    server_key: str | None = None  # the broker's public key, or the path of a file with the key
 
 
 class Settings(Struct, frozen=True):
@@ -30,9 +30,9 @@ class Settings(Struct, frozen=True):
     host: str = "127.0.0.1"
     port: int = 11434  # Ollama's port, where its clients look for it; 0: any free port
     keys: Path | None = None  # file of bearer keys; None: requests need no key
-    name_owners: bool | None = None  # send the key's owner to the brokers; None: only over ipc
+    name_owners: bool | None = None  # the brokers get the key's owner; None: only over ipc
     max_body: int = 8 * 2**20  # most bytes of a request body
-    max_connections: int | None = None  # at once; None: as many as RLIMIT_NOFILE allows
+    max_connections: int | None = None  # most open connections; None: as RLIMIT_NOFILE allows
     # Seconds that a connection may be idle. nginx keeps a connection for 60, AWS's balancers for
     # 60, Go's and Rust's clients for 90; a client that sends at the last moment gets a reset.
     idle_time: float = 120.0
@@ -45,8 +45,8 @@ class Settings(Struct, frozen=True):
     broker_grace: float = 10.0  # seconds without the broker before a request is answered 503
     drain_timeout: float = 30.0  # seconds that running requests have after SIGTERM
     cors_origins: tuple[str, ...] = ()  # origins whose pages may use the gateway; "*": all
-    trusted_proxies: tuple[str, ...] = ()  # proxies whose X-Forwarded-For names the client
-    access_log: bool = True  # log a line for each request
+    trusted_proxies: tuple[str, ...] = ()  # proxies whose X-Forwarded-For is read
+    access_log: bool = True  # whether each request gets a log line
 
     @property
     def brokers(self) -> tuple[Broker, ...]:

@@ -92,8 +92,8 @@ def long_agents(
     """Returns agents of a few kinds in long conversations; each kind has a long system prompt.
 
     A turn appends the answer and the result of a tool to the prompt. The prompt therefore has 1,600
-    to 7,000 tokens, about 50 times those of the answers. An agent sends its next turn when the tool
-    is done.
+    to 7,000 tokens, about 50 times as many as the answers. An agent sends its next turn when the
+    tool is done.
     """
     draw, load = random.Random(seed), Load("agents in long conversations")
     for agent, at in enumerate(_arrivals(draw, count, rate)):

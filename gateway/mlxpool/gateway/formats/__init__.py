@@ -34,7 +34,7 @@ THINKING = {"brackets": ("[THINK]", "[/THINK]"), "tags": ("<think>", "</think>")
 
 
 class ChatFormats(Struct, frozen=True):
-    """The names of the formats of a model's chat template; None: the template has no such part.
+    """The names of the formats of a model's chat template; None: the template lacks the part.
 
     `generic_tools`: the setting of the model, see `generic_tools.offered_tools`.
     """

@@ -222,7 +222,7 @@ class Generation:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """The facts that the first choice's worker reported; empty before its first update."""
+        """The protocol's `facts`, from the first choice's worker; empty before its first update."""
         return self._choices[0].stream.facts
 
     def told_time(self) -> float:
@@ -329,8 +329,8 @@ async def write_stream(
 ) -> list[Result] | None:
     """Writes each update as it comes. Returns the results by choice, None after an error.
 
-    The response is opened with the first update or keep-alive. A request that is refused at once
-    therefore gets its own status. The caller closes the response after a success.
+    The response is opened with the first update or keep-alive. A request that is refused
+    immediately therefore gets its own status. The caller closes the response after a success.
     """
     try:
         return await write_updates(response, generation, encoding)

@@ -91,7 +91,7 @@ class KeptAnswer:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """The facts that the first worker reported; empty before the first update."""
+        """The protocol's `facts`, from the first worker; empty before the first update."""
         return self._stream.facts
 
     async def updates(self, timeout: float = NO_TIMEOUT) -> AsyncIterator[ChoiceUpdate | None]:
@@ -264,7 +264,7 @@ class ResumableGeneration:
         return {} if self._answer is None else self._answer.facts
 
     def told_time(self) -> float:
-        """The time of the submission, the same in every reading."""
+        """The time of the submission; all readings have the same time."""
         return float(self._jobs[0]["submitted"])
 
     def call_ids(self, choice: int) -> Callable[[int], str]:
@@ -306,7 +306,7 @@ class ResumableGeneration:
     async def _look_at(self, error: HttpError, number: int, pos: int) -> None:
         """Marks an error that ends only this reading, while the job goes on.
 
-        An error of the job is the same in every reading, so it gets the id of the job.
+        An error of the job is the same in every reading, so the error gets the id of the job.
         """
         gen, key = int(self._jobs[number]["gen"]), self._key(number)
         if error.code == CANCELLED or await has_failed(self._client, key, error.code, gen, pos):

@@ -64,7 +64,10 @@ class Block(Struct, eq=False):
 
 
 class Step(Struct, frozen=True):
-    """A block begins, gets a piece of text, or ends; `logprobs` are those of the piece's tokens."""
+    """A step of a block: it begins, gets a piece of text, or ends.
+
+    `logprobs`: the log-probabilities of the tokens of the piece.
+    """
 
     action: Action
     block: Block

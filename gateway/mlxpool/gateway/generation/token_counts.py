@@ -23,7 +23,7 @@ from mlxpool.gateway.generation.pool_access import PoolAccess
 from mlxpool.gateway.models import ModelInfo
 
 MAX_CALL_TIME = 10.0  # seconds for a call about an answer that is complete
-IDS_OF_CALL = 4096  # ids whose texts are requested at once
+IDS_OF_CALL = 4096  # ids whose texts are requested in one call
 KEPT_ROLES = ("system", "developer")  # roles of instructions, which are not cut
 
 

@@ -24,7 +24,7 @@ def job_ref(text: str) -> str | bytes:
 
 
 def job_body(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a job's body from its row, see docs/protocol.md, `jobs`."""
+    """Returns a job's body from the pool's map of the job, see docs/protocol.md, `jobs`."""
     rest = {
         name: value.hex() if isinstance(value, bytes) else value
         for name, value in row.items()
@@ -64,7 +64,7 @@ class Place(Struct, frozen=True):
         return f"{place}.failed" if self.failed == 1 else f"{place}.failed.{self.failed}"
 
     def has_all(self, job: Mapping[str, Any]) -> bool:
-        """Whether the reader has all of a job: no further id, and no other end; `job`: its row."""
+        """Whether the reader has all of a job: no further id, and no other end; `job`: its map."""
         if self.gen != job["gen"]:
             return False
         if not self.failed or job["state"] not in FAILED or self.pos != job["ids"]:

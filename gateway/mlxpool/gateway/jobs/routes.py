@@ -96,7 +96,7 @@ class JobRoutes:
         await response.json(job_body(await client.job(bytes(row["job"]))))
 
     async def change(self, verb: str, id: str, response: ResponseWriter) -> None:
-        """POST /v1/jobs/ID/VERB; `verb` is a kind of `AboutJob` whose answer is the job."""
+        """POST /v1/jobs/ID/VERB; `verb`: a type of `AboutJob` that is answered with the job."""
         row = await self._row(id)
         changed = await self._pool.job_client.ask(about(verb, bytes(row["job"])))
         await response.json(job_body(changed))
@@ -190,7 +190,7 @@ class JobReader:
         await self._write(bodies.restarted_event(gen))
 
     async def _failed(self, error: PoolError, place: Place) -> None:
-        """Ends with the error of the job, or of this reading: then the job goes on."""
+        """Ends the response with the error of the job, or of this reading if the job goes on."""
         fault = errors.from_pool_error(error)
         ended = await has_failed(self._client, self._job, error.code, self._gen, self._pos)
         if not ended and not self._response.started:

@@ -30,7 +30,7 @@ log = logging.getLogger("mlxpool.gateway")
 ACCEPTED_AT_ONCE = 16
 RESERVED = 128  # descriptors for the pool, files, and connections accepted beyond the bound
 FEWEST, MOST = 16, 65536  # bounds of the number of connections
-LOG_INTERVAL = 1.0  # seconds between two lines about the same trouble
+LOG_INTERVAL = 1.0  # seconds between two log lines about the same problem
 ACCEPT_FAILED = "socket.accept() out of system resource"  # asyncio's message
 FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\n"

@@ -41,12 +41,12 @@ def results_of(file: str) -> tuple[str, str] | None:
 
 
 def is_deleted(batch: Mapping[str, Any], kind: str) -> bool:
-    """Whether a file of the results of a batch was deleted; `batch`: the batch's row."""
+    """Whether a file of the results of a batch was deleted; `batch`: its map."""
     return RELEASED[kind] in batch.get("deleted", ())
 
 
 def file_body(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the body of an uploaded file."""
+    """Returns the body of an uploaded file, from the pool's map of the file."""
     forget = row["forget"]
     return {
         "id": row["key"],
@@ -62,7 +62,7 @@ def file_body(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def results_body(batch: Mapping[str, Any], kind: str, size: int) -> dict[str, Any]:
-    """Returns a file of the results of a batch, from the batch's row."""
+    """Returns a file of the results of a batch, from the pool's map of the batch."""
     ended, forget = batch["ended"], batch["forget"]
     return {
         "id": results_id(batch["key"], kind),
@@ -105,7 +105,7 @@ class BatchRequest(Struct, frozen=True):
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> BatchRequest | None:
-        """Reads the request from a batch's row.
+        """Reads the request from the pool's map of a batch.
 
         Returns None if the batch was not made over OpenAI's interface.
         """
@@ -131,7 +131,7 @@ def _failed(row: Mapping[str, Any]) -> int:
 
 
 def batch_body(row: Mapping[str, Any], request: BatchRequest) -> dict[str, Any]:
-    """Returns the body of a batch, from its row."""
+    """Returns the body of a batch, from the pool's map of it."""
     status, key = status_of(row, request), str(row["key"])
     created, deadline = int(row["created"]), row["deadline"]
     ended = None if row["ended"] is None else int(row["ended"])

@@ -145,7 +145,7 @@ class KeptFiles:
             yield [b"".join(held)]
 
     async def put(self, message: PutFile) -> dict[str, Any]:
-        """Sends a part; returns the file's row.
+        """Sends a part; returns the file's map.
 
         Raises HttpError if another request writes the same file, or the owner's files have too many
         bytes.
@@ -335,7 +335,7 @@ class KeptBatches:
             after = page.next
 
     async def _with_results(self, key: str, kind: str) -> dict[str, Any]:
-        """Returns the present row of a batch. Raises Gone if results of this kind were deleted."""
+        """Returns the present map of a batch. Raises Gone if results of this kind were deleted."""
         row, _ = await self.find(key)
         if bodies.is_deleted(row, kind):
             raise Gone(f"the results of the batch {key!r:.80} were deleted while they were read")

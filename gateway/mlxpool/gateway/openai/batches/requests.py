@@ -42,7 +42,7 @@ class NewBatch(Struct, frozen=True):
         return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).digest()
 
     def is_of(self, request: BatchRequest) -> bool:
-        """Whether a batch was made by the same request."""
+        """Whether a batch was made by an equal request."""
         mine = (self.file, self.endpoint, self.window, dict(self.metadata))
         return mine == (request.input, request.endpoint, request.window, dict(request.metadata))
 

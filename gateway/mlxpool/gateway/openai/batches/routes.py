@@ -127,7 +127,7 @@ class FileRoutes:
     async def _results(
         self, id: str, batch: str, kind: str
     ) -> tuple[dict[str, Any], AsyncIterator[bytes]]:
-        """Returns the row of a batch, and the lines of one of its files.
+        """Returns the map of a batch, and the lines of one of its files.
 
         Raises HttpError if there is no such file.
         """

@@ -31,9 +31,9 @@ SIGNATURES = {  # first bytes of a file -> its type
 
 
 class ResponseNote(Struct, frozen=True):
-    """The facts of a response that its job does not have: see ResponseFrame and KeptAnswer.
+    """The properties of a response that its job does not have: see ResponseFrame and KeptAnswer.
 
-    `tools` and `several_calls` are the request's; `formats` are the model's.
+    `tools` and `several_calls` belong to the request, `formats` to the model.
     """
 
     created: int

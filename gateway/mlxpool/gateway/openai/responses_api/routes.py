@@ -77,8 +77,8 @@ class KeptResponseRoutes:
         """Makes a response that is kept. A response outside the background ends with its client.
 
         A response whose client leaves before it can know the id is deleted: nobody could read it. A
-        second request with the same key in `idempotency` is answered with the first one's response,
-        so such a response goes on without its client.
+        second request with the same key in `idempotency` is answered with the first request's
+        response, so a response with a key goes on without its client.
         """
         client, resumption = self._pool.job_client, response.resumption
         id = _hex_of(idempotency) if idempotency else drawn_key()
@@ -245,7 +245,7 @@ class KeptResponseRoutes:
         error: HttpError,
         pos: int,
     ) -> None:
-        """Ends with the error of the job, or with the error of this reading: then the job goes on.
+        """Ends the response with the error of the job, or of this reading if the job goes on.
 
         `pos`: the number of ids that were read.
         """
