@@ -1,6 +1,6 @@
-"""Checks of the option `format`, which bounds the text of an answer. They need no grammar library.
+"""Checks of the option `format`, which constrains the text of an answer. Needs no grammar library.
 
-A format is a map with a type and the key that the type needs, see KEYS.
+A format is a map with a type, and with the other key that KEYS has for this type.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest
 
-FORMAT = "format"  # among the features of a model whose answers can have one
+FORMAT = "format"  # listed among a model's features if the model supports formats
 
-# type -> the other key of the format; "": no other key
+# a format's type -> its other key; "": no other key
 KEYS: Mapping[str, str] = {
     "json": "",
     "json_schema": "schema",
@@ -22,14 +22,14 @@ KEYS: Mapping[str, str] = {
     "choice": "choices",
     "lark": "grammar",
 }
-MAX_FORMAT_BYTES = 128 * 1024  # of a format as JSON text
+MAX_FORMAT_BYTES = 128 * 1024  # the most bytes of a format as JSON text
 MAX_CHOICES = 1024
 
 
 def check_format(name: str, value: Any) -> dict[str, Any]:
-    """Returns the format as it was sent. Raises BadRequest naming the key and its bound.
+    """Returns the unchanged format. Raises BadRequest naming the wrong key and its bound.
 
-    The worker that prepares the request finds out if it can follow a schema or a pattern.
+    The worker that prepares the request checks whether it supports the schema or pattern.
     """
     if not isinstance(value, Mapping):
         raise BadRequest(f"option {name!r} must be a map with a type, got {shown(value)}")

@@ -1,4 +1,4 @@
-"""Checks of single fields of a body: type and bounds, with the errors that clients see."""
+"""Checks of single fields of a message's body: type and bounds, with the errors for clients."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def shown(value: object) -> str:
-    """Returns a value as errors quote it: its repr, cut to 60 characters, else its type."""
+    """Returns a value as errors quote it: its repr cut to 60 characters; its type if repr fails."""
     try:
         text = repr(value)
-    except (RecursionError, ValueError):  # nested too deep, or an integer of too many digits
+    except (RecursionError, ValueError):  # too deep a nesting, or too many digits of an integer
         text = f"a value of the type {type(value).__name__} that is too large to show"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """Returns the known word that is most like `word`; None if no known word is like it."""
-    from difflib import get_close_matches  # only errors need it
+    from difflib import get_close_matches  # imported here, because only errors need it
 
     return next(iter(get_close_matches(word, list(known), n=1)), None)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns the end of an error, `; did you mean 'WORD'?`; "" if no known word is like `word`."""
+    """Returns the hint at the end of an error, `; did you mean 'WORD'?`; "" if no word is near."""
     near = nearest(word, known)
     return "" if near is None else f"; did you mean {near!r}?"
 
@@ -45,7 +45,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def integer(body: Mapping[str, Any], key: str, low: int, high: int) -> int | None:
     """Returns an optional integer from `low` to `high`, both inclusive; None if absent.
 
-    Raises BadRequest if the value is of another type or out of these bounds.
+    Raises BadRequest if the value is of another type or out of bounds.
     """
     value = body.get(key)
     if value is None:
@@ -76,15 +76,15 @@ def text(body: Mapping[str, Any], key: str) -> str:
 
 
 def natural(value: object) -> int:
-    """Returns an integer that is not negative; any other value counts as 0."""
+    """Returns the value if it is an integer of at least 0, else 0."""
     return max(0, value) if isinstance(value, int) else 0
 
 
 def optional_flag(value: object) -> bool | None:
-    """Returns a boolean; None for a value of another type."""
+    """Returns the value if it is a boolean, else None."""
     return value if isinstance(value, bool) else None
 
 
 def mapping(value: object) -> Mapping[str, Any]:
-    """Returns a map; a value of another type counts as an empty map."""
+    """Returns the value if it is a map, else an empty map."""
     return value if isinstance(value, Mapping) else {}

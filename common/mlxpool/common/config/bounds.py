@@ -1,4 +1,4 @@
-"""Values of settings: the texts and types that they are read from, their bounds and choices.
+"""Units, bounds and choices of settings, and the checks of their values.
 
 `schema` declares each setting with a type, and with a unit, bounds or choices from this module.
 """
@@ -37,7 +37,7 @@ class ConfigError(ValueError):
 
 
 class Problems:
-    """Collects the ConfigErrors of all settings, so that one error reports them all."""
+    """Collects the ConfigErrors of all settings, so that one error reports all of them."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -60,16 +60,16 @@ class Problems:
 
 
 class Unit(Enum):
-    """Further forms in which a setting may be written."""
+    """A unit of a setting: the other forms in which its value may be written."""
 
     BYTES = "bytes"  # an integer; also text such as "4GB"
     SECONDS = "seconds"  # a float; also text such as "5m"
-    IDS = "ids"  # a list of strings; also of integers, and a single one of either
-    FLAG = "flag"  # a boolean; also the text "true" or "false", as variables have it
+    IDS = "ids"  # a list of strings or integers, or a single string or integer
+    FLAG = "flag"  # a boolean; also the text "true" or "false", as variables are text
 
 
 class Within(Struct, frozen=True):
-    """Bounds of a number, both inclusive."""
+    """The bounds of a number, both inclusive."""
 
     low: float
     high: float
@@ -82,7 +82,7 @@ class Within(Struct, frozen=True):
 
 
 def _exact(bound: float) -> str:
-    """Returns a bound with all of its digits: 1048576, not 1.04858e+06."""
+    """Returns a bound as text with all of its digits: 1048576, not 1.04858e+06."""
     return str(int(bound)) if float(bound).is_integer() else f"{bound:g}"
 
 
@@ -104,9 +104,10 @@ class Declaration(Struct, frozen=True):
     checks: tuple[Callable[[Any, str], None], ...]
 
     def read(self, value: Any, where: str) -> Any:
-        """Returns the value of a file, a variable or a flag in the type of its record.
+        """Returns the value of a file, a variable or a flag, converted to the setting's type.
 
         Raises ConfigError naming `where`, the path of the setting.
+
         """
         read = _convert(self, value, where)
         for check in self.checks:
@@ -115,7 +116,7 @@ class Declaration(Struct, frozen=True):
 
 
 def declarations(kind: type) -> Mapping[str, Declaration]:
-    """Returns the settings of a record by name, in their order."""
+    """Returns the declaration of each setting of a record, by name, in the order of the fields."""
     hints = get_type_hints(kind, include_extras=True)
     return {name: _declaration(hint) for name, hint in hints.items()}
 
@@ -174,9 +175,10 @@ _BYTES = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 
 def seconds(value: Any, where: str) -> float:
-    """Returns the seconds of a number, or of text such as "250ms", "5m", "-1".
+    """Returns a time in seconds, read from a number or from text such as "250ms", "5m", "-1".
 
     Raises ConfigError if the value is not a time.
+
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
@@ -187,9 +189,10 @@ def seconds(value: Any, where: str) -> float:
 
 
 def size(value: Any, where: str) -> int:
-    """Returns the bytes of a number, or of text such as "4GB", "512MiB".
+    """Returns a size in bytes, read from a number or from text such as "4GB", "512MiB".
 
     Raises ConfigError if the value is not a size.
+
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
@@ -207,9 +210,10 @@ _READERS: Mapping[Unit | None, Callable[[Any, str], Any]] = {
 
 
 def host_port(text: str, where: str = "pool.metrics") -> tuple[str, int]:
-    """Returns host and port of "127.0.0.1:9464" or "[::1]:9464"; port 0 is any free port.
+    """Returns the host and port of "127.0.0.1:9464" or "[::1]:9464"; port 0: any free port.
 
     Raises ConfigError if the text has another form.
+
     """
     match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^\[\]:/\s]+)):(\d{1,5})", text)
     if not match or int(match[3]) > 65535:
@@ -217,10 +221,10 @@ def host_port(text: str, where: str = "pool.metrics") -> tuple[str, int]:
     return match[1] or match[2], int(match[3])
 
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that only this machine reaches
+LOOPBACK = ("127.0.0.1", "::1", "localhost")  # names of the loopback host
 ANY_ORIGIN = "*"
-DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # at the end of an origin
-ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s*]+")  # as browsers write it: no path
+DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # the port at the end of an origin
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s*]+")  # as browsers write origins: no path
 
 
 def origin_faults(origins: Iterable[str]) -> Iterator[str]:
@@ -257,7 +261,7 @@ def check_host_port(value: str, where: str) -> None:
 
 
 def check_gpu_ids(ids: Sequence[str], where: str) -> None:
-    """Raises ConfigError if a text cannot name a GPU, or if a GPU is named twice."""
+    """Raises ConfigError if a text cannot be the name of a GPU, or if a GPU is named twice."""
     for gpu in ids:
         if not GPU_ID.fullmatch(gpu):
             raise ConfigError(

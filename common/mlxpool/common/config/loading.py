@@ -1,7 +1,7 @@
 """Loads the settings of a pool. Only this module reads settings from TOML and the environment.
 
 Precedence: flag > environment > file > default. An unknown key is an error that names the nearest
-key. All errors are reported at once.
+key. One ConfigError reports all errors.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def load(
 ) -> PoolConfig:
     """Returns the pool's settings from a TOML file, the environment (MLXPOOL_*) and flags.
 
-    `folders` are the paths of further models, by name, from flags.
+    `folders` are the paths of further models from flags, by model name.
 
     Raises ConfigError naming the key, value and bound of every wrong setting.
     """
@@ -140,7 +140,7 @@ def _table(table: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def variables() -> dict[str, str]:
-    """Returns the environment variable of each setting of [pool] that is not a list."""
+    """Returns the names of the environment variables of all settings of [pool] except lists."""
     names = [
         name
         for name, setting in declarations(PoolConfig).items()
@@ -201,7 +201,7 @@ def _model(name: str, table: Mapping[str, Any]) -> ModelConfig:
 
 
 def _expanded(path: str) -> str:
-    """Returns a path or reference with the home folder for a leading ~."""
+    """Returns a path or reference with a leading ~ replaced by the home folder."""
     return str(expanded(path)) if path.startswith("~") else path
 
 
@@ -246,7 +246,7 @@ def _draft_fault(model: ModelConfig) -> str:
 
 
 def _scaled(table: Mapping[str, Any], where: str) -> ModelConfig:
-    """Returns a model whose `replicas` are a table. Raises ConfigError with all problems."""
+    """Returns a model whose setting `replicas` is a table. Raises ConfigError with all problems."""
     problems, scaling = Problems(), Scaling()
     with problems.collected():
         scaling = _build(Scaling, table["replicas"], f"{where}.replicas")
@@ -270,7 +270,7 @@ Kind = TypeVar("Kind", PoolConfig, ModelConfig, Counting, Scaling, KeyConfig)
 
 
 def _build(kind: type[Kind], table: Mapping[str, Any], where: str) -> Kind:
-    """Returns the record of a section. Raises ConfigError with all problems of the section."""
+    """Returns the record of a section of the file. Raises ConfigError with all its problems."""
     known = {
         name: setting for name, setting in declarations(kind).items() if name not in NO_SETTINGS
     }
@@ -279,7 +279,7 @@ def _build(kind: type[Kind], table: Mapping[str, Any], where: str) -> Kind:
     for key, value in table.items():
         with problems.collected():
             values[key] = _setting(key, known, value, where)
-    meant = {_nearest(key, known) for key in table}  # a misspelt key is not reported as missing too
+    meant = {_nearest(key, known) for key in table}  # a misspelt key is not also reported missing
     for name in (f.name for f in fields(kind) if f.required and f.name not in meant):
         problems.found.append(f"{where}.{name} is missing")
     if (kind is ModelConfig and "path" not in meant) or table.get("path") == "":
@@ -307,7 +307,7 @@ def _setting(key: str, known: Mapping[str, Declaration], value: Any, where: str)
 
 
 def _nearest(key: str, known: Iterable[str]) -> str | None:
-    """Returns the known name that is nearest to a key; the key itself if it is known."""
+    """Returns the known name that is most like a key; the key itself if it is a known name."""
     if key in known:
         return key
     return nearest(key, known)
@@ -320,7 +320,7 @@ def _unknown(key: str, known: Iterable[str], where: str) -> str:
 
 
 def _bad_endpoints(values: Mapping[str, Any], where: str) -> Iterator[str]:
-    """Yields the problems of endpoints: plain tcp is allowed only for clients on the loopback."""
+    """Yields the problems of endpoints. Plain tcp is allowed only for clients, on the loopback."""
     secured = "secret_key" in values
     for name in ("front", "back", "admin"):
         for endpoint in values.get(name, ()):
@@ -330,7 +330,7 @@ def _bad_endpoints(values: Mapping[str, Any], where: str) -> Iterator[str]:
 
 
 def _bad_admin_token(values: Mapping[str, Any], where: str) -> Iterator[str]:
-    """Yields the problem of an operator token without a status page on the loopback interface."""
+    """Yields the problem of an operator token if no status page is on the loopback interface."""
     if values.get("metrics_admin_token") is None:
         return
     address = values.get("metrics", "")
@@ -343,7 +343,7 @@ def _bad_admin_token(values: Mapping[str, Any], where: str) -> Iterator[str]:
 
 
 def _bad_http(values: Mapping[str, Any], where: str) -> Iterator[str]:
-    """Yields the problems of origins, of proxies, and of an open address without bearer keys."""
+    """Yields the problems of origins, of proxies, and of a public address without bearer keys."""
     for fault in origin_faults(values.get("http_cors_origins", ())):
         yield f"{where}.http_cors_origins: {fault}"
     for fault in proxy_faults(values.get("http_trusted_proxies", ())):
@@ -357,7 +357,7 @@ def _bad_http(values: Mapping[str, Any], where: str) -> Iterator[str]:
 
 
 def _bad_notify(values: Mapping[str, Any], where: str) -> Iterator[str]:
-    """Yields the problems of notices: wrong origins, networks and URLs, URLs of other hosts."""
+    """Yields the problems of the settings of notices, the POSTs about ended jobs."""
     allowed = Allowed()
     for name in ("job_notify_hosts", "job_notify_networks"):
         is_host = name == "job_notify_hosts"
@@ -378,9 +378,9 @@ def _bad_notify(values: Mapping[str, Any], where: str) -> Iterator[str]:
 
 
 def check_run_dir(run_dir: Path) -> None:
-    """Make the run directory, mode 0700. Raises ConfigError if it cannot be used.
+    """Make the run directory with mode 0700. Raises ConfigError if it cannot be used.
 
-    An existing directory that others may read but not write, such as of mode 0755, gets mode 0700.
+    An existing directory that other users may read but not write gets mode 0700.
     """
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -400,7 +400,7 @@ def check_run_dir(run_dir: Path) -> None:
 
 
 def access_fault(run_dir: Path, status: os.stat_result) -> str:
-    """Returns why no broker starts in a directory: others own it or may write there; else ""."""
+    """Returns why a broker refuses a directory that another user owns or may write to; else ""."""
     if status.st_uid != os.getuid():
         return (
             f"the run directory {run_dir} belongs to the user {_user(status.st_uid)}, and this"
@@ -417,7 +417,7 @@ def access_fault(run_dir: Path, status: os.stat_result) -> str:
 
 def _user(uid: int) -> str:
     """Returns a user's name and id; the id alone if it has no name."""
-    import pwd  # only errors need it
+    import pwd  # imported here, because only errors need it
 
     try:
         return f"{pwd.getpwuid(uid).pw_name} ({uid})"

@@ -1,6 +1,6 @@
 """The origin of each setting: a flag, a variable, a line of the file, or the default.
 
-`loading.load` chooses the values. This module repeats its precedence only to name the origins.
+`loading.load` chooses the values. This module repeats the order of precedence only to name origins.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Setting(Struct, frozen=True):
 def settings(
     path: Path | None, flags: Mapping[str, Any], folders: Mapping[str, str]
 ) -> list[Setting]:
-    """Returns all settings that `loading.load` returns for these arguments. Raises ConfigError."""
+    """Returns all settings of `loading.load` with their origins. Raises ConfigError."""
     loaded = load(path, flags, folders)
     lines = _lines(path.read_text("utf-8")) if path else {}
     table = tomllib.loads(path.read_text("utf-8")) if path else {}
@@ -64,7 +64,7 @@ def settings(
 
 
 class _SourceFile(Struct, frozen=True):
-    """The table of a settings file, and the line of each key."""
+    """The table of a settings file, and the line number of each key."""
 
     file: str
     table: Mapping[str, Any]
@@ -96,7 +96,7 @@ def _pool(loaded: PoolConfig, flags: Mapping[str, Any], source: _SourceFile) -> 
 
 
 def _entries(loaded: PoolConfig, source: _SourceFile) -> Iterator[Setting]:
-    """Yields the settings of the named sections of the file, except models."""
+    """Yields the settings of the file's named sections, except the sections of models."""
     for name in (name for name in loaded.__struct_fields__ if name != "models"):
         entries = getattr(loaded, name)
         if not isinstance(entries, Mapping):
@@ -140,7 +140,7 @@ def _flat(table: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tup
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value in a type of JSON."""
+    """Returns a value as a type that JSON has."""
     if isinstance(value, tuple):
         return list(value)
     return str(value) if isinstance(value, Path) else value
@@ -173,18 +173,18 @@ def _parts(text: str) -> tuple[str, ...]:
 
 
 def unread_variables() -> dict[str, str]:
-    """Returns the variables MLXPOOL_* that nothing reads, each with the nearest known name."""
+    """Returns the unknown variables MLXPOOL_*, each with the most similar known variable."""
     known = [*variables().values(), *OTHER_VARIABLES]
     odd = [n for n in os.environ if n.startswith(PREFIX) and n not in known]
     tails = {
         name.removeprefix(PREFIX): name for name in known
-    }  # the common prefix would make all similar
+    }  # all names share the prefix, which would make them similar
     near = {name: nearest(name.removeprefix(PREFIX), tails) for name in sorted(odd)}
     return {name: tails.get(tail or "", "") for name, tail in near.items()}
 
 
 def missing_paths(loaded: Mapping[str, ModelConfig]) -> dict[str, str]:
-    """Returns the paths that do not exist on this machine, by model; references are left out."""
+    """Returns the models' paths that do not exist on this machine, by model; no references."""
     return {
         name: model.path
         for name, model in loaded.items()
