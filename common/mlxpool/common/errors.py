@@ -44,7 +44,7 @@ MAX_MESSAGE = 2000  # characters
 
 
 def sendable(text: str) -> str:
-    """Returns a message in valid Unicode, cut to MAX_MESSAGE; file names may not be Unicode."""
+    """Returns a message as valid Unicode, cut to MAX_MESSAGE. File names may not be Unicode."""
     return text[:MAX_MESSAGE].encode(errors="backslashreplace").decode()[:MAX_MESSAGE]
 
 
@@ -135,7 +135,7 @@ class Gone(ClientFault):
 
 
 class JobRestarted(ClientFault):
-    """The job was begun anew with another model, so its ids do not continue the earlier ids."""
+    """The job restarted with another model, so its new ids do not continue its earlier ids."""
 
     code = "job_restarted"
 
@@ -226,7 +226,7 @@ def from_body(body: Mapping[str, Any]) -> PoolError:
         details=body.get("details") if isinstance(body.get("details"), dict) else None,
         retry_after_ms=retry_after if isinstance(retry_after, int) else None,
     )
-    if kind is PoolError:  # a code of a later version: keep its code and `retryable`
+    if kind is PoolError:  # the code belongs to a later version: keep the code and `retryable`
         error.code = str(body.get("code"))
         error.retryable = body.get("retryable") is True
     return error

@@ -1,8 +1,8 @@
-"""Exit codes of a worker of `mlxpool worker`. By them its supervisor decides to start another."""
+"""Exit codes of a worker, by which its supervisor, `mlxpool worker`, decides to restart it."""
 
 from __future__ import annotations
 
-STOPPED = 0  # the broker stopped it
+STOPPED = 0  # the broker told the worker to stop
 ALONE = 69  # no broker answered within `orphan_grace`
 AGAIN = 75  # the broker wants a new worker in its place
-REFUSED = 77  # its key or its hello was refused
+REFUSED = 77  # the broker refused the worker's key or its hello

@@ -23,7 +23,7 @@ class NotRegular(OSError):
 
 
 def open_regular(file: Path) -> BinaryIO:
-    """Open a regular file for reading, without waiting. Raises OSError; NotRegular for others."""
+    """Open a regular file for reading, without waiting. Raises OSError and NotRegular."""
     # Without O_NONBLOCK the open of a FIFO waits for a writer.
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

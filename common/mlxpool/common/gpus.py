@@ -14,7 +14,7 @@ GPU_ID = re.compile(r"0|[1-9]\d{0,3}|(?:GPU|MIG)-[0-9A-Za-z/-]{1,100}")
 
 
 class GpusUnavailable(ValueError):
-    """A worker cannot have the GPUs of its settings. The message has the GPUs, and a remedy."""
+    """The worker cannot use the GPUs of its settings. The message names the GPUs and a remedy."""
 
 
 def visible_gpus(environment: Mapping[str, str], files: Path = DRIVER_FILES) -> tuple[str, ...]:
@@ -27,7 +27,7 @@ def visible_gpus(environment: Mapping[str, str], files: Path = DRIVER_FILES) -> 
 
 
 def _names(environment: Mapping[str, str], files: Path) -> list[str]:
-    """Returns the list of `visible_gpus` with its duplicates."""
+    """Returns the names that `visible_gpus` returns, with their duplicates."""
     named = environment.get(VISIBLE)
     if named is None:
         devices = [file for file in files.glob("nvidia[0-9]*") if file.name[6:].isdigit()]

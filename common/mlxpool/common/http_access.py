@@ -22,27 +22,28 @@ from mlxpool.common.files import open_regular
 
 MIN_KEY_LENGTH = 16  # characters; a shorter key can be guessed
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")  # the name of a key, as in logs
-SHOWN_DIGITS = 32  # digits of the digest that name the owner of a key without a name
+SHOWN_DIGITS = 32  # digits of the digest that name the owner of a key whose line has no name
 OPERATOR = "operator"
 OTHERS = 0o077  # bits of a file's mode for other users
 
 
 class ApiKey(Struct, frozen=True):
-    """A key of the file. `name` is its owner."""
+    """A bearer key of the file. `name` is the name of its owner."""
 
     name: str
     operator: bool = False
 
 
 def digest(key: str) -> bytes:
-    """Returns the digest of a key, which is kept in its place."""
+    """Returns the digest of a key. Only the digest is kept."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
 def read_keys(file: Path) -> dict[bytes, ApiKey]:
-    """Returns the file's keys by their digests; a key without a name gets digits of its digest.
+    """Returns the keys of a file, by digest. A key without a name is named by digits of its digest.
 
     Raises ValueError naming the file, and the faulty line or a mode that lets others read it.
+
     """
     try:
         with open_regular(file) as opened:
@@ -85,8 +86,8 @@ def read_keys(file: Path) -> dict[bytes, ApiKey]:
 # only withholds its consent (CORS) performs such a request.
 
 
-SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # these change nothing; OPTIONS is a browser's question
-OWN_SITES = ("same-origin", "none")  # none: an address that the user has typed
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # these change nothing; browsers ask with OPTIONS
+OWN_SITES = ("same-origin", "none")  # the user has typed the address
 
 
 def foreign_page(
@@ -96,12 +97,12 @@ def foreign_page(
     sites: Sequence[str],
     allowed: Collection[str] = (),
 ) -> str | None:
-    """Returns the sender of a request that may change something, if it is a page of another origin.
+    """Returns the page of another origin that sent a request which may change something.
 
-    None for other senders, for safe methods, and for pages of the `allowed` origins; "*" allows
-    all. `host` is the header Host, `origins` and `sites` are all values of Origin and
-    Sec-Fetch-Site. Programs send no Origin. Browsers send it, except old ones, and send
-    Sec-Fetch-Site to https and to the loopback interface.
+    None for other senders, for safe methods, and for pages of the `allowed` origins; "*" allows all
+    origins. `host` is the header Host; `origins` and `sites` are all values of the headers Origin
+    and Sec-Fetch-Site. Only browsers send Origin; old browsers do not. Browsers send Sec-Fetch-Site
+    to https and to the loopback interface.
     """
     if method in SAFE_METHODS or "*" in allowed:
         return None
@@ -118,7 +119,7 @@ def foreign_page(
 
 
 def _place(origin: str) -> str:
-    """Returns host and port of an origin in the form of the header Host; "" if it has none."""
+    """Returns host and port of an origin in the form of the header Host; "" if it has no host."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:

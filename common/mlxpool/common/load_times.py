@@ -1,4 +1,6 @@
-"""Times of the phases of a worker's load. Pure: the worker measures, the broker shows."""
+"""Durations of the phases of a worker's load. Pure: the worker measures them, the broker shows
+them.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,9 @@ from collections.abc import Mapping
 
 from msgspec import Struct, field
 
-# Phases in the order in which they begin; a load lacks the phases that its model does not need.
+# Phases in the order in which they begin; a load skips the phases that its model does not need.
 LOAD_PHASES = (
-    "start",  # from the start of the process until it runs our code
+    "start",  # from the start of the process until our code runs
     "imports",  # the worker's modules are imported
     "check",  # settings, the model's files and its tokenizer are checked
     "device",  # MLX is imported and opens its device
@@ -16,16 +18,16 @@ LOAD_PHASES = (
     "links",  # in a group: ranks connect, their GPUs share memory and try sums
     "weights",  # weights are read
     "build",  # the model is built of the weights
-    "trials",  # kernels to be tried are compiled, unless the disk has them
-    "engine",  # the layout of rows is chosen, kernels are tried, memory is allocated
-    "memory",  # the memory of a pass is measured
-    "passes",  # passes are built, to find out which kernels they call
-    "kernels",  # kernels of passes are compiled, unless the disk has them
-    "warm_up",  # a pass of each kind is computed
+    "trials",  # candidate kernels are compiled, unless the disk has them
+    "engine",  # the layout of batch rows is chosen, kernels are tried, memory is allocated
+    "memory",  # the memory of a forward pass is measured
+    "passes",  # forward passes are built without computing, to find the kernels that they call
+    "kernels",  # the kernels of forward passes are compiled, unless the disk has them
+    "warm_up",  # one forward pass of each kind is computed
     "preparers",  # until the processes that tokenise requests are ready
 )
 
-# The worker's activity in each phase, as commands and the status page show it.
+# The worker's activity in each phase, as CLI commands and the status page show it.
 ACTIVITIES = {
     "start": "starting",
     "imports": "starting",
@@ -46,9 +48,10 @@ ACTIVITIES = {
 
 
 def activity(phase: str, load_phase: str) -> str:
-    """Returns a worker's activity as people read it.
+    """Returns a worker's activity as a text for users.
 
     `phase` is the worker's phase, `load_phase` the phase of its load, or "".
+
     """
     if phase == "boot":
         return ACTIVITIES["start"]
@@ -56,7 +59,7 @@ def activity(phase: str, load_phase: str) -> str:
 
 
 class LoadTimes(Struct, frozen=True):
-    """Seconds of each phase that has begun, by its name; `now` is the running phase, or ""."""
+    """Seconds of each phase that has begun, by its name. `now` is the running phase, or ""."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)
     now: str = ""
@@ -73,7 +76,7 @@ class LoadTimes(Struct, frozen=True):
 
     @classmethod
     def parse(cls, phase: object, milliseconds: object) -> LoadTimes:
-        """Reads the fields of a heartbeat; unknown phases and wrong values count as absent."""
+        """Read the fields of a heartbeat; unknown phases and wrong values count as absent."""
         table = milliseconds if isinstance(milliseconds, dict) else {}
         times = {name: table[name] for name in LOAD_PHASES if type(table.get(name)) is int}
         return cls(
@@ -83,5 +86,5 @@ class LoadTimes(Struct, frozen=True):
 
     @property
     def milliseconds(self) -> dict[str, int]:
-        """The milliseconds of each phase, as heartbeats carry them to `parse`."""
+        """The milliseconds of each phase, which heartbeats carry and `parse` reads."""
         return {name: round(1000 * value) for name, value in self.shown.items()}

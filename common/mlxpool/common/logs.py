@@ -1,7 +1,7 @@
-"""The log format of every process: text (logfmt), or JSON lines. Both have the same keys.
+"""The log format of every process: text (logfmt), or JSON lines, both with the same keys.
 
-Prompts and completions are never logged. Names from models and clients may be logged: in the text
-log control characters are escaped, and only a record begins at the left margin.
+Prompts and completions are never logged. Names from models and clients may be logged: the text log
+escapes control characters, and only the first line of a record begins at the left margin.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _text(value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Returns a value of logfmt; if a parser needs them, with quotes and the escapes of JSON."""
+    """Returns a value of logfmt, with quotes and the escapes of JSON if parsers need them."""
     if text and text != "null" and not _SPECIAL.search(text):
         return text
     return CONTROLS.sub(

@@ -1,7 +1,7 @@
 """Metric families, histograms, and their text for Prometheus. Used by broker and gateway.
 
-It replaces prometheus_client, which takes far longer for nine histograms of each of 50 models;
-meanwhile the broker's loop needs the interpreter.
+It replaces prometheus_client, which is far slower for nine histograms of each of 50 models, and
+would hold the interpreter's lock, which the broker's loop needs.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Source = TypeVar("Source")
 
 
 class Histogram:
-    """Counts of values by bucket: `counts[i]` counts values above bound i - 1 and up to bound i."""
+    """Counts of values by bucket: `counts[i]` counts values above bound i - 1, up to bound i."""
 
     __slots__ = ("_frozen", "bounds", "counts", "total")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)  # the last counts values above every bound
+        self.counts = [0] * (len(bounds) + 1)  # the last entry counts values above every bound
         self.total = 0.0
-        self._frozen: Frozen | None = None  # a copy of the values so far, if one was made
+        self._frozen: Frozen | None = None  # a copy of the present values, if one was made
 
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
@@ -48,7 +48,7 @@ class Histogram:
 
 
 class Frozen(Struct, frozen=True):
-    """A histogram at one moment."""
+    """A copy of a histogram, which does not change."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -56,14 +56,14 @@ class Frozen(Struct, frozen=True):
 
 
 Value = float | Sequence[float] | Frozen
-Rows = Iterable[tuple[tuple[str, ...], Value]]  # values of the labels, value
+Rows = Iterable[tuple[tuple[str, ...], Value]]  # values of the labels, and the metric's value
 
 
 class Family(Struct, Generic[Source], frozen=True):
-    """A metric family. `rows` reads its values from the source that the writer is given.
+    """A metric family. `rows` reads its values from the writer's source.
 
-    If each row has a number for every value of the last label, `last_label_values` are these
-    values.
+    If each row of values has a number for every value of the last label, `last_label_values` are
+    the values of this label.
     """
 
     name: str
@@ -74,14 +74,14 @@ class Family(Struct, Generic[Source], frozen=True):
     last_label_values: tuple[str, ...] = ()
 
     def series(self) -> tuple[str, ...]:
-        """Returns the names of the series that a query may use."""
+        """Returns the names of the family's series, which a query may use."""
         if self.kind != HISTOGRAM:
             return (self.name,)
         return tuple(f"{self.name}_{end}" for end in ("bucket", "sum", "count"))
 
 
 class MetricsWriter(Generic[Source]):
-    """Caches the text around the numbers, and the text of histograms that have not changed."""
+    """Renders metrics as text. It caches the text around the numbers, and unchanged histograms."""
 
     def __init__(self, families: Sequence[Family[Source]]) -> None:
         self._families = families
@@ -124,7 +124,7 @@ def _head(family: Family[Any], name: str) -> bytes:
 
 
 def _template(family: Family[Any], labels: tuple[str, ...], value: Value) -> str:
-    """Returns one line, a line for each value of the last label, or the lines of a histogram."""
+    """Returns one line, a line for each value of the last label, or all lines of a histogram."""
     name = family.name
     if isinstance(value, Frozen):
         text = _labels(family, labels)
@@ -138,7 +138,7 @@ def _template(family: Family[Any], labels: tuple[str, ...], value: Value) -> str
 
 
 def _labels(family: Family[Any], values: tuple[str, ...]) -> str:
-    """Returns labels for a template, in which each % is doubled."""
+    """Returns the text of labels for a template, in which each % is doubled."""
     pairs = zip(family.labels, values, strict=True)
     return ",".join(f'{name}="{_escaped(value)}"' for name, value in pairs)
 
@@ -150,14 +150,14 @@ def _escaped(value: str) -> str:
 
 def _process(value: Callable[[psutil.Process], float]) -> Callable[[object], Rows]:
     def rows(source: object) -> Rows:
-        import psutil  # not a dependency of the client
+        import psutil  # imported here: the client does not depend on it
 
         return [((), value(psutil.Process()))]
 
     return rows
 
 
-# The families of the process that renders them.
+# The families of the process that this module runs in.
 PROCESS: tuple[Family[Any], ...] = (
     Family("process_virtual_memory_bytes", GAUGE, "Virtual memory",
            (), _process(lambda process: process.memory_info().vms)),

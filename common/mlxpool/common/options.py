@@ -1,9 +1,9 @@
 """Options of a request: sampling and length, and the other keys of a request's message.
 
-`Options` is the table of sampling options: each field declares type, check, default and the help
-of its command-line flag. `CHECKS` is made from it. A test compares it with `GenerateOptions`, the
-type of the Python client's keyword arguments. The defaults are those of Ollama, so that a request
-has the same meaning in both.
+`Options` is the table of sampling options: each field declares type, check, default and the help of
+its command-line flag. `CHECKS` is made from it. A test compares it with `GenerateOptions`, the type
+of the Python client's keyword arguments. The defaults are Ollama's, so that a request has the same
+meaning in Ollama and here.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class NumberIn(Struct, frozen=True):
     def __call__(self, name: str, value: Any) -> float:
         if not is_number(value):
             raise BadRequest(f"option {name!r} must be a number, got {shown(value)}")
-        if not self.low <= value <= self.high:  # NaN and infinities are not, either
+        if not self.low <= value <= self.high:  # NaN and infinities are out of bounds, too
             bounds = f"must be from {self.low:g} to {self.high:g}"
             raise BadRequest(f"option {name!r} is {shown(value)}, {bounds}")
         return float(value)
@@ -111,15 +111,15 @@ def _biases(name: str, value: Any) -> dict[int, float]:
 class Options(Struct, frozen=True):
     """Checked options of one request; build them with `Options.parse`.
 
-    The annotation of a field holds its type, its check, and the help text of its flag if the
-    command line has one.
+    The annotation of a field has its type, its check, and the help text of its command-line flag if
+    there is a flag.
     """
 
     max_tokens: Annotated[
         int,
         IntegerIn(-(2**31), MAX_COUNT),
         "the most tokens to generate, 0: up to the context (default: from the settings)",
-    ] = -1  # below 0: the setting default_max_tokens, or up to the context
+    ] = -1  # below 0: the setting default_max_tokens; if that is 0, up to the context
     temperature: Annotated[
         float, NumberIn(0, 100), "randomness of the choice of tokens, 0: greedy (default 0.8)"
     ] = 0.8
@@ -176,12 +176,12 @@ class Options(Struct, frozen=True):
         IntegerIn(-1, MAX_COUNT),
         "the most tokens of thoughts before the answer (default, -1: no bound)",
     ] = -1
-    # The answer continues the last message, which is an assistant's.
+    # The answer continues the last message, which is of the role assistant.
     continue_message: Annotated[bool, _boolean] = False
     suffix: Annotated[str, _suffix] = ""  # the text after the gap that the answer fills
     # Control tokens in contents of messages are plain text; None: as set for the model.
     plain_contents: Annotated[bool | None, _boolean] = None
-    echo: Annotated[bool, _boolean] = False  # the output begins with the prompt
+    echo: Annotated[bool, _boolean] = False  # the output begins with the prompt's text
     # Alternatives for each token of the prompt; -1: no report; None: as echo and logprobs.
     prompt_logprobs: Annotated[int | None, IntegerIn(-1, MAX_TOP_LOGPROBS)] = None
 
@@ -194,7 +194,7 @@ class Options(Struct, frozen=True):
     def prompt_alternatives(self) -> int:
         """The number of alternatives that are reported for each token of the prompt.
 
-        -1: tokens are reported without log-probabilities, or not at all.
+        -1: the tokens of the prompt are reported without log-probabilities, or not at all.
         """
         if self.prompt_logprobs is not None:
             return self.prompt_logprobs
@@ -229,8 +229,8 @@ class Options(Struct, frozen=True):
         return options
 
     def to_wire(self) -> dict[str, Any]:
-        """Returns the map from which `parse` reads an equal object."""
-        wire = {name: getattr(self, name) for name in _DECLARED}  # asdict copies, at ten times this
+        """Returns a map that `parse` reads as an equal object."""
+        wire = {name: getattr(self, name) for name in _DECLARED}  # asdict copies: ten times as slow
         wire["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
         wire["stop"] = list(self.stop)
         return wire
@@ -238,13 +238,13 @@ class Options(Struct, frozen=True):
 
 _DECLARED = get_type_hints(Options, include_extras=True)
 CHECKS: dict[str, Check] = {name: hint.__metadata__[0] for name, hint in _DECLARED.items()}
-FLAGS: dict[str, tuple[Any, str]] = {  # option -> its type and the help of its flag
+FLAGS: dict[str, tuple[Any, str]] = {  # option -> its type, and the help of its command-line flag
     name: (hint.__origin__, hint.__metadata__[1])
     for name, hint in _DECLARED.items()
     if len(hint.__metadata__) > 1
 }
 ALIASES = {"num_predict": "max_tokens"}
-REQUEST_KEYS = (  # further keys of the message; the Python client takes them as keywords, too
+REQUEST_KEYS = (  # other keys of the message, which are also keywords of the Python client
     "deadline_ms",
     "queue_ms",
     "first_token_ms",
@@ -260,7 +260,7 @@ REQUEST_KEYS = (  # further keys of the message; the Python client takes them as
 
 
 def _nearest(name: object) -> str:
-    """Returns the hint in the error for an unknown option."""
+    """Returns the hint at the end of the error for an unknown option."""
     if name in REQUEST_KEYS:
         return "; it is a key of the request, beside its options"
     if name in ("n", "best_of"):
@@ -277,37 +277,37 @@ class GenerateOptions(TypedDict, total=False):
     num_predict: int | None  # another name of max_tokens; max_tokens has precedence
     temperature: float | None  # 0 is greedy
     top_p: float | None  # keep the most likely tokens of this total probability; 1 or 0: off
-    top_k: int | None  # keep this many of the most likely tokens; 0: off
-    min_p: float | None  # drop tokens this much less likely than the first; 0: off
+    top_k: int | None  # sample from this many most likely tokens; 0: off
+    min_p: float | None  # drop tokens below this fraction of the first token's probability; 0: off
     repeat_penalty: float | None  # divides the logits of recent tokens; 1: off
-    repeat_last_n: int | None  # number of recent tokens; -1: the context, 0: none
-    presence_penalty: float | None  # subtracted from the logits of recent tokens once
-    frequency_penalty: float | None  # subtracted for each time that a recent token occurred
+    repeat_last_n: int | None  # number of recent tokens for penalties; -1: the context, 0: none
+    presence_penalty: float | None  # subtracted once from the logits of recent tokens
+    frequency_penalty: float | None  # subtracted for each occurrence among the recent tokens
     logit_bias: Mapping[int, float] | Mapping[str, float] | None  # added to logits, by token id
-    seed: int | None  # below 0: the broker draws one
+    seed: int | None  # below 0: the broker draws a seed
     stop: str | Sequence[str] | None  # text that ends the completion and is not sent
     logprobs: bool | None  # report each token's log-probability
     top_logprobs: int | None  # alternatives reported for each token, with logprobs
-    ignore_eos: bool | None  # go on past the model's end-of-sequence token
-    truncate: bool | None  # a prompt that is too long loses tokens; otherwise it is refused
-    shift: bool | None  # at a full context drop tokens after the kept ones and continue
-    num_keep: int | None  # first tokens that truncate and shift keep; -1: the prompt
-    num_ctx: int | None  # context of this request; 0: the model's, which it may not exceed
+    ignore_eos: bool | None  # continue after the model's end-of-sequence token
+    truncate: bool | None  # cut a prompt that is too long; false: refuse it
+    shift: bool | None  # at a full context drop tokens after the first `keep`, and continue
+    num_keep: int | None  # number of first tokens that truncate and shift keep; -1: the prompt
+    num_ctx: int | None  # context of this request; 0: the model's context, which is the bound
     format: Mapping[str, Any] | None  # the form of the answer, see docs/structured-output.md
-    thinking_budget: int | None  # bound of the tokens of thoughts; -1: no bound
-    continue_message: bool | None  # continue the last message, an assistant's
+    thinking_budget: int | None  # the most tokens of thinking; -1: no bound
+    continue_message: bool | None  # continue the last message, which is of the role assistant
     suffix: str | None  # the text after the gap that the answer fills; with prompt
     plain_contents: bool | None  # control tokens in contents of messages are text
-    echo: bool | None  # give the prompt first, with its tokens; see docs/choices.md
+    echo: bool | None  # begin the output with the prompt and its tokens; see docs/choices.md
     prompt_logprobs: int | None  # report the prompt's tokens with this many alternatives; -1: no
-    deadline_ms: int | None  # milliseconds from acceptance to the end
+    deadline_ms: int | None  # milliseconds from acceptance to the end of the stream
     queue_ms: int | None  # milliseconds until a worker takes the request
     first_token_ms: int | None  # milliseconds to the first token
-    priority: int | None  # 0 to 2; 2 is first
-    window: int | None  # token ids that may be sent and not acknowledged
-    batch: bool | None  # one frame a step for all streams of the client; default true
-    durable: bool | None  # false: a lost worker or connection ends the stream
+    priority: int | None  # 0 to 2; 2 is the most urgent
+    window: int | None  # the most token ids that may be sent before an ack
+    batch: bool | None  # one frame per step for all streams of the client; default true
+    durable: bool | None  # false: the loss of a worker or a connection ends the stream
     session: str | None  # prefer the worker of the session's last request
     tools: Sequence[Mapping[str, Any]] | None  # tools that the template offers to the model
-    traceparent: str | None  # W3C's header of this name: the span of the request
-    think: bool | str | None  # True, False, or the effort ("low", "medium", "high") of thinking
+    traceparent: str | None  # the W3C header traceparent: the span of the request
+    think: bool | str | None  # thinking: True, False, or its effort ("low", "medium", "high")

@@ -40,12 +40,12 @@ def default_prefix_dir() -> Path:
 
 
 def default_gguf_dir() -> Path:
-    """Returns the folder of the files that are made from the metadata of GGUF files."""
+    """Returns the folder of the files that are converted from the metadata of GGUF files."""
     return _cache_dir() / "gguf"
 
 
 def default_blas_dir() -> Path:
-    """Returns the folder of the BLAS that is made from a package's BLAS."""
+    """Returns the folder of OpenBLAS copies with renamed symbols."""
     return _cache_dir() / "openblas"
 
 
@@ -82,9 +82,10 @@ def default_config_files() -> tuple[Path, ...]:
 
 
 def config_file(flag: Path | None = None) -> Path | None:
-    """Returns the file of settings: of the flag, of $MLXPOOL_CONFIG, or the first existing default.
+    """Returns the settings file: of the flag, of $MLXPOOL_CONFIG, or the first existing default.
 
     A named file is returned even if it does not exist: reading it raises the error.
+
     """
     named = flag or os.environ.get("MLXPOOL_CONFIG")
     if named:
@@ -100,7 +101,7 @@ def run_dir_of(flag: Path | None = None) -> Path:
     file = config_file()
     if file is None or not os.access(file, os.R_OK):
         return default_run_dir()
-    import tomllib  # only commands with a settings file need it
+    import tomllib  # imported here: only commands with a settings file need it
 
     try:
         named = tomllib.loads(file.read_text("utf-8")).get("pool", {}).get("run_dir")
@@ -121,6 +122,6 @@ def worker_log(run_dir: Path, slot: str) -> Path:
 
 
 def log_slot(log: Path) -> str:
-    """Returns the slot of a worker's log."""
+    """Returns the slot of a worker's log, from the name of the file."""
     name, _, number = log.stem.rpartition("-")
     return f"{name.replace('%2F', '/').replace('%25', '%')}/{number}"

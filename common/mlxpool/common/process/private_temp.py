@@ -1,9 +1,9 @@
-"""The temporary folder of a pool's processes, which only their user may reach.
+"""The temporary folder of a pool's processes, which no other user can reach.
 
-MLX writes compiled kernels to its temporary folder, and loads them by names that everybody can
+MLX writes compiled kernels to its temporary folder. It loads them by names that everybody can
 compute, whoever wrote the files. On a CPU they are shared objects, whose code runs as the user of
 the process. So a process that computes, or that starts such a process, first sets TMPDIR to a
-folder to which no other user could write or can write. It is the same folder at each start, so a
+folder to which no other user could write or can write. The folder is the same at each start, so a
 kernel is compiled once.
 """
 
@@ -24,14 +24,14 @@ from pathlib import Path
 from mlxpool.common.paths import default_prefix_dir
 
 TEMPORARY = "TMPDIR"
-KERNELS = "MLX_PTX_CACHE_DIR"  # names MLX's folder of compiled GPU kernels; else it is in TMPDIR
-INHERITED = "MLXPOOL_FRESH_TMPDIR"  # a fresh folder that a process made for itself and its children
+KERNELS = "MLX_PTX_CACHE_DIR"  # MLX's folder of compiled GPU kernels; default: in TMPDIR
+INHERITED = "MLXPOOL_FRESH_TMPDIR"  # a new folder that a process made for itself and its children
 FOLDER_MODE = 0o700
 OTHERS_WRITE = 0o022
 OTHERS = 0o077
 
 log = logging.getLogger("mlxpool.private_temp")
-_kept_open: list[int] = []  # descriptors of folders, whose locks keep cleaners of /tmp away
+_kept_open: list[int] = []  # descriptors of locked folders, which cleaners of /tmp skip
 
 
 class UnsafeFolder(OSError):
@@ -39,18 +39,19 @@ class UnsafeFolder(OSError):
 
 
 def use(run_dir: Path | None = None) -> Path:
-    """Sets TMPDIR to a folder that only this user may reach, and returns the folder.
+    """Set TMPDIR to a folder that only this user can reach, and return the folder.
 
-    It is the first folder of this list that is safe or can be made safe: the folder of TMPDIR, if
-    it is closed to others already; `tmp-…` in the user's folder of caches; `mlxpool-UID` in the
-    temporary folder; `tmp` in the run directory (default: $MLXPOOL_RUN_DIR); a fresh folder, which
-    is removed when this process ends. With a fresh folder the log has the faults of the others.
+    The folder is the first of this list that is safe or can be made safe: the folder of TMPDIR, if
+    other users cannot reach it; `tmp-…` in the user's folder of caches; `mlxpool-UID` in the
+    temporary folder; `tmp` in the run directory (default: $MLXPOOL_RUN_DIR); a new folder, which is
+    removed when this process ends. If a new folder is used, the log has the faults of the other
+    folders.
 
-    A folder of GPU kernels in MLX_PTX_CACHE_DIR is closed to other readers. If it is not safe, the
-    variable is removed, so that MLX takes TMPDIR.
+    If a folder of GPU kernels is set in MLX_PTX_CACHE_DIR, other users lose the right to read it.
+    If it is not safe, the variable is removed, so that MLX uses TMPDIR.
 
-    Call it before MLX is used, and before other threads run. Raises OSError naming the variable to
-    set if no folder can be made.
+    Call this function before MLX is used, and before other threads run. Raises OSError naming the
+    variable to set if no folder can be made.
     """
     folder = in_use() or _chosen(run_dir)
     os.environ[TEMPORARY] = str(folder)
@@ -127,10 +128,10 @@ def _shared_folder() -> Path:
 
 
 def _lock(folder: Path) -> None:
-    """Locks a folder in the temporary folder for as long as this process lives.
+    """Lock a folder in the temporary folder until this process ends.
 
-    systemd-tmpfiles removes old folders, and then another user could take their names. It does not
-    remove locked folders.
+    systemd-tmpfiles removes old folders, and then another user could make folders of these names.
+    It does not remove locked folders.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -143,10 +144,10 @@ def _remove(fresh: Path, owner: int) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Makes the folder with FOLDER_MODE, or takes away other users' rights to read it.
+    """Make the folder with FOLDER_MODE, or remove the right of other users to read it.
 
-    Raises UnsafeFolder if the folder belongs to another user, or if others may write to it or to a
-    folder above it. Raises OSError if it cannot be made.
+    Raises UnsafeFolder if the folder belongs to another user, or if other users may write to it or
+    to a folder above it. Raises OSError if it cannot be made.
     """
     missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     for path in reversed(missing):

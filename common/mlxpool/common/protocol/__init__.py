@@ -1,4 +1,4 @@
-"""MLXP/1: the messages between clients, broker and workers, and their bytes.
+"""MLXP/1: the messages between clients, broker and workers, and their encoding.
 
-Nothing here does I/O.
+The modules of this package do no I/O.
 """

@@ -1,7 +1,7 @@
-"""Messages of the admin socket that need checks. docs/protocol.md lists all commands.
+"""Messages of the admin socket with keys to check. docs/protocol.md lists all commands.
 
 The other commands have one key or no key. The broker's `telemetry.reports` and `models.listing`
-make the answers to reports (`ps`, `stats`, `models`, `requests`, `watch`).
+make the answers to the reports `ps`, `stats`, `models`, `requests` and `watch`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from msgspec import Struct
 from mlxpool.common.checks import is_integer
 from mlxpool.common.errors import BadRequest
 
-RELOAD = "reload"  # its answer comes when the settings are in force, or refused
+RELOAD = "reload"  # the answer comes when the new settings are in use, or are refused
 WATCH = "watch"  # the only command with more than one answer
 MAX_GRACE_MS = 24 * 3600 * 1000
 

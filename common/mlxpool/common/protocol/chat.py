@@ -1,6 +1,6 @@
-"""Checks of the messages, tools and thinking of a chat, which give them the form of templates.
+"""Checks the messages, tools and thinking of a chat, and converts them for chat templates.
 
-The broker checks them and passes on the original; the worker gives the checked form to a template.
+The broker checks them and forwards the original; the worker gives the converted form to a template.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from mlxpool.common.errors import BadRequest
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 4096
 MAX_TOOLS = 256
-MAX_TOOL_CALLS = 256  # calls of one message
+MAX_TOOL_CALLS = 256  # the most tool calls of one message
 NO_TEMPLATE = (
     "this model has no chat template, so it takes no `messages`: send the finished text as `prompt`"
 )
-LEVELS = ("low", "medium", "high")  # effort of thinking, for templates with such levels
+LEVELS = ("low", "medium", "high")  # levels of thinking, for templates that have levels
 _TEXTS = (
     "name",
     "tool_call_id",
     "reasoning_content",
     "reasoning",
-)  # keys that hold text or nothing
+)  # keys whose value is a text or nil
 
 
 def check_messages(raw: object) -> list[dict[str, Any]]:
@@ -54,9 +54,10 @@ def check_tools(raw: object) -> list[dict[str, Any]]:
 
 
 def check_think(raw: object) -> bool | str | None:
-    """Returns True or False for thinking, its level, or None, which leaves it to the template.
+    """Returns True or False for thinking, its level, or None: then the template decides.
 
     Raises BadRequest naming the value and the allowed values.
+
     """
     if raw is None or isinstance(raw, bool) or (isinstance(raw, str) and raw in LEVELS):
         return raw
@@ -64,7 +65,7 @@ def check_think(raw: object) -> bool | str | None:
 
 
 def check_continued(messages: object) -> None:
-    """Raises BadRequest unless the last checked message is an assistant's text."""
+    """Raises BadRequest unless the last checked message is a text of the role assistant."""
     last = messages[-1] if _is_list(messages) and messages else {}
     if last.get("role") != "assistant" or last.get("tool_calls"):
         what = "calls tools" if last.get("tool_calls") else f"has the role {last.get('role')!r}"
@@ -77,7 +78,10 @@ def check_continued(messages: object) -> None:
 
 
 def joined(content: object) -> str:
-    """Returns the text of a checked content: text, a list of parts, or None. Leaves out images."""
+    """Returns the text of a checked content: of a text, of a list of parts, or of None.
+
+    Images are left out.
+    """
     if isinstance(content, list | tuple):
         return "".join(part["text"] for part in content if part["type"] == "text")
     return content if isinstance(content, str) else ""
@@ -160,7 +164,7 @@ def _tool_call(where: str, call: object) -> dict[str, Any]:
 
 
 def _arguments(where: str, raw: object) -> Mapping[str, Any]:
-    """Returns a map of arguments; a text, as most chat APIs have it, goes to `arguments_map`."""
+    """Returns a map of arguments; `arguments_map` parses JSON text, the form of most chat APIs."""
     if raw is None:
         return {}
     if isinstance(raw, str):
@@ -194,8 +198,8 @@ def _check_name(where: str, function: Mapping[str, Any]) -> None:
 # has the text as its only member INVALID_JSON. Anthropic's API has the same name for its clients.
 
 
-INVALID_JSON = "INVALID_JSON"  # the member with a model's text that is not a JSON map
-MAX_ARGUMENT_DEPTH = 20  # nested maps and lists; less than MAX_DEPTH of a message's body
+INVALID_JSON = "INVALID_JSON"  # the key whose value is a model's text, if that is not a JSON map
+MAX_ARGUMENT_DEPTH = 20  # the most nested maps and lists; less than MAX_DEPTH of a message's body
 MIN_INTEGER, MAX_INTEGER = -(1 << 63), (1 << 64) - 1  # bounds of integers of 64 bits
 
 
@@ -208,9 +212,9 @@ def arguments_map(text: str) -> dict[str, Any]:
 def parsed_arguments(text: str) -> dict[str, Any] | None:
     """Returns the map of a JSON text, whose strings may have line ends.
 
-    {} for an empty text and null; None for a text that is not a map, or that a message or a JSON
-    reader may be unable to hold. They can hold Unicode text, integers of 64 bits, finite numbers,
-    and at most MAX_ARGUMENT_DEPTH nested maps and lists.
+    {} for an empty text and null. None for a text that is not a map, or that not every JSON reader
+    can represent: values are limited to Unicode text, integers of 64 bits, finite numbers, and
+    MAX_ARGUMENT_DEPTH nested maps and lists.
     """
     if not text.strip():
         return {}

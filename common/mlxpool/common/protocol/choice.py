@@ -1,7 +1,7 @@
-"""Choices: several completions of one prompt, each a request of its own.
+"""Choices: several completions of one prompt. Each choice is a request of its own.
 
-The requests have the same `group` in their field `choice`. So the broker sends them to one worker,
-which reads the prompt once.
+Their key `choice` has their common group. So one worker computes all of them, and reads the prompt
+once.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from mlxpool.common.checks import integer
 from mlxpool.common.errors import BadRequest
 
 KEY = "choice"
-MAX_CHOICES = 64  # choices of one prompt
+MAX_CHOICES = 64  # the most choices of one prompt
 MAX_GROUP = 64  # characters
 
 
 class Choice(Struct, frozen=True):
-    """Choice `index`, from 0, of the `of` choices of a prompt.
+    """Choice `index`, from 0, of `of` choices of one prompt.
 
-    `group` is a text that its client uses for these choices alone.
+    `group` is a text that the client uses only for the choices of this prompt.
     """
 
     group: str

@@ -1,6 +1,7 @@
-"""`decide`: questions about one text, each with fixed possible answers; its reply is `decisions`.
+"""The call `decide`: questions about one text, each with fixed possible answers.
 
-The broker passes the body on; a worker checks it. The text travels in the body, or as one blob.
+Its answer is a `decisions`. The broker forwards the body; a worker checks it. The text is in the
+body, or in one blob.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from mlxpool.common.errors import BadRequest
 
 DECIDE = "decide"
 DECISIONS = "decisions"  # the kind of the answer to `decide`
-MAX_QUESTIONS = 64  # questions of one call; a client divides more among several calls
-MAX_CHOICES = 26  # choices of a question, one for each letter
+MAX_QUESTIONS = 64  # the most questions of one call; a client splits a longer list into calls
+MAX_CHOICES = 26  # the most choices of a question, one for each letter
 MAX_SCALE = 1000  # the greatest number of a scale
 MAX_SCALE_VALUES = 101
 MAX_QUESTION_CHARS = 4096
@@ -30,11 +31,10 @@ QUESTION_KEYS = frozenset({"question", "choices", "scale"})
 
 
 class Question(Struct, frozen=True):
-    """A question about the text, with its labels in `choices` or in `scale`, not in both.
+    """A question about the text. Its labels, the possible answers, are in `choices` or in `scale`.
 
-    `choices` are the labels from which an answer is picked. `scale` has the least and the greatest
-    whole number of a scale. Without both the labels are yes and no. If `text` is empty, the prompt
-    itself has the question.
+    `choices` are labels as texts. `scale` has the least and the greatest integer of a scale.
+    Without both the labels are yes and no. If `text` is empty, the prompt itself has the question.
     """
 
     text: str = ""
@@ -43,7 +43,7 @@ class Question(Struct, frozen=True):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The possible answers."""
+        """The labels, which are the possible answers."""
         if self.scale is not None:
             low, high = self.scale
             return tuple(map(str, range(low, high + 1)))
@@ -55,7 +55,7 @@ class Question(Struct, frozen=True):
         return len(self.text) + sum(map(len, self.choices))
 
     def body(self) -> dict[str, Any]:
-        """Returns the question's map in `questions`, which `parse` reads."""
+        """Returns the map of the question in `questions`, which `parse` reads."""
         body: dict[str, Any] = {"question": self.text} if self.text else {}
         if self.choices:
             body["choices"] = list(self.choices)
@@ -87,11 +87,11 @@ class Question(Struct, frozen=True):
 
 
 class DecideCall(Struct, frozen=True):
-    """A worker's view of `decide`: questions about one text.
+    """A worker's view of the call `decide`: questions about one text.
 
-    `temperature` divides the logarithms of the labels' probabilities. `first` is the number of the
-    first question in errors; it is above 0 if a request was divided among calls. `alone`: the call
-    may have ended a worker, so its questions are read one by one.
+    `temperature` divides the log-probabilities of the labels. `first` is the number of the first
+    question in errors; it is above 0 if a request was split into calls. `alone` is True if the call
+    may have ended a worker, so that its questions are read one by one.
     """
 
     prompt: str

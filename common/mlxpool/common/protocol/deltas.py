@@ -1,6 +1,7 @@
-"""`deltas`: rows of tokens that one step adds to one stream; the last row has the end of a run.
+"""The message `deltas`: the new tokens of several streams, and the ends of streams.
 
-This is the hot path of worker, broker and client.
+Each entry (a row) has the tokens that one step added to one stream. The last row of a stream has
+its end. This is the hot path of worker, broker and client.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from mlxpool.common.protocol.token_ids import ID_WIDTH
 class Delta(NamedTuple):
     """The tokens that one step adds to one stream: a row of `deltas`. A tuple, because it is fast.
 
-    `attempt` is as in the header: the count of a client's sendings, or from a worker the number of
-    the run. `ids` has the new token ids as bytes (see `token_ids`). `end` is the body of a
-    terminal, which ends the stream; it has the key "code" if it is an error.
+    From a client's side `attempt` counts the times that the client sent the request; from a worker
+    it is the number of the run. `ids` has the new token ids as bytes (see `token_ids`). `end` is
+    the body of the stream's end; it has the key "code" if it is an error.
     """
 
     id: bytes
@@ -46,18 +47,18 @@ Fields = tuple[
 # Makes a delta from its fields in half the time of Delta(...).
 new_delta: Callable[[Fields], Delta] = partial(tuple.__new__, Delta)
 
-ROW_BYTES = 512  # bound of a row without its text, ids and log-probabilities
-LOGPROB_BYTES = 96  # bound of one reported token
+ROW_BYTES = 512  # bound of the bytes of a row without its text, ids and log-probabilities
+LOGPROB_BYTES = 96  # bound of the bytes of one reported token
 PROMPT_KEY = "prompt"  # in the entry of a prompt's token: its number in the prompt
 
 
 def size_of_logprobs(logprobs: Iterable[Mapping[str, Any]]) -> int:
-    """Returns a bound of the bytes of reported tokens."""
+    """Returns an upper bound of the bytes of reported tokens."""
     return LOGPROB_BYTES * sum(1 + len(entry.get("top", ())) for entry in logprobs)
 
 
 def size_of(delta: Delta) -> int:
-    """Returns a bound of the bytes of a delta, with the longest encoding of its text."""
+    """Returns an upper bound of the bytes of a delta, with the longest encoding of its text."""
     size = 4 * len(delta.text) + len(delta.ids)
     if delta.logprobs:
         size += size_of_logprobs(delta.logprobs)
@@ -67,19 +68,19 @@ def size_of(delta: Delta) -> int:
 
 
 def count_of_report(delta: Delta) -> int:
-    """Returns the number of prompt tokens that a row reports: log-probabilities without ids."""
+    """Returns the number of prompt tokens that a delta reports: log-probabilities without ids."""
     return 0 if delta.ids or not delta.logprobs else len(delta.logprobs)
 
 
 def report_begin(delta: Delta) -> int:
-    """Returns the number of the first prompt token that a row reports; -1 if it reports none."""
+    """Returns the number of the first prompt token that a delta reports; -1 if it reports none."""
     entry = delta.logprobs[0] if delta.logprobs else None
     number = entry.get(PROMPT_KEY) if isinstance(entry, Mapping) else None
     return number if type(number) is int else -1
 
 
 def batches(deltas: Iterable[Delta]) -> Iterator[list[Delta]]:
-    """Yields the deltas in groups, each of which fits one message."""
+    """Yields the deltas in groups, each of which fits into one message."""
     group: list[Delta] = []
     size = 0
     for delta in deltas:
@@ -94,7 +95,7 @@ def batches(deltas: Iterable[Delta]) -> Iterator[list[Delta]]:
 
 
 def _pack_rows(deltas: Iterable[Delta]) -> list[list[Any]]:
-    """Returns the rows for msgpack, with a count in place of the ids, and no None at the end."""
+    """Returns the rows for msgpack: the number of ids in place of ids, no None at the end."""
     rows: list[list[Any]] = []
     for id, attempt, pos, text, ids, logprobs, facts, end in deltas:
         row = [id, attempt, pos, text, len(ids) // ID_WIDTH]
@@ -154,10 +155,10 @@ def unpack_deltas(message: Message) -> list[Delta]:
 
 
 class Deltas(Content, Struct, frozen=True):
-    """The tokens of steps: one row for each stream that got tokens.
+    """The tokens of one or more steps, with one row for each stream that got tokens.
 
-    A worker sends it to the broker about runs. The broker sends it to a client about streams with
-    `batch`.
+    A worker sends it to the broker, for runs. The broker sends it to a client, for streams with the
+    option `batch`.
     """
 
     kind: ClassVar[str] = "deltas"
@@ -183,7 +184,7 @@ class Usage(Struct, frozen=True):
 
     @property
     def total_tokens(self) -> int:
-        """Prompt and completion together."""
+        """The number of tokens of prompt and completion together."""
         return self.prompt_tokens + self.completion_tokens
 
     def body(self) -> dict[str, Any]:
@@ -196,14 +197,14 @@ class Usage(Struct, frozen=True):
 
 
 class RunEnd(Struct, frozen=True):
-    """The end of a run in its worker, which travels in the last row of `deltas`.
+    """The end of a run in its worker, sent in the last row of `deltas`.
 
-    `usage` and `timings_ms` are passed on as the worker made them. `complete` is True if the answer
+    The broker forwards `usage` and `timings_ms` unchanged. `complete` is True if the answer
     satisfies its `format`; None if it has no format.
     """
 
     reason: str
-    text: str = ""  # the text that was held back; "" after a stop string
+    text: str = ""  # text that was not sent yet; "" after a stop string
     usage: Mapping[str, Any] = field(default_factory=dict)
     timings_ms: Mapping[str, Any] = field(default_factory=dict)
     complete: bool | None = None
@@ -215,7 +216,7 @@ class RunEnd(Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> RunEnd:
-        """Reads a body. A missing reason counts as `stop`, a wrong type as an empty map."""
+        """Read a body. A missing reason counts as `stop`, a wrong type as an empty map."""
         return cls(
             body.get("reason", "stop"),
             body.get("text", ""),

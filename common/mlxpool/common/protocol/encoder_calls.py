@@ -1,7 +1,7 @@
 """The calls of encoder models, `embed`, `rerank` and `classify`, and their answer `vectors`.
 
-The broker passes the body on; a worker checks it. Texts travel in the body, or as one blob that is
-a msgpack array of texts. `classify` also takes a pair of texts, an array of two, for each text.
+The broker forwards the body; a worker checks it. Texts are in the body, or in one blob, as a
+msgpack array. In `classify` each text may be a pair of texts, an array of two.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KEYS: Mapping[Task, frozenset[str]] = {
     "rerank": _OF_ALL | {"query", "documents", "prompt"},
     "classify": _OF_ALL | {"inputs", "tokens"},
 }
-MAX_INPUTS = 256  # texts of one call; a client divides more among several calls
+MAX_INPUTS = 256  # the most texts of one call; a client splits a longer list into calls
 MAX_FIRST = 1 << 53
 NUMBER_BYTES = 4  # bytes of a number in `vectors`, a little-endian float32
 
@@ -40,12 +40,12 @@ class EncoderCall(Struct, frozen=True):
     """A worker's view of `embed`, `rerank` or `classify`.
 
     One of `texts`, `pairs` and `ids` has the inputs: texts, pairs of texts, or lists of token ids
-    with the special ids. With `truncate` a longer input loses its end; otherwise it is refused.
-    `prompt_name` chooses a prompt of the model, `prompt` is a text in its place. `dimensions` is
-    the number of kept dimensions of a vector of `embed`; 0: all. `normalise` gives vectors the
-    length 1; None: as set for the model. `first` is the number of the first input in errors; it is
-    above 0 if a request was divided among calls. `alone`: the call may have ended a worker, so it
-    is computed without others.
+    with the special ids. With `truncate` a too long input loses its end; otherwise it is refused.
+    `prompt_name` chooses a prompt of the model; `prompt` is a text in its place. `dimensions` is
+    the number of dimensions to which a vector of `embed` is cut; 0: all. `normalise` scales vectors
+    to the length 1; None: as set for the model. `first` is the number of the first input in errors;
+    it is above 0 if a request was split into calls. `alone` is True if the call may have ended a
+    worker, so that it is computed without other calls.
     """
 
     task: Task
@@ -156,7 +156,7 @@ def _unpacked(key: str, blobs: Sequence[bytes]) -> object:
 
 
 def _ids(lengths: object, blobs: Sequence[bytes]) -> tuple[tuple[int, ...], ...]:
-    """Returns the lists of ids in a blob, of these lengths."""
+    """Returns the lists of ids in a blob; `lengths` are their lengths."""
     if not isinstance(lengths, list) or not 1 <= len(lengths) <= MAX_INPUTS:
         got = f"{len(lengths)}" if isinstance(lengths, list) else shown(lengths)
         raise BadRequest(f"tokens must be a list of 1 to {MAX_INPUTS} lengths, got {got}")
@@ -176,7 +176,7 @@ def _ids(lengths: object, blobs: Sequence[bytes]) -> tuple[tuple[int, ...], ...]
 
 
 def _dimensions(body: Mapping[str, Any]) -> int:
-    """Returns the number of kept dimensions of a vector; 0: all dimensions of the model."""
+    """Returns the number of dimensions to which a vector is cut; 0: all dimensions of the model."""
     value = body.get("dimensions")
     if value is None:
         return 0
@@ -193,7 +193,7 @@ def _text(body: Mapping[str, Any], key: str) -> str | None:
 
 
 def pack_texts(texts: Texts) -> bytes:
-    """Returns the blob of texts, or of pairs. Raises TooLarge with its size and the bound."""
+    """Returns the blob of texts, or of pairs. Raises TooLarge naming its size and the bound."""
     data: bytes = msgpack.packb(list(texts))
     if len(data) > MAX_BLOB:
         raise TooLarge(

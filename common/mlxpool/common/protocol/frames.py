@@ -1,8 +1,8 @@
 """Encodes and decodes MLXP/1, the protocol between clients, broker and workers.
 
-A message is `[header][body?][blob*]`. `Bounds` has its most parts and bytes. The header is a
-msgpack array `[1, kind, id, epoch, attempt, pos]`, the body a msgpack map with string keys, blobs
-are raw bytes. docs/protocol.md describes every kind.
+A message is `[header][body?][blob*]`; `Bounds` limits its parts and bytes. The header is a msgpack
+array `[1, kind, id, epoch, attempt, pos]`, the body a msgpack map with string keys, blobs are raw
+bytes. docs/protocol.md describes every kind.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mlxpool.common.protocol.unicode_text import not_unicode
 
 MAX_HEADER = 128  # bytes
 MAX_BODY = 256 * 1024
-MAX_BACK_BODY = 2 * MAX_BODY  # between broker and worker: a request with all options
-MAX_BLOB = 4 * 1024 * 1024  # bytes of a text or of token ids
-MAX_TOTAL = 8 * 1024 * 1024  # bytes of a message without images
+MAX_BACK_BODY = 2 * MAX_BODY  # between broker and worker: `work` has a request with all its options
+MAX_BLOB = 4 * 1024 * 1024  # the most bytes of a text or of token ids
+MAX_TOTAL = 8 * 1024 * 1024  # the most bytes of a message without images
 
 
 class Bounds(Struct, frozen=True):
-    """The most parts of a message, bytes of one blob, and bytes of all parts."""
+    """The bounds of a message: its number of parts, bytes of one blob, and bytes of all parts."""
 
     parts: int = 4
     blob: int = MAX_BLOB
@@ -43,9 +43,9 @@ BY_KIND: Mapping[str, Bounds] = {
     "submit": WITH_IMAGES,
     "work": WITH_IMAGES,
 }
-MAX_PARTS = WITH_IMAGES.parts  # parts of a message of any kind
-# Twice the largest legal frame. libzmq cuts the connection without an answer at a larger frame, so
-# a frame that is somewhat too large still arrives, and is answered `too_large`.
+MAX_PARTS = WITH_IMAGES.parts  # the most parts of a message of any kind
+# Twice the largest legal frame. libzmq closes the connection without an answer if a frame is
+# larger. So a frame that is somewhat too large still arrives, and is answered with `too_large`.
 MAX_FRAME = 2 * MAX_IMAGE
 
 
@@ -57,21 +57,22 @@ def bounds_of(kind: str) -> Bounds:
 __all__ = ["MAX_BACK_BODY", "MAX_BLOB", "MAX_BODY", "MAX_FRAME", "MAX_PARTS", "MAX_TOTAL"]
 
 VERSION = 1
-MAX_DEPTH = 32  # nested maps and lists
-TEXT_AS_BLOB = 64 * 1024  # a prompt of more bytes travels as a blob
+MAX_DEPTH = 32  # the most nested maps and lists
+TEXT_AS_BLOB = 64 * 1024  # a prompt of more bytes is sent as a blob
 ID_BYTES = 16
 HEADER_FIELDS = 6
 MAX_NUMBER = 2**63 - 1
-EXACT_BITS = 53  # bits of random numbers, so that JSON readers with doubles keep them
+EXACT_BITS = 53  # bits of random ids: JSON readers with doubles represent them exactly
 
 
 class Header(Struct, frozen=True):
     """The header of a message.
 
-    `epoch` is the worker's epoch on the back socket, and the broker's boot number on the front
-    socket. `attempt` on the front counts a client's sendings of an id; on the back it is the number
-    of a run, which the broker gives. `pos` is the index in the completion of the frame's first
-    token id; in a terminal it is the number of ids sent before it.
+    `epoch` is the worker's epoch between broker and worker, and the broker's boot number between
+    broker and client. `attempt` of a client counts the times that it sent this id; between broker
+    and worker it is the number of a run, which the broker assigns. `pos` is the index in the
+    completion of the frame's first token id; in the end of a stream it is the number of ids sent
+    before.
     """
 
     kind: str
@@ -94,7 +95,7 @@ class Message(Struct, frozen=True):
 
 
 class Garbage(PoolError):
-    """A message violates the protocol. `error` is the answer, `about` the message's id or None."""
+    """A message violates the protocol. `error` is the answer to it; `about` is its id, or None."""
 
     code = "bad_request"
 
@@ -134,7 +135,7 @@ def _pack(body: Mapping[str, Any]) -> bytes:
 
 
 def _culprit(value: Any, path: str, depth: int) -> str:
-    """Returns the path of the first value that msgpack cannot hold, and why; "" without one."""
+    """Returns the path of the first value that msgpack cannot hold, and the reason; "" if none."""
     if isinstance(value, Mapping | list | tuple):
         if depth == 0:
             return f"{re.split(r'[.[]', path)[0]} is nested deeper than {MAX_DEPTH}"
@@ -159,7 +160,7 @@ def _culprit(value: Any, path: str, depth: int) -> str:
 def decode(parts: Sequence[bytes], *, max_body: int = MAX_BODY) -> Message:
     """Returns the message that `encode` split into these parts. Raises Garbage if it is malformed.
 
-    `max_body` above MAX_BODY is for the socket of workers, which hold a token.
+    `max_body` is above MAX_BODY only on the socket of workers, which are authenticated by a token.
     """
     if not 1 <= len(parts) <= MAX_PARTS:
         about = header_of(parts)
@@ -186,7 +187,7 @@ def header_of(parts: Sequence[bytes]) -> Header | None:
         return None
 
 
-@lru_cache(maxsize=256)  # a worker's frames all have the same header
+@lru_cache(maxsize=256)  # fast path: a worker's frames all have the same header
 def _decode_header(part: bytes) -> Header:
     if len(part) > MAX_HEADER:
         raise Garbage(TooLarge(f"the header has {len(part)} bytes, at most {MAX_HEADER}"))
@@ -222,7 +223,7 @@ def _is_count(value: object) -> bool:
 def check_shape(value: Any, depth: int) -> None:
     """Raises BadRequest if a value is nested too deep to be printed safely, or has a timestamp.
 
-    msgpack makes timestamps without the hook for extension types.
+    msgpack decodes timestamps itself, without the hook for extension types.
     """
     if isinstance(value, msgpack.Timestamp):
         raise BadRequest("ext type -1 is not part of the protocol")
@@ -247,7 +248,7 @@ def _unpack(part: bytes) -> Any:
 
 
 def _text_fault(part: bytes) -> str:
-    """Returns the place of half a surrogate pair in a part; "" if the part has another fault."""
+    """Returns the position of half a surrogate pair in a part; "" if the part has another fault."""
     try:
         value = msgpack.unpackb(
             part, raw=False, strict_map_key=True, unicode_errors="surrogatepass",
@@ -283,8 +284,8 @@ def _check_sizes(kind: str, parts: Sequence[bytes], max_body: int) -> None:
 class Content:
     """Base of every typed message. A subclass is a frozen record of the message's fields.
 
-    If a message is received as well as sent, `parse` makes the record from a body and its blobs.
-    Unknown keys are ignored.
+    Messages that are also received have a method `parse`, which makes the record from a body and
+    its blobs. Unknown keys are ignored.
     """
 
     __slots__ = ()
@@ -293,7 +294,7 @@ class Content:
     def body(self) -> dict[str, Any] | None:
         """Returns the body for msgpack: by default the fields by their names.
 
-        None sends the header alone.
+        If the body is None, only the header is sent.
         """
         return {name: getattr(self, name) for name in getattr(self, "__struct_fields__", ())}
 
