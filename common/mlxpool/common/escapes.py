@@ -15,12 +15,12 @@ _BUT_LINES_AND_TABS = re.compile(rf"[\x00-\x08\x0b-\x1f{_MARKS}]")
 
 
 def escape_line(text: str) -> str:
-    """Returns a text in one line: line breaks and tabs are escaped as well."""
+    """Returns a text as one line: line breaks and tabs are escaped as well."""
     return CONTROLS.sub(_escape, text)
 
 
 def escape_text(text: str) -> str:
-    """Returns a text of many lines, such as a completion: line feeds and tabs stay."""
+    """Returns a text of many lines, such as a completion; keeps line feeds and tabs."""
     return _BUT_LINES_AND_TABS.sub(_escape, text)
 
 

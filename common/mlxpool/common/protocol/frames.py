@@ -62,7 +62,7 @@ TEXT_AS_BLOB = 64 * 1024  # a prompt of more bytes is sent as a blob
 ID_BYTES = 16
 HEADER_FIELDS = 6
 MAX_NUMBER = 2**63 - 1
-EXACT_BITS = 53  # bits of random ids: JSON readers with doubles represent them exactly
+EXACT_BITS = 53  # bits of random numbers: JSON readers with doubles hold them exactly
 
 
 class Header(Struct, frozen=True):
@@ -95,7 +95,7 @@ class Message(Struct, frozen=True):
 
 
 class Garbage(PoolError):
-    """A message violates the protocol. `error` is the answer to it; `about` is its id, or None."""
+    """A message violates the protocol. `error` is the answer, `about` the message's id or None."""
 
     code = "bad_request"
 
