@@ -1,9 +1,10 @@
 """A build hook of hatchling: gives an installed `mlxpool` its `__version__`.
 
-In the checkout `mlxpool` is a namespace over several source roots. An `__init__.py` in one of them
-would hide the others from type checkers, editors and the import rules. A wheel has all packages in
-one folder, so its `mlxpool` gets an ordinary `__init__.py`. An editable install has the source
-roots on its path; a line of a .pth file, which Python runs when it starts, sets the attribute.
+In the checkout `mlxpool` is a namespace package over several source roots. An `__init__.py` in one
+root would make the other roots invisible to type checkers, editors and the import rules. A wheel
+has all packages in one folder, so its `mlxpool` gets an ordinary `__init__.py`. An editable install
+has the source roots on its path; a line of a .pth file, which Python runs at its start, sets the
+attribute.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ FOLDER = Path(__file__).parent
 
 
 class VersionHook(BuildHookInterface):  # type: ignore[type-arg]
-    """Adds the file that the kind of wheel needs."""
+    """Adds to a wheel the file that sets `__version__`."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Add the file. `version` is "standard" or "editable"."""
+        """Add the file. `version` is the kind of wheel: "standard" or "editable"."""
         if version == "editable":
-            # After the .pth file with the source roots, whose name begins with `_`.
+            # Read after the .pth file with the source roots, whose name begins with `_`.
             added, place = FOLDER / "editable_version.pth", "mlxpool_version.pth"
             build_data["force_include_editable"][str(added)] = place
         else:

@@ -1,8 +1,8 @@
-"""Records: typed values that are declared as `msgspec.Struct`s, and reading a body into a record.
+"""Records: typed values, declared as `msgspec.Struct`s, and the conversion of bodies to records.
 
 The bounds of a field are in its type: `Annotated[int, Meta(ge=0, le=9)]`. Objects that change with
-each row of tokens (StreamDelta, Request, Worker, …) are classes with slots: an attribute of a
-Struct takes longer to set, which cost the broker 7 % of its tokens/s.
+each delta (StreamDelta, Request, Worker, …) are classes with slots: an attribute of a Struct takes
+longer to set, which cost the broker 7 % of its tokens/s.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _KEY = re.compile(r"at `\$\.(\w+)")
 
 
 def read(body: Mapping[str, Any], kind: type[R], *, lenient: bool = False, **given: Any) -> R:
-    """Returns a record of the keys of a body. Unknown keys are ignored; nil counts as absent.
+    """Returns a record with the keys of a body. Unknown keys are ignored; nil counts as absent.
 
-    `given` are fields that were read already. `lenient`: a value of a wrong type counts as absent.
-    Raises BadRequest naming the key, its value and its bound.
+    `given` are fields that the caller has read already. `lenient`: a value of a wrong type counts
+    as absent. Raises BadRequest naming the key, its value and its bound.
     """
     names = kind.__struct_encode_fields__
     values = {name: value for name in names if (value := body.get(name)) is not None}
@@ -84,7 +84,7 @@ def _wanted(kind: Any, value: object) -> str:
 
 
 def as_map(record: Struct) -> dict[str, Any]:
-    """Returns the fields of a record by their names; records inside it become maps as well."""
+    """Returns the fields of a record by name; records in these fields become maps, too."""
     return {name: _plain(getattr(record, name)) for name in record.__struct_fields__}
 
 

@@ -17,7 +17,7 @@ VARIABLE = "MLXPOOL_HISTORY"
 
 
 class History:
-    """An append-only file of events. A line is one system call, so a kill leaves whole lines."""
+    """An append-only file of events. A line is one system call, so a kill cuts no line."""
 
     def __init__(self, who: str, folder: str | None = None) -> None:
         self._who = who
@@ -30,11 +30,11 @@ class History:
 
     @property
     def on(self) -> bool:
-        """True if lines are written; ask before computing costly fields."""
+        """True if lines are written. Check it before computing costly fields."""
         return self._file is not None
 
     def write(self, what: str, /, **facts: Any) -> None:
-        """Write one line, if enabled. Errors of the file system are ignored."""
+        """Write one line if writing is on. Errors of the file system are ignored."""
         if self._file is None:
             return
         line = {"t": time.monotonic(), "who": self._who, "pid": os.getpid(), "what": what, **facts}

@@ -1,4 +1,4 @@
-"""The header `traceparent` of W3C's Trace Context: the client's span to which a request belongs."""
+"""The header `traceparent` of W3C's Trace Context, which names the client's span of a request."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 from typing import NamedTuple
 
 HEADER = "traceparent"
-MAX_LENGTH = 256  # characters; this version has 55, later versions may have more fields
+MAX_LENGTH = 256  # the most characters; this version has 55, later versions may have more fields
 _FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
 
 
 class ParentSpan(NamedTuple):
-    """The ids of a client's span; `sampled` if the client records it."""
+    """The ids of a client's span; `sampled` is True if the client records the span."""
 
     trace: int
     span: int
@@ -19,7 +19,7 @@ class ParentSpan(NamedTuple):
 
 
 def parent_of(header: object) -> ParentSpan | None:
-    """Returns the span that a header names; None for a header that the standard has ignored."""
+    """Returns the span that a header names; None for a header that the standard says to ignore."""
     match = None
     if isinstance(header, str) and len(header) <= MAX_LENGTH:
         match = _FORM.fullmatch(header.strip(" \t"))

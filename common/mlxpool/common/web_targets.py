@@ -1,7 +1,7 @@
 """The allowed forms of URLs to which the broker posts notices. Pure.
 
-A URL may only have a form that every program reads alike. Refused are hosts that a resolver reads
-as another address than a person does (decimal or octal numbers), a user before the host, and odd
+A URL must have a form that every program reads alike. Refused are hosts that a resolver takes for
+another address than a person does (decimal or octal numbers), a user before the host, and odd
 characters.
 """
 
@@ -41,7 +41,7 @@ class Origin(Struct, frozen=True):
 
     @property
     def address(self) -> IpAddress | None:
-        """The address that the host is; None if it is a name."""
+        """The address if the host is an address; None if it is a name."""
         try:
             return ipaddress.ip_address(self.host)
         except ValueError:
@@ -49,7 +49,7 @@ class Origin(Struct, frozen=True):
 
 
 class Target(Struct, frozen=True):
-    """A URL to post to: `path` begins with a slash and includes the query."""
+    """A URL to which a notice is posted: `path` begins with a slash and includes the query."""
 
     origin: Origin
     path: str
@@ -74,7 +74,7 @@ class Target(Struct, frozen=True):
 
 
 def _host(text: str) -> str:
-    """Returns a host in the form that is compared. Raises ValueError if it is not a host."""
+    """Returns a host in a normal form for comparisons. Raises ValueError if it is not a host."""
     if text.startswith("["):
         try:
             return str(ipaddress.IPv6Address(text[1:-1]))
@@ -113,7 +113,7 @@ class Allowed(Struct, frozen=True):
 
     @classmethod
     def of(cls, origins: Sequence[str], networks: Sequence[str]) -> Allowed:
-        """Reads the values of the settings. Raises ValueError naming the faulty value."""
+        """Returns the targets that settings allow. Raises ValueError naming the faulty value."""
         return cls(
             frozenset(_named(parse_origin, text) for text in origins),
             tuple(_named(ipaddress.ip_network, text) for text in networks),
@@ -148,7 +148,7 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 def is_public(address: IpAddress) -> bool:
     """Returns whether an address is public: not of this machine, its links or its site.
 
-    An IPv6 address that stands for an IPv4 address is judged as that address.
+    An IPv6 address that encodes an IPv4 address counts as this IPv4 address.
     """
     if isinstance(address, ipaddress.IPv4Address):
         return address.is_global and not address.is_multicast

@@ -31,15 +31,15 @@ from mlxpool.common.protocol.resume import Resume
 from mlxpool.common.trace_context import parent_of
 
 TOKENIZE, DETOKENIZE = "tokenize", "detokenize"
-COMPUTED = frozenset({DECIDE, *TASKS})  # the kinds of calls that a model computes
+COMPUTED = frozenset({DECIDE, *TASKS})  # the kinds of calls whose answer a model computes
 CALLS = frozenset({TOKENIZE, DETOKENIZE, *COMPUTED})  # the kinds of a `ModelCall`
-_OF_CALLS = frozenset({"model", "owner", "deadline_ms", "alone"})  # keys that `fields` lacks
+_OF_CALLS = frozenset({"model", "owner", "deadline_ms", "alone"})  # keys that are not in `fields`
 MAX_WINDOW = 1 << 20
-DEFAULT_WINDOW = 1024  # token ids that may be sent and not acknowledged
+DEFAULT_WINDOW = 1024  # the most token ids that may be sent and not acknowledged
 MAX_PRIORITY = 2
-KEEP_FOREVER = -1  # as the milliseconds of a `keep`
-MAX_KEEP_MS = 10**11  # three years, as the setting keep_alive
-# Keys that may differ between two sendings of one request.
+KEEP_FOREVER = -1  # bounds of a `keep_ms`, and its value without end
+MAX_KEEP_MS = 10**11  # three years, the same bound as of the setting keep_alive
+# Keys whose values may differ between two retries of one request.
 PER_SENDING = frozenset(
     {"resume", "deadline_ms", "queue_ms", "first_token_ms", "window", "batch", "traceparent"}
 )
@@ -48,7 +48,7 @@ PER_SENDING = frozenset(
 
 
 class Generate(Struct, frozen=True):
-    """A checked `generate`. Times are milliseconds; None if the client sets no bound."""
+    """A checked `generate`. Times are in milliseconds; None if the client sets no bound."""
 
     kind: ClassVar[str] = "generate"
     model: str
@@ -64,23 +64,23 @@ class Generate(Struct, frozen=True):
     session: str = ""
     choice: Choice | None = None
     resume: Resume | None = None
-    warnings: tuple[str, ...] = ()  # one for each ignored key
+    warnings: tuple[str, ...] = ()  # one warning for each ignored key
     format_bytes: int = 0  # size of the option `format`
-    traceparent: str = ""  # see trace_context; "" if it names no span
+    traceparent: str = ""  # the header traceparent, see trace_context; "" if it names no span
 
     @property
     def resume_ids(self) -> bytes:
-        """The packed ids that the client has already."""
+        """The packed token ids that the client has already."""
         return b"" if self.resume is None else self.resume.ids
 
     @property
     def text_size(self) -> int:
-        """Bytes of prompt and ids without the images."""
+        """Bytes of prompt and token ids, without the images."""
         return self.prompt.size + len(self.resume_ids)
 
     @property
     def size(self) -> int:
-        """Bytes of prompt, format, images and ids, which are held while the request waits."""
+        """Bytes that the broker holds while the request waits: prompt, format, images and ids."""
         return self.text_size + self.format_bytes + image_bytes(self.prompt)
 
     @classmethod
@@ -123,7 +123,7 @@ class Generate(Struct, frozen=True):
 
 
 def _check_prompt_options(options: Options, prompt: Prompt) -> None:
-    """Raises BadRequest if an option does not go with this prompt."""
+    """Raises BadRequest if an option is not possible with this prompt."""
     if options.continue_message:
         if not isinstance(prompt, ChatPrompt):
             raise BadRequest("continue_message goes with messages: a prompt goes on as it is")
@@ -138,9 +138,9 @@ def _check_prompt_options(options: Options, prompt: Prompt) -> None:
 
 
 class GenerateDraft(Content, Struct, frozen=True):
-    """A `generate` with the values of its user, which the broker checks.
+    """A `generate` with the values of a Python caller, which the broker checks.
 
-    `settings` are the other keys than prompt and options, such as `deadline_ms` and `session`.
+    `settings` are the keys other than prompt and options, such as `deadline_ms` and `session`.
     """
 
     kind: ClassVar[str] = Generate.kind
@@ -161,19 +161,19 @@ class GenerateDraft(Content, Struct, frozen=True):
 
 
 def request_digest(body: Mapping[str, Any], blobs: Sequence[bytes]) -> bytes:
-    """Returns the identity of a `generate`: 16 bytes, which are equal for every sending of it."""
-    import hashlib  # loads OpenSSL, which the client does not need
+    """Returns a digest of a `generate`: 16 bytes, the same for every retry of the request."""
+    import hashlib  # imported here: it loads OpenSSL, which the client does not need
 
     kept = {key: body[key] for key in sorted(body) if key not in PER_SENDING}
     digest = hashlib.sha256(msgpack.packb(kept, use_bin_type=True))
-    for blob in blobs[: blobs_of_prompt(body)]:  # not the blob of `resume`, which follows
+    for blob in blobs[: blobs_of_prompt(body)]:  # the next blob is that of `resume`
         digest.update(len(blob).to_bytes(8, "little"))
         digest.update(blob)
     return digest.digest()[:16]
 
 
 class Ack(Content, Struct, frozen=True):
-    """The number of ids of each stream that the client has read in all: pairs of (id, count)."""
+    """The total of token ids that the client has read of each stream: pairs of (id, count)."""
 
     kind: ClassVar[str] = "ack"
     have: Sequence[tuple[bytes, int]]
@@ -200,13 +200,13 @@ def _is_pair(pair: object) -> bool:
 
 
 class Cancel(Content, Struct, frozen=True):
-    """Ends the stream of the header's id. The broker sends the same to a worker about a run."""
+    """Ends the stream of the header's id; from the broker to a worker, it ends a run."""
 
     kind: ClassVar[str] = "cancel"
 
 
 class Ping(Content, Struct, frozen=True):
-    """Asks for the broker's boot number and the link of this connection; a sign of life."""
+    """Asks for the broker's boot number and its link of this connection; also a sign of life."""
 
     kind: ClassVar[str] = "ping"
 
@@ -215,7 +215,7 @@ class Ping(Content, Struct, frozen=True):
 
 
 class ListModels(Content, Struct, frozen=True):
-    """Asks for the list of all models, or for everything about one model."""
+    """Asks for the list of all models, or for all facts about one model."""
 
     kind: ClassVar[str] = "models"
     model: str | None = None
@@ -235,7 +235,8 @@ class ListModels(Content, Struct, frozen=True):
 class Keep(Content, Struct, frozen=True):
     """Asks to keep a model loaded for `keep_ms` milliseconds after its last work.
 
-    0: unload the model once it has no work; -1: keep it without end. Other values than 0 load it.
+    0: unload the model as soon as it has no work; -1: keep it without end. Any value but 0 loads
+    the model.
     """
 
     kind: ClassVar[str] = "keep"
@@ -255,16 +256,16 @@ class Keep(Content, Struct, frozen=True):
 
 
 class ModelCall(Content, Struct, frozen=True):
-    """A call of a model, which has one answer: `tokenize`, `embed` and the like.
+    """A call of a model, which has one answer: `tokenize`, `embed` and similar kinds.
 
     The broker checks the model's name and the deadline; the worker checks the other keys and the
-    blobs. The broker adds `owner`, the client that asks, for the worker. `deadline_ms` is not
-    passed on. `alone`: the worker computes the call without others, see encoder_calls.
+    blobs. The broker adds `owner`, the name of the client, for the worker. `deadline_ms` is not
+    forwarded. `alone`: the worker computes the call without other calls, see encoder_calls.
     """
 
     kind: str  # type: ignore[misc]  # one record for several kinds
     model: str
-    fields: Mapping[str, Any] = field(default_factory=dict)  # the body without the keys below
+    fields: Mapping[str, Any] = field(default_factory=dict)  # the keys of the body without a field
     packed: tuple[bytes, ...] = ()
     owner: str = ""
     deadline_ms: int | None = None
@@ -272,7 +273,7 @@ class ModelCall(Content, Struct, frozen=True):
 
     @property
     def computes(self) -> bool:
-        """True if the model computes the answer; other calls need only the tokenizer."""
+        """True if the model computes the answer; other calls only need the tokenizer."""
         return self.kind in COMPUTED
 
     def body(self) -> dict[str, Any]:
@@ -312,7 +313,7 @@ KNOWN = frozenset(
 _AS_FORMAT = "send `format` in `options`"
 _AS_PROMPT = "render the prompt yourself and send it as `prompt`, or send `messages`"
 _ADAPTER = "LoRA adapters are not applied: merge one into the weights of its model"
-# Keys of other servers' APIs, each with its replacement.
+# Keys of the APIs of other servers, each with its replacement.
 REFUSED: Mapping[str, str] = {
     "response_format": _AS_FORMAT,
     "grammar": _AS_FORMAT,
@@ -328,14 +329,15 @@ REFUSED: Mapping[str, str] = {
     "n": "send a request for each completion, with seed + i and `choice`",
     "best_of": "send a request for each completion, with seed + i and `choice`",
 }
-MAX_WARNINGS = 8  # the most keys with a warning of their own
-MAX_KEY = 60  # shown characters of a key
+MAX_WARNINGS = 8  # the most keys that get a warning each
+MAX_KEY = 60  # the most characters of a key that a warning shows
 
 
 def check_keys(body: Mapping[Any, Any]) -> tuple[str, ...]:
-    """Returns a warning for each ignored key; a key whose value is nil counts as absent.
+    """Returns a warning for each ignored key. A key whose value is nil counts as absent.
 
     Raises BadRequest for a key of REFUSED, and for an option outside `options`.
+
     """
     ignored = [key for key, value in body.items() if value is not None and key not in KNOWN]
     for key in ignored:
@@ -350,7 +352,7 @@ def _warning(key: object) -> str:
     return f"the unknown key {shown(key)} is ignored{_hint(str(key)[:MAX_KEY])}"
 
 
-@functools.lru_cache(maxsize=256)  # all lines of a batch have the same keys
+@functools.lru_cache(maxsize=256)  # cached, because all lines of a batch have the same keys
 def _hint(key: str) -> str:
     return did_you_mean(key, KNOWN)
 

@@ -1,4 +1,4 @@
-"""Messages of workers to the broker, except `deltas`, which has a module of its own."""
+"""Messages of workers to the broker, except `deltas`, which has its own module."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from mlxpool.common.protocol.encoder_calls import VECTORS
 from mlxpool.common.protocol.frames import Content
 from mlxpool.common.records import Natural, read
 
-TOKENS = "tokens"  # the kind of the answer to a call of the tokenizer
+TOKENS = "tokens"  # the kind of the tokenizer's answer to a call
 ANSWERS = frozenset({TOKENS, VECTORS, DECISIONS})  # the kinds of a `CallAnswer`
 
 
 class Hello(Content, Struct, frozen=True):
-    """A worker introduces itself. `slot` is "" if it dials in and asks for a slot.
+    """A worker introduces itself. `slot` is "" if it connects by itself and asks for a slot.
 
-    `token` is the newest token that the broker gave it; `start_time` is seconds since 1970.
+    `token` is the newest token that the broker sent to this worker. `start_time` is in seconds
+    since 1970.
     """
 
     kind: ClassVar[str] = "hello"
@@ -42,7 +43,7 @@ class Hello(Content, Struct, frozen=True):
 
 
 class Credit(Content, Struct, frozen=True):
-    """Room for more work: free `sequences`, and `works`, the frames received in this epoch."""
+    """Room for more work: free `sequences`, and `works`, the frames `work` of this epoch."""
 
     kind: ClassVar[str] = "credit"
     sequences: Natural = 0
@@ -55,9 +56,9 @@ class Credit(Content, Struct, frozen=True):
 
 
 class ProgressSample(Struct, frozen=True):
-    """The progress of a worker that dialled in; other workers have a progress block."""
+    """The progress of a worker that connects over tcp; other workers have a progress block."""
 
-    tokens: int = 0  # tokens of the running prompt chunk
+    tokens: int = 0  # tokens of the running prefill chunk
     fresh: bool = True  # True if the step has a new shape
     usual_token_ns: int = 0
     usual_step_ns: int = 0
@@ -71,11 +72,11 @@ class ProgressSample(Struct, frozen=True):
 
 
 class Beat(Content, Struct, frozen=True):
-    """A heartbeat: the worker's activity and its holdings. Memory is in bytes.
+    """A heartbeat: the worker's activity, its runs and its memory in bytes.
 
-    `phase` and `load_progress` are None if the worker did not send them. `prefill` is the request
-    whose prompt it reads. `load_progress` is the loaded share of the weights, 0 to 1. `load` has
-    the times of the phases of its load, also after the load's end.
+    `phase` and `load_progress` are None if the worker did not send them. `prefill` is the id of the
+    request whose prompt it reads. `load_progress` is the loaded fraction of the weights, 0 to 1.
+    `load` has the times of the phases of its load, also after the load's end.
     """
 
     kind: ClassVar[str] = "beat"
@@ -129,7 +130,7 @@ class CallAnswer(Content, Struct, frozen=True):
 
 
 class Yield(Content, Struct, frozen=True):
-    """A drained worker hands back its unfinished runs, each as (id, run number)."""
+    """A drained worker returns its unfinished runs, each as (id, run number)."""
 
     kind: ClassVar[str] = "yield"
     runs: Sequence[tuple[bytes, int]] = ()
@@ -155,7 +156,7 @@ class Yield(Content, Struct, frozen=True):
 
 
 class PromptSizes(Content, Struct, frozen=True):
-    """The numbers of tokens of prompts, before they are read: (id, run number, tokens) each."""
+    """The token counts of prompts before their prefill: (id, run number, tokens) each."""
 
     kind: ClassVar[str] = "prompts"
     runs: Sequence[tuple[bytes, int, int]] = ()
@@ -180,7 +181,7 @@ def _is_size(run: object) -> bool:
 
 
 class Bye(Content, Struct, frozen=True):
-    """A worker leaves. `error` is the body of an error if the worker cannot serve."""
+    """A worker leaves the pool. `error` is the body of an error if the worker cannot serve."""
 
     kind: ClassVar[str] = "bye"
     error: Mapping[str, Any] | None = None

@@ -1,7 +1,8 @@
-"""Images in a request: their number, their sizes, and their places in the prompt.
+"""The images of a request: their number, their sizes, and their positions in the prompt.
 
-The body's key `images` is the number of image blobs, which follow the blob of the prompt. A message
-names an image by a part `{type: "image", blob: n}`, a text prompt by `[img-n]`; n counts from 0.
+The body's key `images` is the number of image blobs, which are after the blob of the prompt. A chat
+message names an image by a part `{type: "image", blob: n}`, a text prompt by `[img-n]`; n counts
+from 0.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from mlxpool.common.checks import is_integer, shown
 from mlxpool.common.errors import BadRequest, TooLarge
 
 KEY = "images"
-VISION = "vision"  # among the features of a model that takes images
-MAX_IMAGES = 16  # images of a request
-MAX_IMAGE = 8 * 1024 * 1024  # bytes of an image's file
-MAX_IMAGE_TOTAL = 32 * 1024 * 1024  # bytes of all images of a request
+VISION = "vision"  # listed among a model's features if the model takes images
+MAX_IMAGES = 16  # the most images of a request
+MAX_IMAGE = 8 * 1024 * 1024  # the most bytes of an image file
+MAX_IMAGE_TOTAL = 32 * 1024 * 1024  # the most bytes of all images of a request
 TAG = re.compile(r"\[img-([0-9]+)\]")
 _INDEX_DIGITS = 18  # most digits of an index; more digits count as the index 10**18
-TOKENS_PER_IMAGE = 1024  # an estimate for an image that nobody has looked at yet
+TOKENS_PER_IMAGE = 1024  # estimated tokens of an image that is not decoded yet
 
 
 def no_image_input(model: str) -> str:
-    """Returns the error text of a request with images for a model that takes none."""
+    """Returns the error text for images that are sent to a model without image input."""
     return f"this model does not support image input: {model!r} takes text only"
 
 
@@ -35,9 +36,10 @@ def count_images(body: Mapping[str, Any]) -> int:
 
 
 def parse_images(body: Mapping[str, Any], blobs: Sequence[bytes], start: int) -> tuple[bytes, ...]:
-    """Returns the images of a request, which begin at the blob with the index `start`.
+    """Returns the images of a request; its blob with the index `start` is the first image.
 
     Raises BadRequest and TooLarge naming the image, its value and the bound.
+
     """
     count = body.get(KEY)
     if count is None or count == 0:
@@ -59,7 +61,7 @@ def check_count(count: int) -> None:
 
 
 def check_sizes(images: Sequence[bytes]) -> None:
-    """Raises BadRequest if an image is empty, TooLarge if one or all have too many bytes."""
+    """Raises BadRequest if an image is empty; TooLarge if an image or their total is too large."""
     for index, image in enumerate(images):
         if not image:
             raise BadRequest(f"images[{index}] is empty: it has 0 bytes")
@@ -81,9 +83,10 @@ def images_of_text(text: str) -> list[int]:
 
 
 def _index(digits: str) -> int:
-    """Returns the number that the digits write; 10**_INDEX_DIGITS if they are too many.
+    """Returns the number that the digits write; 10**_INDEX_DIGITS if there are too many digits.
 
     Python's `int` would raise ValueError for thousands of digits.
+
     """
     significant = digits.lstrip("0")
     return int(significant or "0") if len(significant) <= _INDEX_DIGITS else 10**_INDEX_DIGITS

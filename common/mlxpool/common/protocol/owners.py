@@ -1,8 +1,8 @@
-"""Named owners: a client may ask on behalf of an owner, if the broker's settings allow it.
+"""Named owners: a client may send requests on behalf of an owner, if the broker's settings allow
+it.
 
-Quotas, turns, streams and jobs are then those of the named owner, in place of the client's own.
-Named owners have a prefix of their own, so that nobody can name the key or the user of another
-client.
+The quotas, fair queueing, streams and jobs are then those of the named owner, not of the client.
+Names of owners get a prefix, so that no client can name the key or the user of another client.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from mlxpool.common.checks import shown
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.protocol.frames import Content, Header, Message, encode
 
-KEY = "owner"  # the key of a body
+KEY = "owner"  # the key of the owner in a body
 NAMED = "for:"  # prefix of a named owner; keys and users have other prefixes
 MAX_NAME = 200  # characters
 

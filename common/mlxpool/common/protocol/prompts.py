@@ -17,7 +17,7 @@ KEYS = ("prompt", "messages", "tokens")
 
 
 class TextPrompt(Struct, frozen=True):
-    """Text that is tokenised without a template. It names each of its `images` by `[img-n]`."""
+    """A text that is tokenised without a template. It names each of its `images` by `[img-n]`."""
 
     text: str
     images: tuple[bytes, ...] = ()
@@ -35,7 +35,7 @@ class TextPrompt(Struct, frozen=True):
 
 
 class PackedPrompt(Struct, frozen=True):
-    """Text in UTF-8 (`prompt`) or packed token ids (`tokens`) that travel as the first blob.
+    """Text in UTF-8 (`prompt`) or packed token ids (`tokens`), sent as the first blob.
 
     The `images` of a text are the blobs after it; a prompt of token ids has no images.
     """
@@ -57,9 +57,9 @@ class PackedPrompt(Struct, frozen=True):
 
 
 class ChatPrompt(Struct, frozen=True):
-    """Messages for the model's chat template, with the tools and the thinking that it offers.
+    """Messages for the model's chat template, with tools and the level of thinking.
 
-    `messages` and `tools` are as the client sent them; `check_messages` gives them the form of
+    `messages` and `tools` are as the client sent them; `check_messages` converts them for
     templates. Parts of messages name the `images` by their index.
     """
 
@@ -93,7 +93,7 @@ def _image_count(images: Sequence[bytes]) -> dict[str, Any]:
 
 
 def image_bytes(prompt: Prompt) -> int:
-    """Returns the bytes of the files of all images of a prompt."""
+    """Returns the total bytes of the image files of a prompt."""
     return sum(map(len, prompt.images))
 
 
@@ -113,13 +113,13 @@ def parse_prompt(body: Mapping[str, Any], blobs: Sequence[bytes]) -> Prompt:
 
 
 def blobs_of_prompt(body: Mapping[str, Any]) -> int:
-    """Returns the number of blobs that belong to the prompt: its packed form, and its images."""
+    """Returns the number of blobs of the prompt: of its packed form, and of its images."""
     packed = body.get("prompt") is True or body.get("tokens") is True
     return int(packed) + images_of.count_images(body)
 
 
 def _text(body: Mapping[str, Any], blobs: Sequence[bytes]) -> TextPrompt:
-    text = body["prompt"]  # an empty text stands for the model's begin token, if it has one
+    text = body["prompt"]  # an empty text counts as the model's begin token, if it has one
     images = images_of.parse_images(body, blobs, 0)
     if images:
         images_of.check_named(images_of.images_of_text(text), len(images))

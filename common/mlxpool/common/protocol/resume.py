@@ -1,4 +1,4 @@
-"""The state of a resumed stream: its ids, its seed and its facts."""
+"""The state of a resumed stream: its token ids, its seed and its `Facts`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from mlxpool.common.protocol.frames import MAX_BLOB
 from mlxpool.common.protocol.token_ids import ID_WIDTH, count_of
 
 MAX_COUNT = 2**31
-# Seconds since 1970: the calendars of chat templates end with the year 9999.
+# Times are in seconds since 1970. The calendars of chat templates end with the year 9999.
 MAX_TIME = 253_402_300_799
-COUNTS = ("context", "max_tokens", "prompt_tokens", "truncated")  # facts that count tokens
-DIGESTS = ("digest", "grammar")  # facts that are digests
+COUNTS = ("context", "max_tokens", "prompt_tokens", "truncated")  # fields that count tokens
+DIGESTS = ("digest", "grammar")  # fields that are digests
 
 
 class Facts(Struct, frozen=True):
-    """Facts of a stream that stay the same from its first worker to its last.
+    """Values of a stream that stay the same from its first worker to its last.
 
-    `prompt_tokens` and `max_tokens` count ids; `prompt_tokens` does not count the `truncated` ids
-    of the prompt. `now` is the time in chat templates, in seconds since 1970. `grammar` is the
+    `prompt_tokens` and `max_tokens` count tokens; `prompt_tokens` is without the `truncated` tokens
+    of the prompt. `now` is the time for chat templates, in seconds since 1970. `grammar` is the
     digest of the answer's format. A field is None if the sender did not send it. `raw` is the map
     as it was received: it is stored and sent back unchanged, with keys of later versions.
     """
@@ -44,7 +44,7 @@ class Facts(Struct, frozen=True):
         return isinstance(other, Facts) and self.body() == other.body()  # without `raw`
 
     def body(self) -> dict[str, Any]:
-        """Returns the map in the first row of a run."""
+        """Returns the map for the first row (delta) of a run."""
         body: dict[str, Any] = {
             "digest": self.digest,
             "context": self.context,
@@ -58,7 +58,7 @@ class Facts(Struct, frozen=True):
 
     @classmethod
     def from_worker(cls, raw: Mapping[str, Any]) -> Facts:
-        """Reads the facts of a worker's first row; a value of a wrong type counts as absent."""
+        """Reads the map of a worker's first row; a value of a wrong type counts as absent."""
         digest, now = raw.get("digest"), raw.get("now")
         counts = {key: raw.get(key) for key in COUNTS}
         return cls(
@@ -72,7 +72,7 @@ class Facts(Struct, frozen=True):
 
     @classmethod
     def from_client(cls, raw: object) -> Facts:
-        """Reads the facts that a client sends back. Raises BadRequest for a wrong value."""
+        """Reads the map that a client sends back. Raises BadRequest for a wrong value."""
         if not isinstance(raw, dict):
             raise BadRequest("resume.facts must be the map that came with the first delta")
         now = raw.get("now", 0)
@@ -89,7 +89,7 @@ class Facts(Struct, frozen=True):
 
     @classmethod
     def from_broker(cls, raw: object) -> Facts:
-        """Reads the facts in `work`. Raises BadRequest for a wrong type or a time out of bounds."""
+        """Reads the map in `work`. Raises BadRequest for a wrong type or a time out of bounds."""
         if raw is None:
             return cls()
         if not isinstance(raw, Mapping):
@@ -107,9 +107,9 @@ class Facts(Struct, frozen=True):
 class Resume(Struct, frozen=True):
     """The part of `generate` and `work` that resumes a stream.
 
-    `ids` are the packed ids of the stream so far. `seed` is the seed of `accepted`; `work` has the
-    seed outside this part. `resumes` is the number of resumes in a row without a new id. `reported`
-    is the number of the prompt's tokens that were reported already.
+    `ids` are the packed token ids of the stream so far. `seed` is the seed of `accepted`; in `work`
+    the seed is outside this part. `resumes` is the number of consecutive resumes without a new id.
+    `reported` is the number of the prompt's tokens that were already reported.
     """
 
     ids: bytes = b""
@@ -120,7 +120,7 @@ class Resume(Struct, frozen=True):
 
     @property
     def count(self) -> int:
-        """The number of ids."""
+        """The number of token ids."""
         return count_of(self.ids)
 
     def body(self) -> dict[str, Any]:

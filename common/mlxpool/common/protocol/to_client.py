@@ -1,4 +1,4 @@
-"""Messages of the broker to a client, except `deltas`, which has a module of its own."""
+"""Messages of the broker to a client, except `deltas`, which has its own module."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from mlxpool.common.protocol.token_ids import ID_WIDTH
 
 
 class Accepted(Content, Struct, frozen=True):
-    """The broker has accepted the request. `queue_position` requests wait before it.
+    """The broker has accepted the request. `queue_position` is the number of requests before it.
 
     `warnings` name the ignored keys of the request.
+
     """
 
     kind: ClassVar[str] = "accepted"
@@ -50,13 +51,14 @@ class Accepted(Content, Struct, frozen=True):
 
 
 class StreamDelta(Content):
-    """A piece of one stream: whole steps of the worker, merged until it is sent.
+    """Output of one stream: one or more whole steps of the worker, merged until they are sent.
 
-    The broker fills it step by step, because an object for each step would slow the hot path. `pos`
-    travels in the header, `size` (bytes of text, ids and log-probabilities) does not travel.
-    `facts` come with the first ids of a worker, as the worker made them. If a reader of a job asked
-    for `steps`, it has the numbers of ids and characters up to the end of each step. Before them is
-    (0, 0) for each time that the job ended with an error at `pos` and was retried.
+    The broker adds step by step to this object, because an object for each step would slow the hot
+    path. `pos` is sent in the header; `size` (bytes of text, ids and log-probabilities) is not
+    sent. `facts` are sent with the first ids of a worker, as the worker made them. If a reader of a
+    job asked for `steps`, it has the numbers of ids and characters up to the end of each step.
+    Before these it has (0, 0) for each time that the job ended with an error at `pos` and was
+    retried.
     """
 
     kind: ClassVar[str] = "delta"
@@ -86,7 +88,7 @@ class StreamDelta(Content):
 
     @property
     def count(self) -> int:
-        """The number of ids."""
+        """The number of token ids."""
         return len(self.ids) // ID_WIDTH
 
     def body(self) -> dict[str, Any]:
@@ -104,12 +106,12 @@ class StreamDelta(Content):
 
 
 class Done(Content, Struct, frozen=True):
-    """The terminal of a stream that ended without an error. Times are milliseconds.
+    """The end of a stream without an error. Times are in milliseconds.
 
-    `text` is the text that was held back; `reason` is stop, length or cancelled; `attempts` is the
+    `text` is text that was not sent yet; `reason` is stop, length or cancelled; `attempts` is the
     number of times that the broker gave the request to a worker. `complete`: see RunEnd. `answer`
-    is the answer of a job that is a call, such as `embed`, without its usage and its times; the
-    message has its blobs.
+    is the answer of a job that is a call, such as `embed`, without its usage and its times; its
+    blobs are the blobs of the message.
     """
 
     kind: ClassVar[str] = "done"
@@ -123,7 +125,7 @@ class Done(Content, Struct, frozen=True):
 
     @classmethod
     def of_answer(cls, answer: CallAnswer) -> Done:
-        """Returns the end of a job whose worker has answered."""
+        """Returns the end of a job that is a call, from the answer of the worker."""
         fields = dict(answer.fields)
         usage, timings = mapping(fields.pop("usage", None)), mapping(fields.pop("timings_ms", None))
         rest = CallAnswer(fields, answer.packed, answer.kind)
@@ -147,7 +149,7 @@ class Done(Content, Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> Done:
-        """Reads a body; `blobs` are the blobs of its answer, if it has one."""
+        """Reads a body; `blobs` are the blobs of its answer, if it has an answer."""
         return cls(
             str(body.get("reason")),
             str(body.get("text", "")),
@@ -167,9 +169,10 @@ def _answer(body: object, blobs: Sequence[bytes]) -> CallAnswer | None:
 
 
 class Failed(Content, Struct, frozen=True):
-    """An `error`: the terminal of a stream, the answer to a call, or a report about a message.
+    """An `error`: the end of a stream, the answer to a call, or a report about a message.
 
     `fields` is a body that `PoolError.body` made.
+
     """
 
     kind: ClassVar[str] = "error"
@@ -181,7 +184,7 @@ class Failed(Content, Struct, frozen=True):
 
     @classmethod
     def about(cls, error: PoolError, id: bytes | None) -> Failed:
-        """Returns an error about the message with this id (None: unknown). It ends no stream."""
+        """Returns an error about the message with this id (None: unknown), which ends no stream."""
         return cls({**error.body(), "about": id})
 
     @property
@@ -197,7 +200,7 @@ class Failed(Content, Struct, frozen=True):
 
 
 class Fate(Content, Struct, frozen=True):
-    """Answer to `cancel`: the state of the request before it, and `pos`, the number of sent ids."""
+    """Answer to `cancel`: the earlier state of the request; `pos` is the number of sent ids."""
 
     kind: ClassVar[str] = "fate"
     state: str
@@ -222,7 +225,7 @@ class Pong(Content, Struct, frozen=True):
 
 
 class Kept(Content, Struct, frozen=True):
-    """Answer to `keep`: the time that holds, which may differ from the time of the `keep`."""
+    """Answer to `keep`: the time that is now set, which may differ from the requested time."""
 
     kind: ClassVar[str] = "kept"
     keep_ms: int
@@ -233,9 +236,9 @@ class Kept(Content, Struct, frozen=True):
 
 
 class ModelList(Content, Struct, frozen=True):
-    """Answer to `models`: a row for each name, see docs/protocol.md, `models`.
+    """Answer to `models`: a map for each name, see docs/protocol.md, `models`.
 
-    If one model was asked for, its row also has `about`, with facts from its files.
+    If one model was asked for, its map also has `about`, with facts from the model's files.
     """
 
     kind: ClassVar[str] = "models"

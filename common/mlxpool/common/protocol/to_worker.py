@@ -24,7 +24,7 @@ from mlxpool.common.protocol.prompts import (
 from mlxpool.common.protocol.resume import Resume
 from mlxpool.common.records import read
 
-_OF_CHATS = ("messages", "tools", "think")  # keys of a `tokenize` of a chat
+_OF_CHATS = ("messages", "tools", "think")  # keys of a `tokenize` that tokenises a chat
 
 
 class Welcome(Content, Struct, frozen=True):
@@ -41,7 +41,7 @@ class Welcome(Content, Struct, frozen=True):
 
 
 class Heard(Content, Struct, frozen=True):
-    """Answer to a heartbeat: the broker lives."""
+    """Answer to a heartbeat: a sign of life of the broker."""
 
     kind: ClassVar[str] = "heard"
 
@@ -56,15 +56,15 @@ class Who(Content, Struct, frozen=True):
 
 
 class Drain(Content, Struct, frozen=True):
-    """The worker stops all runs, hands them back with `yield`, and takes no more."""
+    """The worker stops all runs, returns them with `yield`, and accepts no more runs."""
 
     kind: ClassVar[str] = "drain"
 
 
 class Stop(Content, Struct, frozen=True):
-    """The worker has to leave. `again`: a fresh worker has to take its place.
+    """The worker has to leave. `again` is True if a new worker has to replace it.
 
-    `error` is set if its `hello` is refused.
+    `error` is set if the broker refuses the worker's `hello`.
     """
 
     kind: ClassVar[str] = "stop"
@@ -84,9 +84,10 @@ class Stop(Content, Struct, frozen=True):
 class Work(Content, Struct, frozen=True):
     """A run: the prompt, checked options, the seed, and the state of a resumed stream.
 
-    `deadline_ms` is the rest of the request's time. `suspect`: the request may have ended a worker,
-    so its prompt is read in a pass of its own. Requests of several owners are prepared in turn.
-    `shared`: other requests have the same prompt, see `choice`.
+    `deadline_ms` is the remaining time of the request. `suspect` is True if the request may have
+    ended a worker; then its prompt is read in a forward pass of its own. `owner`: the requests of
+    several owners are prepared in turn. `shared` is True if other requests have the same prompt,
+    see `choice`.
     """
 
     kind: ClassVar[str] = "work"
@@ -137,7 +138,7 @@ class Work(Content, Struct, frozen=True):
 
 
 class Tokenize(Struct, frozen=True):
-    """A worker's view of `tokenize`: text, UTF-8 that travelled as a blob, or a chat."""
+    """A worker's view of `tokenize`: a text, a text in UTF-8 from a blob, or a chat."""
 
     kind: ClassVar[str] = TOKENIZE
     text: str | bytes | ChatPrompt
@@ -166,7 +167,7 @@ class Tokenize(Struct, frozen=True):
 
 
 class Detokenize(Struct, frozen=True):
-    """A worker's view of `detokenize`: packed token ids. `each` asks for the text of each id."""
+    """A worker's view of `detokenize`: packed token ids. With `each`, each id gets its text."""
 
     kind: ClassVar[str] = DETOKENIZE
     packed: bytes

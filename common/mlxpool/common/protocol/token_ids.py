@@ -1,4 +1,4 @@
-"""The form of token ids in messages: a blob of little-endian u32."""
+"""The encoding of token ids in messages: a blob of little-endian u32."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ID_WIDTH = 4  # bytes of one id
 
 
 def count_of(packed: bytes | bytearray) -> int:
-    """Returns the number of ids in a blob; ignores the rest of a division by ID_WIDTH."""
+    """Returns the number of whole token ids in a blob."""
     return len(packed) // ID_WIDTH
 
 
@@ -30,7 +30,7 @@ def pack_ids(ids: Iterable[int]) -> bytes:
 
 
 def _wrong(ids: Any) -> str:
-    """Returns a text with the first value that is not a u32, and its index."""
+    """Returns a text with the first value that is not a u32, and the index of the value."""
     items = enumerate(ids if isinstance(ids, list | tuple) else ())
     wrong = ((at, item) for at, item in items if not isinstance(item, int) or not 0 <= item < 2**32)
     at, item = next(wrong, (None, ids))

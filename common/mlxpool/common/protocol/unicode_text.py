@@ -10,9 +10,9 @@ _HALF = re.compile("[\ud800-\udfff]")
 
 
 def not_unicode(value: Any, path: str = "") -> str:
-    """Returns the place and the value of the first half of a surrogate pair; "" if there is none.
+    """Returns the path and the value of the first half of a surrogate pair; "" if there is none.
 
-    A place is a path such as messages[0].content. Keys of maps are checked, too.
+    A path is such as messages[0].content. Keys of maps are checked, too.
     """
     waiting = [(path, value)]
     while waiting:
@@ -35,7 +35,7 @@ def not_unicode(value: Any, path: str = "") -> str:
 
 
 def place_of(fault: str) -> str:
-    """Returns the place in a text that `not_unicode` returned."""
+    """Returns the path in a text that `not_unicode` returned."""
     return fault.partition(" is not ")[0].removeprefix("a key of ")
 
 

@@ -1,4 +1,4 @@
-"""Checks of endpoints: to bind them, with or without CURVE, and to connect to them. Pure."""
+"""Checks the endpoints to bind, with or without CURVE, and the endpoints to connect to. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _LOOPBACK = re.compile(r"tcp://(127(\.\d{1,3}){3}|localhost|\[::1\]):(\d{1,5}|\*
 def fault(endpoint: str, *, secured: bool, local: bool) -> str | None:
     """Returns why an endpoint may not be bound, as the end of an error message; None if it may.
 
-    `secured`: there is a secret key, so every tcp endpoint uses CURVE. `local`: plain tcp is
-    allowed on the loopback.
+    `secured` is True if there is a secret key: then every tcp endpoint uses CURVE. `local` is True
+    if plain tcp is allowed on the loopback interface.
     """
     if _IPC.fullmatch(endpoint):
         return None
@@ -31,7 +31,7 @@ def fault(endpoint: str, *, secured: bool, local: bool) -> str | None:
 
 
 def dial_fault(endpoint: object) -> str | None:
-    """Returns the error message for an endpoint that cannot be dialled; None if it can be."""
+    """Returns the error message for an endpoint that cannot be connected to; None if it can be."""
     text = endpoint if isinstance(endpoint, str) else ""
     if _IPC.fullmatch(text) or (_DIALLED.fullmatch(text) and 0 < _port(text) <= 65535):
         return None

@@ -1,11 +1,11 @@
-"""Reads the monitor of a connecting socket: it is connected, or it cannot be, and why.
+"""Reads the monitor of a connecting socket: whether it is connected, or why it cannot be.
 
-Two failures are final, and libzmq does not connect again after them. A broker can refuse a key. And
-a whole greeting can name another mechanism than ours, because only one side has keys. Every other
-failure is a connection that was closed in the handshake; then libzmq connects again. A broker
-closes a connection in this way for a wrong server key. So does everything that ends or breaks on
-the way, such as a proxy whose broker is restarted. A socket without keys concludes nothing from
-such a failure: a broker with keys sends its greeting in one of the next attempts.
+Two failures are final; after them libzmq does not connect again. First, a broker refuses a key.
+Second, a complete greeting names another mechanism than ours, because only one side has keys. Every
+other failure is a connection that was closed during the handshake; then libzmq connects again. A
+broker closes a connection in this way for a wrong server key. A proxy whose broker restarts does
+the same. A socket without keys draws no conclusion from such a failure: a broker with keys sends
+its greeting in one of the next attempts.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-HOPELESS_FAILURES = 3  # failures in a row with keys; a broker that ends may cause one or two
-_SHORT = 8  # characters of a public key that error messages show
+HOPELESS_FAILURES = 3  # consecutive failures with keys; a broker that ends may cause one or two
+_SHORT = 8  # the most characters of a public key that error messages show
 
 
 class Handshake:
-    """A socket's handshake, for the socket's thread alone. `monitor` is readable on a change."""
+    """The state of a socket's handshake, for its thread only. `monitor` is readable on a change."""
 
     def __init__(
         self, socket: zmq.Socket[bytes], endpoint: str, credentials: Credentials | None = None
     ) -> None:
         self.endpoint = endpoint
         self.credentials = credentials
-        self.refusal = ""  # why this socket will never be connected; "" if it may be
+        self.refusal = ""  # why this socket will never be connected; "" if it still may be
         self.trouble = ""  # why the newest attempt failed; a later attempt may succeed
-        self.failures = 0  # failed attempts in a row, for any reason
+        self.failures = 0  # consecutive failed attempts, for any reason
         self._socket = socket
         self.monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_EVENTS)
 
@@ -65,7 +65,7 @@ class Handshake:
 
     @property
     def hopeless(self) -> bool:
-        """True if a client that was never connected should stop trying."""
+        """True if a client that was never connected should stop its attempts."""
         return bool(self.refusal or (self.trouble and self.failures >= HOPELESS_FAILURES))
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class Handshake:
 
 
 def refused(endpoint: str, credentials: Credentials | None) -> str:
-    """Returns the error message for a refused key."""
+    """Returns the error message for a key that the broker refused."""
     if credentials is None:
         return f"the broker at {endpoint} refuses this user"
     own = credentials.own

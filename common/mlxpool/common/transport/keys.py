@@ -16,18 +16,18 @@ from msgspec import Struct
 from mlxpool.common.paths import expanded, home
 
 ROLES = ("client", "worker", "admin", "server")
-PEERS = ROLES[:-1]  # roles that an allow-list can name
+PEERS = ROLES[:-1]  # roles of keys in an allow-list
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-PUBLIC = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # 32 bytes in Z85
-MAX_FILE = 4096  # bytes of a key file
+PUBLIC = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # characters: 32 bytes in Z85
+MAX_FILE = 4096  # the most bytes of a key file
 
 
 class BadKey(ValueError):
-    """A key or its file cannot be used. The message names it, and has a remedy."""
+    """A key or a key file cannot be used. The message names it, and a remedy."""
 
 
 class KeyPair(Struct, frozen=True):
-    """A pair of keys. `public` and `secret` are 40 characters of Z85."""
+    """A CURVE key pair. `public` and `secret` are 40 characters of Z85 each."""
 
     name: str
     role: str
@@ -44,7 +44,7 @@ def default_folder() -> Path:
 
 
 def make(name: str, role: str) -> KeyPair:
-    """Returns a new pair. Raises BadKey if the name is not allowed, or the role unknown."""
+    """Returns a new pair. Raises BadKey if the name is not allowed or the role is unknown."""
     if not NAME.fullmatch(name):
         raise BadKey(
             f"a key's name has letters, digits, dots, dashes and underlines, at most 64;"
@@ -53,15 +53,16 @@ def make(name: str, role: str) -> KeyPair:
     if role not in ROLES:
         raise BadKey(f"the role is {role!r:.40}, must be of {ROLES}")
     public, secret = zmq.curve_keypair()
-    while public.startswith(b"-"):  # a command line would take it for a flag
+    while public.startswith(b"-"):  # a command would take such a key for a flag
         public, secret = zmq.curve_keypair()
     return KeyPair(name, role, public.decode(), secret.decode())
 
 
 def write(pair: KeyPair, folder: Path) -> Path:
-    """Write NAME.key with mode 0600 to a folder, which is made with mode 0700. Returns its path.
+    """Write NAME.key with mode 0600 to a folder, and return its path.
 
-    A key is never overwritten. Raises BadKey if the file exists, or cannot be written.
+    A missing folder is made with mode 0700. A key is never overwritten. Raises BadKey if the file
+    exists, or cannot be written.
     """
     path = folder / f"{pair.name}.key"
     try:
@@ -75,7 +76,7 @@ def write(pair: KeyPair, folder: Path) -> Path:
         ) from None
     try:
         with os.fdopen(descriptor, "w") as file:
-            os.fchmod(descriptor, 0o600)  # the umask may have taken bits away
+            os.fchmod(descriptor, 0o600)  # the umask may have removed permissions
             file.write(
                 f'name = "{pair.name}"\nrole = "{pair.role}"\n'
                 f'public = "{pair.public}"\nsecret = "{pair.secret}"\n'
@@ -92,9 +93,10 @@ def section(name: str) -> str:
 
 
 def read(path: Path, role: str = "") -> KeyPair:
-    """Read the pair of a key file, which must have this role; "": any role.
+    """Returns the pair in a key file, which must have this role; "": any role.
 
     Raises BadKey naming the file, and its mode if others can read it.
+
     """
     try:
         with path.open("rb") as file:
@@ -118,7 +120,7 @@ def read(path: Path, role: str = "") -> KeyPair:
 
 def _parse(path: Path, text: bytes) -> KeyPair:
     try:
-        import tomllib  # here and not above: its import takes time, and few have a key
+        import tomllib  # imported here: the import takes time, and few processes have a key
 
         table = tomllib.loads(text.decode("utf-8"))
         pair = KeyPair(*(str(table[key]) for key in ("name", "role", "public", "secret")))
@@ -137,9 +139,10 @@ def _belongs(pair: KeyPair) -> bool:
 
 
 def public_of(text: str) -> str:
-    """Returns a public key: the text itself, or the content of the file with this path.
+    """Returns a public key: `text` itself, or the content of the file with this path.
 
     Raises BadKey if the text is neither.
+
     """
     if PUBLIC.fullmatch(text):
         return text
@@ -159,16 +162,17 @@ def public_of(text: str) -> str:
 
 
 class Credentials(Struct, frozen=True):
-    """The keys of a CURVE connection: the broker's public key, and the own pair."""
+    """The keys of a CURVE connection: the broker's public key, and the process's own pair."""
 
     server: str
     own: KeyPair
 
     @classmethod
     def of(cls, server_key: str | None, key: str | Path | None) -> Credentials | None:
-        """Returns the credentials of two keys; None if both are absent.
+        """Returns the credentials from two keys; None if both are absent.
 
         Raises BadKey if only one key is given, or if a key cannot be used.
+
         """
         if not server_key and not key:
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 
-BACKLOG = 1024  # connections that wait to be accepted
+BACKLOG = 1024  # the most connections that wait to be accepted
 LOCALHOST = "localhost"
 FREE_PORTS = 16  # attempts to find a free port
 
@@ -13,8 +13,8 @@ FREE_PORTS = 16  # attempts to find a free port
 def listen(host: str, port: int) -> list[socket.socket]:
     """Returns bound and listening sockets, at least one, all with the same port. Raises OSError.
 
-    Port 0 is any free port. `localhost` is both loopback addresses if the machine has IPv6, because
-    some clients try only one of them.
+    Port 0 is any free port. For `localhost` both loopback addresses are bound if the machine has
+    IPv6, because some clients try only one of them.
     """
     if host != LOCALHOST:
         return [_listen(host, port)]
@@ -33,7 +33,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only if the protocol is named; without that small pieces take 40 ms.
+    # asyncio sets TCP_NODELAY only if the protocol is named; without it small writes take 40 ms.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -48,8 +48,8 @@ def _listen(host: str, port: int) -> socket.socket:
 def reserve(host: str) -> socket.socket:
     """Returns a socket that is bound to a free port of an IPv4 address, and does not listen.
 
-    Until it is closed, the kernel does not give the port to a socket that asks for any port. It
-    refuses the port to sockets without SO_REUSEADDR. Under Linux a socket with that option can
+    Until this socket is closed, the kernel does not assign the port to a socket that asks for any
+    port, and refuses it to sockets without SO_REUSEADDR. Under Linux a socket with SO_REUSEADDR can
     listen on the port. Raises OSError if the address cannot be bound.
     """
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -63,7 +63,7 @@ def reserve(host: str) -> socket.socket:
 
 
 def inherited(descriptor: int) -> socket.socket:
-    """Returns the listening socket of a descriptor from the parent process; it owns that."""
+    """Returns the listening socket of an inherited descriptor. The socket owns the descriptor."""
     with_any_protocol = socket.socket(fileno=descriptor)
     family = with_any_protocol.family
     return socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, with_any_protocol.detach())

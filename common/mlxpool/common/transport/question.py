@@ -1,4 +1,4 @@
-"""Asks a broker's admin socket one question, on a connection of its own."""
+"""Sends one request to a broker's admin socket, on a new connection."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def ask(
     ident: bytes | None = None,
     timeout: float = 2.0,
 ) -> dict[str, Any] | None:
-    """Send one message. Returns the body of the answer; None if none came in `timeout` seconds.
+    """Send one message. Returns the body of the answer; None if there is none in `timeout` seconds.
 
-    Raises Unauthorized naming a refused key, and the error that the broker answers with.
+    Raises Unauthorized naming a refused key, and the error in the broker's answer.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = sockets.dealer(context, endpoint, credentials)
@@ -51,7 +51,7 @@ def ask(
 
 
 def _wait_for_answer(socket: zmq.Socket[bytes], handshake: Handshake, timeout: float) -> bool:
-    """Returns whether a message came in `timeout` seconds, before the handshake was hopeless."""
+    """Returns whether an answer came in `timeout` seconds; False also if the handshake fails."""
     poller = zmq.Poller()
     for source in (socket, handshake.monitor):
         poller.register(source, zmq.POLLIN)

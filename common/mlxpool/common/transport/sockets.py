@@ -1,9 +1,9 @@
 """Makes every ZeroMQ socket: high-water marks, linger, reconnects, limits on sizes.
 
-No socket has a heartbeat of ZeroMQ: libzmq aborts the process if a heartbeat meets a peer that left
-while its input was full (libzmq#4364). The protocol detects silence itself. No socket has a routing
-id: the ROUTER names connections, and with CURVE the handshake names the owner. IMMEDIATE stays 0:
-with 1 a broker that exits loses unread terminals.
+No socket uses ZeroMQ's heartbeats: libzmq aborts the process if it sends a heartbeat to a peer that
+left while its input was full (libzmq#4364). The protocol has its own heartbeats. No socket has a
+routing id: the ROUTER names connections, and with CURVE the handshake names the owner. IMMEDIATE
+stays 0: with 1 a broker that exits loses unread terminals.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import zmq
 from mlxpool.common.protocol.frames import MAX_FRAME
 from mlxpool.common.transport.keys import Credentials, KeyPair
 
-HIGH_WATER = 1000  # messages for each peer; 0 would mean no bound
-LINGER_MS = 2000  # finite, so that no process hangs at its end; above 0, so that terminals are sent
-KEEPALIVE = {  # in seconds; CNT is a number of probes
+HIGH_WATER = 1000  # the most queued messages for each peer; 0 would mean no bound
+LINGER_MS = 2000  # finite: no process hangs at its end; above 0: last messages are sent
+KEEPALIVE = {  # times in seconds; CNT is a number of probes
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 30,
     zmq.TCP_KEEPALIVE_INTVL: 10,
     zmq.TCP_KEEPALIVE_CNT: 3,
 }
-BACKLOG = 100  # connections that may wait to be accepted
+BACKLOG = 100  # the most connections that may wait to be accepted
 RECONNECT_MS = (50, 250)  # the first and the longest delay before a reconnect
 HANDSHAKE_MS = 5000  # the longest time that a silent peer holds a descriptor
-MAX_PATH = 107  # bytes of a Unix socket's path
+MAX_PATH = 107  # the most bytes of a Unix socket's path
 
 
 def router(
@@ -40,10 +40,10 @@ def router(
 ) -> zmq.Socket[bytes]:
     """Returns a bound ROUTER that reports unknown and full peers, and drops nothing silently.
 
-    On tcp the kernel frees the descriptors of hosts that vanished. Up to `backlog` connections wait
-    to be accepted; a process that was stopped gets them all at once. With a `domain` the context's
-    ZAP handler is asked about every connection; the handler has to run already.
-    Raises OSError naming the endpoint if it cannot be bound.
+    On tcp the kernel frees the descriptors of connections to hosts that vanished. Up to `backlog`
+    connections wait to be accepted; after a pause of the process all of them are accepted together.
+    With a `domain` the context's ZAP handler is asked about every connection; the handler has to
+    run already. Raises OSError naming the endpoint if it cannot be bound.
     """
     socket = context.socket(zmq.ROUTER)
     _common(socket)
@@ -64,13 +64,14 @@ def router(
 
 
 def bind(socket: zmq.Socket[bytes], endpoint: str, key: KeyPair | None = None) -> str:
-    """Bind one more endpoint; with a `key`, tcp uses CURVE.
+    """Bind one more endpoint to a socket; with a `key` tcp uses CURVE.
 
     Returns the endpoint with its port. Raises OSError naming the endpoint.
+
     """
     before = os.umask(0o077)  # only the broker's user can open the socket files
     secure = key is not None and endpoint.startswith("tcp:")
-    # libzmq copies a socket's options at each bind: one ROUTER has plain and secure endpoints.
+    # libzmq copies a socket's options at each bind: one ROUTER can have plain and secure endpoints.
     socket.setsockopt(zmq.CURVE_SERVER, int(secure))
     if secure and key is not None:
         socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret.encode())
@@ -87,9 +88,10 @@ def bind(socket: zmq.Socket[bytes], endpoint: str, key: KeyPair | None = None) -
 def dealer(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, credentials: Credentials | None = None
 ) -> zmq.Socket[bytes]:
-    """Returns a connecting DEALER that reconnects until it is refused.
+    """Returns a connecting DEALER that reconnects until the broker refuses its key.
 
     Raises OSError if the endpoint is malformed.
+
     """
     socket = context.socket(zmq.DEALER)
     _common(socket)
@@ -117,7 +119,7 @@ def _common(socket: zmq.Socket[bytes]) -> None:
 
 
 def ipc(run_dir: Path, name: str) -> str:
-    """Returns the endpoint of a socket of the pool. Raises ValueError if its path is too long."""
+    """Returns the endpoint of a socket in the run directory. Raises ValueError for a long path."""
     path = run_dir / f"{name}.ipc"
     size = len(os.fsencode(path))
     if size > MAX_PATH:

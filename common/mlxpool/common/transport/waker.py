@@ -1,4 +1,4 @@
-"""Ends the poll of a thread: from other threads, and on signals."""
+"""Wakes a thread that polls: from other threads, and on signals."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import socket
 
 from mlxpool.common.closing import Closing
 
-READ_BYTES = 4096  # bytes of one system call
+READ_BYTES = 4096  # the most bytes of one read
 
 
 class Waker(Closing):
-    """A pair of sockets. The polling thread registers the waker itself, which has a `fileno`."""
+    """A pair of sockets that ends a poll. The polling thread registers the waker itself."""
 
     def __init__(self) -> None:
         self.socket, self._sender = socket.socketpair()
@@ -23,9 +23,10 @@ class Waker(Closing):
         return self.socket.fileno()
 
     def wake_on_signals(self) -> int:
-        """Let every signal wake the poll, too; its number arrives as a byte. Main thread only.
+        """Let every signal wake the poll; its number arrives as a byte. Main thread only.
 
         Returns the previous descriptor of `signal.set_wakeup_fd`.
+
         """
         return signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
 
@@ -43,7 +44,7 @@ class Waker(Closing):
             while data := self.socket.recv(READ_BYTES):
                 received += data
                 if len(data) < READ_BYTES:
-                    break  # a later byte ends the next poll
+                    break  # bytes that are still unread end the next poll
         except BlockingIOError:
             pass
         return bytes(received)

@@ -1,9 +1,9 @@
 """The lines of a batch: JSON objects, each of which is a request.
 
-A line has the keys of a `generate` (docs/protocol.md), and `id`, the client's name of the line. A
-line with `kind` has the keys of that call, such as `embed`. JSON has no blobs, so `tokens` is a
-list of ids (in a call, a list of lists), and `images` a list of files in base64. Clients check
-lines before they send them, and the broker checks them again.
+A line has the keys of a `generate` (docs/protocol.md), and `id`, the client's name of the line. If
+the line has a `kind`, such as `embed`, its keys are the keys of this call. JSON has no blobs, so
+`tokens` is a list of token ids (in a call, a list of lists), and `images` a list of files in
+base64. Clients check lines before they send them, and the broker checks them again.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from mlxpool.common.protocol.kept.job_work import kind_of
 from mlxpool.common.protocol.kept.packed_requests import packed_request
 
 MAX_LINE = 4 * 1024 * 1024  # bytes of JSON
-MAX_LABEL = 256  # characters of an `id`
-# Keys that belong to the batch: they hold for all its lines.
+MAX_LABEL = 256  # the most characters of an `id`
+# Keys that belong to the batch: they are the same for all its lines.
 OF_BATCHES = ("keep_ms", "not_before", "deadline_ms", "priority", "key", "tenant")
-NOT_OF_LINES = {  # key -> where it belongs
+NOT_OF_LINES = {  # key -> the place where it belongs
     "notify": "notify is of the batch: give it there to get a notice of the batch's end",
     "note": "note is of a job that is submitted alone, not of a line",
 }
-DEFAULTS = ("model", "options", "tools", "think", "session")  # of these, calls take only `model`
-OF_CLIENTS = "asked"  # a key that the pool ignores: a gateway makes its answer from it
+DEFAULTS = ("model", "options", "tools", "think", "session")  # for calls only `model` has a default
+OF_CLIENTS = "asked"  # the pool ignores this key; a gateway uses it for its answer
 
 
 class Line(Struct, frozen=True):
-    """A line that can become a job. `label` is its `id`, `packed` the body of its request."""
+    """A line that can become a job. `label` is the line's `id`, `packed` its request's body."""
 
     label: str
     packed: bytes
@@ -45,7 +45,7 @@ class Line(Struct, frozen=True):
 
 
 class BadLine(Exception):
-    """A line that cannot become a job, and why. `label` is its `id`, if it can be read."""
+    """A line that cannot become a job, and the reason. `label` is the line's `id`, if readable."""
 
     def __init__(self, label: str, error: PoolError) -> None:
         super().__init__(error.message)
@@ -54,7 +54,7 @@ class BadLine(Exception):
 
 
 def check_defaults(defaults: object) -> Mapping[str, Any]:
-    """Returns keys for lines that lack them. Raises BadRequest if a key is not in DEFAULTS."""
+    """Returns the default keys of lines. Raises BadRequest if a key is not in DEFAULTS."""
     if not isinstance(defaults, Mapping):
         raise BadRequest(f"defaults must be a map, got {shown(defaults)}")
     for key in defaults:
@@ -68,7 +68,7 @@ def check_defaults(defaults: object) -> Mapping[str, Any]:
 
 
 def parse_line(data: bytes, defaults: Mapping[str, Any]) -> Line:
-    """Check one line, without its line end. Raises BadLine."""
+    """Check one line, given without its line end. Raises BadLine."""
     try:
         _check_size(len(data))
         line = _object(data)
@@ -78,9 +78,10 @@ def parse_line(data: bytes, defaults: Mapping[str, Any]) -> Line:
 
 
 def check_line(line: Mapping[str, Any], size: int) -> Line:
-    """Check a line that is not written yet, or whose JSON is parsed already; it has `size` bytes.
+    """Check a line that is already parsed, or not yet written; it has `size` bytes as text.
 
     Raises BadLine.
+
     """
     try:
         _check_size(size)
@@ -131,7 +132,7 @@ def _label(value: object) -> str:
 def _request(
     line: dict[str, Any], defaults: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[bytes, ...]]:
-    """Returns body and blobs of the request of a line. Raises BadRequest and TooLarge."""
+    """Returns body and blobs of the request in a line. Raises BadRequest and TooLarge."""
     for key in OF_BATCHES:
         if line.get(key) is not None:
             raise BadRequest(f"{key} is of the batch: give it there, for all lines")
@@ -144,7 +145,7 @@ def _request(
 
 
 def _with_defaults(line: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of a line, with the batch's values for keys that it lacks."""
+    """Returns the keys of a line; a key that the line lacks has the value of the batch."""
     options = line.get("options")
     if not isinstance(options, dict | None):
         raise BadRequest(f"options must be an object, got {shown(options)}")
@@ -156,6 +157,6 @@ def _with_defaults(line: dict[str, Any], defaults: Mapping[str, Any]) -> dict[st
 
 
 def _packed(body: Mapping[str, Any], blobs: tuple[bytes, ...]) -> bytes:
-    """Returns the packed body. Raises TooLarge or BadRequest if a message could not have it."""
+    """Returns the packed body. Raises TooLarge or BadRequest if a message cannot have this body."""
     frames.check_shape(body, frames.MAX_DEPTH)
     return frames.encode(Header(Submit.kind), body, blobs)[1]

@@ -27,30 +27,30 @@ from mlxpool.common.protocol.kept.job_messages import (
 )
 from mlxpool.common.records import ShortText, read
 
-MAX_LINES = 10_000_000  # bound of the client's count of a file's lines
-MAX_BATCHES = 100  # batches of one answer
-MAX_OUTCOMES = 1000  # outcomes of one answer
+MAX_LINES = 10_000_000  # the most lines of a file that a client may count
+MAX_BATCHES = 100  # the most batches of one answer
+MAX_OUTCOMES = 1000  # the most outcomes of one answer
 DEFAULT_OUTCOMES = 200
-MAX_WAIT_MS = 30_000  # bound of the `wait_ms` of a `batch_progress`
+MAX_WAIT_MS = 30_000  # the longest `wait_ms` of a `batch_progress`
 MAX_METADATA = 16 * 1024  # packed bytes
 MAX_DIGEST = 64  # bytes
 
 DONE, OTHERS = "done", "others"  # the results of lines that are done, and of all other lines
 READ, CANCEL, RETRY, RELEASE = "batch", "batch_cancel", "batch_retry", "batch_release"
-# A kind of its own, so that a broker that does not know it does not delete all results.
+# A message kind of its own: with an extra key, an old broker would delete all results.
 RELEASE_RESULTS = "batch_release_results"
 
 
 class SubmitBatch(Content, Struct, frozen=True):
-    """Submits a batch: each line of a complete file becomes a job.
+    """Submits a batch: each line of a completely sent file becomes a job.
 
-    `file` is the key of the file. `digest` identifies its content, so that a batch with the key of
-    an earlier batch and another file is refused. `lines` is the client's count of lines, 0 if it
-    did not count them. `defaults` are keys for lines that lack them, see batch_lines. `deadline_ms`
-    is for the batch as a whole. `keep_ms` is the time that the results are kept after its end.
-    `metadata` is the client's own. `notify` gets a notice of the batch's end. The notice names the
-    files that the client makes: `output_file` for the lines that are done, and `error_file` for
-    the other lines, if there are any.
+    `file` is the key of the file. `digest` identifies its content: a batch with the key of an
+    earlier batch and another file is refused. `lines` is the number of lines that the client
+    counted, or 0. `defaults` are keys for lines that lack them, see batch_lines. `deadline_ms` is
+    the deadline of the whole batch. `keep_ms` is the time that the results are kept after its end.
+    `metadata` is not read by the pool. `notify` has the URL for a notice of the batch's end. The
+    notice names the files that the client will make: `output_file` for the lines that are done, and
+    `error_file` for the other lines, if there are any.
     """
 
     kind: ClassVar[str] = "batch_submit"
@@ -114,9 +114,9 @@ def _file_key(value: object, name: str = "file") -> str:
 
 
 class WaitForProgress(Content, Struct, frozen=True):
-    """Asks for a batch once it has changed since `seen`, or after `wait_ms`.
+    """Asks for a batch as soon as it has changed since `seen`, or after `wait_ms`.
 
-    `seen` is the `mark` of the last answer. It is "" at first: then the answer comes at once.
+    `seen` is the `mark` of the last answer, or at first "": then the answer comes immediately.
     """
 
     kind: ClassVar[str] = "batch_progress"
@@ -134,9 +134,10 @@ class WaitForProgress(Content, Struct, frozen=True):
 
 
 class ReadOutcomes(Content, Struct, frozen=True):
-    """Asks for the outcomes of the lines after the line with the number `after`, in their order.
+    """Asks for the outcomes of the lines after the line with the number `after`, in line order.
 
     The answer leaves out lines that have not ended.
+
     """
 
     kind: ClassVar[str] = "batch_results"
@@ -161,7 +162,7 @@ class ReadOutcomes(Content, Struct, frozen=True):
 class ListBatches(Content, Struct, frozen=True):
     """Asks for the batches of a tenant, the newest first.
 
-    With `before` the list begins after the batch with this key. With `older` it has only batches
+    With `before` the list begins after the batch with this key. With `older` it only has batches
     that were created before this time.
     """
 
@@ -190,9 +191,9 @@ class ListBatches(Content, Struct, frozen=True):
 
 
 class AboutBatch(Content, Struct, frozen=True):
-    """Asks for one batch, or changes it: the kinds of CALLS.
+    """Asks for one batch, or changes a batch: the message kinds of CALLS.
 
-    `only` is for RELEASE_RESULTS: DONE or OTHERS.
+    `only` is for the kind RELEASE_RESULTS: DONE or OTHERS.
     """
 
     kind: str  # type: ignore[misc]  # one record for several kinds
@@ -245,7 +246,7 @@ class BatchRow(Content, Struct, frozen=True):
 
 
 class BatchList(Content, Struct, frozen=True):
-    """Answer to `batches`. `next` is the `before` of the next question; "" in the last answer."""
+    """Answer to `batches`. `next` is the next request's `before`; "" in the last answer."""
 
     kind: ClassVar[str] = "batches"
     batches: Sequence[Mapping[str, Any]]
@@ -262,7 +263,7 @@ class BatchList(Content, Struct, frozen=True):
 class Outcomes(Content, Struct, frozen=True):
     """Answer to `batch_results`. `packed` is a blob: the packed list with the map of each line.
 
-    `next` is the `after` of the next question; -1 in the last answer.
+    `next` is the value of `after` for the next request; -1 in the last answer.
     """
 
     kind: ClassVar[str] = "batch_results"

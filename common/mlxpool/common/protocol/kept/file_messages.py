@@ -1,4 +1,4 @@
-"""Messages about files: bytes that the pool keeps for batches, named by a key.
+"""Messages about files: bytes that the pool keeps for batches, with a key as name.
 
 A file belongs to the owner and the tenant that sent it. It is sent in parts. A complete file never
 changes.
@@ -18,10 +18,10 @@ from mlxpool.common.protocol.kept.job_messages import MAX_KEEP_MS, job_key, tena
 from mlxpool.common.protocol.resume import MAX_TIME
 from mlxpool.common.records import ShortText, read
 
-PART_BYTES = 256 * 1024  # bytes of a file that one message sends or reads
+PART_BYTES = 256 * 1024  # the most bytes of a file that one message sends or reads
 MAX_FILE = 1024 * 1024 * 1024  # bytes
-MAX_FILES = 1000  # files of one answer
-LINES_PURPOSE = "batch_lines"  # purpose of a file that stays as long as the results of its batch
+MAX_FILES = 1000  # the most files of one answer
+LINES_PURPOSE = "batch_lines"  # purpose of a file that is kept as long as the results of its batch
 READ, DELETE = "file", "file_delete"
 
 
@@ -49,11 +49,11 @@ class KeyName(Struct, frozen=True):
 
 
 class PutFile(Content, Struct, frozen=True):
-    """Sends a part of a file, which begins at byte `start`. The first part creates the file.
+    """Sends a part of a file; the part begins at byte `start`. The first part creates the file.
 
-    A part may be sent again: it is compared with the stored bytes. `last`: the file ends with this
-    part. `keep_ms` is the time that the file is kept, from its first part on; None: as in an
-    earlier part, or in the pool's settings.
+    A part may be sent again: then the broker compares it with the stored bytes. `last` is True for
+    the last part of a file. `keep_ms` is the time that the file is kept after its first part; None:
+    as in an earlier part, or in the pool's settings.
     """
 
     kind: ClassVar[str] = "file_put"
@@ -102,7 +102,7 @@ class PutFile(Content, Struct, frozen=True):
 
 
 class ReadFile(Content, Struct, frozen=True):
-    """Asks for at most `limit` bytes of a file from byte `start` on."""
+    """Asks for at most `limit` bytes of a file, beginning at byte `start`."""
 
     kind: ClassVar[str] = "file_read"
     name: KeyName
@@ -119,9 +119,9 @@ class ReadFile(Content, Struct, frozen=True):
 
 
 class FilePlace(Struct, frozen=True):
-    """A place in a list of files: the creation time of a file, and its key.
+    """A position in a list of files: the creation time of a file, and the key of this file.
 
-    The files after this place are found even if that file was deleted.
+    The files after this position are found even if the file itself was deleted.
     """
 
     created: float
@@ -143,7 +143,7 @@ class FilePlace(Struct, frozen=True):
 class ListFiles(Content, Struct, frozen=True):
     """Asks for the files of a tenant, the newest first, or the oldest first.
 
-    `purpose` "" means all purposes. With `behind` the list begins after this place.
+    `purpose` "" means all purposes. With `behind` the list begins after this position.
     """
 
     kind: ClassVar[str] = "files"
@@ -169,7 +169,7 @@ class ListFiles(Content, Struct, frozen=True):
 
 
 class AboutFile(Content, Struct, frozen=True):
-    """Asks for one file, or deletes it: the kinds READ and DELETE."""
+    """Asks for one file, or deletes a file: the message kinds READ and DELETE."""
 
     kind: str  # type: ignore[misc]  # one record for both kinds
     name: KeyName
@@ -223,7 +223,7 @@ class FilePart(Content, Struct, frozen=True):
 class FileList(Content, Struct, frozen=True):
     """Answer to `files`: the map of each file.
 
-    `next` is the `behind` of the next question; None in the last answer.
+    `next` is the value of `behind` for the next request; None in the last answer.
     """
 
     kind: ClassVar[str] = "files"

@@ -1,7 +1,7 @@
-"""Messages about jobs: the questions of clients, and the broker's answers.
+"""Messages about jobs: the requests of clients, and the broker's answers.
 
 A job is named by its key, or by its id of 16 bytes. It belongs to the owner and the tenant that
-submitted it: for others it is an unknown job.
+submitted it: for all others the job is unknown.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from mlxpool.common.protocol.to_client import Accepted
 from mlxpool.common.records import read
 from mlxpool.common.web_targets import Target
 
-IDLE = -1  # priority of a job that starts only if no other request waits for its model
+IDLE = -1  # priority of a job that starts only if no other request waits for the job's model
 MAX_KEEP_MS = 366 * 24 * 3600 * 1000  # a year
-MAX_LISTED = 1000  # jobs of one answer
+MAX_LISTED = 1000  # the most jobs of one answer
 DEFAULT_LISTED = 100
 JOB_STATES = ("waiting", "running", "done", "cancelled", "dead", "expired")
 JOB_KEYS = frozenset({"key", "tenant", "keep_ms", "not_before", "priority", "notify", "note"})
-MAX_NOTE = 64 * 1024  # bytes that a client keeps with a job
-# Keys of a `generate` that are about its stream; a job has no stream.
+MAX_NOTE = 64 * 1024  # the most bytes that a client stores with a job
+# Keys of a `generate` that concern its stream; a job has no stream.
 NOT_OF_JOBS = ("resume", "queue_ms", "first_token_ms", "window", "batch", "durable", "choice")
 JOBS_OFF = (
     'this pool keeps no jobs, for its state_dir is "": leave it out of [pool], or start its broker'
     " with `mlxpool serve --state-dir DIR`"
 )
-MAX_NUMBER = 2**62  # bound of an end_seq
+MAX_NUMBER = 2**62  # the greatest end_seq
 Number = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
-Count = Annotated[int, Meta(ge=0, le=2**31)]  # a count of ids, or of generations
+Count = Annotated[int, Meta(ge=0, le=2**31)]  # a number of token ids, or of generations
 
 
 def job_key(value: object) -> str:
@@ -128,10 +128,11 @@ class Notify(Struct, frozen=True):
 class Submit(Struct, frozen=True):
     """A checked `submit`: a request that is computed even if no client waits for its result.
 
-    `request` and `blobs` are the body and blobs of its `generate` or call, as they came; `work` is
-    the same, checked. `keep_ms` is the time that the result is kept after the end; None: as in the
-    pool's settings. `not_before` is a time in seconds since 1970; 0: at once. `priority` is IDLE to
-    MAX_PRIORITY. `note` is kept with the job for the client, see JobRequest.
+    `request` and `blobs` are the body and blobs of its `generate` or call, unchanged; `work` is the
+    checked request. `keep_ms` is the time that the result is kept after the job's end; None: as in
+    the pool's settings. `not_before` is the earliest start in seconds since 1970; 0: immediately.
+    `priority` is IDLE to MAX_PRIORITY. `note` is a value that the client stores with the job, see
+    JobRequest.
     """
 
     kind: ClassVar[str] = "submit"
@@ -185,7 +186,7 @@ def _note(body: Mapping[str, Any]) -> bytes:
 
 
 class SubmitDraft(GenerateDraft, frozen=True):
-    """A `submit` with the values of its user, which the broker checks.
+    """A `submit` with the values of a Python caller, which the broker checks.
 
     `settings` may also have keep_ms, not_before, priority, notify and note.
     """
@@ -198,9 +199,10 @@ class SubmitDraft(GenerateDraft, frozen=True):
 
 
 class SubmitCall(Content, Struct, frozen=True):
-    """A `submit` of a call with the values of its user; `request` is its body with kind and model.
+    """A `submit` of a call by a Python caller; `request` is its body with kind and model.
 
     `settings` are as in SubmitDraft.
+
     """
 
     kind: ClassVar[str] = Submit.kind
@@ -217,9 +219,9 @@ class SubmitCall(Content, Struct, frozen=True):
 
 
 class Fetch(Content, Struct, frozen=True):
-    """Reads a job's ids from index `start` on, including ids that do not exist yet.
+    """Reads a job's token ids from index `start` on, and also the ids that the job makes later.
 
-    The header's id names this reading, which has a window and acks as a stream does. `gen` is the
+    The header's id names this read, which has a window and acks as a stream has. `gen` is the
     generation of the ids before `start`; None: the newest.
     """
 
@@ -228,7 +230,7 @@ class Fetch(Content, Struct, frozen=True):
     start: Count = field(default=0, name="from")
     gen: Count | None = None
     window: Annotated[int, Meta(ge=1, le=MAX_WINDOW)] = DEFAULT_WINDOW
-    steps: bool = False  # asks for the end of each step of the output
+    steps: bool = False  # True: send the end of each step of the output
 
     def body(self) -> dict[str, Any]:
         body = {**self.name.body(), "from": self.start, "window": self.window}
@@ -245,9 +247,9 @@ class ListJobs(Content, Struct, frozen=True):
     """Asks for jobs. With `after`: the jobs that ended after the end with this number.
 
     Without `after`: all jobs, or all jobs in one `state`, the newest first. With `before`: only
-    jobs that were submitted before the job with this number. With `batch`: the lines of the batch
-    with this key; without it, and without `after`, lines of batches are left out. Only operators
-    use `owner`, `model` and `batch_id`, see job_operations.
+    jobs that were submitted before the job with this number. With `batch`: the jobs of the batch
+    with this key; without `batch` and `after` the jobs of batches are left out. Only operators use
+    `owner`, `model` and `batch_id`, see job_operations.
     """
 
     kind: ClassVar[str] = "jobs"
@@ -282,7 +284,7 @@ class ListJobs(Content, Struct, frozen=True):
 
 
 class AboutJob(Content, Struct, frozen=True):
-    """A message about one job that has only the job's name: `cancel` or a kind in JOB_CALLS."""
+    """A message about one job, with only the job's name: `cancel` or a kind in JOB_CALLS."""
 
     kind: str  # type: ignore[misc]  # one record for several kinds
     name: JobName
@@ -292,15 +294,15 @@ class AboutJob(Content, Struct, frozen=True):
 
 
 READ, CANCEL, RETRY, RELEASE = "job", "cancel", "retry", "release"
-REQUEST = "job_request"  # asks for the submitted request
-JOB_CALLS = frozenset({READ, REQUEST, RETRY, RELEASE})  # without `cancel`, which streams have, too
+REQUEST = "job_request"  # kind that asks for the submitted request
+JOB_CALLS = frozenset({READ, REQUEST, RETRY, RELEASE})  # without `cancel`: streams have it, too
 KINDS = frozenset({Submit.kind, Fetch.kind, ListJobs.kind, *JOB_CALLS})
 
 Question = Submit | Fetch | ListJobs | AboutJob
 
 
 def names_a_job(message: Message) -> bool:
-    """Returns whether a message is a `cancel` of a job; that of a stream has an empty body."""
+    """Returns whether a message is a `cancel` of a job. A stream's `cancel` has an empty body."""
     body = message.body
     return message.kind == CANCEL and (body.get("key") is not None or body.get("job") is not None)
 
@@ -320,9 +322,10 @@ def parse_question(kind: str, body: Mapping[str, Any], blobs: Sequence[bytes]) -
 
 
 class JobAccepted(Content, Struct, frozen=True):
-    """A job is on the disk, or a reading of a job begins: an `accepted` with facts of the job.
+    """A job is on the disk, or a read of a job begins: an `accepted` with data of the job.
 
     `state` is the job's state at the time of the answer.
+
     """
 
     kind: ClassVar[str] = Accepted.kind
@@ -366,9 +369,9 @@ class JobRow(Content, Struct, frozen=True):
 
 
 class JobRequest(Content, Struct, frozen=True):
-    """Answer to `job_request`: the map of a job, and as blobs its packed request and its blobs.
+    """Answer to `job_request`: the map of a job; as blobs the packed request and its blobs.
 
-    The request is the body of its `submit` with the note, without the keys of the map.
+    The request is the body of the job's `submit` with the note, without the keys of the map.
     """
 
     kind: ClassVar[str] = REQUEST
@@ -386,7 +389,7 @@ class JobRequest(Content, Struct, frozen=True):
 class JobList(Content, Struct, frozen=True):
     """Answer to `jobs`: the map of each job.
 
-    `next` is the `after` or `before` of the next question; 0 in the last answer.
+    `next` is the value of `after` or `before` for the next request; 0 in the last answer.
     """
 
     kind: ClassVar[str] = "jobs"

@@ -1,7 +1,7 @@
-"""Questions of operators about the jobs and batches of all owners: admin socket and status page.
+"""Requests of operators about the jobs and batches of all owners: admin socket and status page.
 
 A job is named by `job`, its id of 16 bytes, or by `owner` and `key`. `jobs`, `job`, `retry` and
-`release` are as for clients, but for every owner; `cancel_job` is a client's `cancel` of a job.
+`release` are as for clients, but for every owner; `cancel_job` is as a client's `cancel` of a job.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ CHANGING = frozenset({CANCEL_JOB, messages.RETRY, messages.RELEASE})
 
 
 class BatchPlace(Struct, frozen=True):
-    """A place in a list of batches: the creation time of a batch, and its id.
+    """A position in a list of batches: the creation time of a batch, and the id of this batch.
 
-    The batches after this place are found even if that batch was deleted.
+    The batches after this position are found even if the batch itself was deleted.
     """
 
     created: float
@@ -60,7 +60,7 @@ class BatchPlace(Struct, frozen=True):
 
 
 class ListAllBatches(Struct, frozen=True):
-    """Asks for batches, the newest first, after a place; of all owners if `owner` is None."""
+    """Asks for the batches after a position, the newest first; of all owners if `owner` is None."""
 
     owner: str | None
     behind: BatchPlace | None
@@ -68,7 +68,7 @@ class ListAllBatches(Struct, frozen=True):
 
 
 class ListNotices(Struct, frozen=True):
-    """Asks for notices that wait or were given up, after the end with the number `after`."""
+    """Asks for waiting and failed notices of jobs that ended after the end number `after`."""
 
     owner: str | None
     after: int
@@ -76,7 +76,7 @@ class ListNotices(Struct, frozen=True):
 
 
 class ExportJobs(Struct, frozen=True):
-    """Asks for jobs with all their stored data, from a place on; see `Exported`."""
+    """Asks for jobs with all their stored data, from a position on; see `Exported`."""
 
     seq: int
     gen: int
@@ -86,7 +86,7 @@ class ExportJobs(Struct, frozen=True):
 
 
 class VerifyJobs(Struct, frozen=True):
-    """Compares the jobs after the job with this number with their checksums."""
+    """Compares the data of jobs with their checksums, beginning after the job with this number."""
 
     after: int
 
@@ -95,9 +95,10 @@ Question = ListJobs | AboutJob | ListAllBatches | ListNotices | ExportJobs | Ver
 
 
 def parse_question(kind: str, body: Mapping[str, Any]) -> tuple[str, Question]:
-    """Check a message of one of KINDS. Returns its owner, "" if it names none, and the question.
+    """Returns the owner in a message of one of KINDS, "" if it names none, and the typed message.
 
     Raises BadRequest naming the key, its value and its bound.
+
     """
     owner = text(body, "owner")
     if kind == ListJobs.kind:
@@ -128,7 +129,7 @@ def _number(body: Mapping[str, Any], name: str) -> int:
 
 
 class Told(Content, Struct, frozen=True):
-    """An answer to an operator: a map."""
+    """An answer to an operator, as a map."""
 
     kind: ClassVar[str] = "told"
     told: Mapping[str, Any]
@@ -138,9 +139,9 @@ class Told(Content, Struct, frozen=True):
 
 
 class Exported(Content, Struct, frozen=True):
-    """Answer to `export_jobs`: items of the export in order, and the place of the next question.
+    """Answer to `export_jobs`: items of the export in order, and the position of the next item.
 
-    `next` is {seq, gen, part, pos} of the next question; None in the last answer. An item is
+    `next` is {seq, gen, part, pos} for the next request; None in the last answer. An item is
     {"job": …}, {"blob": …}, {"answer": …}, {"output": …} or {"damaged": …}, see docs/jobs.md.
     """
 
@@ -155,13 +156,13 @@ class Exported(Content, Struct, frozen=True):
 # ---- answers as JSON -----------------------------------------------------------------------------
 
 
-IDS = ("job", "batch")  # keys whose bytes are ids
+IDS = ("job", "batch")  # keys whose values are ids in bytes
 
 
 def as_json(value: Any, name: str = "") -> Any:
     """Returns a value of an answer for JSON: ids in hexadecimal digits, other bytes in base64.
 
-    `name` is the key of the value in the map around it.
+    `name` is the value's key in the map that contains it.
     """
     if isinstance(value, Mapping):
         return {key: as_json(item, key) for key, item in value.items()}

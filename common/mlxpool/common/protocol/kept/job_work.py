@@ -1,7 +1,7 @@
 """The work of a job: a `generate`, whose output is a stream, or a call, which has one answer.
 
 A model computes the calls `embed`, `rerank`, `classify` and `decide`. A job that is a call has no
-ids: its end has the whole answer, from one run.
+token ids: one run computes the whole answer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from mlxpool.common.protocol.from_client import Generate, ModelCall
 
 Work: TypeAlias = Generate | ModelCall
 
-KIND = "kind"  # key of a `submit`, and of a line of a batch
+KIND = "kind"  # the key of the kind in a `submit`, and in a line of a batch
 CALLS = (*TASKS, DECIDE)  # kinds of jobs that are calls
 KINDS = (Generate.kind, *CALLS)
 OF_POOL = ("owner", "alone", "first")  # keys of calls that a job cannot have
 INPUTS = ("inputs", "documents", "tokens")  # a call has one of these keys
-MAX_NUMBERS = 4096  # assumed dimensions of a vector, for the bound of an answer
+MAX_NUMBERS = 4096  # assumed number of dimensions of a vector, for the bound of an answer
 _NOT_FIELDS = (KIND, "deadline_ms")  # keys of a job that do not belong to its call
 
 
@@ -41,9 +41,10 @@ def kind_of(body: Mapping[str, Any]) -> str:
 
 
 def parse_work(body: Mapping[str, Any], blobs: Sequence[bytes], owner: str = "") -> Work:
-    """Check a request as its worker would. `owner` is the owner of a call.
+    """Check a request as a worker checks it. `owner` is the owner of a call.
 
     Raises BadRequest and TooLarge naming the key, its value and its bound.
+
     """
     kind = kind_of(body)
     request = {key: value for key, value in body.items() if key != KIND}
@@ -56,7 +57,7 @@ def parse_work(body: Mapping[str, Any], blobs: Sequence[bytes], owner: str = "")
     fields = {key: value for key, value in request.items() if key not in _NOT_FIELDS}
     task = next((name for name in TASKS if name == kind), None)
     if task is not None:
-        check_keys(task, fields)  # before the blobs: each of `inputs` and `tokens` has one
+        check_keys(task, fields)  # before the blobs: each of these keys has one blob
     if len(blobs) > 1 or any(len(blob) > MAX_BLOB for blob in blobs):
         sizes = ", ".join(str(len(blob)) for blob in blobs)
         raise TooLarge(f"{kind} takes one blob of at most {MAX_BLOB} bytes, got {sizes} bytes")
@@ -70,7 +71,7 @@ def parse_work(body: Mapping[str, Any], blobs: Sequence[bytes], owner: str = "")
 
 
 def seed_of(work: Work, drawn: int) -> int:
-    """Returns the seed of a job: its own, or the drawn seed; 0 for a call, which draws nothing."""
+    """Returns the seed of a job: the request's seed, else `drawn`; 0 for a call."""
     if isinstance(work, ModelCall):
         return 0
     return drawn if work.options.seed < 0 else work.options.seed
@@ -79,7 +80,8 @@ def seed_of(work: Work, drawn: int) -> int:
 def answer_bound(work: Work) -> int:
     """Returns an approximate bound of the bytes of an answer's blobs; 0 if they are small.
 
-    The dimensions of a model's vectors are unknown before it answers: MAX_NUMBERS is assumed.
+    The number of dimensions of a model's vectors is unknown before it answers: MAX_NUMBERS is
+    assumed.
     """
     if not isinstance(work, ModelCall) or work.kind not in TASKS:
         return 0

@@ -1,7 +1,7 @@
 """Makes body and blobs of a message from a request in JSON.
 
-Long text becomes a blob. So do token ids (`tokens`: a list of ids, in a call a list of lists) and
-images (`images`: files in base64).
+Long text, token ids (`tokens`: a list of ids, in a call a list of lists) and images (`images`:
+files in base64) become blobs.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Packed = tuple[dict[str, Any], tuple[bytes, ...]]
 def packed_request(request: Mapping[str, Any]) -> Packed:
     """Returns body and blobs of a `generate`, or of the call that `kind` names.
 
-    Raises BadRequest and TooLarge if no message can have the request. `job_work.parse_work` checks
-    the rest.
+    Raises BadRequest and TooLarge if no message can contain the request. `job_work.parse_work`
+    makes the other checks.
     """
     if any(request.get(key) is True for key in ("prompt", "tokens", *TEXTS)):
         raise BadRequest("a request in JSON has no blobs: give texts, and lists of ids")
@@ -75,7 +75,7 @@ def _call(kind: str, request: Mapping[str, Any]) -> Packed:
 
 
 def _packed_text(prompt: object) -> bytes | None:
-    """Returns a prompt as bytes if it is too long for a body, else None."""
+    """Returns a prompt as bytes if it is too long for a message's body, else None."""
     if not isinstance(prompt, str) or 4 * len(prompt) <= TEXT_AS_BLOB:
         return None
     try:
@@ -86,7 +86,7 @@ def _packed_text(prompt: object) -> bytes | None:
 
 
 def _packed_texts(key: str, texts: object) -> bytes | None:
-    """Returns texts, or pairs of texts, as bytes if they are too long for a body, else None."""
+    """Returns texts or pairs of texts as bytes if they are too long for a body, else None."""
     if not isinstance(texts, list):
         return None
     flat = [part for item in texts for part in (item if isinstance(item, list) else [item])]
