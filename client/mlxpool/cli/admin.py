@@ -1,4 +1,4 @@
-"""Questions to the broker's admin socket, and the errors of a missing answer."""
+"""Requests to the broker's admin socket, and the errors if there is no answer."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from mlxpool.common.transport import question
 
 ADVICE = "start one with `mlxpool serve`, or name its folder with --run-dir or $MLXPOOL_RUN_DIR"
 ANSWER_TIMEOUT = 2.0  # seconds
-RELOAD_TIMEOUT = 30.0  # seconds; settings and models folders are read before the answer
+RELOAD_TIMEOUT = 30.0  # in seconds; the broker reads settings and models folders before it answers
 
 
 def check_socket(run_dir: Path, endpoint: str) -> None:
-    """Raises BrokerLost if nobody can answer at an endpoint now."""
+    """Raises BrokerLost if no process can answer at an endpoint now."""
     if why := _absence(run_dir, endpoint):
         raise BrokerLost(why)
 
 
 def no_answer(run_dir: Path, endpoint: str) -> str:
-    """Returns the error message for a broker that does not answer; its lock file names its pid."""
+    """Returns the error for a broker that does not answer, with the pid from its lock file."""
     if endpoint.startswith("tcp:"):
         return f"no broker answers at {endpoint}; is it its admin endpoint?"
     if why := _absence(run_dir, endpoint):
@@ -37,9 +37,9 @@ def no_answer(run_dir: Path, endpoint: str) -> str:
 
 
 def _absence(run_dir: Path, endpoint: str) -> str:
-    """Returns why nobody can answer at an ipc endpoint; "" if somebody may.
+    """Returns why no process can answer at an ipc endpoint; "" if one may answer.
 
-    Either there is no socket, or the run directory has a socket whose broker has ended.
+    Either there is no socket, or the run directory has the socket of a broker that has ended.
     """
     path = endpoint.removeprefix("ipc://")
     if path == endpoint or path.startswith("@"):
@@ -47,7 +47,7 @@ def _absence(run_dir: Path, endpoint: str) -> str:
     pid = lock_pid(run_dir) if path.startswith(f"{run_dir}/") else None
     if os.path.exists(path):
         if pid is None or alive(pid) or not _refused(path):
-            return ""  # the process may be in another container, so its pid is unknown here
+            return ""  # the process may be in another container: its pid is unknown here
         cause = f"the broker of {run_dir} (pid {pid}) has ended without removing {path}"
     elif pid is not None and alive(pid):
         return (
@@ -60,8 +60,8 @@ def _absence(run_dir: Path, endpoint: str) -> str:
 
 
 def _fault(run_dir: Path) -> str:
-    """Returns why a broker would not start in this run directory; "" if it would."""
-    # Imported here, because only this error needs the code of settings.
+    """Returns why a broker could not start in this run directory; "" if it could."""
+    # Imported here, because only this error needs the settings code.
     from mlxpool.common.config.loading import access_fault
 
     try:
@@ -71,7 +71,7 @@ def _fault(run_dir: Path) -> str:
 
 
 def explained(run_dir: Path, error: BrokerLost) -> BrokerLost:
-    """Returns `error`, or a better one if the broker's process lives but does not answer."""
+    """Returns a client's error; the error of `ps` if the run directory has a living broker."""
     pid = lock_pid(run_dir)
     local = error.message.startswith(f"no broker answers at ipc://{run_dir}/")
     if not local or pid is None or not alive(pid):
@@ -80,14 +80,14 @@ def explained(run_dir: Path, error: BrokerLost) -> BrokerLost:
 
 
 def _refused(path: str) -> bool:
-    """Returns whether nobody listens at a socket."""
+    """Returns whether no process listens at a socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         return probe.connect_ex(path) == errno.ECONNREFUSED
 
 
 def lock_pid(run_dir: Path) -> int | None:
-    """Returns the pid in the lock file of a run directory; that process need not live."""
+    """Returns the pid in the lock file of a run directory; its process may have ended."""
     try:
         return int((run_dir / "lock").read_text())
     except (OSError, ValueError):
@@ -95,7 +95,7 @@ def lock_pid(run_dir: Path) -> int | None:
 
 
 def alive(pid: int) -> bool:
-    """Returns whether a process with this id exists, of any user."""
+    """Returns whether a process with this id exists, whoever owns it."""
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -117,7 +117,7 @@ def ask(
 
     `where` is the run directory of a local broker, or a target. Raises BrokerLost naming the
     endpoint if no answer comes in time; a starting broker may still answer later. Raises
-    Unauthorized naming a refused key, and the error that the broker answers with.
+    Unauthorized naming a refused key, and the error in the broker's answer.
     """
     target = Target(where) if isinstance(where, Path) else where
     endpoint, credentials = target.endpoint_of("admin"), target.credentials()
@@ -129,5 +129,5 @@ def ask(
 
 def reload(target: Target) -> dict[str, Any]:
     """Make the broker read its settings again. Returns the changes. Raises the errors of `ask`."""
-    ask(target, "stats")  # fails within ANSWER_TIMEOUT if the broker is frozen
+    ask(target, "stats")  # fails within ANSWER_TIMEOUT if the broker hangs
     return ask(target, "reload", timeout=RELOAD_TIMEOUT)

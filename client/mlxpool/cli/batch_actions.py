@@ -19,13 +19,13 @@ from mlxpool.cli.style import StatusLine, bar, print_table
 from mlxpool.common.errors import BadRequest
 from mlxpool.common.escapes import escape_line
 
-MIN_SECONDS = 1.0  # seconds of a batch before a rate is shown
+MIN_SECONDS = 1.0  # a batch must run this many seconds before its rate is shown
 
 
 def progress_text(row: Mapping[str, Any], ended_before: int, seconds: float) -> str:
-    """Returns the progress of a batch; `ended_before` lines had ended at the first look at it.
+    """Returns a text with a batch's progress; `ended_before` lines had ended at the first snapshot.
 
-    The parentheses at the end are left out on narrow terminals.
+    The text ends with parentheses, which narrow terminals leave out.
     """
     from mlxpool.client.batches.outcome import count_bad, count_ended
 
@@ -42,7 +42,7 @@ def progress_text(row: Mapping[str, Any], ended_before: int, seconds: float) -> 
 
 
 def summary(row: Mapping[str, Any]) -> str:
-    """Returns one line about the state of a batch."""
+    """Returns one line of text about the state of a batch."""
     parts = [f"{row[state]:,} {state}" for state in _STATES if row[state]]
     return f"{row['key']}: {row['state']}, {', '.join(parts) or 'no lines'}"
 
@@ -51,12 +51,12 @@ _STATES = ("waiting", "running", "done", "dead", "expired", "cancelled", "failed
 
 
 def sent_text(sent: int, whole: int | None) -> str:
-    """Returns the share of a file that was sent, as text."""
+    """Returns a text with the fraction of a file that was sent."""
     return f"sending {size(sent)}" if not whole else f"sending {bar(sent / whole)} of {size(whole)}"
 
 
 def follow(rows: Iterable[Mapping[str, Any]], clock: Callable[[], float] = time.monotonic) -> None:
-    """Show the rows of a batch until they end, as a bar on a terminal."""
+    """Show the maps of a batch until it ends; on a terminal as a progress bar."""
     from mlxpool.client.batches.outcome import count_ended
 
     line, first, begun = StatusLine(), 0, None
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Add --output."""
+    """Add the flag --output."""
     parser.add_argument(
         "--output",
         metavar="FILE",
@@ -84,7 +84,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def submit(options: argparse.Namespace) -> int:
-    """Send a file and print the key of its batch; with --wait or --output, wait for its end."""
+    """Submit a file and print the key of its batch; with --wait or --output, await its end."""
     settings = {name: value for name, value in options_of(options).items() if value is not None}
     deadline_ms = settings.pop("deadline_ms", None)
     if options.priority is not None:
@@ -142,7 +142,7 @@ def _see_to_its_end(options: argparse.Namespace, batch: Batch) -> int:
 
 @contextlib.contextmanager
 def _opened(name: str) -> Iterator[TextIO]:
-    """Opens a file that gets its name when it is complete; "-" is standard output."""
+    """Open a file that gets its name when it is complete; "-" is standard output."""
     if name == "-":
         yield sys.stdout
         sys.stdout.flush()
@@ -154,7 +154,7 @@ def _opened(name: str) -> Iterator[TextIO]:
 
 
 def result_as_json(result: LineResult) -> dict[str, Any]:
-    """Returns a line of the file of results."""
+    """Returns one line of the file of results."""
     row: dict[str, Any] = {"line": result.line, "id": result.id, "state": result.state}
     if result.job is not None:
         row["job"] = result.job.hex()
@@ -184,7 +184,7 @@ BATCHES = (
 
 
 def list_batches(options: argparse.Namespace) -> int:
-    """Print a row for each batch, the newest first."""
+    """Print a table row for each batch, the newest first."""
     with client_of(options) as client:
         rows = client.batches(limit=options.limit)
     if options.json:
@@ -200,7 +200,7 @@ def print_batches(rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def cells(row: Mapping[str, Any], now: float) -> tuple[str, ...]:
-    """Returns the cells of a batch under the columns BATCHES."""
+    """Returns the table cells of a batch, for the columns BATCHES."""
     from mlxpool.client.batches.outcome import count_bad
 
     return (
@@ -229,14 +229,14 @@ def change(options: argparse.Namespace, key: str, what: str) -> int:
 
 
 def tell_of_notice(row: Mapping[str, Any]) -> None:
-    """Print a line if the notice of a released job or batch is still to be delivered."""
+    """Print a line if the notice of a released job or batch is not delivered yet."""
     if row["notice"] == "waiting":
         text = f"mlxpool: {row['key']}: the notice of its end was not delivered yet;"
         print(escape_line(f"{text} the pool still sends it, with its state"), file=sys.stderr)
 
 
 def as_json(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the row of a batch for output as JSON."""
+    """Returns the map of a batch for output as JSON."""
     return {**row, "batch": row["batch"].hex()}
 
 
@@ -254,7 +254,7 @@ FILES = (
 
 
 def list_files(options: argparse.Namespace) -> int:
-    """Print a row for each file, the newest first."""
+    """Print a table row for each file, the newest first."""
     with client_of(options) as client:
         rows = client.files(limit=options.limit)
     if options.json:

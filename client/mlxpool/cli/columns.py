@@ -1,4 +1,4 @@
-"""Tables that fit a terminal: they leave out columns, and shorten texts. Pure."""
+"""Tables that fit a terminal by leaving out columns and shortening texts. Pure."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from mlxpool.common.escapes import escape_line
 GAP = 2  # spaces between two columns
 MIN_ID = 8  # the fewest digits of a shortened id
 MIN_TEXT = 8  # the fewest characters of a shortened text
-GOOD_TEXT = 20  # the same while columns of rank DETAIL or more can be left out instead
+GOOD_TEXT = 20  # the fewest characters while columns of rank DETAIL or more can be left out instead
 DETAIL = 5  # columns of this rank or more are left out before texts are shorter than GOOD_TEXT
 
 
 class Column(Struct, frozen=True):
-    """A column of a table. Columns leave a narrow terminal in the order of `rank`, highest first.
+    """A column of a table. A narrow terminal leaves out the columns with the highest `rank` first.
 
-    A `text` is shortened in its middle, an `id` to a prefix that no other id has. Figures and their
-    units are never shortened.
+    A column of kind `text` is shortened in the middle, of kind `id` to a unique prefix. Numbers and
+    their units are never shortened.
     """
 
     name: str
     rank: int = 0
-    shortens: str = ""  # "text", "id", or "" if it is shown as it is or not at all
-    right: bool = False  # aligned to the right: figures that change are easier to compare
-    wide: bool = False  # shown only with --wide
+    shortens: str = ""  # "text", "id", or "" if cells are not shortened
+    right: bool = False  # aligned to the right, so that changing numbers are easier to compare
+    wide: bool = False  # True: shown only with --wide
 
 
 class Table(Struct, frozen=True):
-    """The shown part of a table: columns, cells and widths; and the names of left-out columns."""
+    """The shown part of a table: columns, cells and widths; and the names of the hidden columns."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[str]]
@@ -48,7 +48,7 @@ class Table(Struct, frozen=True):
         return self.padded([column.name for column in self.columns])
 
     def lines(self) -> list[str]:
-        """Returns the lines of the table, with its head."""
+        """Returns the lines of the table, with its header."""
         padded = [self.head(), *(self.padded(row) for row in self.rows)]
         return [(" " * GAP).join(cells).rstrip() for cells in padded]
 
@@ -56,8 +56,8 @@ class Table(Struct, frozen=True):
 def fitted(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> Table:
     """Returns the table that fits `width` characters.
 
-    Columns are left out until the others fit with shortened texts and ids. If not even the columns
-    of rank 0 fit, a line is longer than the terminal.
+    Columns are left out until the remaining columns fit with shortened texts and ids. If not even
+    the columns of rank 0 fit, a line is longer than the terminal.
     """
     cells = [[escape_line(cell) for cell in row] for row in rows]
     places = list(range(len(columns)))
@@ -91,7 +91,7 @@ def _width(column: Column, cells: Sequence[str]) -> int:
 
 
 def _least(column: Column, cells: Sequence[str], whole: int, detailed: bool) -> int:
-    """Returns the smallest width of a column; `detailed`: a column of rank DETAIL is left."""
+    """Returns a column's smallest width. `detailed`: a column of rank DETAIL is still shown."""
     if column.shortens == "text":
         return min(whole, max(GOOD_TEXT if detailed else MIN_TEXT, len(column.name)))
     if column.shortens == "id":
@@ -102,10 +102,10 @@ def _least(column: Column, cells: Sequence[str], whole: int, detailed: bool) -> 
 def _shared(
     columns: Sequence[Column], natural: Sequence[int], least: Sequence[int], width: int
 ) -> list[int]:
-    """Returns widths between `least` and `natural`.
+    """Returns the widths of columns, between `least` and `natural`.
 
-    An id gets either its natural or its least width. The rest of the terminal's width goes to the
-    narrowest texts first.
+    An id gets either its natural or its least width. Texts share the remaining width of the
+    terminal, the narrowest text first.
     """
     widths = list(least)
     left = width - _total(widths)
@@ -136,7 +136,7 @@ def _shortened(cells: Sequence[str], column: Column, width: int) -> list[str]:
 
 
 def shorten(text: str, width: int) -> str:
-    """Returns a text without its middle, because names often differ at their ends."""
+    """Returns a text without its middle: names often differ in their first or last characters."""
     if len(text) <= width:
         return text
     tail = (width - 1) // 2
@@ -153,7 +153,7 @@ def prefix_length(ids: Sequence[str]) -> int:
 
 
 def joined(parts: Sequence[str], width: int) -> list[str]:
-    """Returns lines of parts with commas between them; a part is never divided."""
+    """Returns lines of comma-separated parts; no part is divided."""
     lines: list[str] = []
     for number, part in enumerate(parts):
         piece = part + ("," if number < len(parts) - 1 else "")

@@ -10,8 +10,8 @@ from typing import Any
 from mlxpool.common.errors import BadRequest, Internal, PoolError
 from mlxpool.common.escapes import escape_line
 
-# The words of `models`, `check` and `prefix ls` for the KV cache of a loaded model, and for its
-# features, by their names in JSON.
+# Texts of `models`, `check` and `prefix ls` for KV cache layouts and features of models, by their
+# names in JSON.
 KV_CACHES = {
     "slabs": "paged",
     "rows": "contiguous",
@@ -21,12 +21,12 @@ KV_CACHES = {
     "passes": "none",
 }
 FEATURES = {"tree": "prefix-cache"}
-UNNAMED = (BadRequest.code, Internal.code)  # codes that add nothing to their messages
-MAX_EXACT = 2**53 - 1  # doubles hold every integer up to this
+UNNAMED = (BadRequest.code, Internal.code)  # codes that say no more than their messages
+MAX_EXACT = 2**53 - 1  # doubles represent every integer up to this number
 
 
 def error_text(error: PoolError, message: str = "") -> str:
-    """Returns the text of an error: its code, and `message` or else its own message."""
+    """Returns the text of an error: its code, and `message`, by default the error's message."""
     code = "" if error.code in UNNAMED else f"{error.code}: "
     return code + (message or escape_line(error.message))
 
@@ -42,7 +42,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def size(value: object) -> str:
-    """Returns bytes in the largest unit that gives at least 1; "-" if it is not an integer."""
+    """Returns a size in the largest unit in which it is at least 1; "-" if it is not an integer."""
     if not isinstance(value, int):
         return "-"
     count = float(value)
@@ -62,19 +62,19 @@ def duration(seconds: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Returns a time below 10 s in milliseconds, a longer time as `duration` does."""
+    """Returns a time below 10 s in milliseconds, a longer time as by `duration`."""
     return f"{1000 * seconds:.0f} ms" if seconds < 10 else duration(seconds)
 
 
 def count(text: str) -> int:
-    """Returns the count in an argument. Raises ArgumentTypeError below 1."""
+    """Returns the integer in an argument. Raises ArgumentTypeError if it is below 1."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
     return int(text)
 
 
 def jobs_line(jobs: Mapping[str, Any] | None) -> Sequence[str]:
-    """Returns the parts of the line about jobs in `ps` and `top`; () if the broker keeps none."""
+    """Returns the parts of the line about jobs in `ps` and `top`; () if the broker has no jobs."""
     if jobs is None:
         return ()
     if jobs["store"] == "unusable":
@@ -90,7 +90,7 @@ def jobs_line(jobs: Mapping[str, Any] | None) -> Sequence[str]:
 
 
 def kv_cache(layout: str | None) -> str:
-    """Returns the words for a KV cache, by its name in JSON; "-" while it is unknown."""
+    """Returns the text for a layout of a KV cache, by its name in JSON; "-" if it is unknown."""
     name, comma, kv = (layout or "").rpartition(", ")
     if comma and layout not in KV_CACHES:
         return f"{KV_CACHES.get(name, name)}, {kv}"
@@ -98,12 +98,12 @@ def kv_cache(layout: str | None) -> str:
 
 
 def feature(name: str) -> str:
-    """Returns the word for a feature of a model, by its name in JSON."""
+    """Returns the text for a feature of a model, by its name in JSON."""
     return FEATURES.get(name, name)
 
 
 def share(value: float | None) -> str:
-    """Returns a share of 0 to 1 in percent; "-" for None."""
+    """Returns a fraction from 0 to 1 as a percentage; "-" for None."""
     return "-" if value is None else f"{value:.0%}"
 
 

@@ -1,8 +1,8 @@
 """Downloads a model of the hub into the Hugging Face cache, through huggingface_hub.
 
-That package has the progress bars, the token (HF_TOKEN, or that of `hf auth login`), the form of
-the cache, the lock of a file that two processes download, and the retries that resume a cut
-connection. Complete files stay in the cache when a download fails.
+huggingface_hub has the progress bars, the token (HF_TOKEN, or the token of `hf auth login`), the
+layout of the cache, the lock of a file that two processes download, and the retries that resume a
+broken connection. Complete files stay in the cache when a download fails.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class Download(Struct, frozen=True):
-    """A model in the cache. `model` is its name in settings; `size` is the bytes of its files."""
+    """A model in the cache. `model` is its name in settings, `size` the bytes of its files."""
 
     model: HubModel
     path: Path
@@ -41,11 +41,11 @@ class Download(Struct, frozen=True):
 
 
 def download(model: HubModel) -> Download:
-    """Download the files of a model that the cache lacks, and check the hashes of all files.
+    """Download the files that the cache lacks, and check the hashes of all files of the model.
 
-    The cache's name of the newest revision changes last, so that a pool serves the older revision
-    until then. Raises BadRequest if huggingface_hub is not installed, and ModelLoadFailed if the
-    download fails.
+    The cache's reference to the newest revision changes last, so that a pool serves the older
+    revision until then. Raises BadRequest if huggingface_hub is not installed, and ModelLoadFailed
+    if the download fails.
     """
     api = _api()
     cache = hub_cache.cache_folder()
@@ -73,7 +73,7 @@ def download(model: HubModel) -> Download:
 
 
 def _api() -> Any:
-    """Returns the client of the hub: of HF_ENDPOINT, else of huggingface.co."""
+    """Returns the client of the hub at HF_ENDPOINT, else at huggingface.co."""
     try:
         from huggingface_hub import HfApi
     except ModuleNotFoundError as error:
@@ -88,7 +88,7 @@ def _api() -> Any:
 
 
 def _indexed(index: Path) -> set[str]:
-    """Returns the names of the shards in an index."""
+    """Returns the file names of the shards in an index."""
     weight_map = read_json(index).get("weight_map")
     return set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
 
@@ -105,7 +105,7 @@ def _require_room(cache: Path, needed: int) -> None:
 
 
 def _verify(files: Mapping[str, Path], known: Mapping[str, Any]) -> None:
-    """Removes a file whose hash differs from the hub's, and raises ModelLoadFailed."""
+    """Delete a file whose hash differs from the hub's, and raise ModelLoadFailed."""
     line = StatusLine()
     for name, file in files.items():
         line.show(f"checking {name}")
@@ -121,7 +121,7 @@ def _verify(files: Mapping[str, Path], known: Mapping[str, Any]) -> None:
 
 
 def _hash_of(file: Path, *, lfs: bool) -> str:
-    """Returns in hex the SHA-256 of a large file (LFS), else git's SHA-1 of a blob."""
+    """Returns a file's hash in hex: SHA-256 for a large file (LFS), else git's SHA-1 of a blob."""
     if lfs:
         return sha256(file)
     content = file.read_bytes()
@@ -134,7 +134,7 @@ def _hash_in_hub(entry: Any) -> str | None:
 
 
 def _set_newest(repository: Path, revision: str) -> None:
-    """Write refs/main of a repository of the cache; readers see the old or the new revision."""
+    """Set the newest revision (refs/main) of a repository in the cache, atomically for readers."""
     file = repository / "refs" / "main"
     file.parent.mkdir(exist_ok=True)
     temporary = file.with_name(f".main.{os.getpid()}")
@@ -144,7 +144,7 @@ def _set_newest(repository: Path, revision: str) -> None:
 
 @contextmanager
 def _explained(model: HubModel, endpoint: str, cache: Path) -> Iterator[None]:
-    """Raises the errors of a download as ModelLoadFailed, with a remedy in one line."""
+    """Raise the errors of a download as ModelLoadFailed, with a remedy in one line."""
     import httpx2
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 

@@ -1,4 +1,4 @@
-"""The actions of operators on the jobs of all owners: list, look, export, verify, notices."""
+"""The actions of operators on the jobs of all owners: list, show, export, verify, notices."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from mlxpool.common.protocol.kept.batch_messages import MAX_BATCHES
 from mlxpool.common.protocol.kept.job_messages import MAX_LISTED, READ, ListJobs
 from mlxpool.common.protocol.kept.job_operations import as_json
 
-ANSWER_TIMEOUT = 60.0  # seconds; a disk may be slow
-FORMAT = 1  # version of the lines of an export
+ANSWER_TIMEOUT = 60.0  # seconds to wait for an answer; a disk may be slow
+FORMAT = 1  # version of the format of an export's lines
 LOCAL = "%Y-%m-%d %H:%M:%S"
 
 
@@ -41,13 +41,13 @@ OF_USERS = ("after", "batch", "files", "follow")
 
 
 def given(options: argparse.Namespace, flags: Iterable[str]) -> list[str]:
-    """Returns the names of the given flags; 0 is a value, None and False are not."""
+    """Returns the names of the flags that are given: their value is neither None nor False."""
     values = {flag: getattr(options, flag) for flag in flags}
     return [flag for flag, value in values.items() if value is not None and value is not False]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of operators, about the jobs of all owners."""
+    """Add the flags for operators, which concern the jobs of all owners."""
     of_all = parser.add_argument_group("for operators, over the admin socket")
     of_all.add_argument(
         "--all-owners",
@@ -76,7 +76,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_asked(options: argparse.Namespace) -> int | None:
-    """Returns the exit code of an operator's question; None if users ask for their own jobs."""
+    """Run an operator's action. Returns its exit code; None if the flags are not for operators."""
     target = options.admin_target
     flags = given(options, FLAGS)
     for flag in given(options, OF_USERS) if flags else ():
@@ -128,7 +128,7 @@ JOBS = (
 
 
 def list_all(target: Target, filters: Mapping[str, Any], limit: int, *, as_json: bool) -> int:
-    """Print a row for each job of all owners that passes the filters, the newest first."""
+    """Print a table row for each job of all owners that passes the filters, the newest first."""
     rows: list[dict[str, Any]] = []
     before = 0
     while len(rows) < limit:
@@ -168,7 +168,7 @@ BATCHES = (Column("BATCH", 7, "id"), Column("OWNER", 1, "text"), *batch_actions.
 
 
 def list_batches(options: argparse.Namespace, given_flags: Iterable[str]) -> int:
-    """Print a row for each batch of all owners, or of --owner, the newest first."""
+    """Print a table row for each batch of all owners, or of --owner, the newest first."""
     refused = [flag for flag in given_flags if flag not in ("all_owners", "owner")]
     for flag in refused:
         raise BadRequest(f"--{flag.replace('_', '-')} is about jobs: give it without --batches")
@@ -208,7 +208,7 @@ NOTICES = (
 
 
 def list_notices(target: Target, owner: str, *, as_json: bool) -> int:
-    """Print the notices that were not delivered yet, or were given up."""
+    """Print the notices that are not delivered yet, or failed finally."""
     rows: list[dict[str, Any]] = []
     after: int | None = 0
     while after is not None:
@@ -242,7 +242,7 @@ def list_notices(target: Target, owner: str, *, as_json: bool) -> int:
 
 
 def id_of(text: str) -> bytes:
-    """Returns the id of a job from its hexadecimal digits. Raises BadRequest for other texts."""
+    """Returns a job's id from hexadecimal digits. Raises BadRequest for another text."""
     try:
         id = bytes.fromhex(text)
     except ValueError:
@@ -253,7 +253,7 @@ def id_of(text: str) -> bytes:
 
 
 def look(target: Target, id: bytes, *, as_json: bool) -> int:
-    """Print everything about a job: its state, its failures, and the end of its text."""
+    """Print all data of a job: its state, its failures, and the end of its text."""
     job = ask(target, READ, {"job": id}, timeout=ANSWER_TIMEOUT)
     if as_json:
         print(json_text(shown_row(job)))
@@ -263,9 +263,9 @@ def look(target: Target, id: bytes, *, as_json: bool) -> int:
 
 
 def print_job(job: Mapping[str, Any]) -> None:
-    """Print the state and the failures of a job; for operators also stacks and text.
+    """Print the state and failures of a job; for operators also stack traces and text.
 
-    `job` is the answer to `job`; only an answer of the admin socket has owner, stacks and text.
+    `job` is the answer to `job`; only the admin socket's answer has owner, stacks and text.
     """
     attempts = f"{job['attempts']} in a row that failed" if job["attempts"] else ""
     if job.get("starts"):
@@ -313,8 +313,7 @@ def _moment(at: float | None) -> str:
 def export(target: Target, file: str, state: str) -> int:
     """Write all stored data of jobs into a file of JSON lines; "-" is standard output.
 
-    A file is put in its place when it is complete. The last line has the counts of the lines before
-    it.
+    The file gets its name when it is complete. Its last line has the counts of the other lines.
     """
     with _output(file) as out:
         counts = {"jobs": 0, "lines": 1}
@@ -360,7 +359,7 @@ def _output(file: str) -> Iterator[IO[str]]:
 
 
 def verify(target: Target, *, as_json: bool, told: Callable[[str], None] = print) -> int:
-    """Compare all stored data with its checksums. Returns 1 if the disk has changed any, else 0."""
+    """Compare all stored data with its checksums. Returns 1 if some data is damaged, else 0."""
     checked = read = 0
     damaged: list[dict[str, Any]] = []
     after: int | None = 0

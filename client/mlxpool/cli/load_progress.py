@@ -1,6 +1,6 @@
-"""Writes the progress of a model's load to standard error while a command waits for the load.
+"""Shows the progress of a model's load on standard error while a command waits for the load.
 
-The progress comes from `ps`, which has it from the worker's heartbeats.
+The progress is read from `ps`. The worker's heartbeats contain it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from mlxpool.common.errors import DeadlineExceeded, Draining, ModelLoadFailed, P
 from mlxpool.common.escapes import escape_line
 from mlxpool.common.load_times import ACTIVITIES
 
-FIRST_DELAY = 0.5  # seconds of waiting before the first question: a short wait shows nothing
-SHOW_INTERVAL = 0.5  # seconds between two questions of `LoadProgress`
-WAIT_INTERVAL = 0.1  # seconds between two questions of `wait_for`
+FIRST_DELAY = 0.5  # seconds before the first request to the broker: a short wait shows nothing
+SHOW_INTERVAL = 0.5  # seconds between two requests of `LoadProgress`
+WAIT_INTERVAL = 0.1  # seconds between two requests of `wait_for`
 KERNELS_REASON = "later loads find them on the disk"
-# Explanations after the phases of a load that take seconds.
+# Explanations of the phases of a load that take seconds.
 REASONS = {
     "device": "this takes longest the first time on a machine",
     "trials": KERNELS_REASON,
@@ -37,9 +37,9 @@ FAILED = frozenset({"failed", "broken"})  # states of a model
 
 
 def progress_text(answer: Mapping[str, Any], name: str) -> str:
-    """Returns the cause of a request's wait for this model, by an answer of `ps`; "" if unknown.
+    """Returns why a request waits for this model, from an answer of `ps`; "" if unknown.
 
-    An explanation is in parentheses at the end, which are left out on narrow terminals.
+    An explanation is at the end in parentheses; a narrow terminal leaves it out.
     """
     model = _model_row(answer, name)
     own = _worker_rows(answer, model, name)
@@ -64,14 +64,14 @@ def progress_text(answer: Mapping[str, Any], name: str) -> str:
 
 
 def phase_seconds(worker: Mapping[str, Any]) -> float:
-    """Returns the seconds of a load in its present phase; 0 if the worker did not send them."""
+    """Returns the seconds of a load's current phase; 0 if the worker did not send them."""
     took: float = (worker.get("load_phases") or {}).get(worker.get("load_phase"), 0.0)
     beat_age_ms: float = worker.get("beat_age_ms", 0)
     return took + beat_age_ms / 1000
 
 
 def remote_worker_needed(name: str) -> str:
-    """Returns the text for a model without a worker, if the broker does not start workers."""
+    """Returns the text for a model without a worker, if the broker itself starts no workers."""
     return (
         f"waiting for a worker of {name}: this broker starts none;"
         f" `mlxpool worker {name} --endpoint ENDPOINT` brings one (docs/operate.md)"
@@ -85,7 +85,7 @@ def _model_row(answer: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _worker_rows(
     answer: Mapping[str, Any], model: Mapping[str, Any], name: str
 ) -> list[Mapping[str, Any]]:
-    """Returns the workers of a model; an alias has the workers of the model that it shares."""
+    """Returns the workers of a model; an alias has the workers of the model to which it refers."""
     return [row for row in answer["workers"] if row["model"] == (model.get("shares") or name)]
 
 
@@ -94,7 +94,7 @@ def _newest(own: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _step(own: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the activity of the newest worker, which changes with the phase of its load."""
+    """Returns the activity of the newest worker, which includes the phase of its load."""
     if not own:
         return "none"
     newest = _newest(own)
@@ -103,7 +103,7 @@ def _step(own: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _loaded_share(worker: Mapping[str, Any], model: Mapping[str, Any]) -> str:
-    """Returns the loaded share of the weights as text; "" if it is unknown, 0 or all."""
+    """Returns the loaded fraction of the weights as text; "" if it is unknown, 0 or 1."""
     loaded, whole = worker.get("load_progress") or 0.0, model.get("size")
     if not 0 < loaded < 1:
         return ""
@@ -111,9 +111,9 @@ def _loaded_share(worker: Mapping[str, Any], model: Mapping[str, Any]) -> str:
 
 
 class LoadProgress(Closing):
-    """Shows the progress of a model's load from a thread of its own, until `close`.
+    """Shows the progress of a model's load, in a separate thread, until `close`.
 
-    Without a terminal as standard error, or without the admin socket's `target`, it does nothing.
+    It does nothing if standard error is no terminal, or without the admin socket's `target`.
     """
 
     def __init__(self, target: Target | None, model: str) -> None:
@@ -134,14 +134,14 @@ class LoadProgress(Closing):
                 answer = ask(target, "ps")
                 text = progress_text(answer, model)
             except (PoolError, OSError, ValueError):
-                continue  # the waiting stream ends with the error
+                continue  # the stream that waits ends with the error
             self.slow_blas = answer["broker"].get("slow_blas", "")
             with self._writing:
                 if not self._over.is_set():
                     self._line.show(text)
 
     def close(self) -> None:
-        """Remove the line for good. A question to the broker may still be unanswered."""
+        """Remove the progress line for good. The answer of the broker may still be outstanding."""
         self._over.set()
         with self._writing:
             self._line.clear()

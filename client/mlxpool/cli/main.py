@@ -1,6 +1,6 @@
 """Parses the command line and maps errors to exit codes.
 
-0 done, 1 failed, 2 wrong usage, 3 no broker answers, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no broker answers, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ EXAMPLES = {
 
 
 def parser(arguments: Sequence[str] = ()) -> RootParser:
-    """Returns the parser of the whole command line, or only of the command in the arguments."""
+    """Returns the parser of the whole command line, or of the one command in the arguments."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
         "--run-dir",
@@ -77,7 +77,7 @@ def parser(arguments: Sequence[str] = ()) -> RootParser:
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """Returns the command: the first argument after the common flags; "" if there is none."""
+    """Returns the name of the command: the first argument after the common flags; "" if none."""
     rest = list(arguments)
     while rest and (rest[0] in ("--json", "--run-dir") or rest[0].startswith("--run-dir=")):
         rest = rest[2:] if rest[0] == "--run-dir" else rest[1:]
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _unwritten(error)
     options.run_dir_flag = getattr(options, "run_dir", None)
     options.json = getattr(options, "json", False)
-    options.whole_parser = parser  # for `completion` and `help`
+    options.whole_parser = parser  # used by `completion` and `help`
     command: Callable[[argparse.Namespace], int] = options.run
     try:
         options.run_dir = run_dir_of(options.run_dir_flag)
@@ -122,9 +122,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _open_missing_streams() -> None:
-    """Replace standard streams that the shell closed (`>&-`) by the null device.
+    """Open the null device for standard streams that the shell closed (`>&-`).
 
-    The null device gets their descriptors, so no file or socket that is opened later gets them.
+    The null device takes their descriptors, so that no file or socket gets them later.
     """
     for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
@@ -135,9 +135,9 @@ def _open_missing_streams() -> None:
 
 
 def _unwritten(error: OSError) -> int:
-    """Print why standard output is not complete; print nothing if its reader has closed it."""
+    """Print why standard output is incomplete; print nothing if its reader has closed it."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())  # or unwritten text would cause an error at the exit
+    os.dup2(nowhere, sys.stdout.fileno())  # or the unwritten text would cause an error at the exit
     if not isinstance(error, BrokenPipeError):
         words = f"mlxpool: the output cannot be written: {_message_of(error)}"
         try:
@@ -155,7 +155,7 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
         sys.exit(USAGE)
     options, rest = root.parse_known_args(words)
     take_rest: Callable[[argparse.Namespace, list[str]], bool] | None
-    take_rest = getattr(options, "take_rest", None)  # set by `run` and `submit`
+    take_rest = getattr(options, "take_rest", None)  # set by the commands `run` and `submit`
     if rest and not (take_rest and take_rest(options, rest)):
         root.error(f"unrecognized arguments: {' '.join(rest)}")
     return options
@@ -173,7 +173,7 @@ def _message_of(error: OSError) -> str:
 def _print_error(
     options: argparse.Namespace, error: PoolError, code: int, lines: Sequence[str] = ()
 ) -> int:
-    """Print an error: `lines` if there are any, else its message. Returns `code`."""
+    """Print the message of an error, or `lines` in its place. Returns the exit code."""
     if options.json:
         print(json_text({"error": error.body()}))
     message = error_text(error, "\n  ".join(map(escape_line, lines)))

@@ -1,6 +1,7 @@
 """The table of commands, and the parser of the command line.
 
-Help lists the commands in groups. An error about an unknown word names the nearest known word.
+The help lists the commands in groups. An error about an unknown word names the most similar known
+word.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ GROUPS = MappingProxyType(
 COMMAND_MODULES = {name: module for group in GROUPS.values() for name, module in group.items()}
 
 # The modules whose commands take --endpoint, --server-key and --key. Other modules add these flags
-# by themselves: the --key of `submit` is the key of a job, and a gateway has several endpoints.
+# themselves: the --key of `submit` is the key of a job, and a gateway has several endpoints.
 REMOTE_MODULES = frozenset(
     COMMAND_MODULES[name]
     for name in (
@@ -93,11 +94,11 @@ REMOTE_MODULES = frozenset(
         "revoke",
     )
 )
-# The messages of argparse about a word that is not a choice; those of Python 3.12 lack quotes.
+# argparse's messages about a word that is not a choice; in Python 3.12 they have no quotes.
 _CHOICE = re.compile(r"(argument \S+: )invalid choice: '?(.*?)'? \(choose from (.*)\)", re.S)
 _UNKNOWN_FLAGS = re.compile(r"unrecognized arguments: (.*)", re.S)
 
-KINDS = {  # kinds of words that name a command, by argparse's name of the argument
+KINDS = {  # texts for words that name a command, by argparse's name of the argument
     "argument COMMAND: ": "command",
     "argument VERB: ": "command",
     "argument WHAT: ": "measurement",
@@ -105,7 +106,7 @@ KINDS = {  # kinds of words that name a command, by argparse's name of the argum
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """A formatter whose usage omits the options if a line would be wider than the terminal."""
+    """A help formatter: the usage has no options if a line would be wider than the terminal."""
 
     def _format_usage(
         self,
@@ -125,14 +126,14 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors name the nearest known word, also in its commands."""
+    """A parser whose errors name the most similar known word, also in its subcommands."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         named.setdefault("formatter_class", HelpFormatter)
         super().__init__(*arguments, **named)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Write a text. Raises OSError if it cannot be written; argparse would hide the error."""
+        """Write a text. Raises OSError if this fails; argparse would hide the error."""
         stream = file or sys.stderr
         stream.write(message)
         stream.flush()
@@ -147,7 +148,7 @@ class Parser(argparse.ArgumentParser):
         super().error(escape_line(message))
 
     def flags(self) -> list[str]:
-        """Returns the flags of this parser and of its commands."""
+        """Returns the flags of this parser and its subcommands."""
         flags: list[str] = []
         for action in self._actions:
             flags += action.option_strings
@@ -158,7 +159,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _unknown_choice(argument: str, word: str, known: str) -> str:
-    """Returns the message for an unknown word; argparse has escaped the word."""
+    """Returns the error message for an unknown word, which argparse has escaped."""
     words = re.findall(r"[\w.-]+", known)
     kind = KINDS.get(argument)
     hint = did_you_mean(word, words) or f"; known: {', '.join(words)}"
@@ -201,7 +202,7 @@ class RootParser(Parser):
         return f"{self.format_usage()}\n{formatter.format_help()}\n{self._shown_examples()}"
 
     def _shown_examples(self) -> str:
-        """Returns the examples, with the meanings in a column of their own if it has room."""
+        """Returns the lines of the examples; their meanings are a second column if it fits."""
         widest = max(map(len, self.examples)) + 4
         formatter = HelpFormatter(self.prog, max_help_position=widest)
         formatter.start_section("examples")

@@ -19,7 +19,7 @@ POOL_FLAGS = (
 
 
 def add_endpoints(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for the broker's further endpoints, key, metrics, HTTP and log format."""
+    """Add the flags of the broker's additional endpoints, key, metrics, HTTP and log format."""
     for name, peers in (
         ("front", "clients"),
         ("back", "workers that dial in"),
@@ -90,7 +90,7 @@ def settings_of(options: argparse.Namespace) -> PoolConfig:
 
 
 def flags_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the settings of [pool] in flags; None for an absent flag."""
+    """Returns the settings of [pool] that have flags; None for an absent flag."""
     return {
         "run_dir": options.run_dir_flag,
         "models_dir": options.models_dir,
@@ -99,7 +99,7 @@ def flags_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def model_paths_of(options: argparse.Namespace) -> dict[str, str]:
-    """Returns the paths of --model, by name."""
+    """Returns the paths in the flags --model, by model name."""
     return dict(map(_name_and_path, options.model))
 
 

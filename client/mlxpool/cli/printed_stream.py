@@ -1,4 +1,4 @@
-"""Prints a stream to standard output: text or lines of JSON, and a line of figures."""
+"""Prints a stream to standard output, as text or as JSON lines, and a line of figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def prompt_of(text: str, images: Sequence[Path], *, chat: bool) -> dict[str, Any]:
-    """Returns the prompt arguments of `stream`; images that a text does not name are before it."""
+    """Returns the prompt arguments of `stream`. Images that the text does not name come first."""
     if chat:
         parts = [{"type": "image", "image": file} for file in images]
         content = [*parts, {"type": "text", "text": text}] if images else text
@@ -34,10 +34,10 @@ def print_deltas(
     choices: int = 1,
     on_first: Callable[[], None] = lambda: None,
 ) -> float:
-    """Print a stream as it comes. Returns the time of its first delta, 0 without a delta.
+    """Print a stream as it arrives. Returns the time of its first delta, 0 if there is none.
 
     `add` prints a delta as text. `on_first` is called before each delta is printed. Raises the
-    stream's error after it has ended an incomplete line of text.
+    stream's error after ending an incomplete line of text.
     """
     shown, first = False, 0.0
     try:
@@ -51,7 +51,7 @@ def print_deltas(
             shown = True
     except BaseException:
         if shown and not as_json:
-            print()  # ends the line of text
+            print()  # end the line of text
         raise
     return first
 
@@ -68,7 +68,7 @@ def _delta_as_json(delta: Delta, choices: int) -> dict[str, Any]:
 
 
 def result_as_json(result: Result, choices: int = 1) -> dict[str, Any]:
-    """Returns the last line of a stream for JSON; each choice has such a line."""
+    """Returns the last JSON line of a stream, or of one of several choices."""
     return {
         **({"index": result.index} if choices > 1 else {}),
         "done": True,
@@ -95,10 +95,10 @@ def answer_as_json(result: Result) -> dict[str, Any]:
 
 
 def figures(result: Result, seconds: float, streamed: float) -> str:
-    """Returns one line about a finished completion; `seconds` is its time.
+    """Returns one line of figures about a finished completion; `seconds` is its total time.
 
-    `streamed` is the seconds since the first token. A worker reports only the decode time of its
-    own tokens, which is too short after a failover.
+    `streamed` is the time since the first token, in seconds. A worker only reports the decode time
+    of its own tokens, which is too short after a failover.
     """
     generated = result.usage.get("completion_tokens", 0)
     decode = max(streamed, result.timings_ms.get("decode", 0.0) / 1000)
@@ -112,7 +112,7 @@ def figures(result: Result, seconds: float, streamed: float) -> str:
 
 
 def figures_of(choices: Choices, seconds: float, streamed: float) -> str:
-    """Returns the line of `figures` for all choices of a prompt."""
+    """Returns the line of figures for all choices of a prompt together."""
     if len(choices) == 1:
         return figures(choices[0], seconds, streamed)
     usage = choices.usage
@@ -124,9 +124,9 @@ def figures_of(choices: Choices, seconds: float, streamed: float) -> str:
 
 
 class ChoicesOutput:
-    """Prints choice 0 as it comes, and the other choices after it when all have ended.
+    """Prints choice 0 as it arrives, and the other choices after the end of all choices.
 
-    A single choice has no title.
+    There are no titles if there is only one choice.
     """
 
     def __init__(self, choices: int, write: Callable[[str], None]) -> None:
@@ -135,7 +135,7 @@ class ChoicesOutput:
         self._begun = choices == 1
 
     def add(self, delta: Delta) -> None:
-        """Print a delta of choice 0, or keep a delta of another choice."""
+        """Print a delta of choice 0, or store a delta of another choice."""
         if not self._begun:
             self._begun = True
             self._write(_title(0))
@@ -151,5 +151,5 @@ class ChoicesOutput:
 
 
 def _title(index: int) -> str:
-    """Returns the line before a choice."""
+    """Returns the title line above a choice."""
     return f"--- choice {index}\n"

@@ -1,4 +1,4 @@
-"""The flags of a request, for `run` and `chat`, and the client that sends it."""
+"""The flags of a request, for `run` and `chat`, and the client that sends the request."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mlxpool.common.options import CHECKS, FLAGS, MAX_DEADLINE_MS
 if TYPE_CHECKING:
     from mlxpool.client import Client
 
-BROKER_GRACE = 10.0  # seconds; shorter than the client's own, because a person waits
+BROKER_GRACE = 10.0  # in seconds; shorter than the client's default, because a person waits
 # Seconds until a broker that completes no handshake counts as gone, so that a command fails within
 # one second. The broker's thread answers between two turns of its loop, over tcp in four round
 # trips.
 IPC_GRACE, TCP_GRACE = 0.5, 0.75
-TICK = 0.05  # seconds between two checks of that time
+TICK = 0.05  # seconds between two checks of the handshake
 
 
 def add_connect_timeout(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def add_connect_timeout(parser: argparse.ArgumentParser) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each option of `FLAGS`, numbers first, `--deadline` and `--raw`."""
+    """Add `--deadline`, `--raw`, and a flag for each option of `FLAGS`, numbers first."""
     for name, (kind, text) in sorted(
         FLAGS.items(), key=lambda flag: flag[1][0] not in (int, float)
     ):
@@ -66,10 +66,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def take_prompt(options: argparse.Namespace, rest: list[str]) -> bool:
-    """Take the prompt from the arguments that argparse left over. Returns whether there was one.
+    """Take the prompt from the arguments that argparse left over. Returns whether it was there.
 
-    In `run MODEL --chat PROMPT`, and in `submit`, the argparse of Python 3.11 decides at MODEL that
-    the prompt is absent.
+    In `run MODEL --chat PROMPT`, and in `submit`, argparse of Python 3.11 assumes after MODEL that
+    there is no prompt.
     """
     missing = options.prompt is None and len(rest) == 1
     if not missing or (rest[0].startswith("-") and rest[0] != "-"):
@@ -79,7 +79,7 @@ def take_prompt(options: argparse.Namespace, rest: list[str]) -> bool:
 
 
 def seconds(text: str) -> float:
-    """Returns the seconds in a flag. Raises ArgumentTypeError if they are out of bounds."""
+    """Returns the seconds in a flag. Raises ArgumentTypeError if the value is out of bounds."""
     value = float(text)
     if not 0 < value <= MAX_DEADLINE_MS / 1000:
         most = MAX_DEADLINE_MS // 1000
@@ -88,7 +88,7 @@ def seconds(text: str) -> float:
 
 
 def format_of(text: str) -> dict[str, Any]:
-    """Returns the option `format` of a flag. Raises ArgumentTypeError if the file has no format."""
+    """Returns the option `format` in a file. Raises ArgumentTypeError if it is not a format."""
     if text == "json":
         return {"type": "json"}
     try:
@@ -96,7 +96,7 @@ def format_of(text: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{text}: {error}") from None
     kind = value.get("type") if isinstance(value, dict) else None
-    whole = isinstance(kind, str) and kind in KEYS  # no type of a JSON schema has such a name
+    whole = isinstance(kind, str) and kind in KEYS  # no type of a JSON schema has this name
     try:
         return check_format("format", value if whole else {"type": "json_schema", "schema": value})
     except BadRequest as error:
@@ -104,9 +104,10 @@ def format_of(text: str) -> dict[str, Any]:
 
 
 def options_of(flags: argparse.Namespace) -> dict[str, Any]:
-    """Returns the options of `generate` in flags; None for an absent flag.
+    """Returns the options of `generate` that have flags; None for an absent flag.
 
     Raises BadRequest naming the flag, its value and its bound.
+
     """
     options = {name: getattr(flags, name) for name in CHECKS if hasattr(flags, name)}
     for name, value in options.items():
@@ -120,14 +121,15 @@ def options_of(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def shown_form(options: argparse.Namespace) -> Callable[[str], str]:
-    """Returns the function that makes a model's text printable: escapes only for a terminal."""
+    """Returns the function that makes a model's text printable. It escapes only for a terminal."""
     return escape_text if sys.stdout.isatty() and not options.raw else str
 
 
 def check_broker(options: argparse.Namespace) -> None:
-    """Raises BrokerLost at once if no broker can answer, except with --connect-timeout.
+    """Raises BrokerLost immediately if no broker can answer, except with --connect-timeout.
 
     Raises BadRequest if the endpoint is malformed.
+
     """
     target = target_of(options, "front")
     endpoint = target.endpoint_of("front")
@@ -136,7 +138,7 @@ def check_broker(options: argparse.Namespace) -> None:
 
 
 def client_of(options: argparse.Namespace) -> Client:
-    """Returns a client of the broker in the flags. Raises the errors of `check_broker`."""
+    """Returns a client of the broker that the flags name. Raises the errors of `check_broker`."""
     # Imported here, so that commands that only show help start faster.
     from mlxpool.client import Client, Pace
 
@@ -155,15 +157,15 @@ def client_of(options: argparse.Namespace) -> Client:
 
 
 def admin_target_of(options: argparse.Namespace) -> Target | None:
-    """Returns the target to ask for the progress of a load.
+    """Returns the admin target that knows the progress of a load.
 
-    None if --endpoint names the front of a remote broker, whose admin endpoint is unknown.
+    None if --endpoint names a remote broker's endpoint for clients: its admin endpoint is unknown.
     """
     return None if getattr(options, "endpoint", None) else options.admin_target
 
 
 def decode_utf8(read: bytes) -> str:
-    """Returns the text of standard input. Raises ValueError if the bytes are not UTF-8."""
+    """Returns standard input as text. Raises ValueError if the bytes are not UTF-8."""
     try:
         return read.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -11,7 +11,7 @@ from typing import TextIO
 from mlxpool.cli.columns import GAP, Column, Table, fitted, joined
 from mlxpool.common.escapes import escape_line
 
-UNBOUNDED = 10_000  # columns of a file or a pipe, so that nothing is left out
+UNBOUNDED = 10_000  # width of a file or a pipe in columns; nothing is hidden
 STATES = {  # colours of the states of workers, models and requests
     "ready": "green",
     "streaming": "green",
@@ -31,7 +31,7 @@ STATES = {  # colours of the states of workers, models and requests
     "cold": "dim",
     "none": "dim",
 }
-DUMB = frozenset({"dumb", "unknown"})  # values of $TERM: a terminal without control sequences
+DUMB = frozenset({"dumb", "unknown"})  # values of $TERM for terminals without control sequences
 FONTS = frozenset({"bold", "dim"})
 CODES = {  # codes of ECMA-48
     "bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36",
@@ -39,7 +39,7 @@ CODES = {  # codes of ECMA-48
 HEAD, ERROR, NOTE = "bold", "bold red", "dim"
 
 Cells = Sequence[str]
-# Takes a text and names of CODES, such as `bold red`. Returns the text with control sequences.
+# A function from a text and names of CODES, such as `bold red`, to the text with control sequences.
 Paint = Callable[[str, str], str]
 BAR = 24  # characters of a progress bar
 
@@ -55,7 +55,7 @@ def takes_controls(stream: TextIO) -> bool:
 
 
 def paint_of(stream: TextIO) -> Paint:
-    """Returns the function that adds ANSI codes for a terminal; with $NO_COLOR no colours."""
+    """Returns the function that adds ANSI codes for a terminal; with $NO_COLOR without colours."""
     if not takes_controls(stream):
         return plain
     shown = {name: code for name, code in CODES.items() if name in FONTS or not no_color()}
@@ -73,14 +73,14 @@ def no_color() -> bool:
 
 
 def width_of(stream: TextIO) -> int:
-    """Returns the columns of a terminal; UNBOUNDED for another stream."""
+    """Returns the width of a terminal in columns; UNBOUNDED for a stream that is no terminal."""
     return shutil.get_terminal_size().columns if stream.isatty() else UNBOUNDED
 
 
 def table_lines(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, paint: Paint
 ) -> list[str]:
-    """Returns the lines of a table that fits a width: the head is bold, states have colours."""
+    """Returns the lines of a table that fits a width; the header is bold, states have colours."""
     table = fitted(columns, rows, width)
     head = (" " * GAP).join(table.head()).rstrip()
     return [paint(head, HEAD), *(_row(table, row, paint) for row in table.rows)]
@@ -98,7 +98,7 @@ def _row(table: Table, row: Sequence[str], paint: Paint) -> str:
 def left_out(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, paint: Paint
 ) -> list[str]:
-    """Returns lines that name the left-out columns of a narrow terminal; [] if all columns fit."""
+    """Returns lines that name the columns that a narrow terminal hides; [] if all are shown."""
     first, *others = fitted(columns, rows, width).left_out or [""]
     notes = joined([f"no room in {width} columns for {first}", *others], width)
     return [paint(note, NOTE) for note in notes] if first else []
@@ -113,7 +113,7 @@ def print_table(
     notes: Sequence[str] = (),
     width: int | None = None,
 ) -> None:
-    """Print a table between lines above and below it. `width` None: the width of the output."""
+    """Print a table with lines above and below. `width` None: the width of the output."""
     paint = paint_of(sys.stdout)
     width = width_of(sys.stdout) if width is None else width
     lines = [
@@ -127,21 +127,21 @@ def print_table(
 
 
 def bar(share: float) -> str:
-    """Returns a progress bar, and the share in percent, rounded down."""
+    """Returns a progress bar with the percentage, rounded down."""
     share = min(1.0, max(0.0, share))
     filled = int(share * BAR)
     return f"[{'#' * filled}{'.' * (BAR - filled)}] {int(100 * share)} %"
 
 
 def in_one_line(text: str, width: int) -> str:
-    """Returns the part of a text that fits a line of `width` characters; parentheses go first."""
+    """Returns a text cut to a line of `width` characters; parentheses are dropped first."""
     if len(text) >= width:
         text = text.partition(" (")[0]
     return text if len(text) < width else f"{text[: width - 2]}…"
 
 
 class StatusLine:
-    """One line of standard error that is overwritten; no output without such a terminal."""
+    """One line of standard error that is overwritten; nothing is written without a terminal."""
 
     def __init__(self) -> None:
         self.live = takes_controls(sys.stderr)
@@ -149,7 +149,7 @@ class StatusLine:
 
     def show(self, text: str) -> None:
         if self.live:
-            self._shown = True  # before the write, so that `clear` works after a Ctrl-C in it
+            self._shown = True  # set before the write: `clear` works after a Ctrl-C in the write
             sys.stderr.write(f"\r\x1b[K{in_one_line(escape_line(text), width_of(sys.stderr))}")
             sys.stderr.flush()
 

@@ -1,4 +1,4 @@
-"""The target of a command, a broker: its flags, its environment variables, its endpoint."""
+"""The broker to which a command connects: the flags, environment variables and endpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlxpool.common.transport import endpoints, sockets
 from mlxpool.common.transport.keys import Credentials
 
 SERVER_KEY_VARIABLE, KEY_VARIABLE = "MLXPOOL_SERVER_KEY", "MLXPOOL_KEY"
-ENDPOINT_VARIABLES = {  # by the broker's socket that a command connects to
+ENDPOINT_VARIABLES = {  # names by the broker's socket to which a command connects
     "front": "MLXPOOL_ENDPOINT",
     "admin": "MLXPOOL_ADMIN_ENDPOINT",
     "back": "MLXPOOL_BACK_ENDPOINT",
@@ -59,7 +59,7 @@ def add_flags(
 
 
 class Target(Struct, frozen=True):
-    """A broker's address and the keys for it; `endpoint` None: the local broker of `run_dir`."""
+    """A broker's address and the keys for it. `endpoint` None: the local broker of `run_dir`."""
 
     run_dir: Path
     endpoint: str | None = None
@@ -71,10 +71,11 @@ class Target(Struct, frozen=True):
         return Credentials.of(self.server_key, self.key)
 
     def endpoint_of(self, socket: str) -> str:
-        """Returns the given endpoint, or the local broker's ipc endpoint of this socket.
+        """Returns the given endpoint, or the local broker's ipc endpoint for a socket.
 
         Raises BadRequest if the endpoint is malformed, and ValueError if the path of the run
         directory is too long for a socket.
+
         """
         if not self.endpoint:
             return sockets.ipc(self.run_dir, socket)
@@ -84,9 +85,10 @@ class Target(Struct, frozen=True):
 
 
 def targets_of(options: argparse.Namespace, socket: str) -> list[Target]:
-    """Returns the targets of repeated flags; without them the target of `target_of`.
+    """Returns a target for each repeated flag; without flags the target of `target_of`.
 
     Raises BadRequest unless there is one server key for all endpoints, or one for each.
+
     """
     endpoints: list[str | None] = [*getattr(options, "endpoints", ())] or [None]
     server_keys: list[str | None] = [*getattr(options, "server_keys", ())] or [None]
@@ -107,7 +109,7 @@ def targets_of(options: argparse.Namespace, socket: str) -> list[Target]:
 def target_of(options: argparse.Namespace, socket: str) -> Target:
     """Returns the target in flags or the environment, for one of the broker's sockets.
 
-    A local broker (with --run-dir, or without an endpoint) is asked without keys.
+    A local broker (with --run-dir, or without an endpoint) needs no keys.
     """
     run_dir: Path = options.run_dir
     endpoint = getattr(options, "endpoint", None)

@@ -1,4 +1,4 @@
-"""A terminal page that is redrawn in place, and single keys without the enter key."""
+"""Draws a terminal page in place, and reads single keys without the enter key."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from mlxpool.cli.style import takes_controls, width_of
 ENTER_SCREEN = "\x1b[?1049h\x1b[?25l"  # the alternate screen, without a cursor
 LEAVE_SCREEN = "\x1b[?25h\x1b[?1049l"
 HOME, CLEAR_LINE, CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
-ALL_LINES = 10_000  # lines of an output without a bound
+ALL_LINES = 10_000  # number of lines of an output that is no terminal
 
 
 class Screen:
-    """Standard output, which is `live` if it is a terminal, and the keys of a terminal's input.
+    """Standard output as a screen, and the keys of the terminal. `live` is True on a terminal.
 
-    A terminal without control sequences (TERM=dumb) is not live: pages follow each other.
+    A terminal without control sequences (TERM=dumb) is not live: pages are printed one after
+    another.
     """
 
     def __init__(self) -> None:
@@ -29,14 +30,14 @@ class Screen:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Columns and lines; large enough for any page if pages are not drawn in place."""
+        """Columns and lines of the screen; large enough for any page if it is not live."""
         if not self.live:
             return width_of(sys.stdout), ALL_LINES
         now = shutil.get_terminal_size()
         return now.columns, now.lines
 
     def show(self, text: str) -> None:
-        """Draw a page over the last page; without a terminal print it below."""
+        """Draw a page over the last page; if the screen is not live, print it below."""
         if not self.live:
             print(text, end="\n\n", flush=True)
             return

@@ -20,15 +20,15 @@ from mlxpool.common.protocol import admin, frames, to_client
 from mlxpool.common.protocol.frames import Header
 from mlxpool.common.transport import sockets
 
-FIRST_TIMEOUT = 2.0  # seconds to the first snapshot, as for every command's answer
-NEXT_TIMEOUT = 5.0  # seconds from one snapshot to the next, then the broker counts as gone
-RENEW_INTERVAL = 2.0  # seconds; the broker drops a subscription that is not renewed for five
+FIRST_TIMEOUT = 2.0  # seconds until the first snapshot, as for the answer to any command
+NEXT_TIMEOUT = 5.0  # seconds without a snapshot after which the broker counts as gone
+RENEW_INTERVAL = 2.0  # seconds; without renewals the broker drops a subscription after five
 MAX_POLL_MS = 100
 KEY_INTERVAL = 0.1  # seconds between two reads of the keyboard
 
 
 class Subscription(Closing):
-    """A `watch` subscription that renews itself, for one thread."""
+    """A subscription to `watch` that renews itself. Only one thread may use it."""
 
     def __init__(self, target: Target) -> None:
         """Raises BadKey if a key cannot be used."""
@@ -43,8 +43,8 @@ class Subscription(Closing):
     def next(self, seconds: float) -> dict[str, Any] | None:
         """Returns the next snapshot; None if none comes within `seconds`.
 
-        Raises BrokerLost naming the endpoint after FIRST_TIMEOUT or NEXT_TIMEOUT, and the error
-        that the broker answers with.
+        Raises BrokerLost naming the endpoint after FIRST_TIMEOUT or NEXT_TIMEOUT, and the error in
+        the broker's answer.
         """
         end = time.monotonic() + seconds
         while True:
@@ -77,7 +77,7 @@ class Subscription(Closing):
 
 
 def snapshots(target: Target, count: int = 0) -> Iterator[dict[str, Any]]:
-    """Yields `count` snapshots, a second apart; 0: without end."""
+    """Yields `count` snapshots, one per second; 0: without end."""
     with Subscription(target) as subscription:
         seen = 0
         while not count or seen < count:
@@ -88,7 +88,7 @@ def snapshots(target: Target, count: int = 0) -> Iterator[dict[str, Any]]:
 
 
 class View(Protocol):
-    """The pages of snapshots, which keys control."""
+    """An interface: pages of snapshots that the user controls with keys."""
 
     def press(self, keys: str) -> bool:
         """Apply pressed keys. Returns False to end."""
@@ -96,11 +96,11 @@ class View(Protocol):
     def take(self, snapshot: Mapping[str, Any]) -> None: ...
 
     def page(self, columns: int, height: int, *, keys: bool, paint: Paint) -> str:
-        """Returns the page; "" if there is none yet. With `keys` it names the keys."""
+        """Returns the page; "" if there is none yet. `keys`: it names the keys to press."""
 
 
 def show_pages(target: Target, count: int, view: View) -> None:
-    """Draw a page for each snapshot and each key, until the view ends or `count` are shown."""
+    """Draw a page for each snapshot and each key, until the view or `count` snapshots end."""
     paint, left = paint_of(sys.stdout), count
     with Subscription(target) as subscription, screen() as terminal:
         while True:

@@ -1,7 +1,7 @@
 """The client of a pool: `from mlxpool.client import Client, AsyncClient`.
 
-One connection, with a thread of its own, serves any number of streams. It sends them again if the
-connection or the broker is lost.
+One connection, with its own thread, serves any number of streams. It sends their requests again if
+the connection or the broker is lost.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -46,7 +46,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `aio` at its first use: asyncio takes as long to import as the rest of the client."""
+    """Import `aio` at its first use: to import asyncio takes as long as the rest of the client."""
     if name in ("AsyncBatch", "AsyncChoicesStream", "AsyncClient", "AsyncStream"):
         from importlib import import_module
 

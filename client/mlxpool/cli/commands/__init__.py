@@ -1,4 +1,5 @@
-"""One module for each command or group of commands, with `add_commands`.
+"""One module for each command or group of commands, each with a function `add_commands`.
 
-`mlxpool.cli.main` imports only the module of the given command. No module imports another module.
+`mlxpool.cli.main` only imports the module of the given command. These modules do not import each
+other.
 """

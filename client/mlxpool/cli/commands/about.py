@@ -46,14 +46,14 @@ def show_version(options: argparse.Namespace) -> int:
 
 
 def complete(options: argparse.Namespace) -> int:
-    """Print the script for a shell."""
+    """Print the completion script for a shell."""
     text = script(options.whole_parser(), options.shell)
     print(json_text({"shell": options.shell, "script": text}) if options.json else text)
     return 0
 
 
 def script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Returns the script for one of SHELLS."""
-    import shtab  # only this command needs it
+    """Returns the completion script for one of SHELLS."""
+    import shtab  # imported here: only this command needs it
 
     return str(shtab.complete(parser, shell=shell))

@@ -51,11 +51,11 @@ ENDS = frozenset({"/bye", "/quit", "/exit"})
 BOOLEANS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 LEVELS = ("low", "medium", "high")  # effort of thinking
 
-Read = Callable[[str], str | None]  # a line, for a prompt; None at the end of the input
+Read = Callable[[str], str | None]  # a function: prompt -> a line of the input; None at its end
 
 
 def read_message(read: Read) -> str | None:
-    """Reads a message or command; None at the end. FENCE is around a message of several lines."""
+    """Reads a message or command; None at the end. FENCE encloses a message of several lines."""
     line = read(PROMPT)
     if line is None or not line.lstrip().startswith(FENCE):
         return line
@@ -67,25 +67,26 @@ def read_message(read: Read) -> str | None:
         lines.append(line)
     lines[-1] = lines[-1].rstrip().removesuffix(FENCE)
     text = "\n".join(lines).strip("\n")
-    return f"/{text}" if text.startswith("/") else text  # // begins a text, / a command
+    return f"/{text}" if text.startswith("/") else text  # // marks a text, / a command
 
 
 class Conversation(Struct, eq=False):
     """The messages so far, the system message, and the options of answers.
 
-    `attached` are the images of the next message, as the contents of their files.
+    `attached` are the images for the next message, as the contents of their files.
     """
 
     system: str = ""
-    options: dict[str, Any] = field(default_factory=dict)  # for `generate`; None: not set
-    verbose: bool = False  # True if figures follow each answer
+    options: dict[str, Any] = field(default_factory=dict)  # options for `generate`; None: not set
+    verbose: bool = False  # True if a line of figures follows each answer
     turns: list[dict[str, Any]] = field(default_factory=list)
     attached: list[bytes] = field(default_factory=list)
 
     def messages(self, text: str) -> list[dict[str, Any]]:
-        """Returns the messages to send for the next text of the user.
+        """Returns the messages of the next request, which ends with `text` of the user.
 
         Raises TooLarge if their texts are too long for a request.
+
         """
         first = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*first, *self.turns, self._user_message(text)]
@@ -102,13 +103,13 @@ class Conversation(Struct, eq=False):
         return messages
 
     def keep(self, text: str, answer: str) -> None:
-        """Add a text and its answer; a cancelled answer is the part that the user has read."""
+        """Add the user's text and its answer; of a cancelled answer the part that was shown."""
         self.turns.append(self._user_message(text))
         self.turns.append({"role": "assistant", "content": answer})
         self.attached.clear()
 
     def attach(self, file: str) -> None:
-        """Read an image for the next message. Raises BadRequest and TooLarge."""
+        """Attach an image to the next message. Raises BadRequest and TooLarge."""
         # Imported here, because the help of commands needs no client.
         from mlxpool.client.request import read_images
 
@@ -129,7 +130,7 @@ class Conversation(Struct, eq=False):
         return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
     def command(self, line: str) -> str | None:
-        """Run a line that begins with /. Returns the reply to the user; None to end."""
+        """Run a line that begins with /. Returns the reply to the user; None ends the chat."""
         name, _, rest = line.strip().partition(" ")
         rest = rest.strip()
         if name in ENDS:
@@ -203,14 +204,14 @@ class Conversation(Struct, eq=False):
 
 
 def _text_bytes(message: Mapping[str, Any]) -> int:
-    """Returns the bytes in UTF-8 of a message's texts."""
+    """Returns the number of bytes in UTF-8 of a message's texts."""
     content = message["content"]
     parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
     return sum(len(part.encode("utf-8", "surrogatepass")) for part in parts)
 
 
 def _typed(value: Any) -> str:
-    """Returns the value of an option as a user types it."""
+    """Returns the value of an option in the form in which users type it."""
     if isinstance(value, str):
         return value
     if isinstance(value, (list, tuple)):
@@ -219,7 +220,7 @@ def _typed(value: Any) -> str:
 
 
 def _option(name: str) -> str:
-    """Returns the name of an option. Raises BadRequest if it cannot be set."""
+    """Returns the name of an option. Raises BadRequest if users cannot set it."""
     if name not in FLAGS:
         known = [*FLAGS, "system", "think", "nothink", "verbose", "quiet"]
         hint = did_you_mean(name, known) or f"; known: {', '.join(known)}"
@@ -228,7 +229,7 @@ def _option(name: str) -> str:
 
 
 def read_option(name: str, text: str) -> Any:
-    """Returns the value of an option in a text. Raises BadRequest naming its bounds."""
+    """Returns the value of an option from its text. Raises BadRequest naming its bounds."""
     kind = FLAGS[_option(name)][0]
     if not text:
         raise BadRequest(f"/set {name} needs a value")
@@ -239,7 +240,7 @@ def read_option(name: str, text: str) -> Any:
         elif kind is bool:
             value = BOOLEANS.get(text.lower(), text)
     except ValueError:
-        pass  # the check names the type
+        pass  # the check raises an error that names the type
     return CHECKS[name](name, value)
 
 
@@ -313,17 +314,17 @@ def typed_line(prompt: str) -> str | None:
 
 
 def read_line(prompt: str) -> str | None:
-    """Returns a line of standard input without its end; None after the last. Raises ValueError."""
+    """Returns a line of standard input without its line end; None at the end. Raises ValueError."""
     line = sys.stdin.buffer.readline()
     return decode_utf8(line).rstrip("\r\n") if line else None
 
 
 def _edit_lines() -> None:
-    """Give `input` arrow keys and a history, if the terminal and this Python can.
+    """Give `input` arrow keys and a history, if the terminal and this Python support it.
 
-    Then a pasted text of several lines is one message.
+    A pasted text of several lines is then one message.
     """
-    if not takes_controls(sys.stdout):  # readline writes control sequences
+    if not takes_controls(sys.stdout):  # readline writes control sequences to the terminal
         return
     try:
         import readline
@@ -339,9 +340,10 @@ def _tell(note: str) -> None:
 def answer(
     client: Client, options: argparse.Namespace, conversation: Conversation, text: str
 ) -> int:
-    """Print one answer as it arrives. Returns 1 if it failed; the conversation goes on.
+    """Print one answer as it arrives. Returns 1 if it failed; then the chat continues.
 
     Raises BrokerLost, and KeyboardInterrupt without a terminal.
+
     """
     from mlxpool.cli.load_progress import LoadProgress
     from mlxpool.common.errors import BrokerLost, PoolError
@@ -378,7 +380,7 @@ def answer(
         _end_line(options, parts)
         painted = paint_of(sys.stderr)("mlxpool:", ERROR)
         print(f"{painted} {error_text(error)}", file=sys.stderr)
-        conversation.attached.clear()  # the images may be the cause
+        conversation.attached.clear()  # the images may be the cause of the error
         _print_json(options, {"error": error.body()})
         return 1
     now = time.monotonic()

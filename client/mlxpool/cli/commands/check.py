@@ -1,4 +1,4 @@
-"""`mlxpool check`: a model's properties, needs and problems. Needs no broker."""
+"""`mlxpool check`: a model's properties, its requirements and its problems. Needs no broker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlxpool.common.escapes import escape_line
 from mlxpool.common.records import as_map
 
 SOUND, UNSOUND = 0, 1
-MAX_SHOWN = 40  # problems; a wrong size in config.json causes one for every tensor
+MAX_SHOWN = 40  # the most shown problems; a wrong size in config.json causes one for every tensor
 DIAGNOSE_MODULE = "mlxpool.worker.diagnose.check"  # runs as a process: the client imports no worker
 
 
@@ -55,9 +55,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def diagnose(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the report of a process with the worker's code, as docs/models.md shows it.
+    """Returns the report that a process with the worker's code makes; docs/models.md shows one.
 
     Raises ValueError if the name is neither in the settings nor a path.
+
     """
     import subprocess
 
@@ -142,7 +143,7 @@ def _model_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _encoder_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns the rows that only a model has that embeds, rates or classifies."""
+    """Returns the table rows for models that embed, rerank or classify; other models lack them."""
     rows = [("dimensions", f"{model['dimensions']:,}")] if model.get("dimensions") else []
     for key in ("prompts", "labels"):
         if model.get(key):
@@ -159,12 +160,12 @@ def _without_template(model: Mapping[str, Any]) -> str:
 
 
 def _figure(value: int | None) -> str:
-    """Returns a number as text; "-" if it is unknown until the model is loaded."""
+    """Returns a number as text; "-" if it is only known after the model is loaded."""
     return "-" if value is None else f"{value:,}"
 
 
 def _kind_of_kv(kv: str) -> str:
-    """Returns a note if keys and values are not stored as the model computes them, else ""."""
+    """Returns a note if the KV cache has another number format than the model; else ""."""
     return "" if kv == "auto" else f", kv = {kv}"
 
 

@@ -1,4 +1,4 @@
-"""`mlxpool decide`: the probabilities of given answers to questions about a text."""
+"""`mlxpool decide`: the probabilities of the possible answers to questions about a text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlxpool.common.escapes import escape_line
 if TYPE_CHECKING:
     from mlxpool.client import Decision
 
-SHOWN = 5  # the most labels of a line
+SHOWN = 5  # the most labels in one line
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -52,7 +52,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def scale(text: str) -> range:
-    """Returns the numbers of a scale. Raises ArgumentTypeError if the text is not LOW-HIGH."""
+    """Returns the bounds of a scale. Raises ArgumentTypeError if the text is not LOW-HIGH."""
     low, _, high = text.partition("-")
     if not low.isdecimal() or not high.isdecimal() or int(low) >= int(high):
         raise argparse.ArgumentTypeError(f"must be two numbers such as 1-10, got {text}")

@@ -54,7 +54,7 @@ def _add(
 
 
 def run_embed(options: argparse.Namespace) -> int:
-    """Print a line of JSON for each text: its vector; with --json one object for all."""
+    """Print the vector of each text as a line of JSON; with --json one object for all texts."""
     with client_of(options) as client:
         vectors = client.embed(
             options.model,
@@ -104,7 +104,7 @@ def run_classify(options: argparse.Namespace) -> int:
 
 
 def _texts(options: argparse.Namespace) -> Sequence[str]:
-    """Returns the texts of the arguments, or of standard input. Raises ValueError without texts."""
+    """Returns the texts in arguments or in standard input. Raises ValueError if there are none."""
     texts: list[str] = options.texts
     if texts and texts != ["-"]:
         return texts

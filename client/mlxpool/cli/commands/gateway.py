@@ -1,4 +1,4 @@
-"""`mlxpool gateway`: HTTP in front of a pool, in the foreground."""
+"""`mlxpool gateway`: serves HTTP APIs for a pool, in the foreground."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`mlxpool submit`, `fetch`, `jobs`, `retry` and `release`: requests that outlive their clients.
+"""`mlxpool submit`, `fetch`, `jobs`, `retry` and `release`: requests that run without their client.
 
-batch_actions.py has their work on batches and files.
+The module batch_actions implements these commands for batches and files.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
 
 
 def _seconds(text: str) -> float:
-    """Returns the seconds of a time with or without a unit. Raises ArgumentTypeError."""
+    """Returns the seconds of a time, with or without a unit. Raises ArgumentTypeError."""
     try:
         value = seconds_of(text, "TIME")
     except ConfigError as error:
@@ -232,7 +232,7 @@ def _priority(text: str) -> int:
 
 
 def submit(options: argparse.Namespace) -> int:
-    """Print the key of the job, or the batch, once it is on the disk."""
+    """Submit a job or a batch; print its key once it is on the disk."""
     _check_submit(options)
     if options.batch is not None:
         return batches.submit(options)
@@ -272,7 +272,7 @@ def submit(options: argparse.Namespace) -> int:
 
 
 def _check_submit(options: argparse.Namespace) -> None:
-    """Raises BadRequest if flags exclude each other."""
+    """Raises BadRequest if the given flags exclude each other."""
     if options.batch is None:
         if options.model is None:
             raise BadRequest("give MODEL and PROMPT, or --batch FILE")
@@ -328,7 +328,7 @@ OF_BATCHES = (Column("LINE", 0), Column("ID", 2, "text"), *JOBS[1:])
 
 
 def jobs(options: argparse.Namespace) -> int:
-    """Print a row for each job, the newest first; or batches, or answers to operators."""
+    """Print a table row for each job, the newest first; or batches, or reports for operators."""
     if options.job_key is not None:
         return show(options)
     for flag in job_operations.given(options, OF_JOBS) if options.batches or options.files else ():
@@ -384,7 +384,7 @@ def _row(job: Mapping[str, Any], now: float, *, lines: bool) -> tuple[str, ...]:
 
 
 def show(options: argparse.Namespace) -> int:
-    """Print one job of the user with its failures."""
+    """Print one job of the user, with its failures."""
     for flag in job_operations.given(options, LISTING):
         raise BadRequest(
             f"--{flag.replace('_', '-')} lists jobs: give it without KEY, or KEY without it"

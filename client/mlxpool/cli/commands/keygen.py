@@ -29,7 +29,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Make a key pair, write its file, print the public key."""
+    """Make a key pair, write its file, and print the public key."""
     pair = keys.make(options.name, options.role)
     path = keys.write(pair, options.folder or keys.default_folder())
     answer = {"name": pair.name, "role": pair.role, "public": pair.public, "path": str(path)}

@@ -14,7 +14,7 @@ from mlxpool.cli.formatting import count, json_text, size
 from mlxpool.common.paths import log_slot, worker_log
 
 POLL_INTERVAL = 0.2  # seconds between two checks of a followed file
-BLOCK = 1 << 16  # bytes of one read
+BLOCK = 1 << 16  # the most bytes of one read
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -60,9 +60,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def parts(path: Path, lines: int, *, follow: bool) -> Iterator[bytes]:
-    """Yields the last lines of a file, 0: all; with `follow` also all later lines, without end.
+    """Yields the last `lines` lines of a file (0: all); with `follow`, also all later lines.
 
-    If the broker has cut or replaced the file, it is read from its beginning again.
+    If the broker has cut or replaced the file, reading starts again at its beginning.
     """
     file = path.open("rb")
     try:
@@ -80,7 +80,7 @@ def parts(path: Path, lines: int, *, follow: bool) -> Iterator[bytes]:
 
 
 def tail_offset(file: BinaryIO, lines: int) -> int:
-    """Returns the offset at which the last `lines` lines begin; 0 for all lines."""
+    """Returns the offset in the file at which the last `lines` lines begin; 0 for all lines."""
     end = position = file.seek(0, os.SEEK_END)
     if not lines:
         return 0

@@ -1,6 +1,6 @@
 """The commands that change a running pool: load, unload, drain, restart, cancel, reload, stop.
 
-Each sends one message to the broker's admin socket.
+Each command sends one message to the broker's admin socket.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from mlxpool.common.escapes import escape_line
 from mlxpool.common.protocol import frames
 
 ID_DIGITS = 2 * frames.ID_BYTES
-MAX_LISTED = 1000  # rows of an answer to `requests`
-SHOWN_IDS = 5  # ids in an error
-CHANGES = (  # keys of an answer to `reload`, and their words
+MAX_LISTED = 1000  # the most requests in an answer to `requests`
+SHOWN_IDS = 5  # the most ids in an error
+CHANGES = (  # keys of an answer to `reload`, with their texts
     ("limits", "changed settings"),
     ("added", "new models"),
     ("gone", "models that are gone"),
@@ -30,7 +30,7 @@ CHANGES = (  # keys of an answer to `reload`, and their words
     ("keys", "changed keys"),
     ("restart_needed", "only a restart changes"),
 )
-SLOT = re.compile(r"/\d+$")  # the end of a slot's name; no model's name has this end
+SLOT = re.compile(r"/\d+$")  # the end of a slot's name, which no model's name has
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -138,7 +138,7 @@ def drain(options: argparse.Namespace) -> int:
 
 
 def _after_drain(body: Mapping[str, Any], drained: str) -> str:
-    """Returns the text about the state after a drain with this body."""
+    """Returns a text about the state after a drain, from the answer's body."""
     if "model" in body:
         return f"closed to new requests until `mlxpool load {drained}`"
     return "then its slot is free for a new worker" if "slot" in body else "then the broker ends"
@@ -172,9 +172,9 @@ def cancel(options: argparse.Namespace) -> int:
 
 
 def _whole_id(options: argparse.Namespace, prefix: str) -> str:
-    """Returns the id of the only live request whose id begins with these digits.
+    """Returns the id of the only live request whose id begins with these hexadecimal digits.
 
-    Raises BadRequest if there is none, or more than one.
+    Raises BadRequest if no request matches, or several.
     """
     known: list[str] = [row["id"] for row in ask(options.admin_target, "requests")["requests"]]
     matches = [ident for ident in known if ident.startswith(prefix)]
@@ -192,7 +192,7 @@ def _whole_id(options: argparse.Namespace, prefix: str) -> str:
 
 
 def reload(options: argparse.Namespace) -> int:
-    """Print the changes. The broker's error names the faults of its settings."""
+    """Reload the settings, and print the changes. The broker's error names faulty settings."""
     answer = admin.reload(options.admin_target)
     changes = [f"{words}: {', '.join(answer[key])}" for key, words in CHANGES if answer.get(key)]
     return _show(options, answer, "reloaded", *(changes or ["the settings are as they were"]))

@@ -1,4 +1,4 @@
-"""`mlxpool prefix`: the prefixes that workers keep on disk. Needs no broker."""
+"""`mlxpool prefix`: the cached prefixes that workers store on disk. Needs no broker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SOUND, UNSOUND = 0, 1
 SHOWN_DIGEST = 12  # characters
-MAX_SHOWN = 20  # shown faults; --json has all faults
+MAX_SHOWN = 20  # the most shown faults; --json has all faults
 FIGURES = ("segments", "records", "tokens", "bytes", "bad", "torn")
 
 
@@ -73,7 +73,7 @@ def _root(options: argparse.Namespace) -> Path:
 
 
 def _surveys() -> Any:
-    """Returns the module that reads segments. Raises ValueError if its packages are missing."""
+    """Returns the module that reads segments. Raises ValueError if packages are missing."""
     try:
         from mlxpool.worker.prefix_disk import survey
     except ImportError as error:
@@ -84,7 +84,7 @@ def _surveys() -> Any:
 
 
 def ls(options: argparse.Namespace) -> int:
-    """Print the contents of the folder."""
+    """Print the contents of the prefix folder."""
     root = _root(options)
     contents = _surveys().survey(root, options.name)
     if options.json:
@@ -96,7 +96,7 @@ def ls(options: argparse.Namespace) -> int:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Read every record, and print the faults."""
+    """Read every stored record, and print the faults."""
     root = _root(options)
     contents = _surveys().survey(root, options.name, verify=True)
     total = {name: sum(getattr(part, name) for part in contents) for name in FIGURES}
@@ -118,7 +118,7 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def rm(options: argparse.Namespace) -> int:
-    """Delete the prefixes of a model."""
+    """Delete the stored prefixes of a model."""
     root = _root(options)
     freed = _surveys().remove(root, options.name, options.digest)
     if options.json:

@@ -92,7 +92,7 @@ def run_status(options: argparse.Namespace) -> int:
 
 
 def name_of(options: argparse.Namespace) -> str:
-    """Returns the pool's name: --name, or the file's name. Raises BadRequest without both."""
+    """Returns the pool's name: of --name, or of the file. Raises BadRequest if neither is given."""
     from mlxpool.cluster.pool_spec import check_name
 
     if options.name is None and options.file is None:
@@ -101,7 +101,7 @@ def name_of(options: argparse.Namespace) -> str:
 
 
 def print_status(options: argparse.Namespace, pool: Mapping[str, Any]) -> None:
-    """Print the status of a pool, for people or as JSON."""
+    """Print the status of a pool, as text or as JSON."""
     if options.json:
         print(json_text(pool))
         return
@@ -127,7 +127,7 @@ def print_status(options: argparse.Namespace, pool: Mapping[str, Any]) -> None:
 
 
 def _bounds(row: Mapping[str, Any]) -> str:
-    """Returns the number of workers that a model should have, or its bounds."""
+    """Returns the number of workers that a model should have, or the bounds of this number."""
     return str(row["min"]) if row["min"] == row["max"] else f"{row['min']} to {row['max']}"
 
 

@@ -1,7 +1,7 @@
-"""`mlxpool ps`, `models` and `requests`: tables of the answers of the broker's admin socket.
+"""`mlxpool ps`, `models` and `requests`: tables of answers of the broker's admin socket.
 
-`ps` and `models` have a few columns, which fit 100 characters, and all columns with --wide. A
-narrower terminal gets the columns that fit.
+By default `ps` and `models` have a few columns, which fit 100 characters; with --wide they have all
+columns. A narrower terminal shows only the columns that fit.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 PS = (
     Column("SLOT", 0, "text"),
     Column("PID", 6),
-    Column("GPU", wide=True),  # left out if no worker has a GPU
+    Column("GPU", wide=True),  # hidden if no worker has a GPU
     Column("STATE", 0),
     Column("PHASE", 5),
     Column("FOR", 8),
@@ -53,14 +53,14 @@ PS = (
     Column("KV CACHE", wide=True),
     Column("PREFIX CACHE", wide=True),
     Column("COMPUTE", wide=True),
-    Column("MEMORY", 3),  # the sum of the four before it
+    Column("MEMORY", 3),  # the sum of the four columns before it
     Column("RSS", wide=True),
     Column("DRAFTS", wide=True),
     Column("RESTARTS", 4),
     Column("LAST EXIT", wide=True),
 )
-DRAINED = ("draining", "drained")  # states of a model that takes no requests
-MEMORY = {  # columns, by the keys of a worker's memory
+DRAINED = ("draining", "drained")  # states of a model that accepts no requests
+MEMORY = {  # columns, by their keys in a worker's memory report
     "weights": "WEIGHTS",
     "kv": "KV CACHE",
     "prefix": "PREFIX CACHE",
@@ -71,7 +71,7 @@ MEMORY = {  # columns, by the keys of a worker's memory
 
 
 def ps(options: argparse.Namespace) -> int:
-    """Print the broker, a row for each worker, and errors."""
+    """Print the broker, a table row for each worker, and errors."""
     answer = ask(options.admin_target, "ps")
     if options.json:
         print(json_text(answer))
@@ -120,7 +120,7 @@ def ps(options: argparse.Namespace) -> int:
 
 
 def _gateway(gateway: Mapping[str, Any] | None) -> Sequence[str]:
-    """Returns the parts of the line about the broker's gateway; () if it runs none."""
+    """Returns the parts of the line about the broker's gateway; () if there is no gateway."""
     if gateway is None:
         return ()
     restarts, last = gateway["restarts"], gateway["last_exit"]
@@ -143,7 +143,7 @@ def _width(options: argparse.Namespace) -> int | None:
 
 
 def _drained(models: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns lines about models that take no requests because an operator has drained them."""
+    """Returns lines about models that accept no requests because an operator has drained them."""
     return [
         f"{m['name']} is {m['state']}: closed to new requests until `mlxpool load {m['name']}`"
         for m in models
@@ -152,15 +152,15 @@ def _drained(models: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _last_exits(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """Returns lines with the last exits of workers, in place of their column."""
+    """Returns a line for each worker's last exit; only wide tables have a column for it."""
     exits = ((cells["SLOT"], cells.get("LAST EXIT", "-")) for cells in rows)
     return [f"{slot}: last exit: {last}" for slot, last in exits if last != "-"]
 
 
 def _rank_cells(worker: Mapping[str, Any]) -> list[Mapping[str, str]]:
-    """Returns the cells, by column, of each rank of a group after the first.
+    """Returns the cells, by column, of each rank of a group from rank 1 on.
 
-    Cells that are about the whole worker are left out.
+    Cells about the whole worker are left out.
     """
     gpus = dict(enumerate(worker.get("gpus") or ()))
     return [
@@ -177,7 +177,7 @@ def _rank_cells(worker: Mapping[str, Any]) -> list[Mapping[str, str]]:
 
 
 def _phase(worker: Mapping[str, Any]) -> tuple[str, float]:
-    """Returns the activity of a worker, and its seconds so far."""
+    """Returns the activity of a worker, and how long it has lasted, in seconds."""
     seconds = worker.get("phase_age_ms", 0) / 1000
     loading = worker.get("load_phase") if worker.get("phase") == "load" else None
     return (
@@ -187,9 +187,9 @@ def _phase(worker: Mapping[str, Any]) -> tuple[str, float]:
 
 
 def _worker_cells(worker: Mapping[str, Any], drained: Collection[str]) -> Mapping[str, str]:
-    """Returns the cells of a worker's row, by column.
+    """Returns the table cells of a worker, by column.
 
-    The row of a group has the GPU of its first rank. A slot without a worker is drained if its
+    The cells of a group have the GPU of its first rank. A slot without a worker is drained if its
     model is drained.
     """
     state = "suspect" if worker.get("suspect") else worker["state"]
@@ -228,7 +228,7 @@ MODELS = (
 
 
 def models(options: argparse.Namespace) -> int:
-    """Print a row for each model, and the errors of unavailable models."""
+    """Print a table row for each model, and the errors of unavailable models."""
     answer = ask(options.admin_target, "models")
     if options.json:
         print(json_text(answer))
@@ -272,7 +272,7 @@ REQUESTS = (
 
 
 def requests(options: argparse.Namespace) -> int:
-    """Print a row for each live request; in a narrow table ids are prefixes for `cancel`."""
+    """Print a table row for each live request; narrow tables have prefixes of ids."""
     answer = ask(options.admin_target, "requests")
     if options.json:
         print(json_text(answer))

@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
 def without(text: str, name: str, where: str) -> str:
     """Returns the text of a config without the section of a key. Pure.
 
-    Raises ValueError if there is no such key, or if it has no section of its own.
+    Raises ValueError if there is no such key, or if the key has no section of its own.
     """
     import tomllib
 
@@ -99,7 +99,7 @@ def _parses_to(text: str, expected: Mapping[str, Any]) -> bool:
 
 
 def replace(file: Path, text: str) -> None:
-    """Replace a file atomically; owner, group and mode stay."""
+    """Replace the text of a file atomically. Owner, group and mode do not change."""
     file = file.resolve()
     status = file.stat()
     descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")

@@ -1,4 +1,4 @@
-"""`mlxpool run`: complete one text, printed as it comes."""
+"""`mlxpool run`: completes one text, and prints the completion as it arrives."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     from mlxpool.cli.load_progress import LoadProgress
 
     settings = options_of(options)
-    check_broker(options)  # before a prompt is typed
+    check_broker(options)  # before the user types a prompt
     prompt = options.prompt
     if prompt in (None, "-"):
         prompt = decode_utf8(sys.stdin.buffer.read())
@@ -113,5 +113,5 @@ def run(options: argparse.Namespace) -> int:
             line = escape_line(figures_of(results, now - started, now - first))
             for note in filter(None, [line, escape_line(progress.slow_blas)]):
                 print(paint_of(sys.stderr)(note, NOTE), file=sys.stderr)
-    # Cancelled by another client: the text is not complete.
+    # Cancelled by another client, so the text is incomplete.
     return int(any(result.reason == "cancelled" for result in results))

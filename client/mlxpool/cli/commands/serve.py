@@ -64,13 +64,13 @@ def run(options: argparse.Namespace) -> int:
 
     settings = settings_of(options)
     logs.set_up(json_lines=settings.log_format == "json", level=logs.LEVELS[settings.log_level])
-    private_temp.use(settings.run_dir)  # for the processes that it starts
+    private_temp.use(settings.run_dir)  # for the processes that the broker starts
     Broker(settings, lambda: settings_of(options)).run()
     return 0
 
 
 def run_worker(options: argparse.Namespace) -> int:
-    """Supervise one worker until the broker stops it, or SIGTERM."""
+    """Supervise one worker until the broker stops it, or until SIGTERM."""
     # Imported here, because only this command needs the supervisor's code.
     from mlxpool.broker.processes.remote_supervisor import RemoteSupervisor
     from mlxpool.broker.processes.supervisor import DialSettings
@@ -79,7 +79,7 @@ def run_worker(options: argparse.Namespace) -> int:
     from mlxpool.common.process import private_temp
 
     target = target_of(options, "back")
-    target.credentials()  # a bad key raises here, not in every worker
+    target.credentials()  # a wrong key raises an error here, not in every worker
     config = settings_of(options)
     model = config.models.get(options.name)
     if model is None:
@@ -90,9 +90,9 @@ def run_worker(options: argparse.Namespace) -> int:
     if options.orphan_grace < 0:
         raise ValueError(f"--orphan-grace must be 0 or more, got {options.orphan_grace:g}")
     logs.set_up(json_lines=config.log_format == "json", level=logs.LEVELS[config.log_level])
-    private_temp.use(config.run_dir)  # for the worker that it starts
+    private_temp.use(config.run_dir)  # for the worker that the supervisor starts
     dial = DialSettings(target.server_key or "", target.key or "", options.orphan_grace)
     check_run_dir(config.run_dir)
-    # A folder of its own, because a broker in the run directory deletes unknown files.
+    # A separate folder, because a broker in the run directory deletes unknown files.
     own = replace(config, run_dir=config.run_dir / "remote")
     return RemoteSupervisor(own, target.endpoint_of("back"), options.name, model, dial).run()

@@ -51,7 +51,7 @@ def _settings(options: argparse.Namespace) -> list[Setting]:
 
 
 def show(options: argparse.Namespace) -> int:
-    """Print the settings as JSON, or as TOML that can be read again."""
+    """Print the settings as JSON, or as TOML that can be a settings file."""
     settings = _settings(options)
     if options.json:
         file = config_file(options.config)
@@ -63,7 +63,7 @@ def show(options: argparse.Namespace) -> int:
 
 
 def as_toml(settings: Sequence[Setting], *, origin: bool) -> Iterator[str]:
-    """Yields the lines of a TOML file, a section for each table; `origin` adds comments."""
+    """Yields the lines of a TOML file, with a section for each table; `origin` adds comments."""
     sections: dict[str, list[tuple[str, str]]] = {}
     for setting in settings:
         section, _, key = setting.key.rpartition(".")
@@ -79,14 +79,14 @@ def as_toml(settings: Sequence[Setting], *, origin: bool) -> Iterator[str]:
 
 
 def _value(value: Any) -> str:
-    """Returns a value in TOML: the same as in JSON, but other alphabets are not escaped."""
+    """Returns a value in TOML: as in JSON, but letters outside ASCII are not escaped."""
     return CONTROLS.sub(
         lambda match: f"\\u{ord(match[0]):04x}", json.dumps(value, ensure_ascii=False)
     )
 
 
 def check(options: argparse.Namespace) -> int:
-    """Print missing models and unread variables. Raises ConfigError as a broker would."""
+    """Print missing models and unread variables. Raises ConfigError for wrong settings."""
     from mlxpool.common.config import origins
     from mlxpool.common.transport import sockets
 

@@ -1,4 +1,4 @@
-"""`mlxpool stats`: the broker's counters, in groups and with rates; --watch repeats them."""
+"""`mlxpool stats`: the broker's counters, in groups and with rates; --watch repeats the output."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from mlxpool.common.escapes import escape_line
 
 Answer = Mapping[str, Any]  # an answer to `stats`
 
-RATE_SNAPSHOTS = 3  # seconds over which rates are averaged with --watch
-FIGURE, RATE = 14, 11  # characters of the columns for figures and rates
-NAME = 15  # the least characters of the column for names
+RATE_SNAPSHOTS = 3  # --watch averages rates over this many seconds
+FIGURE, RATE = 14, 11  # width of the columns for numbers and rates, in characters
+NAME = 15  # the least width of the column for names, in characters
 ROOMY = NAME + 3 + FIGURE + RATE  # columns of a terminal; narrower terminals have smaller gaps
 NEXT_KEYS, BACK_KEYS, QUIT_KEYS = " nj", "bpk", "qQ\x03\x04"
 
 
 class Counter(Struct, frozen=True):
-    """A figure of `stats`: its name, and the key of its value, with dots between nested keys."""
+    """A number in `stats`: its name, and its key, with dots between nested keys."""
 
     name: str
     key: str
-    rate: bool = False  # True if it only grows, and so has a rate
+    rate: bool = False  # True if the number only grows; then it has a rate
 
 
 GROUPS: Mapping[str, tuple[Counter, ...]] = {
@@ -58,16 +58,16 @@ GROUPS: Mapping[str, tuple[Counter, ...]] = {
     ),
 }
 BY_CODE = {"failures": "failed requests, by code", "rejected": "refused requests, by code"}
-REFUSED_JOBS = "jobs.refused"  # key of counts by code
+REFUSED_JOBS = "jobs.refused"  # key of a map with a count for each code
 MEANS = {"queue": "in the queue", "total": "until the end"}  # keys of `seconds`
 SHOWN_ABOVE = ("pid", "state", "uptime_s", "run_dir")  # keys of `broker` in the first line
 
 
 def lines(history: Sequence[Answer], width: int, paint: Paint) -> list[str]:
-    """Returns the lines for the newest answer; rates are since the oldest answer.
+    """Returns the lines for the newest answer. Rates are for the time since the oldest answer.
 
-    With one answer rates are since the broker's start. The lines fit 40 columns unless a figure, a
-    code or a value is very long.
+    With a single answer, rates are for the time since the broker's start. The lines fit 40 columns
+    unless a number, a code or a value is very long.
     """
     now, before = history[-1], history[0]
     if len(history) == 1 or before["broker"]["boot"] != now["broker"]["boot"]:
@@ -121,7 +121,7 @@ def _row(name: str, width: int, figure: str, rate: str = "") -> str:
 
 
 def _value_lines(key: str, value: str, widest: int, width: int) -> list[str]:
-    """Returns a key and its value in one line, or in two lines if they do not fit."""
+    """Returns the line of a key and its value, or two lines if they do not fit into one."""
     aligned, close = f"  {key:<{widest}} {value}", f"  {key} {value}"
     for line in (aligned, close):
         if len(line) <= width:
@@ -143,7 +143,7 @@ def _counter_row(
 
 
 def _means(now: Answer, values: dict[str, Any], width: int, paint: Paint) -> Iterator[str]:
-    """Yields the mean times of ended requests; removes their sums from `values`."""
+    """Yields lines with the mean times of ended requests; removes the sums from `values`."""
     counts, sums = now.get("requests", {}), now.get("seconds", {})
     ended = sum(counts.get(key, 0) for key in ("done", "failed", "cancelled"))
     for key in MEANS:
@@ -156,7 +156,7 @@ def _means(now: Answer, values: dict[str, Any], width: int, paint: Paint) -> Ite
 
 
 def _codes(counts: Any, title: str, width: int, paint: Paint) -> Iterator[str]:
-    """Yields a head and a line for each code; nothing if nothing failed."""
+    """Yields a heading and a line for each code; nothing if all counts are 0."""
     if isinstance(counts, Mapping) and counts:
         yield ""
         yield paint(title, HEAD)
@@ -169,7 +169,7 @@ def _rate(value: float) -> str:
 
 
 def _flat(answer: Answer) -> dict[str, Any]:
-    """Returns the values of an answer, by keys with dots."""
+    """Returns the values of an answer by key, with dots between nested keys."""
     values: dict[str, Any] = {}
     for name, value in answer.items():
         if isinstance(value, Mapping):
@@ -180,7 +180,7 @@ def _flat(answer: Answer) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> str:
-    """Returns a value without Python's notation."""
+    """Returns a value as text, without Python's notation."""
     if isinstance(value, Mapping):
         return escape_line(" ".join(word for words in value.values() for word in words)) or "-"
     if isinstance(value, bool):
@@ -218,7 +218,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class Pages:
-    """The pages of the newest counters; keys turn pages."""
+    """The pages of the newest counters; keys on the keyboard turn pages."""
 
     def __init__(self) -> None:
         self.history: deque[Answer] = deque(maxlen=RATE_SNAPSHOTS + 1)
@@ -240,7 +240,7 @@ class Pages:
         return self.text(lines(list(self.history), columns, paint), height) if self.history else ""
 
     def text(self, page_lines: list[str], height: int) -> str:
-        """Returns the present page of these lines, with the keys below if there are more pages."""
+        """Returns the current page of these lines. Several pages: also the keys to press."""
         if len(page_lines) <= height:
             self.number = 0
             return "\n".join(page_lines)

@@ -39,18 +39,18 @@ COLUMNS = (
 
 
 class Row(Struct, frozen=True):
-    """One slot, or a model without workers. A value is None if unknown, or without samples."""
+    """A table row: a slot, or a model without workers. A value is None if it is unknown."""
 
     model: str
     slot: str = "-"
     state: str = "-"
     running: int = 0
-    waiting: int = 0  # requests in the queue of its model
+    waiting: int = 0  # number of requests in the queue of the model
     rate: float | None = None  # tokens a second
-    first_token: float | None = None  # median seconds to the first token of its model
-    kv: float | None = None  # share of the KV cache in the memory that weights leave, 0 to 1
+    first_token: float | None = None  # median seconds to the first token of the model
+    kv: float | None = None  # used fraction of the memory for the KV cache, 0 to 1
     memory: int | None = None  # bytes of weights, KV cache, prefixes and steps
-    acceptance: float | None = None  # share of accepted draft tokens, 0 to 1
+    acceptance: float | None = None  # fraction of accepted draft tokens, 0 to 1
     restarts: int = 0
     up: float | None = None  # seconds
 
@@ -59,10 +59,10 @@ class Row(Struct, frozen=True):
 
 
 class SortOrder(Struct, frozen=True):
-    """A column to sort by; the largest number is first."""
+    """A column by which the table is sorted, the largest number first."""
 
     key: str  # the key to press
-    name: str  # the name in --sort
+    name: str  # the column's name in --sort
     value: Callable[[Row], Any]
     descending: bool = True
 
@@ -89,7 +89,7 @@ KEYS = (
 
 
 def rows(history: Sequence[Snapshot]) -> list[Row]:
-    """Returns the rows of the newest snapshot; `history` has at least one, the oldest first."""
+    """Returns the table rows of the newest snapshot in `history`, which has the oldest first."""
     history = _of_one_broker(history)
     now, before = history[-1], history[-1 - min(RATE_SNAPSHOTS, len(history) - 1)]
     models = {model["name"]: model for model in now["models"]}
@@ -113,13 +113,13 @@ def rows(history: Sequence[Snapshot]) -> list[Row]:
 
 
 def ordered(unsorted: Sequence[Row], order: SortOrder, *, reverse: bool = False) -> list[Row]:
-    """Returns rows sorted by one column; ties by model and slot."""
+    """Returns rows sorted by one column; equal rows are sorted by model and slot."""
     by_name = sorted(unsorted, key=lambda row: (row.model, row.slot))
     return sorted(by_name, key=order.value, reverse=order.descending is not reverse)
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """Returns the cells of a row, one for each of COLUMNS. A model without workers has no slot."""
+    """Returns the table cells of a row, for COLUMNS. A model without workers has no slot."""
     return (
         row.model if row.slot == "-" else row.slot,
         row.state,
@@ -157,7 +157,7 @@ def summary(history: Sequence[Snapshot]) -> list[str]:
 
 
 def median(bounds: Sequence[float], counts: Sequence[int]) -> float | None:
-    """Returns the median of a histogram, interpolated in its bucket; None if it is empty."""
+    """Returns the median of a histogram, interpolated inside its bucket; None if it is empty."""
     half, below, low = sum(counts) / 2, 0, 0.0
     if not half:
         return None
@@ -169,9 +169,9 @@ def median(bounds: Sequence[float], counts: Sequence[int]) -> float | None:
 
 
 def _medians(before: Snapshot, now: Snapshot) -> dict[str, float | None]:
-    """Returns the median seconds to the first token by model, of requests between two snapshots.
+    """Returns the median seconds to the first token of requests between two snapshots, by model.
 
-    With only one snapshot it is the median of all requests.
+    If both are the only snapshot, it is the median of all requests.
     """
     models = () if before is now else before["models"]
     old = {model["name"]: model["first_token"]["counts"] for model in models}
@@ -185,7 +185,7 @@ def _medians(before: Snapshot, now: Snapshot) -> dict[str, float | None]:
 
 
 def _of_one_broker(history: Sequence[Snapshot]) -> Sequence[Snapshot]:
-    """Returns the snapshots of the newest broker process: each process counts from 0."""
+    """Returns the snapshots of the newest broker process; counters of each process begin at 0."""
     boot = history[-1]["broker"]["boot"]
     return [snapshot for snapshot in history if snapshot["broker"]["boot"] == boot]
 
@@ -195,7 +195,7 @@ def _incarnation(worker: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _model(snapshot: Snapshot, name: str) -> Mapping[str, Any]:
-    """Returns a model by its name, for replicas after the first."""
+    """Returns a model by its name; {} if the snapshot lacks the model."""
     return next((m for m in snapshot["models"] if m["name"] == name), {})
 
 
@@ -226,7 +226,7 @@ def _row(
 
 
 def _acceptance(before: Mapping[str, Any], now: Mapping[str, Any]) -> float | None:
-    """Returns the share of accepted draft tokens between two rows of a worker; None without."""
+    """Returns the accepted fraction of a worker's draft tokens between two snapshots, or None."""
     old, new = (row.get("speculation") or {} for row in (before, now))
     drafted, accepted = (new.get(key, 0) - old.get(key, 0) for key in ("drafted", "accepted"))
     return accepted / drafted if drafted > 0 else None
@@ -262,7 +262,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 class View:
-    """The sort order, which keys change, and the snapshots of the last minute."""
+    """The snapshots of the last minute, and the sort order, which the user changes with keys."""
 
     def __init__(self, sort: str) -> None:
         self.history: deque[Snapshot] = deque(maxlen=MAX_SNAPSHOTS)
@@ -293,7 +293,7 @@ class View:
         return ordered(rows(self.history), self.order, reverse=self.reversed)
 
     def page(self, columns: int, height: int, *, keys: bool, paint: Paint = plain) -> str:
-        """Returns the page, at most `height` lines of `columns` characters, and keys if `keys`."""
+        """Returns the page: up to `height` lines of `columns` characters. `keys` adds a legend."""
         if not self.history:
             return "waiting for the broker's first snapshot"
         arrow = "falling" if self.order.descending is not self.reversed else "rising"
@@ -306,7 +306,7 @@ class View:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show a page for each snapshot until `q`, Ctrl-C or the last of --count."""
+    """Show a page for each snapshot until `q`, Ctrl-C or the last snapshot of --count."""
     # Imported here, so that other commands start faster.
     from mlxpool.cli.watch import show_pages, snapshots
 

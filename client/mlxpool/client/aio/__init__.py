@@ -1,4 +1,4 @@
-"""The asyncio client: the same connection, with asyncio queues."""
+"""The asyncio client: the same connection as the blocking client, with asyncio queues."""
 
 from mlxpool.client.aio.batch import AsyncBatch
 from mlxpool.client.aio.client import AsyncClient
