@@ -1,4 +1,4 @@
-"""Calls that wait for their answer. A call may be sent twice without harm, so no call is lost."""
+"""Calls: requests with one answer. A repeated call does no harm, so lost calls are retried."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlxpool.common.protocol.frames import Message
 from mlxpool.common.protocol.kept import kept_questions
 from mlxpool.common.protocol.kept.batch_messages import WaitForProgress
 
-# Kinds of calls that do not wait for a model.
+# Kinds of calls that need no model.
 ANSWERED_AT_ONCE = frozenset(
     {
         from_client.ListModels.kind,
@@ -30,7 +30,7 @@ Send = Callable[[Sequence[bytes]], None]
 
 
 class Call(Struct, eq=False):
-    """One call. `peer` is the peer to which it was sent; `due` is the time of its next sending.
+    """One call. `peer` is the broker connection that got it; `due` is the time of its retry.
 
     `owner` is the owner on whose behalf it is sent; "": the client itself.
     """
@@ -45,7 +45,7 @@ class Call(Struct, eq=False):
 
 
 class Calls:
-    """The open calls of a connection, for its thread alone. Times are `SilenceTimer.now`."""
+    """The open calls of a connection, for its thread only. Times are of `SilenceTimer.now`."""
 
     def __init__(self, pace: Pace, send: Send) -> None:
         self._pace = pace
@@ -61,11 +61,11 @@ class Calls:
 
     @property
     def peer_known(self) -> bool:
-        """True if the broker has sent its boot and link on this connection."""
+        """True if the broker has sent its boot number and link on this connection."""
         return self._peer != UNKNOWN_PEER
 
     def ask(self, ident: bytes, call: Call, on_reply: OnReply, now: float) -> None:
-        """Send a call; a second call with the same id gets the same answer."""
+        """Send a call. A second call with the same id gets the same answer."""
         call = self._open.setdefault(ident, call)
         call.replies.append(on_reply)
         self._send(call, now)
@@ -76,7 +76,7 @@ class Calls:
         return call if call is not None and call.kind in CANCELLABLE else None
 
     def cancellable(self) -> list[tuple[bytes, Call]]:
-        """Returns the open calls that a worker may be working on, with their ids."""
+        """Returns the open calls that a worker may be computing, with their ids."""
         return [(ident, call) for ident, call in self._open.items() if call.kind in CANCELLABLE]
 
     def answer(self, message: Message, now: float) -> None:
@@ -85,7 +85,7 @@ class Calls:
         call = self._open[ident]
         answer = from_body(message.body) if message.kind == to_client.Failed.kind else message
         if isinstance(answer, DuplicateId) and call.sendings > 1:
-            # The broker works on an earlier sending, and will answer on a connection that is lost.
+            # The broker computes an earlier attempt, and will answer on a connection that is lost.
             call.due = now + nth(self._pace.answer, call.sendings)
             return
         del self._open[ident]
@@ -93,7 +93,7 @@ class Calls:
             reply(answer)
 
     def identified(self, peer: Peer, now: float) -> None:
-        """The broker sent its boot and link. Calls that went to another peer are sent again."""
+        """Handle the broker's boot number and link. Calls to another peer are sent again."""
         self._peer = peer
         for call in self._open.values():
             if call.peer not in (UNKNOWN_PEER, peer):
@@ -101,13 +101,13 @@ class Calls:
             call.peer = peer
 
     def reconnected(self, now: float) -> None:
-        """The client has replaced its connection."""
+        """Note that the client has replaced its connection."""
         self._peer = UNKNOWN_PEER
         for call in self._open.values():
             self._send(call, now)
 
     def tick(self, now: float) -> None:
-        """Send calls again whose answer is overdue."""
+        """Send overdue calls again."""
         for call in self._open.values():
             if now >= call.due:
                 self._send(call, now)

@@ -1,4 +1,7 @@
-"""Choices: several completions of one prompt, each a request; and the stream of all choices."""
+"""Choices: several completions of one prompt, and the one stream of all of them.
+
+Each choice is a request.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from mlxpool.common.protocol import choice
 from mlxpool.common.protocol.choice import MAX_CHOICES, Choice
 from mlxpool.common.protocol.from_client import GenerateDraft
 
-DRAWN_SEEDS = 2**53  # drawn seeds are below this, so that every JSON reader keeps their digits
+DRAWN_SEEDS = 2**53  # random seeds are below this, so that every JSON reader keeps all their digits
 
 Item = tuple[int, Delta | None]  # the number of a choice, and its next delta; None: its end
 Put = Callable[[Item], None]
@@ -31,7 +34,7 @@ Put = Callable[[Item], None]
 class Choices(Sequence[Result]):
     """A sequence of the completions of one prompt, in the order of their `index`.
 
-    Choice i has seed + i: `generate` with this seed gives the same completion.
+    Choice i has the seed `seed` + i: `generate` with this seed returns the same completion.
     """
 
     def __init__(self, results: Sequence[Result]) -> None:
@@ -45,12 +48,12 @@ class Choices(Sequence[Result]):
 
     @property
     def seed(self) -> int:
-        """The seed of choice 0, from the request or drawn."""
+        """The seed of choice 0, from the request or random."""
         return self._results[0].seed
 
     @property
     def usage(self) -> Mapping[str, int]:
-        """Token counts of all choices; the prompt counts once."""
+        """Token counts of all choices together; the prompt counts once."""
         prompt = self._results[0].usage.get("prompt_tokens", 0)
         completion = sum(result.usage.get("completion_tokens", 0) for result in self._results)
         return {
@@ -62,7 +65,7 @@ class Choices(Sequence[Result]):
 
     @property
     def prompt(self) -> tuple[Mapping[str, Any], ...]:
-        """The tokens of the prompt, with echo or prompt_logprobs."""
+        """The tokens of the prompt, if the request has echo or prompt_logprobs."""
         return self._results[0].prompt
 
     @overload
@@ -90,8 +93,8 @@ def _with_prompt(results: Sequence[Result]) -> Iterator[Result]:
 def drafts_of(draft: GenerateDraft, n: int) -> list[GenerateDraft]:
     """Returns the `generate` of each of `n` choices. Raises BadRequest unless `n` is 1 to 64.
 
-    Only choice 0 reports log-probabilities of the prompt: other choices would have to read the
-    prompt again.
+    Only choice 0 reports log-probabilities of the prompt, because every report needs a full prefill
+    of the prompt.
     """
     if not is_integer(n) or not 1 <= n <= MAX_CHOICES:
         raise BadRequest(f"n is {shown(n)}, must be an integer from 1 to {MAX_CHOICES}")
@@ -115,17 +118,17 @@ def drafts_of(draft: GenerateDraft, n: int) -> list[GenerateDraft]:
 
 
 class OpenChoices:
-    """The open streams of all choices. `put` gets their items, on the connection's thread."""
+    """The open streams of all choices. The connection's thread passes their items to `put`."""
 
     def __init__(
         self, connection: AnyConnection, drafts: Sequence[GenerateDraft], put: Put
     ) -> None:
-        """Raises TooLarge or BadRequest if they cannot be sent; then no choice is open."""
+        """Raises TooLarge or BadRequest if the choices cannot be sent; then none is open."""
         self._connection = connection
         self._open: list[OpenStream] = []
         self._held: list[Delta] = []
         self._begun = False
-        self.left = len(drafts)  # choices that have not ended
+        self.left = len(drafts)  # number of choices that have not ended
         try:
             for number, draft in enumerate(drafts):
                 self._open.append(connection.open(draft, partial(_put, put, number)))
@@ -139,9 +142,9 @@ class OpenChoices:
         return [stream.state.id for stream in self._open]
 
     def take(self, item: Item) -> list[Delta]:
-        """The reader took an item. Returns the deltas that the reader may have now.
+        """Note that the reader took an item. Returns the deltas that the reader may have now.
 
-        Deltas are held back until every choice is accepted, so that a refusal comes before all
+        Deltas are held back until every choice is accepted, so that a refusal is raised before any
         text. Raises the error of a choice that ends with an error.
         """
         number, delta = item
@@ -158,9 +161,9 @@ class OpenChoices:
         return ready
 
     def whole(self) -> Choices:
-        """Returns all completions. Raises the first error of a choice, RuntimeError if too early.
+        """Returns all completions. Raises a choice's first error, and RuntimeError before the end.
 
-        In a fork of the process it raises BadRequest unless all had ended before.
+        In a forked process it raises BadRequest unless all choices had ended before the fork.
         """
         failed = [stream for stream in self._open if stream.state.error is not None]
         return Choices([self._connection.result(stream) for stream in failed or self._open])
@@ -171,7 +174,7 @@ class OpenChoices:
             self._connection.leave(stream)
 
     def abandon(self) -> None:
-        """Closes without a lock, for a finalizer, which may run in any thread at any place."""
+        """Close without a lock. A finalizer calls this, in any thread, at any point of its code."""
         for stream in self._open:
             self._connection.abandon(stream)
 
@@ -221,5 +224,5 @@ class ChoicesStream(Closing):
         self._choices.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_choices"):  # the choices were sent
+        if hasattr(self, "_choices"):  # if the choices were sent
             self._choices.abandon()

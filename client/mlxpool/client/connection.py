@@ -1,7 +1,7 @@
 """A client's connection: its thread reads the socket, serves streams and calls, and retries.
 
-Methods of the first two sections are for any thread. Everything else belongs to the connection's
-thread, which starts with the first command.
+Any thread may call the methods of the first two sections. Only the connection's thread calls the
+other methods. This thread starts with the first command.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from mlxpool.common.protocol.to_client import Failed, Fate, Pong
 from mlxpool.common.trace import History
 from mlxpool.common.transport.keys import Credentials
 
-ACK_IDS = 64  # ids read before an ack goes out; the rest follows with the next ping
+ACK_IDS = 64  # ids read before an ack is sent; the next ping acknowledges the remaining ids
 
 Answer = TypeVar("Answer")
 
 
 class Connection:
-    """One connection to a broker, for any number of streams and calls of any thread."""
+    """One connection to a broker, for any number of streams, calls and threads."""
 
     def __init__(
         self,
@@ -69,16 +69,16 @@ class Connection:
         self._streams: dict[bytes, OpenStream] = {}
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._history = History("client")
-        self._process = os.getpid()  # its fork has no connection, because threads are not forked
+        self._process = os.getpid()  # a forked process has no connection, as threads are not forked
         self._ping_at = self._tick_at = 0.0
-        self._lock = threading.Lock()  # around the start and the end of the thread
+        self._lock = threading.Lock()  # held while the thread starts or ends
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
     def close(self) -> None:
         """End the thread. Open streams are cancelled and end with BrokerLost.
 
-        In a fork of the process it does nothing: the connection belongs to the parent.
+        In a forked process it does nothing: the connection belongs to the parent process.
         """
         if self._process != os.getpid():
             return
@@ -93,9 +93,9 @@ class Connection:
                 thread.join(timeout=5)
 
     def check_process(self) -> None:
-        """Raises BadRequest in a fork of the process that made the client.
+        """Raises BadRequest in a forked process: the client belongs to its parent process.
 
-        The fork has no thread that reads the socket, so every wait would be endless.
+        The forked process has no thread that reads the socket, so every wait would be endless.
         """
         if self._process != os.getpid():
             raise BadRequest(
@@ -112,7 +112,7 @@ class Connection:
     def _do(self, command: Callable[[], None]) -> None:
         """Give the thread a command to run.
 
-        Raises BrokerLost after `close`, BadRequest in a fork of the process, and the errors of
+        Raises BrokerLost after `close`, BadRequest in a forked process, and the errors of
         `Dealer.open`.
         """
         self.check_process()  # before the lock, which a thread of the parent may have held
@@ -132,7 +132,7 @@ class Connection:
     def open(
         self, draft: Draft, deliver: Callable[[Delta | None], None], owner: str = ""
     ) -> OpenStream:
-        """Send the draft that begins a stream. Raises TooLarge or BadRequest if it cannot be sent.
+        """Send the message that starts a stream. Raises TooLarge or BadRequest if this fails.
 
         `owner` is the owner on whose behalf it is sent, see `AsyncClient.for_owner`.
         """
@@ -158,7 +158,7 @@ class Connection:
         return stream
 
     def took(self, stream: OpenStream, delta: Delta | None) -> Delta | None:
-        """The reader took a delta; returns it. Raises the stream's error at the end."""
+        """Note that the reader took a delta; returns it. Raises the stream's error at the end."""
         if delta is None:
             stream.finished = True
             if stream.state.error is not None:
@@ -172,22 +172,22 @@ class Connection:
     def result(self, stream: OpenStream) -> Result:
         """Returns the whole completion.
 
-        Raises the stream's error, and RuntimeError before the end. In a fork of the process it
-        raises BadRequest if the stream had not ended.
+        Raises the stream's error, and RuntimeError before the end. In a forked process it raises
+        BadRequest if the stream had not ended before the fork.
         """
         if not stream.state.over:
             self.check_process()
         return stream.state.whole()
 
     def leave(self, stream: OpenStream) -> None:
-        """The reader leaves: cancel an unfinished stream. `close` has cancelled all streams."""
+        """Cancel an unfinished stream that its reader leaves. `close` has cancelled all streams."""
         finished, stream.finished = stream.finished, True
         if not finished and not stream.state.over:
-            with contextlib.suppress(PoolError):  # in a fork the stream is the parent's
+            with contextlib.suppress(PoolError):  # in a forked process the parent owns the stream
                 self._do(partial(self._cancel, stream))
 
     def abandon(self, stream: OpenStream) -> None:
-        """Leaves without a lock, for a finalizer, which may run in any thread at any place."""
+        """Cancel a stream without a lock, for a finalizer, which may run anywhere in any thread."""
         finished, stream.finished = stream.finished, True
         over = finished or stream.state.over or self._closing.is_set()
         if not over and self._process == os.getpid():
@@ -205,7 +205,7 @@ class Connection:
         on_reply: Callable[[Answer | PoolError], None],
         owner: str = "",
     ) -> None:
-        """Send a call; `on_reply` gets the answer, or an error, on the connection's thread."""
+        """Send a call. The connection's thread passes the answer, or an error, to `on_reply`."""
         ident, kind = question.id, question.content.kind
         parts = encoded_for(owner, question.content, ident)
 
@@ -214,7 +214,7 @@ class Connection:
             call = Call(kind, parts, owner)
             self._calls.ask(ident, call, lambda reply: on_reply(question.answer(reply)), now)
             if not self._calls.peer_known:
-                self._send(Ping())  # its `pong` names the link that has the call
+                self._send(Ping())  # a `pong` has the link on which the call is sent
             stream = self._streams.get(ident) if kind == Cancel.kind else None
             if stream is not None and stream.owner == owner:
                 stream.retry.cancel_sent(now)
@@ -222,7 +222,7 @@ class Connection:
         self._do(send)
 
     def forget(self, question: Question[Answer]) -> None:
-        """Drop a call whose caller no longer waits; its worker stops working on it."""
+        """Drop a call whose caller no longer waits, and cancel it at its worker."""
 
         def send() -> None:
             call = self._calls.forget(question.id)
@@ -239,7 +239,7 @@ class Connection:
         try:
             while not self._closing.is_set():
                 self._turn()
-            self._run_commands()  # such as the cancel of a stream left early
+            self._run_commands()  # such as the cancel of a stream that its reader left
             for stream in self._streams.values():
                 self._send(Cancel(), stream.state.id, stream.owner)
             for ident, call in self._calls.cancellable():
@@ -252,7 +252,7 @@ class Connection:
             self._history.close()
 
     def _turn(self) -> None:
-        """Wait, read everything, then do the due work: a delay may have been our own."""
+        """Wait, read all messages, then do the due work: the thread itself may have been slow."""
         waiting = self._waiting()
         due_in = min(self._ping_at, self._tick_at) - time.monotonic()
         self._dealer.wait(due_in if waiting else None)
@@ -261,7 +261,7 @@ class Connection:
         if self._dealer.handshake.succeeded():
             self.timer.connected = True
             if waiting:
-                self._send(Ping())  # after its `pong`, lost streams are sent again
+                self._send(Ping())  # after the `pong`, lost streams are sent again
         if self._dealer.handshake.refusal and waiting:
             self._end_all(Unauthorized(self._dealer.handshake.refusal))
         if not waiting:
@@ -290,7 +290,7 @@ class Connection:
         self._dealer.send(encoded_for(owner, content, ident))
 
     def _acknowledge(self) -> None:
-        """Acknowledge the ids that readers have taken, of the streams that this broker accepted."""
+        """Acknowledge the ids that readers have taken, for streams that this broker accepted."""
         have = []
         for stream in self._streams.values():
             if stream.state.accepted and stream.read > stream.acked:
@@ -358,7 +358,7 @@ class Connection:
             self._calls.answer(message, self.timer.now)
 
     def _error_of_sending(self, message: Message) -> None:
-        """Handle an error about one of our messages, such as `duplicate_id`; not a terminal."""
+        """Handle an error about one of our messages, such as `duplicate_id`; no stream's end."""
         stream = self._streams.get(message.body.get("about") or b"")
         if stream is not None:
             error, attempt = from_body(message.body), message.header.attempt
@@ -367,7 +367,7 @@ class Connection:
                 self._end(stream)
 
     def _identified(self, peer: Peer) -> None:
-        """The broker sent its boot and link. Messages to another peer are lost."""
+        """Handle the broker's boot number and link. Messages to another peer are lost."""
         for stream in list(self._streams.values()):
             stream.retry.identified(peer, self.timer.now)
             self._retry(stream)
@@ -380,7 +380,7 @@ class Connection:
         if timer.lost or (self._dealer.handshake.hopeless and timer.heard_at == -math.inf):
             self._give_up()
         elif timer.reconnect_due and (self._calls or any(s.retry.durable for s in streams)):
-            self._reconnect()  # streams that are not durable cannot go on over a new connection
+            self._reconnect()  # streams that are not durable cannot continue on a new connection
         for stream in list(streams):
             self._retry(stream)
         if timer.heard_at > -math.inf:
@@ -401,7 +401,7 @@ class Connection:
         self.timer.reset()
 
     def _retry(self, stream: OpenStream) -> None:
-        """Do the due work of one stream."""
+        """Retry or end a stream, if this is due."""
         left = stream.left()
         action = stream.retry.tick(self.timer.now, self.timer.heard_at, left)
         if action is Action.SEND:

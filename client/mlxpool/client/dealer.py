@@ -1,4 +1,4 @@
-"""The socket of a connection, and the waker of the thread that owns it."""
+"""The ZeroMQ socket of a connection, and the waker of the thread that owns the socket."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mlxpool.common.transport.keys import Credentials
 from mlxpool.common.transport.waker import Waker
 
 SEND_RETRY_INTERVAL = 0.01  # seconds until a full socket is tried again
-MAX_READ = 1000  # messages read in one turn of the loop
+MAX_READ = 1000  # the most messages read before other work
 
 
 class Dealer:
-    """A DEALER socket that can be replaced. Between `open` and `close` one thread owns it.
+    """A DEALER socket that can be replaced. One thread owns it from `open` to `close`.
 
-    Only `wake` is for other threads. `handshake` belongs to the present socket.
+    Other threads may only call `wake`. `handshake` belongs to the current socket.
     """
 
     def __init__(self, endpoint: str, credentials: Credentials | None = None) -> None:
@@ -75,7 +75,7 @@ class Dealer:
         self.flush()
 
     def flush(self) -> None:
-        """Send messages in their order until the socket is full; `wait` retries the rest."""
+        """Send messages in order until the socket is full; `wait` sends the others later."""
         while self._unsent:
             try:
                 self._socket.send_multipart(self._unsent[0], zmq.NOBLOCK)
@@ -92,11 +92,11 @@ class Dealer:
                 return
 
     def no_answer(self, silent: float, *, known: bool) -> PoolError:
-        """Returns the error of streams and calls after `silent` seconds without a message.
+        """Returns the error for streams and calls after `silent` seconds without a message.
 
-        `known`: a broker has answered here before.
+        `known` is True if a broker has answered on this connection before.
         """
-        if self.handshake.trouble and not known:  # keys that were accepted once are not the reason
+        if self.handshake.trouble and not known:  # accepted keys are not the reason
             return Unauthorized(self.handshake.trouble)
         silence = f"no broker answers at {self.endpoint} for {silent:.0f} s"
         if self.handshake.failures:
@@ -104,18 +104,18 @@ class Dealer:
         return BrokerLost(silence if known else f"{silence}; start one with `mlxpool serve`")
 
     def replace(self) -> None:
-        """Connect anew; messages that the old connection still holds are dropped."""
+        """Open a new connection; the unsent messages of the old connection are dropped."""
         try:
             fresh = sockets.dealer(self._context, self.endpoint, self._credentials)
         except OSError:
-            return  # out of descriptors: the old connection may still come back
+            return  # out of descriptors: the old connection may still recover
         self._close_socket(linger_ms=0)
         self._unsent.clear()
         self._socket = fresh
         self._register()
 
     def close(self) -> None:
-        """Close the socket; unsent messages get 200 ms."""
+        """Close the socket; up to 200 ms are left for unsent messages."""
         self._close_socket(linger_ms=200)
         self._context.term()
         self._waker.close()

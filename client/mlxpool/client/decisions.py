@@ -1,4 +1,4 @@
-"""The questions and answers of `decide`, for models that generate text."""
+"""The calls `decide` and their answers, for models that generate text."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from mlxpool.common.protocol.frames import ID_BYTES, TEXT_AS_BLOB, Message
 from mlxpool.common.protocol.from_client import ModelCall
 
 Label: TypeAlias = str | bool | int
-# Labels from which one is picked; range(1, 11): a number from 1 to 10; None: yes or no.
+# Possible answers: texts; range(1, 11): a number from 1 to 10; None: yes or no.
 AnswerChoices: TypeAlias = Sequence[str] | range | None
-# A yes-or-no question, or a question with its choices.
+# A yes-or-no question, or a question with its possible answers.
 Asked: TypeAlias = str | tuple[str, AnswerChoices]
 
 
 class Decision(Struct, frozen=True):
     """The answer to a question: the label with the greatest probability.
 
-    A label is a text, True or False (yes or no), or a number.
+    A label is a text, a boolean (yes or no), or a number.
     """
 
     answer: Label
-    probabilities: Mapping[Label, float]  # by label, in the order of the labels; their sum is 1
-    outside: float  # the probability of any other answer
+    probabilities: Mapping[Label, float]  # by label, in the order of the labels; the sum is 1
+    outside: float  # the probability of all answers that are not labels
 
     @property
     def probability(self) -> float:
@@ -59,9 +59,10 @@ class DecisionList(list[Decision]):
 
     @classmethod
     def of(cls, result: Result, questions: Sequence[Asked | Mapping[str, Any]]) -> DecisionList:
-        """Returns the answers of a `decide` job. `questions`: its questions, or maps of them.
+        """Returns the answers of a `decide` job. `questions` are its questions, or their maps.
 
         Raises ValueError if the result belongs to another kind of job.
+
         """
         answer = result.answer
         if answer is None or answer.kind != protocol.DECISIONS:
@@ -83,10 +84,10 @@ def decide(
     temperature: float | None = None,
     deadline_ms: int | None = None,
 ) -> list[Question[DecisionList]]:
-    """Returns the calls for questions about a text, each with up to MAX_QUESTIONS.
+    """Returns the calls for questions about a text, each call with up to MAX_QUESTIONS questions.
 
-    The first call reads the text for all calls: send the others after its answer. Raises BadRequest
-    naming the faulty value.
+    The first call reads the text into the prefix cache: send the other calls after its answer.
+    Raises BadRequest naming the faulty value.
     """
     if not isinstance(prompt, str):
         raise BadRequest(f"prompt must be a str, got {shown(prompt)}")
@@ -114,7 +115,7 @@ def decide(
 
 
 def _parsed(name: str, raw: Any) -> protocol.Question:
-    """Returns a question of the protocol. Raises BadRequest; errors call the question `name`."""
+    """Returns a question as a record. Raises BadRequest; errors call the question `name`."""
     text, choices = (raw, None) if isinstance(raw, str) else _pair(name, raw)
     body: dict[str, Any] = {"question": text}
     if isinstance(choices, range):
@@ -140,7 +141,7 @@ class _Reader(Struct, frozen=True):
     questions: tuple[protocol.Question, ...]
 
     def __call__(self, answer: Message) -> DecisionList:
-        """Returns the decisions. Raises ValueError if the answer is to other questions."""
+        """Returns the decisions. Raises ValueError if the answer does not fit the questions."""
         return _read(self.questions, answer.body["decisions"], answer.body["usage"])
 
 
@@ -149,7 +150,7 @@ def _read(
     rows: Sequence[Mapping[str, Any]],
     usage: Mapping[str, int],
 ) -> DecisionList:
-    """Returns the decisions. Raises ValueError unless there is one row for each question."""
+    """Returns the decisions. Raises ValueError unless there is one map for each question."""
     decisions = [_decision(*pair) for pair in zip(questions, rows, strict=True)]
     return DecisionList(decisions, dict(usage))
 

@@ -1,4 +1,4 @@
-"""The client's view of jobs, and its questions about them."""
+"""The client's view of jobs, and its calls about jobs."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from mlxpool.common.protocol.kept.job_messages import (
 from mlxpool.common.protocol.kept.job_work import CALLS, KIND, kind_of
 from mlxpool.common.protocol.kept.packed_requests import packed_request
 
-OnSent = Callable[[int], None]  # gets the bytes that were sent so far
-KEY_BYTES = 8  # bytes of a drawn key
-IDLE_NAME = "idle"  # the name of the priority IDLE in programs
-# Codes of errors that end a reading but not its job: another reading can go on.
+OnSent = Callable[[int], None]  # a function that gets the number of bytes sent so far
+KEY_BYTES = 8  # bytes of a random key
+IDLE_NAME = "idle"  # name of the priority IDLE in Python
+# Codes of errors that end the read of a job but not the job: a new read can continue.
 READING_CODES = frozenset(
     kind.code
     for kind in (
@@ -50,11 +50,11 @@ READING_CODES = frozenset(
 class JobOptions(TypedDict, total=False):
     """The options of a job of any kind."""
 
-    key: str | None  # names the job; default: a new key is drawn
-    keep: float | None  # seconds that the result stays after the end; default: `job_keep`
-    not_before: float | None  # earliest time of its begin, as of `time.time()`
-    notify: str | None  # the URL that gets a notice of its end
-    note: bytes | None  # up to 64 KiB of your own; `submitted` returns them
+    key: str | None  # the job's name; default: a random key
+    keep: float | None  # seconds that the result is kept after the job's end; default: `job_keep`
+    not_before: float | None  # the earliest time of the job's start, as of `time.time()`
+    notify: str | None  # the URL that gets a notice of the job's end
+    note: bytes | None  # up to 64 KiB of your own data; `submitted` returns them
 
 
 class SubmitOptions(GenerateOptions, JobOptions, total=False):
@@ -64,31 +64,31 @@ class SubmitOptions(GenerateOptions, JobOptions, total=False):
 class CallOptions(JobOptions, total=False):
     """Keyword arguments of `submit_call`: options of the job, then the keys of a call."""
 
-    priority: int | str | None  # 0 to 2, 2 is first; -1 or "idle": if no other request waits
-    deadline_ms: int | None  # milliseconds from acceptance to the end
+    priority: int | str | None  # 0 to 2, 2 is most urgent; -1 or "idle": if no other request waits
+    deadline_ms: int | None  # milliseconds from acceptance to the end of the job
     inputs: Sequence[str] | Sequence[Sequence[str]] | None  # texts, or pairs of texts
-    tokens: Sequence[int] | Sequence[Sequence[int]] | None  # token ids in the place of `inputs`
+    tokens: Sequence[int] | Sequence[Sequence[int]] | None  # token ids in place of `inputs`
     query: str | None  # for `rerank`
     documents: Sequence[str] | None  # for `rerank`
-    prompt: str | None  # for `embed` and `rerank`, before each text; for `decide`, the text itself
+    prompt: str | None  # for `embed`, `rerank`: put before each text; for `decide`: the text itself
     prompt_name: str | None  # for `embed`: the name of a prompt of the model
-    dimensions: int | None  # for `embed`: the number of kept dimensions of a vector; 0: all
-    normalise: bool | None  # for `embed`: give vectors the length 1
-    truncate: bool | None  # a longer input loses its end; otherwise it is refused
+    dimensions: int | None  # for `embed`: the number of dimensions to which a vector is cut; 0: all
+    normalise: bool | None  # for `embed`: scale vectors to the length 1
+    truncate: bool | None  # true: cut a too long input; false: refuse it
     questions: Sequence[Mapping[str, Any]] | None  # for `decide`
-    temperature: float | None  # for `decide`: divides the logarithms of probabilities
+    temperature: float | None  # for `decide`: divides log-probabilities
 
 
 class BatchOptions(GenerateOptions, total=False):
     """Keyword arguments of `submit_batch`: options of the batch, and options for its lines."""
 
-    key: str | None  # names the batch; default: a new key is drawn
-    keep: float | None  # seconds that the results stay after the end of the batch
-    deadline: float | None  # seconds after which unfinished lines expire
-    metadata: Mapping[str, Any] | None  # a map of your own
+    key: str | None  # the batch's name; default: a random key
+    keep: float | None  # seconds that the results are kept after the end of the batch
+    deadline: float | None  # seconds after the submission until unfinished lines expire
+    metadata: Mapping[str, Any] | None  # a map of your own data
     notify: str | None  # the URL that gets a notice of the end of the batch
-    check: bool | None  # false: invalid lines are listed as failed
-    on_sent: OnSent | None  # a function that gets the number of bytes sent
+    check: bool | None  # false: accept the batch, and list invalid lines as failed
+    on_sent: OnSent | None  # a function that gets the number of bytes sent so far
 
 
 OF_JOBS = frozenset(JobOptions.__annotations__)
@@ -96,14 +96,14 @@ OF_BATCHES = frozenset(BatchOptions.__annotations__) - frozenset(GenerateOptions
 
 
 class Job(Struct, frozen=True):
-    """A job in the pool: it is on the disk, and survives the end of this program."""
+    """A job in the pool: it is on the disk, and continues after the end of this program."""
 
-    key: str  # its name, for clients of the same user or with the same key
-    id: bytes  # the id, 16 bytes, which names the job, too
-    gen: int  # the number of times that it began again because its model had changed
+    key: str  # the job's name, for clients of the same user or with the same key
+    id: bytes  # the id, 16 bytes, which also names the job
+    gen: int  # the number of times that the job restarted because its model had changed
     seed: int
     state: str  # at its submission: waiting, or the state of the earlier job with this key
-    warnings: tuple[str, ...] = ()  # the broker's, about ignored keys of the request
+    warnings: tuple[str, ...] = ()  # the broker's warnings about ignored keys of the request
 
 
 JobRef = Job | str | bytes  # a job, its key, or its id
@@ -117,7 +117,7 @@ def submit(
     images: Sequence[Image],
     options: SubmitOptions,
 ) -> Question[Job]:
-    """Returns the message that submits a job. Raises BadRequest if it cannot be sent."""
+    """Returns the call that submits a job. Raises BadRequest if it cannot be sent."""
     of_job, rest = _divided(options)
     if rest.get("priority") == IDLE_NAME:
         rest["priority"] = IDLE
@@ -129,9 +129,10 @@ def submit(
 
 
 def submit_call(kind: str, model: str, options: CallOptions) -> Question[Job]:
-    """Returns the message that submits a call, such as `embed`, as a job.
+    """Returns the call that submits another call, such as `embed`, as a job.
 
     Raises BadRequest and TooLarge if it cannot be sent.
+
     """
     of_job, rest = _divided(options)
     priority, deadline_ms = rest.pop("priority", None), rest.pop("deadline_ms", None)
@@ -148,7 +149,7 @@ def submit_call(kind: str, model: str, options: CallOptions) -> Question[Job]:
 
 
 def _divided(options: Mapping[str, Any]) -> tuple[JobOptions, dict[str, Any]]:
-    """Returns the options of the job itself, and the options of its request."""
+    """Returns the options of the job itself, and the options of the job's request."""
     of_job = {name: value for name, value in options.items() if name in OF_JOBS}
     rest = {name: value for name, value in options.items() if name not in OF_JOBS}
     return cast(JobOptions, of_job), rest
@@ -160,7 +161,7 @@ def _named(options: JobOptions) -> str:
 
 
 def _settings(options: JobOptions) -> dict[str, Any]:
-    """Returns the given keys of a `submit` about its job."""
+    """Returns the options that are set, as the keys of a `submit` about its job."""
     settings: dict[str, Any] = {}
     if (keep := options.get("keep")) is not None:
         settings["keep_ms"] = milliseconds("keep", keep)
@@ -179,28 +180,28 @@ def _job(body: Mapping[str, Any]) -> Job:
 
 
 def milliseconds(name: str, seconds: object, most: int = messages.MAX_KEEP_MS) -> int:
-    """Returns seconds as milliseconds. Raises BadRequest unless these are from 0 to `most`."""
+    """Returns seconds as milliseconds. Raises BadRequest unless the result is from 0 to `most`."""
     if not is_number(seconds) or not 0 <= seconds <= most / 1000:
         raise BadRequest(f"{name} is {shown(seconds)}, must be seconds from 0 to {most // 1000}")
     return round(seconds * 1000)
 
 
 def name_of(job: JobRef) -> JobName:
-    """Returns the name of a job in the protocol. Raises BadRequest if it is malformed."""
+    """Returns a job's name in the protocol. Raises BadRequest if `job` is malformed."""
     if isinstance(job, Job):
         return JobName(id=job.id)
     return JobName(id=messages.job_id(job)) if isinstance(job, bytes) else JobName(job_key(job))
 
 
 def fetch(job: JobRef, start: int, gen: int | None, steps: bool = False) -> Fetch:
-    """Returns the message that begins a reading. Raises BadRequest if `start` is below 0."""
+    """Returns the message that starts to read a job. Raises BadRequest if `start` is below 0."""
     if not is_integer(start) or start < 0:
         raise BadRequest(f"start is {shown(start)}, must be the index of an id, 0 or more")
     return Fetch(name_of(job), start, gen, steps=steps)
 
 
 def about(kind: str, job: JobRef) -> Question[dict[str, Any]]:
-    """Returns a question about a job: `job`, `retry`, `release`, or `cancel`."""
+    """Returns a call about a job: `job`, `retry`, `release`, or `cancel`."""
     return Question(
         os.urandom(ID_BYTES), AboutJob(kind, name_of(job)), lambda answer: dict(answer.body)
     )
@@ -215,12 +216,12 @@ class SubmittedJob(Struct, frozen=True):
 
     @property
     def note(self) -> bytes:
-        """The bytes that were kept with the job for the client; b"" without."""
+        """The bytes that the client stored with the job; b"" if there are none."""
         return bytes(self.request.get("note", b""))
 
 
 def submitted(job: JobRef) -> Question[SubmittedJob]:
-    """Returns the question for a job and its submitted request."""
+    """Returns the call for a job and its submitted request."""
     return Question(
         os.urandom(ID_BYTES),
         AboutJob(messages.REQUEST, name_of(job)),
@@ -229,9 +230,10 @@ def submitted(job: JobRef) -> Question[SubmittedJob]:
 
 
 def cancel_request(request: bytes | Job | None, key: str | None) -> Question[dict[str, Any]]:
-    """Returns the question that cancels a stream by its id, or a job.
+    """Returns the call that cancels a stream by its id, or a job.
 
     Raises BadRequest unless exactly one of `request` and `key` is given.
+
     """
     if key is not None:
         if request is not None:
@@ -254,14 +256,14 @@ class Pages:
         self._before = before
 
     def question(self) -> Question[JobList]:
-        """Returns the question for the next rows."""
+        """Returns the call that asks for the next jobs."""
         left = self._limit - len(self.rows) if self._limit else messages.MAX_LISTED
         count = min(left, messages.MAX_LISTED)
         content = ListJobs(self._after, self._before, self._state, limit=count, batch=self._batch)
         return Question(os.urandom(ID_BYTES), content, lambda answer: JobList.parse(answer.body))
 
     def add(self, answer: JobList) -> None:
-        """Add the rows of an answer."""
+        """Add the jobs of an answer."""
         self.rows += map(dict, answer.jobs)
         enough = 0 < self._limit <= len(self.rows)
         self.complete = enough or not answer.next

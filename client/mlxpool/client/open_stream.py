@@ -1,4 +1,4 @@
-"""A stream that is open on a connection, and the endpoint of a connection."""
+"""A stream that is open on a connection, and the endpoint to which a connection connects."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class OpenStream(Struct, eq=False):
 
     state: StreamState
     retry: StreamRetry
-    draft: Draft  # as it was sent first
-    deadline: float | None  # the user's own, in monotonic seconds
-    deliver: Callable[[Delta | None], None]  # called on the connection's thread; None: the end
-    read: int = 0  # ids that the reader has taken; written by its thread alone
-    owner: str = ""  # the owner on whose behalf it was sent; "": the client itself
-    finished: bool = False  # the reader has seen the end, or has left; written by its thread alone
-    acked: int = 0  # ids that were acknowledged to the broker
+    draft: Draft  # the message that was sent first
+    deadline: float | None  # the user's deadline, in monotonic seconds
+    deliver: Callable[[Delta | None], None]  # for the connection's thread; None: end of the stream
+    read: int = 0  # ids that the reader has taken; only the reader's thread writes it
+    owner: str = ""  # the owner on whose behalf the stream was sent; "": the client itself
+    finished: bool = False  # the reader has seen the end, or has left; only its thread writes it
+    acked: int = 0  # number of ids that were acknowledged to the broker
 
     def left(self) -> float | None:
         """Returns the seconds to the user's deadline; None without a deadline."""

@@ -15,7 +15,7 @@ Answer = TypeVar("Answer")
 
 
 class AnyConnection(Protocol):
-    """The methods of a connection that streams and calls need: see Connection."""
+    """The methods of a connection that streams and calls use, see Connection."""
 
     def open(self, draft: Draft, deliver: Callable[[Delta | None], None]) -> OpenStream: ...
     def took(self, stream: OpenStream, delta: Delta | None) -> Delta | None: ...

@@ -33,7 +33,7 @@ from mlxpool.common.protocol.to_client import Kept, ModelList
 from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 from mlxpool.common.protocol.unicode_text import not_unicode
 
-Image = bytes | bytearray | memoryview | os.PathLike[str]  # the content of a file, or its path
+Image = bytes | bytearray | memoryview | os.PathLike[str]  # an image's content, or its file's path
 FIRST_ONLY = frozenset({"queue_ms", "first_token_ms"})  # bounds of the first sending only
 
 Answer = TypeVar("Answer")
@@ -43,7 +43,7 @@ Answer = TypeVar("Answer")
 
 
 def read_images(images: Sequence[Image]) -> tuple[bytes, ...]:
-    """Returns the bytes of images. Raises BadRequest, and TooLarge naming the image's index."""
+    """Returns the contents of images. Raises BadRequest, and TooLarge naming the image's index."""
     if isinstance(images, bytes | bytearray | memoryview | str | os.PathLike):
         raise BadRequest(f"images must be a list of images, got {type(images).__name__}")
     check_count(len(images))
@@ -55,10 +55,10 @@ def read_images(images: Sequence[Image]) -> tuple[bytes, ...]:
 def take_images(
     messages: Sequence[Mapping[str, Any]], images: Sequence[Image]
 ) -> tuple[list[dict[str, Any]], list[Image]]:
-    """Returns messages whose parts name images by index, and all images, `images` first.
+    """Returns messages whose parts name images by index, and a list of all images, `images` first.
 
-    The image of a part {type: "image", image: …} is replaced by its index. Raises BadRequest if a
-    message has images outside its parts, where nobody would read them.
+    The image in a part {type: "image", image: …} is replaced by its index. Raises BadRequest if a
+    message has images outside its parts, which the pool would not read.
     """
     collected, changed = [*images], []
     for number, message in enumerate(messages):
@@ -76,7 +76,7 @@ def take_images(
 
 
 def _named(part: Any, images: list[Image]) -> Any:
-    """Returns a part in the protocol's form; appends the image of an image part to `images`."""
+    """Returns a part in the protocol's form. The image of an image part is appended to `images`."""
     if not isinstance(part, Mapping) or part.get("type") != "image" or "image" not in part:
         return part
     images.append(part["image"])
@@ -85,7 +85,7 @@ def _named(part: Any, images: list[Image]) -> Any:
 
 
 def _read(where: str, image: object) -> bytes:
-    """Returns the bytes of an image; of a large file only MAX_IMAGE + 1, which is refused."""
+    """Returns the bytes of an image; of a too large file MAX_IMAGE + 1, which are refused."""
     if isinstance(image, bytes | bytearray | memoryview):
         return bytes(image)
     if not isinstance(image, os.PathLike):
@@ -108,25 +108,26 @@ def generate(
     options: GenerateOptions,
     images: Sequence[Image] = (),
 ) -> GenerateDraft:
-    """Returns a `generate`; divides keys of the request from sampling options.
+    """Returns a `generate`, with separate maps for sampling options and for the other keys.
 
     Raises BadRequest unless exactly one of prompt, messages and tokens is given, and if a prompt or
     an image cannot be sent. The broker checks everything else.
+
     """
     sampling, others = divide_options(options)
-    settings = {"batch": True, **others}  # one frame a step for all streams of the client
+    settings = {"batch": True, **others}  # one frame per step for all streams of the client
     return GenerateDraft(model, _prompt(prompt, messages, tokens, images), sampling, settings)
 
 
 def divide_options(
     options: Mapping[str, object],
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """Returns the sampling options among keyword arguments, and the keys of the request."""
+    """Returns two maps of keyword arguments: sampling options, and the request's other keys."""
     values = {key: value for key, value in options.items() if value is not None}
     settings = {key: value for key, value in values.items() if key in REQUEST_KEYS}
     sampling = {key: value for key, value in values.items() if key not in REQUEST_KEYS}
     biases = sampling.get("logit_bias")
-    if isinstance(biases, Mapping):  # the protocol's maps have texts as keys
+    if isinstance(biases, Mapping):  # maps in the protocol have texts as keys
         sampling["logit_bias"] = {_digits(token): bias for token, bias in biases.items()}
     return sampling, settings
 
@@ -181,11 +182,11 @@ def _utf8(text: object) -> bytes:
     return text.encode()
 
 
-Draft = GenerateDraft | Fetch  # the message that begins a stream
+Draft = GenerateDraft | Fetch  # the message that starts a stream
 
 
 def sent_again(draft: Draft, state: StreamState, left: float | None) -> Draft:
-    """Returns the message that continues a stream after its last id; see `resumed`."""
+    """Returns the message that continues a stream after its last token id; see `resumed`."""
     if isinstance(draft, GenerateDraft):
         return resumed(draft, state, left)
     if not state.ids:
@@ -196,8 +197,8 @@ def sent_again(draft: Draft, state: StreamState, left: float | None) -> Draft:
 def resumed(draft: GenerateDraft, state: StreamState, left: float | None) -> GenerateDraft:
     """Returns the request that continues after the ids received so far.
 
-    `left` is the seconds to the user's deadline. A request that was never accepted has no seed to
-    continue with: it is sent as it was. Raises TooLarge if a message cannot hold the ids.
+    `left` is the number of seconds until the user's deadline. A request that was never accepted has
+    no known seed, so it is returned unchanged. Raises TooLarge if a message cannot hold the ids.
     """
     settings = {key: value for key, value in draft.settings.items() if key not in FIRST_ONLY}
     if left is not None:
@@ -212,25 +213,25 @@ def resumed(draft: GenerateDraft, state: StreamState, left: float | None) -> Gen
 
 
 def reports_prompt(draft: GenerateDraft) -> bool:
-    """Returns whether the tokens of the prompt are reported; the options may be invalid."""
+    """Returns whether a request reports the tokens of its prompt; its options may be invalid."""
     alternatives = draft.options.get("prompt_logprobs")
     asks = type(alternatives) is int and alternatives >= 0
     return draft.options.get("echo") is True or asks
 
 
 def index_of(draft: GenerateDraft) -> int:
-    """Returns the index of a request's choice; 0 if it has no `choice`."""
+    """Returns the index of a request's choice; 0 if the request has no `choice`."""
     body = draft.settings.get(choice.KEY)
     return int(body["index"]) if isinstance(body, Mapping) else 0
 
 
 def is_durable(draft: Draft) -> bool:
-    """Returns whether a stream is sent again after the loss of a connection or a broker."""
+    """Returns whether a stream is sent again after the loss of its connection or broker."""
     return isinstance(draft, Fetch) or draft.settings.get("durable") is not False
 
 
 def deadline_of(draft: Draft) -> float | None:
-    """Returns the seconds of the user's deadline; None if it is absent or invalid."""
+    """Returns the user's deadline in seconds; None if it is absent or invalid."""
     if isinstance(draft, Fetch):
         return None
     deadline_ms = draft.settings.get("deadline_ms")
@@ -241,14 +242,14 @@ def deadline_of(draft: Draft) -> float | None:
 
 
 class Question(Struct, Generic[Answer], frozen=True):
-    """A message with one answer, its id, and the function that reads the answer."""
+    """A call: a message with one answer, its id, and the function that reads the answer."""
 
     id: bytes
     content: Content
     read: Callable[[Message], Answer]
 
     def answer(self, reply: Message | PoolError) -> Answer | PoolError:
-        """Returns the answer in a reply, or the error that the caller has to raise."""
+        """Returns the answer in a reply, or the error for the caller to raise."""
         if isinstance(reply, PoolError):
             return reply
         try:
@@ -258,21 +259,22 @@ class Question(Struct, Generic[Answer], frozen=True):
 
 
 def list_models() -> Question[list[dict[str, Any]]]:
-    """Returns the question for the list of models, a map each."""
+    """Returns the call for the list of models; each model is a map."""
     return Question(os.urandom(ID_BYTES), ListModels(), lambda a: ModelList.parse(a.body).models)
 
 
 def describe(model: str) -> Question[dict[str, Any]]:
-    """Returns the question for everything about one model."""
+    """Returns the call for all facts about one model."""
     return Question(
         os.urandom(ID_BYTES), ListModels(model), lambda a: ModelList.parse(a.body).models[0]
     )
 
 
 def keep(model: str, seconds: float) -> Question[float]:
-    """Returns the question that keeps a model loaded; its answer is the seconds that hold.
+    """Returns the call that keeps a model loaded. Its answer is the time in force, in seconds.
 
     Raises BadRequest if the seconds are out of bounds.
+
     """
     if not is_number(seconds) or not -math.inf <= seconds <= MAX_KEEP_MS / 1000:
         raise BadRequest(
@@ -292,7 +294,7 @@ def _seconds_kept(kept: Kept) -> float:
 
 
 def tokenize(model: str, text: str) -> Question[list[int]]:
-    """Returns the question for the ids of a text. Raises BadRequest if it is not a str."""
+    """Returns the call for the token ids of a text. Raises BadRequest if it is not a str."""
     data = _utf8(text)
     if len(data) > TEXT_AS_BLOB:
         content = ModelCall(from_client.TOKENIZE, model, {"text": True}, (data,))
@@ -306,10 +308,10 @@ def tokenize(model: str, text: str) -> Question[list[int]]:
 
 
 class ChatTokens(Struct, frozen=True):
-    """The token ids of a chat in the form of the model's template."""
+    """The token ids of a chat that the model's template has formatted."""
 
     ids: list[int]
-    thinks: bool  # the prompt ends inside the thoughts: the completion begins with them
+    thinks: bool  # the prompt ends inside the thinking: the completion begins with thoughts
 
 
 def tokenize_chat(
@@ -318,7 +320,7 @@ def tokenize_chat(
     tools: Sequence[Mapping[str, object]] | None = None,
     think: bool | str | None = None,
 ) -> Question[ChatTokens]:
-    """Returns the question for the ids of a chat. Raises BadRequest unless messages are maps."""
+    """Returns the call for the token ids of a chat. Raises BadRequest unless messages are maps."""
     prompt = ChatPrompt(_maps(messages), tools, think)
     return Question(
         os.urandom(ID_BYTES),
@@ -330,21 +332,22 @@ def tokenize_chat(
 
 
 def detokenize(model: str, ids: Sequence[int]) -> Question[str]:
-    """Returns the question for the text of ids. Raises BadRequest if an id is invalid."""
+    """Returns the call for the text of token ids. Raises BadRequest if an id is invalid."""
     content = ModelCall(from_client.DETOKENIZE, model, packed=(pack_ids(ids),))
     return Question(os.urandom(ID_BYTES), content, lambda answer: str(answer.body["text"]))
 
 
 def token_texts(model: str, ids: Sequence[int]) -> Question[list[str]]:
-    """Returns the question for the text of each id. Raises BadRequest if an id is invalid."""
+    """Returns the call for the text of each token id. Raises BadRequest if an id is invalid."""
     content = ModelCall(from_client.DETOKENIZE, model, {"each": True}, (pack_ids(ids),))
     return Question(os.urandom(ID_BYTES), content, lambda answer: [*map(str, answer.body["each"])])
 
 
 def cancel(request_id: bytes | None) -> Question[dict[str, Any]]:
-    """Returns the question that cancels a request; its answer is the request's fate.
+    """Returns the call that cancels a request. Its answer is the request's state and sent ids.
 
     Raises BadRequest if the id is invalid.
+
     """
     if not isinstance(request_id, bytes) or len(request_id) != ID_BYTES:
         raise BadRequest(

@@ -1,7 +1,7 @@
-"""Decides when a stream is sent again, and when it is given up. Pure: time is an argument.
+"""Decides when a stream's request is sent again, and when the stream is given up. Pure.
 
-All times are of the clock `SilenceTimer.now`: seconds in which this process ran. Only deadlines are
-real time; they are passed as `left`, the seconds until then.
+Time is an argument, by the clock `SilenceTimer.now`: seconds in which this process ran. Only
+deadlines are in real time; they are passed as `left`, the seconds until the deadline.
 """
 
 from __future__ import annotations
@@ -16,40 +16,41 @@ from mlxpool.common.errors import BrokerLost, Draining, DuplicateId, PoolError
 from mlxpool.common.protocol.kept.job_messages import JobAccepted
 from mlxpool.common.protocol.to_client import Accepted, Failed
 
-BROKER_GRACE = 60.0  # seconds of silence after which the client ends its streams itself
-CONNECT_GRACE = 5.0  # the same if no frame of the broker ever came
-ENDED = frozenset({"done", "failed", "cancelled"})  # states of a `fate`
+BROKER_GRACE = 60.0  # seconds of silence after which the client ends its streams
+CONNECT_GRACE = 5.0  # the same limit if no frame of the broker ever arrived
+ENDED = frozenset({"done", "failed", "cancelled"})  # states in an answer to `cancel`
 UNKNOWN_PEER = (0, 0)
 
-# A broker process's boot number, and its number for this client's connection.
+# A broker process's boot number, and its number (link) of this client's connection.
 Peer = tuple[int, int]
 
 
 class Pace(Struct, frozen=True):
     """The times that a client waits before it retries or gives up, in seconds.
 
-    The n-th value of a list is for the n-th retry in a row, the last value for all further retries.
+    The n-th value of a list is for the n-th consecutive retry, the last value for all later
+    retries.
     """
 
-    ping: float = 1.0  # between two pings, while a stream or a call is open
+    ping: float = 1.0  # between two pings while a stream or a call is open
     tick: float = 0.25  # between two checks for due work
-    gap: float = 0.5  # the most time that counts for one turn of the loop
-    silence: float = 3.0  # without any frame, until the connection is replaced
-    answer: tuple[float, ...] = (2.0, 4.0, 8.0)  # without `accepted` or `fate`, until a retry
+    gap: float = 0.5  # the most time that counts between two readings of the clock
+    silence: float = 3.0  # without any frame, before the connection is replaced
+    answer: tuple[float, ...] = (2.0, 4.0, 8.0)  # without `accepted` or `fate`, before a retry
     pause: tuple[float, ...] = (0.0, 0.0, 2.0, 4.0, 8.0)  # before a retry, if no new id came
-    overdue: float = 1.0  # after a deadline, until the client ends the stream itself
-    broker_grace: float = BROKER_GRACE  # without any frame, until the client ends its streams
-    connect_grace: float = CONNECT_GRACE  # as `broker_grace`, if no broker ever answered
-    handshake_grace: float = math.inf  # as `broker_grace`, if there never was a connection
+    overdue: float = 1.0  # after a deadline, before the client itself ends the stream
+    broker_grace: float = BROKER_GRACE  # without any frame, before the client ends its streams
+    connect_grace: float = CONNECT_GRACE  # as `broker_grace`, but if no broker ever answered
+    handshake_grace: float = math.inf  # as `broker_grace`, but if there never was a connection
 
 
 class Action(Enum):
-    """The due action for a stream."""
+    """The action that is due for a stream."""
 
     NOTHING = "nothing"
     SEND = "send"  # `generate` again
     CANCEL = "cancel"  # `cancel` again
-    GIVE_UP = "give up"  # the deadline passed, and no terminal came
+    GIVE_UP = "give up"  # the deadline has passed, and the broker has not ended the stream
 
 
 NO_ANSWER = "the broker did not accept it"
@@ -65,25 +66,25 @@ def nth(seconds: tuple[float, ...], number: int) -> float:
 
 
 class SilenceTimer:
-    """The clock of a connection, which stops with its thread, and the time since the last frame."""
+    """A connection's clock, which stops if its thread stops, and the time since the last frame."""
 
     def __init__(self, pace: Pace, wall: float) -> None:
         """`wall` is the present monotonic time."""
         self.pace = pace
         self.now = 0.0
-        self.heard_at = -math.inf  # the time of the last frame
+        self.heard_at = -math.inf  # time of the last frame
         self.connected = False  # True if there ever was a connection
-        self.reconnects = 0  # connections replaced since the last frame
+        self.reconnects = 0  # number of connections replaced since the last frame
         self._wall = wall
         self._waiting_since = self._connected_at = 0.0
 
     def advance(self, wall: float) -> None:
-        """Begin a turn of the loop. At most `gap` of it counts: else the process was stopped."""
+        """Advance the clock to `wall`, by at most `gap`: else the process had been stopped."""
         self.now += min(max(0.0, wall - self._wall), self.pace.gap)
         self._wall = wall
 
     def heard(self) -> None:
-        """A frame came."""
+        """Note that a frame arrived."""
         self.heard_at = self.now
         self.reset()
 
@@ -94,24 +95,24 @@ class SilenceTimer:
 
     @property
     def silent(self) -> float:
-        """Seconds of the present wait for a frame."""
+        """Seconds of waiting for a frame so far."""
         return self.now - self._waiting_since
 
     @property
     def reconnect_due(self) -> bool:
-        """True if the connection has to be replaced; it may be half-open without an error."""
+        """True if the connection should be replaced: it may be half-open without an error."""
         number = self.reconnects
         wait = nth(self.pace.answer, number) if number else self.pace.silence
         return self.now - self._connected_at >= wait
 
     def reconnected(self) -> None:
-        """The connection was replaced."""
+        """Note that the connection was replaced."""
         self.reconnects += 1
         self._connected_at = self.now
 
     @property
     def lost(self) -> bool:
-        """True if the grace is over, so that streams have to end."""
+        """True if the grace period is over, so that streams have to end."""
         grace = self.pace.broker_grace
         if self.heard_at == -math.inf:
             grace = min(grace, self.pace.connect_grace)
@@ -121,7 +122,7 @@ class SilenceTimer:
 
 
 class StreamRetry(Struct, eq=False):
-    """The sendings of one stream. At `due` it is sent again, for the reason `why`."""
+    """The attempts (sendings) of one stream. The next one is at `due`, for the reason `why`."""
 
     state: StreamState
     pace: Pace
@@ -129,30 +130,30 @@ class StreamRetry(Struct, eq=False):
     sent_at: float = 0.0
     due: float = math.inf
     why: str = ""
-    unanswered: int = 0  # sendings in a row without an answer
-    barren: int = 0  # sendings in a row without a new id, beyond the first
-    refused_at: float = math.inf  # the time of the first error in a row that delayed the stream
+    unanswered: int = 0  # consecutive attempts without an answer
+    barren: int = 0  # consecutive attempts without a new id, beyond the first attempt
+    refused_at: float = math.inf  # time of the first consecutive error that delayed the stream
     cancelled: bool = False
-    ended_at_broker: bool = False  # from a `fate`; the stream's terminal may be lost
+    ended_at_broker: bool = False  # from the answer to `cancel`; the stream's end may be lost
     peer: Peer = UNKNOWN_PEER  # the newest peer that the broker reported
     overdue_at: float = math.inf
 
     # ---- sendings ------------------------------------------------------------------------------
 
     def sent(self, now: float) -> None:
-        """The first sending went out."""
+        """Note that the first attempt was sent."""
         self._expect_answer(now)
-        if not self.durable:  # there is no second sending: leave a slow broker the longest time
+        if not self.durable:  # there is no second attempt: give a slow broker the longest time
             self.due = now + self.pace.answer[-1]
 
     def sent_again(self, now: float) -> None:
-        """The next sending goes out, as `tick` asked."""
+        """Note that the next attempt was sent, as `tick` asked."""
         self.state.begin_attempt()
         self.barren += 1
         self._expect_answer(now)
 
     def cancel_sent(self, now: float) -> None:
-        """A `cancel` goes out; from now on only the `cancel` is sent again."""
+        """Note that a `cancel` was sent; from now on only the `cancel` is sent again."""
         if not self.cancelled:
             self.cancelled, self.unanswered = True, 0
         self._expect_answer(now)
@@ -165,7 +166,7 @@ class StreamRetry(Struct, eq=False):
     # ---- events --------------------------------------------------------------------------------
 
     def receive(self, frame: Frame, now: float, left: float | None = None) -> Delta | None:
-        """Take a frame of this stream. Returns the delta for the reader."""
+        """Handle a frame of this stream. Returns the delta for the reader."""
         state, content = self.state, frame.content
         if not state.counts(frame.attempt):
             return None
@@ -188,7 +189,7 @@ class StreamRetry(Struct, eq=False):
             self.unanswered, self.due, self.why = 0, math.inf, ""
 
     def _put_off(self, error: PoolError, now: float, left: float | None) -> bool:
-        """Returns whether an error only delays the stream, which was running, and can run again."""
+        """Returns whether an error only delays a stream that had started and can continue."""
         known = self.state.attempt > 1 or (error.code == Draining.code and self.state.boot)
         if error.retry_after_ms is None or not known or not self.durable or self.cancelled:
             return False
@@ -201,7 +202,7 @@ class StreamRetry(Struct, eq=False):
         return True
 
     def identified(self, peer: Peer, now: float) -> None:
-        """The broker sent its boot and link. Messages to another peer are lost."""
+        """Handle the broker's boot number and link. Messages to another peer are lost."""
         before, self.peer = self.peer, peer
         state = self.state
         if self.cancelled:
@@ -211,13 +212,13 @@ class StreamRetry(Struct, eq=False):
             self._lost(now, NEW_LINK if state.boot == peer[0] else NEW_BOOT)
 
     def reconnected(self, now: float) -> None:
-        """The client has replaced its connection."""
+        """Note that the client has replaced its connection."""
         if self.why != REFUSED:
             self._lost(now, SILENCE)
             self.due = now
 
     def _lost(self, now: float, why: str) -> None:
-        """The newest sending is lost: plan a retry, or end a stream that is not durable."""
+        """The newest attempt is lost: schedule a retry, or end a stream that is not durable."""
         if self.cancelled:
             return
         if not self.durable:
@@ -227,7 +228,7 @@ class StreamRetry(Struct, eq=False):
         self.due, self.why = min(self.due, max(now, self.sent_at + pause)), why
 
     def fate(self, state: str, now: float) -> None:
-        """The answer to `cancel`: a terminal is on its way, was lost, or does not exist."""
+        """Handle the answer to `cancel`: the stream's end will come, was lost, or never existed."""
         if not self.cancelled or self.state.over:
             return
         self.ended_at_broker = state in ENDED
@@ -237,7 +238,7 @@ class StreamRetry(Struct, eq=False):
             self.due = now + nth(self.pace.answer, 0)
 
     def error_of_sending(self, error: PoolError, attempt: int) -> PoolError | None:
-        """Returns the error that ends the stream, about one of its messages; None if it goes on."""
+        """Returns the error that ends the stream, if an error about a message does; else None."""
         state = self.state
         if error.code == DuplicateId.code:
             return error if attempt == state.attempt else None
@@ -265,7 +266,7 @@ class StreamRetry(Struct, eq=False):
 
     def _send_again(self, now: float, heard_at: float) -> Action:
         if self.why == NO_ANSWER and heard_at < self.sent_at:
-            return Action.NOTHING  # the broker is silent: SilenceTimer decides, not this sending
+            return Action.NOTHING  # the broker is silent: SilenceTimer decides, not this attempt
         if not self.durable:
             self._lost(now, NO_ANSWER)
             return Action.NOTHING

@@ -1,9 +1,10 @@
-"""One stream, from the broker's messages to deltas and the end. Pure: no I/O, no clock.
+"""The state of one stream, from the broker's messages to deltas and the end. Pure: no I/O, no
+clock.
 
-An `attempt` is the number of one of the client's sendings of a stream.
+The client may send a stream's request several times; `attempt` is the number of such a message.
 
-Invariants: a frame counts only if its attempt is the attempt of the newest sending. Ids count only
-after that sending was accepted, and only if their `pos` is the number of ids received so far.
+Invariants: a frame counts only if its attempt is the newest attempt. Token ids count only after the
+newest attempt was accepted, and only if their `pos` is the number of ids received so far.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from mlxpool.common.protocol.token_ids import unpack_ids
 
 
 class Delta(Struct, frozen=True):
-    """A piece of a completion."""
+    """A part of a completion, as it arrives."""
 
     text: str
     ids: tuple[int, ...] = ()
     pos: int = 0  # the index of `ids[0]` in the completion
-    logprobs: tuple[Mapping[str, Any], ...] = ()  # one for each id, if requested
+    logprobs: tuple[Mapping[str, Any], ...] = ()  # an entry for each id, if requested
     prompt: tuple[Mapping[str, Any], ...] = ()  # the next prompt tokens, if requested
-    index: int = 0  # the number of the choice
-    steps: tuple[tuple[int, int], ...] = ()  # the steps of a job, see `Client.fetch`
+    index: int = 0  # the index of the choice
+    steps: tuple[tuple[int, int], ...] = ()  # the ends of steps of a job, see `Client.fetch`
 
 
 class Result(Struct, frozen=True):
@@ -44,16 +45,16 @@ class Result(Struct, frozen=True):
 
     text: str
     ids: tuple[int, ...]
-    reason: str  # why it ended: stop, length or cancelled
+    reason: str  # why the completion ended: stop, length or cancelled
     usage: Mapping[str, int]  # prompt_tokens, cached_tokens, completion_tokens, total_tokens
-    timings_ms: Mapping[str, float]  # queue, prepare, prefill, first_token, decode, total
+    timings_ms: Mapping[str, float]  # of queue, prepare, prefill, first_token, decode, total
     seed: int
-    attempts: int  # the number of workers that had the request; 0: no broker reported it
-    logprobs: tuple[Mapping[str, Any], ...] = ()  # one for each id, if requested
-    warnings: tuple[str, ...] = ()  # the broker's, about ignored keys of the request
-    complete: bool | None = None  # True if it has the requested format; None: no format
+    attempts: int  # the number of workers that had the request; 0: not reported
+    logprobs: tuple[Mapping[str, Any], ...] = ()  # an entry for each id, if requested
+    warnings: tuple[str, ...] = ()  # the broker's warnings about ignored keys of the request
+    complete: bool | None = None  # True if the text has the requested format; None: no format
     prompt: tuple[Mapping[str, Any], ...] = ()  # the tokens of the prompt, if requested
-    index: int = 0  # the number of the choice
+    index: int = 0  # the index of the choice
     answer: CallAnswer | None = None  # the answer of a job that is a call, see `Vectors.of`
 
 
@@ -61,16 +62,16 @@ class Result(Struct, frozen=True):
 
 
 class Piece(Struct, frozen=True):
-    """Text and token ids of a stream: of a `delta` message, or of a row of `deltas`.
+    """Text and token ids of a stream: of a `delta` message, or of one row of a `deltas` message.
 
-    `prompt` are the reported tokens of the prompt, which come before all ids.
+    `prompt` are the reported tokens of the prompt, which arrive before all token ids.
     """
 
     text: str
     ids: tuple[int, ...] = ()
     logprobs: tuple[Mapping[str, object], ...] = ()
     facts: Facts | None = None
-    complete: bool = True  # False: the message announced another number of ids
+    complete: bool = True  # False: the message has another number of ids than it announces
     prompt: tuple[Mapping[str, object], ...] = ()
     steps: tuple[tuple[int, int], ...] = ()
 
@@ -78,8 +79,9 @@ class Piece(Struct, frozen=True):
 class Frame(Struct, frozen=True):
     """One message about a stream.
 
-    `attempt` is the sending that it answers, 0 if the broker could not read that sending. `pos` is
-    the index of its first token id in the completion; in a terminal, the number of ids sent before.
+    `attempt` is the attempt that the message answers, 0 if the broker could not read the attempt.
+    `pos` is the index of its first token id in the completion; in the end of a stream, the number
+    of ids sent before.
     """
 
     content: Accepted | JobAccepted | Piece | Done | Failed
@@ -88,9 +90,10 @@ class Frame(Struct, frozen=True):
 
 
 def parse_frame(message: Message) -> Frame | None:
-    """Returns the frame in a message; None if its kind is unknown, or not about a stream.
+    """Returns the frame in a message; None if its kind is unknown or not about a stream.
 
     Raises PoolError, KeyError, TypeError or ValueError if the body is malformed.
+
     """
     content: Accepted | JobAccepted | Piece | Done | Failed
     if message.kind == StreamDelta.kind:
@@ -135,7 +138,7 @@ Entries = tuple[Mapping[str, Any], ...]
 
 
 def _divided(entries: Sequence[Mapping[str, Any]] | None) -> tuple[Entries, Entries]:
-    """Divides the entries of a message into those of the prompt's tokens and those of its ids."""
+    """Divides the entries of a message into the prompt's tokens and the tokens of its ids."""
     if not entries:
         return (), ()
     of_prompt = sum(PROMPT_KEY in entry for entry in entries)
@@ -146,16 +149,16 @@ def _divided(entries: Sequence[Mapping[str, Any]] | None) -> tuple[Entries, Entr
 
 
 class StreamState(Struct, eq=False):
-    """The state of one stream, for the thread that reads the socket."""
+    """The state of one stream. Only the thread that reads the socket uses it."""
 
     id: bytes
-    start: int = 0  # position of the first id; a reading of a job may lower it
+    start: int = 0  # index of the first id; may become lower if the stream reads a job
     gen: int | None = None  # generation of the job that is read; None: no job, or not yet known
-    attempt: int = 1  # the number of this client's newest sending
-    accepted: bool = False  # True if the newest sending was accepted
-    boot: int = 0  # the broker process that accepted the stream last; 0: none did
-    link: int = 0  # that process's number of the connection
-    barren_boots: int = 0  # broker processes in a row that accepted the stream and sent no id
+    attempt: int = 1  # the number of the newest attempt
+    accepted: bool = False  # True if the newest attempt was accepted
+    boot: int = 0  # boot number of the broker process that last accepted the stream; 0: none
+    link: int = 0  # this process's number of the connection
+    barren_boots: int = 0  # consecutive broker processes that accepted the stream but sent no id
     seed: int = -1
     warnings: tuple[str, ...] = ()
     ids: list[int] = field(default_factory=list)
@@ -164,8 +167,8 @@ class StreamState(Struct, eq=False):
     facts: Facts | None = None
     prompt: list[Mapping[str, object]] = field(default_factory=list)
     reports: bool = False  # True if the tokens of the prompt are reported
-    index: int = 0  # the number of the choice
-    gap: str = ""  # why the frames of the newest sending are unusable; "": they are usable
+    index: int = 0  # the index of the choice
+    gap: str = ""  # why the frames of the newest attempt are unusable; "": they are usable
     result: Result | None = None
     error: PoolError | None = None
 
@@ -188,19 +191,20 @@ class StreamState(Struct, eq=False):
         return self.result
 
     def begin_attempt(self) -> None:
-        """Count one more sending; frames of earlier sendings are ignored from now on."""
+        """Begin a new attempt; from now on frames of earlier attempts are ignored."""
         self.attempt += 1
         self.accepted, self.gap = False, ""
 
     def counts(self, attempt: int) -> bool:
-        """Returns whether a frame of this attempt is about the newest sending of a live stream.
+        """Returns whether a frame of this attempt is about the newest attempt of a live stream.
 
         An error about a message that the broker could not read has attempt 0.
+
         """
         return not self.over and attempt in (0, self.attempt)
 
     def receive(self, frame: Frame) -> Delta | None:
-        """Take a frame. Returns the delta for the reader."""
+        """Add a frame to the state. Returns the delta for the reader."""
         if not self.counts(frame.attempt):
             return None
         content = frame.content
@@ -215,7 +219,7 @@ class StreamState(Struct, eq=False):
         return None
 
     def cancel_here(self) -> None:
-        """End the stream as cancelled without the broker's terminal, which will not come."""
+        """End the stream as cancelled without the broker's message, which will not come."""
         prompt = self.facts.prompt_tokens if self.facts else 0
         usage = Usage(prompt_tokens=prompt or 0, completion_tokens=len(self.ids))
         self._finish(Done("cancelled", usage=usage.body(), attempts=0))
@@ -236,9 +240,9 @@ class StreamState(Struct, eq=False):
             self.gen = accepted.gen
 
     def _append(self, pos: int, piece: Piece) -> Delta | None:
-        """Append a piece. A piece that does not fit is a gap: the stream has to be sent again."""
+        """Append a piece. If it does not fit, there is a gap: the request has to be sent again."""
         if not self.ids and pos < self.start:
-            self.start = pos  # a job's ids are read from the beginning of a step on
+            self.start = pos  # the ids of a job are read from the beginning of a step on
         if pos != self.position or not piece.complete:
             self.gap = f"a frame begins at token {pos}, {self.position} were received"
             return None
@@ -256,7 +260,7 @@ class StreamState(Struct, eq=False):
         return Delta(piece.text, piece.ids, pos, piece.logprobs, piece.prompt, self.index, steps)
 
     def _takes_report(self, piece: Piece) -> bool:
-        """Returns whether a piece continues the report of the prompt, which ends before all ids."""
+        """Returns whether a piece continues the report of the prompt, which precedes all ids."""
         if piece.prompt and piece.prompt[0].get(PROMPT_KEY) != len(self.prompt):
             return False
         facts = self.facts or piece.facts

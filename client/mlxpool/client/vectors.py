@@ -1,4 +1,4 @@
-"""The questions and answers of encoder models: `embed`, `rerank` and `classify`."""
+"""The calls of encoder models and their answers: `embed`, `rerank` and `classify`."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-MAX_IN_FLIGHT = 16  # calls of one `embed` that are open at a time
-MAX_CALL_TEXT = 512 * 1024  # characters of one call: more texts are divided among several calls
+MAX_IN_FLIGHT = 16  # the most calls of one `embed` that are open at a time
+MAX_CALL_TEXT = 512 * 1024  # the most characters of one call: longer lists of texts are split
 # A text or a list of texts; pairs of texts for `classify`; a list of token ids, or several lists.
 Inputs = str | Sequence[str] | Sequence[tuple[str, str]] | Sequence[int] | Sequence[Sequence[int]]
 
 
 class Ranked(Struct, frozen=True):
-    """One document of `rerank`: its index in the request, and its score."""
+    """One document of a `rerank`: its index in the request, and its score."""
 
     index: int
     score: float
@@ -57,7 +57,7 @@ class Ranking(list[Ranked]):
 
 
 class _SequenceRecord(StructMeta, ABCMeta):
-    """The metaclass of a record that is a Sequence as well."""
+    """The metaclass of records that are a Sequence, too."""
 
 
 class Vectors(Sequence["list[float]"], Struct, frozen=True, metaclass=_SequenceRecord):
@@ -132,7 +132,7 @@ def embed(
     prompt: str | None = None,
     deadline_ms: int | None = None,
 ) -> list[Question[Vectors]]:
-    """Returns the calls for these inputs, a batch each; `task` may also be "classify".
+    """Returns the calls for these inputs, a batch of inputs each; `task` may also be "classify".
 
     Raises BadRequest if inputs cannot be sent. The worker checks everything else.
     """
@@ -165,9 +165,9 @@ def rerank(
     prompt: str | None = None,
     deadline_ms: int | None = None,
 ) -> list[Question[Vectors]]:
-    """Returns the calls that rate documents for a query, a batch each.
+    """Returns the calls that score documents for a query, a batch of documents each.
 
-    `top` is only checked here: `ranked` takes it. Raises BadRequest as `embed` does.
+    `top` is only checked here; `ranked` applies it. Raises BadRequest as `embed` does.
     """
     integer({"top": top}, "top", 1, MAX_FIRST)
     if not isinstance(query, str):
@@ -183,9 +183,10 @@ def rerank(
 
 
 def listed(name: str, values: Any) -> list[Any]:
-    """Returns the values of an argument, which may be any iterable.
+    """Returns the values of an argument, which may be any iterable, as a sequence.
 
     Raises BadRequest if it is not an iterable of texts, or empty.
+
     """
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
         raise BadRequest(f"{name} must be a list of texts, got {shown(values)}")
@@ -204,7 +205,7 @@ def _check_texts(name: str, value: Any) -> None:
 
 
 def _check_sizes(texts: Mapping[str, Any]) -> None:
-    """Raises TooLarge if a text other than the inputs is too long for the body of a call."""
+    """Raises TooLarge if a text that is not an input is too long for the body of a call."""
     for name, text in texts.items():
         size = len(text.encode("utf-8", "surrogatepass")) if isinstance(text, str) else 0
         if size > TEXT_AS_BLOB:
@@ -225,7 +226,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _is_list_of_ids(value: Any) -> bool:
-    """Returns whether a value is meant as token ids: a list, tuple or array without texts."""
+    """Returns whether a value should be token ids: a list, tuple or array without texts."""
     if isinstance(value, str | bytes | bytearray | memoryview | Mapping) or not _has_items(value):
         return False
     return len(value) == 0 or not isinstance(value[0], str)
@@ -236,7 +237,7 @@ def _has_items(value: Any) -> bool:
 
 
 def _batches(texts: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yields the texts or pairs of each call: up to MAX_INPUTS, about MAX_CALL_TEXT characters."""
+    """Yields the texts or pairs for each call: up to MAX_INPUTS, about MAX_CALL_TEXT characters."""
     batch: list[Any] = []
     size = 0
     for text in texts:
@@ -257,7 +258,7 @@ def _divided(
     texts: Sequence[Any],
     deadline_ms: int | None,
 ) -> list[Question[Vectors]]:
-    """Returns the calls for texts or pairs; each has the number of its first input."""
+    """Returns the calls for texts or pairs; each call has the number of its first input."""
     questions, first = [], 0
     for batch in _batches(texts):
         body, blobs = _packed(key, batch)
@@ -268,12 +269,12 @@ def _divided(
 
 
 def _begin(first: int) -> dict[str, int]:
-    """Returns the key with the number of the first input; nothing for 0, as older pools need."""
+    """Returns the key with the number of the first input; no key for 0, as older pools need."""
     return {"first": first} if first else {}
 
 
 def _packed(name: str, batch: Texts) -> tuple[dict[str, Any], tuple[bytes, ...]]:
-    """Returns the key of a batch, and its blob. Raises BadRequest if a text is not Unicode."""
+    """Returns the key and the blob of a batch. Raises BadRequest if a text is not Unicode."""
     try:
         data = pack_texts(batch)
     except UnicodeEncodeError as error:
@@ -301,7 +302,7 @@ def _of_ids(
 
 
 def _checked_ids(name: str, value: Any) -> list[int]:
-    """Returns the token ids of an input. Raises BadRequest naming it and its first wrong value."""
+    """Returns the token ids of an input. Raises BadRequest naming the first wrong value."""
     if not _is_list_of_ids(value):
         raise BadRequest(f"{name} must be a list of token ids, as others are; got {shown(value)}")
     if len(value) == 0:
@@ -338,7 +339,7 @@ def _read(body: Mapping[str, Any], blobs: Sequence[bytes]) -> Vectors:
 
 
 def joined(parts: Sequence[Vectors]) -> Vectors:
-    """Returns the rows of all batches as one. Raises Internal if their widths differ."""
+    """Returns the vectors of all calls together. Raises Internal if their widths differ."""
     if len(parts) == 1:
         return parts[0]
     first = parts[0]
@@ -353,8 +354,8 @@ def joined(parts: Sequence[Vectors]) -> Vectors:
 def ranked(scores: Vectors, documents: Sequence[str], top: int | None = None) -> Ranking:
     """Returns the documents, best first; with `top` at most `top` documents.
 
-    Ties are in the order of the request. Equal documents get the score of the first of them:
-    computed in different batches, their scores differ in the last digits.
+    Documents with equal scores are in the order of the request. Equal documents get the score of
+    the first of them: in different batches their computed scores would differ in the last digits.
     """
     computed = _numbers(scores.data)
     first: dict[str, int] = {}

@@ -16,9 +16,9 @@ from mlxpool.common.protocol.kept.batch_messages import CANCEL, READ, RELEASE, R
 
 
 class AsyncBatch:
-    """A batch in the pool, with the members of `Batch`.
+    """A batch in the pool, with the same members as `Batch`.
 
-    `progress` and `results` are asynchronous iterators, the other methods are coroutines.
+    `progress` and `results` are asynchronous iterators; the other methods are coroutines.
     """
 
     def __init__(self, caller: AsyncCaller, row: Mapping[str, Any]) -> None:
@@ -55,14 +55,14 @@ class AsyncBatch:
             after = page.next
 
     async def _whole(self, row: Mapping[str, Any]) -> Result | PoolError:
-        """Fetch the job of a line by itself. Raises PoolError if it cannot be read now."""
+        """Fetch the single job of a line. Raises PoolError if it cannot be read now."""
         try:
             reading = jobs.fetch(row["job"], 0, None)
             async with AsyncStream(self._caller.connection, reading) as stream:
                 return await stream.read()
         except PoolError as error:
             if error.code in jobs.READING_CODES:
-                raise  # an error of the reading, not of the job
+                raise  # an error of the read, not of the job
             return error
 
     async def refresh(self) -> dict[str, Any]:

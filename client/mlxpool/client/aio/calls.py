@@ -1,4 +1,4 @@
-"""Calls of a client for asyncio: questions with one answer."""
+"""Calls of an asyncio client: requests with one answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Answer = TypeVar("Answer")
 
 
 def call_in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """Let the loop run a call; a closed loop runs nothing."""
+    """Let the event loop run a function; a closed loop does not run it."""
     try:
         loop.call_soon_threadsafe(call)
     except RuntimeError:
@@ -24,7 +24,7 @@ def call_in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> N
 
 
 def put_in_loop(loop: asyncio.AbstractEventLoop, items: asyncio.Queue[Item], item: Item) -> None:
-    """Let the loop put an item into its queue; a closed loop drops it."""
+    """Let the event loop put an item into its queue; a closed loop drops the item."""
     call_in_loop(loop, lambda: items.put_nowait(item))
 
 
@@ -35,7 +35,7 @@ class AsyncCaller:
         self.connection = connection
 
     async def call(self, question: Question[Answer]) -> Answer:
-        """Returns the answer to a question. Raises PoolError."""
+        """Returns the answer to a call. Raises PoolError."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Answer] = loop.create_future()
 
@@ -70,7 +70,7 @@ class AsyncCaller:
                 task.cancel()
 
     async def run(self, steps: Steps[Answer]) -> Answer:
-        """Perform steps, each of which depends on the answer to the previous step."""
+        """Perform a sequence of steps. Each step depends on the answer to the previous step."""
         try:
             step = next(steps)
             while True:

@@ -100,7 +100,7 @@ class AsyncClient(AsyncJobMethods):
         n: int,
         **options: Unpack[GenerateOptions],
     ) -> list[AsyncStream]:
-        """Start `n` choices, with a separate stream for each; otherwise as `stream_choices`."""
+        """Start `n` choices, each with its own stream. The arguments are as in `stream_choices`."""
         drafts = drafts_of(generate(model, prompt, messages, tokens, options, images), n)
         started: list[AsyncStream] = []
         try:

@@ -24,13 +24,13 @@ Answer = TypeVar("Answer")
 
 
 class AsyncJobMethods:
-    """The methods of `AsyncClient` for requests that outlive it."""
+    """The methods of `AsyncClient` for requests that continue without the client."""
 
     _caller: AsyncCaller
     _connection: AnyConnection
 
     async def ask(self, question: Question[Answer]) -> Answer:
-        """Returns the answer to a question of the protocol. Raises PoolError."""
+        """Returns the answer to a call of the protocol. Raises PoolError."""
         return await self._caller.call(question)
 
     async def submit(

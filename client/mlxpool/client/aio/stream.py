@@ -20,13 +20,13 @@ class AsyncStream(AsyncClosing):
     """An asynchronous iterator over the deltas of one completion, as they arrive.
 
     It has the members of `Stream`; `read` is a coroutine. It belongs to the event loop that started
-    it. It is cancelled as a `Stream` is.
+    it. It is cancelled in the same cases as a `Stream`.
     """
 
     def __init__(self, connection: AnyConnection, draft: Draft) -> None:
         self._connection = connection
         self._queue: asyncio.Queue[Delta | None] = asyncio.Queue()
-        # The connection keeps the receiver: it must not be this object, see `__del__`.
+        # The connection references the receiver: it must not be this object, see `__del__`.
         put = partial(put_in_loop, asyncio.get_running_loop(), self._queue)
         self._open = connection.open(draft, put)
 
@@ -42,12 +42,12 @@ class AsyncStream(AsyncClosing):
 
     @property
     def gen(self) -> int | None:
-        """The generation of the job that is read; None: no job, or not yet known."""
+        """The generation of the job that is read; None: the stream is no job, or not yet known."""
         return self._open.state.gen
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """The report of the first worker (docs/protocol.md); empty before the first delta."""
+        """The `facts` of the first worker (docs/protocol.md); empty before the first delta."""
         return self._open.state.facts.raw if self._open.state.facts else {}
 
     @property
@@ -95,7 +95,7 @@ class AsyncStream(AsyncClosing):
         self._connection.leave(self._open)
 
     def __del__(self) -> None:
-        if hasattr(self, "_open"):  # the request was sent
+        if hasattr(self, "_open"):  # if the request was sent
             self._connection.abandon(self._open)
 
 
@@ -109,7 +109,7 @@ class AsyncChoicesStream(AsyncClosing):
     def __init__(self, connection: AnyConnection, drafts: Sequence[GenerateDraft]) -> None:
         self._connection = connection
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
-        # The connection keeps the receiver: it must not be this object, see `__del__`.
+        # The connection references the receiver: it must not be this object, see `__del__`.
         put = partial(put_in_loop, asyncio.get_running_loop(), self._queue)
         self._choices = OpenChoices(connection, drafts, put)
 
@@ -143,5 +143,5 @@ class AsyncChoicesStream(AsyncClosing):
         self._choices.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_choices"):  # the choices were sent
+        if hasattr(self, "_choices"):  # if the choices were sent
             self._choices.abandon()

@@ -1,4 +1,4 @@
-"""Batches: files of lines, which the pool computes without the client.
+"""Batches: files of requests, one per line, which the pool computes without the client.
 
-These modules do not wait: they make steps, which `sync` and `aio` perform.
+These modules do not wait: they make steps, and the packages `sync` and `aio` perform the steps.
 """

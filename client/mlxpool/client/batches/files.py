@@ -19,7 +19,7 @@ from mlxpool.common.protocol.kept.job_messages import job_key
 
 
 def delete(key: str) -> Question[dict[str, Any]]:
-    """Returns the question that deletes a file; its answer is the file's map. Raises BadRequest."""
+    """Returns the call that deletes a file; its answer is the file's map. Raises BadRequest."""
     about = AboutFile(messages.DELETE, KeyName(job_key(key)))
     return Question(os.urandom(ID_BYTES), about, lambda answer: dict(answer.body))
 
@@ -27,7 +27,7 @@ def delete(key: str) -> Question[dict[str, Any]]:
 class FilePages:
     """A list of files, collected from several answers.
 
-    A file that is deleted or added between two answers does not change the rest of the list.
+    If a file is deleted or added between two answers, the list still has every other file once.
     """
 
     def __init__(
@@ -38,14 +38,14 @@ class FilePages:
         *,
         oldest_first: bool = False,
     ) -> None:
-        """`limit` 0 means all files. With `behind` the list begins after this place."""
+        """`limit` 0 means all files. With `behind` the list begins after this position."""
         self.rows: list[dict[str, Any]] = []
         self.complete = False
         self._limit, self._purpose, self._behind = limit, purpose, behind
         self._oldest_first = oldest_first
 
     def content(self) -> ListFiles:
-        """Returns the message that asks for the next rows."""
+        """Returns the message that asks for the next files."""
         left = self._limit - len(self.rows) if self._limit else messages.MAX_FILES
         return ListFiles(
             limit=min(left, messages.MAX_FILES),
@@ -55,13 +55,13 @@ class FilePages:
         )
 
     def question(self) -> Question[FileList]:
-        """Returns the question for the next rows."""
+        """Returns the call that asks for the next files."""
         return Question(
             os.urandom(ID_BYTES), self.content(), lambda answer: FileList.parse(answer.body)
         )
 
     def add(self, answer: FileList) -> None:
-        """Add the rows of an answer."""
+        """Add the files of an answer."""
         self.rows += map(dict, answer.files)
         self._behind = answer.next
         self.complete = answer.next is None or 0 < self._limit <= len(self.rows)

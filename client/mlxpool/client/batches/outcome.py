@@ -20,9 +20,9 @@ class LineResult(Struct, frozen=True):
     """The outcome of one line of a batch: a `result`, or an `error`."""
 
     line: int  # the number of the line in the file, from 0
-    id: str  # the `id` of the line, "" if it has none
-    state: str  # done, dead, expired, cancelled, gone; or failed: the line did not become a job
-    job: bytes | None  # the id of its job; None: it failed or expired before it became a job
+    id: str  # the `id` of the line, "" if the line has no `id`
+    state: str  # done, dead, expired, cancelled or gone; failed: the line did not become a job
+    job: bytes | None  # the id of the line's job; None: the line did not become a job
     result: Result | None
     error: PoolError | None
 
@@ -41,7 +41,7 @@ class LineResult(Struct, frozen=True):
 
 
 class Page(Struct, frozen=True):
-    """Outcomes in the order of lines. `next` is the `after` of the next page; -1 in the last."""
+    """Outcomes in the order of lines. `next` is the next page's `after`; -1 on the last page."""
 
     rows: tuple[Mapping[str, Any], ...]
     next: int
@@ -52,7 +52,7 @@ class Page(Struct, frozen=True):
 
 
 def line_result(row: Mapping[str, Any], whole: Result | PoolError | None = None) -> LineResult:
-    """Returns the outcome of a row. `whole` is the fetched job if it is too long for a page."""
+    """Returns the outcome of a line's map. `whole` is the fetched job if a page cannot hold it."""
     result, error = None, None
     if isinstance(whole, Result):
         result = whole
@@ -82,7 +82,7 @@ def _result(row: Mapping[str, Any], done: Done) -> Result:
 
 
 def is_too_long(row: Mapping[str, Any]) -> bool:
-    """Returns whether the job of a row is too long for a page, and has to be fetched."""
+    """Returns whether a line's job is too long for a page, so that it has to be fetched."""
     return row.get("job") is not None and not row.get("whole", True)
 
 

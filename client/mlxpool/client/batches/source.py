@@ -1,4 +1,4 @@
-"""The source of a batch's lines, and the parts of the file that is made of them."""
+"""Reads the lines of a batch, and divides the file of these lines into parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Lines = str | os.PathLike[str] | Iterable[Mapping[str, Any] | str | bytes]
 
 
 class Part(Struct, frozen=True):
-    """Bytes of a file, from byte `start` on. `last`: the file ends with them."""
+    """Bytes of a file, from byte `start` on. `last` is True for the last part of the file."""
 
     start: int
     data: bytes
@@ -27,22 +27,23 @@ class Part(Struct, frozen=True):
 
 
 def _sha256() -> Any:
-    import hashlib  # loads OpenSSL, which takes a twentieth of the client's import
+    import hashlib  # imports OpenSSL: a twentieth of the client's import time
 
     return hashlib.sha256()
 
 
 class Source(Struct, eq=False):
-    """Reads lines when they are needed: at most a part and a line are in memory.
+    """Reads lines when they are needed: only one part and one line are in memory.
 
     `lines` is the path of a file of JSON lines, or lines as maps, texts or bytes. With `check` the
     first line that the pool would refuse raises BadRequest naming its number, from 1.
+
     """
 
     lines: Lines
     defaults: Mapping[str, Any]
     check: bool = True
-    count: int = 0  # lines read that are not empty
+    count: int = 0  # number of lines read so far that are not empty
     size: int = 0  # bytes read
     digest: Any = field(default_factory=_sha256)
 

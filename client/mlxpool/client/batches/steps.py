@@ -1,6 +1,7 @@
 """The client's work with batches, as steps that a client performs, by waiting or in an event loop.
 
-A generator yields a step. Then it is sent the step's answer, or the step's error is thrown into it.
+A generator yields a step. The client then sends the answer of the step into the generator, or
+throws its error into it.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from mlxpool.common.protocol.kept.batch_messages import (
 from mlxpool.common.protocol.kept.file_messages import AboutFile, KeyName, PutFile
 from mlxpool.common.protocol.kept.job_messages import IDLE, Notify, job_key
 
-KEY_BYTES = 8  # bytes of a drawn key
-PATIENCE = 120  # retries in a row of a question to a busy store, about a second apart
-PAUSE = 1.0  # seconds before a retry, if the pool names no time
+KEY_BYTES = 8  # bytes of a random key
+PATIENCE = 120  # consecutive retries of a call to a busy store, about a second apart
+PAUSE = 1.0  # seconds before a retry, if the pool's error has no retry_after_ms
 
 Answer = TypeVar("Answer")
 
@@ -82,7 +83,7 @@ def source_and_settings(
 
 
 class Pause(Struct, frozen=True):
-    """A step that waits for `seconds`; its answer is None."""
+    """A step that waits for `seconds`. Its answer is None."""
 
     seconds: float
 
@@ -105,7 +106,7 @@ def _row(answer: Message) -> dict[str, Any]:
 
 
 def _patiently(content: Content, read: Callable[[Message], Any]) -> Steps[Any]:
-    """Ask a question, and retry it while the store is busy or its disk fails."""
+    """Make a call, and retry it while the store is busy or the store's disk fails."""
     for attempt in range(PATIENCE):
         try:
             return (yield _ask(content, read))
@@ -126,10 +127,10 @@ def drawn_key() -> str:
 def submit(
     source: Source, key: str, settings: Mapping[str, Any], on_sent: OnSent | None
 ) -> Steps[dict[str, Any]]:
-    """Send a file, and submit its lines as a batch; both have the same key.
+    """Send a file, and submit its lines as a batch; the file and the batch have the same key.
 
-    The steps may be repeated, also after an earlier program that did not finish them. `settings`
-    are fields of SubmitBatch. Raises PoolError.
+    The steps may be repeated, also after a program that did not finish them. `settings` are fields
+    of SubmitBatch. Raises PoolError.
     """
     name = KeyName(job_key(key))
     try:
@@ -146,12 +147,12 @@ def submit(
 
 
 def _send(source: Source, name: KeyName, on_sent: OnSent | None) -> Steps[None]:
-    """Send the file part by part: each part is on the disk before the next is sent."""
+    """Send the file part by part: a part is on the disk before the next part is sent."""
     parts = source.parts()
     while True:
         try:
             part = yield Work(partial(next, parts, None))
-        except PoolError:  # a line is invalid
+        except PoolError:  # stop: a line is invalid
             yield from _drop_incomplete(name)
             raise
         if part is None:
@@ -186,12 +187,12 @@ def _drop_incomplete(name: KeyName) -> Steps[bool]:
 
 
 def about(kind: str, key: str) -> Question[dict[str, Any]]:
-    """Returns a question about a batch: a kind of batch_messages.CALLS. Raises BadRequest."""
+    """Returns a call about a batch: a kind of batch_messages.CALLS. Raises BadRequest."""
     return _ask(AboutBatch(kind, KeyName(job_key(key))), _row)
 
 
 def progress(key: str, seen: str) -> Steps[dict[str, Any]]:
-    """Wait until a batch has changed since `seen`, for any time. Returns its row."""
+    """Wait without a time limit until a batch has changed since `seen`. Returns its map."""
     while True:
         row = yield from _patiently(WaitForProgress(KeyName(key), seen), _row)
         if row["mark"] != seen or is_over(row):
@@ -218,13 +219,13 @@ class BatchPages:
         self._limit, self._before = limit, ""
 
     def question(self) -> Question[BatchList]:
-        """Returns the question for the next rows."""
+        """Returns the call that asks for the next batches."""
         left = self._limit - len(self.rows) if self._limit else messages.MAX_BATCHES
         content = ListBatches(before=self._before, limit=min(left, messages.MAX_BATCHES))
         return _ask(content, lambda answer: BatchList.parse(answer.body))
 
     def add(self, answer: BatchList) -> None:
-        """Add the rows of an answer."""
+        """Add the batches of an answer."""
         self.rows += map(dict, answer.batches)
         self._before = answer.next
         self.complete = not answer.next or 0 < self._limit <= len(self.rows)

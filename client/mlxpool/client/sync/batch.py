@@ -1,4 +1,4 @@
-"""One batch, for threads that wait."""
+"""A batch, for threads that block."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mlxpool.common.protocol.kept.batch_messages import CANCEL, READ, RELEASE, R
 
 
 class Batch:
-    """A batch in the pool: it is on the disk, and survives the end of this program.
+    """A batch in the pool: it is on the disk, and continues after the end of this program.
 
-    `key` names it, for clients of the same user or with the same key. `row` is the newest map of
+    `key` is its name, for clients of the same user or with the same key. `row` is the newest map of
     the batch: state, lines, waiting, running, done, … (docs/protocol.md, `batch`).
     """
 
@@ -28,9 +28,9 @@ class Batch:
         self.row = dict(row)
 
     def progress(self) -> Iterator[dict[str, Any]]:
-        """Yields the row of the batch now, and after each change, until the batch has ended.
+        """Yields the map of the batch now, and after each change, until the batch has ended.
 
-        Several programs may follow a batch, also across a restart of the broker.
+        Several programs may follow a batch, also while the broker restarts.
         """
         seen = ""
         while True:
@@ -63,13 +63,13 @@ class Batch:
             after = page.next
 
     def _whole(self, row: Mapping[str, Any]) -> Result | PoolError:
-        """Fetch the job of a line by itself. Raises PoolError if it cannot be read now."""
+        """Fetch the single job of a line. Raises PoolError if it cannot be read now."""
         try:
             with Stream(self._caller.connection, jobs.fetch(row["job"], 0, None)) as stream:
                 return stream.read()
         except PoolError as error:
             if error.code in jobs.READING_CODES:
-                raise  # an error of the reading, not of the job
+                raise  # an error of the read, not of the job
             return error
 
     def refresh(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Batch:
         return self._about(READ)
 
     def cancel(self) -> dict[str, Any]:
-        """End the batch: waiting lines do not begin, running lines are cancelled."""
+        """End the batch: waiting lines do not start, running lines are cancelled."""
         return self._about(CANCEL)
 
     def retry(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Calls of a blocking client: questions with one answer."""
+"""Calls of a blocking client: requests with one answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlxpool.client.owner_connection import AnyConnection
 from mlxpool.client.request import Question
 from mlxpool.common.errors import DeadlineExceeded, PoolError
 
-CALL_TIMEOUT = 60.0  # seconds; a tokenize may have to wait until the model is loaded
+CALL_TIMEOUT = 60.0  # in seconds; a `tokenize` may have to wait until the model is loaded
 
 Answer = TypeVar("Answer")
 
@@ -25,7 +25,7 @@ class Caller:
         self.connection = connection
 
     def call(self, question: Question[Answer]) -> Answer:
-        """Returns the answer to a question. Raises PoolError, also after CALL_TIMEOUT."""
+        """Returns the answer to a call. Raises PoolError, also after CALL_TIMEOUT."""
         answers: queue.SimpleQueue[Answer | PoolError] = queue.SimpleQueue()
         self.connection.ask(question, answers.put)
         started = time.monotonic()
@@ -61,7 +61,7 @@ class Caller:
         return [received[place] for place in range(len(questions))]
 
     def run(self, steps: Steps[Answer]) -> Answer:
-        """Perform steps, each of which depends on the answer to the previous step."""
+        """Perform a sequence of steps. Each step depends on the answer to the previous step."""
         try:
             step = next(steps)
             while True:

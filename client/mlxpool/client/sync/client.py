@@ -38,7 +38,7 @@ from mlxpool.common.options import GenerateOptions
 from mlxpool.common.protocol.owners import owner_name
 from mlxpool.common.transport.keys import Credentials
 
-CALL_TIMEOUT = 60.0  # seconds; a tokenize may have to wait until the model is loaded
+CALL_TIMEOUT = 60.0  # in seconds; a `tokenize` may have to wait until the model is loaded
 
 Answer = TypeVar("Answer")
 
@@ -77,7 +77,7 @@ class Client(JobMethods):
         self._caller = Caller(self._connection)
 
     def for_owner(self, owner: str) -> Self:
-        """Returns a client on behalf of an owner: quotas, shares and jobs are those of the owner.
+        """Returns a client on behalf of an owner, to whom its quotas, queueing and jobs belong.
 
         It shares the connection: close only this client. It is for gateways: the broker permits it
         to its own user and to keys with `may_name_owners`, and answers other clients with
@@ -100,9 +100,9 @@ class Client(JobMethods):
     ) -> Stream:
         """Start a completion of exactly one of `prompt`, `messages` and `tokens`.
 
-        `messages` are maps with role and content, `tokens` token ids, `images` image files that a
-        prompt names by `[img-n]`, see "Images". The options are listed below. Raises BadRequest if
-        the request cannot be sent; the reader of the stream raises any other error.
+        `messages` are maps with role and content, `tokens` are token ids, `images` are image files,
+        which a prompt names by `[img-n]`, see "Images". The options are listed below. Raises
+        BadRequest if the request cannot be sent; the reader of the stream raises any other error.
         """
         draft = generate(model, prompt, messages, tokens, options, images)
         return Stream(self._connection, draft)
@@ -173,9 +173,10 @@ class Client(JobMethods):
     def keep(self, model: str, seconds: float) -> float:
         """Load a model, and keep it loaded for this number of seconds after its last work.
 
-        0 unloads it as soon as it is idle; a negative number keeps it loaded. This holds for all
-        clients until the model is unloaded or the next `keep`. Returns the seconds that the pool's
-        settings permit. Raises UnknownModel, and the error of an unavailable model.
+        0 unloads it as soon as it is idle; a negative number keeps it loaded without end. The time
+        is valid for all clients, until the model is unloaded or the next `keep`. Returns the time
+        that the pool's settings permit, in seconds. Raises UnknownModel, and the error of an
+        unavailable model.
         """
         return self._caller.call(keep(model, seconds))
 
@@ -207,7 +208,7 @@ class Client(JobMethods):
     def token_texts(self, model: str, ids: Sequence[int]) -> list[str]:
         """Returns the text that each token id adds. Raises the errors of `tokenize`.
 
-        A part of a character is U+FFFD, so the joined texts may differ from the text of
+        An incomplete character is U+FFFD, so the joined texts may differ from the text of
         `detokenize`.
         """
         return self._caller.call(token_texts(model, ids))
@@ -226,12 +227,12 @@ class Client(JobMethods):
     ) -> Vectors:
         """Returns a vector for each input.
 
-        `dimensions` is the number of kept dimensions, for models that are trained for that.
-        `normalise` gives each vector the length 1 (default: as set for the model). `prompt_name`
-        puts a prompt of the model, such as "query", before each text; `prompt` puts any text there.
-        A text that is too long raises ContextExceeded, or loses its end with `truncate`; token ids
-        are never cut. The number of inputs has no bound. Raises BadRequest, TooLarge, and
-        DeadlineExceeded after `deadline_ms`.
+        `dimensions` is the number of dimensions to which vectors are cut, for models that are
+        trained for this. `normalise` scales each vector to the length 1 (default: as set for the
+        model). `prompt_name` puts a prompt of the model, such as "query", before each text;
+        `prompt` puts any text there. A too long text raises ContextExceeded, or is cut with
+        `truncate`; token ids are never cut. The number of inputs has no bound. Raises BadRequest,
+        TooLarge, and DeadlineExceeded after `deadline_ms`.
         """
         return self._vectors(
             vectors.embed(
@@ -259,8 +260,8 @@ class Client(JobMethods):
     ) -> Ranking:
         """Returns the documents with their scores, best first, and ties in the request's order.
 
-        `top` is the most documents of the result; `prompt` is the instruction of a model that takes
-        an instruction. Other arguments and errors are those of `embed`.
+        `top` is the greatest number of documents to return; `prompt` is the instruction of a model
+        that takes an instruction. Other arguments and errors are those of `embed`.
         """
         texts = listed("documents", documents)
         questions = vectors.rerank(
@@ -284,7 +285,8 @@ class Client(JobMethods):
     ) -> Vectors:
         """Returns the probability of each label for each input, a text or a pair of texts.
 
-        `labels` of the result name the columns. Other arguments and errors are those of `embed`.
+        `labels` of the result are the names of the columns. Other arguments and errors are those of
+        `embed`.
         """
         return self._vectors(
             vectors.embed(
@@ -306,6 +308,7 @@ class Client(JobMethods):
         `choices` are texts, a range such as range(1, 11) for a scale, or None for yes or no.
         `temperature` above 1 flattens the probabilities, below 1 sharpens them. Raises BadRequest
         if the model generates no text, ContextExceeded, and DeadlineExceeded after `deadline_ms`.
+
         """
         calls = decide(
             model, prompt, [("", choices)], temperature=temperature, deadline_ms=deadline_ms

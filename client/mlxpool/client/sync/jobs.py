@@ -25,13 +25,13 @@ Answer = TypeVar("Answer")
 
 
 class JobMethods(Closing):
-    """The methods of `Client` for requests that outlive it."""
+    """The methods of `Client` for requests that continue without the client."""
 
     _caller: Caller
     _connection: AnyConnection
 
     def ask(self, question: Question[Answer]) -> Answer:
-        """Returns the answer to a question of the protocol. Raises PoolError."""
+        """Returns the answer to a call of the protocol. Raises PoolError."""
         return self._caller.call(question)
 
     def submit(
@@ -46,11 +46,11 @@ class JobMethods(Closing):
     ) -> Job:
         """Submit a completion as a job. Returns when the job is on the disk.
 
-        The job survives the end of this program, of a worker, of the broker and of the machine. A
-        second submission of the same request with the same `key` returns the same job, so a program
-        may repeat a submission. The arguments are those of `stream`, and the options of jobs.
-        Raises JobsOff if the pool keeps no jobs, DuplicateId if another request has the key, Gone
-        if the key's result was deleted, StoreFull, and the errors of `stream`.
+        The job continues after the end of this program, of a worker, of the broker or of the
+        machine. A second submission of the same request with the same `key` returns the same job,
+        so a program may repeat a submission. The arguments are those of `stream`, and the options
+        of jobs. Raises JobsOff if the pool keeps no jobs, DuplicateId if another request has the
+        key, Gone if the key's result was deleted, StoreFull, and the errors of `stream`.
         """
         question = jobs.submit(model, prompt, messages, tokens, images, options)
         return self._caller.call(question)
@@ -74,13 +74,13 @@ class JobMethods(Closing):
     ) -> Stream:
         """Read a job: a stream of its token ids from index `start`.
 
-        The job may be waiting, running or done, and other readers may read it too. The stream
-        survives the loss of its connection or broker; the end of the stream does not cancel the
-        job. With a `start` above 0 pass `gen`, the generation of the ids before it (`Job.gen`):
-        JobRestarted is raised if the job was begun again, because its model has changed. The first
-        delta may begin before `start`, at the beginning of a step. With `steps` each delta has
-        `steps`: its ids and characters up to the end of each step, and (0, 0) for each retry after
-        an error. The reader raises the errors of the job, and UnknownJob if there is no such job.
+        The job may be waiting, running or done; several readers may read it. The stream survives
+        the loss of its connection or broker; its end does not cancel the job. With a `start` above
+        0 pass `gen`, the generation of the ids before it (`Job.gen`): JobRestarted is raised if the
+        job restarted because its model has changed. The first delta may begin before `start`, at
+        the beginning of a step. With `steps` each delta has `steps`: its ids and characters up to
+        the end of each step, and (0, 0) for each retry after an error. The reader raises the errors
+        of the job, and UnknownJob if there is no such job.
         """
         return Stream(self._connection, jobs.fetch(job, start, gen, steps))
 
@@ -97,8 +97,8 @@ class JobMethods(Closing):
 
         `state` selects jobs in a state, `batch` the jobs of a batch's lines; `limit` 0 means all.
         `after` selects jobs that ended after the end with this number, in the order of their ends:
-        pass 0 first, then the last `end_seq`. `before` selects jobs that were submitted before the
-        job with this `seq`.
+        pass 0 at first, then the last `end_seq` of each answer. `before` selects jobs that were
+        submitted before the job with this `seq`.
         """
         pages = jobs.Pages(after, state, limit, batch, before)
         while not pages.complete:
@@ -106,10 +106,11 @@ class JobMethods(Closing):
         return pages.rows
 
     def follow_jobs(self, after: int = 0, *, interval: float = 1.0) -> Iterator[dict[str, Any]]:
-        """Yields the ended jobs of this user in the order of their ends, without end.
+        """Yields this user's jobs as they end, in this order, without end.
 
-        Begins after the end with the number `after`: keep the last `end_seq` to continue there, in
-        another program too. `interval`: seconds between two requests for new ends.
+        Begins after the end with the number `after`: store the last `end_seq` to continue there,
+        also in another program. `interval` is the number of seconds between two requests for new
+        ends.
         """
         while True:
             for row in self.jobs(after=after):
@@ -118,7 +119,7 @@ class JobMethods(Closing):
             time.sleep(interval)
 
     def job(self, job: JobRef) -> dict[str, Any]:
-        """Returns the map of one job, with `failures`, its errors. Raises UnknownJob."""
+        """Returns the map of one job, with its errors in `failures`. Raises UnknownJob."""
         return self._caller.call(jobs.about(READ, job))
 
     def submitted(self, job: JobRef) -> SubmittedJob:
@@ -126,13 +127,13 @@ class JobMethods(Closing):
         return self._caller.call(jobs.submitted(job))
 
     def retry(self, job: JobRef) -> dict[str, Any]:
-        """Retry a dead or expired job, from the ids that it has."""
+        """Retry a dead or expired job, after the ids that it already has."""
         return self._caller.call(jobs.about(RETRY, job))
 
     def release(self, job: JobRef) -> dict[str, Any]:
         """Delete the result of an ended job; its key answers Gone for some time.
 
-        The notice of its end is still delivered; until then `notice` of the map is `waiting`.
+        The notice of its end is still delivered; until then `notice` in its map is `waiting`.
         """
         return self._caller.call(jobs.about(RELEASE, job))
 
@@ -141,8 +142,9 @@ class JobMethods(Closing):
     ) -> dict[str, Any]:
         """Cancel a request of this owner by its id (16 bytes), or a job, also by its `key`.
 
-        Returns {state, pos}: the state before (`unknown` for an unknown id) and the number of token
-        ids sent. Raises BadRequest if the id is invalid, UnknownJob if the key is unknown.
+        Returns {state, pos}: the state before the cancel (`unknown` for an unknown id), and the
+        number of token ids sent. Raises BadRequest if the id is invalid, UnknownJob if the key is
+        unknown.
         """
         return self._caller.call(jobs.cancel_request(request, key))
 
@@ -156,8 +158,8 @@ class JobMethods(Closing):
 
         `lines` is the path of a file of JSON lines, or an iterable of maps or JSON texts. A line
         has the keys of a `generate` (docs/protocol.md) and may have an `id`. `model` and the
-        options hold for lines that do not set them. A second submission of the same lines with the
-        same `key` adds nothing, so a program may repeat it. The first invalid line raises
+        options are defaults for lines without them. A second submission of the same lines with the
+        same `key` adds nothing, so a program may repeat a submission. The first invalid line raises
         BadRequest with its number, unless check=False. Raises JobsOff, DuplicateId if another file
         has the key, Gone, StoreFull, OverQuota, OSError.
         """
@@ -184,8 +186,8 @@ class JobMethods(Closing):
     ) -> list[dict[str, Any]]:
         """Returns this user's files, the newest first, each a map (docs/protocol.md, `file`).
 
-        `purpose` selects by purpose; uploads through OpenAI's API have "batch". `limit` 0 means
-        all.
+        `purpose` selects files with this purpose; uploads through OpenAI's API have "batch".
+        `limit` 0 means all.
         """
         pages = FilePages(limit, purpose, oldest_first=oldest_first)
         while not pages.complete:
@@ -195,6 +197,6 @@ class JobMethods(Closing):
     def delete_file(self, key: str) -> dict[str, Any]:
         """Delete a file. Returns its map.
 
-        Raises UnknownJob if the file is unknown, BadRequest while an open batch reads it.
+        Raises UnknownJob if the file is unknown, and BadRequest while a batch reads it.
         """
         return self._caller.call(delete(key))

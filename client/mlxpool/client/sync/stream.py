@@ -1,4 +1,4 @@
-"""The stream of one completion, for threads that wait."""
+"""The stream of one completion, for threads that block."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mlxpool.common.closing import Closing
 class Stream(Closing):
     """An iterator over the deltas of one completion, as they arrive.
 
-    An unfinished stream is cancelled when its loop is left, by `close`, at the end of a `with`
-    block, and at the end of the object.
+    An unfinished stream is cancelled when its `for` loop is left, by `close`, at the end of a
+    `with` block, and when the object is deleted.
     """
 
     def __init__(self, connection: AnyConnection, draft: Draft) -> None:
@@ -31,12 +31,12 @@ class Stream(Closing):
 
     @property
     def gen(self) -> int | None:
-        """The generation of the job that is read; None: no job, or not yet known."""
+        """The generation of the job that is read; None: the stream is no job, or not yet known."""
         return self._open.state.gen
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """The report of the first worker (docs/protocol.md); empty before the first delta."""
+        """The `facts` of the first worker (docs/protocol.md); empty before the first delta."""
         return self._open.state.facts.raw if self._open.state.facts else {}
 
     @property
@@ -68,5 +68,5 @@ class Stream(Closing):
         self._connection.leave(self._open)
 
     def __del__(self) -> None:
-        if hasattr(self, "_open"):  # the request was sent
+        if hasattr(self, "_open"):  # if the request was sent
             self._connection.abandon(self._open)
