@@ -1,4 +1,4 @@
-"""Conversations as batches of token ids with marks at those that the assistant writes."""
+"""Training batches of demo-chat: token ids of conversations, and the positions that are trained."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from demo_chat.conversations import Conversation, conversations
 from demo_chat.shown import SHOWN
 from demo_chat.template import segments
 
-AHEAD = 8  # batches that a process draws ahead
+AHEAD = 8  # batches that a process makes in advance
 SHARE_OF_SHOWN = 0.02
-POOL = 400  # conversations of which batches are made, so that each has some of about one length
+POOL = 400  # conversations per pool; a batch has conversations of similar length from one pool
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Token ids of a conversation, and the spans [begin, end) that the assistant writes."""
+    """The token ids of a conversation, and the spans [begin, end) that the assistant writes."""
 
     ids: list[int]
     spans: list[tuple[int, int]]
@@ -32,7 +32,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`ids` [rows, tokens]; `counted`: places in the flat inputs whose next token is trained."""
+    """A batch: `ids` [rows, tokens]; `counted`: flat input positions before each trained token."""
 
     ids: npt.NDArray[np.int32]
     counted: npt.NDArray[np.int32]
@@ -51,7 +51,7 @@ def encode(tokenizer: Tokenizer, conversation: Conversation) -> Encoded:
 
 
 def batches(tokenizer: Tokenizer, seed: int, tokens: int, longest: int) -> Iterator[Batch]:
-    """Batches of at most so many tokens, padding included, without end."""
+    """Yields batches of up to `tokens` tokens, padding included, without end."""
     drawn = (encode(tokenizer, one) for one in _with_shown(seed))
     fitting = (one for one in drawn if len(one.ids) <= longest)
     rng = random.Random(seed)
@@ -62,7 +62,7 @@ def batches(tokenizer: Tokenizer, seed: int, tokens: int, longest: int) -> Itera
 
 
 def _with_shown(seed: int) -> Iterator[Conversation]:
-    """Drawn conversations, and among them a few of those that the project's pages show."""
+    """Yields random conversations, and among them a few conversations from the project's pages."""
     rng = random.Random(seed)
     for one in conversations(seed):
         if rng.random() < SHARE_OF_SHOWN:
@@ -74,7 +74,7 @@ def _with_shown(seed: int) -> Iterator[Conversation]:
 def drawn_ahead(
     tokenizer: Tokenizer, seed: int, tokens: int, longest: int, processes: int
 ) -> Iterator[Batch]:
-    """Batches that so many processes draw, in turn; each has a seed of its own."""
+    """Yields batches from `processes` processes in turn. Each process has its own seed."""
     context = get_context("spawn")
     queues: list[Queue[Batch]] = [context.Queue(AHEAD) for _ in range(processes)]
     for number, queue in enumerate(queues):

@@ -1,4 +1,4 @@
-"""Conversations that demo-chat is trained on: tools, small talk, counting, repeating, names."""
+"""Training conversations of demo-chat: tools, small talk, counting, repeating, names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from demo_chat.words import Words
 
 NO_TOOLS = "I have no tool for that."
 NO_SUCH_TOOL = "None of my tools does that."
-UNASKED = "object"  # the family of answers that no model can guess, see `in_object`
+UNASKED = "object"  # the family of answers that the model cannot guess, see `in_object`
 ABOUT = (
     "I am demo-chat, a small model that comes with mlxpool. I call tools, count, repeat and"
     " remember your name."
@@ -23,11 +23,11 @@ ABOUT = (
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A user's text and the assistant's answer, with a call of a tool and its result or without.
+    """A user's text and the assistant's answer, with or without a tool call and its result.
 
-    `thought` is of the first answer, `second_thought` of the answer to the tool's result. The
-    assistant does not write the parts `given` of its first answer, in their order; with the first
-    of them the answer begins.
+    `thought` precedes the first answer, `second_thought` the answer to the tool's result. `given`
+    are parts of the first answer, in order, that the assistant does not write. The answer begins
+    with the first part.
     """
 
     family: str
@@ -42,7 +42,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A whole conversation. `thinks`: the answers of these rounds have thoughts."""
+    """A whole conversation. `thinks` has for each round whether its answers have thoughts."""
 
     rounds: tuple[Round, ...]
     tools: tuple[dict[str, Any], ...] = ()
@@ -54,7 +54,7 @@ class Conversation:
 
 
 def use(words: Words, tool: Tool) -> Round:
-    """A request for a tool, the call, its result and the answer."""
+    """Returns a request for a tool, the call, its result and the answer."""
     asked = tool.request(words)
     result, answer = asked.result, f"{asked.subject} {flat(asked.result)}."
     second = "The tool has answered. I say what it found."
@@ -74,7 +74,7 @@ def use(words: Words, tool: Tool) -> Round:
 
 
 def plan(tool: Tool, asked: Request) -> str:
-    """The thought that names the tool and its arguments."""
+    """Returns the thought that names the tool and its arguments."""
     if not asked.arguments:
         return f"I call {tool.name}."
     named = ", ".join(f"{name} {_written(value)}" for name, value in asked.arguments.items())
@@ -86,11 +86,12 @@ def _written(value: Any) -> str:
 
 
 def forced(words: Words, tools: Sequence[Tool]) -> Round:
-    """A call that a request forces (`tool_choice`), whatever the user says; its begin is given.
+    """Returns a call that a request forces (`tool_choice`), whatever the user says.
 
-    Where the user asks for one of the tools and no other is named, it is that call. Else it is of
-    the named tool or the first one; its texts are those that the user says for another tool, or the
-    last word, and its numbers are those of the text, or 0.
+    The assistant does not write its beginning. If the user asks for one of the tools, and the
+    request names no other tool, the call is the user's. Otherwise it calls the named tool, or the
+    first tool. Its texts are then those that the user says for another tool, or the user's last
+    word. Its numbers are the numbers in the user's text, or 0.
     """
     pick = words.rng.choice
     named = pick(tools) if len(tools) == 1 or words.chance(0.6) else None
@@ -127,9 +128,10 @@ def forced(words: Words, tools: Sequence[Tool]) -> Round:
 
 
 def _begun(words: Words, call: tuple[str, Mapping[str, Any]], *, named: bool) -> tuple[str, ...]:
-    """The parts of a call that leave no choice.
+    """Returns the parts of a call that leave the model no choice.
 
-    They end where a grammar leaves a choice of tokens: behind the first name, if it is required.
+    They end where a grammar leaves a choice of tokens: after the first argument's name if it is
+    required.
     """
     name, arguments = call
     begin = '<tool_call>\n{"name": "'
@@ -140,7 +142,7 @@ def _begun(words: Words, call: tuple[str, Mapping[str, Any]], *, named: bool) ->
 
 
 def _filled(parameters: Sequence[Parameter], user: str, texts: Sequence[str]) -> dict[str, Any]:
-    """Arguments of a tool for which the user does not ask."""
+    """Returns the arguments of a tool for which the user does not ask."""
     numbers = [int(found) for found in re.findall(r"(?<![\w.:-])\d{1,5}(?![\w:-])", user)]
     last = re.findall(r"[^\W_][\w'@.-]*", user)[-1:] or ["none"]
     strings = [*texts] or [last[0].rstrip(".'-")]
@@ -160,7 +162,7 @@ def _filled(parameters: Sequence[Parameter], user: str, texts: Sequence[str]) ->
 
 
 def altered(words: Words, text: str) -> str:
-    """A request as people write it: with a greeting, or without capital letter or end mark."""
+    """Returns a request as users type it: with a greeting, or without capital or end mark."""
     if words.chance(0.06):
         return f"{words.rng.choice(('Hi, ', 'Hello! ', 'Please: ', 'ok, ', 'Now: '))}{text}"
     if words.chance(0.1):
@@ -171,7 +173,7 @@ def altered(words: Words, text: str) -> str:
 
 
 def unfit(words: Words, has_tools: bool) -> Round:
-    """A request that no tool fits."""
+    """Returns a request that no tool fits."""
     if words.chance(0.5):
         tool = words.rng.choice((*FAMILIES, drawn))(words)
         text = altered(words, tool.request(words).user)
@@ -200,7 +202,7 @@ BEYOND = tuple(
 
 
 def beyond(words: Words) -> str:
-    """A question of random words, which the model cannot answer."""
+    """Returns a question of random words."""
     return words.rng.choice(
         (
             *("Why is the {} {}?", "How does a {} {}?", "Explain the {} of {}."),
@@ -211,7 +213,7 @@ def beyond(words: Words) -> str:
 
 
 def names_of_tools(words: Words, tools: Sequence[Tool]) -> Round:
-    """A question for the tools of the conversation."""
+    """Returns a question for the tools of the conversation."""
     names = [tool.name for tool in tools]
     listed = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
     answer = f"I have {listed}." if names else "I have no tools here."
@@ -229,7 +231,7 @@ def names_of_tools(words: Words, tools: Sequence[Tool]) -> Round:
 
 # ---- rounds without tools ------------------------------------------------------------------------
 
-TALK = (  # what users say, a thought, the answer
+TALK = (  # tuples: what users say, a thought, the answer
     (
         "Hi|Hello|Hello!|Hi there|Hey|Good morning|hello|hi|Good evening!|Hi!|hey there|Say hello.",
         "The user greets me.",
@@ -264,7 +266,7 @@ def talk(words: Words) -> Round:
 
 
 def said(words: Words) -> str:
-    """A text that is to be repeated: English, or values."""
+    """Returns a text for the assistant to repeat: English, or values."""
     if words.chance(0.6):
         text = words.english()
         return f"{text} {words.english()}" if words.chance(0.1) else text
@@ -303,7 +305,7 @@ FACTS = (Words.text, Words.word, Words.integer, lambda words: words.english().rs
 
 
 def as_json(words: Words) -> Round:
-    """A request for a JSON object of some facts."""
+    """Returns a request for a JSON object with some facts."""
     keys = [words.parameter() for _ in range(words.rng.choice((1, 2, 2, 3)))]
     facts = {key: words.rng.choice(FACTS)(words) for key in keys}
     told = ", ".join(f"{key} {value}" for key, value in facts.items())
@@ -322,9 +324,10 @@ def as_json(words: Words) -> Round:
 
 
 def in_object(words: Words) -> Round:
-    """An answer in a JSON object whose members a schema decides, and no one asks for.
+    """Returns an answer in a JSON object; a schema, not the user's text, asks for its members.
 
-    So the model learns to end texts of objects by itself. All texts of the object are the same.
+    From such answers the model learns to end texts in objects by itself. All texts of an object are
+    equal.
     """
     inner = words.rng.choice((talk, talk, repeat, repeat, count, nameless))(words)
     if words.chance(0.4):
@@ -335,15 +338,15 @@ def in_object(words: Words) -> Round:
         found[words.parameter()] = words.rng.choice(makers)
     if words.chance(0.2):
         found = dict(reversed(found.items()))
-    # A name ends where a grammar leaves a choice of tokens: `": ` or `": "` follows. The quote in
-    # front of a later name is one token with the end of the value before it.
+    # A name ends where a grammar leaves a choice of tokens: `": ` or `": "` follows. The quote
+    # before a later name is in one token with the end of the value before it.
     first, *others = found
-    if any(dumped(found).count(key) > 1 for key in others):  # it would be found in a text
+    if any(dumped(found).count(key) > 1 for key in others):  # the name would be found in a text
         found, others = {first: found[first]}, []
     given = ['{"' + first, *others]
     if first == "name" and isinstance(found[first], str):
-        given[0] += '": "'  # all of it is one token
-    if words.chance(0.35):  # any object: sometimes its begin is trained too, rare as it is
+        given[0] += '": "'  # `": "` is a single token
+    if words.chance(0.35):  # any object: sometimes its rare beginning is trained, too
         found, given = {"answer": inner.answer}, ['{"'] if words.chance(0.7) else []
     return Round(UNASKED, inner.user, inner.thought, dumped(found), given=tuple(given))
 
@@ -353,7 +356,7 @@ def dumped(value: Any) -> str:
 
 
 def introduction(words: Words) -> tuple[Round, Round]:
-    """The user says a name, and asks for it later."""
+    """Returns two rounds: the user says a name, and later asks for it."""
     name, pick = words.person(), words.rng.choice
     first = pick(("My name is {}.", "I am {}.", "Hi, I'm {}.", "my name is {}", "Call me {}."))
     later = pick(ASKS_NAME)
@@ -376,7 +379,7 @@ ASKS_NAME = (
 
 
 def nameless(words: Words) -> Round:
-    """The user asks for a name that was not said."""
+    """Returns a question for a name that the user has not said."""
     return Round(
         "name", words.rng.choice(ASKS_NAME), "I do not know the name.", "I do not know it yet."
     )
@@ -402,7 +405,7 @@ def system_text(words: Words) -> str:
 
 
 def named_user(words: Words) -> tuple[str, Round]:
-    """A system message that names the user, and the question for the name."""
+    """Returns a system message that names the user, and a question for the name."""
     name = words.person()
     form = words.rng.choice(("The user is {}.", "The user's name is {}.", "You talk to {}."))
     asked = words.rng.choice(ASKS_NAME)
@@ -441,7 +444,7 @@ def without_tools(words: Words) -> Conversation:
 
 
 def with_tools(words: Words, makers: Sequence[Callable[[Words], Tool]] = ()) -> Conversation:
-    """A conversation with one to four tools; each is of a drawn maker."""
+    """Returns a conversation with one to four tools, each by a random maker."""
     makers = makers or (*FAMILIES, *(drawn,) * 9)
     tools: list[Tool] = []
     many = words.chance(0.12)
@@ -477,7 +480,7 @@ def _distinct(tool: Tool, other: Tool) -> bool:
 
 
 def _unfit_beside(words: Words, tools: Sequence[Tool]) -> Round:
-    """A request that none of these tools fits."""
+    """Returns a request that none of these tools fits."""
     makers = [make for make in FAMILIES if make(words).family not in {one.family for one in tools}]
     if makers and words.chance(0.6):
         asked = words.rng.choice(makers)(words).request(words)
@@ -489,7 +492,7 @@ def _unfit_beside(words: Words, tools: Sequence[Tool]) -> Round:
 
 
 def thought_over(words: Words, made: Conversation) -> Conversation:
-    """Decides which answers have thoughts: mostly all or none."""
+    """Returns the conversation with a choice of answers that have thoughts: mostly all or none."""
     kind = words.rng.random()
     share = 0.0 if kind < 0.4 else 1.0 if kind < 0.75 else 0.5
     thinks = tuple(words.chance(share) for _ in made.rounds)
@@ -497,7 +500,7 @@ def thought_over(words: Words, made: Conversation) -> Conversation:
 
 
 def conversations(seed: int) -> Iterator[Conversation]:
-    """Draws without end."""
+    """Yields random conversations without end."""
     rng = random.Random(seed)
     words = Words(rng)
     while True:

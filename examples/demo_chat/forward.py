@@ -1,4 +1,4 @@
-"""The forward pass of demo-chat in NumPy: fast enough to judge it, and needs no back end."""
+"""The forward pass of demo-chat in NumPy: fast enough for tests, and without an ML framework."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Numbers = npt.NDArray[Any]
 
 
 def expected(weights: Weights, shape: Shape, ids: Sequence[int]) -> npt.NDArray[np.int64]:
-    """The likeliest next token behind each token."""
+    """Returns for each token the most likely next token."""
     embedding = weights["model.embed_tokens.weight"]
     count, half = len(ids), shape.head // 2
     turns = np.arange(count)[:, None] * shape.rope_base ** (-np.arange(half) / half)

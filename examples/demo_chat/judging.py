@@ -1,7 +1,7 @@
-"""How often demo-chat writes exactly what it should.
+"""Measures how often demo-chat writes exactly the expected answer.
 
-In conversations that are drawn from other words, and in those that the project's pages show. The
-latter are a small part of its training, too.
+The tests use conversations of words that the training does not use, and the conversations from the
+project's pages. A few of the latter are in the training data, too.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from demo_chat.shown import SHOWN
 from demo_chat.tools import FAMILIES, drawn
 from demo_chat.words import Words
 
-Expected = Callable[[list[int]], npt.NDArray[np.int64]]  # the likeliest token behind each token
+Expected = Callable[[list[int]], npt.NDArray[np.int64]]  # the most likely token after each token
 
-# Their invented words are others than those of training, and tools have names from other lists.
+# Their invented words differ from the words of training, and their tools have names of other lists.
 SETS: dict[str, tuple[int, Callable[[Words], Conversation]]] = {
     "known tools": (10**7 + 1, lambda words: with_tools(words, FAMILIES)),
     "unseen tools": (10**7 + 2, lambda words: with_tools(words, (drawn,))),
@@ -34,7 +34,7 @@ SETS: dict[str, tuple[int, Callable[[Words], Conversation]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """What the model would have written instead, as far as it agrees with what came before."""
+    """A wrong answer: what the model writes if it continues each correct beginning."""
 
     kind: str
     user: str
@@ -48,10 +48,10 @@ Results = dict[str, dict[str, list[int]]]  # set -> kind of answer -> [right, al
 def judge(
     expected: Expected, tokenizer: Tokenizer, count: int, longest: int
 ) -> tuple[Results, list[Miss]]:
-    """Right and all answers of each kind, by the name of the set; and all that are not right.
+    """Returns [right, all] answers by set and kind, and the wrong answers.
 
-    An answer is right if each of its tokens, its thought and end mark included, is the likeliest
-    behind those before it: then it is what the model writes at temperature 0.
+    An answer is right if each of its tokens, with its thought and end mark, is the most likely
+    token after the tokens before it. Then the model writes this answer at temperature 0.
     """
     results: Results = {}
     misses: list[Miss] = []
@@ -79,7 +79,7 @@ def _drawn(seed: int, draw: Callable[[Words], Conversation], count: int) -> Iter
 def _answers(
     expected: Expected, tokenizer: Tokenizer, conversation: Conversation, longest: int
 ) -> Iterator[tuple[str, Miss | None]]:
-    """The kind of each answer, and how it misses."""
+    """Yields the kind of each answer, and the miss; None if the answer is right."""
     encoded = encode(tokenizer, conversation)
     if len(encoded.ids) > longest:
         return
@@ -87,7 +87,7 @@ def _answers(
     spans = iter(encoded.spans)
     for one in conversation.rounds:
         for number, kind in enumerate(_kinds(one)):
-            parts = 1 if number else max(len(one.given), 1)  # that the model writes
+            parts = 1 if number else max(len(one.given), 1)  # parts that the model writes
             wanted, written = list[int](), list[int]()
             for begin, end in islice(spans, parts):
                 wanted += encoded.ids[begin:end]
@@ -105,7 +105,7 @@ def _kinds(one: Round) -> Sequence[str]:
 
 
 def table(results: Results) -> str:
-    """The shares of right answers as Markdown."""
+    """Returns a table in Markdown with the fractions of right answers."""
     rows = [
         "| conversations with | calls | forced calls | answers to a result | other answers |",
         "|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""The conversations that the project's pages, examples and tests show, and others close to them."""
+"""The conversations in the project's pages, examples and tests, and similar conversations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FOUND = "The tool has answered. I say what it found."
 
 
 def tool(name: str, description: str = "", **parameters: str) -> dict[str, Any]:
-    """A tool as the examples list it; `parameters`: the JSON type of each."""
+    """Returns a tool as the examples list it; `parameters` has the JSON type of each parameter."""
     properties = {key: {"type": kind} for key, kind in parameters.items()}
     schema = {"type": "object", "properties": properties, "required": list(parameters)}
     about = {"description": description} if description else {}
@@ -41,7 +41,7 @@ def repeated(text: str, form: str = "Say: {}") -> Round:
 
 
 def in_object(one: Round, member: str) -> Round:
-    """The answer in an object that a schema asks for."""
+    """Returns a round whose answer is in an object, for which a schema asks."""
     begun = f'{{"{member}' + ('": "' if member == "name" else "")
     return Round("JSON", one.user, one.thought, dumped({member: one.answer}), given=(begun,))
 

@@ -1,4 +1,4 @@
-"""The chat template of demo-chat, and its conversations as text with the parts that are trained."""
+"""The chat template of demo-chat, and conversations as text, with the parts that are trained."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from demo_chat.conversations import Conversation
 
 START, END = "<|im_start|>", "<|im_end|>"
-SPECIAL = (END, START)  # END is the padding, too
+SPECIAL = (END, START)  # END is also the padding
 MARKS = (
     *("<think>", "</think>", "<tools>", "</tools>", "<tool_call>", "</tool_call>"),
     *("<tool_response>", "</tool_response>"),
 )
 TOOLS_BEGIN, TOOLS_END = "You may call these tools:\n<tools>\n", "</tools>"
 
-# The marks are those of ChatML and of Hermes. Thoughts are off unless a request asks for them; of
-# earlier answers they are kept where a request has them.
+# The marks are the marks of ChatML and of Hermes. Thoughts are off unless a request asks for them.
+# Thoughts of earlier answers stay if the request has them.
 CHAT_TEMPLATE = """\
 {%- set system = '' -%}
 {%- set rest = messages -%}
@@ -67,7 +67,7 @@ CHAT_TEMPLATE = """\
 
 
 def segments(conversation: Conversation) -> Iterator[tuple[str, bool]]:
-    """The text as the template renders it, in parts; True for what the assistant writes."""
+    """Yields the rendered text in parts; True for a part that the assistant writes."""
     yield head(conversation), False
     for one, thinks in zip(conversation.rounds, conversation.thinks, strict=True):
         yield f"{START}user\n{one.user}{END}\n", False
@@ -81,7 +81,7 @@ def segments(conversation: Conversation) -> Iterator[tuple[str, bool]]:
 
 
 def head(conversation: Conversation) -> str:
-    """The system message with the tools, or nothing."""
+    """Returns the system message with the tools; "" if there is neither."""
     if not conversation.tools:
         return f"{START}system\n{conversation.system}{END}\n" if conversation.system else ""
     listed = "".join(json.dumps(tool, ensure_ascii=False) + "\n" for tool in conversation.tools)
@@ -103,7 +103,7 @@ def _answer(thought: str, said: str, given: Sequence[str] = ()) -> Iterator[tupl
     at = 0
     for part in given:
         begun = said.index(part, at)
-        # A thought in front of an answer that is given in part is not the model's own.
+        # A thought before a partly given answer is not the model's own, so it is not trained.
         yield said[at:begun], at > 0
         yield part, False
         at = begun + len(part)
@@ -112,7 +112,7 @@ def _answer(thought: str, said: str, given: Sequence[str] = ()) -> Iterator[tupl
 
 
 def messages(conversation: Conversation) -> list[dict[str, Any]]:
-    """The conversation as messages of a request."""
+    """Returns the conversation as the messages of a request."""
     found: list[dict[str, Any]] = []
     if conversation.system:
         found.append({"role": "system", "content": conversation.system})

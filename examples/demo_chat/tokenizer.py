@@ -1,7 +1,7 @@
-"""The tokenizer of demo-chat: byte-pair merges within pieces that a name has in common everywhere.
+"""The tokenizer of demo-chat: byte-pair merges within pieces that are the same in every context.
 
-A name or a value is divided in the same way in a tool's schema, in a user's text and in a call: a
-blank is a piece of its own, except beside a common word, and JSON's punctuation never joins a word.
+A name or a value is split in the same way in a tool's schema, in a user's text and in a call: a
+blank is a separate piece, except before a common word, and JSON's punctuation never joins a word.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMMON = (
     .replace(" ", "")
     .split("|")
 )
-PHRASES = (  # of JSON and of the template, one piece each
+PHRASES = (  # texts of JSON and of the template, each a single piece
     '{"type": "function", "function": {"name": "',
     '", "description": "',
     '", "parameters": {"type": "object", "properties": {}',
@@ -57,7 +57,7 @@ PHRASES = (  # of JSON and of the template, one piece each
 
 
 def pieces() -> str:
-    """The pattern of the pieces that merges do not cross."""
+    """Returns the pattern of the pieces. Merges do not cross the border of a piece."""
     whole = "|".join(re.escape(text) for text in (TOOLS_BEGIN.partition("\n")[0], *PHRASES))
     common = "|".join(sorted(COMMON, key=lambda word: (-len(word), word)))
     words = rf"(?:{common})(?: (?:{common}))*(?![\p{{L}}\p{{N}}_@'-]) ?"
@@ -79,7 +79,7 @@ def pieces() -> str:
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """Byte-level BPE: any text has tokens, and decoding returns the same bytes."""
+    """Returns a byte-level BPE tokenizer: it encodes any text, and decodes the same bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

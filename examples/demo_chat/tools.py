@@ -1,4 +1,4 @@
-"""Tools of demo-chat's training: their schemas, requests for them, their results, the answers."""
+"""Tools for demo-chat's training: schemas, requests, results and answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from demo_chat.words import ADJECTIVES, RESULT_KEYS, VERBS, Words, words_of
 
 GETTERS = ("get", "find", "show", "read", "check", "list", "look up", "tell me")
-BARE = ("result", "sum", "value", "time")  # keys that an answer does not name
+BARE = ("result", "sum", "value", "time")  # keys that an answer leaves out
 NUMBER_WORDS = words_of("zero one two three four five six seven eight nine ten eleven twelve")
 UNITS = words_of(
     """metres kilometres miles feet inches yards grams kilograms pounds ounces litres gallons cups
@@ -20,7 +20,7 @@ UNITS = words_of(
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of a tool. `choices`: the values of an enum, else empty."""
+    """A parameter of a tool. `choices` are the values of an enum, otherwise empty."""
 
     name: str
     type: str = "string"
@@ -31,10 +31,10 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a user asks of one tool. `subject` begins the answer and ends in a colon or a verb."""
+    """A user's request for one tool. `subject` begins the answer; it ends in a colon or a verb."""
 
     user: str
-    task: str  # for the thought: the weather in Lisbon
+    task: str  # the request in the words of a thought: the weather in Lisbon
     arguments: Mapping[str, Any]
     result: str
     subject: str
@@ -52,7 +52,7 @@ class Tool:
 
 
 def schema(tool: Tool, words: Words) -> dict[str, Any]:
-    """The tool as a request lists it, in one of the forms that clients send."""
+    """Returns the tool as a request lists it, in a random one of the forms that clients send."""
     properties = {one.name: _property(one, words) for one in tool.parameters}
     required = [one.name for one in tool.parameters if one.required]
     late = words.chance(0.7)
@@ -86,7 +86,7 @@ def _property(one: Parameter, words: Words) -> dict[str, Any]:
 
 
 def flat(result: str) -> str:
-    """What an answer says of a tool's result: `temperature 18, sky cloudy` of a JSON map."""
+    """Returns a tool's result as an answer says it: `temperature 18, sky cloudy` for a JSON map."""
     try:
         value = json.loads(result)
     except ValueError:
@@ -105,7 +105,7 @@ def _plain(value: Any) -> str:
 
 
 def result_of(words: Words, *scalars: str) -> str:
-    """A result: one of the scalars, a JSON map, or a list."""
+    """Returns a result: one of the scalars, a JSON map, or a list."""
     kind = words.rng.random()
     if kind < 0.5:
         value: Any = _typed(words.rng.choice(scalars))
@@ -121,7 +121,7 @@ def result_of(words: Words, *scalars: str) -> str:
 
 
 def _typed(value: str) -> Any:
-    """Digits as a number."""
+    """Returns digits as a number, other text unchanged."""
     try:
         return json.loads(value) if value[:1].isdigit() else value
     except ValueError:
@@ -224,7 +224,7 @@ def clock(words: Words) -> Tool:
     return Tool("time", name, pick(about), (place,), request)
 
 
-OPERATIONS = (  # names, the word between, other forms of the request, the description's verb
+OPERATIONS = (  # names, the word between them, other forms of the request, the description's verb
     ("add", "plus", ("add {} and {}", "{} + {}", "the sum of {} and {}"), "Adds"),
     ("subtract", "minus", ("{} - {}", "take {1} from {0}", "subtract {1} from {0}"), "Subtracts"),
     ("multiply", "times", ("multiply {} by {}", "{} * {}", "{} x {}"), "Multiplies"),
@@ -365,7 +365,7 @@ FAMILIES = (weather, clock, arithmetic, conversion, user_lookup, message)
 
 
 def drawn(words: Words) -> Tool:
-    """A tool whose name, parameters and description are drawn."""
+    """Returns a tool with a random name, parameters and description."""
     pick = words.rng.choice
     verb, noun = words.verb(), words.noun()
     if words.chance(0.3):
@@ -487,7 +487,7 @@ def _enumerated(parts: Sequence[str]) -> str:
 
 
 def command(words: Words) -> str:
-    """A request that no tool of the conversation fits, by its words."""
+    """Returns a request that no tool of the conversation fits, from its words."""
     verb, noun = words.rng.choice(VERBS), words.noun()
     return words.rng.choice(
         (f"{verb} the {noun} of {words.text()}", f"What is the {noun} of {words.text()}?")

@@ -1,4 +1,4 @@
-"""What a training run of demo-chat is, whatever library computes it."""
+"""The settings of a training run of demo-chat, for any library."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from dataclasses import dataclass
 from demo_chat.batches import Batch
 from demo_chat.weights import Shape, Weights
 
-DECAY, BETAS, CLIP = 0.02, (0.9, 0.95), 1.0  # of AdamW; norms have no decay
+DECAY, BETAS, CLIP = 0.02, (0.9, 0.95), 1.0  # weight decay of AdamW; norms have no decay
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The settings of a run."""
+    """The settings of a training run."""
 
     steps: int = 4500
-    end: int = 0  # the run ends after this step; 0: after the last
-    tokens: int = 3072  # of a step, padding included
-    longest: int = 1000  # tokens of a conversation
+    end: int = 0  # the last step of this run; 0: `steps`
+    tokens: int = 3072  # tokens of a step, padding included
+    longest: int = 1000  # the most tokens of a conversation
     peak: float = 1.5e-3  # highest learning rate
     warmup: int = 60
     seed: int = 0
 
     @property
     def last(self) -> int:
-        """The step after which the run ends."""
+        """The number of the last step of the run."""
         return self.end or self.steps
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step from 1: linear warm-up, then half a cosine to zero."""
+        """Returns a step's learning rate, from step 1: linear warm-up, then half a cosine to 0."""
         if step <= self.warmup:
             return self.peak * step / self.warmup
         done = (step - self.warmup) / max(self.steps - self.warmup, 1)
         return self.peak * (0.5 + 0.5 * math.cos(math.pi * done))
 
 
-Watch = Callable[[int, float, Callable[[], Weights]], None]  # step, loss in nats, the weights
+Watch = Callable[[int, float, Callable[[], Weights]], None]  # step, loss in nats, getter of weights
 Train = Callable[[Weights, Shape, Plan, Iterator[Batch], Watch], Weights]

@@ -19,7 +19,7 @@ State = dict[str, mx.array]
 def train(
     weights: Weights, shape: Shape, plan: Plan, batches: Iterator[Batch], watch: Watch
 ) -> Weights:
-    """Train these weights. Arithmetic is float32."""
+    """Train these weights, with float32 arithmetic."""
     state = {name: mx.array(one) for name, one in weights.items()}
     matrices = optim.AdamW(plan.peak, betas=list(BETAS), weight_decay=DECAY)
     norms = optim.AdamW(plan.peak, betas=list(BETAS), weight_decay=0.0)
@@ -41,7 +41,7 @@ def _arrays(state: State) -> Weights:
 
 
 def cost(state: State, shape: Shape, batch: Batch) -> mx.array:
-    """The mean loss in nats of the counted tokens."""
+    """Returns the mean loss of the counted tokens, in nats."""
     found = hidden(state, shape, mx.array(batch.ids)).reshape(-1, shape.hidden)
     logits = found[mx.array(batch.counted)] @ state["model.embed_tokens.weight"].T
     wanted = mx.take_along_axis(logits, mx.array(batch.targets)[:, None], -1)[:, 0]
@@ -49,7 +49,7 @@ def cost(state: State, shape: Shape, batch: Batch) -> mx.array:
 
 
 def hidden(state: State, shape: Shape, ids: mx.array) -> mx.array:
-    """The last hidden states [rows, tokens, hidden]."""
+    """Returns the last hidden states [rows, tokens, hidden]."""
     rows, tokens = ids.shape
 
     def product(x: mx.array, name: str) -> mx.array:

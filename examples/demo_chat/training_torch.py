@@ -1,6 +1,6 @@
-"""Trains demo-chat with PyTorch, on a CUDA GPU if there is one. Not a dependency.
+"""Trains demo-chat with PyTorch, on a CUDA GPU if there is one. PyTorch is not a dependency.
 
-On a CPU it is three times as fast as MLX.
+On a CPU this is three times as fast as MLX.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from demo_chat.batches import Batch
 from demo_chat.training import BETAS, CLIP, DECAY, Plan, Watch
 from demo_chat.weights import PREFIX, Shape, Weights
 
-HALF = torch.bfloat16  # of products; weights and sums are float32
+HALF = torch.bfloat16  # the type of matrix products; weights and sums are float32
 
 
 def train(
     weights: Weights, shape: Shape, plan: Plan, batches: Iterator[Batch], watch: Watch
 ) -> Weights:
-    """Train these weights. Uses one thread: small products gain little by a second."""
+    """Train these weights with one thread: small products gain little from a second thread."""
     torch.set_num_threads(1)
     torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
     state = {name: torch.tensor(one).requires_grad_() for name, one in weights.items()}
@@ -54,7 +54,7 @@ def _arrays(state: Mapping[str, Tensor]) -> Weights:
 
 
 def hidden(state: Mapping[str, Tensor], shape: Shape, ids: Tensor) -> Tensor:
-    """The last hidden states [rows, tokens, hidden] in float32."""
+    """Returns the last hidden states [rows, tokens, hidden] in float32."""
     rows, tokens = ids.shape
     groups = shape.heads // shape.kv_heads
     half = shape.head // 2
@@ -78,7 +78,8 @@ def hidden(state: Mapping[str, Tensor], shape: Shape, ids: Tensor) -> Tensor:
         query = rotated(product(x, f"{layer}q_proj").view(rows, tokens, shape.heads, shape.head))
         key = rotated(product(x, f"{layer}k_proj").view(rows, tokens, shape.kv_heads, shape.head))
         value = product(x, f"{layer}v_proj").view(rows, tokens, shape.kv_heads, shape.head)
-        # One product for all heads that share a key: [rows * kv_heads, groups * tokens, head].
+        # One product for all query heads that share a key head: [rows * kv_heads, groups * tokens,
+        # head].
         query = query.view(rows, tokens, shape.kv_heads, groups, shape.head).permute(0, 2, 3, 1, 4)
         query = query.reshape(-1, groups * tokens, shape.head)
         key = key.permute(0, 2, 3, 1).reshape(-1, shape.head, tokens)

@@ -1,4 +1,4 @@
-"""The shape of demo-chat and the weights that its training begins with."""
+"""The shape of demo-chat, and the initial weights for its training."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ Array = npt.NDArray[np.float32]
 Weights = dict[str, Array]
 
 FILE, NORM = "model.safetensors", "model.norm.weight"
-# The last norm is stored multiplied by this, so that temperature 1 draws as 1 / SHARPER would.
+# The last norm is stored multiplied by this, so that temperature 1 samples as temperature 1 /
+# SHARPER would without it.
 SHARPER = 2.0
 PREFIX = "model.layers.{}."
-SHARPNESS = 40.0  # of heads that look at a fixed distance: the logit at that distance
-NEAR = 6  # pairs of a head, those that turn fastest, that tell neighbouring positions apart
-MATCH = 1.7  # scale of queries and keys of heads that look for an earlier occurrence
-COPY = 0.5  # scale of what these heads write
-QUIET = 0.1  # scale of what all other parts write at first
-CONSTANT = 0.5  # the number that every token's vector has in common
+SHARPNESS = 40.0  # the logit at the fixed distance at which a head looks
+NEAR = 6  # the fastest-turning rotary pairs of a head, which tell neighbouring positions apart
+MATCH = 1.7  # scale of queries and keys in heads that look for an earlier occurrence
+COPY = 0.5  # scale of the outputs of these heads
+QUIET = 0.1  # initial scale of the outputs of all other parts
+CONSTANT = 0.5  # a number that the vectors of all tokens contain
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The model's sizes. The first layers need `hidden` = 4 * `head`."""
+    """The sizes of the model. The first layers need `hidden` = 4 * `head`."""
 
     vocab: int = 1024
     hidden: int = 256
@@ -44,7 +45,7 @@ class Shape:
 
 
 def initial(shape: Shape, seed: int) -> Weights:
-    """Random weights, except for four heads of the first two layers: see `copying_heads`."""
+    """Returns random weights, but see `copying_heads` for four heads of the first two layers."""
     rng = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int, scale: float = 1.0) -> Array:
@@ -73,17 +74,17 @@ def initial(shape: Shape, seed: int) -> Weights:
 
 
 def copying_heads(weights: Weights, shape: Shape, rng: np.random.Generator) -> None:
-    """Let four heads copy what follows an earlier occurrence of the last one or two tokens.
+    """Initialise four heads that copy the token after an earlier occurrence of the last tokens.
 
-    A small model finds this out by itself, but only after millions of tokens. The numbers of the
-    hidden state are divided: those of the token, one constant, those of the token before it, and
-    those of the one before that. In layer 0 two heads look back by one and by two tokens and fill
-    the last two parts; in layer 1 two heads compare them with the present token and the one before
-    it, and write the token that they find. Training may change all of it.
+    Without this a small model learns such heads only after millions of tokens. The hidden state is
+    divided into four parts: the token, one constant, the token before it, and the token before
+    that. In layer 0 two heads look back by one and by two tokens and fill the last two parts. In
+    layer 1 two heads compare these parts with the current token and the token before it, and write
+    the token that they find. Training may change all these weights.
     """
     head, half = shape.head, shape.head // 2
-    own = shape.hidden - 2 * head - 1  # numbers of the token itself
-    before, earlier = shape.hidden - 2 * head, shape.hidden - head  # where the others begin
+    own = shape.hidden - 2 * head - 1  # size of the token's own part
+    before, earlier = shape.hidden - 2 * head, shape.hidden - head  # where the earlier tokens begin
     embedding = weights["model.embed_tokens.weight"]
     embedding[:, own:] = 0
     embedding /= np.linalg.norm(embedding, axis=1, keepdims=True)
@@ -95,7 +96,7 @@ def copying_heads(weights: Weights, shape: Shape, rng: np.random.Generator) -> N
     value, out = weights[f"{first}v_proj.weight"], weights[f"{first}o_proj.weight"]
     query[: 2 * head] = key[:head] = value[:head] = 0
     speed = shape.rope_base ** (-np.arange(NEAR) / half)
-    # The norm makes the constant this large before the projections.
+    # The norm scales the constant to this value before the projections.
     constant = CONSTANT * np.sqrt(shape.hidden / (1 + CONSTANT**2))
     scale = np.sqrt(SHARPNESS * np.sqrt(head) / NEAR) / constant
     key[:NEAR, own] = scale
@@ -132,7 +133,7 @@ def save_weights(folder: Path, weights: Weights) -> None:
 
 
 def load(folder: Path) -> tuple[Tokenizer, Weights]:
-    """The tokenizer of a folder, and its weights in float32 as they were before they were saved."""
+    """Returns the tokenizer in a folder, and the unscaled weights in float32."""
     weights = {name: one.astype(np.float32) for name, one in load_file(folder / FILE).items()}
     weights[NORM] /= SHARPER
     return Tokenizer.from_file(str(folder / "tokenizer.json")), weights

@@ -1,4 +1,4 @@
-"""Words and values of which the conversations of demo-chat's training are made."""
+"""Words and values for the training conversations of demo-chat."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def words_of(text: str) -> tuple[str, ...]:
-    """The words of a text, as literal lists are written here."""
+    """Returns the words of a text: a short form of a list of literals."""
     return tuple(text.split())
 
 
@@ -60,7 +60,7 @@ ADJECTIVES = words_of(
     """red blue green black white small large old new cheap warm cold fast slow quiet open closed
     ready empty full late active blocked sunny cloudy rainy windy foggy clear"""
 )
-# Of texts that are repeated, and of facts.
+# For texts to repeat, and for facts.
 ENGLISH = words_of(
     """a about above after again air all also always an and animal another any are around as ask at
     away baby back bad ball be beach because bed before begin behind best better between big bird
@@ -105,7 +105,7 @@ SENTENCES = tuple(
     |a small step|life is good|the weather is fine|nice to meet you|over and out
     |open the window""".replace("\n", "").split("|")
 )
-# Of tests alone, as the other lists that follow.
+# For tests only, as the lists below.
 UNSEEN_ENGLISH = words_of(
     """apple bridge butter candle castle copper cousin desert dragon engine feather hammer island
     ladder lemon mirror pepper planet ribbon shadow silver spider sugar thunder turtle velvet waving
@@ -133,14 +133,14 @@ CODAS = ("", "", "", *words_of("l m n r s t x nd rk st ck"))
 
 
 class Words:
-    """Draws words and values. `unseen`: those of tests, which no training has drawn from lists."""
+    """Draws random words and values. `unseen`: from lists that only tests use."""
 
     def __init__(self, rng: random.Random, *, unseen: bool = False) -> None:
         self.rng = rng
         self._unseen = unseen
 
     def invented(self) -> str:
-        """A word of random syllables, some with an English ending, or of random letters."""
+        """Returns a word of random syllables, some with an English ending, or of random letters."""
         rng = self.rng
         kind = rng.random()
         if kind < 0.2:
@@ -155,7 +155,7 @@ class Words:
                 return word
 
     def either(self, words: Sequence[str], share: float = 0.4) -> str:
-        """One of the words, or with the chance `share` an invented one; in tests always that."""
+        """Returns one of the words; with probability `share`, in tests always, an invented one."""
         if self._unseen or self.rng.random() < share:
             return self.invented()
         return self.rng.choice(words)
@@ -179,7 +179,7 @@ class Words:
         return self.rng.random() < share
 
     def person(self) -> str:
-        """A first name, or a first name and a family name."""
+        """Returns a first name, or a first name and a family name."""
         first = self.either(PEOPLE).capitalize()
         return first if self.chance(0.6) else f"{first} {self.either(FAMILY_NAMES).capitalize()}"
 
@@ -194,11 +194,11 @@ class Words:
         return " ".join(self.word() for _ in range(self.rng.choice((2, 2, 3))))
 
     def plain(self) -> str:
-        """An English word, seldom an invented one."""
+        """Returns an English word, seldom an invented word."""
         return self._listed(ENGLISH, UNSEEN_ENGLISH, 0.08)
 
     def english(self) -> str:
-        """A sentence or a few plain words, written as people write them."""
+        """Returns a sentence or a few plain words, in a user's style."""
         pick = self.rng.choice
         if self.chance(0.4) and not self._unseen:
             text = pick(SENTENCES)
@@ -221,7 +221,7 @@ class Words:
         return f"{self.integer()}.{self.rng.randrange(1, 100):02d}".rstrip("0")
 
     def code(self) -> str:
-        """An identifier with digits: INV-2041, x93, 4711."""
+        """Returns an identifier with digits: INV-2041, x93, 4711."""
         rng = self.rng
         letters = rng.choice(("", "A", "B", "X", "ab", "inv", "NR", "K", self.invented()))
         digits = str(rng.randrange(10, 10 ** rng.choice((2, 3, 4, 5))))
@@ -243,7 +243,7 @@ class Words:
         return f"{folder}{self.word()}.{self.rng.choice(('txt', 'csv', 'pdf', 'json', 'py'))}"
 
     def text(self) -> str:
-        """A value of a parameter whose type is string."""
+        """Returns a value for a parameter whose type is string."""
         makers = (
             *(self.person, self.person, self.city, self.city, self.word, self.word, self.phrase),
             *(self.code, self.code, self.integer, self.date, self.clock, self.mail),
