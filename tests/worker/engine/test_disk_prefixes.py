@@ -29,6 +29,7 @@ from mlxpool.worker import versions  # noqa: E402
 from mlxpool.worker.engine import disk_prefixes, disk_saves  # noqa: E402
 from mlxpool.worker.engine.disk_prefixes import DiskPrefixes  # noqa: E402
 from mlxpool.worker.engine.model_engine import ModelEngine  # noqa: E402
+from mlxpool.worker.prefix.tree_cache import TreeCache  # noqa: E402
 from mlxpool.worker.prefix_disk import pacing  # noqa: E402
 from mlxpool.worker.prefix_disk.folder import DiskSettings  # noqa: E402
 from mlxpool.worker.prefix_disk.index import FolderIndex  # noqa: E402
@@ -110,6 +111,11 @@ def closed(engine: ModelEngine) -> None:
 def disk_of(engine: ModelEngine) -> DiskPrefixes:
     assert engine.disk is not None
     return engine.disk
+
+
+def tree_of(engine: ModelEngine) -> TreeCache[Any, Any, Any]:
+    assert isinstance(engine.prefix, TreeCache)
+    return engine.prefix
 
 
 def reopened(model: LoadedModel, path: Path, **settings: Any) -> ModelEngine:
@@ -283,7 +289,7 @@ def test_records_that_leave_the_memory_are_saved_while_sequences_run(
     for prompt in prompts:
         ask(engine, sequence(prompt))
         for _ in range(30):
-            until(lambda: disk._tier.writes.pending == 0, "it is written")
+            until(lambda: disk.tier.writes.pending == 0, "it is written")
             disk.turn(time.monotonic(), busy=True)
     assert engine.prefix.evictions > 0
     seq = sequence(prompts[0])
@@ -315,7 +321,7 @@ def test_a_restored_prefix_takes_no_blocks_that_rows_were_given(
     other.admit(row)
     seq = sequence(prompt)
     fetch(other, seq)
-    assert 0 < disk_of(other)._cache.probe(prompt)[0] < len(prompt) - 1
+    assert 0 < tree_of(other).probe(prompt)[0] < len(prompt) - 1
     assert other.blocks.available >= 0
     read(other, row)
     assert row.submitted >= len(row.prompt) - 1
@@ -367,7 +373,7 @@ def test_a_disk_that_does_not_answer_is_given_up(
         asked.set()
         may_end.wait()
 
-    monkeypatch.setattr(disk._tier.reader, "_read_chosen", stuck)
+    monkeypatch.setattr(disk.tier.reader, "_read_chosen", stuck)
     seq, began = sequence(prompt), time.monotonic()
     disk.begin(seq, began)
     assert asked.wait(PATIENCE) and seq.restoring
@@ -395,19 +401,29 @@ def test_a_disk_that_serves_others_is_not_given_up(
     saved(model, tmp_path, *prompts)
     other = reopened(model, tmp_path)
     disk = disk_of(other)
-    disk._tier.reader.room.limit = 1  # a record at a time
+    disk.tier.reader.room.limit = 1  # a record at a time
     first, second = map(sequence, prompts)
     began = time.monotonic() - 2 * disk_prefixes.READ_LIMIT
     disk.begin(first, began)
     disk.begin(second, began)
-    until(lambda: disk._tier.reader._awaits_room, "the disk waits for the compute thread")
+    reader = disk.tier.reader
+
+    def waits() -> bool:
+        """Returns whether the reader waits: its last progress is then the current time."""
+        now = time.monotonic()
+        return reader.last_progress >= now
+
+    until(waits, "the disk waits for the compute thread")
 
     def ready() -> bool:
         disk.turn(time.monotonic(), busy=True)
         return not first.restoring and not second.restoring
 
     until(ready, "both are read")
-    assert [disk._restores[seq].got for seq in (first, second)] == [SIZE - 1, SIZE - 1]
+    for seq in (first, second):
+        before = disk.counters.tokens
+        disk.leave(seq)
+        assert disk.counters.tokens - before == SIZE - 1
     other.close()
 
 
@@ -459,14 +475,15 @@ def test_saving_that_fails_costs_a_record_and_pauses(
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(disk._store, "stored", fail)
+    monkeypatch.setattr(engine.inspect().layout.store, "stored", fail)
     disk.save_all(time.monotonic() + 600)  # ends at once
     assert disk.counters.dropped == 1 and disk.counters.written_bytes == 0
     monkeypatch.undo()
     disk.save_all(time.monotonic() + 600)
     assert disk.counters.dropped == 1 and disk.counters.written_bytes == 0
-    disk._saves_paused_until = 0.0
-    disk.save_all(time.monotonic() + 60)
+    later = disk_prefixes.SAVE_PAUSE + 1
+    monkeypatch.setattr(disk_prefixes, "monotonic", lambda: time.monotonic() + later)
+    disk.save_all(time.monotonic() + later + 60)
     assert disk.counters.written_bytes > 0
     engine.close()
 
@@ -499,7 +516,7 @@ def test_what_is_saved_is_not_looked_at_again(loaded: Any, tmp_path: Path) -> No
     disk = disk_of(engine)
     ask(engine, sequence(prompt_of(SIZE)))
     until(lambda: not disk.save_some() and not disk.may_save, "all is given away")
-    until(lambda: disk._tier.writes.pending == 0, "all is written")
+    until(lambda: disk.tier.writes.pending == 0, "all is written")
     assert disk.counters.written_bytes > 0
     written = disk.counters.written_bytes
     assert len(list(tmp_path.rglob("*.seg"))) == 1
@@ -538,7 +555,7 @@ def test_a_part_that_saves_little_is_not_written(loaded: Any, tmp_path: Path) ->
     ask(engine, sequence(prompt_of(512 + disk_saves.MIN_PART - STEPS - 1)))
     closed(engine)
     other = opened(loaded("full"), tmp_path)
-    until(lambda: len(disk_of(other)._tier.index.records) == 2, "two blocks are found")
+    until(lambda: len(disk_of(other).tier.index.records) == 2, "two blocks are found")
     other.close()
 
 
@@ -554,7 +571,7 @@ def test_a_step_of_saving_is_bounded(
     engine = opened(model, tmp_path)
     for prompt in prompts:
         ask(engine, sequence(prompt))
-    disk, tree = disk_of(engine), disk_of(engine)._cache.tree
+    disk, tree = disk_of(engine), tree_of(engine).tree
     walk = tree.walk
     nodes = hashed = 0
 
@@ -576,7 +593,7 @@ def test_a_step_of_saving_is_bounded(
         before = nodes, hashed
         disk.save_some()
         most = [max(most[0], nodes - before[0]), max(most[1], hashed - before[1])]
-        until(lambda: disk._tier.writes.pending == 0, "it is written")
+        until(lambda: disk.tier.writes.pending == 0, "it is written")
     assert most == [3, 2] and nodes > 6 and hashed >= 5 * len(prompts)
     engine.close()
     other = reopened(model, tmp_path)

@@ -45,7 +45,7 @@ class Others:
         self, handle: bytes, answers: Sequence[int] = (1, 1), identity: bytes = IDENTITY
     ) -> None:
         """`answers`: those of rank 1 behind that on NVLink; it agrees to what is asked later."""
-        self._handle, self._answers, self._identity = handle, [1, *answers], identity
+        self._handle, self.answers, self._identity = handle, [1, *answers], identity
         self.told: list[bytes | int] = []
         self.memory: FakePeerMemory | None = None  # of rank 0
         self.held: list[tuple[int, int]] = []  # buffers that it had and mapped at each question
@@ -60,7 +60,7 @@ class Others:
         self.told.append(number)
         if self.memory is not None:
             self.held.append((len(self.memory.allocated), len(self.memory.opened)))
-        return min(number, self._answers.pop(0) if self._answers else 1)
+        return min(number, self.answers.pop(0) if self.answers else 1)
 
 
 def right(sums: PeerSums) -> bool:
@@ -95,7 +95,7 @@ def test_lines_are_written_where_nvlink_connects_all(
     other: bytes, own: bool, told_there: int, there: bytes, lines: bool
 ) -> None:
     others, memory = Others(other, identity=there), FakePeerMemory(nvlink=own)
-    others._answers[0] = told_there
+    others.answers[0] = told_there
     assert connect(others, lambda: memory, shape_of, right).shape.lines == lines
     assert others.told[1] == int(own and there != NO_IDENTITY)
 
@@ -201,6 +201,11 @@ def test_a_rank_that_does_not_come_to_the_trial_is_named(
 # ---- the driver ----------------------------------------------------------------------------------
 
 
+def value_at(reference: Any, kind: type[Any]) -> Any:
+    """Returns the number to which an argument of a call refers."""
+    return ctypes.cast(reference, ctypes.POINTER(kind)).contents
+
+
 class Driver:
     """Stands for libcuda and NVML: notes its calls; the one named `fails` returns an error."""
 
@@ -215,19 +220,21 @@ class Driver:
         def call(*arguments: Any) -> int:
             self.calls.append(name)
             if name == "cuGetErrorName":
-                arguments[1]._obj.value = b"CUDA_ERROR_PEER_ACCESS_UNSUPPORTED"
+                value_at(
+                    arguments[1], ctypes.c_char_p
+                ).value = b"CUDA_ERROR_PEER_ACCESS_UNSUPPORTED"
                 return 0
             if name in ("cuMemAlloc_v2", "cuIpcOpenMemHandle_v2"):
-                arguments[0]._obj.value = 4096
+                value_at(arguments[0], ctypes.c_uint64).value = 4096
             if name == "cuDeviceGetUuid_v2":
-                ctypes.memset(arguments[0]._obj, 5, IDENTITY_BYTES)
+                ctypes.memset(arguments[0], 5, IDENTITY_BYTES)
             if name == "nvmlDeviceGetHandleByUUID":
                 self.named.append(arguments[0].decode())
             if name == "nvmlDeviceGetP2PStatus":
                 assert arguments[2] == 2, "NVLink"
-                arguments[3]._obj.value = self.status
+                value_at(arguments[3], ctypes.c_int).value = self.status
             if name == "cuIpcGetMemHandle":
-                ctypes.memset(arguments[0]._obj.bytes, 7, HANDLE_BYTES)
+                ctypes.memset(arguments[0], 7, HANDLE_BYTES)
             if name == "cuIpcOpenMemHandle_v2":
                 assert bytes(arguments[1].bytes) == b"\7" * HANDLE_BYTES
             return int(name == self.fails)

@@ -98,7 +98,7 @@ def test_a_paged_row_returns_what_a_row_cache_returns(kernels: bool) -> None:
             one.trim(to)
         append((row, other), some(9))
     row.release()
-    assert store._pool.free == BLOCKS
+    assert store.free_blocks == BLOCKS
 
 
 def test_a_row_copies_a_shared_block_before_it_writes(kernels: bool) -> None:
@@ -109,12 +109,12 @@ def test_a_row_copies_a_shared_block_before_it_writes(kernels: bool) -> None:
     kept = store.keep(row, 0, KV_BLOCK_TOKENS + 100)
     twin = store.new_row()
     store.fill(twin, [(kept, KV_BLOCK_TOKENS + 100)], None, KV_BLOCK_TOKENS + 100, 0)
-    assert store._pool.free == BLOCKS - 2
+    assert store.free_blocks == BLOCKS - 2
     append((row, first), some(3))
     append((twin, second), some(3))
-    assert store._pool.free == BLOCKS - 4  # each has a copy of the partly filled one
+    assert store.free_blocks == BLOCKS - 4  # each has a copy of the partly filled one
     store.free(kept)
-    assert store._pool.free == BLOCKS - 3
+    assert store.free_blocks == BLOCKS - 3
 
 
 def test_a_block_from_the_disk_equals_the_one_that_was_stored(kernels: bool) -> None:
@@ -128,14 +128,14 @@ def test_a_block_from_the_disk_equals_the_one_that_was_stored(kernels: bool) -> 
         arrays = host_arrays(store.stored([Part(run, 0, at, end)]))
         pieces.append((other.restored(record_from(arrays, at, end - at), at, end), end - at))
         at = end
-    assert other.nbytes == 2 * other.block_bytes and other._pool.free == BLOCKS - 2
+    assert other.nbytes == 2 * other.block_bytes and other.free_blocks == BLOCKS - 2
     back = other.new_row()
     other.fill(back, pieces, None, size, size)
     append((back, same), some(3))
     other.release(back)
     for piece, _ in pieces:
         other.free(piece)
-    assert other._pool.free == BLOCKS
+    assert other.free_blocks == BLOCKS
 
 
 def test_a_full_pool_raises_and_the_row_is_unchanged(kernels: bool) -> None:
@@ -149,9 +149,10 @@ def test_a_full_pool_raises_and_the_row_is_unchanged(kernels: bool) -> None:
 
 def test_a_pool_keeps_all_tokens_of_window_layers() -> None:
     shape = RowShape((KeyValueSpec(2, 8, 4, window=40), KeyValueSpec(1, 16, 16)), mx.float32, 3000)
-    store = PagedStore(KVPool(shape, BLOCKS, in_place=False))
+    pool = KVPool(shape, BLOCKS, in_place=False)
+    store = PagedStore(pool)
     assert store.block_bytes == KV_BLOCK_TOKENS * 4 * (2 * 12 + 32)
-    assert store._memory.nbytes == BLOCKS * store.block_bytes
+    assert pool.nbytes == BLOCKS * store.block_bytes
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -252,14 +253,14 @@ def test_admissions_releases_hits_and_evictions_change_no_token(
     engine, slow = engine_of(loaded, "pool", blocks=36), engine_of(loaded, "rows", "off")
     layout = engine.inspect().layout
     assert isinstance(layout, PagedLayout)
-    pool = layout.store._pool
+    store = layout.store
     steps = ScheduledSteps(engine)
     done = drawn = mixed = 0
     longest, last = (300, 20) if kernels and not ON_GPU else (700, 60)
     assert layout.pool.in_place == kernels
     most = 10_000 if ON_GPU else 60 if kernels else 150  # the simulator is slow
     while drawn < most:
-        while pool.free < 5 * (4 - len(steps.live)) + 3 and engine.inspect().memory.shrink(
+        while store.free_blocks < 5 * (4 - len(steps.live)) + 3 and engine.inspect().memory.shrink(
             4
         ):  # as the compute thread does
             pass
@@ -280,4 +281,4 @@ def test_admissions_releases_hits_and_evictions_change_no_token(
     for seq in list(steps.live):
         steps.leave(seq)
     engine.inspect().memory.shrink(1000)
-    assert pool.free == 36
+    assert store.free_blocks == 36

@@ -60,9 +60,9 @@ class _Restore(Struct, eq=False):
 class DiskPrefixes:
     """Moves prefixes between an engine's tree and its disk tier; used by the compute thread.
 
-    `bound`: sets the budget of the cache to the bytes that running rows leave. `claim`: returns
-    True if this many bytes are free besides the memory that rows use or reserve; it evicts prefixes
-    if necessary.
+    `tier`: the reader and the writer of the records on the disk. `bound`: sets the budget of the
+    cache to the bytes that rows leave. `claim`: returns True if this many bytes are free besides
+    those that rows have or were promised; it evicts prefixes if necessary.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class DiskPrefixes:
         bound: Callable[[], None],
         claim: Callable[[int], bool],
     ) -> None:
-        self._tier, self._cache, self._store, self._bound = tier, cache, store, bound
+        self.tier, self._cache, self._store, self._bound = tier, cache, store, bound
         self._claim = claim
         self._saves = DiskSaves(tier, cache, store)
         self._restores: dict[Sequence, _Restore] = {}
@@ -84,7 +84,7 @@ class DiskPrefixes:
     @property
     def counters(self) -> TierCounters:
         """The counters of the tier since the start."""
-        return self._tier.counters
+        return self.tier.counters
 
     # ---- sequences that wait ---------------------------------------------------------------------
 
@@ -104,14 +104,14 @@ class DiskPrefixes:
         scope = seq.owner if self._cache.by_owner else ""
         root = root_key(scope)
         first = block_key(root, packed(seq.token_range(0, BLOCK_TOKENS)))
-        if self._tier.reader.looked and not self._tier.index.has(Kind.TOKENS, first):
+        if self.tier.reader.looked and not self.tier.index.has(Kind.TOKENS, first):
             return
         tokens = tuple(seq.tokens)
         matched, restorable = self._cache.probe(tokens, seq.media, most, seq.owner)
         if most - restorable < BLOCK_TOKENS // 2 or self._is_read(first, seq):
             return
         wanted = Wanted(root, tokens, most, matched, restorable, self._cache.whole)
-        self._restores[seq] = _Restore(seq, tokens, self._tier.reader.begin(wanted), first, now)
+        self._restores[seq] = _Restore(seq, tokens, self.tier.reader.begin(wanted), first, now)
         seq.restoring = True
 
     def _is_read(self, first: bytes | None, seq: Sequence) -> bool:
@@ -134,8 +134,8 @@ class DiskPrefixes:
         While sequences run (`busy`), it adds one record for each waiting sequence, so that copies
         do not delay a step. It saves records only while sequences run.
         """
-        self._tier.state.busy = busy
-        self._tier.writes.free()
+        self.tier.state.busy = busy
+        self.tier.writes.free()
         for restore in list(self._restores.values()):
             if restore.sequence.restoring:
                 self._take(restore, now, all_of_it=not busy)
@@ -185,7 +185,7 @@ class DiskPrefixes:
                 break
         if reading.finished:
             self._end(restore)
-        elif now - max(restore.since, self._tier.reader.last_progress) > READ_LIMIT:
+        elif now - max(restore.since, self.tier.reader.last_progress) > READ_LIMIT:
             self._paused_until = now + READ_PAUSE
             self._end(restore)
 
@@ -234,8 +234,8 @@ class DiskPrefixes:
 
         Returns False if saving has just failed, or if the thread can sleep until the tier wakes it.
         """
-        self._tier.state.busy = False
-        self._tier.writes.free()
+        self.tier.state.busy = False
+        self.tier.writes.free()
         return self._save(leaving=False)
 
     def _save(self, *, leaving: bool) -> bool:
@@ -257,13 +257,13 @@ class DiskPrefixes:
         while monotonic() < until:
             if not self.save_some():
                 paused = monotonic() < self._saves_paused_until
-                if not self._tier.writes.pending and (paused or not self._saves.may_have):
+                if not self.tier.writes.pending and (paused or not self._saves.may_have):
                     break
                 time.sleep(SAVE_INTERVAL)
 
     def close(self) -> None:
         """Ends the tier's threads."""
-        self._tier.close()
+        self.tier.close()
 
 
 def room_of(limit: int) -> int:
