@@ -180,9 +180,7 @@ def test_a_snapshot_is_restored_at_its_own_length_only() -> None:
     for kind in (StateCache(0), WindowCache(0, 4)):
         cache = cache_of((kind,))
         serve(cache, (kind,), ([*range(10)], [], 10, 0))
-        found = [
-            cache._restorable(cache.tree.match(tuple(range(15)), limit))[0] for limit in (5, 15)
-        ]
+        found = [cache.probe(tuple(range(16)), most=limit)[1] for limit in (5, 15)]
         assert found == [0, 10]
 
 

@@ -103,7 +103,7 @@ def test_auto_has_the_best_of_what_is_there(
     for made, names in cases:
         found: Any = make_drafter("auto", made, monotonic)
         several = isinstance(found, BestDrafter)
-        every = found._drafters if several else [found]
+        every = found.drafters if several else [found]
         assert [one.name for one in every] == names
         assert found.name == ("auto" if several else "ngram")
 

@@ -107,7 +107,8 @@ class Run:
     def __init__(self, engine: SeeingEngine, speculator: Speculator | None = None) -> None:
         self.engine = engine
         self.generations = Generations(engine)
-        self.steps = Steps(engine, self.generations, Progress(lambda: None), speculator)
+        self.progress = Progress(lambda: None)
+        self.steps = Steps(engine, self.generations, self.progress, speculator)
         self.ids: dict[bytes, list[int]] = {}
         self.ends: dict[bytes, str] = {}
 
@@ -365,7 +366,7 @@ def test_the_step_in_flight_is_awaited_again_behind_an_image(damaged: bytes) -> 
     engine = AheadEngine()
     engine.damaged = damaged
     run = Run(engine)
-    engine.progress = run.steps._progress
+    engine.progress = run.progress
     run.add(3, name=b"decodes", ids=40)
     for _ in range(5):
         run.step()

@@ -48,9 +48,9 @@ class Gate:
         self._made = 0
         self._true = Constraint.mask
         gate = self
-        monkeypatch.setattr(Constraint, "mask", lambda constraint: gate._mask(constraint))
+        monkeypatch.setattr(Constraint, "mask", lambda constraint: gate.mask(constraint))
 
-    def _mask(self, constraint: Constraint) -> Words:
+    def mask(self, constraint: Constraint) -> Words:
         if constraint is self.held:
             self._made += 1
             if self._made == self._number:

@@ -117,7 +117,7 @@ def test_a_file_with_other_fields_is_logged_and_measured(
     engine, _ = warmed(loaded)
     kept = warm_up.kept_measurement(engine)
     assert kept is not None
-    kept._file.write(content)
+    kept.file.write(content)
     with caplog.at_level(logging.WARNING):
         assert warmed(loaded)[1] == 2
     assert "not used" in caplog.text

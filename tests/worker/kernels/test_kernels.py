@@ -539,11 +539,11 @@ def test_the_kernels_of_columns_do_not_change_draws() -> None:
         for works in (True, False):
             patch.setattr(row_columns, "works", lambda works=works: works)
             drawn = sampler.sample_batch(logits, batch, (), histories, pending, [1, 0, 1, 0])
-            nothing = sampler._counts(batch, [()] * 4, None, (), size)
-            found.append([sampler._counts(batch, histories, pending, [1, 0, 1, 0], size), nothing])
-            found[-1] += [
-                sampler._processed_logits(logits, batch, histories, pending, [1, 0, 1, 0])
-            ]
+            nothing = sampler.window_counts(batch, [()] * 4, None, (), size)
+            found.append(
+                [sampler.window_counts(batch, histories, pending, [1, 0, 1, 0], size), nothing]
+            )
+            found[-1] += [sampler.processed_logits(logits, batch, histories, pending, [1, 0, 1, 0])]
             found[-1] += drawn.arrays()
     with_them, without = found
     assert len(with_them) == 8

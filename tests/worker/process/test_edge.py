@@ -233,15 +233,15 @@ def test_the_intake_uses_the_time_after_a_while_without_requests(
     key = id_of(1), 1
     try:
         for now in (100.0, 110.0):
-            edge._rest(now)
+            edge.rest(now)
         edge.handle_mail(Loaded(3))
         edge.intake.tasks[key] = Task(key, key)
         for now in (110.0, 111.0, 120.0):
-            edge._rest(now)
+            edge.rest(now)
         edge.intake.tasks.clear()
         assert not rests
         for now in (121.0, 120.0 + REST_TIME - 0.1, 120.0 + REST_TIME):
-            edge._rest(now)
+            edge.rest(now)
         assert rests == [120.0 + REST_TIME]
     finally:
         edge.link.close()

@@ -155,7 +155,7 @@ def test_a_broken_file_is_logged_and_the_tokenizer_read(
 ) -> None:
     folder = inspect(write_checkpoint(tmp_path / "model"))
     first = text_of(folder)
-    KeptFile(kept_text.KIND, kept_text._key(folder)).write(b"\x93")
+    KeptFile(kept_text.KIND, kept_text.key_of(folder)).write(b"\x93")
     with caplog.at_level(logging.WARNING):
         assert text_of(folder) == first
     assert "not used" in caplog.text and len(reads) == 2

@@ -107,12 +107,12 @@ class Scene:
         self.clock = Clock()
         self.drafter = SureDrafter(self.clock, chance, follow)
         self.rows = [sequence() for _ in range(rows)]
-        self.speculator = Speculator(self.drafter, self._predict, self.clock, ahead=ahead)
+        self.speculator = Speculator(self.drafter, self.predict, self.clock, ahead=ahead)
         self.cost, self.scan = cost, scan
         self.line = 1e-6  # predicted seconds of an input of a step
         self.depths: list[int] = []  # number of drafts of each step
 
-    def _predict(self, load: Load) -> float:
+    def predict(self, load: Load) -> float:
         return STEP + self.line * load.lines
 
     def run(self, steps: int) -> list[int]:
@@ -155,7 +155,7 @@ def test_the_logits_of_all_drafts_have_a_bound() -> None:
     assert max_drafts_of_step(152_000) * 152_000 * 4 <= 128 * 2**20 < 221 * 152_000 * 4
     assert max_drafts_of_step(10**9) == 1
     scene = Scene(4, 0.95)
-    scene.speculator = Speculator(scene.drafter, scene._predict, scene.clock, most_drafts=7)
+    scene.speculator = Speculator(scene.drafter, scene.predict, scene.clock, most_drafts=7)
     assert max(scene.run(200)) == 7
 
 

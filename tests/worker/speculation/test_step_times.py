@@ -71,7 +71,8 @@ def test_costs_of_numbers_of_drafts_are_learned_and_lie_between_those_measured()
             for drafts, seconds in ((0, STEP), (4, 0.013), (8, 0.021)):
                 times.observe(4, drafts, seconds)
                 times.settle()
-                times._left = 0
+                while not times.settled:
+                    times.observe(4, 0, STEP, measured=False)
         assert times.known_drafts(4) == 8
         expected = [0.0115, 0.013, 0.017, 0.021, further]
         assert found(times, 4, 2, 4, 6, 8, 12) == pytest.approx(expected)

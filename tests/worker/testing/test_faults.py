@@ -87,7 +87,7 @@ class Strike:
 
 
 def test_every_fault_has_an_action_or_concerns_frames() -> None:
-    assert {*faults._ACTIONS, *FRAME_FAULTS, DEVICE, ""} == set(FAULTS)
+    assert {*faults.ACTIONS, *FRAME_FAULTS, DEVICE, ""} == set(FAULTS)
 
 
 @pytest.mark.parametrize(

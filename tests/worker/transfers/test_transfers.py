@@ -12,7 +12,7 @@ import pytest
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
 from mlxpool.worker.transfers import downloads  # noqa: E402
-from mlxpool.worker.transfers.downloads import Downloads  # noqa: E402
+from mlxpool.worker.transfers.downloads import Download, Downloads  # noqa: E402
 from mlxpool.worker.transfers.shared_array import SETS, SharedArray  # noqa: E402
 from mlxpool.worker.transfers.uploads import (  # noqa: E402
     SharedTable,
@@ -107,14 +107,14 @@ def test_what_was_read_stays_when_the_memory_is_used_again() -> None:
 
 @pytest.mark.usefixtures("machine")
 def test_numbers_are_there_when_the_device_has_written_them() -> None:
-    owner = Downloads(8)
+    owner, memories = Downloads(), [SharedArray(1000) for _ in range(SETS)]
     for number in range(2 * SETS):
-        tokens = mx.full((3,), number, dtype=mx.int32)
-        download = owner.begin([tokens, tokens + 1])
+        tokens, into = mx.full((3,), number, dtype=mx.int32), memories[number % SETS]
+        download = Download(owner, into, [tokens, tokens + 1])
         mx.eval(download.done)
-        download._into.numbers[1] = downloads.NOT_THERE
+        into.numbers[1] = downloads.NOT_THERE
         assert download.arrived() is None, "one of them is on its way"
-        download._into.numbers[1] = number
+        into.numbers[1] = number
         found = download.arrived()
         assert found is not None and found.tolist() == [number] * 3
         assert [one.tolist() for one in download.read()] == [[number] * 3, [number + 1] * 3]

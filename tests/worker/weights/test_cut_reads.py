@@ -13,7 +13,7 @@ mx = pytest.importorskip("mlx.core", reason="MLX has no back end here", exc_type
 
 from mlxpool.common.errors import ModelLoadFailed  # noqa: E402
 from mlxpool.worker.weights import cut_reads  # noqa: E402
-from mlxpool.worker.weights.cut_reads import CutReads  # noqa: E402
+from mlxpool.worker.weights.cut_reads import CutReads, TensorPlaces  # noqa: E402
 from mlxpool.worker.weights.cuts import Cut  # noqa: E402
 
 
@@ -65,17 +65,17 @@ def test_a_tensor_that_has_changed_is_not_read(file: Path) -> None:
 
 
 def test_a_file_that_ends_early_is_named(file: Path) -> None:
-    reads = CutReads(file)
+    reads, places, names = CutReads(file), TensorPlaces(file), mx.load(str(file))
     file.write_bytes(file.read_bytes()[:-100])
-    last = max(reads._places._header, key=lambda name: _end(reads, name))
-    place = reads._places.find(last)
+    last = max(names, key=lambda name: _end(places, name))
+    place = places.find(last)
     assert place is not None
     with pytest.raises(ModelLoadFailed, match=r"safetensors cannot be read: it ends at byte"):
         reads.read(last, place.shape, Cut(0, 0, place.shape[0]))
 
 
-def _end(reads: CutReads, name: str) -> int:
-    place = reads._places.find(name)
+def _end(places: TensorPlaces, name: str) -> int:
+    place = places.find(name)
     return 0 if place is None else place.end
 
 

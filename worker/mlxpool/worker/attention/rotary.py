@@ -46,7 +46,7 @@ class RotaryEmbedding:
     def __call__(self, x: mx.array, rope: Rope) -> mx.array:
         """Returns x [T, H, D] rotated; dimensions from `rope.dims` on stay unchanged."""
         fused = self._fused and rope.dims >= MIN_KERNEL_DIMS and self._positions.ndim == 1
-        return self._by_kernel(x, rope) if fused else self._by_table(x, rope)
+        return self.by_kernel(x, rope) if fused else self.by_table(x, rope)
 
     def turns(self, rope: Rope) -> RopeTables:
         """Returns the tables of cosines and sines for a kernel that also rotates."""
@@ -56,7 +56,8 @@ class RotaryEmbedding:
         cosines, sines = self._table(rope)
         return RopeTables(cosines, sines, rope.traditional)
 
-    def _by_kernel(self, x: mx.array, rope: Rope) -> mx.array:
+    def by_kernel(self, x: mx.array, rope: Rope) -> mx.array:
+        """Returns x [T, H, D] rotated by MLX's kernel."""
         freqs = None if rope.freqs is None else mx.array(rope.freqs)
         if rope.gain != 1.0:
             gain = mx.where(mx.arange(x.shape[-1]) < rope.dims, rope.gain, 1.0)
@@ -73,7 +74,8 @@ class RotaryEmbedding:
         )
         return rotated.squeeze(0).swapaxes(0, 1) if together else rotated[:, :, 0, :]
 
-    def _by_table(self, x: mx.array, rope: Rope) -> mx.array:
+    def by_table(self, x: mx.array, rope: Rope) -> mx.array:
+        """Returns x [T, H, D] rotated by operations with tables of cosines and sines."""
         turned = x[..., : rope.dims]
         if rope.traditional:
             cos, sin = self._table(rope)

@@ -33,22 +33,22 @@ class Measurement(Struct, frozen=True):
 
 
 class KeptMeasurement:
-    """The measurement of an engine in a file; `engine` is the engine's part of the key."""
+    """The measurement of an engine in `file`; `engine` is the engine's part of the key."""
 
     def __init__(self, engine: Key) -> None:
-        self._file = KeptFile(KIND, {"machine": machine(), "engine": engine})
+        self.file = KeptFile(KIND, {"machine": machine(), "engine": engine})
 
     def find(self) -> Measurement | None:
         """Returns the measurement of an earlier load; None: none is valid for this load."""
-        content = self._file.read()
+        content = self.file.read()
         if content is None:
             return None
         try:
             return msgspec.json.decode(content, type=Measurement)
         except msgspec.DecodeError as error:
-            self._file.refuse(str(error))
+            self.file.refuse(str(error))
             return None
 
     def keep(self, measurement: Measurement) -> None:
         """Keeps a measurement for later loads."""
-        self._file.write(msgspec.json.encode(measurement))
+        self.file.write(msgspec.json.encode(measurement))

@@ -189,13 +189,13 @@ class Edge:
         if self.config.dials:
             self._check_link()
         self._leave_if_unusable(now)
-        self._rest(now)
+        self.rest(now)
         if self.link.epoch and self.heartbeat.is_due(now):
             self.link.send(self._beat(now))
         self.link.flush()
 
-    def _rest(self, now: float) -> None:
-        """Calls the intake's `rest` after some time without requests."""
+    def rest(self, now: float) -> None:
+        """Lets the intake use the time without requests. `now`: monotonic seconds."""
         if self.intake.tasks or not self._serves:
             self._busy_at = now
         elif now - self._busy_at >= REST_TIME:

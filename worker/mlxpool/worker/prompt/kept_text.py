@@ -39,8 +39,8 @@ def text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource, tuple[str, ...
 
     Raises ModelLoadFailed like ChatTokenizer.from_folder.
     """
-    file = KeptFile(KIND, _key(folder))
-    # The digest omits templates that are not regular files; `_read` refuses these.
+    file = KeptFile(KIND, key_of(folder))
+    # The digest leaves out templates that are not regular files; `_read` refuses them.
     known = all(template.is_file() for template in named_files(folder.files))
     kept = _decoded(file) if known else None
     if kept is None:
@@ -54,7 +54,8 @@ def text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource, tuple[str, ...
     return TokenTable(kept.pieces, source.max_bytes_per_token), source, kept.notes
 
 
-def _key(folder: ModelFolder) -> dict[str, Any]:
+def key_of(folder: ModelFolder) -> dict[str, Any]:
+    """Returns the key of a model's kept text: all facts that decide its content."""
     older = folder.files / OLDER_IDS
     ids = hashlib.sha256(read_file(older)).hexdigest() if is_present(older) else ""
     return {

@@ -73,8 +73,8 @@ def sample_batch(
     if kernel.supports(logits.shape[-1], logits.dtype):
         return _by_kernel(logits, batch, positions, histories, pending, awaited, masks)
     raw = logits.astype(mx.float32)
-    adjusted = _processed_logits(raw, batch, histories, pending, awaited)
-    if masks is not None:  # NaN stays, to mark a damaged row
+    adjusted = processed_logits(raw, batch, histories, pending, awaited)
+    if masks is not None:  # NaN stays, so that the row is known to be damaged
         allowed = masks.bits(logits.shape[-1])
         adjusted = mx.where(allowed | mx.isnan(adjusted), adjusted, _NEG_INF)
     tokens = mx.argmax(adjusted, axis=-1).astype(mx.int32)
@@ -94,7 +94,7 @@ def _by_kernel(
     masks: TokenMasks | None,
 ) -> SamplerOutput:
     """As `sample_batch`, by our kernel: equal but for the last digits of sums and exponentials."""
-    adjusted = _processed_logits(logits, batch, histories, pending, awaited)
+    adjusted = processed_logits(logits, batch, histories, pending, awaited)
     places = batch.zero_positions
     if batch.any_random:
         places = batch.upload(np.array(positions, dtype=np.int32))
@@ -103,7 +103,7 @@ def _by_kernel(
     return _with_logprobs(logits.astype(mx.float32), tokens, batch)
 
 
-def _processed_logits(
+def processed_logits(
     logits: mx.array,
     batch: SamplingBatch,
     histories: Sequence[Sequence[int]],
@@ -131,13 +131,13 @@ def _penalised(
     pending: mx.array | None,
     awaited: Sequence[int],
 ) -> mx.array:
-    counts = _counts(batch, histories, pending, awaited, logits.shape[-1])
+    counts = window_counts(batch, histories, pending, awaited, logits.shape[-1])
     repeated = mx.where(logits < 0, logits * batch.repeat, logits / batch.repeat)
     seen = counts > 0
     return mx.where(seen, repeated - batch.presence, logits) - batch.frequency * counts
 
 
-def _counts(
+def window_counts(
     batch: SamplingBatch,
     histories: Sequence[Sequence[int]],
     pending: mx.array | None,

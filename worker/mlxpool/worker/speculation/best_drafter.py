@@ -24,17 +24,17 @@ class BestDrafter:
     name = AUTO
 
     def __init__(self, drafters: Many[Drafter]) -> None:
-        self._drafters = tuple(drafters)
-        self._ready: dict[Sequence, list[int]] = {}  # indices of the drafters that can draft
-        self._chosen: dict[Sequence, int] = {}  # index of the chosen drafter
-        self._counts = [0] * len(drafters)  # number of sequences that use each drafter
-        self._failures = [0] * len(drafters)  # consecutive failures of each drafter
+        self.drafters = tuple(drafters)  # in the order of preference
+        self._ready: dict[Sequence, list[int]] = {}  # numbers of the drafters that can draft
+        self._chosen: dict[Sequence, int] = {}  # number of the chosen drafter
+        self._counts = [0] * len(drafters)  # number of sequences that chose each drafter
+        self._failures = [0] * len(drafters)  # failures of each drafter since its newest drafts
 
     def follow(self, seq: Sequence) -> bool:
         """See Drafter. A drafter that lags in a long prompt, or fails, does not hinder others."""
         ready = [
             number
-            for number, drafter in enumerate(self._drafters)
+            for number, drafter in enumerate(self.drafters)
             if self._failures[number] < MAX_FAILURES and drafter.follow(seq)
         ]
         self._ready[seq] = ready
@@ -45,7 +45,7 @@ class BestDrafter:
         best: tuple[float, ...] = ()
         self._forget_choice(seq)
         for number in self._ready.get(seq, ()):
-            chances = self._drafters[number].chances(seq, most)
+            chances = self.drafters[number].chances(seq, most)
             if expected_right(chances[:COMPARED]) > expected_right(best[:COMPARED]):
                 best, self._chosen[seq] = chances, number
         if best:
@@ -58,20 +58,20 @@ class BestDrafter:
             self._counts[number] -= 1
 
     def seconds(self, rows: int, depth: int) -> float:
-        """See Drafter. Adds the times of all drafters, each for the rows that use it."""
-        pairs = zip(self._drafters, self._counts, strict=True)
+        """See Drafter. Adds the times of all drafters, each for the rows that chose it."""
+        pairs = zip(self.drafters, self._counts, strict=True)
         return sum(drafter.seconds(min(rows, count), depth) for drafter, count in pairs if count)
 
     def reading_seconds(self, seq: Sequence, depth: int) -> float:
         """See Drafter."""
         if seq not in self._chosen:
             return 0.0
-        return self._drafters[self._chosen[seq]].reading_seconds(seq, depth)
+        return self.drafters[self._chosen[seq]].reading_seconds(seq, depth)
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
         """See Drafter."""
         drafts: dict[Sequence, tuple[int, ...]] = {}
-        for number, drafter in enumerate(self._drafters):
+        for number, drafter in enumerate(self.drafters):
             own = {seq: depth for seq, depth in depths.items() if self._chosen[seq] == number}
             if not own:
                 continue
@@ -82,21 +82,21 @@ class BestDrafter:
 
     def sharper_chances(self, seq: Sequence) -> tuple[float, ...]:
         """See Drafter."""
-        return self._drafters[self._chosen[seq]].sharper_chances(seq)
+        return self.drafters[self._chosen[seq]].sharper_chances(seq)
 
     def reset(self) -> None:
         """See Drafter. Keeps the counts of failures."""
         self._ready.clear()
         self._chosen.clear()
-        self._counts = [0] * len(self._drafters)
-        for drafter in self._drafters:
+        self._counts = [0] * len(self.drafters)
+        for drafter in self.drafters:
             drafter.reset()
 
     def forget(self, seq: Sequence) -> None:
         """See Drafter."""
         self._ready.pop(seq, None)
         self._forget_choice(seq)
-        for drafter in self._drafters:
+        for drafter in self.drafters:
             drafter.forget(seq)
 
 

@@ -87,7 +87,7 @@ class Faults:
         if self.name == DEVICE:
             self.device_lost = True
         elif self.name not in FRAME_FAULTS:
-            _ACTIONS[self.name]()
+            ACTIONS[self.name]()
 
     def require_device(self) -> None:
         """Raises DeviceGone if the device is lost. Called before each computation."""
@@ -133,7 +133,8 @@ def _leak() -> None:
         time.sleep(LEAK_INTERVAL)
 
 
-_ACTIONS: dict[str, Callable[[], object]] = {
+# The action of each fault, by its name. Faults of frames and of the device have none.
+ACTIONS: dict[str, Callable[[], object]] = {
     "raise": _raise,
     "kill": lambda: _signal(signal.SIGKILL),
     "stop": lambda: _signal(signal.SIGSTOP),
