@@ -6,12 +6,11 @@ import pytest
 from msgspec.structs import replace
 
 from mlxpool.client import Client
-from mlxpool.client.connection import Connection
 from mlxpool.common.errors import BrokerLost
 from mlxpool.common.transport.handshake import HOPELESS_FAILURES
 from support import kinds
 from support.fake_broker import NO_RESEND_PACE, PATIENCE, FakeBroker, fake_broker
-from support.pool import reconnects, until
+from support.pool import connection_of, reconnects, until
 from support.relay import Relay
 
 
@@ -62,9 +61,7 @@ def test_a_broker_that_starts_behind_a_proxy_is_waited_for() -> None:
 
 def failures(client: Client) -> int:
     """Returns the number of handshakes of a client that have failed in a row."""
-    connection = client._connection
-    assert isinstance(connection, Connection)
-    return connection._dealer.handshake.failures
+    return connection_of(client)._dealer.handshake.failures
 
 
 def test_a_proxy_without_a_broker_is_told_as_such() -> None:

@@ -16,12 +16,12 @@ import pytest
 from msgspec.structs import replace
 
 from mlxpool.client import AsyncClient, ChatTokens, Client
-from mlxpool.client.connection import Connection
 from mlxpool.common.errors import BadRequest, BrokerLost, DuplicateId, QueueFull, UnknownModel
 from mlxpool.common.protocol import deltas, frames
 from mlxpool.common.protocol.token_ids import pack_ids
 from support import kinds
 from support.fake_broker import NEVER, NO_RESEND_PACE, PATIENCE, FakeBroker
+from support.pool import connection_of
 
 
 @pytest.fixture
@@ -142,9 +142,8 @@ def test_a_call_given_up_long_ago_does_not_end_the_next_one(broker: FakeBroker) 
         async with broker.async_client() as client:
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(client.models(), 0.1)
-            connection = client._connection
-            assert isinstance(connection, Connection)
-            while connection._waiting():  # until its thread has forgotten the call
+            connection = connection_of(client)
+            while connection.waits():  # until its thread has forgotten the call
                 await asyncio.sleep(0.001)
             timer = connection.timer  # as if the forgotten call were long ago
             timer._waiting_since = timer._connected_at = -2.0 * PATIENCE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,6 @@ import pytest
 from msgspec.structs import replace
 
 from mlxpool.client import Client, Stream
-from mlxpool.client.connection import Connection
 from mlxpool.common.errors import BrokerLost, DuplicateId, TooLarge
 from mlxpool.common.protocol import resume
 from mlxpool.common.protocol.frames import Message
@@ -22,6 +22,7 @@ from mlxpool.common.protocol.token_ids import pack_ids
 from mlxpool.common.trace import VARIABLE
 from support import kinds
 from support.fake_broker import FACTS, NEVER, NO_RESEND_PACE, PATIENCE, FakeBroker
+from support.pool import connection_of, until
 
 Lose = Callable[[FakeBroker, Stream], None]
 
@@ -212,10 +213,8 @@ def test_a_broker_that_starts_late_does_not_get_ended_requests(broker: FakeBroke
         with broker.client(connect_timeout=0.1) as client:
             with pytest.raises(BrokerLost, match="no broker answers at ipc://"):
                 client.generate("m", "a")
-            connection = client._connection
-            assert isinstance(connection, Connection)
             # The next request waits for the broker, also if it is slow.
-            connection.timer.pace = replace(NO_RESEND_PACE, connect_grace=PATIENCE)
+            connection_of(client).timer.pace = replace(NO_RESEND_PACE, connect_grace=PATIENCE)
             stream = client.stream("m", "b")
             assert late.open().accept() == stream.id
             late.done(stream.id, 0)
@@ -247,8 +246,14 @@ def test_a_cancel_is_sent_on_the_new_connection_and_the_stream_is_not(
 
 def settled(stream: Stream) -> Stream:
     """Wait for the end of a stream whose reader has left."""
-    while stream._queue.get(timeout=PATIENCE) is not None:
-        pass
+
+    def ended() -> bool:
+        with contextlib.suppress(RuntimeError):  # before the end
+            _ = stream.result
+            return True
+        return False
+
+    until(ended, "the stream has ended")
     return stream
 
 

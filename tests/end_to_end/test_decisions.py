@@ -11,10 +11,9 @@ import httpx
 import pytest
 
 from mlxpool.client import Client, Decision
-from mlxpool.client.connection import Connection
 from mlxpool.common.errors import BadRequest, ContextExceeded, DeadlineExceeded, UnknownModel
 from support.openapi_answers import faults
-from support.pool import Pool, until
+from support.pool import Pool, connection_of, until
 
 CONFIG = """
 [models.demo]
@@ -127,9 +126,7 @@ def test_a_deadline_and_a_cancelled_task_end_a_call(pool: Pool, client: Client) 
     async def cancelled() -> None:
         async with pool.async_client() as many:
             task = asyncio.create_task(many.decide_all("demo", TEXT * 4, MANY))
-            connection = many._connection
-            assert isinstance(connection, Connection)
-            while not connection._waiting():  # until the call is sent
+            while not connection_of(many).waits():  # until the call is sent
                 await asyncio.sleep(0.001)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):

@@ -64,14 +64,14 @@ def test_a_key_that_is_taken_away_ends_its_requests(pool: Pool, tmp_path: Path) 
             httpx.post, f"{running.url}/v1/completions", json=whole, timeout=PATIENCE,
             headers={"authorization": f"Bearer {gone}"},
         )  # fmt: skip
-        until(lambda: len(running.gateway.access._running) == 6, "all are admitted")
+        until(lambda: running.gateway.drain.running == 6, "all are admitted")
         keys.write_text(f"stays {stays}\nanother {KEY}\n")
         running.gateway.reload_keys()
         for stream in ended:
             assert "the key of this request was taken away" in "".join(stream)
         answer = silent.result(PATIENCE)
         assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
-        until(lambda: len(running.gateway.access._running) == 1, "they have ended")
+        until(lambda: running.gateway.drain.running == 1, "they have ended")
         for _ in range(5):
             next(other)
         assert not running.gateway.access._revoked

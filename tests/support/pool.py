@@ -33,11 +33,16 @@ PATIENCE = 200.0
 QUESTIONS = frozenset({"batches", "job", "jobs", "models", "notices", "ps", "requests", "stats"})
 
 
-def reconnects(client: Client) -> int:
-    """Returns how often a client has replaced its connection since it last heard the broker."""
+def connection_of(client: Client | AsyncClient) -> Connection:
+    """Returns the connection of a client that speaks for itself, not for an owner."""
     connection = client._connection
     assert isinstance(connection, Connection)
-    return connection.timer.reconnects
+    return connection
+
+
+def reconnects(client: Client) -> int:
+    """Returns how often a client has replaced its connection since it last heard the broker."""
+    return connection_of(client).timer.reconnects
 
 
 def until(check: Callable[[], Any], what: str, patience: float = PATIENCE) -> Any:

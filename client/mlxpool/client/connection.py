@@ -252,8 +252,8 @@ class Connection:
             self._history.close()
 
     def _turn(self) -> None:
-        """Wait, read all messages, then do the due work: the thread itself may have been slow."""
-        waiting = self._waiting()
+        """Wait, read everything, then do the due work: a delay may have been our own."""
+        waiting = self.waits()
         due_in = min(self._ping_at, self._tick_at) - time.monotonic()
         self._dealer.wait(due_in if waiting else None)
         now = time.monotonic()
@@ -275,10 +275,10 @@ class Connection:
         if now >= self._ping_at:
             self._ping_at = now + self._pace.ping
             self._acknowledge()
-            if self._waiting():
+            if self.waits():
                 self._send(Ping())
 
-    def _waiting(self) -> bool:
+    def waits(self) -> bool:
         """Returns whether a stream or a call waits for the broker."""
         return bool(self._streams or self._calls)
 

@@ -280,7 +280,7 @@ def run(options: argparse.Namespace) -> int:
     code = 0
     with client_of(options) as client:
         if read is typed_line:
-            _edit_lines()
+            edit_lines()
             _tell(HINT)
         while True:
             try:
@@ -319,8 +319,8 @@ def read_line(prompt: str) -> str | None:
     return decode_utf8(line).rstrip("\r\n") if line else None
 
 
-def _edit_lines() -> None:
-    """Give `input` arrow keys and a history, if the terminal and this Python support it.
+def edit_lines() -> None:
+    """Give `input` arrow keys and a history, if the terminal and this Python can.
 
     A pasted text of several lines is then one message.
     """
