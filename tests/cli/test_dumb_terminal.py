@@ -50,5 +50,5 @@ def test_chat_edits_lines_only_where_it_may_write_control_sequences(
     found: list[str] = []
     on_terminal(monkeypatch, term)
     monkeypatch.setitem(sys.modules, "readline", SimpleNamespace(parse_and_bind=found.append))
-    chat._edit_lines()
+    chat.edit_lines()
     assert found == bound

@@ -13,7 +13,7 @@ RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LOWEST = 20_000  # Ray gives its workers 10,002 to 19,999; browsers refuse some lower ports
 USUAL_LIMIT = 32_768  # the begin of the kernel's own range, if it is unknown
 MIN_CHOICE = 2_000  # ports to choose from
-_given: set[int] = set()  # ports given in this process
+given: set[int] = set()  # ports given in this process
 
 
 def free_port() -> int:
@@ -29,18 +29,18 @@ def free_ports(count: int) -> list[int]:
     any, and so do the other test processes of the run. If the kernel's range leaves no room below
     it, the ports are from that range.
     """
-    limit = _limit()
+    limit = highest_port()
     if limit - LOWEST < MIN_CHOICE:
         return _of_the_kernel(count)
     first, step = _share(os.environ)
-    candidates = [port for port in range(LOWEST + first, limit, step) if port not in _given]
+    candidates = [port for port in range(LOWEST + first, limit, step) if port not in given]
     random.SystemRandom().shuffle(candidates)
     ports: list[int] = []
     while len(ports) < count:
         port = candidates.pop()
         if _is_free(port):
             ports.append(port)
-    _given.update(ports)
+    given.update(ports)
     return ports
 
 
@@ -50,7 +50,7 @@ def _share(environment: Mapping[str, str]) -> tuple[int, int]:
     return int(name.removeprefix("gw")), int(environment.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 
-def _limit() -> int:
+def highest_port() -> int:
     """Returns the first port that the kernel gives to a socket that asks for any."""
     try:
         return int(RANGE.read_text().split()[0])

@@ -372,7 +372,7 @@ def _flags(parser: argparse.ArgumentParser, **flags: tuple[Any, str]) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measures, prints the tables, and saves them if --out is given."""
-    _check(options)
+    check_options(options)
     from mlxpool.bench.pools import interrupt_at_signals, restart_with_openblas
 
     restart_with_openblas(["-P", "-m", "mlxpool.cli.main", *sys.argv[1:]])
@@ -394,7 +394,7 @@ def run(options: argparse.Namespace) -> int:
         about,
         pages.machine(),
         pages.versions(),
-        _command(),
+        command_line(),
         tuple(lines),
         pages.today(),
     )
@@ -444,8 +444,8 @@ def _save(figures: Figures, folder: Path) -> None:
         _print_progress(str(error))
 
 
-def _check(options: argparse.Namespace) -> None:
-    """Raises ValueError if a count is below 1, or another number is below 0."""
+def check_options(options: argparse.Namespace) -> None:
+    """Raises ValueError naming a count below 1, or another number below 0."""
     for names, least in ((COUNTS, 1), (NUMBERS, 0)):
         for name in names:
             value = getattr(options, name, None)
@@ -455,8 +455,8 @@ def _check(options: argparse.Namespace) -> None:
                     raise ValueError(f"--{flag} {number:g} must be at least {least}")
 
 
-def _command() -> str:
-    """Returns the command line without API keys, and without the flags of the output folder."""
+def command_line() -> str:
+    """Returns the command line without keys, and without the flags for the output's place."""
     words, shown = iter(sys.argv[1:]), ["mlxpool"]
     for word in words:
         flag, _, value = word.partition("=")

@@ -72,7 +72,7 @@ def oom_kills() -> int:
     """Returns the number of out-of-memory kills in this control group and machine."""
     if not LINUX:
         return 0
-    return sum(_oom_kills_in(path) for path in (*_memory_event_files(), Path("/proc/vmstat")))
+    return sum(oom_kills_in(path) for path in (*_memory_event_files(), Path("/proc/vmstat")))
 
 
 def _memory_event_files() -> list[Path]:
@@ -86,7 +86,8 @@ def _memory_event_files() -> list[Path]:
     return files
 
 
-def _oom_kills_in(path: Path) -> int:
+def oom_kills_in(path: Path) -> int:
+    """Returns the number of processes killed for memory that a file of the kernel reports."""
     for line in _read(path).splitlines():
         name, _, value = line.partition(" ")
         if name == "oom_kill" and value.strip().isdigit():

@@ -64,7 +64,7 @@ def test_flags_that_make_no_sense_are_refused(words: list[str], says: str) -> No
 )
 def test_numbers_out_of_bounds_are_refused(words: list[str], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        cli._check(given(*words))
+        cli.check_options(given(*words))
 
 
 def test_the_server_and_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_the_server_and_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_saved_command_line_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["bench", "load", "--api-key", "secret", "--api-key=secret2", "--rate", "0"]
     monkeypatch.setattr("sys.argv", ["x", *words, "--out", "/f", "--out=/g"])
-    assert cli._command() == "mlxpool bench load --rate 0"
+    assert cli.command_line() == "mlxpool bench load --rate 0"
 
 
 @pytest.mark.parametrize(

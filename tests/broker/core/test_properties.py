@@ -400,7 +400,7 @@ class Pool(RuleBasedStateMachine):
         core = self.story.core
         for request in core.state.requests.values():
             assert request.live
-            assert core.state.timers._at.get(request.id, 1e99) <= request.deadline, "no timer"
+            assert core.state.timers.at(request.id) <= request.deadline, "no timer"
             run, reader = request.run, request.reader
             assert reader.acked <= reader.sent <= run.taken
             unread = b"".join(chunk.ids for chunk in reader.unread)

@@ -14,6 +14,7 @@ from mlxpool.broker.core.core import Core
 from mlxpool.broker.edge import job_service
 from mlxpool.broker.edge.job_service import JobService
 from mlxpool.broker.jobs import events as ev
+from mlxpool.broker.jobs.manager import JobManager
 from mlxpool.broker.store.operations import Operation
 from mlxpool.broker.store.records import Refused, Result
 from mlxpool.broker.store.writer import Health, HealthState
@@ -73,6 +74,7 @@ class Front:
 @dataclass
 class Parts:
     service: JobService
+    pool: Core
     writer: FakeWriter
     front: Front
     performed: list[core.Event]
@@ -93,14 +95,21 @@ class Parts:
 
 @pytest.fixture
 def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Parts]:
-    monkeypatch.setattr(job_service, "StoreWriter", FakeWriter)
+    writers: list[FakeWriter] = []
+
+    def made_writer(*given: Any) -> FakeWriter:
+        writers.append(FakeWriter(*given))
+        return writers[-1]
+
+    monkeypatch.setattr(job_service, "StoreWriter", made_writer)
     monkeypatch.setattr(job_service, "opener", lambda *settings: None)
     models = {"m": ModelConfig(path="builtin:counting")}
     config = PoolConfig(run_dir=tmp_path, state_dir=str(tmp_path / "jobs"), models=models)
     front, performed, fenced = Front(), list[core.Event](), list[float]()
     made: Any = front
+    pool = Core(config, BOOT)
     service = JobService(
-        Core(config, BOOT),
+        pool,
         BOOT,
         lambda: config,
         made,
@@ -108,9 +117,9 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Parts]:
         fenced.append,
         lambda slot: "",
     )
-    writer: Any = service._writer
+    (writer,) = writers
     service.start()
-    yield Parts(service, writer, front, performed, fenced)
+    yield Parts(service, pool, writer, front, performed, fenced)
     service.close()
     assert writer.closed
 
@@ -165,11 +174,15 @@ def test_a_client_that_is_gone_is_reported(parts: Parts) -> None:
 def test_a_fault_of_the_manager_costs_one_event(
     parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(event: object, now: float) -> None:
-        raise RuntimeError("a bug")
+    handle = JobManager.handle
 
-    counters = parts.service._counters
-    monkeypatch.setitem(parts.service._manager._handlers, ev.QuestionAsked, fail)
+    def fail(manager: JobManager, event: ev.Event, now: float) -> Any:
+        if isinstance(event, ev.QuestionAsked):
+            raise RuntimeError("a bug")
+        return handle(manager, event, now)
+
+    counters = parts.pool.state.counters
+    monkeypatch.setattr(JobManager, "handle", fail)
     parts.ask(1)
     monkeypatch.undo()
     assert counters.internal_errors == 1 and parts.answers == ["internal"]

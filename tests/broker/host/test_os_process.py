@@ -84,7 +84,7 @@ def test_the_kernels_count_of_kills_for_memory_is_read(
     tmp_path: Path, text: str, count: int
 ) -> None:
     (tmp_path / "memory.events").write_text(text)
-    assert host._oom_kills_in(tmp_path / "memory.events") == count
+    assert host.oom_kills_in(tmp_path / "memory.events") == count
 
 
 def test_kills_for_memory_are_counted(anywhere: bool) -> None:

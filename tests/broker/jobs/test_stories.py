@@ -1007,7 +1007,7 @@ def test_output_that_does_not_follow_is_not_stored() -> None:
     attempt = story.manager.runs.active[job.id].attempt
     with pytest.raises(ValueError, match="at 3, which has 2 ids"):
         story.tell_manager(ev.Output([Delta(job.id, attempt, 3, "3 ", pack_ids([3]))]))
-    story._act(story.manager.decided())  # as the broker does
+    story.perform(story.manager.decided())  # as the broker does
     story.settle()
     assert story.assert_state("a", JobState.WAITING).pos == 2
     assert worker.runs[job.id].pos == 2  # it runs again, after the stored ids

@@ -120,7 +120,7 @@ def test_a_tmpdir_that_does_not_exist_is_left_out(
     without_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TEMPORARY, str(without_home / "nothing"))
-    assert private_temp._shared_folder() == Path("/tmp")
+    assert private_temp.shared_folder() == Path("/tmp")
 
 
 def test_where_no_folder_is_safe_a_fresh_one_is_made_and_inherited(

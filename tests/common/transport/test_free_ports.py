@@ -18,12 +18,12 @@ def test_each_port_is_free_and_given_once() -> None:
 
 
 def test_a_port_in_use_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = free_ports._limit()
+    limit = free_ports.highest_port()
     first = free_ports.free_port()
-    monkeypatch.setattr(free_ports, "_given", set(range(free_ports.LOWEST, limit)) - {first})
+    monkeypatch.setattr(free_ports, "given", set(range(free_ports.LOWEST, limit)) - {first})
     assert free_ports.free_port() == first
     with socket.create_server(("127.0.0.1", first)), pytest.raises(IndexError):
-        free_ports._given.discard(first)
+        free_ports.given.discard(first)
         free_ports.free_port()
 
 

@@ -86,13 +86,13 @@ def _chosen(run_dir: Path | None) -> Path:
     for folder in _candidates(run_dir):
         try:
             make_private(folder)
-            if folder.parent == _shared_folder():
+            if folder.parent == shared_folder():
                 _lock(folder)
             return folder
         except OSError as error:
             wrong.append(str(error))
     try:
-        fresh = Path(tempfile.mkdtemp(prefix="mlxpool-", dir=_shared_folder()))
+        fresh = Path(tempfile.mkdtemp(prefix="mlxpool-", dir=shared_folder()))
     except OSError:
         raise OSError(
             f"no folder for temporary files can be used: {'; '.join(wrong)}; set {TEMPORARY} to a"
@@ -107,7 +107,7 @@ def _chosen(run_dir: Path | None) -> Path:
 
 def _candidates(run_dir: Path | None) -> Iterator[Path]:
     yield default_prefix_dir().with_name(f"tmp-{os.uname().machine}-{_c_library()}")
-    yield _shared_folder() / f"mlxpool-{os.getuid()}"
+    yield shared_folder() / f"mlxpool-{os.getuid()}"
     named = run_dir or os.environ.get("MLXPOOL_RUN_DIR")
     if named:
         yield Path(named).absolute() / "tmp"
@@ -121,7 +121,7 @@ def _c_library() -> str:
         return sys.platform
 
 
-def _shared_folder() -> Path:
+def shared_folder() -> Path:
     """Returns the folder of TMPDIR if it exists, else /tmp."""
     named = os.environ.get(TEMPORARY)
     return Path(named if named and os.path.isdir(named) else "/tmp")
