@@ -228,7 +228,7 @@ def nvidia(*, optimises: bool = True) -> nvrtc.Compiler | None:
             ctypes.CDLL(str(library)), HOPPER, [packages / "include"], kernel_cache.HEADERS
         )
         if not optimises:
-            compiler._options.append(b"--Ofast-compile=max")
+            compiler.options.append(b"--Ofast-compile=max")
         return compiler
     return None
 

@@ -65,7 +65,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     recur = row_states.PassStates.recur
 
     def noted(states: Any, *given: Any) -> Any:
-        launches.append(len(states._spans))
+        launches.append(len(states.spans))
         return recur(states, *given)
 
     monkeypatch.setattr(row_states.PassStates, "recur", noted)
@@ -83,7 +83,7 @@ def engine_of(loaded: LoadedModel, **settings: Any) -> ModelEngine:
 def plain_answer(loaded: LoadedModel, seq: Sequence) -> list[int]:
     """Returns the answer of an engine without the kernel."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(delta_net._GatedDeltaNet, "_serves", lambda net, dtype: False)
+        patch.setattr(delta_net.GatedDeltaNetLayer, "_serves", lambda net, dtype: False)
         engine = engine_of(loaded, prefix="off")
         again = Sequence(b"", 1, seq.prompt, seq.options, seq.seed, seq.max_tokens)
         enter(engine, again)
@@ -301,7 +301,7 @@ def test_in_bfloat16_it_works_beside_the_other_kernels(
     found = []
     for serves in (True, False):
         if not serves:
-            monkeypatch.setattr(delta_net._GatedDeltaNet, "_serves", lambda net, dtype: False)
+            monkeypatch.setattr(delta_net.GatedDeltaNetLayer, "_serves", lambda net, dtype: False)
         kernel.clear()
         engine = engine_of(load(folder, dtype=mx.bfloat16), prefix="off")
         rows = [Sequence(b"", 1, prompt_of(9 + n, n), options, 11, 4) for n in range(2)]

@@ -139,19 +139,19 @@ def compare(
             assert got.shape == want.shape
             assert np.abs(got - want).max() <= tolerance * np.abs(want).max()
         assert [row.offset for row in rows] == [row.offset for row in one_by_one.rows]
-        if layout._keeps_states:
+        if layout.keeps_states:
             assert found.states is not None and found.states.shape[0] == len(ids)
             ends = np.cumsum([span.count for span in spans])
             drawn = [n for at in drawing for n in range(ends[at] - spans[at].lines, ends[at])]
             if drawn:
                 of_lines = found.states[mx.array(drawn)]
-                got = np.array(layout._model.logits_of(of_lines).astype(mx.float32))
+                got = np.array(layout.model.logits_of(of_lines).astype(mx.float32))
                 want = np.array(found.logits.astype(mx.float32))
                 assert np.abs(got - want).max() <= 1e-2 * np.abs(want).max()
-        if layout._keeps_drawn and drawing and found.hidden is None:
+        if layout.keeps_drawn and drawing and found.hidden is None:
             assert found.drawn is not None, "the states that the logits are of"
             lines = found.logits.shape[0]
-            got = np.array(layout._model.logits_of(found.drawn)[:lines].astype(mx.float32))
+            got = np.array(layout.model.logits_of(found.drawn)[:lines].astype(mx.float32))
             want = np.array(found.logits.astype(mx.float32))
             assert np.abs(got - want).max() <= 1e-2 * np.abs(want).max()
         else:
@@ -184,11 +184,12 @@ MIXED: list[list[Given]] = [
 @pytest.fixture(params=["", "keeps_drawn", "keeps_states"])
 def ragged(
     request: pytest.FixtureRequest, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Any, LoadedModel]]:
+) -> Iterator[tuple[Any, LoadedModel, Callable[[], None]]]:
     """Yields a pool with ragged passes of our kernels, simulated without a GPU, and its model.
 
-    Two variants also give states for a model's own head: the states of the logits, or all states.
-    In the second MLX copies the numbers of a pass.
+    Also yields the function that begins the uploads of a pass. Two variants also give states for a
+    model's own head: the states of the logits, or all states. In the second MLX copies the numbers
+    of a pass.
     """
     sizes: dict[str, Any] = {
         "hidden_size": 256,
@@ -205,16 +206,17 @@ def ragged(
     with ExitStack() as stack:
         if not ON_GPU:
             stack.enter_context(simt.simulated())
+        uploads = None if request.param == "keeps_states" else Uploads()
         layout = layout_of(
             "pool",
             load(folder, dtype=mx.bfloat16),
             rows=8,
             on_gpu=True,
-            uploads=None if request.param == "keeps_states" else Uploads(),
+            uploads=uploads,
             **({request.param: True} if request.param else {}),
         )
         assert isinstance(layout, PagedLayout) and layout.ragged is not None
-        yield layout, exact
+        yield layout, exact, uploads.begin if uploads else lambda: None
 
 
 def test_ragged_passes_give_what_reading_one_by_one_gives(
@@ -224,7 +226,7 @@ def test_ragged_passes_give_what_reading_one_by_one_gives(
 
     Passes over chunks begin with the attention of the first of two layers.
     """
-    layout, exact = ragged
+    layout, exact, begins = ragged
     monkeypatch.setattr(ragged_batch, "ends_part", lambda layer: layer == 0)
     begun: list[int] = []
     begin = ragged_runner.begin
@@ -234,9 +236,8 @@ def test_ragged_passes_give_what_reading_one_by_one_gives(
         begin(parts)
 
     monkeypatch.setattr(ragged_runner, "begin", noted)
-    begins = getattr(layout._upload, "begin", lambda: None)
     compare(layout, OneByOne(exact, 5), MIXED, 5e-2, begin=begins)
-    kinds = {(shape.wanted > 8, shape.drawn) for shape in layout.ragged._passes}
+    kinds = {(shape.wanted > 8, shape.drawn) for shape in layout.ragged.passes}
     assert {(False, None), (True, None), (False, 8), (True, 8), (True, 0)} <= kinds
     assert begun.count(1) >= 4 and set(begun) <= {0, 1}
 
@@ -258,14 +259,14 @@ def test_passes_with_prompts_were_compiled_at_load(
     ragged: Any, rows: int, counts: list[int]
 ) -> None:
     """The passes have rows that decode or not, and prompts that end or not."""
-    layout, _ = ragged
+    layout, *_ = ragged
     runner = layout.ragged
     kinds = compiled_kinds(runner.sizes, 8, runner.sizes[-1], 0)
-    known = {runner._shape(*spans_of(layout, kind)) for kind in kinds}
+    known = {runner.shape_of(*spans_of(layout, kind)) for kind in kinds}
     spans = [RowSpan(layout.store.new_row(), count) for count in [1] * rows + counts]
     if sum(span.count for span in spans) <= runner.sizes[-1]:
         for wanted in range(rows, len(spans) + 1):
-            assert runner._shape(spans, list(range(min(wanted, 8)))) in known
+            assert runner.shape_of(spans, list(range(min(wanted, 8)))) in known
 
 
 @settings(
@@ -283,20 +284,20 @@ def test_passes_that_check_drafts_were_compiled_at_load(
 
     Passes that only check drafts are compiled apart if one kernel computes them.
     """
-    layout, _ = ragged
+    layout, *_ = ragged
     drafts, runner = 48, layout.ragged
     layout.expect_drafts(drafts)
     runner._one_kernel = object() if one_kernel else None
     while sum(depths) > drafts:
         depths = [depth // 2 for depth in depths]
     kinds = compiled_kinds(runner.sizes, 8, runner.sizes[-1], drafts, layout.follow_lines)
-    known = {runner._shape(*spans_of(layout, kind)) for kind in [PassKind((1,)), *kinds]}
+    known = {runner.shape_of(*spans_of(layout, kind)) for kind in [PassKind((1,)), *kinds]}
     new = layout.store.new_row
     spans = [RowSpan(new(), 1 + depth, 1 + depth) for depth in sorted(depths)]
     wanted = [*range(len(spans))]
     spans += [RowSpan(new(), unread)] if unread else []
     if sum(span.count for span in spans) <= runner.sizes[-1]:
-        shape = runner._shape(spans, wanted)
+        shape = runner.shape_of(spans, wanted)
         assert shape in known and shape.follow == (one_kernel and not unread)
         # A pass with a long prompt has few lines with logits.
         assert shape.wanted <= next(size for size in runner.sizes if size >= 8 + drafts)

@@ -105,7 +105,7 @@ def test_each_pass_is_built_once_and_stays_compiled(
         assert model.calls == before + built  # passes of all kinds, and none of them anew
         assert engine.blocks.available == free and not engine.inspect().rows
         kinds = list(kinds_of_passes(engine))
-    assert built == len(layout.ragged._passes) == len(kinds)
+    assert built == len(layout.ragged.passes) == len(kinds)
     names = {job.text.name.removeprefix("mlxpool_") for job in given[-2]}
     assert {attention, "sampling"} <= names
     assert given[-1] and {*given[-1]} <= {*given[-2]}
@@ -129,10 +129,12 @@ def test_kernels_of_trials_are_compiled_together_before_they_are_tried(
     with built_kernels(right=False) as called:
         trial_kernels.compile_trials(loaded.model, shape, 288)
         assert called == []
-        monkeypatch.setattr(sampling, "kernel_works", works)
+        for kernels in (sampling, matmul_small, matmul_tiled):
+            monkeypatch.setattr(kernels, "kernel_works", works)
         assert sampling.supports(288, mx.bfloat16) and tried == ["drawing tokens"]
-        cached = [matmul_small._kernel_works, matmul_tiled._kernel_works]
-        assert [one.cache_info().currsize for one in cached] == [0, 0]
+        for kernels, tokens in ((matmul_small, 1), (matmul_tiled, 64)):
+            assert kernels.supports(tokens, 256, 64, mx.bfloat16)
+        assert tried[1:] == ["products of few tokens", "products of some tokens"]
     names = {job.text.name.removeprefix("mlxpool_") for job in given[0]}
     attention = {"ragged_latents"} if sizes is LATENT else {"ragged_attention"}
     assert attention | {"sampling", "matmul_small", "matmul_tiled", "host_write"} <= names

@@ -53,6 +53,11 @@ def head_of(engine: ModelEngine) -> Predictions:
     return engine.predictor
 
 
+def kind_of_head(loaded: LoadedModel) -> type:
+    """Returns the class of a model's prediction head."""
+    return type(cast(PredictingModel, loaded.model).prediction)
+
+
 def wanted(
     loaded: LoadedModel, seq: Sequence, count: int, first: int = 0, kv: str = AUTO
 ) -> tuple[int, ...]:
@@ -186,16 +191,14 @@ def test_a_failed_pass_costs_drafts_and_nothing_else(models: dict[str, LoadedMod
     head, seq = head_of(engine), sequence(6)
     enter(engine, seq)
     decode(engine, [seq], 2)
-    whole = head._head
 
-    class Failing:
-        def __call__(self, *inputs: Any) -> Any:
-            raise RuntimeError("the device has no memory left")
+    def fails(*inputs: Any) -> Any:
+        raise RuntimeError("the device has no memory left")
 
     for failures in range(1, MAX_FAILURES + 1):
-        head._head = cast(Any, Failing())
-        assert head.drafts({seq: 2}) == {} and head.nbytes == 0
-        head._head = whole
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kind_of_head(models["glm4_moe_lite"]), "__call__", fails)
+            assert head.drafts({seq: 2}) == {} and head.nbytes == 0
         decode(engine, [seq], 1)
         assert head.ready(seq) == (failures < MAX_FAILURES)
     assert len(seq.ids) == 2 + MAX_FAILURES
@@ -212,7 +215,7 @@ def test_a_failed_pass_on_a_lost_device_is_no_failed_draft(
     def fails(*_: Any) -> None:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(head, "_head", fails)
+    monkeypatch.setattr(kind_of_head(models["glm4_moe_lite"]), "__call__", fails)
     monkeypatch.setattr("mlxpool.worker.kernels.device.device_computes", lambda: False)
     with pytest.raises(RuntimeError, match="the device is gone"):
         head.drafts({seq: 2})

@@ -152,13 +152,13 @@ def test_on_a_gpu_all_chains_are_compiled_at_load(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     """Chains of all numbers of rows are compiled. Drafts do not depend on the number of rows."""
+    monkeypatch.setattr(HostHead, "of", lambda head: None)
     engine = engine_of(loaded, max_sequences=6)
     head, rows = head_of(engine), [sequence(number, 20 + number) for number in range(count)]
     for seq in rows:
         enter(engine, seq)
         decode(engine, [seq], 1)
     monkeypatch.setattr(device, "on_gpu", lambda: True)
-    head._host_head = None
     assert head.ready(rows[0])
     head.compile_ahead(rows[0], 6, 3)
     seen: list[str] = []
@@ -325,9 +325,10 @@ def test_the_host_drafts_as_mlx_does_for_the_demo() -> None:
     """NumPy drafts for few rows, compiled passes for more; both give the same drafts."""
     folder = inspect(DEMO_FOLDER, predicts=True)
     text = ChatTokenizer.from_folder(folder)
-    engine = model_engine(load(folder), text, layout="slabs", prefix="off", lookahead=False)
+    loaded = load(folder)
+    assert HostHead.of(cast(PredictingModel, loaded.model).prediction) is not None
+    engine = model_engine(loaded, text, layout="slabs", prefix="off", lookahead=False)
     head, rows = head_of(engine), []
-    assert head._host_head is not None
     for number, prompt in enumerate(("def add(", "class Stack:\n", "import os\n", "for line in")):
         seq = replace(sequence(number), prompt=tuple(text.encode(prompt)), ids=[])
         enter(engine, seq)

@@ -60,6 +60,6 @@ def test_other_weights_have_no_kernel() -> None:
         (MultiLinear(weight[:, :100]), 100),
         (MultiLinear(weight.astype(mx.float32)), 128),
     ):
-        assert layer._kernel_weight(x) is None
+        assert layer.kernel_weight(x) is None
         assert layer.of_lines(x).shape == (5, 2, rows)
-    assert MultiLinear(weight)._kernel_weight(x) is not None
+    assert MultiLinear(weight).kernel_weight(x) is not None

@@ -20,6 +20,7 @@ from mlxpool.worker.kernels.score_params import ScoreParams  # noqa: E402
 from mlxpool.worker.kernels.work_list import Spans, TileShape, visible_ranges  # noqa: E402
 from mlxpool.worker.layers.layer_types import Rope  # noqa: E402
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS as BLOCK  # noqa: E402
+from support import simt  # noqa: E402
 from support.float64 import attention, numbers  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
@@ -226,10 +227,10 @@ def test_ragged_attention_equals_float64(heads: Heads) -> None:
 def test_tiles_of_128_rows_are_right(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ragged_attention, "tile_rows", lambda size: 128)
     monkeypatch.setattr(ragged_attention, "hopper_tiles", lambda size: False)
-    ragged_attention._kernel.cache_clear()
+    simt.forget_kernels()
     mx.random.seed(1)
     check(Batch(heads, [(1, 0, 40), (130, 10, 500), (30, 0, 1100), (20, 0, 20)], padding=130))
-    ragged_attention._kernel.cache_clear()
+    simt.forget_kernels()
 
 
 HOPPER_HEADS = [
@@ -392,7 +393,7 @@ def test_lines_are_rotated_and_written(rope: str, contiguous: bool) -> None:
         q, k, v, pools, mx.array(slots, dtype=mx.int32), rotation.turns(turn) if turn else None
     )
     mx.eval(found)
-    asked, keys = (rotation._by_table(one, turn) if turn else one for one in (q, k))
+    asked, keys = (rotation.by_table(one, turn) if turn else one for one in (q, k))
     assert not mx.any(found[3]).item()
     for line, slot in enumerate(slots):
         if slot < 0:
@@ -426,7 +427,7 @@ def test_lines_are_rotated_and_stored_as_integers(rope: str) -> None:
     turns = rotation.turns(turn) if turn else None
     found = block_write.rotate_and_write(q, k, v, pools, mx.array(slots, dtype=mx.int32), turns)
     mx.eval(found)
-    asked, keys = (rotation._by_table(one, turn) if turn else one for one in (q, k))
+    asked, keys = (rotation.by_table(one, turn) if turn else one for one in (q, k))
     assert not mx.any(found[3]).item()
     stored = int8_numbers.stored((keys, v), kind, INT8)
     for line, slot in enumerate(slots):

@@ -21,6 +21,7 @@ from mlxpool.worker.kernels.ragged_attention import RaggedPlan  # noqa: E402
 from mlxpool.worker.kernels.work_list import Spans, visible_ranges  # noqa: E402
 from mlxpool.worker.layers.layer_types import Rope  # noqa: E402
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS as BLOCK  # noqa: E402
+from support import simt  # noqa: E402
 from support.float64 import assert_near, attention, normed, numbers, rotated  # noqa: E402
 
 ON_GPU = mx.cuda.is_available()
@@ -159,10 +160,10 @@ def test_chunks_are_the_same_with_other_instructions(
     spans = [(3, 40), (4, 100), (3, 129), (6, 256), (5, 300)]
     batch = Batch(GLM, spans, padding=3)
     found = check(batch)
-    ragged_latents._kernel.cache_clear()
+    simt.forget_kernels()
     monkeypatch.setattr(ragged_latents, "value_numbers", lambda line, rank: numbers_at_once)
     assert mx.allclose(found, check(batch), 0.02, 0.01).item()
-    ragged_latents._kernel.cache_clear()
+    simt.forget_kernels()
 
 
 def test_tiles_of_many_rows_fit_where_a_panel_is_no_value() -> None:

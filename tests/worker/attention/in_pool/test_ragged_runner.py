@@ -31,6 +31,22 @@ CHUNK_TILES = TileShape(group=2, kv_heads=2, rows=128)
 SHAPE = RowShape((KeyValueSpec(2, 8, 8),), mx.float32, CAPACITY, keeps_all=True)
 
 
+class RecordingRunner(RaggedRunner):
+    """A runner whose passes append their numbers to `recorded`, and are made of `parts`."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.recorded: list[list[int]] = []
+        self.parts: list[Any] = []  # of each pass
+
+    def _compiled(self, shape: PlanShape) -> Any:
+        def note(plan: Any, drawn: Any) -> tuple[list[Any], list[Any]]:
+            self.recorded.append(np.array(plan).tolist())
+            return [mx.zeros((shape.lines, 4))], self.parts
+
+        return note
+
+
 class Passes:
     """A runner whose passes only record their numbers, and the rows of its pool."""
 
@@ -41,19 +57,10 @@ class Passes:
         probe.shapes, probe.chunk_shapes = {TILES}, {CHUNK_TILES}
         self.uploads = Uploads()
         model: Any = None
-        self.runner = RaggedRunner(model, self.store, pool, ROWS, probe, self.uploads)
-        self.numbers: list[list[int]] = []
-        self.parts: list[Any] = []  # of each pass
-        self.runner._compiled = self._compiled  # type: ignore[method-assign]
+        self.runner = RecordingRunner(model, self.store, pool, ROWS, probe, self.uploads)
+        self.numbers = self.runner.recorded
         self.rows: list[Any] = []  # of the store
         self.kept: list[BlockRun] = []
-
-    def _compiled(self, shape: PlanShape) -> Any:
-        def note(plan: Any, drawn: Any) -> tuple[list[Any], list[Any]]:
-            self.numbers.append(np.array(plan).tolist())
-            return [mx.zeros((shape.lines, 4))], self.parts
-
-        return note
 
     def enter(self, tokens: int) -> None:
         row: Any = self.store.new_row()
@@ -102,11 +109,11 @@ def test_chunks_have_tiles_of_their_own_beside_rows_and_alone() -> None:
         ([chunk], []),
         ([chunk], [0]),
     ):
-        shape = passes.runner._shape(spans, wanted)
+        shape = passes.runner.shape_of(spans, wanted)
         assert shape.chunks and shape.tiles == (CHUNK_TILES,)
     check = RowSpan(new(), 4, 4)
     for spans, wanted in (([row], [0]), ([check], [0]), ([row, check, chunk], [0, 1])):
-        shape = passes.runner._shape(spans, wanted)
+        shape = passes.runner.shape_of(spans, wanted)
         assert not shape.chunks and shape.tiles == (TILES,)
 
 
@@ -132,7 +139,7 @@ def test_a_pass_is_begun_in_parts_while_no_row_decodes(monkeypatch: pytest.Monke
     begun: list[Any] = []
     monkeypatch.setattr(ragged_runner, "begin", begun.append)
     passes = Passes()
-    passes.parts = [mx.zeros((1,)), mx.ones((1,))]
+    passes.runner.parts = [mx.zeros((1,)), mx.ones((1,))]
     row: Any = passes.store.new_row()
     layout = PagedLayout.__new__(PagedLayout)
     layout.ragged = passes.runner
@@ -142,15 +149,15 @@ def test_a_pass_is_begun_in_parts_while_no_row_decodes(monkeypatch: pytest.Monke
         passes.runner.step([RowSpan(row, 20)], [7] * 20, drawn, [])
 
     step(None)
-    assert begun == [passes.parts]
+    assert begun == [passes.runner.parts]
     step(mx.zeros((ROWS,), dtype=mx.int32))
     with layout.whole_passes():
         step(None)
     with kernel_cache.collecting():
         step(None)
-    assert begun == [passes.parts]
+    assert begun == [passes.runner.parts]
     step(None)
-    assert begun == [passes.parts] * 2
+    assert begun == [passes.runner.parts] * 2
 
 
 @pytest.mark.usefixtures("no_device")

@@ -64,12 +64,12 @@ class Layout:
         keeps_states: bool = False,
         keeps_drawn: bool = False,
     ) -> None:
-        """`keeps_states`: passes return the states of all their inputs.
+        """`model`: the model of the passes. `keeps_states`: passes give the states of all inputs.
 
         `keeps_drawn`: passes return the states of their logits. See PassOutput.
         """
-        self._model = model
-        self._keeps_states, self._keeps_drawn = keeps_states, keeps_drawn
+        self.model = model
+        self.keeps_states, self.keeps_drawn = keeps_states, keeps_drawn
         self._attention = exact_attention if deterministic else causal_attention
         self._fixed = shape.fixed_bytes
         # Bytes of dequantised integers while a pass reads them; 0 if kernels read integers.
@@ -159,7 +159,7 @@ class Layout:
             return compiled
         unordered = spans
         spans, ids, wanted = singles_first(spans, ids, wanted)
-        step = self.batch(spans, wanted, self._attention, every=self._keeps_states)
+        step = self.batch(spans, wanted, self._attention, every=self.keeps_states)
         output = self._outputs(ids, step, spans, wanted)
         if output.states is not None and spans is not unordered:
             output = output._replace(states=output.states[_places(unordered, spans)])
@@ -175,19 +175,19 @@ class Layout:
         some = logit_spans(spans, wanted)
         nothing = mx.zeros(1)  # if no span is wanted, the last layer computes only its writes
         embeds = len(some) < len(wanted)
-        if not embeds and not self._keeps_states and not (some and self._keeps_drawn):
-            logits = self._model(ids, step)
+        if not embeds and not self.keeps_states and not (some and self.keeps_drawn):
+            logits = self.model(ids, step)
             return PassOutput(logits if wanted else nothing)
-        all_states = states = self._model.hidden_states(ids, step)
-        if self._keeps_states:
+        all_states = states = self.model.hidden_states(ids, step)
+        if self.keeps_states:
             states = step.logit_rows(all_states)
         count = wanted_lines(spans, some)
         drawn = states[:count] if embeds else states
         return PassOutput(
-            self._model.logits_of(drawn) if some else nothing,
+            self.model.logits_of(drawn) if some else nothing,
             states[count:].astype(mx.float32) if embeds else None,
-            all_states if self._keeps_states else None,
-            drawn if self._keeps_drawn and some else None,
+            all_states if self.keeps_states else None,
+            drawn if self.keeps_drawn and some else None,
         )
 
     def _compiled(

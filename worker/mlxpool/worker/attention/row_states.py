@@ -39,7 +39,7 @@ class PassStates:
     """Reads and writes the recurrent states of the spans of a pass, layer by layer."""
 
     def __init__(self, spans: Sequence[StateSpan]) -> None:
-        self._spans = tuple(spans)
+        self.spans = tuple(spans)  # in the order of the pass's lines
         self._firsts = _starts(span.count for span in spans)
         self._written = _starts(span.states for span in spans)
         self._longest = max(span.count for span in spans)
@@ -47,10 +47,10 @@ class PassStates:
 
     def recur(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
         """Scans lines [T, ...] of all spans from their states; returns the outputs [T, ...]."""
-        sources, places = sources_of([span.row.state_slice(layer) for span in self._spans])
+        sources, places = sources_of([span.row.state_slice(layer) for span in self.spans])
         states = SpanStates(sources, self._plan(tuple(places)), self._longest, self._written[-1])
         out, after = scan(lines, states)
-        for span, begin in zip(self._spans, self._written, strict=False):
+        for span, begin in zip(self.spans, self._written, strict=False):
             if span.checks:
                 slices = [StateSlice(after, begin + number) for number in range(span.count)]
                 span.row.put_states(layer, *slices)
@@ -68,7 +68,7 @@ class PassStates:
             numbers: list[PlanLine] = [
                 (first, span.count, *place, written, int(span.checks))
                 for first, span, place, written in zip(
-                    self._firsts, self._spans, places, self._written, strict=False
+                    self._firsts, self.spans, places, self._written, strict=False
                 )
             ]
             self._plans[places] = mx.array(np.array(numbers, dtype=np.int32))

@@ -32,12 +32,15 @@ class Compiler:
         includes: Sequence[Path],
         headers: Mapping[str, str],
     ) -> None:
-        """`architecture`: such as sm_90a; `includes`: folders of headers; `headers`: texts."""
+        """`architecture`: such as sm_90a; `includes`: folders of headers; `headers`: texts.
+
+        `options` may be changed before a kernel is compiled.
+        """
         self.architecture = architecture
         self.includes = tuple(includes)
         self.headers = dict(headers)
         self._library = library
-        self._options = [
+        self.options = [
             b"--device-as-default-execution-space",
             f"--gpu-architecture={architecture}".encode(),
             *(f"--include-path={path}".encode() for path in includes),
@@ -68,9 +71,9 @@ class Compiler:
         )
         try:
             self._call("AddNameExpression", program, name)
-            options = (ctypes.c_char_p * len(self._options))(*self._options)
+            options = (ctypes.c_char_p * len(self.options))(*self.options)
             try:
-                self._call("CompileProgram", program, len(self._options), options)
+                self._call("CompileProgram", program, len(self.options), options)
             except RuntimeError as error:
                 raise RuntimeError(
                     f"{error}: {self._text(program, 'ProgramLog')!r:.2000}"

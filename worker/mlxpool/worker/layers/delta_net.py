@@ -153,7 +153,7 @@ class GatedDeltaNet(Struct, frozen=True):
             log_speed=builder.tensor(f"{name}.A_log"),
             bias=builder.tensor(f"{name}.dt_bias"),
         )
-        return _GatedDeltaNet(self, shape, rule, builder, name, layer)
+        return GatedDeltaNetLayer(self, shape, rule, builder, name, layer)
 
     def _sizes_per_key_head(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the sizes of one key head's inputs, for each of the fused layers."""
@@ -162,7 +162,9 @@ class GatedDeltaNet(Struct, frozen=True):
         return (self.key_dim, self.key_dim, values, values), (ratio, ratio)
 
 
-class _GatedDeltaNet(FusableSublayer):
+class GatedDeltaNetLayer(FusableSublayer):
+    """The mixer of a layer, with its weights; a GPU has a kernel for it."""
+
     def __init__(
         self,
         spec: GatedDeltaNet,

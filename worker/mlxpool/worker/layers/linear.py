@@ -248,18 +248,18 @@ class MultiLinear(Struct, frozen=True):
 
     def of_lines(self, x: mx.array) -> mx.array:
         """x [T, H, in] -> [T, H, out]."""
-        weight = self._kernel_weight(x)
+        weight = self.kernel_weight(x)
         if weight is not None:
             return head_product.product(x, weight)
         return self(x.swapaxes(0, 1)).swapaxes(0, 1)
 
     def of_rotated_lines(self, x: mx.array, turns: RopeTables) -> mx.array | None:
         """See layer_types.MultiLinear."""
-        weight = self._kernel_weight(x)
+        weight = self.kernel_weight(x)
         return None if weight is None else head_product.product(x, weight, turns)
 
-    def _kernel_weight(self, x: mx.array) -> mx.array | None:
-        """Returns the weight if a kernel multiplies lines x with it; else None."""
+    def kernel_weight(self, x: mx.array) -> mx.array | None:
+        """Returns the weight if a kernel multiplies lines like x with it."""
         weight = self.weight
         if isinstance(weight, QuantisedWeight) or self.batch_invariant or weight.dtype != x.dtype:
             return None

@@ -144,7 +144,7 @@ class RaggedRunner:
             )
         self._none = mx.zeros((rows,), dtype=mx.int32)
         evaluate_in_own_memory([self._none, self._memory.arrived, self._memory.partial])
-        self._passes: dict[PlanShape, OnePass] = {}
+        self.passes: dict[PlanShape, OnePass] = {}  # the compiled passes
         self.kinds = ComputedKinds()
         self._decoding: DecodingRows | None = None  # of the newest pass, if it decoded
         self.drafts = 0  # the most drafts that the rows of a pass check together; 0: not known
@@ -168,7 +168,7 @@ class RaggedRunner:
         """Returns True if the coming pass over these spans is the first pass of its kind."""
         if self.decodes(spans):
             return False
-        return self.kinds.is_new(self._shape(spans, wanted))
+        return self.kinds.is_new(self.shape_of(spans, wanted))
 
     def step(
         self,
@@ -180,7 +180,7 @@ class RaggedRunner:
         """See Layout.step. The same object `spans` again means the same spans."""
         if self._decoding is not None and self._decoding.spans is spans:
             return self._decode_again(self._decoding, ids, drawn)
-        shape = self._shape(spans, wanted)
+        shape = self.shape_of(spans, wanted)
         if shape.follow:
             spans, ids = in_order(spans, ids, wanted)
             wanted = range(len(spans))
@@ -309,11 +309,11 @@ class RaggedRunner:
         return outputs
 
     def _compiled(self, shape: PlanShape) -> OnePass:
-        if shape not in self._passes:
-            self._passes[shape] = mx.compile(partial(self._one_pass, shape))
-        return self._passes[shape]
+        if shape not in self.passes:
+            self.passes[shape] = mx.compile(partial(self._one_pass, shape))
+        return self.passes[shape]
 
-    def _shape(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> PlanShape:
+    def shape_of(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> PlanShape:
         """Returns the shape of a pass over `spans` with results of the spans `wanted`."""
         lines = sum(span.count for span in spans)
         padded = next((size for size in self.sizes if size >= lines), lines)
