@@ -1,7 +1,7 @@
-"""A cache of tokenizer data for later loads of the same files. No MLX.
+"""The tokenizer data of a load, kept for later loads of the same files. No MLX.
 
-Other processes read the tokenizer itself (preparation/fork_server.py), so a load with cached data
-need not read it.
+Other processes read the tokenizer itself (preparation/fork_server.py), so a load that finds the
+kept data need not read it.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class KeptText(Struct, frozen=True):
 
 
 def text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource, tuple[str, ...]]:
-    """Returns the bytes of tokens, the source for preparing processes, and notes to log.
+    """Returns the bytes of tokens, the source for processes that prepare requests, and log notes.
 
-    Raises ModelLoadFailed like ChatTokenizer.from_folder.
+    Raises ModelLoadFailed as ChatTokenizer.from_folder.
     """
-    file = KeptFile(KIND, key_of(folder))
-    # The digest leaves out templates that are not regular files; `_read` refuses them.
-    known = all(template.is_file() for template in named_files(folder.files))
-    kept = _decoded(file) if known else None
+    key = key_of(folder)
+    file = KeptFile(KIND, key)
+    # The digest leaves out templates that are no regular files, which the reading below refuses.
+    kept = _decoded(file) if all_regular(folder.files) else None
     if kept is None:
         kept = _read(folder)
         # Files that changed since they were checked were read; nothing is kept of these.
-        if file.path is not None and key == _key(replace(folder, digest=digest_now(folder))):
+        if file.path is not None and key == key_of(replace(folder, digest=digest_now(folder))):
             with suppress(UnicodeEncodeError):  # a template has half a surrogate pair
                 file.write(msgspec.msgpack.encode(kept))
     path = str(folder.files / "tokenizer.json")

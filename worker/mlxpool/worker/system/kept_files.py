@@ -1,7 +1,8 @@
 """Files with the results of a load, for later loads of the same model.
 
-The files are beside the compiled kernels, in this user's private temporary folder; if TMPDIR is
-another folder, nothing is kept. A file is valid only for the key in it; a broken file is not read.
+They are beside the compiled kernels, in this user's private temporary folder; if TMPDIR names
+another folder, nothing is kept. A file is valid only for the key in it. A file that is broken or
+not a regular file is not read.
 """
 
 from __future__ import annotations
@@ -30,18 +31,21 @@ from mlxpool.worker.versions import version_of
 
 Key = Mapping[str, Any]  # of JSON's types
 
-FOLDER = "loads"  # folder name in the temporary folder
-MAX_FILES = 64  # files of all models and settings; the least recently used are removed
+FOLDER = "loads"  # in the temporary folder
+MAX_FILES = 64  # of all models and settings; the least recently used are removed
+MAX_BYTES = 64 * 2**20  # of a file that is read
+MAX_AHEAD = 60.0  # seconds by which the clock of a file server may be ahead of this one
 MAGIC = b"mlxpool kept 1\n"  # with the version of the file format
 _DIGEST_BYTES = 32
-# These variables decide the cores and the memory of a product.
-_VARIABLES = ("LD_PRELOAD", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+# The beginnings of variables that decide what MLX compiles, how a product is divided between cores,
+# and what memory both take.
+_VARIABLES = ("LD_PRELOAD", "MLX_", "OMP_", "OPENBLAS_")
 
 log = logging.getLogger("mlxpool.worker")
 
 
 class KeptFile:
-    """A file with a type (a word) and a key. Several processes may read and write it concurrently.
+    """The file of a kind (a word) for a key. Several processes may read and write it at once.
 
     `path` None: the user has no private folder, see private_temp.
     """
@@ -73,7 +77,7 @@ class KeptFile:
         return content
 
     def refuse(self, why: str) -> None:
-        """Logs the reason `why` the content is not used, and removes the file."""
+        """Logs why the content is not used, and removes the file."""
         assert self.path is not None
         log.warning(
             "kept results of an earlier load are not used",
@@ -83,7 +87,7 @@ class KeptFile:
             self.path.unlink()
 
     def write(self, content: bytes) -> None:
-        """Writes the content atomically. Logs a failure."""
+        """Keeps the content; other processes see all of it or nothing. Logs a failure."""
         if self.path is None:
             return
         body = self._key + b"\n" + content
@@ -118,8 +122,9 @@ def _remove_oldest(folder: Path) -> None:
     """Leaves MAX_FILES. A file of a time to come was used before the clock was set back."""
     now, used = time.time(), []
     for file in folder.iterdir():
-        with contextlib.suppress(OSError):  # another process has removed the file
-            used.append((file.stat().st_mtime, file))
+        with contextlib.suppress(OSError):  # another process has removed it
+            at = file.lstat().st_mtime
+            used.append((0.0 if at > now + MAX_AHEAD else at, file))
     for _, file in sorted(used, reverse=True)[MAX_FILES:]:
         with contextlib.suppress(OSError):  # the same, or it is a folder
             file.unlink()
@@ -145,19 +150,21 @@ def machine() -> dict[str, Any]:
         "system": [sys.platform, platform.machine(), platform.release()],
         "cpu": _cpu(),
         "cores": _cores(),
-        "compiler": shutil.which("g++"),  # MLX uses it to fuse operations on a CPU
-        "environment": {name: os.environ.get(name, "") for name in _VARIABLES},
+        "compiler": shutil.which("g++"),  # MLX fuses operations with it on a CPU
+        "environment": {
+            name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)
+        },
         "preloaded": [_stamp(Path(file)) for file in _preloaded()],
     }
 
 
 def _preloaded() -> list[str]:
-    """Returns the preloaded libraries, which include the BLAS."""
+    """Returns the libraries that are loaded before all others; one of them is the BLAS."""
     return [file for file in re.split("[: ]", os.environ.get("LD_PRELOAD", "")) if file]
 
 
 def _stamp(file: Path) -> tuple[int, int]:
-    """Returns the size and the modification time of a file; zeros without a file."""
+    """Returns the size and the time of change of a file; zeros without a file."""
     try:
         status = file.stat()
     except OSError:
@@ -173,7 +180,7 @@ def _cores() -> int:
 
 
 def _cpu() -> str:
-    """Returns the processor's name, or "" if the system does not report it."""
+    """Returns the processor's name, as far as the system reports it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
             name, _, value = line.partition(":")
