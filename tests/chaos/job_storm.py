@@ -38,8 +38,8 @@ class JobStorm(Storm):
 
     weights = WEIGHTS
 
-    def _faults(self, relay: Relay) -> dict[str, Callable[[], None]]:
-        return {**super()._faults(relay), "all at once": self._kill_all}
+    def fault_actions(self, relay: Relay) -> dict[str, Callable[[], None]]:
+        return {**super().fault_actions(relay), "all at once": self._kill_all}
 
     def _kill_all(self) -> None:
         """Sends SIGKILL to the broker and all its workers, as a power failure would end them."""
@@ -61,7 +61,7 @@ class JobStorm(Storm):
     def _stream(self, client: Client, number: int) -> None:
         """Submits a job. Some jobs are read at once, some from the middle, most are not read."""
         if number == 0:
-            self._submit_batches(client)
+            self.submit_batches(client)
         key, count = f"storm {number}", self._count(number)
         if not self._submit(client, key, number, count):
             return
@@ -75,7 +75,7 @@ class JobStorm(Storm):
         """Returns the number of ids of the job, or of the line, with this number."""
         return 1 + (number * 7919) % self.plan.tokens
 
-    def _submit_batches(self, client: Client) -> None:
+    def submit_batches(self, client: Client) -> None:
         lines = [
             {"prompt": f"line {n}", "options": {"max_tokens": self._count(n), "seed": 10_000 + n}}
             for n in range(self.lines)
@@ -113,7 +113,7 @@ class JobStorm(Storm):
             self.wrong.append(f"lines of {key}: {len(found)} of {self.lines}")
         return found
 
-    def _check_batches(self) -> None:
+    def check_batches(self) -> None:
         """Checks that every line is done, once, with its ids."""
         for result in self._ended_batch(BATCH):
             n = result.line
@@ -158,7 +158,7 @@ class JobStorm(Storm):
 
     def _finish(self) -> None:
         """Waits for all jobs; each has one end, and its ids."""
-        self._check_batches()
+        self.check_batches()
         end = time.monotonic() + 5 * PATIENCE
         while time.monotonic() < end:
             ends = [row for one in set(self.clients.values()) for row in one.jobs(after=0)]
@@ -245,14 +245,14 @@ class CallStorm(JobStorm):
     def _text(self, line: int) -> str:
         return f"the quick fox {line}"
 
-    def _submit_batches(self, client: Client) -> None:
-        super()._submit_batches(client)
+    def submit_batches(self, client: Client) -> None:
+        super().submit_batches(client)
         lines = [{"kind": "embed", "inputs": [self._text(n)]} for n in range(self.lines)]
         self._submit_batch(client, CALLS, "e", lines)
 
-    def _check_batches(self) -> None:
+    def check_batches(self) -> None:
         """Checks that every line of calls is done, once, with the vector of its text."""
-        super()._check_batches()
+        super().check_batches()
         client = self.clients.get(CALLS)
         found = self._ended_batch(CALLS)
         if client is None:

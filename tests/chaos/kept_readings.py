@@ -58,7 +58,7 @@ class HttpReading:
                         return
                 elif response.status_code not in LATER:
                     self.over = True
-                    self._refused(response)
+                    self.refused(response)
             if not self.over:
                 time.sleep(PAUSE)
 
@@ -85,7 +85,7 @@ class HttpReading:
         """Takes an event; False: this connection ends, and the job goes on."""
         raise NotImplementedError
 
-    def _refused(self, response: httpx.Response) -> None:
+    def refused(self, response: httpx.Response) -> None:
         response.read()
         if response.status_code not in GONE:
             text = f"{response.status_code} {response.text[:300]}"
@@ -109,10 +109,10 @@ class JobReading(HttpReading):
         path = f"/v1/jobs/{self.known.id}/events"
         return self.http.stream("GET", path, params=query, headers=headers)
 
-    def _refused(self, response: httpx.Response) -> None:
+    def refused(self, response: httpx.Response) -> None:
         if response.status_code == 400 and self._start and not self._last:
             return  # the job has ended with fewer ids
-        super()._refused(response)
+        super().refused(response)
 
     def _take(self, ident: str, event: dict[str, Any]) -> bool:
         kind = event["kind"]

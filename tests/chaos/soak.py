@@ -35,10 +35,10 @@ class Soak(Storm):
         self.end_at = time.monotonic() + minutes * 60
         self.samples: list[dict[str, Any]] = []
 
-    def _streams_and_faults(self, relay: Any) -> None:
+    def run_streams_and_faults(self, relay: Any) -> None:
         sampler = threading.Thread(target=self._sample, daemon=True)
         sampler.start()
-        super()._streams_and_faults(relay)
+        super().run_streams_and_faults(relay)
         self.idle = self._idle()
 
     def _reader(self, client: Any) -> None:

@@ -103,7 +103,7 @@ class Storm:
         began = time.monotonic()
         try:
             with self.pool, Relay(("tcp", "127.0.0.1", self._port())) as relay:
-                self._streams_and_faults(relay)
+                self.run_streams_and_faults(relay)
         finally:
             self.history.close()
             del os.environ[VARIABLE]
@@ -112,7 +112,7 @@ class Storm:
     def _port(self) -> int:
         return int(self.pool.config.read_text().split("tcp://127.0.0.1:")[1].split('"')[0])
 
-    def _streams_and_faults(self, relay: Relay) -> None:
+    def run_streams_and_faults(self, relay: Relay) -> None:
         clients = [
             self.pool.client(),
             Client(endpoint=relay.endpoint, connect_timeout=PATIENCE),
@@ -165,7 +165,7 @@ class Storm:
     def _faults_left(self) -> bool:
         return self.injector_error is None and self.faults.total() < self.plan.faults
 
-    def _faults(self, relay: Relay) -> dict[str, Callable[[], None]]:
+    def fault_actions(self, relay: Relay) -> dict[str, Callable[[], None]]:
         return {
             "kill": lambda: self._signal(signal.SIGKILL),
             "term": lambda: self._signal(signal.SIGTERM),
@@ -188,7 +188,7 @@ class Storm:
             self.injector_error = error
 
     def _strike(self, relay: Relay) -> None:
-        faults = self._faults(relay)
+        faults = self.fault_actions(relay)
         names, weights = list(self.weights), list(self.weights.values())
         while self._faults_left() and not self.finished.is_set():
             self.finished.wait(self.random.expovariate(1 / self.plan.pause))

@@ -227,7 +227,7 @@ class Story:
         self.workers: dict[str, FakeWorker] = {}
         self.heard: dict[tuple[bytes, int], Heard] = {}
         self.pool_stopped = 0
-        self._made = 0
+        self.requests_made = 0
 
     # ---- events --------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class Story:
         """Perform an event, now."""
         self.last = list(self.core.handle(event, self.now))
         for action in self.last:
-            self._check(action)
+            self.check_action(action)
         return self.last
 
     def later(self, seconds: float) -> list[act.Action]:
@@ -261,8 +261,8 @@ class Story:
     ) -> bytes:
         """Have a client send `generate`; returns its id, by default a new one."""
         if request is None:
-            self._made += 1
-            request = request_id(self._made)
+            self.requests_made += 1
+            request = request_id(self.requests_made)
         if not {"prompt", "messages", "tokens"} & body.keys():
             body["prompt"] = "hello"
         body = {"model": name, "options": options or {}, **body}
@@ -279,8 +279,8 @@ class Story:
         return self.do(make.ack(link, [[request, count]]))
 
     def ask(self, kind: str, link: int = 1, *blobs: bytes, **body: Any) -> bytes:
-        self._made += 1
-        ident = request_id(self._made)
+        self.requests_made += 1
+        ident = request_id(self.requests_made)
         self.do(make.call(link, kind, ident, 3, body, blobs))
         return ident
 
@@ -398,7 +398,7 @@ class Story:
 
     # ---- the checks ----------------------------------------------------------------------------
 
-    def _check(self, action: act.Action) -> None:
+    def check_action(self, action: act.Action) -> None:
         if isinstance(action, act.ToClient):
             wire.encode(action.header, body_of(action), action.message.blobs())
             self._to_client(action)

@@ -69,17 +69,17 @@ class JobStory(Story):
 
     # ---- the plumbing ----------------------------------------------------------------------------
 
-    def _check(self, action: core_actions.Action) -> None:
-        super()._check(action)
+    def check_action(self, action: core_actions.Action) -> None:
+        super().check_action(action)
         if isinstance(action, core_actions.JobSetBack) or (
             isinstance(action, core_actions.ToClient) and action.link == JOBS_LINK
         ):
             self.inbox.append(action)
 
     def tell_manager(self, event: ev.Event) -> None:
-        self._act(self.manager.handle(event, self.now))
+        self.perform(self.manager.handle(event, self.now))
 
-    def _act(self, actions: list[act.Action]) -> None:
+    def perform(self, actions: list[act.Action]) -> None:
         for action in actions:
             if isinstance(action, act.Store):
                 self.store.offer(action.operation)
@@ -100,7 +100,7 @@ class JobStory(Story):
                 if event is not None:
                     self.tell_manager(event)
             for operation, result in self.store.take():
-                self._act(self.manager.stored(operation, result, self.now))
+                self.perform(self.manager.stored(operation, result, self.now))
 
     def settle(self) -> None:
         self.drain()
@@ -123,18 +123,19 @@ class JobStory(Story):
         """Let the broker die, and another one open the same store."""
         self.store.crash()
         following = type(self)(self.store, self.policy)
-        following.now, following.offset, following._made = self.now, self.offset, self._made
+        following.now, following.offset = self.now, self.offset
+        following.requests_made = self.requests_made
         return following
 
     # ---- clients ---------------------------------------------------------------------------------
 
     def ask(self, message: Any, link: int = 1, *, owner: str = OWNER, attempt: int = 1) -> bytes:  # type: ignore[override]
         """Send a client's message about jobs; returns its id."""
-        self._made += 1
-        ident = request_id(10_000 + self._made)
+        self.requests_made += 1
+        ident = request_id(10_000 + self.requests_made)
         self.hear(link)
         submits = getattr(message, "kind", "") in SUBMISSIONS
-        new_id = request_id(20_000 + self._made)
+        new_id = request_id(20_000 + self.requests_made)
         event = ev.QuestionAsked(
             link, owner, ident, attempt, message, new_id, ENTROPY, submits=submits
         )

@@ -90,7 +90,8 @@ class KubeApi(Closing):
         request = urllib.request.Request(
             f"{self._url}/readyz", headers={"authorization": f"Bearer {TOKEN}"}
         )
-        unchecked = ssl._create_unverified_context()
+        unchecked = ssl.create_default_context()
+        unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE
         try:
             with urllib.request.urlopen(request, timeout=PATIENCE, context=unchecked) as answer:
                 return bool(answer.status == 200)
