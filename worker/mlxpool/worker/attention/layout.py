@@ -91,7 +91,7 @@ class Layout:
         return 0
 
     def left(self, rows: Iterable[CacheRow], whole: int) -> int:
-        """Returns the bytes that all `rows` leave of a capacity of `whole` bytes."""
+        """Returns the bytes of a capacity of `whole` bytes that `rows` do not use."""
         return whole - sum(max(0, row.nbytes - self._fixed) for row in rows)
 
     def kv_bytes(self, rows: Iterable[CacheRow]) -> tuple[int, int]:
@@ -118,9 +118,10 @@ class Layout:
         return nullcontext()
 
     def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
-        """Returns True if a pass over `spans` with results of `wanted` is the first of its kind.
+        """Returns True if a pass over `spans` with results of `wanted` is a new kind of pass.
 
-        The caller submits the pass. If it or a pass in flight fails, the caller calls `invalidate`.
+        The caller submits the pass. If this pass or a pass in flight fails, the caller calls
+        `invalidate`.
         """
         lines = sum(span.count for span in spans)
         decoding = lines if len(spans) == lines else 0

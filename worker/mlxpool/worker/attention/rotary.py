@@ -1,4 +1,4 @@
-"""Rotary position embedding of the tokens of one step."""
+"""Rotary position embedding of the tokens of one pass."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class WithoutImages:
 
 
 class RotateThenAttend(WithoutImages):
-    """The base of ForwardBatch classes that rotate first and attend afterwards."""
+    """The base of ForwardBatch classes that first rotate queries and keys, and then attend."""
 
     def rope(self, x: mx.array, rope: Rope) -> mx.array:
         """See ForwardBatch."""

@@ -61,7 +61,7 @@ class RowShape(Struct, frozen=True):
 
     @property
     def fixed_bytes(self) -> int:
-        """The bytes of a row besides its tokens."""
+        """The bytes of a row that do not depend on its number of tokens."""
         size = self.dtype.size
         return sum(cache.fixed_bytes(size, self.chunk, self.kv) for cache in self._kept)
 
@@ -74,7 +74,7 @@ class RowShape(Struct, frozen=True):
     def dequantised_bytes(self, tokens: int) -> int:
         """Returns the most bytes of dequantised numbers in memory.
 
-        `tokens`: the tokens of a layer that MLX's operations read at once. MLX begins the next
+        `tokens`: the tokens of a layer that MLX's operations read together. MLX begins the next
         reading before the previous reading's numbers are used and freed.
         """
         if not self.quantised:
@@ -86,7 +86,8 @@ class RowShape(Struct, frozen=True):
     def gathered_bytes(self, tokens: int) -> int:
         """Returns the most bytes of copies out of blocks in memory.
 
-        `tokens`: the tokens of a layer that MLX's operations read at once, see `dequantised_bytes`.
+        `tokens`: the tokens of a layer that MLX's operations read together, see
+        `dequantised_bytes`.
         """
         caches = [cache for cache in self.caches if isinstance(cache, KeyValueSpec)]
         each = (cache.stored(self.kv) for cache in caches)

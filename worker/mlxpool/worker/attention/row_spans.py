@@ -71,7 +71,7 @@ class RowSpan(Struct):
 
     @property
     def plain(self) -> bool:
-        """True if the span involves no image, so that compiled passes serve it."""
+        """True if the span involves no image, so that compiled passes support it."""
         return not self.images and not self.views and self.positions is None
 
     @property

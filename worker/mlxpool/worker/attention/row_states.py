@@ -23,7 +23,7 @@ Place = tuple[int, int]  # the number of a state's source array, its index there
 
 
 class StateSpan(Struct, frozen=True):
-    """`count` new tokens of `row`; `checks`: these check drafts, so every token's state is kept."""
+    """`count` new tokens of `row`; `checks`: they check drafts, so each token's state is stored."""
 
     row: RowCache
     count: int
@@ -76,7 +76,7 @@ class PassStates:
 
 
 def settle(rows: Iterable[RowCache]) -> None:
-    """Drops the earlier states of rows, for trimming. No pass may be in flight.
+    """Drops all states of rows but the newest states. No pass may be in flight.
 
     Arrays of states after checked drafts are several times as large as other arrays of states.
     """

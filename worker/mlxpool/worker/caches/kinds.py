@@ -92,5 +92,5 @@ def lowest_rewind(kind: CacheKind, end: int) -> int:
 
 
 def can_rewind(kind: CacheKind, offset: int, to: int) -> bool:
-    """Returns whether a row of `offset` tokens can drop the tokens from `to` on."""
+    """Returns whether a row of `offset` tokens can be trimmed to `to` tokens."""
     return to >= offset or lowest_rewind(kind, offset) <= to

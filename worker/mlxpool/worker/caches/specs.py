@@ -39,7 +39,7 @@ class KeyValueSpec(Struct, frozen=True):
         return 0 if self.window else self._bytes(item, kv)
 
     def fixed_bytes(self, item: int, chunk: int, kv: str = AUTO) -> int:
-        """Returns a sequence's bytes besides its tokens; `chunk`: the most tokens of a chunk."""
+        """Returns the constant bytes of a sequence; `chunk`: the most tokens of a chunk."""
         return window_capacity(self.window, chunk) * self._bytes(item, kv) if self.window else 0
 
     def _bytes(self, item: int, kv: str) -> int:
@@ -49,7 +49,7 @@ class KeyValueSpec(Struct, frozen=True):
 class LatentSpec(Struct, frozen=True):
     """The cache of a layer: one latent vector [dim] of each token, shared by all heads (MLA).
 
-    Its first `rank` numbers are the compressed keys and values; the rest is the rotated key.
+    The first `rank` numbers are the compressed keys and values, the others the rotated key.
     """
 
     dim: int

@@ -23,7 +23,7 @@ from mlxpool.worker.scheduling.shared_prompts import awaited_prompt
 
 
 class Admissions:
-    """Asks the BlockManager for blocks of sequences, and fails sequences that cannot get any."""
+    """Asks the BlockManager for blocks of sequences, and fails sequences that cannot get blocks."""
 
     def __init__(self, engine: Engine, generations: Generations, progress: Progress) -> None:
         self._blocks = engine.blocks

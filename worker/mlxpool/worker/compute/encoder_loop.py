@@ -39,7 +39,7 @@ LAYOUT = "passes"  # the layout that the command `models` shows
 
 
 class EncoderLoop:
-    """Owns the encoder."""
+    """The loop, which owns the encoder."""
 
     def __init__(
         self,

@@ -223,7 +223,7 @@ class Generation(Struct, eq=False):
 
 
 class Generations:
-    """All completions in order of arrival, including waiting ones.
+    """All completions in order of arrival, including waiting completions.
 
     Removal of a completion also releases its sequence in the engine.
     """

@@ -173,7 +173,7 @@ class Loaded(Struct, frozen=True):
 
 
 class Unusable(Struct, frozen=True):
-    """The model cannot be served, or no longer."""
+    """The model cannot be served, or can no longer be served."""
 
     error: PoolError
 

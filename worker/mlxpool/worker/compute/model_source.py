@@ -376,7 +376,7 @@ def _load_group(
     settings: EngineSettings,
     on_progress: OnProgress,
 ) -> Engine:
-    """Loads the part of rank 0, while the other ranks load theirs."""
+    """Loads the part of rank 0, while the other ranks load their parts."""
     from mlxpool.worker.groups.group_engine import open_group_engine
     from mlxpool.worker.groups.loading import default_prefix_bytes, load_part
 

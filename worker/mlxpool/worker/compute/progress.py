@@ -1,6 +1,6 @@
 """The state of the compute thread, for heartbeats and the memory block that the broker reads.
 
-The compute thread writes it; the main thread writes two words of the block, `edge_tid` and
+The compute thread writes the state; the main thread writes two words of the block, `edge_tid` and
 `edge_ns`. Readers read single attributes and single words, so no lock is needed. An update takes a
 few microseconds.
 """
@@ -19,7 +19,10 @@ NEWEST_WEIGHT = 0.1  # weight of the newest chunk or step in a long moving avera
 
 
 class Progress:
-    """The thread's state. `count` grows at each load shard, prefill chunk and decode step."""
+    """The state of the compute thread.
+
+    `count` grows at each load shard, prefill chunk and decode step.
+    """
 
     def __init__(
         self,

@@ -275,7 +275,7 @@ class Steps:
         while len(self._flights) > 1:
             deltas += self.collect()
         if not self._flights:
-            return deltas  # the previous step failed, and this one with it
+            return deltas  # the previous step failed, and this step with it
         masks, failed = self.constrained.masks(constrained, drafts)
         for row, error in failed:
             log.warning("the mask of an answer could not be made", exc_info=error)
@@ -316,7 +316,7 @@ class Steps:
 
         If the steps in flight read prompts and had several requests, no request ends: each prompt
         is read again alone, and a request ends only if its prompt fails alone. Otherwise the
-        requests of the steps end. Sequences that lost their rows wait for new ones. Raises
+        requests of the steps end. Sequences that lost their rows wait for new rows. Raises
         DeviceLost.
         """
         log.warning("a step failed", exc_info=error)

@@ -35,7 +35,7 @@ class PassMemory(Struct, frozen=True):
 
 
 class DecodePass:
-    """The kernel for a model, and the memory that its launches use one after the other."""
+    """The kernel for a model, and memory that successive launches use."""
 
     def __init__(self, weights: PassWeights, memory: PassMemory, blocks: int) -> None:
         """`blocks`: the thread blocks of a launch, all resident at the same time.

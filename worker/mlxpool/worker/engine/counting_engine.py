@@ -45,7 +45,7 @@ BYTES_PER_TOKEN = 1024  # bytes of keys and values of a token, in the memory rep
 CONTEXT = 131_072
 CHUNK = 2048
 LOAD_STEPS = 10
-UNLIMITED_BLOCKS = 2**40  # more than any sequences need: they use no memory
+UNLIMITED_BLOCKS = 2**40  # more blocks than sequences can need; blocks use no memory
 
 
 def splitmix64(value: int) -> int:
@@ -94,7 +94,7 @@ class CountingEngine:
     predictor = None
     prefix = None
     disk = None
-    encoded: EncodedImages[Any] = EncodedImages(0)  # it reads no images
+    encoded: EncodedImages[Any] = EncodedImages(0)  # the model reads no images
 
     def open_disk(self, settings: object, wake: Callable[[], None]) -> None:
         raise NotImplementedError("the counting model keeps no prefixes")
@@ -213,7 +213,7 @@ class CountingEngine:
         """Does nothing: it checks no drafts."""
 
     def warm_up(self, on_progress: Callable[[], None]) -> None:
-        """Does nothing: its first step is as fast as later ones."""
+        """Does nothing: its first step is as fast as later steps."""
 
     def kv_use(self) -> tuple[int, int]:
         tokens = sum(row.length for row in self.rows)

@@ -107,7 +107,8 @@ def _parameters(folder: ModelFolder) -> int:
 def features(folder: ModelFolder) -> tuple[str, ...]:
     """Returns the features that the model supports.
 
-    They are among batching, prefix tree, resume, formats of answers, `deterministic` and images.
+    Possible features are batching, prefix tree, resume, formats of answers, `deterministic` and
+    images.
     """
     if folder.uses_mlx_lm:
         return mlx_lm_models.FEATURES
@@ -206,11 +207,11 @@ def _types(part: Any) -> set[str]:
 
 
 def describe_encoder(encoder: EncoderFolder, tokenizer: str) -> dict[str, Any]:
-    """Returns the `model` object of docs/models.md, of JSON values; `tokenizer` is its kind.
+    """Returns the `model` object of docs/models.md, of JSON values; `tokenizer`: its type.
 
     The object has the keys of a model that generates text, and three more: the `dimensions` of its
-    vectors (0: it does not embed), the names of its `prompts`, and its `labels`. Its task is its
-    feature.
+    vectors (0: the model does not embed), the names of its `prompts`, and its `labels`. Its only
+    feature is its task.
     """
     folder = encoder.folder
     return {

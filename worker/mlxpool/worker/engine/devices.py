@@ -57,7 +57,7 @@ class OneDevice:
     def logits_of(self, model: Model) -> Callable[[mx.array], mx.array]:
         """Returns the function from hidden states [n, d] to logits [n, vocabulary].
 
-        It is called outside of a pass.
+        The function is called outside of a pass.
         """
         return model.logits_of
 
@@ -69,5 +69,5 @@ class OneDevice:
         return device.device_computes()
 
     def used(self, use: MemoryUse) -> MemoryUse:
-        """Returns the memory in use of all processes, from the memory in use of this one."""
+        """Returns the memory in use of all processes, from the memory in use of this process."""
         return use

@@ -1,7 +1,7 @@
 """The disk tier in the compute thread: reads prefixes for waiting sequences, saves the tree.
 
-`open_disk` decides for which settings records are valid, and which engines have a tier. Only at the
-end of the worker the thread waits for the disk, for a bounded time.
+`open_disk` decides for which settings records are valid, and which engines have a tier. The thread
+waits for the disk only at the end of the worker, for a bounded time.
 """
 
 from __future__ import annotations

@@ -46,12 +46,12 @@ class Block(Struct, frozen=True):
 class _Target(Struct):
     """A node whose path is saved.
 
-    `blocks` begin at the root. They are valid while the node still ends at `end`.
+    `blocks` begin at the root, and are valid while the node still ends at `end`.
     """
 
     node: Node[Any, Any]
     end: int
-    root: bytes  # the key of no inputs
+    root: bytes  # the key of an empty path
     blocks: list[Block] = field(default_factory=list)
     chained: bool = False  # `blocks` are complete
     passed: int = 0  # the number of `blocks` that the disk has or was given

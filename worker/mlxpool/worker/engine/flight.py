@@ -1,4 +1,4 @@
-"""A pass that was submitted, and its results on the host when it ends."""
+"""A submitted pass, and its results on the host after the end of the pass."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Flight(Struct, frozen=True):
     `rows`: the first row of logits of each sequence that draws. `fresh`: this pass compiles
     kernels, or another pass did so while this pass was in flight. `done`: the arrays whose
     evaluation ends the pass. `download`: the sampled arrays and hidden states on the host after the
-    end; None: they are read from MLX's arrays. `reads`: the pass reads prompts. `checks`: the spans
-    with drafts. `embedded`: the spans that give hidden states, with the numbers of their first
-    rows. `hidden` [H, d]: the hidden states. `states` [H, d]: the hidden states that stay on the
-    device, for the log-probabilities of prompts. `undrawn`: the spans that have drawn no tokens
+    end; None: results are read from MLX's arrays. `reads`: the pass reads prompts. `checks`: the
+    spans with drafts. `embedded`: the spans that give hidden states, with the numbers of their
+    first rows. `hidden` [H, d]: the hidden states. `states` [H, d]: the hidden states that stay on
+    the device, for the log-probabilities of prompts. `undrawn`: the spans that have drawn no tokens
     yet, and their logits. `load`: the load of the pass; None: it follows from the spans.
     """
 

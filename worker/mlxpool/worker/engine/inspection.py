@@ -14,7 +14,7 @@ from mlxpool.worker.scheduling.sequence import Sequence
 
 
 class Inspection(Struct, frozen=True):
-    """The parts of an engine. A reader must not change them.
+    """The parts of an engine. A reader must not change the parts.
 
     `layout` is a Layout, or for mlx-lm's rows an MlxLmLayout.
     """

@@ -1,4 +1,4 @@
-"""Keeps tables of masks that the device addresses itself, for the next draws."""
+"""Keeps tables of masks in host memory that the device reads directly, for the next draws."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class RowLayout(Protocol):
         """Returns the number of a row's blocks that are not free; 0 if rows share no blocks."""
 
     def left(self, rows: Iterable[Any], whole: int) -> int:
-        """Returns the bytes that all `rows` leave of a capacity of `whole` bytes."""
+        """Returns the bytes of a capacity of `whole` bytes that `rows` do not use."""
 
     def kv_bytes(self, rows: Iterable[Any]) -> tuple[int, int]:
         """Returns the bytes of all `rows`, and the bytes allocated for rows and unused."""
@@ -148,9 +148,9 @@ class EngineMemory(Generic[L, R]):
         return min(self.budget.rows, blocks)
 
     def pool_blocks(self, *, prefixes: bool) -> int:
-        """Returns the number of a pool's blocks: enough for all rows, if they fit.
+        """Returns the number of a pool's blocks: enough for all rows, if that many fit.
 
-        `prefixes`: enough for all cached prefixes as well.
+        `prefixes`: the number also includes blocks for all cached prefixes.
         """
         if self.fixed_blocks is not None:
             return self.fixed_blocks

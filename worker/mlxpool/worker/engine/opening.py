@@ -108,7 +108,7 @@ class Warmed(Struct, frozen=True):
     """The choices of the warm-up, besides the sizes in the memory budget.
 
     `seconds`: the time of a pass while sequences decode. `long_passes`: a pass without decoding
-    rows has twice the lines.
+    rows has twice the inputs.
     """
 
     seconds: float

@@ -36,9 +36,9 @@ class PassSpans(Struct, frozen=True):
 
     @classmethod
     def of(cls, spans: Many[Span], *, rewinds: bool, before: PassSpans | None = None) -> Self:
-        """Sorts spans by their results; `rewinds`: rows can go back by any number of tokens.
+        """Sorts spans by their results; `rewinds`: rows can be trimmed by any number of tokens.
 
-        `before`: the spans of the pass before. Raises ValueError for a span that cannot be
+        `before`: the spans of the previous pass. Raises ValueError for a span that cannot be
         computed.
         """
         # Most spans are single inputs that draw a token, and need nothing more.

@@ -1,9 +1,9 @@
 """The passes of an engine in flight: inputs, forward, draw, results.
 
-On a GPU a pass may be submitted while another is in flight: it takes the tokens that the other pass
-draws from the device, before the host has read them. A sequence that ends or is preempted in
-between loses its token in flight, and its row is trimmed to the tokens of the sequence. A CPU gains
-nothing from this, so there no pass is submitted ahead.
+On a GPU a pass may be submitted while another pass is in flight: the new pass takes the tokens that
+the other pass draws from the device, before the host has read these tokens. A sequence that ends or
+is preempted in between loses its token in flight, and its row is trimmed to the tokens of the
+sequence. A CPU gains nothing from this, so there no pass is submitted ahead.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ class Pipeline:
         return result
 
     def _prompt_logprobs(self, flight: Flight) -> tuple[list[PromptLogprobs], list[SequenceFailed]]:
-        """Returns the log-probabilities of prompts that an ended pass reports, and its failures."""
+        """Returns the prompt log-probabilities that an ended pass reports, and failed sequences."""
         if flight.states is None:
             return [], []
         states = flight.states.astype(self._parts.loaded.dtype)  # back to the dtype of the weights

@@ -40,7 +40,7 @@ def prompt_logprobs(
 ) -> tuple[list[PromptLogprobs], list[SequenceFailed]]:
     """Returns the log-probabilities of the spans' prompts, and sequences whose logits were NaN.
 
-    `states` [H, d] are the states of the spans. Each span comes with the number of its first row.
+    `states` [H, d] are the states of the spans. A span's number is its first row in `states`.
     """
     reported, failed = [], []
     for span, row in spans:

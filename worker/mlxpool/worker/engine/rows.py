@@ -44,7 +44,7 @@ class Rows(Generic[R]):
         end = seq.submitted + tokens
         if stop is not None and seq.submitted < stop < end:
             end = stop
-        shared = len(seq.prompt) - 1  # sequences with the same prompt begin here
+        shared = len(seq.prompt) - 1  # other sequences with this prompt begin here
         if seq.shared and prefix.whole and seq.submitted < shared < end:
             end = shared
         if seq.media:

@@ -84,7 +84,7 @@ def compiled_kinds(
 
     Passes are compiled for `sizes` of lines; sizes above `longest` are not computed. A pass has at
     most `rows` rows, which check at most `drafts` drafts together. Up to `alone` lines, a pass that
-    only checks drafts is compiled apart.
+    only checks drafts is compiled separately.
     """
     before = 0
     for size in sizes:
@@ -92,7 +92,7 @@ def compiled_kinds(
             return
         if size > 1:
             yield PassKind((1, size - 1) if size > 2 else (size,))
-        # Passes that check drafts are compiled apart if more lines draw than rows exist.
+        # Passes that check drafts are compiled separately if more lines draw than rows exist.
         drawing = min(size, rows + drafts)
         beside = drawing - 1 if drawing == size <= alone else drawing
         for checked in sorted({1, max(1, beside - 1)}) if size > rows else (1,):
@@ -264,7 +264,7 @@ def drop_rows(engine: LoadedEngine, rows: Many[Sequence]) -> None:
 
 
 def step(engine: LoadedEngine, spans: Many[Span]) -> StepResult:
-    """Computes one pass, with none in flight."""
+    """Computes one pass, while no other pass is in flight."""
     engine.submit(spans)
     return engine.collect()
 

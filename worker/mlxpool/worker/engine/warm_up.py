@@ -1,4 +1,4 @@
-"""Warms up an engine at load: measures a pass's memory, compiles, computes each kind once."""
+"""Warms up an engine at load: measures memory, compiles kernels, computes each kind of pass."""
 
 from __future__ import annotations
 

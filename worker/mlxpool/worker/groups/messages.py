@@ -17,14 +17,14 @@ from msgspec.structs import astuple
 class Begin(Struct, frozen=True):
     """Load your part: the model can be divided.
 
-    The first message. A rank's process starts, and imports its modules, while rank 0 checks the
-    model. A failure of a rank must not end the group before rank 0 has reported the result of this
-    check to the broker.
+    This is the first message. A rank's process starts, and imports its modules, while rank 0 checks
+    the model. A failure of a rank must not end the group before rank 0 has reported the result of
+    this check to the broker.
     """
 
 
 class MakePool(Struct, frozen=True):
-    """Make a pool of `blocks` blocks for `rows` rows, in place of the pool before.
+    """Make a pool of `blocks` blocks for `rows` rows, in place of the previous pool.
 
     `context`: the most tokens of a row. `chunk`: the most tokens of a pass. `layout`: the name of
     rank 0's layout; a rank that chooses another layout must not go on. `kv`: the stored form of

@@ -75,7 +75,7 @@ class PartLayerBuilder(WeightLayerBuilder):
 
 
 class SummedLinear(Struct, frozen=True):
-    """x [T, in / ranks] -> [T, out]: the products of all ranks, added up."""
+    """A linear layer x [T, in / ranks] -> [T, out]: the sum of the products of all ranks."""
 
     layer: Linear
     collectives: Collectives
@@ -84,7 +84,7 @@ class SummedLinear(Struct, frozen=True):
         return self.collectives.all_sum(self.layer(x))
 
     def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
-        """See layer_types.Linear. The residual is added once, after the sum."""
+        """See layer_types.Linear. Adds the residual once, after the sum."""
         if x.dtype != residual.dtype or not self.collectives.adds(residual.nbytes, x.dtype):
             return None
         return self.collectives.sum_onto(residual, self.layer(x))
@@ -103,7 +103,7 @@ class SummedLatentToken(SummedLinear, frozen=True):
 
 
 class JoinedLinear(Struct, frozen=True):
-    """x [T, in] -> [T, out]; each rank computes out / ranks columns."""
+    """A linear layer x [T, in] -> [T, out]; each rank computes out / ranks columns."""
 
     layer: Linear
     collectives: Collectives
@@ -116,7 +116,7 @@ class JoinedLinear(Struct, frozen=True):
 
 
 class PartEmbedding(Struct, frozen=True):
-    """The token embeddings; this rank has `count` of them, from token `first` on."""
+    """The token embeddings; this rank has `count` embeddings, from token `first` on."""
 
     table: Embedding
     first: int

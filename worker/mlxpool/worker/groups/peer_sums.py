@@ -3,10 +3,10 @@
 Each rank has one buffer, allocated once, that its peers map and write. The kernel is
 cuda/peer_sum_lines.cu if NVLink connects all GPUs of the group; otherwise it is cuda/peer_sum.cu
 for few bytes, and cuda/peer_sum_large.cu for more. cuda/peer_memory.cuh explains how the ranks stay
-in step. The epoch of a sum is the number of sums before it. The GPU counts it, so every rank has to
-compute the same sums in the same order. MLX runs evaluations one after the other, but independent
-kernels of one evaluation at the same time. So the sums of one evaluation must be a chain: the
-numbers of each sum depend on the previous sum, as in a model.
+in step. The epoch of a sum is the number of sums before it. The GPU counts epochs, so every rank
+has to compute the same sums in the same order. MLX runs evaluations one after the other, but
+independent kernels of one evaluation at the same time. So the sums of one evaluation must be a
+chain: the numbers of each sum depend on the previous sum, as in a model.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ class Rank0Layout(PagedLayout):
             self._sent = (spans, numbers, offsets) if single else None
         if self._sent is not None:
             self._sent = spans, numbers, [offset + 1 for offset in offsets]
-        if self.ragged is None:  # `ragged` has tables that read the changes
+        if self.ragged is None:  # otherwise its block tables read the changes
             for row in rows:
                 row.changed = len(row.table)
 

@@ -4,7 +4,7 @@ MLX's products of one row are slow there. OpenBLAS copies the dense weight for e
 `quantized_matmul` is compiled to vector instructions only without `transpose`. Then numbers of
 several outputs share a scale, but in a checkpoint numbers of one output share a scale. So the
 numbers q of a weight are stored again as bytes, column by column, and multiplied without scales.
-Each group of inputs is its own matrix:
+Each group of inputs is a separate matrix:
 
     y[n] = sum over groups g of scales[g, n] * (x[g] @ q[g, :, n]) + biases[g, n] * sum(x[g])
 

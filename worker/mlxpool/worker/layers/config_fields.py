@@ -26,7 +26,7 @@ class Heads(Struct, frozen=True):
     def from_config(cls, config: Mapping[str, Any], *, dim: int | None = None) -> Heads:
         """`dim`: the default of head_dim; None: hidden_size divided by the number of heads.
 
-        Raises ModelLoadFailed with the key that is missing or cannot be used.
+        Raises ModelLoadFailed with a missing or unusable key.
         """
         query = integer(config, "num_attention_heads")
         kv = integer(config, "num_key_value_heads", query)

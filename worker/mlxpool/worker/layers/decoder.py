@@ -123,7 +123,7 @@ class HeadModel:
         self.layer = spec.layer.build(builder, names.layer, 0)
         self.norm = builder.rms_norm(names.norm, spec.eps)
         self.output: OutputLayer = builder.linear(names.output) if names.output else output
-        self.drafted: mx.array | None = None  # [N] each logit's token; None: its number
+        self.drafted: mx.array | None = None  # [N] each logit's token; None: all tokens
         if spec.drafted:
             self.drafted = _token_numbers(builder.tensor(names.drafted), spec.vocab_size)
             self.output = PartOfVocabulary(self.embed, self.drafted)
@@ -169,7 +169,7 @@ class Decoder(Struct, frozen=True):
     ) -> Decoder:
         """Reads the keys that most config.json files have; `fields` replaces some of them.
 
-        Raises ModelLoadFailed that names a key that is missing or cannot be used.
+        Raises ModelLoadFailed with a missing or unusable key.
         """
         common: dict[str, Any] = {
             "vocab_size": integer(config, "vocab_size"),
@@ -227,7 +227,7 @@ class Decoder(Struct, frozen=True):
 
 
 class DecoderModel:
-    """tokens [T] -> logits [E, vocabulary], see model_plan.Model."""
+    """The built model: tokens [T] -> logits [E, vocabulary], see model_plan.Model."""
 
     def __init__(self, spec: Decoder, builder: LayerBuilder) -> None:
         self.spec = spec

@@ -1,6 +1,6 @@
 """The gated delta rule and the short causal convolution before it, in MLX, all in float32.
 
-A head keeps a state S [K, V]. For a token with query q, key k, value v, decay a and rate b it
+A head keeps a state S [K, V]. For a token with query q, key k, value v, decay a and rate b the head
 computes
 
     S = a S;  d = b (v - k S);  S = S + k d;  out = q S
@@ -169,7 +169,7 @@ def _into_chunks(x: mx.array, size: int) -> mx.array:
 def _decay_between(log_decay: mx.array) -> mx.array:
     """[..., size, 1] -> [..., size, size]: the decay of token j's write at row i, 0 for j > i.
 
-    Each sum is computed by itself: a difference of two cumulative sums would cancel small terms.
+    Each sum is computed separately: a difference of two cumulative sums would cancel small terms.
     """
     size = log_decay.shape[-2]
     index = mx.arange(size)

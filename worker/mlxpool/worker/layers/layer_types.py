@@ -312,9 +312,9 @@ class LatentParts(NamedTuple):
 
 
 class SwitchLayer(Protocol):
-    """x [T, in] and the experts [T, k] chosen for each token -> [T, k, out].
+    """Layers of experts: x [T, in] and each token's experts [T, k] -> [T, k, out].
 
-    The layer of `LayerBuilder.switch_linear` takes x [T, k, in] as well.
+    The layers of `LayerBuilder.switch_linear` also take x [T, k, in].
     """
 
     def __call__(self, x: mx.array, experts: mx.array) -> mx.array: ...

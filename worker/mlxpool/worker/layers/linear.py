@@ -70,7 +70,7 @@ def _around(x: PendingNorm, *, gated: bool = False) -> FusedOps:
 
 
 class Linear(FusableLinear, Struct, frozen=True):
-    """x [T, in] -> [T, out] with weight [out, in] and bias [out] or None.
+    """A linear layer x [T, in] -> [T, out] with weight [out, in] and bias [out] or None.
 
     `one_row`: the weight in a form that is faster for an x of one row.
     """
@@ -114,7 +114,7 @@ class Linear(FusableLinear, Struct, frozen=True):
 
 
 class GatedLinearUnit(Struct, frozen=True):
-    """x [T, in] -> activation(gate, up) [T, width]; `gate_up` computes gate, then up."""
+    """A gated unit x [T, in] -> activation(gate, up) [T, width]; `gate_up` gives gate, then up."""
 
     gate_up: AnyLinear
     width: int
@@ -134,7 +134,7 @@ class GatedLinearUnit(Struct, frozen=True):
 
 
 class QuantisedLinear(FusableLinear, Struct, frozen=True):
-    """x [T, in] -> [T, out] with a quantised weight [out, in] and bias [out] or None."""
+    """A layer x [T, in] -> [T, out] with a quantised weight [out, in] and bias [out] or None."""
 
     weight: QuantisedWeight | TiledWeight
     bias: mx.array | None
@@ -165,7 +165,7 @@ class QuantisedLinear(FusableLinear, Struct, frozen=True):
 
 
 class ConcatenatedLinear(Struct, frozen=True):
-    """x [T, in] -> [T, sum of out]: the concatenated outputs of several layers."""
+    """Several layers with concatenated outputs: x [T, in] -> [T, sum of out]."""
 
     layers: tuple[AnyLinear, ...]
 

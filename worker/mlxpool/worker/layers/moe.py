@@ -1,4 +1,4 @@
-"""Mixtures of experts: a router chooses for each token the experts that compute it. No MLX.
+"""Mixtures of experts: for each token, a router chooses the experts that compute it. No MLX.
 
 SoftmaxMoE routes by a softmax over all experts, as in Qwen. SigmoidMoE routes by a sigmoid of each
 expert's logit, as in DeepSeek V3. A correction is added to the scores only for the choice of

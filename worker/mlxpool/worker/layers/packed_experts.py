@@ -26,7 +26,7 @@ class PackedGLU(Struct, frozen=True):
 
     weights: ExpertWeights
     count: int  # of experts
-    dtype: mx.Dtype  # of x, which the kernels multiply with the weights
+    dtype: mx.Dtype  # dtype of x in the kernels
 
     def __call__(self, x: mx.array, experts: mx.array) -> mx.array:
         """x [T, in] and the experts [T, k] of each token -> [T, k, in]."""

@@ -45,8 +45,8 @@ class BlockTables:
     def update(self, rows: Sequence[BlockRow], lines: npt.NDArray[np.int32]) -> mx.array | None:
         """Copies the changed entries of `rows`, which own `lines`, to the device for a new pass.
 
-        Returns a 0; readers of `array` must depend on it, see worker/kernels. None: no entry has
-        changed.
+        Returns an array (a 0) on which readers of `array` must depend, see worker/kernels. None: no
+        entry has changed.
         """
         places: list[int] = []
         blocks: list[int] = []

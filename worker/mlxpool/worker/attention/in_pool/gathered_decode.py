@@ -23,7 +23,7 @@ from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.scheduling.kv_blocks import blocks_for
 
 MAX_PASSES = 128  # the most compiled passes in memory; a GPU's host has memory for this many
-TABLE_STEP = 8  # blocks; block tables are as wide as a multiple, so that few passes are compiled
+TABLE_STEP = 8  # blocks; table widths are multiples of it, so that few passes are compiled
 NO_STATES = "a pool of blocks has no states, see RowShape.fits_blocks"
 
 

@@ -29,8 +29,8 @@ from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 class KVPool:
     """The memory of all KV blocks.
 
-    `arrays`: the stored arrays (caches/stored.py) of each layer, [blocks, heads, KV_BLOCK_TOKENS,
-    size].
+    `arrays`: the stored arrays of each layer, see caches/stored.py. The shape of an array is
+    [blocks, heads, KV_BLOCK_TOKENS, size].
     """
 
     def __init__(self, shape: RowShape, blocks: int, *, in_place: bool) -> None:

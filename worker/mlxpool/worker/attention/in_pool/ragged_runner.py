@@ -213,7 +213,7 @@ class RaggedRunner:
     def _given(self, logits: mx.array, states: Sequence[mx.array], lines: int) -> PassOutput:
         """Returns the output of a pass over `lines` lines; `states`: the kept states, if any.
 
-        `states` may have more lines, those of padding, at the end.
+        `states` may end with lines of padding.
         """
         if not states:
             return PassOutput(logits)
@@ -240,7 +240,7 @@ class RaggedRunner:
     def _count_on(self, decoding: DecodingRows) -> mx.array | None:
         """Counts up the numbers of the previous pass: each row has one token more.
 
-        Returns None, or a 0 on which the pass must depend.
+        Returns None, or an array (a 0) on which the pass must depend.
         """
         for part in decoding.counting:
             part += 1
@@ -263,7 +263,10 @@ class RaggedRunner:
         return self._tables.update([rows[number] for number in crossing], decoding.lines[crossing])
 
     def _number_again(self, decoding: DecodingRows, ids: Ids) -> mx.array | None:
-        """Writes all numbers of a pass. Returns None, or a 0 on which the pass must depend."""
+        """Writes all numbers of a pass.
+
+        Returns None, or an array (a 0) on which the pass must depend.
+        """
         rows, shape, lines, numbers = (
             decoding.rows,
             decoding.shape,
@@ -291,10 +294,11 @@ class RaggedRunner:
     def _outputs(
         self, shape: PlanShape, plan: mx.array, written: mx.array | None, drawn: mx.array | None
     ) -> list[mx.array]:
-        """Returns the arrays that a pass gives.
+        """Returns the arrays of a pass's results.
 
-        `plan` is the host's memory; the pass depends on `written`, a 0. A pass over chunks without
-        a token in flight is submitted part by part, because the device may be idle meanwhile.
+        `plan` is the host's memory; the pass depends on the array `written`. A pass over chunks
+        without a token in flight is submitted part by part, because the device may be idle
+        meanwhile.
         """
         single = shape.single and choice.serves(shape.lines)
         if self._one_kernel is not None and (single or shape.follow):
@@ -318,7 +322,7 @@ class RaggedRunner:
         lines = sum(span.count for span in spans)
         padded = next((size for size in self.sizes if size >= lines), lines)
         hidden = bool(wanted) and spans[wanted[-1]].hidden
-        if len(wanted) == lines and not hidden:  # only single lines, each with logits
+        if len(wanted) == lines and not hidden:  # every span is a single line with logits
             return PlanShape(padded, 0, self._tiles)
         most, count = min(padded, self._rows), wanted_lines(spans, wanted)
         if count == lines <= self.follow_lines and not hidden:
@@ -367,7 +371,7 @@ class RaggedRunner:
     ) -> mx.array | None:
         """Writes the numbers of a pass in the order of PlanShape.arrays.
 
-        Returns None, or a 0 on which the pass must depend.
+        Returns None, or an array (a 0) on which the pass must depend.
         """
         lines = self._tables.lines_of(rows)
         written = self._tables.update(rows, lines)

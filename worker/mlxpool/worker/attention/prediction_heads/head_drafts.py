@@ -76,7 +76,7 @@ class HeadDrafts(ABC):
         return drafts
 
     def _prepared(self, seq: Sequence) -> bool:
-        """Returns True if a sequence is ready; drops the data of tokens that the sequence lost."""
+        """Returns True if a sequence is ready for drafts; drops the data of lost tokens."""
         return self.ready(seq)
 
     @abstractmethod

@@ -26,7 +26,7 @@ from mlxpool.worker.layers.model_plan import Prediction
 from mlxpool.worker.scheduling.sequence import Sequence
 from mlxpool.worker.scheduling.spans import Span
 
-MAX_WAITING = 32  # the most waiting states of a row; the head reads further states at once
+MAX_WAITING = 32  # the most waiting states of a row; the head immediately reads further states
 
 
 class _States(Struct):
