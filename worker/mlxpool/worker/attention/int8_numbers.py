@@ -26,7 +26,7 @@ def stored(new: Arrays, dtype: mx.Dtype, kv: str = AUTO) -> Arrays:
 
 
 def read(held: Arrays, dtype: mx.Dtype, kv: str = AUTO) -> Arrays:
-    """Returns the numbers that a layer's stored arrays mean: the inverse of `stored`."""
+    """Returns the numbers that a layer's stored arrays represent: the inverse of `stored`."""
     if kv != INT8:
         return held
     half = len(held) // 2

@@ -158,7 +158,7 @@ class DecideState(Struct, eq=False):
         return len(self.results) == len(self.message.questions)
 
     def answer(self, now: float) -> CallAnswer:
-        """Returns the answer to a call whose questions are all answered; `now`: monotonic seconds."""
+        """Returns the answer to a call after its last question; `now`: monotonic seconds."""
         message = self.message
         results = [self.results[index] for index in range(len(message.questions))]
         rows = [

@@ -41,7 +41,7 @@ ROOM_SHARE = 32  # the memory limit divided by the most bytes of a queue
 READ_LIMIT = 5.0  # seconds without data from the disk until sequences compute their prefixes
 READ_PAUSE = 60.0  # seconds without reading after the disk did not answer
 SAVE_PAUSE = 30.0  # seconds without saving after a failure
-SAVE_AT = 0.5  # the used part of the cache's budget above which running sequences save
+SAVE_AT = 0.5  # the used part of the cache's budget above which busy workers save records
 SAVE_INTERVAL = 0.01  # seconds between two attempts to give a record to the writer
 
 

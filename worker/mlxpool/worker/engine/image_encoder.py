@@ -14,7 +14,7 @@ from mlxpool.worker.layers.model_plan import SeeingModel
 from mlxpool.worker.media.image import PreparedImage
 from mlxpool.worker.weights.load import LoadedModel
 
-MEASURED_PIXELS = 2**20  # the most pixels of the measured image
+MEASURED_PIXELS = 2**20  # most pixels of the measured image, for models that do not resize
 
 
 class ImageEncoder:

@@ -106,7 +106,7 @@ class EngineMemory(Generic[L, R]):
         self.rows: dict[Sequence, R] = {}
         self.encoded: EncodedImages[Any] = EncodedImages(images)
         self.draft = draft
-        self.head: HeadDrafts | None = None  # the model's draft head
+        self.head: HeadDrafts | None = None  # the draft head; it has a row for each sequence
         self.disk: DiskPrefixes | None = None
         # Weak, so that an engine and its arrays are freed with the engine's last reference.
         self.blocks = BlockManager(weakref.proxy(self))
