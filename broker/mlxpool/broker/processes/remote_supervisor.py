@@ -30,7 +30,7 @@ from mlxpool.common.transport.waker import Waker
 log = logging.getLogger("mlxpool.worker")
 
 PROVEN_AFTER = 60.0  # seconds of life after which an exit does not count as a failed start
-FINAL_EXIT_CODES = {STOPPED: 0, REFUSED: 1, ALONE: 3}  # the worker's exit code -> this process's
+FINAL_EXIT_CODES = {STOPPED: 0, REFUSED: 1, ALONE: 3}  # worker's exit code -> exit code here
 
 
 class RemoteSupervisor:

@@ -158,8 +158,8 @@ class Places(Struct, eq=False):
     """The places of a model: places that owners have, promised places and reserved places."""
 
     held: Counter[str] = field(default_factory=Counter)
-    promised: Counter[str] = field(default_factory=Counter)  # promised: runs are giving them up
-    _taken: Counter[str] = field(default_factory=Counter)  # reserved places that others gave up
+    promised: Counter[str] = field(default_factory=Counter)  # places that runs are giving up
+    _taken: Counter[str] = field(default_factory=Counter)  # held places that others gave up
     _kept: deque[tuple[float, str]] = field(default_factory=deque)  # (until when, owner)
 
     def get(self, owner: str) -> None:
@@ -200,7 +200,7 @@ class Places(Struct, eq=False):
         return [other for _, other in self._kept if other != owner]
 
     def kept_until(self, now: float) -> float:
-        """Returns when the next kept place is free for all; infinity without kept places."""
+        """Returns the time at which the next reserved place is free for all; infinity if none."""
         return next((until for until, _ in self._kept if until > now), math.inf)
 
 

@@ -105,7 +105,7 @@ class PrefixIndex:
     """
 
     def __init__(self) -> None:
-        self._pieces: OrderedDict[bytes, int] = OrderedDict()  # key -> tokens of the piece
+        self._pieces: OrderedDict[bytes, int] = OrderedDict()  # key -> tokens in the piece
         self.tokens = 0  # of all pieces
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""The cost of a request on a worker, in milliseconds of it and of requests that share it.
+"""The cost of a request on a worker, in milliseconds of the request and of requests beside it.
 
 The unit is not tokens, because replicas differ in speed: on a replica that is four times slower a
 prompt takes four times as long.
@@ -18,14 +18,17 @@ from mlxpool.broker.routing.worker_speed import WorkerSpeed, prompt_ms_of, step_
 # equal waits the choice computes less. In simulations 1.1 and more delayed first tokens of a hot
 # prompt.
 READ_WEIGHT = 1.02
-MAX_OUTPUT = 200  # tokens of an answer that count: later steps are unknown, since rows come and go
+MAX_OUTPUT = 200  # most tokens of an answer that count: later steps are unknown
 TRUST_WEIGHT = 0.1  # weight of the newest request in `trust`
-MAX_SESSIONS = 512  # sessions remembered of a worker
-MAX_GROUPS = 512  # groups remembered of a worker
+MAX_SESSIONS = 512  # most sessions remembered of a worker
+MAX_GROUPS = 512  # most groups remembered of a worker
 
 
 class Demand(Struct, frozen=True):
-    """The demand of a request on a worker. `session` is empty for a request without one."""
+    """The resources that a request needs on a worker.
+
+    `session` is empty if the request has none.
+    """
 
     pieces: PromptPieces
     output_tokens: int
@@ -33,26 +36,26 @@ class Demand(Struct, frozen=True):
 
 
 class Route(Struct, eq=False):
-    """The broker's knowledge of one incarnation of a worker, for the choice among workers."""
+    """The broker's knowledge of one incarnation of a worker, used for the choice of a worker."""
 
     index: PrefixIndex = field(default_factory=PrefixIndex)
     speed: WorkerSpeed = field(default_factory=WorkerSpeed)
     trust: float = 1.0  # ratio of cached to predicted tokens, averaged over requests
     sessions: dict[tuple[str, str], int] = field(default_factory=dict)  # -> tokens of the prompt
     groups: dict[tuple[str, str], None] = field(default_factory=dict)  # (owner, group of choices)
-    predicted: dict[int, int] = field(default_factory=dict)  # run -> tokens predicted to be cached
+    predicted: dict[int, int] = field(default_factory=dict)  # run -> predicted cached tokens
     unread: dict[int, int] = field(default_factory=dict)  # run without a first token -> tokens
-    evicted: int = 0  # tokens that its cache has dropped, from the newest heartbeat
+    evicted: int = 0  # number of tokens that its cache has evicted, by the newest heartbeat
 
     def found(self, demand: Demand) -> int:
-        """Returns the number of a prompt's first tokens that the worker was sent before."""
+        """Returns the number of a prompt's leading tokens that were sent to the worker before."""
         tokens = self.index.found(demand.pieces)
         if demand.session[1]:
             tokens = max(tokens, min(self.sessions.get(demand.session, 0), demand.pieces.tokens))
         return tokens
 
     def sent(self, run: int, demand: Demand) -> None:
-        """Note a request that the worker is given."""
+        """Record a request that the worker gets."""
         cached = self.found(demand)
         self.predicted[run] = cached
         self.unread[run] = max(1, demand.pieces.tokens - round(cached * self.trust))
@@ -64,18 +67,21 @@ class Route(Struct, eq=False):
                 del self.sessions[next(iter(self.sessions))]
 
     def has_group(self, group: tuple[str, str]) -> None:
-        """Note that the worker is given a choice of this group: the other choices follow it."""
+        """Record that the worker gets a choice of this group. The other choices go to it too."""
         self.groups.pop(group, None)
         self.groups[group] = None
         if len(self.groups) > MAX_GROUPS:
             del self.groups[next(iter(self.groups))]
 
     def has_read(self, run: int) -> None:
-        """Note that the prompt of a run has been read."""
+        """Record that the worker has read the prompt of a run."""
         self.unread.pop(run, None)
 
     def ended(self, run: int, cached: int | None = None) -> None:
-        """Note the end of a run; `cached` tokens of its prompt were found, None: unknown."""
+        """Record the end of a run.
+
+        `cached`: tokens of its prompt found in the cache; None: unknown.
+        """
         self.unread.pop(run, None)
         predicted = self.predicted.pop(run, 0)
         if cached is not None and predicted > 0:
@@ -83,22 +89,23 @@ class Route(Struct, eq=False):
             self.trust += TRUST_WEIGHT * (ratio - self.trust)
 
     def drop_runs(self) -> None:
-        """Forget all runs, after the worker has lost them."""
+        """Forget all runs, because the worker has lost them."""
         self.unread.clear()
         self.predicted.clear()
 
     def dropped(self, evicted: int) -> None:
-        """Note that the worker's cache has dropped `evicted` tokens since its start."""
+        """Update the index: the worker's cache has evicted `evicted` tokens since its start."""
         if evicted > self.evicted:
             self.index.shrink(evicted - self.evicted)
             self.evicted = evicted
 
 
 class Crowd(Struct, frozen=True):
-    """The requests that wait while a worker is chosen for one request.
+    """The requests that wait while a worker is chosen for a request.
 
-    `cached`: the estimated tokens of the prompt in the best prefix cache. Another worker has to
-    read them again, which delays the waiting requests. `behind`: their number for each worker.
+    `cached`: the estimated tokens of the prompt in the best prefix cache. Any other worker has to
+    read them again, which delays the waiting requests. `behind`: the number of these requests per
+    worker.
     """
 
     cached: float = 0.0
@@ -113,7 +120,7 @@ def crowd_of(
 ) -> Crowd:
     """Returns the crowd of a request while `waiting` other requests wait for these workers.
 
-    `first` are the requests whose turn it is. Requests in it with the same prefix are not counted:
+    `first` has the requests of the present turn. Those with the request's prefix are not counted:
     they gain from a second copy of the prefix.
     """
     if not waiting:
@@ -127,11 +134,11 @@ def crowd_of(
 def cost_ms(
     demand: Demand, route: Route, rows: int, model: WorkerSpeed, crowd: Crowd = ALONE
 ) -> float:
-    """Returns the cost in milliseconds of a request on a worker that runs `rows` others.
+    """Returns the cost in milliseconds of a request on a worker that runs `rows` other requests.
 
     It is the sum of three times:
     - the prefill of the worker's other prompts, and of the prompt's tokens that it has not cached;
-    - the decode steps of the answer, in batches with half of the present rows, since rows end;
+    - the decode steps of the answer, in batches of half the present size, since requests end;
     - the prefill of tokens that another worker has cached, for each request that waits behind it.
 
     `model` is the speed of all workers of the model, for a worker with few measurements.
@@ -157,12 +164,12 @@ def cost_ms(
 R = TypeVar("R")
 W = TypeVar("W")
 
-MAX_REQUESTS = 16  # requests of an owner among which the choice is made
-MAX_PASSED = 32  # later requests that may pass a request
+MAX_REQUESTS = 16  # most requests of an owner among which the choice is made
+MAX_PASSED = 32  # most later requests that may overtake a request
 
 
 class Pair(Struct, Generic[R, W], frozen=True):
-    """A request and its worker; `loss`: milliseconds above the request's cheapest worker."""
+    """A request and a worker for it. `loss`: milliseconds above the request's cheapest worker."""
 
     request: R
     worker: W
@@ -175,10 +182,10 @@ def cheapest_pair(
     cost: Callable[[R, W], float],
     free: Callable[[R, W], bool],
 ) -> Pair[R, W] | None:
-    """Returns the pair with the least loss; None without a free worker.
+    """Returns the pair with the lowest loss; None if no worker is free.
 
-    `free` returns whether a worker may be given a request now, `cost` the cost of it there. The
-    earlier request is taken if losses are equal, the earlier worker if costs are equal.
+    `free` returns whether a worker may get a request now, `cost` the cost of the request there. At
+    equal losses the earlier request is taken, at equal costs the earlier worker.
     """
     best: Pair[R, W] | None = None
     for request in waiting[:MAX_REQUESTS]:

@@ -1,30 +1,30 @@
-"""The speed of a worker, fitted to its heartbeats: replicas may differ in speed.
+"""The speed of a worker, fitted to its heartbeats. Replicas may differ in speed.
 
-A few observations may be far off, and a worker that seems slow gets no requests that would correct
-this. So a worker's own speed is mixed with the speed of the model's workers together. Its weight
-grows with recent observations, and falls with each idle heartbeat.
+A few observations may be wrong, and a worker that seems slow gets no requests that would correct
+its speed. So a worker's own speed is mixed with the speed of all workers of the model. The weight
+of its own speed grows with recent observations, and falls with each idle heartbeat.
 """
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-DEFAULT_PROMPT_MS = 1.0  # a prompt token, until a worker of the model has read one
-DEFAULT_STEP_MS = 30.0  # a decode step of one row, until a worker of the model has made one
-DEFAULT_ROW_MS = 1.0  # added to a decode step by each further row
-DECAY = 0.97  # factor on a heartbeat's weight at each later heartbeat
-REST_DECAY = 0.93  # the same at each heartbeat of an idle worker
-PRIOR = 0.25  # weight of the speed of the model's workers, in heartbeats
+DEFAULT_PROMPT_MS = 1.0  # ms of a prompt token, until a worker of the model has read one
+DEFAULT_STEP_MS = 30.0  # ms of a decode step with one row, until a worker of the model has made one
+DEFAULT_ROW_MS = 1.0  # ms that each further row adds to a decode step
+DECAY = 0.97  # factor on the weight of earlier heartbeats at each heartbeat
+REST_DECAY = 0.93  # DECAY at each heartbeat of an idle worker
+PRIOR = 0.25  # weight of the speed of all the model's workers, in heartbeats
 
 
 class WorkerSpeed(Struct, eq=False):
-    """Milliseconds of a prompt token, and of a decode step as a linear function of its rows.
+    """Milliseconds of a prompt token, and of a decode step as a linear function of its batch size.
 
     The first is a weighted mean, the second a weighted least-squares fit; newer observations weigh
     more.
     """
 
-    prompt_ms: float = 0.0  # 0 until it has read a prompt
+    prompt_ms: float = 0.0  # 0 until the worker has read a prompt
     _prompt_weight: float = 0.0
     _weight: float = 0.0
     _rows: float = 0.0  # weighted sums
@@ -33,14 +33,14 @@ class WorkerSpeed(Struct, eq=False):
     _rows_ms: float = 0.0
 
     def observe_prompt(self, ms: float) -> None:
-        """Add the time of a prompt token, which a worker reports while it reads a prompt."""
+        """Add the time of a prompt token from a worker that reads a prompt."""
         if ms <= 0:
             return
         self._prompt_weight = self._prompt_weight * DECAY + 1
         self.prompt_ms += (ms - self.prompt_ms) / self._prompt_weight
 
     def rest(self) -> None:
-        """Lower the weight of the observations, at a heartbeat of an idle worker."""
+        """Lower the weight of the observations, at the heartbeat of an idle worker."""
         self._prompt_weight *= REST_DECAY
         self._weight *= REST_DECAY
         self._rows *= REST_DECAY
@@ -49,7 +49,7 @@ class WorkerSpeed(Struct, eq=False):
         self._rows_ms *= REST_DECAY
 
     def observe_step(self, rows: int, ms: float) -> None:
-        """Add the time of a decode step with this number of rows."""
+        """Add the time of a decode step of `rows` sequences."""
         if rows <= 0 or ms <= 0:
             return
         self._weight = self._weight * DECAY + 1
@@ -59,19 +59,22 @@ class WorkerSpeed(Struct, eq=False):
         self._rows_ms = self._rows_ms * DECAY + rows * ms
 
     def step_ms(self, rows: float) -> float:
-        """Returns the milliseconds of a decode step of `rows` rows: a default before the first."""
+        """Returns the milliseconds of a decode step of `rows` sequences; at first a default."""
         if not self._weight:
             return DEFAULT_STEP_MS + DEFAULT_ROW_MS * (rows - 1)
         mean_rows, mean_ms = self._rows / self._weight, self._ms / self._weight
         spread = self._rows_squared / self._weight - mean_rows**2
         together = self._rows_ms / self._weight - mean_rows * mean_ms
         slope = max(0.0, together / spread) if spread > 0.25 else 0.0
-        # A step with few rows takes time even if the fit gives less than that outside its data.
+        # A step with few rows takes time even if the fit, outside its data, gives less.
         return max(mean_ms + slope * (rows - mean_rows), 0.1 * mean_ms)
 
 
 def prompt_ms_of(worker: WorkerSpeed, model: WorkerSpeed) -> float:
-    """Returns the milliseconds of a prompt token; `model` is the speed of the model's workers."""
+    """Returns the milliseconds of a prompt token.
+
+    `model` is the speed of all workers of the model.
+    """
     if not model.prompt_ms:
         return worker.prompt_ms or DEFAULT_PROMPT_MS
     weight = worker._prompt_weight
@@ -79,7 +82,7 @@ def prompt_ms_of(worker: WorkerSpeed, model: WorkerSpeed) -> float:
 
 
 def step_ms_of(worker: WorkerSpeed, model: WorkerSpeed, rows: float) -> float:
-    """Returns the milliseconds of a decode step of `rows` rows."""
+    """Returns the milliseconds of a decode step of `rows` sequences on a worker."""
     if not model._weight:
         return worker.step_ms(rows)
     weight = worker._weight

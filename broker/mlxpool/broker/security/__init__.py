@@ -1,5 +1,5 @@
-"""Access to the broker's sockets by keys: allow-list and handshakes.
+"""Access control of the broker's sockets by keys: allow-list and handshakes.
 
-`keyring` has the roles of keys and the owners of connections. It is pure. `access` consults it at
-each handshake, `transport` at each message.
+`keyring` has the roles of keys and the owners of connections; it is pure. `access` uses it at each
+handshake, `transport` at each message.
 """

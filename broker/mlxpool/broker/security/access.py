@@ -14,17 +14,17 @@ from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.transport import keys
 
 ADDRESS = "inproc://zeromq.zap.01"
-MAX_PER_TURN = 64  # requests answered before streams are served
+MAX_PER_TURN = 64  # most requests answered before streams are served
 LOG_INTERVAL = 1.0  # seconds between two log lines about refusals: a flood must not fill the disk
 VERSION = b"1.0"
-MIN_FIELDS = 6  # fields of a request at least
+MIN_FIELDS = 6  # least number of fields of a request
 
 
 class ZapHandler:
-    """Answers libzmq's requests about new connections (ZAP, RFC 27). Never blocks.
+    """Answers libzmq's requests about new connections (ZAP, RFC 27). It never blocks.
 
-    It must be bound before any endpoint. The domain of a request is the role of its endpoint. Owned
-    by the broker's thread.
+    The handler must be bound before any endpoint. The domain of a request is the role of its
+    endpoint. Owned by the broker's thread.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ZapHandler:
         self._not_logged = 0
 
     def serve(self, now: float) -> None:
-        """Answer the requests that wait."""
+        """Answer the waiting requests."""
         for _ in range(MAX_PER_TURN):
             try:
                 request = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -81,7 +81,7 @@ class ZapHandler:
         self._not_logged = 0
 
     def close(self) -> None:
-        """Close the handler; the sockets that use it must be closed before."""
+        """Close the handler. The sockets that use it must be closed before."""
         self.socket.close()
 
 
@@ -91,7 +91,10 @@ ROLES = {"front": "client", "back": "worker", "admin": "admin"}  # by socket
 
 
 class AccessControl:
-    """The access control; without a secret key it allows all: sockets are local only."""
+    """The access control of the sockets.
+
+    Without a secret key it allows all: sockets are local only.
+    """
 
     def __init__(
         self,
@@ -99,7 +102,7 @@ class AccessControl:
         context: zmq.Context[zmq.Socket[bytes]],
         on_refusal: Callable[[], None],
     ) -> None:
-        """Raises BadKey. It must be made before any socket is bound."""
+        """Raises BadKey. Must be constructed before any socket is bound."""
         self.key = keys.read(config.secret_key, "server") if config.secret_key else None
         self.keyring = Keyring(config.keys)
         if config.keys and self.key is None:
@@ -107,11 +110,11 @@ class AccessControl:
         self.zap = ZapHandler(context, self.keyring, on_refusal) if self.key else None
 
     def domain(self, socket: str) -> str:
-        """Returns the ZAP domain of a socket; "": its peers are not authenticated."""
+        """Returns the ZAP domain of a socket; "" if its connections are not authenticated."""
         return ROLES[socket] if self.key else ""
 
     def authorize(self, socket: str) -> Authorize | None:
-        """Returns a function from a message's user id to its owner; None if all are allowed."""
+        """Returns a function from a message's user id to its owner; None if all may send."""
         return self.keyring.authorize(ROLES[socket]) if self.key else None
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """The allow-list: the names and roles of public keys. Pure.
 
 A connection carries the user id of its handshake: `key:PUBLIC` over CURVE, `uid:N` on ipc by the
-kernel's credentials. Its rights are looked up at every message, so a key that leaves the list is
-refused at once.
+kernel's credentials. Its rights are looked up at every message. So a key that is removed from the
+list is refused immediately.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ UID = "uid:"
 def may_name_owners(owner: str, keys: Mapping[str, KeyConfig]) -> bool:
     """Returns whether a client may name the owner of its requests.
 
-    Keys with that setting may, and so may the broker's own user and root: they can read the
-    broker's files anyway.
+    Keys with the setting `may_name_owners` may, and so may the broker's own user and root, who can
+    read the broker's files anyway.
     """
     if owner.startswith(KEY):
         key = keys.get(owner.removeprefix(KEY))
@@ -32,13 +32,13 @@ class Keyring:
     """The allowed keys."""
 
     def __init__(self, keys: Mapping[str, KeyConfig]) -> None:
-        self._known: dict[str, tuple[str, str]] = {}  # public -> name, role
+        self._known: dict[str, tuple[str, str]] = {}  # public key -> (name, role)
         self.replace(keys)
 
     def replace(self, keys: Mapping[str, KeyConfig]) -> dict[str, str]:
-        """Allow only these keys; returns the revoked keys, public key -> name.
+        """Allow only these keys. Returns the revoked keys, public key -> name.
 
-        A key that stays under another name or in another role counts as revoked.
+        A key with a new name or role counts as revoked.
         """
         before = self._known
         self._known = {key.public: (name, key.role) for name, key in keys.items()}
@@ -49,12 +49,12 @@ class Keyring:
         }
 
     def name(self, public: str, role: str) -> str | None:
-        """Returns the name of a key if it has this role, else None."""
+        """Returns the name of a key if the key has this role, else None."""
         known = self._known.get(public)
         return known[0] if known is not None and known[1] == role else None
 
     def owner(self, user: str, role: str) -> str:
-        """Returns a user id's owner, for requests and quotas; "": not allowed in this role."""
+        """Returns the owner for a user id, for requests and quotas; "" if this role refuses it."""
         if user.startswith(UID):
             return user
         name = self.name(user.removeprefix(KEY), role) if user.startswith(KEY) else None

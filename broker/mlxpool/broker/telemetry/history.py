@@ -1,7 +1,7 @@
-"""Ring buffers with the last minutes of the pool, for a status page that was just opened.
+"""Ring buffers with the figures of the last minutes, for a newly opened status page.
 
-One thread writes them; others may copy the lists. There are at most MAX_POINTS points and
-MAX_COLUMNS columns, each with an entry for every model that made tokens in its time.
+One thread writes them; other threads may copy the lists. There are at most MAX_POINTS points and
+MAX_COLUMNS columns. Each has an entry for every model that made tokens in its time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mlxpool.common.metrics import Frozen
 
 POINT_INTERVAL = 2.0  # seconds
 MAX_POINTS = 300  # ten minutes
-QUANTILE_POINTS = 30  # points of a quantile: a minute
+QUANTILE_POINTS = 30  # points for a quantile: a minute
 COLUMN_SECONDS = 10.0  # seconds of a column in the plot of a model
 MAX_COLUMNS = 60
 
@@ -29,51 +29,51 @@ _EMPTY: Buckets = (0,) * (len(FIRST_TOKEN) + 1)
 
 
 class Point(Struct, frozen=True):
-    """The pool at one moment, and the increases since the point before. Seconds and bytes."""
+    """The pool at one moment, and the increases since the previous point. In seconds and bytes."""
 
     at: float
-    seconds: float  # since the point before
-    tokens: Mapping[str, int]  # since then, of each model that made tokens
-    first_token: Buckets  # times to the first token since then, by FIRST_TOKEN
-    median: float | None  # of the times to the first token of the last minute
-    p95: float | None  # the same
+    seconds: float  # since the previous point
+    tokens: Mapping[str, int]  # increase of tokens, of each model that made tokens
+    first_token: Buckets  # increase of first tokens, by the buckets FIRST_TOKEN
+    median: float | None  # seconds to the first token in the last minute
+    p95: float | None  # 95th percentile of these times
     running: int
     waiting: int
     memory: int  # of all workers
-    ended: int  # streams, since the point before
-    failures: Mapping[str, int]  # since then: streams that ended with an error, by its code
-    failing_models: Mapping[str, int]  # the same streams, by model
-    rejected: Mapping[str, int]  # since then: rejected requests, by code
-    restarts: Mapping[str, int]  # since then, see Snapshot.restarts
+    ended: int  # ended streams since the previous point
+    failures: Mapping[str, int]  # failed streams since the previous point, by error code
+    failing_models: Mapping[str, int]  # failed streams since the previous point, by model
+    rejected: Mapping[str, int]  # rejected requests since the previous point, by code
+    restarts: Mapping[str, int]  # restarts since the previous point, see Snapshot.restarts
 
     @property
     def rates(self) -> dict[str, float]:
-        """Tokens a second, of each model that made tokens."""
+        """Tokens a second of each model that made tokens."""
         return {name: count / self.seconds for name, count in self.tokens.items()}
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Tokens a second of all models."""
         return sum(self.tokens.values()) / self.seconds
 
 
 class RateColumn(Struct, eq=False):
-    """Tokens of several points, a column in the plots of single models.
+    """Tokens of several points: a column in the plots of a model.
 
-    A column begins at a multiple of COLUMN_SECONDS, so that a plot moves and keeps its shape.
+    A column begins at a multiple of COLUMN_SECONDS, so that a plot only shifts.
     """
 
     number: int  # its start time / COLUMN_SECONDS
-    seconds: float  # the time that its points cover
+    seconds: float  # seconds of its points
     tokens: Counter[str]
 
 
 class RecentEvents(Struct, frozen=True):
-    """The failures in the time that the points cover."""
+    """The numbers of failures in the time of the points."""
 
-    ended: int  # streams, however they ended
-    failures: Counter[str]  # streams that ended with an error, by its code
-    failing_models: Counter[str]  # the same streams, by model
+    ended: int  # all ended streams
+    failures: Counter[str]  # failed streams, by error code
+    failing_models: Counter[str]  # failed streams, by model
     rejected: Counter[str]  # rejected requests, by code
     restarts: Counter[str]  # see Snapshot.restarts
 
@@ -85,14 +85,17 @@ class Increase:
         self._seen: Mapping[str, int] = {}
 
     def since(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """Returns the increases since the last call; a new count increases from zero."""
+        """Returns the increases since the last call. A new count increases from zero."""
         grown = {name: count - self._seen.get(name, 0) for name, count in counts.items()}
         self._seen = counts
         return {name: count for name, count in grown.items() if count > 0}
 
 
 class RecentHistory:
-    """The ring buffers. The first `record` only sets the counters that the next one subtracts."""
+    """The ring buffers.
+
+    The first `record` only stores the counters, as a base for the next call.
+    """
 
     def __init__(self) -> None:
         self.points: deque[Point] = deque(maxlen=MAX_POINTS)
@@ -105,7 +108,7 @@ class RecentHistory:
         self._first_token: dict[str, Frozen] = {}
 
     def record(self, snapshot: Snapshot, at: float) -> None:
-        """Append a point; the counters of a new model count from zero."""
+        """Append a point. The counters of a new model increase from zero."""
         before, self._at = self._at, at
         counters = snapshot.counters
         all_ended = counters.done + counters.failed + counters.cancelled
@@ -147,7 +150,7 @@ class RecentHistory:
         if self.columns and self.columns[-1].number == number:
             self.columns[-1].seconds += seconds
             self.columns[-1].tokens.update(tokens)
-        else:  # complete before another thread can read it and divide by its seconds
+        else:  # complete before another thread can read the column and divide by its seconds
             self.columns.append(RateColumn(number, seconds, Counter(tokens)))
 
     def _new_first_tokens(self, snapshot: Snapshot) -> Buckets:
@@ -164,7 +167,7 @@ class RecentHistory:
 
 
 def recent_events(points: Iterable[Point]) -> RecentEvents:
-    """Returns the sums over all points."""
+    """Returns the sums of failures over all points."""
     events = RecentEvents(0, Counter(), Counter(), Counter(), Counter())
     ended = 0
     for point in points:
@@ -191,9 +194,9 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], part: float) -> flo
 
 
 def recent_rates(columns: Iterable[RateColumn], model: str, now: float) -> list[float | None]:
-    """Returns tokens a second of a model in MAX_COLUMNS columns up to now, the newest last.
+    """Returns the tokens a second of a model in MAX_COLUMNS columns up to now, the newest last.
 
-    A column is None if nothing was recorded then. [] if the model made no token in that time.
+    A column without a recorded point is None. Returns [] if the model made no token in that time.
     """
     rates: list[float | None] = [None] * MAX_COLUMNS
     first, used = int(now // COLUMN_SECONDS) - MAX_COLUMNS + 1, False

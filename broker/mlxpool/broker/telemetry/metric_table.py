@@ -1,11 +1,11 @@
-"""The broker's metrics: a table with the name, the labels and the values of each.
+"""The broker's metrics: a table with the name, the labels and the values of each metric.
 
-A new metric is recorded in metrics.py and gets a line here. docs/metrics.md is made from this table
-(`make pages`).
+The values of a new metric are recorded in metrics.py, and the metric gets a line here.
+docs/metrics.md is made from this table (`make pages`).
 
 Names and buckets are vLLM's, with `mlxpool_` for `vllm:` and `model` for `model_name`. A label has
-few values, all known beforehand: models, slots, states, kinds, codes. It is never an id, an owner
-or a process.
+few values, all known beforehand: models, slots, states, kinds, codes. A label is never an id, an
+owner or a process.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from mlxpool.common.metrics import COUNTER, GAUGE, HISTOGRAM, PROCESS, Family, R
 REASONS = ("stop", "length", "cancelled")
 BROKER_STATES = ("ready", "draining", "stopping")
 MODEL_STATES = ("cold", "starting", "ready", "draining", "drained", "failed", "broken")
-NOTICE_STATES = ("waiting", "given_up")  # of notices of ended jobs and batches
+NOTICE_STATES = ("waiting", "given_up")  # state of notices of ended jobs and batches
 JOB_STATES = ("waiting", "running", "done", "cancelled", "dead", "expired")
 WORKER_STATES = ("starting", "loading", "ready", "suspect", "condemned", "draining")
 CODES = tuple(BY_CODE)
 FAILURES = (*CODES, OTHER)
 MEMORY = (
-    "weights", "kv", "prefix", "compute", "total",  # the sum of the kinds before it
+    "weights", "kv", "prefix", "compute", "total",  # the sum of the kinds before `total`
     "kv_used", "images", "draft", "active", "cache", "peak", "rss", "prepare",
 )  # fmt: skip
 
 
 def _pool(value: Callable[[Snapshot], float]) -> Callable[[Snapshot], Rows]:
-    """Returns rows with a value of the whole pool."""
+    """Returns a function that yields the row of a value of the whole pool."""
     return lambda snapshot: [((), float(value(snapshot)))]
 
 
@@ -61,7 +61,7 @@ def _worker(value: Callable[[WorkerSnapshot], int]) -> Callable[[Snapshot], Rows
 
 
 def _beat(value: Callable[[WorkerSnapshot], int | None]) -> Callable[[Snapshot], Rows]:
-    """Returns rows as `_worker` does, without workers whose value is None."""
+    """Returns rows like `_worker`, without workers whose value is None."""
 
     def rows(snapshot: Snapshot) -> Rows:
         for worker in snapshot.workers:
@@ -73,9 +73,9 @@ def _beat(value: Callable[[WorkerSnapshot], int | None]) -> Callable[[Snapshot],
 
 
 def _outcomes(names: tuple[str, ...]) -> Callable[[Snapshot], Rows]:
-    """Returns rows with a model's counts of ends, zeros included once it was requested.
+    """Returns rows with the numbers of a model's ended requests by outcome, zeros included.
 
-    A rate needs the zeros.
+    A rate needs the zeros. A model has rows once it was requested.
     """
     return lambda snapshot: (
         ((model.name,), [model.outcomes.get(name, 0) for name in names])
@@ -93,14 +93,14 @@ def _broker_states(snapshot: Snapshot) -> Rows:
 
 
 def _gateway(value: Callable[[GatewayInfo], float]) -> Callable[[Snapshot], Rows]:
-    """Returns rows with a value of the gateway; without a gateway no rows."""
+    """Returns rows with a value of the gateway; no rows without a gateway."""
     return lambda snapshot: (
         [] if snapshot.gateway is None else [((), float(value(snapshot.gateway)))]
     )
 
 
 def _jobs(value: Callable[[JobFigures], Value]) -> Callable[[Snapshot], Rows]:
-    """Returns rows with a figure of the jobs; no rows without a usable store."""
+    """Returns rows with a figure of the jobs; no rows without a usable store of jobs."""
 
     def rows(snapshot: Snapshot) -> Rows:
         if snapshot.jobs is not None and snapshot.jobs.store != UNUSABLE:
@@ -110,7 +110,7 @@ def _jobs(value: Callable[[JobFigures], Value]) -> Callable[[Snapshot], Rows]:
 
 
 def _job_store_up(snapshot: Snapshot) -> Rows:
-    """Yields 0 also for a store in the settings that cannot be used."""
+    """Yields the row of the job store's state, also 0 for a configured but unusable store."""
     if snapshot.jobs is not None:
         yield (), int(snapshot.jobs.store in ("ok", REFUSING))
 

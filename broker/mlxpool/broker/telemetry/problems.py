@@ -1,4 +1,4 @@
-"""The present problems of the pool, in the words of `mlxpool ps`: a strip of the status page.
+"""The present problems of the pool in the words of `mlxpool ps`, for the top of the status page.
 
 A problem with an alert in deploy/prometheus/alerts.yml has the bounds of that alert.
 """
@@ -25,18 +25,18 @@ from mlxpool.common.errors import (
 )
 
 LATE, VERY_LATE = 0.2, 1.0  # seconds for which the broker's loop did not read its sockets
-LONG_WAIT = 30.0  # age of the oldest request in a queue, in seconds
-FAILING_SHARE = 0.05  # the share of ended streams that failed by the pool's fault
+LONG_WAIT = 30.0  # age of the oldest queued request, in seconds
+FAILING_SHARE = 0.05  # share of ended streams that failed because of the pool
 OF_MODELS = (
     ModelLoadFailed.code,
     ModelUnavailable.code,
-)  # errors that a model's fault explains
+)  # error codes that a fault of the model explains
 MAX_DETAILS = 5
 MAX_DETAIL_CHARS = 300
 
 
 class Level(Enum):
-    """The severity of a problem; the value is a class of the page."""
+    """The severity of a problem. The value is a CSS class of the page."""
 
     FINE = ""
     WARNING = "warn"
@@ -44,7 +44,7 @@ class Level(Enum):
 
 
 class Problem(Struct, frozen=True):
-    """A problem: `what` is a heading; `details` has a line for each model, worker or error."""
+    """A problem. `what` is a heading. `details` has a line for each model, worker or error."""
 
     level: Level
     what: str
@@ -52,7 +52,7 @@ class Problem(Struct, frozen=True):
 
 
 def problems(snapshot: Snapshot, recent: RecentEvents, minutes: int) -> list[Problem]:
-    """Returns the problems, the worst first. `recent` are the events of the last `minutes`."""
+    """Returns the problems, the worst first. `recent` has the failures of the last `minutes`."""
     unsorted = (
         *_models(snapshot.faults),
         *_broker(snapshot),
@@ -65,14 +65,14 @@ def problems(snapshot: Snapshot, recent: RecentEvents, minutes: int) -> list[Pro
 
 
 def lag_level(seconds: float) -> Level:
-    """Returns the level of a lag of the broker's loop."""
+    """Returns the severity of a lag of the broker's loop."""
     if seconds >= VERY_LATE:
         return Level.BAD
     return Level.WARNING if seconds >= LATE else Level.FINE
 
 
 def wait_level(seconds: float) -> Level:
-    """Returns the level of the wait of the oldest request in a queue."""
+    """Returns the severity of the wait of the oldest queued request."""
     return Level.WARNING if seconds >= LONG_WAIT else Level.FINE
 
 

@@ -1,4 +1,4 @@
-"""The JSON of `mlxpool ps`, `stats`, `requests` and `top`."""
+"""The JSON that `mlxpool ps`, `stats`, `requests` and `top` print."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def stats(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _processes(snapshot: Snapshot) -> dict[str, Any]:
-    """Returns the rows of the broker, of its gateway and of its jobs, if it has them."""
+    """Returns the rows of the broker, its gateway and its jobs, as far as they exist."""
     gateway = {} if snapshot.gateway is None else {"gateway": as_map(snapshot.gateway)}
     jobs = {} if snapshot.jobs is None else {"jobs": as_map(snapshot.jobs)}
     return {"broker": as_map(snapshot.broker), **gateway, **jobs}
 
 
 def pool_stats(snapshot: Snapshot) -> dict[str, Any]:
-    """Returns all of `stats` without the rows of `_processes`."""
+    """Returns the whole answer of `stats` but the rows of `_processes`."""
     counters, sizes = snapshot.counters, snapshot.sizes
     ended = counters.done + counters.failed + counters.cancelled
     return {
@@ -59,7 +59,7 @@ def pool_stats(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def ps(snapshot: Snapshot, last_dump: Callable[[str], Path | None]) -> dict[str, Any]:
-    """Returns the rows of `ps`; `last_dump` finds the newest file with stacks of a slot.
+    """Returns the answer of `ps`. `last_dump` finds the newest file with stacks of a slot.
 
     `snapshot` must have a listing.
     """
@@ -79,7 +79,7 @@ def _text(path: Path | None) -> str | None:
 
 
 def worker_row(worker: WorkerSnapshot) -> dict[str, Any]:
-    """Returns a slot and the last heartbeat of its worker; few keys if it has no worker."""
+    """Returns the row of a slot, with its worker's last heartbeat; few keys without a worker."""
     row: dict[str, Any] = {
         "slot": worker.slot,
         "model": worker.model,
@@ -137,7 +137,7 @@ MAX_ROWS = 1000
 
 
 def live_requests(requests: Iterable[Request], now: float) -> list[dict[str, Any]]:
-    """Returns the first MAX_ROWS of `requests`, which has the oldest first."""
+    """Returns rows of the first MAX_ROWS of `requests`, whose order is the oldest first."""
     return [
         {
             "id": request.id.hex(),
@@ -177,7 +177,7 @@ def _model_row(model: ModelSnapshot) -> dict[str, Any]:
 
 
 def _histogram(histogram: Frozen) -> dict[str, Any]:
-    """Returns bounds in seconds and counts: values above bound i-1, up to bound i.
+    """Returns bucket bounds in seconds, and counts of values above bound i-1, up to bound i.
 
     The last count has no upper bound.
     """

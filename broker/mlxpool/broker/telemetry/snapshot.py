@@ -1,4 +1,4 @@
-"""A snapshot of the pool, taken on the broker's thread; all reports are rendered from it.
+"""A snapshot of the pool, taken on the broker's thread. All reports are rendered from a snapshot.
 
 Invariant: a snapshot never changes after it was taken, so other threads may read it.
 """
@@ -25,14 +25,14 @@ from mlxpool.broker.workers.worker import Slot, Worker
 from mlxpool.common.metrics import Frozen, Histogram
 from mlxpool.common.protocol.from_worker import Beat
 
-GATEWAY = "gateway"  # used beside names of slots, which all have a slash
-MAX_LIVE = 12  # the most requests in a snapshot
-MAX_PHASE_CHARS = 20  # characters of a phase, a word that the worker chooses
-_NO_FIGURES = Figures()  # figures of a model that was never requested
+GATEWAY = "gateway"  # used in place of the name of a slot, which always has a slash
+MAX_LIVE = 12  # most requests in a snapshot
+MAX_PHASE_CHARS = 20  # most characters of a phase, a word that the worker chooses
+_NO_FIGURES = Figures()  # figures of a model without requests
 
 
 class BrokerInfo(Struct, frozen=True):
-    """The broker's own row; the fields are the keys of `broker` in `ps` and `stats`."""
+    """The row of the broker. The fields are the keys of `broker` in `ps` and `stats`."""
 
     pid: int
     boot: int
@@ -41,24 +41,24 @@ class BrokerInfo(Struct, frozen=True):
     run_dir: str
     local_workers: bool
     links: int  # connections of clients
-    full_links: int  # full connections among them: see Backlogs
-    backlog_bytes: int  # bytes that wait for full connections
-    given_up: int  # connections ended because they read too little
+    full_links: int  # number of full client connections, see Backlogs
+    backlog_bytes: int  # bytes waiting for full connections
+    given_up: int  # number of connections closed because their client read too little
     front_shut: int  # number of times that the front was unbound
-    turned_out: int  # connections ended because memory was short
-    descriptors: int  # the most descriptors of this process
-    endpoints: Mapping[str, list[str]]  # besides the endpoints in the run directory
+    turned_out: int  # number of connections closed because memory was short
+    descriptors: int  # most file descriptors of this process
+    endpoints: Mapping[str, list[str]]  # endpoints outside the run directory
     metrics: str | None  # the URL of the HTTP server
     trouble: str = ""  # why new workers and commands cannot reach the pool, else ""
-    slow_blas: str = ""  # why its workers compute slowly on this CPU, and the remedy
+    slow_blas: str = ""  # why workers compute slowly on this CPU, and the remedy
 
 
 class GatewayInfo(Struct, frozen=True):
-    """The gateway that the broker runs; the fields are the keys of `gateway` in `ps`, `stats`."""
+    """The row of the gateway. The fields are the keys of `gateway` in `ps` and `stats`."""
 
     url: str
     state: str  # starting | ready | restarting | draining | stopped
-    pid: int | None  # None while no process runs
+    pid: int | None  # None if no process runs
     uptime_s: float | None
     rss: int  # bytes
     restarts: int
@@ -66,18 +66,21 @@ class GatewayInfo(Struct, frozen=True):
 
 
 class ModelSnapshot(Struct, frozen=True):
-    """A model. `histograms` is empty until its first request, so that unused models are cheap."""
+    """The row of a model.
+
+    `histograms` is empty until its first request, so unused models are cheap.
+    """
 
     name: str
     state: str
-    available: bool  # a request for it would be accepted
+    available: bool  # requests for it would be accepted
     used: bool  # it has workers or waiting requests, or had a request
     waiting: int
     waiting_bytes: int
     oldest_wait: float  # wait of the oldest queued request, in seconds; 0 for an empty queue
-    running: int  # requests assigned to workers
+    running: int  # number of requests assigned to workers
     workers: Mapping[str, int]  # by state
-    replicas_wanted: int  # the target number of workers; 0 if all of them dial in
+    replicas_wanted: int  # the target number of workers; 0 if other supervisors start all workers
     counts: Mapping[str, int]  # the integer counters of metrics.Figures, by name
     outcomes: Mapping[str, int]
     histograms: Mapping[str, Frozen]
@@ -85,22 +88,22 @@ class ModelSnapshot(Struct, frozen=True):
 
     @property
     def failed(self) -> int:
-        """Streams that ended with an error since the broker's start."""
+        """Number of streams that ended with an error since the broker's start."""
         asked_for = sum(self.outcomes.get(reason, 0) for reason in ("stop", "length", "cancelled"))
         return sum(self.outcomes.values()) - asked_for
 
 
 class RankSnapshot(Struct, frozen=True):
-    """A rank of a group, other than rank 0; `pid` is 0 until it has begun."""
+    """The row of a rank above 0 of a group. `pid` is 0 until the rank has begun."""
 
     pid: int
     phase: str
-    progress_age: float  # seconds since its progress counter moved
+    progress_age: float  # seconds since its progress counter changed
     rss: int  # bytes
 
 
 class WorkerSnapshot(Struct, frozen=True):
-    """A slot, and its worker if it has one. Times are seconds.
+    """The row of a slot, and of its worker if there is one. Times are seconds.
 
     Without a worker `state` is "none", and the worker's fields are None, 0 or empty.
     """
@@ -112,20 +115,20 @@ class WorkerSnapshot(Struct, frozen=True):
     state: str = "none"
     pid: int | None = None
     epoch: int | None = None
-    running: int = 0  # requests that the broker assigned to it
-    tokens: int = 0  # tokens received from it
+    running: int = 0  # number of requests that the broker assigned to it
+    tokens: int = 0  # number of tokens received from it
     uptime: float = 0.0
-    load_s: float | None = None  # time from its start until it was ready
-    beat_age: float = 0.0  # time since its last heartbeat, or its start
-    progress_age: float = 0.0  # since its progress counter moved
+    load_s: float | None = None  # seconds from its start until it was ready
+    beat_age: float = 0.0  # seconds since its last heartbeat, or its start
+    progress_age: float = 0.0  # seconds since its progress counter changed
     suspect: bool = False
     cause: str = ""  # why it is suspect, or why the broker ended it
     remote: bool = False
     host: str | None = None
     context: int | None = None
     beat: Beat | None = None  # the last heartbeat, or an empty one; None without a worker
-    ranks: tuple[RankSnapshot, ...] = ()  # ranks of a group on this machine, without rank 0
-    gpus: tuple[str, ...] = ()  # GPUs that the broker gave it, one for each rank
+    ranks: tuple[RankSnapshot, ...] = ()  # ranks above 0 of a group on this machine
+    gpus: tuple[str, ...] = ()  # GPUs of the worker, one for each rank
 
     @property
     def shown_state(self) -> str:
@@ -138,22 +141,22 @@ class WorkerSnapshot(Struct, frozen=True):
 
     @property
     def load_phases(self) -> dict[str, float]:
-        """Seconds of each begun phase of its load, see LOAD_PHASES."""
+        """Seconds of each begun phase of the worker's load, see LOAD_PHASES."""
         return {} if self.beat is None else self.beat.load.shown
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes, by kind; empty without a heartbeat."""
+        """Bytes of the worker's memory by kind; empty without a heartbeat."""
         return {} if self.beat is None else _integers(self.beat.memory)
 
     @property
     def prefix(self) -> dict[str, int]:
-        """Counters of its prefix cache, by name; empty without a heartbeat."""
+        """Counters of the worker's prefix cache, by name; empty without a heartbeat."""
         return {} if self.beat is None else _integers(self.beat.prefix)
 
     @property
     def speculation(self) -> dict[str, int]:
-        """Counters of its drafts, by name; empty without a heartbeat or without speculation."""
+        """Counters of the worker's drafts, by name; empty without a heartbeat or speculation."""
         return {} if self.beat is None else _integers(self.beat.speculation)
 
     @property
@@ -164,13 +167,16 @@ class WorkerSnapshot(Struct, frozen=True):
 
     @property
     def memory_used(self) -> int:
-        """Bytes in use. The resident set lacks device memory, `total` lacks memory outside MLX."""
+        """Bytes of memory in use.
+
+        The resident set lacks device memory, `total` lacks memory outside MLX.
+        """
         memory = self.memory
         return max(memory.get("total", memory.get("active", 0)), memory.get("rss", 0))
 
 
 class LiveRequest(Struct, frozen=True):
-    """A live request without its contents. `slot` is "" while no worker has it."""
+    """The row of a live request without its contents. `slot` is "" if no worker has the request."""
 
     id: bytes
     model: str
@@ -181,25 +187,25 @@ class LiveRequest(Struct, frozen=True):
 
 
 class Snapshot(Struct, frozen=True):
-    """The whole pool. The renderer of metrics adds `versions`."""
+    """The state of the whole pool. The renderer of metrics adds `versions`."""
 
     broker: BrokerInfo
     counters: Counters  # a copy
-    sizes: Mapping[str, int]  # entries of each map of the core
+    sizes: Mapping[str, int]  # number of entries in each map of the core
     models: tuple[ModelSnapshot, ...]
     workers: tuple[WorkerSnapshot, ...]
-    lag: float  # seconds, see edge/loop.py, LoopLag
-    memory_limit: int  # bytes that all workers may take together
+    lag: float  # seconds of lag, see edge/loop.py, LoopLag
+    memory_limit: int  # bound on the bytes of all workers together
     listing: tuple[Mapping[str, Any], ...] = ()  # a row for each name, with its path
     faults: tuple[Fault, ...] = ()  # unavailable names, with the reasons that `ps` prints
     live: tuple[LiveRequest, ...] = ()  # the oldest MAX_LIVE
-    versions: tuple[str, ...] = ("unknown",) * 4  # of mlxpool, Python, pyzmq, libzmq
-    gateway: GatewayInfo | None = None  # None: the broker runs none
-    jobs: JobFigures | None = None  # None: the broker keeps none
+    versions: tuple[str, ...] = ("unknown",) * 4  # versions of mlxpool, Python, pyzmq, libzmq
+    gateway: GatewayInfo | None = None  # None without a gateway
+    jobs: JobFigures | None = None  # None without jobs
 
     @property
     def restarts(self) -> dict[str, int]:
-        """Unrequested exits since the broker's start, by slot, and of the gateway."""
+        """Unrequested exits of each slot's workers and of the gateway since the broker's start."""
         gateway = {} if self.gateway is None else {GATEWAY: self.gateway.restarts}
         return {**{worker.slot: worker.restarts for worker in self.workers}, **gateway}
 
@@ -214,7 +220,7 @@ def take(
     gateway: GatewayInfo | None = None,
     jobs: JobFigures | None = None,
 ) -> Snapshot:
-    """Take a snapshot; with `listing` also the rows of models that only `ps` renders."""
+    """Take a snapshot. With `listing` it has the rows of models that only `ps` renders."""
     registry = state.registry
     slots = registry.slots.values()
     return Snapshot(
@@ -239,7 +245,7 @@ def take(
 def _sizes(state: State) -> dict[str, int]:
     """Returns the sizes of the core's maps.
 
-    An idle pool has only tombstones, poison, and the timers that end them.
+    An idle pool has only tombstones, quarantined digests, and the timers that end these.
     """
     workers = [worker for model in state.registry.models.values() for worker in model.workers]
     return {
@@ -273,9 +279,9 @@ def _listing(registry: Registry, now: float) -> Iterable[Mapping[str, Any]]:
 
 
 def _joined_models(state: State) -> Iterable[ModelSnapshot]:
-    """Yields models that had requests before their names became names of other models.
+    """Yields former models with requests, whose names are now names of other models.
 
-    They have only counts: without them sums over models would go down.
+    They have only counts. Without these counts, sums over models would decrease.
     """
     registry = state.registry
     for name, figures in state.counters.models.items():
@@ -306,7 +312,7 @@ def _model(state: State, model: Model, now: float) -> ModelSnapshot:
 
 
 def _counted(figures: Figures) -> tuple[dict[str, int], dict[str, int], dict[str, Frozen]]:
-    """Returns `counts`, `outcomes` and `histograms` of a ModelSnapshot."""
+    """Returns the fields `counts`, `outcomes` and `histograms` of a ModelSnapshot."""
     values = vars(figures).items()
     histograms = {name: value.frozen() for name, value in values if type(value) is Histogram}
     return (
@@ -356,5 +362,5 @@ def _load_seconds(worker: Worker) -> float | None:
 
 
 def _integers(values: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the integers alone: a worker might send values of other types."""
+    """Returns only the integer values: a worker might send values of other types."""
     return {str(key): value for key, value in values.items() if type(value) is int}

@@ -1,4 +1,4 @@
-"""The JSON of the status page; the page is its only reader, so the shape may change."""
+"""The JSON of the status page. Only the page reads it, so its form may change."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from mlxpool.common.version import VERSION
 
 MINUTES = round(MAX_POINTS * POINT_INTERVAL / 60)
 LEVELS = tuple(Level)
-ID_DIGITS = 12  # digits of a request's id that are shown
-GPU_CHARS = 12  # characters of a GPU's name that are shown
-MAX_ROWS = 40  # rows of models, and of workers: they bound the page of a large pool
+ID_DIGITS = 12  # number of shown digits of a request's id
+GPU_CHARS = 12  # most shown characters of a GPU's name
+MAX_ROWS = 40  # most rows of models, and of workers, on the page of a large pool
 FAULTY = ("failed", "broken", "suspect", "condemned")
 INACTIVE = ("cold", "drained", "none")
-PARTS = ("weights", "kv", "prefix", "compute")  # parts of the memory that MLX holds
+PARTS = ("weights", "kv", "prefix", "compute")  # kinds of memory that MLX holds
 
 Row = TypeVar("Row", ModelSnapshot, WorkerSnapshot)
 
 
 def status(snapshot: Snapshot, history: RecentHistory, now: float) -> dict[str, Any]:
-    """Returns the JSON; its units are seconds, bytes and rates a second.
+    """Returns the JSON in seconds, bytes and rates a second.
 
     `now` is on the clock of `history`.
     """
@@ -100,7 +100,7 @@ def status(snapshot: Snapshot, history: RecentHistory, now: float) -> dict[str, 
 
 
 def _levels(snapshot: Snapshot, recent: RecentEvents) -> dict[str, str]:
-    """Returns the levels of the totals; events count as long as the page shows their time."""
+    """Returns the severities of the totals; failures count as long as the page shows their time."""
     return {
         "failed": Level.BAD.value if recent.failures else "",
         "rejected": Level.WARNING.value if recent.rejected else "",
@@ -110,7 +110,7 @@ def _levels(snapshot: Snapshot, recent: RecentEvents) -> dict[str, str]:
 
 
 def _live(request: LiveRequest) -> dict[str, Any]:
-    """Returns a row with a part of the id, enough for an operator's cancel, not for a client's."""
+    """Returns a row with the first digits of the id, enough for an operator's cancel only."""
     return {
         "id": request.id.hex()[:ID_DIGITS],
         "model": request.model,
@@ -122,7 +122,7 @@ def _live(request: LiveRequest) -> dict[str, Any]:
 
 
 def _errors(counters: Counters, recent: RecentEvents) -> list[dict[str, Any]]:
-    """Returns a row for each code, codes of the last minutes first."""
+    """Returns a row for each error code, codes of the last minutes first."""
     failures, rejected = counters.failures, counters.rejected
     rows = [
         {
@@ -150,7 +150,7 @@ def _gateway(gateway: GatewayInfo | None) -> dict[str, Any] | None:
 def _most_relevant(rows: Sequence[Row], load: Callable[[Row], int]) -> list[Row]:
     """Returns at most MAX_ROWS rows, in their order; faulty and busy rows are preferred.
 
-    Faulty rows come first in the choice, then rows by their load, inactive rows last.
+    The choice takes faulty rows first, then rows by falling load, inactive rows last.
     """
     if len(rows) <= MAX_ROWS:
         return list(rows)
@@ -164,7 +164,7 @@ def _most_relevant(rows: Sequence[Row], load: Callable[[Row], int]) -> list[Row]
 
 
 def _past(points: Sequence[Point], now: float) -> dict[str, list[float | None]]:
-    """Returns a list for each figure, the oldest point first."""
+    """Returns a list of values for each figure, the oldest point first."""
     return {
         "age_s": [round(now - point.at, 1) for point in points],
         "tokens_s": [round(point.rate, 1) for point in points],
@@ -196,7 +196,7 @@ def _model(model: ModelSnapshot, rate: float, recent: Sequence[float | None]) ->
 
 
 def _load_progress(worker: WorkerSnapshot) -> float | None:
-    """Returns the share of the weights that a worker has loaded; None unless it loads now."""
+    """Returns the share of the weights that a loading worker has loaded; None for other workers."""
     if worker.beat is None or worker.state not in ("starting", "loading"):
         return None
     return _rounded(worker.beat.load_progress, 3)

@@ -1,4 +1,4 @@
-"""The broker's sockets: peers of each ROUTER, endpoints, connected workers.
+"""The broker's sockets: the connections (peers) of each ROUTER socket, endpoints, worker sessions.
 
-The guard against unfinished messages is here too.
+The guard against unfinished messages is also in this package.
 """

@@ -1,11 +1,12 @@
-"""A reserve of free file descriptors: libzmq aborts the process if an accept on ipc finds none.
+"""A reserve of free file descriptors. libzmq aborts the process if an accept on ipc finds none.
 
-libzmq's thread also accepts while the broker's thread waits for a CPU. A crowd that exhausts the
-descriptors in that time still ends the broker.
+libzmq's thread also accepts while the broker's thread waits for a CPU. A crowd of clients that
+exhausts the descriptors in that time still ends the broker.
 
-If descriptors become short, the broker ends connections without live streams, the newest first. If
-that does not suffice, it unbinds the front's endpoints until enough are free again. Then libzmq
-closes all their connections, and clients redial and send their requests again.
+If descriptors become scarce, the broker closes connections without live streams, the newest first.
+If that does not suffice, it unbinds the front's endpoints until enough descriptors are free again.
+Then libzmq closes all connections of these endpoints, and clients connect and send their requests
+again.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ from mlxpool.common.transport.keys import KeyPair
 log = logging.getLogger("mlxpool.broker")
 
 UNBIND_ABOVE = 0.8  # share of all descriptors
-END_IDLE_ABOVE = 0.65  # the same, and at least BURST below UNBIND_ABOVE
-END_IDLE_SHARE = 0.1  # share of all descriptors that are freed in addition
-BURST = 128  # connections that may be accepted before the next count
-MAX_EVENTS = 256  # events of the monitor handled in a turn of the loop
+END_IDLE_ABOVE = 0.65  # share of all descriptors; at least BURST below UNBIND_ABOVE
+END_IDLE_SHARE = 0.1  # share of all descriptors that is freed beyond the need
+BURST = 128  # connections that libzmq may accept before the next count
+MAX_EVENTS = 256  # most events of the monitor per iteration of the loop
 BIND_BELOW = 0.6
 RECOUNT_AFTER = 0.02  # new connections that cause a new count, as a share of all descriptors
-COUNT_INTERVAL = 1.0  # seconds between two counts while nobody connects
+COUNT_INTERVAL = 1.0  # seconds between two counts if nobody connects
 
 
 def backlog_of(limit: int) -> int:
-    """Returns the backlog of the sockets: libzmq's thread may accept all of it each time it runs.
+    """Returns the listen backlog of the sockets. libzmq's thread may accept all of it when it runs.
 
-    It runs several times while the broker's thread waits for a CPU.
+    libzmq's thread runs several times while the broker's thread waits for a CPU.
     """
     return max(3, min(sockets.BACKLOG, limit // 100))
 
 
 class Listener:
-    """The endpoints of the front socket, and its guard of descriptors.
+    """The endpoints of the front socket, and the guard of its descriptors.
 
     Owned by the broker's thread, like the socket.
     """
@@ -52,7 +53,7 @@ class Listener:
     def __init__(
         self, socket: zmq.Socket[bytes], first: str, limit: int, key: KeyPair | None = None
     ) -> None:
-        """`first` is bound already; `limit` is the most descriptors of this process.
+        """`first` is already bound. `limit`: the most descriptors of this process.
 
         With a `key` tcp uses CURVE.
         """
@@ -67,7 +68,7 @@ class Listener:
         self.on_ended: Callable[[int, float], None] = lambda descriptor, now: None
         self.monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._connected: dict[int, None] = {}  # descriptors in the order of their acceptance
-        self._accepted = 0  # connections since the last count
+        self._accepted = 0  # connections accepted since the last count
         self._count_at = 0.0
 
     def bind(self, endpoint: str) -> None:
@@ -75,7 +76,7 @@ class Listener:
         self.endpoints.append(sockets.bind(self.socket, endpoint, self.key))
 
     def on_accepted(self, now: float) -> None:
-        """Handle the monitor's events: accepted and ended connections."""
+        """Handle the socket monitor's events: accepted and ended connections."""
         with contextlib.suppress(zmq.Again):
             for _ in range(MAX_EVENTS):
                 event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
@@ -88,7 +89,7 @@ class Listener:
         self.check(now)
 
     def check(self, now: float) -> None:
-        """Count descriptors if it is time; end idle connections, unbind or bind as needed."""
+        """Count descriptors if a count is due. Close idle connections, unbind or bind as needed."""
         if self._accepted <= RECOUNT_AFTER * self.limit and now < self._count_at:
             return
         self._accepted, self._count_at = 0, now + COUNT_INTERVAL
@@ -107,13 +108,13 @@ class Listener:
         return self._count_at if self.unbound else math.inf
 
     def unbind_now(self, now: float) -> None:
-        """Unbind for COUNT_INTERVAL, whatever the number of descriptors."""
+        """Unbind for COUNT_INTERVAL seconds, whatever the number of descriptors."""
         self._count_at = now + COUNT_INTERVAL
         if not self.unbound:
             self._unbind()
 
     def _end_idle(self, wanted: int) -> None:
-        """End `wanted` connections without live streams, the newest first."""
+        """Close `wanted` connections without live streams, the newest first."""
         busy, endpoints = self.busy(), set(self.endpoints)
         newest = [
             descriptor_ for descriptor_ in reversed(self._connected) if descriptor_ not in busy
@@ -129,7 +130,7 @@ class Listener:
     def _unbind(self) -> None:
         for endpoint in self.endpoints:
             self.socket.unbind(endpoint)
-        self._connected.clear()  # libzmq ends accepted connections with the endpoint
+        self._connected.clear()  # libzmq closes accepted connections together with the endpoint
         self.unbound = True
         self.times_unbound += 1
 
@@ -139,18 +140,18 @@ class Listener:
         self.unbound = False
 
     def close(self) -> None:
-        """Close the monitor; the owner of the socket closes that."""
+        """Close the monitor. The owner of the socket closes the socket."""
         self.socket.disable_monitor()
         self.monitor.close()
 
 
 # ---- descriptors of accepted connections ---------------------------------------------------------
 #
-# libzmq cannot end a single connection, so the broker shuts down the socket under it.
+# libzmq cannot close a single connection, so the broker shuts its socket down.
 
 
 def inode_of(descriptor: int) -> int:
-    """Returns a number that differs from a later descriptor's; -1 if the descriptor is closed."""
+    """Returns a number that changes when the descriptor is reused; -1 if it is closed."""
     try:
         return os.fstat(descriptor).st_ino if descriptor >= 0 else -1
     except OSError:
@@ -158,7 +159,7 @@ def inode_of(descriptor: int) -> int:
 
 
 def has_ended(descriptor: int, inode: int) -> bool:
-    """Returns whether the connection of a descriptor is closed, by the broker or its peer."""
+    """Returns whether the connection of a descriptor was closed, by the broker or its client."""
     if inode_of(descriptor) != inode:
         return True
     try:
@@ -181,7 +182,7 @@ def count_open() -> int:
 
 
 def shut_down(descriptor: int, inode: int) -> None:
-    """End the connection of a descriptor if the descriptor still belongs to this inode."""
+    """Shut the connection of a descriptor down, if the descriptor still has this inode."""
     if descriptor < 0 or inode_of(descriptor) != inode:
         return
     try:
@@ -191,14 +192,14 @@ def shut_down(descriptor: int, inode: int) -> None:
     try:
         if _endpoints(connection):
             connection.shutdown(socket.SHUT_RDWR)
-    except OSError:  # the peer closed it meanwhile
+    except OSError:  # the client closed it meanwhile
         pass
     finally:
         connection.detach()
 
 
 def end_accepted(descriptor: int, endpoints: set[str]) -> None:
-    """End the connection of a descriptor if it was accepted on one of these endpoints."""
+    """Shut the connection of a descriptor down, if it was accepted on one of these endpoints."""
     try:
         connection = socket.socket(fileno=descriptor)
     except OSError:  # not a socket, or closed meanwhile
@@ -206,14 +207,14 @@ def end_accepted(descriptor: int, endpoints: set[str]) -> None:
     try:
         if _endpoints(connection) & endpoints:
             connection.shutdown(socket.SHUT_RDWR)
-    except OSError:  # the peer closed it meanwhile
+    except OSError:  # the client closed it meanwhile
         pass
     finally:
         connection.detach()
 
 
 def accepted(endpoints: set[str]) -> Iterator[tuple[int, socket.socket]]:
-    """Yields descriptor and socket of each connection that was accepted on these endpoints."""
+    """Yields (descriptor, socket) of each connection that was accepted on these endpoints."""
     for name in os.listdir("/dev/fd"):
         try:
             connection = socket.socket(fileno=int(name))

@@ -1,11 +1,11 @@
 """The guard against clients that fill the broker's memory with unfinished messages.
 
-libzmq bounds neither the parts nor the bytes of an unfinished message (MAXMSGSIZE is for one part),
-and does not report such messages. But a client with live streams pings every second, and a peer in
-the middle of a message cannot send a ping. So if memory exceeds the bytes of requests and backlogs,
-the guard ends connections without a recent whole message. If that does not help, it ends all, and
-the front stays unbound until the remaining memory is known. Honest clients redial and send their
-requests again.
+libzmq bounds neither the parts nor the bytes of an unfinished message (MAXMSGSIZE bounds a single
+part), and does not report unfinished messages. But a client with live streams pings every second,
+and a client in the middle of a message cannot ping. So if memory exceeds the bytes of requests and
+backlogs, the guard closes connections without a recent whole message. If that does not help, it
+closes all connections, and the front stays unbound until the remaining memory is known. Honest
+clients connect and send their requests again.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ log = logging.getLogger("mlxpool.broker")
 
 MAX_UNEXPLAINED = 512 * 1024 * 1024  # bytes
 CHECK_INTERVAL = 0.25  # seconds
-SETTLE_TIME = 0.5  # seconds until memory of ended connections is free; less than COUNT_INTERVAL
-TRIM_TIME = 60.0  # seconds after ended connections in which freed memory is given back
-RECENT = 2.0  # seconds; a client with live streams sends a whole message within them
-UNREAD_ID_BYTES = 64  # bytes in a socket for a token id sent and not acknowledged
+SETTLE_TIME = 0.5  # seconds until memory of closed connections is free; less than COUNT_INTERVAL
+TRIM_TIME = 60.0  # seconds after closed connections in which freed memory is returned
+RECENT = 2.0  # seconds within which a client with live streams sends a whole message
+UNREAD_ID_BYTES = 64  # bytes in a socket for a sent, unacknowledged token id
 OVERHEAD = 2  # memory of a message in Python, as a multiple of its bytes
 
 
 class MemoryGuard:
-    """Ends connections while memory is short. Owned by the broker's thread."""
+    """Closes connections while memory is scarce. Owned by the broker's thread."""
 
     def __init__(self, listener: Listener, front: Peers, state: State) -> None:
         self.listener = listener
@@ -41,7 +41,7 @@ class MemoryGuard:
         self._state = state
         self.disconnected = 0  # connections so far
         self._check_at = 0.0
-        self._floor = 0  # bytes in use that remained without connections
+        self._floor = 0  # bytes in use that remained after all connections were closed
         self._strikes = 0
         self._trim_until = 0.0
 
@@ -50,12 +50,12 @@ class MemoryGuard:
         return self._check_at
 
     def check(self, now: float) -> None:
-        """End connections if a check is due and memory is short."""
+        """Close connections if a check is due and memory is scarce."""
         if now < self._check_at:
             return
         self._check_at = now + CHECK_INTERVAL
         if now < self._trim_until:
-            # Freed memory of ended connections goes back to the system, so it does not count: a
+            # Freed memory of closed connections goes back to the system, so it does not count: a
             # busy machine may free it after SETTLE_TIME.
             host.trim_heap()
         used = host.resident_bytes(os.getpid()) - self._floor
@@ -68,7 +68,7 @@ class MemoryGuard:
         self._trim_until = now + TRIM_TIME
         self._strikes += 1
         if self._strikes == 1:
-            # A client with live streams has sent a ping, unless it is in the middle of a message.
+            # A client with live streams has sent a ping, unless it is sending a message.
             self._disconnect_except(busy_descriptors(self.front, self._state, now - RECENT), used)
         elif self._strikes == 2:
             self.listener.unbind_now(now)
@@ -79,21 +79,21 @@ class MemoryGuard:
     def _set_floor(self, left: int) -> None:
         """Ignore about `left` bytes in later checks: memory that the C library keeps for itself.
 
-        At most MAX_UNEXPLAINED bytes are ignored, since some may be unread messages of ended
+        At most MAX_UNEXPLAINED bytes are ignored, because some may be unread messages of closed
         connections.
         """
         self._floor = min(MAX_UNEXPLAINED, max(0, self._floor + left - MAX_UNEXPLAINED // 2))
         self._strikes = 0
 
     def _explained(self) -> int:
-        """Returns the most bytes that requests and backlogs may take."""
+        """Returns the most bytes that requests and backlogs may use."""
         return OVERHEAD * (_bytes_held(self._state) + self.front.full.bytes)
 
     def _disconnect_except(self, spared: set[int], used: int) -> None:
         count = 0
         for descriptor, connection in accepted(set(self.listener.endpoints)):
             if descriptor not in spared:
-                with contextlib.suppress(OSError):  # the peer closed it meanwhile
+                with contextlib.suppress(OSError):  # the client closed it meanwhile
                     connection.shutdown(socket.SHUT_RDWR)
                     count += 1
         self.disconnected += count
@@ -101,7 +101,7 @@ class MemoryGuard:
 
 
 def _bytes_held(state: State) -> int:
-    """Returns the bytes of open calls and live requests, with tokens not acknowledged."""
+    """Returns the bytes of open calls and live requests, unacknowledged tokens included."""
     return sum(call.size for call in state.calls.values()) + sum(
         request.message.size
         + len(request.run.ids)

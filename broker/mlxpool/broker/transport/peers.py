@@ -1,7 +1,7 @@
-"""The peers of a ROUTER: a number for each connection, and a bounded backlog for a full one.
+"""The peers (connections) of a ROUTER: a number for each peer, and a bounded backlog if it is full.
 
-libzmq's POLLOUT only means that *some* peer takes messages, so a full peer is tried again: see
-Backlogs.
+libzmq's POLLOUT only means that *some* peer accepts messages, so sends to a full peer are retried,
+see Backlogs.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from mlxpool.broker.core.state import Timers
 from mlxpool.broker.transport.listener import has_ended, inode_of, shut_down
 from mlxpool.common.protocol.frames import MAX_PARTS
 
-FIRST_RETRY = 0.01  # seconds to the next try of a peer that became full or took something
-MAX_RETRY = 0.64  # seconds at most: the wait doubles with each failed try
-MAX_SENDS = 128  # sends, failed ones included, in a turn of the loop
-MAX_BACKLOGS = 256 * 1024 * 1024  # bytes that wait for all clients
-PART_BYTES = 64  # memory of a part beside its bytes
+FIRST_RETRY = 0.01  # seconds until the next try of a peer that became full or accepted a message
+MAX_RETRY = 0.64  # most seconds until the next try; each failed try doubles the wait
+MAX_SENDS = 128  # most sends in an iteration of the loop, failed sends included
+MAX_BACKLOGS = 256 * 1024 * 1024  # most bytes waiting for all clients
+PART_BYTES = 64  # memory of a part without its bytes
 
 
 def size_of(parts: Sequence[bytes]) -> int:
-    """Returns the memory that a queued message is taken to need, in bytes."""
+    """Returns the estimated memory of a queued message, in bytes."""
     return sum(map(len, parts)) + PART_BYTES * len(parts)
 
 
 class Backlogs:
     """The numbers of peers with a backlog, in the order of their last progress.
 
-    A peer that takes nothing is tried less and less often, so that many such peers cost little. A
-    frame of a peer makes its next try due at once: it may read again. The bytes of all peers are
-    counted here; each peer has its messages.
+    Sends to a full peer are retried less and less often, so that many full peers cost little. A
+    frame from a peer makes its next retry due now: the peer may read again. This class counts the
+    bytes of all backlogs; each peer has its messages.
     """
 
     def __init__(self, max_bytes: float = math.inf) -> None:
@@ -58,17 +58,18 @@ class Backlogs:
         return self.bytes > self.max_bytes
 
     def stuck_longest(self, bytes_of: Callable[[int], int]) -> int:
-        """Returns the peer without progress for longest, of those with a large backlog.
+        """Returns the peer without progress for longest, among peers with a large backlog.
 
         A large backlog is at least half the mean. `bytes_of` returns the backlog of a peer in
-        bytes. A peer with a small backlog is spared, since its end would free little. All small
-        backlogs together have less than half of the bytes, so there is always a large one.
+        bytes. Peers with a small backlog are spared, because their end would free little memory.
+        All small backlogs together have less than half of the bytes, so a large backlog always
+        exists.
         """
         enough = self.bytes / len(self._waits) / 2
         return next(number for number in self._waits if bytes_of(number) >= enough)
 
     def add(self, number: int, size: int) -> None:
-        """Count a message of `size` bytes that waits for this peer."""
+        """Count a message of `size` bytes that waits for a peer."""
         self.bytes += size
         if number not in self._waits:
             self._waits[number] = FIRST_RETRY
@@ -79,16 +80,16 @@ class Backlogs:
         self.bytes -= size
 
     def drop(self, number: int, size: int) -> None:
-        """Remove a peer without a backlog; `size` bytes of its backlog were not sent."""
+        """Remove a peer without a backlog. `size` bytes of its backlog were not sent."""
         self.bytes -= size
         if self._waits.pop(number, None) is not None:
             self._retries.clear(number)
 
     def heard(self, number: int, now: float) -> None:
-        """Make the next try due, after a frame of a peer with a backlog.
+        """Make the next retry of a peer due now, because a frame from the peer came.
 
-        An overdue try keeps its turn: otherwise a peer that sends often would go to the end of the
-        queue each time.
+        An overdue retry keeps its place in the queue: otherwise a peer that sends often would
+        always be the last.
         """
         self._waits[number] = FIRST_RETRY
         if self._retries.at(number) > now:
@@ -97,11 +98,11 @@ class Backlogs:
     # ---- tries -------------------------------------------------------------------------------
 
     def next_wake(self) -> float:
-        """Returns the time of the next try, or 0 for a new peer; infinity without backlogs."""
+        """Returns the time of the next retry, 0 if a peer is new; infinity without backlogs."""
         return 0.0 if self._new else self._retries.next()
 
     def due(self, now: float) -> int | None:
-        """Returns the number of the peer to try next; `put_back` or `drop` follows."""
+        """Returns the number of the next peer to retry. `put_back` or `drop` must follow."""
         for number in self._new:
             if number in self._waits and number not in self._retries:
                 self._retries.set(number, now + FIRST_RETRY)
@@ -110,10 +111,10 @@ class Backlogs:
         return numbers[0] if numbers else None
 
     def put_back(self, number: int, now: float, *, progress: bool, more: bool) -> None:
-        """Schedule the next try of a peer that still has a backlog.
+        """Schedule the next retry of a peer that still has a backlog.
 
-        `progress`: it took some messages. `more`: it may take another message now, but others are
-        tried first.
+        `progress`: the peer accepted some messages. `more`: it may accept another message now, but
+        other peers are tried first.
         """
         if progress:
             del self._waits[number]
@@ -125,24 +126,24 @@ class Backlogs:
         self._retries.set(number, now + wait)
 
 
-MAX_SKIPPED_PARTS = 1024  # parts of a message with too many parts that are read in a call
-MAX_BACKLOG = 16 * 1024 * 1024  # bytes queued here for a peer, beyond libzmq's own queue
+MAX_SKIPPED_PARTS = 1024  # most parts of a message with too many parts that one call reads
+MAX_BACKLOG = 16 * 1024 * 1024  # most bytes queued here for a peer, beyond libzmq's own queue
 
-Authorize = Callable[[str], str]  # a handshake's user id -> the owner; "": not allowed here
+Authorize = Callable[[str], str]  # returns the owner of a handshake's user id; "": not allowed here
 
 
 class Peer(Struct, eq=False):
-    """A connection; its `number` is never used again."""
+    """A connection. Its `number` is never reused."""
 
-    name: bytes  # the routing id that the ROUTER gave it
+    name: bytes  # the routing id from the ROUTER
     number: int
     heard_at: float
     owner: str
-    descriptor: int = -1  # of the broker's end while the connection lives; -1: unknown
-    inode: int = -1  # of the descriptor, whose number may be reused before its end is known
+    descriptor: int = -1  # descriptor of the broker's end of a live connection; -1: unknown
+    inode: int = -1  # inode of the descriptor, which may be reused before the end is known
     user: str = ""  # the handshake's user id, on sockets with authorization
     admitted: bool = True  # True if its newest message was authorized
-    gone: bool = False  # nothing can be sent to it; its last messages may still be unread
+    gone: bool = False  # it is closed; its last messages may still be unread
     backlog: deque[list[bytes]] = field(default_factory=deque)
     backlog_bytes: int = 0
 
@@ -158,10 +159,10 @@ class Peers:
         keep_gone: bool = False,
         max_backlogs: float = math.inf,
     ) -> None:
-        """With `authorize` the sender of every message is checked by its handshake's user id.
+        """With `authorize`, the sender of each message is checked by the user id of its handshake.
 
-        `keep_gone`: a peer that is gone keeps its number until `forget`, so that its last messages
-        still belong to it; else it is forgotten at once. `max_backlogs`: bytes that may wait for
+        `keep_gone`: a closed peer keeps its number until `forget`, so that its last messages still
+        belong to it; otherwise it is forgotten immediately. `max_backlogs`: most bytes waiting for
         all peers together.
         """
         self.socket = socket
@@ -171,8 +172,8 @@ class Peers:
         self.by_number: dict[int, Peer] = {}
         self._by_descriptor: dict[int, Peer] = {}
         self.full = Backlogs(max_backlogs)  # the peers with a backlog
-        self.given_up = 0  # peers disconnected because they read too little
-        self._given_up: list[int] = []  # since the last `retry`, by the bound for all peers
+        self.given_up = 0  # number of peers closed because they read too little
+        self._given_up: list[int] = []  # given up for the bound on all peers since the last `retry`
         self._overflowed = 0  # the peer that was last given up for its own backlog
         self._skipping: tuple[Peer, list[bytes]] | None = None  # a message with too many parts
         self._count = 0
@@ -180,7 +181,7 @@ class Peers:
     def receive(self, now: float) -> tuple[Peer, list[bytes]] | None:
         """Returns the sender and the parts of the next message; None without a message.
 
-        It is also None while a message with too many parts is skipped, which takes several calls.
+        Also returns None while a message with too many parts is skipped, which takes several calls.
         """
         if self._skipping is not None:
             return self._skip()
@@ -190,7 +191,7 @@ class Peers:
         except zmq.Again:
             return None
         peer = self.by_name.get(name)
-        if peer is None or self.authorize is not None:  # a zmq.Frame has the connection's data
+        if peer is None or self.authorize is not None:  # a zmq.Frame has the connection's metadata
             frame = socket.recv(copy=False)
             peer = self._sender(name, peer, frame, now)
             parts = [frame.bytes]
@@ -207,7 +208,7 @@ class Peers:
         return peer, parts
 
     def _skip(self) -> tuple[Peer, list[bytes]] | None:
-        """Drop surplus parts: a message may have millions, and other peers wait."""
+        """Drop surplus parts in portions: a message may have millions, and other peers wait."""
         for _ in range(MAX_SKIPPED_PARTS):
             if not self.socket.getsockopt(zmq.RCVMORE):
                 message, self._skipping = self._skipping, None
@@ -216,7 +217,7 @@ class Peers:
         return None
 
     def _sender(self, name: bytes, known: Peer | None, frame: zmq.Frame, now: float) -> Peer:
-        """Returns the sender; a peer that takes over a routing id counts as a new connection."""
+        """Returns the sender. A peer that takes over a routing id counts as a new connection."""
         if self.authorize is None:
             return known or self._register(name, frame, now)
         user = _user(frame)
@@ -241,7 +242,7 @@ class Peers:
         return peer
 
     def send(self, number: int, parts: list[bytes]) -> bool:
-        """Send or queue a message; returns False if the peer is gone or given up."""
+        """Send or queue a message. Returns False if the peer is closed or given up."""
         peer = self.by_number.get(number)
         if peer is None:
             return False
@@ -252,7 +253,10 @@ class Peers:
         return self._queue(peer, parts)
 
     def _try(self, peer: Peer, parts: list[bytes]) -> bool | None:
-        """Try to send: True is sent, False is a peer that is gone, None a full peer."""
+        """Try to send.
+
+        Returns True if sent, False if the peer is closed, None if the peer is full.
+        """
         try:
             self.socket.send_multipart([peer.name, *parts], zmq.NOBLOCK)
         except zmq.Again:
@@ -278,9 +282,9 @@ class Peers:
         peer.backlog_bytes = 0
 
     def _queue(self, peer: Peer, parts: list[bytes]) -> bool:
-        """Queue a message; returns whether the peer was kept.
+        """Queue a message. Returns whether the peer was kept.
 
-        Above the bound for all peers, peers that are stuck are given up.
+        Above the bound for all peers, peers without progress are given up.
         """
         size = size_of(parts)
         peer.backlog.append(parts)
@@ -302,9 +306,9 @@ class Peers:
         return self.by_number[number].backlog_bytes
 
     def _give_up(self, peer: Peer) -> None:
-        """End the connection of a peer that reads too little, so that libzmq frees its queue.
+        """Close the connection of a peer that reads too little, so that libzmq frees its queue.
 
-        With `keep_gone` only forget the peer: the caller ends the worker, by the peer's number.
+        With `keep_gone` only forgets the peer: the caller ends the worker, by the peer's number.
         """
         self.given_up += 1
         if self.keep_gone:
@@ -313,7 +317,7 @@ class Peers:
             self.disconnect(peer)
 
     def overflowed(self, number: int) -> bool:
-        """Returns whether the last failed `send` failed for this peer's too large backlog."""
+        """Returns whether the last failed `send` failed because of this peer's large backlog."""
         return number == self._overflowed
 
     def next_retry(self) -> float:
@@ -321,9 +325,9 @@ class Peers:
         return 0.0 if self._given_up else self.full.next_wake()
 
     def retry(self, now: float) -> list[int]:
-        """Try full peers that are due, with at most MAX_SENDS sends.
+        """Retry full peers that are due, with at most MAX_SENDS sends.
 
-        Returns the numbers of peers that are gone, or were given up since the last call.
+        Returns the numbers of peers that were closed, or given up, since the last call.
         """
         gone, self._given_up = self._given_up, []
         room = MAX_SENDS
@@ -338,7 +342,10 @@ class Peers:
         return gone
 
     def _send_backlog(self, peer: Peer, room: int) -> tuple[int, bool | None]:
-        """Send at most `room` messages of a backlog; returns the tries and the last result."""
+        """Send at most `room` messages of a backlog.
+
+        Returns the number of tries and the last result.
+        """
         tries, sent = 0, None
         while peer.backlog and tries < room:
             tries += 1
@@ -353,7 +360,7 @@ class Peers:
         return tries, sent
 
     def forget(self, number: int) -> None:
-        """Forget a connection; a later message on it gets a new number."""
+        """Forget a peer. A later message on its connection gets a new number."""
         peer = self.by_number.pop(number, None)
         if peer is not None:
             del self.by_name[peer.name]
@@ -362,9 +369,9 @@ class Peers:
             self._drop_backlog(peer)
 
     def ended(self, descriptor: int) -> Peer | None:
-        """Forget and return the peer whose connection with this descriptor has ended.
+        """Forget the peer whose connection with this descriptor has ended. Returns the peer.
 
-        Returns None if the descriptor is unknown, or belongs to a newer connection by now.
+        Returns None if the descriptor is unknown, or now belongs to a newer connection.
         """
         peer = self._by_descriptor.get(descriptor)
         if peer is None or not has_ended(peer.descriptor, peer.inode):
@@ -373,19 +380,19 @@ class Peers:
         return peer
 
     def disconnect(self, peer: Peer) -> None:
-        """End the connection of a peer, and drop its unread messages."""
+        """Close the connection of a peer, and drop its unread messages."""
         self.forget(peer.number)
         shut_down(peer.descriptor, peer.inode)
 
     def disconnect_user(self, user: str) -> None:
-        """End every connection whose handshake had this user id."""
+        """Close all connections whose handshake had this user id."""
         for peer in list(self.by_number.values()):
             if peer.user == user:
                 self.disconnect(peer)
 
 
 def _owner(frame: zmq.Frame) -> str:
-    """Returns `uid:N` by the kernel's credentials on ipc, else `host:` and the address."""
+    """Returns `uid:N` on ipc, from the kernel's credentials, else `host:` and the address."""
     try:
         address = str(frame.get("Peer-Address"))
     except zmq.ZMQError:

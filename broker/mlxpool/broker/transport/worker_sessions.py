@@ -1,7 +1,7 @@
-"""The slots and epochs of the back socket's connections.
+"""The slots and epochs of workers' connections on the back socket.
 
-A worker's frame counts only on the connection that got its epoch's `welcome`, and only with that
-epoch: this fences workers that were replaced.
+A worker's frame is valid only on the connection that got the `welcome` of its epoch, and only with
+that epoch. This fences replaced workers.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ class WorkerSessions:
         self._epochs: dict[int, int] = {}  # number of a welcomed connection -> its epoch
 
     def open(self, slot: str, number: int) -> None:
-        """Set the connection of a slot's worker; the slot's earlier connection is forgotten."""
+        """Set the connection of a slot's worker. The slot's earlier connection is forgotten."""
         before = self._numbers.get(slot)
         if before is not None and before != number:
             self.close(slot)
         self._numbers[slot] = number
 
     def welcome(self, number: int, epoch: int) -> None:
-        """Let frames with this epoch count on this connection."""
+        """Make frames with this epoch valid on this connection."""
         self._epochs[number] = epoch
 
     def connection(self, slot: str) -> int | None:
-        """Returns the number of the slot's connection, if any."""
+        """Returns the number of the slot's connection; None without a connection."""
         return self._numbers.get(slot)
 
     def epoch(self, number: int) -> int | None:
-        """Returns the epoch with which a connection was welcomed, if any."""
+        """Returns the epoch in a connection's `welcome`; None if it had none."""
         return self._epochs.get(number)
 
     def epoch_of_slot(self, slot: str) -> int | None:
         return self._epochs.get(self._numbers.get(slot, -1))
 
     def release(self, slot: str) -> int | None:
-        """Take the connection from a slot; returns its number, if any."""
+        """Remove the connection from a slot. Returns its number; None without a connection."""
         number = self._numbers.pop(slot, None)
         if number is not None:
             self._epochs.pop(number, None)
         return number
 
     def close(self, slot: str) -> Peer | None:
-        """Forget the slot's connection; returns its peer if that is still known."""
+        """Forget the slot's connection. Returns its peer if the peer is still known."""
         number = self.release(slot)
         if number is None:
             return None
@@ -56,10 +56,10 @@ class WorkerSessions:
         return peer
 
     def send(self, slot: str, parts: list[bytes]) -> bool:
-        """Send to the slot's worker; returns False if its backlog is full.
+        """Send to the slot's worker. Returns False if the worker's backlog is full.
 
-        It also returns True if the connection is gone: the worker sends `hello` again, or is judged
-        hung.
+        Returns True even if the connection is closed: the worker then sends `hello` again, or is
+        judged hung.
         """
         number = self._numbers.get(slot)
         if number is None:

@@ -1,4 +1,4 @@
-"""The workers: state table, slots, liveness, GPUs, and the choice for a request.
+"""The workers: their state table, slots, liveness and GPUs, and the choice of a worker.
 
-Pure; processes are started and ended by `processes`.
+The package is pure; `processes` starts and ends the processes.
 """

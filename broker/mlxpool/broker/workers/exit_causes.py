@@ -1,7 +1,7 @@
-"""Causes of the ends of workers, in words, and whether a worker itself is to blame.
+"""Causes of the ends of workers in words, and whether the worker itself is to blame.
 
-Causes stand in errors (`details.cause`), in `ps` (`last_exit`, `cause`) and in the log. The reason
-of an unload stands in the log alone: everywhere else its cause is STOPPED.
+Causes appear in errors (`details.cause`), in `ps` (`last_exit`, `cause`) and in the log. The reason
+of an unload appears only in the log: in all other places its cause is STOPPED.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ CONNECTION_ENDED = "its connection ended"
 KEY_REVOKED = "its key was revoked"
 OUT_OF_MEMORY = "killed by the kernel: out of memory"
 
-# Causes that no request of a worker brings about.
+# Causes that no request in a worker can bring about.
 COMMANDED = {STOPPED, DRAINED, IDLE, UNLOADED, BROKER_ENDS, LEFT, NEW_CONNECTION, KEY_REVOKED}
 
-# Signals that a process brings on itself.
+# Signals that a process causes by its own faults.
 _FAULTS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
 
 def ended(slot: str, cause: str) -> str:
-    """Returns the beginning of an error about the work of an ended worker."""
+    """Returns the begin of an error message about the work of an ended worker."""
     return f"the worker {slot} ended: {cause}"
 
 
 def evicted_for(model: str) -> str:
-    """Returns the cause of a worker whose memory another model needs."""
+    """Returns the cause of the end of a worker whose memory another model needs."""
     return f"evicted for {model}"
 
 
@@ -61,7 +61,7 @@ def stopped_by_signal(seconds: float) -> str:
 
 
 def of_rank(rank: int, cause: str) -> str:
-    """Returns the cause of the end of a rank above 0 of a group."""
+    """Returns the cause of the end of a group, from the cause at a rank above 0."""
     return f"rank {rank}: {cause}"
 
 
@@ -77,9 +77,9 @@ def wrong_report(due: int) -> str:
 
 
 class WorkerExit(Struct, frozen=True):
-    """An exit of a worker. `own`: it ended by itself, not by a signal from outside.
+    """An exit of a worker. `own`: the worker ended by itself, not by a signal from outside.
 
-    `prefill` is the request whose prompt it was reading.
+    `prefill` is the request whose prompt the worker was reading.
     """
 
     cause: str
@@ -92,7 +92,7 @@ def exit_of(
 ) -> WorkerExit:
     """Returns the exit from a `code` of Popen, negative for a signal. `look`: last progress.
 
-    `said`: the last line that the worker wrote, with the reason if it could not begin.
+    `said`: the last line of the worker's output, with the reason if the worker could not begin.
     """
     if commanded:
         return WorkerExit(STOPPED, False, look.request)

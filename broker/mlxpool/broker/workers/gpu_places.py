@@ -1,7 +1,7 @@
 """The GPUs of this broker's workers. Pure.
 
-A worker takes its GPUs before its process starts. It releases them after the process was collected,
-which may hold their memory until then.
+The GPUs of a worker are taken before its process starts. They are released after the process was
+collected, because the process may use their memory until then.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from mlxpool.common.gpus import check_enough
 
 
 class PlaceState(Enum):
-    """The state of a slot's place: the GPUs of its worker."""
+    """The state of a place, which has the GPUs of a slot."""
 
-    UNPLACED = "unplaced"  # it has had no worker
-    HELD = "held"  # its worker has these GPUs
-    LEFT = "left"  # its last worker had these GPUs, and the next one has them again if it can
+    UNPLACED = "unplaced"  # the slot has had no worker
+    HELD = "held"  # the slot's worker has these GPUs
+    LEFT = "left"  # the last worker had these GPUs, and the next worker gets them if possible
 
 
 _UNPLACED, _HELD, _LEFT = PlaceState.UNPLACED, PlaceState.HELD, PlaceState.LEFT
@@ -50,17 +50,17 @@ class Place(Struct, eq=False):
 class GpuPlaces:
     """The places of all slots.
 
-    Invariant: a worker shares a GPU only if too few of the GPUs that it may have are free. The
-    ranks of a group have different GPUs.
+    Invariant: a worker shares a GPU only if too few of its allowed GPUs are free. The ranks of a
+    group have different GPUs.
     """
 
     def __init__(self) -> None:
         self._places: dict[str, Place] = {}
 
     def take(self, slot: str, gpus: Sequence[str], count: int) -> tuple[str, ...]:
-        """Give the worker of a slot `count` GPUs of `gpus`; () if `gpus` is empty.
+        """Assign `count` of `gpus` to the worker of a slot; () if `gpus` is empty.
 
-        Raises GpusUnavailable if they are fewer, and ValueError if the slot holds a place.
+        Raises GpusUnavailable if `gpus` has fewer, and ValueError if the slot already has GPUs.
         """
         check_enough(gpus, count)
         place = self._places.get(slot) or Place(slot)
@@ -70,15 +70,15 @@ class GpuPlaces:
         return place.gpus
 
     def release(self, slot: str) -> None:
-        """Free the place of an ended worker's slot. Raises ValueError if it holds no place."""
+        """Release the GPUs of an ended worker's slot. Raises ValueError if the slot has none."""
         (self._places.get(slot) or Place(slot)).move("release")
 
     def held(self) -> Mapping[str, tuple[str, ...]]:
-        """Returns the GPUs of the slots that hold a place."""
+        """Returns the GPUs of each slot that has taken GPUs."""
         return {place.slot: place.gpus for place in self._places.values() if place.state is _HELD}
 
     def _workers_by_gpu(self, asking: Place) -> Counter[str]:
-        """Returns the number of other workers, or ranks of groups, of each GPU."""
+        """Returns the number of other workers, or ranks of groups, on each GPU."""
         held = (gpus for slot, gpus in self.held().items() if slot != asking.slot)
         return Counter(gpu for gpus in held for gpu in gpus)
 
@@ -88,7 +88,8 @@ def choose(
 ) -> tuple[str, ...]:
     """Returns the `count` GPUs of `gpus` with the fewest workers, in the order of `gpus`.
 
-    Among equals, GPUs that the slot had `before` come first, then the order of `gpus` decides.
+    At equal numbers of workers, GPUs that the slot had `before` come first, then the order of
+    `gpus` decides.
     """
 
     def rank(index: int) -> tuple[int, bool, int]:

@@ -1,8 +1,8 @@
 """Detects hung workers from samples of their processes. Pure.
 
-An age counts only time in which the worker could run and the supervisor looked. Waiting for a CPU
-is subtracted. The gap between two samples counts for two ticks at most, so that a broker that was
-frozen itself condemns no worker.
+The age of a signal counts only time in which the worker could run and the supervisor took samples.
+Waiting for a CPU is subtracted. The gap between two samples counts as at most two ticks, so that a
+broker that was itself frozen condemns no worker.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from mlxpool.broker.workers import exit_causes
 from mlxpool.common.config.schema import PoolConfig
 from mlxpool.common.progress import ProgressReading
 
-USUAL_FACTOR = 40  # the limit, in multiples of the usual duration
-EDGE_FRESH = 2.0  # seconds: an edge thread with a younger move is alive
+USUAL_FACTOR = 40  # the limit, as a multiple of the usual duration
+EDGE_FRESH = 2.0  # seconds within which an edge thread that moved counts as alive
 
 
 class Sample(Struct, frozen=True):
-    """A process as its supervisor sees it. Waits are nanoseconds spent runnable but not run."""
+    """A sample of a process. Waits are nanoseconds in which a thread was runnable without a CPU."""
 
     look: ProgressReading
-    stopped: bool = False  # stopped by a signal
+    stopped: bool = False  # whether a signal has stopped the process
     compute_wait_ns: int = 0
     edge_wait_ns: int = 0
     rss: int = 0  # bytes
-    others: tuple[Sample, ...] = ()  # the ranks of a group after the first
+    others: tuple[Sample, ...] = ()  # samples of the ranks above 0
 
     @property
     def all_rss(self) -> int:
@@ -37,13 +37,13 @@ class Sample(Struct, frozen=True):
 
 
 class Verdict(Struct, frozen=True):
-    """A verdict, in seconds. A worker is suspect from `limit` on, hung from twice that on."""
+    """A verdict on a worker. It is suspect from `limit` seconds on, hung from twice that on."""
 
     age: float = 0.0
     limit: float = math.inf
     cause: str = ""
-    own: bool = False  # its own work is to blame
-    dump: bool = True  # its stacks can help
+    own: bool = False  # whether the work of the worker itself is to blame
+    dump: bool = True  # whether its stacks can explain the hang
 
     @property
     def suspect(self) -> bool:
@@ -55,7 +55,10 @@ class Verdict(Struct, frozen=True):
 
 
 class Watch(Struct, eq=False):
-    """Ages in running seconds: since the compute thread moved, a beat came, the edge moved."""
+    """The ages of a worker's signals: progress of the compute thread, heartbeats, the edge thread.
+
+    Ages are seconds in which the worker could run.
+    """
 
     at: float = 0.0  # time of the last sample; 0: never
     sample: Sample = field(default_factory=lambda: Sample(ProgressReading()))
@@ -63,10 +66,10 @@ class Watch(Struct, eq=False):
     still: float = 0.0
     silent: float = 0.0
     edge_still: float = 0.0
-    others: list[Watch] = field(default_factory=list)  # watches of the ranks after the first
+    others: list[Watch] = field(default_factory=list)  # watches of the ranks above 0
 
     def observe(self, sample: Sample, beat_at: float, now: float, tick: float) -> None:
-        """Add a sample. `beat_at` is when the newest beat arrived."""
+        """Add a sample. `beat_at`: the time of the newest heartbeat."""
         gap = min(now - self.at, 2 * tick) if self.at else 0.0
         before, self.sample, self.at = self.sample, sample, now
         compute = _running_time(gap, before.compute_wait_ns, sample.compute_wait_ns)
@@ -83,7 +86,7 @@ class Watch(Struct, eq=False):
 
 
 def _running_time(gap: float, wait_before: int, wait_now: int) -> float:
-    """Returns seconds; below 0 after a long wait, which the kernel counts when it is over."""
+    """Returns seconds; negative after a long wait, which the kernel counts only at its end."""
     return gap - max(0, wait_now - wait_before) / 1e9
 
 
@@ -92,7 +95,7 @@ def _progress(look: ProgressReading) -> tuple[str, int, int]:
 
 
 def limit_of(look: ProgressReading, config: PoolConfig) -> float:
-    """Returns the seconds without progress before a worker is suspect; infinity if it may rest."""
+    """Returns the seconds without progress until a worker is suspect; infinity if it may rest."""
     if look.phase in ("idle", "prepare", "blocked"):
         return math.inf
     if look.phase in ("boot", "load", "unload"):
@@ -106,10 +109,10 @@ def limit_of(look: ProgressReading, config: PoolConfig) -> float:
 
 
 def judge(watch: Watch, config: PoolConfig, *, welcomed: bool, memory_limit: int = 0) -> Verdict:
-    """Returns the worst verdict of all signals. Before its welcome a worker owes no beats.
+    """Returns the worst verdict of all signals. Before its welcome a worker sends no heartbeats.
 
-    A group is judged by all its ranks: when one stands still, the others wait for it. The cause
-    names the rank that the others wait for, if their progress shows it.
+    A group is judged by all its ranks: if one rank stops, the other ranks wait for it. The cause
+    names the rank for which the others wait, if their progress shows it.
     """
     rss = watch.sample.all_rss
     if 0 < memory_limit < rss:
@@ -129,9 +132,9 @@ def judge(watch: Watch, config: PoolConfig, *, welcomed: bool, memory_limit: int
 
 
 def _stopped_rank(watch: Watch, verdict: Verdict) -> int:
-    """Returns the first rank above 0 that was stopped by a signal while the others wait; 0: none.
+    """Returns the first rank above 0 that a signal has stopped while the others wait; 0: none.
 
-    Its own limit may be infinite: between two passes a rank owes nothing.
+    The limit of that rank may be infinite, because a rank between two passes need not progress.
     """
     if verdict.suspect:
         for rank, other in enumerate(watch.others, 1):
@@ -141,13 +144,13 @@ def _stopped_rank(watch: Watch, verdict: Verdict) -> int:
 
 
 def _rank_behind(watch: Watch) -> int:
-    """Returns the rank that has carried out the fewest messages of rank 0; 0: all did all."""
+    """Returns the rank that has handled the fewest messages of rank 0; 0 if all are equal."""
     done = [watch.sample.look.orders, *(other.sample.look.orders for other in watch.others)]
     return done.index(min(done))
 
 
 def _of_process(watch: Watch, config: PoolConfig, *, welcomed: bool) -> Verdict:
-    """Returns the worst verdict of the threads of one process."""
+    """Returns the worst verdict on the threads of one process."""
     sample, look = watch.sample, watch.sample.look
     compute = Verdict(
         watch.still,

@@ -1,4 +1,4 @@
-"""Chooses a waiting request and its worker. Pure."""
+"""Chooses a waiting request and a worker for it. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mlxpool.common.progress import ProgressReading
 
 
 def fits_facts(worker: Worker, request: Request) -> bool:
-    """Returns whether a worker can resume a stream: the same model, and at least its context."""
+    """Returns whether a worker can resume a stream: an equal model, and at least its context."""
     facts = request.run.facts
     if facts is None:
         return True
@@ -29,7 +29,7 @@ def fits_facts(worker: Worker, request: Request) -> bool:
 
 
 def keeps_batch_bounds(worker: Worker, request: Request) -> bool:
-    """Returns whether the request may run beside the worker's runs."""
+    """Returns whether the request may run beside the worker's runs, by the batch bounds."""
     bounds = [b for b in (*worker.batch_bounds.values(), request.run.batch_bound) if b]
     return len(worker.leases) + 1 <= min(bounds) if bounds else True
 
@@ -37,8 +37,8 @@ def keeps_batch_bounds(worker: Worker, request: Request) -> bool:
 def has_image_place(worker: Worker, request: Request) -> bool:
     """Returns whether the worker may get the images of a request; True without images.
 
-    Images are prepared one after the other, and hold a place of the batch during that time. So at
-    most half the places, or the only one, may have images in preparation.
+    Images are prepared one after the other, and occupy a place of the batch during that time. So at
+    most half the places, or the only place, may have images in preparation.
     """
     if not request.message.prompt.images:
         return True
@@ -46,15 +46,16 @@ def has_image_place(worker: Worker, request: Request) -> bool:
 
 
 def group_of(request: Request) -> tuple[str, str] | None:
-    """Returns the owner and name of the group of a choice; None for another request."""
+    """Returns the (owner, name) of a choice's group; None for any other request."""
     choice = request.message.choice
     return None if choice is None else (request.owner, choice.group)
 
 
 def is_bound_elsewhere(worker: Worker, request: Request, workers: Sequence[Worker]) -> bool:
-    """Returns whether the request is a choice whose group another worker has.
+    """Returns whether the request is a choice whose group is bound to another worker.
 
-    It waits for that worker to have room. A choice that may have ended a worker goes anywhere.
+    The choice waits until that worker has room. A choice that may have ended a worker may go to any
+    worker.
     """
     group = group_of(request)
     if group is None or request.run.batch_bound or group in worker.route.groups:
@@ -81,7 +82,8 @@ def may_have(worker: Worker, request: Request, workers: Sequence[Worker]) -> boo
 def could_have(worker: Worker, request: Request, workers: Sequence[Worker]) -> bool:
     """Returns whether the worker, one of `workers`, may get the request once it has room.
 
-    False while it runs a request with a batch bound, which decides what runs beside it.
+    False while the worker runs a request with a batch bound, which decides which requests run
+    beside it.
     """
     return (
         not worker.batch_bounds
@@ -92,7 +94,7 @@ def could_have(worker: Worker, request: Request, workers: Sequence[Worker]) -> b
 
 
 def demand_of(request: Request, answer_tokens: float) -> Demand:
-    """Returns the demand of a request; answers have `answer_tokens` on average."""
+    """Returns the demand of a request. `answer_tokens`: the mean length of the model's answers."""
     if request.pieces is None:
         request.pieces = pieces_of(request.message.prompt)
     most = request.message.options.max_tokens
@@ -112,8 +114,8 @@ def choose_pair(
 ) -> tuple[Request, Worker] | None:
     """Returns a request of `waiting` and the worker that gets it; None if no pair is allowed.
 
-    `model` is the speed of the model's workers together. `behind` is the number of requests that
-    wait beside the chosen one. Among workers of equal cost, the worker with the most credit is
+    `model` is the speed of all workers of the model. `behind` is the number of requests that wait
+    beside the chosen request. Among workers of equal cost, the worker with the most credit is
     chosen, then the worker that has been ready for longest. All costs are equal unless
     `cache_aware`.
     """
@@ -145,7 +147,7 @@ def choose_pair(
 
 
 def observe_beat(worker: Worker, model: WorkerSpeed) -> None:
-    """Learn from the worker's newest heartbeat: times of steps, and evictions of its cache."""
+    """Learn step times and evictions of the cache from the worker's newest heartbeat."""
     beat, route = worker.beat, worker.route
     for speed in (route.speed, model):
         speed.observe_step(beat.running, beat.step_ms)
@@ -157,7 +159,7 @@ def observe_beat(worker: Worker, model: WorkerSpeed) -> None:
 
 
 def observe_prefill(worker: Worker, look: ProgressReading, model: WorkerSpeed) -> None:
-    """Learn the time for a prompt token of a worker that reads a prompt now."""
+    """Learn the time of a prompt token from a worker that is reading a prompt."""
     if look.tokens > 0:
         for speed in (worker.route.speed, model):
             speed.observe_prompt(look.usual_token_ns / 1e6)

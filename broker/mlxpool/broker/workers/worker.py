@@ -1,4 +1,4 @@
-"""The record of a worker, which is one incarnation of a slot, and the slot."""
+"""The records of a slot and of a worker, which is one incarnation of the slot."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from mlxpool.common.protocol.from_worker import Beat, Hello
 
 
 class WorkerState(Enum):
-    STARTING = "starting"  # its process exists and has not sent `hello`
-    LOADING = "loading"  # it has an epoch and no credit yet
+    STARTING = "starting"  # the process exists and has not sent `hello`
+    LOADING = "loading"  # the worker has an epoch and no credit yet
     READY = "ready"
-    SUSPECT = "suspect"  # past a limit of liveness: gets no new work
-    CONDEMNED = "condemned"  # fenced, its requests moved; its process may still exist
-    DRAINING = "draining"  # gets no new work, finishes its runs
-    YIELDING = "yielding"  # has to hand back its runs
+    SUSPECT = "suspect"  # past a limit of liveness; it gets no new work
+    CONDEMNED = "condemned"  # fenced, its requests were moved; the process may still exist
+    DRAINING = "draining"  # it gets no new work and finishes its runs
+    YIELDING = "yielding"  # it has to hand back its runs
     STOPPING = "stopping"  # has to exit
-    LOST = "lost"  # its process is gone
+    LOST = "lost"  # the process has ended
 
     @property
     def shown(self) -> str:
-        """The name of the state in `ps` and the metrics."""
+        """The name of the state in `ps` and in the metrics."""
         return "draining" if self in LEAVING else self.value
 
 
@@ -58,14 +58,14 @@ LEAVING = frozenset({WorkerState.DRAINING, WorkerState.YIELDING, WorkerState.STO
 FENCED = frozenset({WorkerState.CONDEMNED, WorkerState.LOST})
 
 
-PROVEN_TOKENS = 16  # tokens of a worker that count as having served
+PROVEN_TOKENS = 16  # least tokens of a worker that has served
 
-RunKey = tuple[bytes, int]  # id of a request, number of its run
+RunKey = tuple[bytes, int]  # (id of a request, number of its run)
 
 
 @dataclass(eq=False, slots=True)
 class Worker:
-    """A worker. `leases` has the runs given to it whose ends it has not confirmed.
+    """A worker. `leases` has its runs, until the worker confirms their ends.
 
     Invariant: credit() >= 0, and only a READY worker has credit.
     """
@@ -73,34 +73,34 @@ class Worker:
     slot: str
     model: str
     pid: int = 0
-    gpus: tuple[str, ...] = ()  # GPUs from the broker, one for each rank
+    gpus: tuple[str, ...] = ()  # GPUs of the worker, one for each rank
     epoch: int = 0
     state: WorkerState = WorkerState.STARTING
     started_at: float = 0.0
     ready_at: float = 0.0  # 0: never
-    served: int = 0  # requests that ended in it
-    tokens: int = 0  # tokens taken from it
-    sequences: int = 0  # free sequences by its last `credit`
-    works_seen: int = 0  # `work` messages it had received by then
+    served: int = 0  # number of requests that ended in it
+    tokens: int = 0  # number of tokens received from it
+    sequences: int = 0  # number of free sequences by its last `credit`
+    works_seen: int = 0  # `work` messages that it had received at that time
     works_sent: int = 0
-    ended: int = 0  # leases that ended since its last `credit`, which did not count their places
+    ended: int = 0  # leases ended since its last `credit`, which lacks their places
     leases: set[RunKey] = field(default_factory=set)
     batch_bounds: dict[int, int] = field(default_factory=dict)  # run number -> Run.batch_bound
     reading: set[RunKey] = field(default_factory=set)  # leases whose images it still prepares
-    calls: set[bytes] = field(default_factory=set)  # ids of calls in flight
+    calls: set[bytes] = field(default_factory=set)  # ids of calls that it has
     route: Route = field(default_factory=Route)  # for the choice among workers
     beat: Beat = field(default_factory=Beat)
     beat_at: float = 0.0
     hello: Hello | None = None
     watch: Watch = field(default_factory=Watch)
-    suspect_since: float = 0.0  # since when it is past a limit of liveness; 0: it is not
-    suspicion: str = ""  # why it is past a limit
-    cause: str = ""  # why the broker ended it, or the reason of its `bye`
+    suspect_since: float = 0.0  # time since when it is past a limit of liveness; 0: it is not
+    suspicion: str = ""  # the limit that it is past, in words
+    cause: str = ""  # why the broker ended it, or the reason in its `bye`
     ended_by_charged_request: bool = False  # a request that had ended another worker ended it
     said_bye: bool = False  # it sent `bye` without an error
-    error: Mapping[str, object] | None = None  # the body of the error it left with
-    replace: bool = False  # fill its slot again at once
-    remote: bool = False  # it dialled in: another supervisor starts and ends its process
+    error: Mapping[str, object] | None = None  # the body of the error in its `bye`
+    replace: bool = False  # fill its slot again without a delay
+    remote: bool = False  # another supervisor starts and ends its process
 
     def move(self, event: str) -> None:
         """Change state. Raises ValueError, and changes nothing, for an illegal event."""
@@ -110,17 +110,17 @@ class Worker:
         self.state = following
 
     def allows(self, event: str) -> bool:
-        """Returns whether the event is legal in its state."""
+        """Returns whether the event is legal in the worker's state."""
         return event in TRANSITIONS[self.state]
 
     @property
     def proven(self) -> bool:
-        """Returns whether it has served, so that its end does not count as a failed start."""
+        """Returns whether the worker has served, so that its end is no failed start."""
         return self.served > 0 or self.tokens >= PROVEN_TOKENS
 
     @property
     def serves(self) -> bool:
-        """Returns whether it is ready and has not reported an error."""
+        """Returns whether the worker is ready and has reported no error."""
         return self.state is WorkerState.READY and self.error is None
 
     @property
@@ -129,30 +129,30 @@ class Worker:
 
     @property
     def digest(self) -> str:
-        """The digest of its loaded model; "" before `hello`."""
+        """The digest of the worker's model; "" before `hello`."""
         return "" if self.hello is None else self.hello.digest
 
     @property
     def context(self) -> int:
-        """The context of its model in tokens; 0 before `hello`."""
+        """The context of the worker's model in tokens; 0 before `hello`."""
         return 0 if self.hello is None else self.hello.context
 
     def credit(self) -> int:
-        """Returns how many more requests it may get now."""
+        """Returns the number of further requests that the worker may get now."""
         if not self.serves:
             return 0
         return max(0, self.sequences - (self.works_sent - self.works_seen))
 
     def room(self) -> int:
-        """Returns how many more requests may run in it now, within the batch bounds of its runs."""
+        """Returns the number of further requests that fit in it, within its runs' batch bounds."""
         bound = min(self.batch_bounds.values(), default=None)
         credit = self.credit()
         return credit if bound is None else max(0, min(credit, bound - len(self.leases)))
 
     def end_lease(self, key: RunKey, cached: int | None = None) -> None:
-        """The worker has confirmed the end of a run, or handed it back.
+        """End a lease: the worker has confirmed the end of a run, or handed the run back.
 
-        `cached`: tokens of its prompt that were in the prefix cache; None: not reported.
+        `cached`: tokens of the run's prompt that were in the prefix cache; None: not reported.
         """
         self.route.ended(key[1], cached)
         self.ended += key in self.leases
@@ -180,14 +180,14 @@ class Slot(Struct, eq=False):
     worker: Worker | None = None
     restarts: int = 0
     last_exit: str = ""  # the cause of the last worker's end
-    remote: bool = False  # for workers that dial in; no process is started here
+    remote: bool = False  # for workers of other supervisors; no process is started here
 
 
-JITTER = 0.25  # largest share added to a delay
+JITTER = 0.25  # largest random part of a delay, as a share
 
 
 def restart_delay(failures: int, first: float, most: float, boot: int = 0) -> float:
-    """Returns the delay after `failures` workers in a row that never served: 1, 2, 4 … * `first`.
+    """Returns the delay after `failures` consecutive workers that never served.
 
     `boot` spreads the restarts of many pools by up to JITTER; 0: no spread.
     """
