@@ -20,7 +20,7 @@ OPEN_ENDED_CONTEXTS = 10  # length, in contexts, of a completion with shifts and
 
 
 def kept_tokens(num_keep: int, prompt: int, context: int, media: Spans = ()) -> int:
-    """Returns the number of first tokens of a stream to keep; negative `num_keep`: the prompt.
+    """Returns how many first tokens of a stream to keep; negative `num_keep`: the prompt.
 
     A divided image is not kept, unless `num_keep` fills the context: then a prompt that is too long
     cannot be cut, see `truncated_tokens`.

@@ -1,4 +1,4 @@
-"""The uses of an engine's memory, and the number of blocks that fit into the rest. Pure."""
+"""The uses of an engine's memory, and the KV blocks that fit into the free memory. Pure."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def estimate_draft(folder: ModelFolder, *, sequences: int, limit: int, float32: 
 
 
 def default_prefix_cache_bytes(limit: int, weights: int) -> int:
-    """Returns the default bytes of the prefix cache: a share of the memory beside the weights."""
+    """Returns the prefix cache's default bytes: a fraction of the memory beside the weights."""
     return max(0, limit - weights) // PREFIX_CACHE_SHARE
 
 

@@ -24,7 +24,7 @@ from mlxpool.worker.scheduling.step_cost import Load
 
 FULL_CHUNK_CONTEXT = 2048  # the most tokens of context for a chunk of full length
 MIN_CHUNK = 64  # tokens; smaller chunks are not worth their cost
-MAX_RUN_LINES = 64  # additional inputs of a pass for runs of tokens, besides one of each sequence
+MAX_RUN_LINES = 64  # additional unread completion tokens of a pass, besides one per sequence
 NO_DRAFTS: Mapping[Sequence, tuple[int, ...]] = {}
 NO_TURNS: Mapping[str, int] = {}
 
@@ -162,7 +162,7 @@ def _with_drafts(span: Span, drafts: tuple[int, ...]) -> Span:
 
 
 def _spare_lines(rows: int, limits: StepLimits) -> int:
-    """Returns the additional inputs of runs, besides one of each of the `rows` that decode.
+    """Returns the additional unread completion tokens of a pass, besides one for each row.
 
     The number is small, so that these inputs hardly delay prompts and other rows.
     """
@@ -171,7 +171,7 @@ def _spare_lines(rows: int, limits: StepLimits) -> int:
 
 
 def _run_spans(runs: Many[Sequence], spare: int, clip: Clip) -> list[Span]:
-    """Returns spans of unread tokens of completions: one token of each, and `spare` more in all."""
+    """Returns spans of unread completion tokens: one of each sequence, plus `spare` in total."""
     spans: list[Span] = []
     for seq in runs:
         count = clip(seq, min(seq.unread, 1 + spare))

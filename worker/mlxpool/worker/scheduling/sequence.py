@@ -46,7 +46,7 @@ class Sequence(Struct, eq=False):
     max_tokens: int
     ids: list[int] = field(default_factory=list)
     phase: Phase = Phase.WAITING
-    submitted: int = 0  # leading inputs whose keys and values are in its row or in a pass in flight
+    submitted: int = 0  # first inputs with keys and values in the row or in a pass in flight
     awaited: int = 0  # tokens that passes in flight draw: they follow `ids`
     cached: int = 0  # the part of `submitted` that the prefix cache had at admission
     promised: int = 0  # the most blocks of the sequence when it runs alone, see block_manager.py
@@ -54,7 +54,7 @@ class Sequence(Struct, eq=False):
     read_alone: bool = False  # a pass or a worker failed with it: passes read its prompt alone
     held: bool = False  # steps omit the sequence until the mask of its next token is known
     restore_at: int = 0  # tokens before the generation prompt, where a later prompt may branch off
-    shift: ContextShift | None = None  # its shifts at a full context; None: it ends there
+    shift: ContextShift | None = None  # shifts at a full context; None: an end there
     discarded: int = 0  # tokens of the stream that shifts have removed from the inputs
     media: tuple[MediaSpan, ...] = ()  # the images among the inputs
     images: Mapping[ImageKey, PreparedImage] = field(default_factory=dict)  # of `media`
@@ -197,7 +197,7 @@ class Sequence(Struct, eq=False):
         self.preempted = True
 
     def shift_context(self) -> None:
-        """Discards inputs of a full context; the others are read again, in a new row."""
+        """Discards inputs of a full context; all kept inputs are read again, in a new row."""
         assert self.shift is not None
         before = self.discarded
         self.discarded = self.shift.discarded(len(self.prompt) + len(self.ids))

@@ -133,7 +133,7 @@ class StepCost:
 
 
 def _least_squares(features: Floats, seconds: Floats) -> Floats:
-    """Solves for coefficients [5]; drops the most negative one and fits the others again."""
+    """Solves for coefficients [5]; drops the most negative one and fits again."""
     weights = np.zeros(features.shape[1])
     kept = list(range(features.shape[1]))
     while kept:

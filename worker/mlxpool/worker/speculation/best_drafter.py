@@ -31,7 +31,7 @@ class BestDrafter:
         self._failures = [0] * len(drafters)  # failures of each drafter since its newest drafts
 
     def follow(self, seq: Sequence) -> bool:
-        """See Drafter. A drafter that lags in a long prompt, or fails, does not hinder others."""
+        """See Drafter. A drafter that lags or fails does not affect other drafters."""
         ready = [
             number
             for number, drafter in enumerate(self.drafters)

@@ -160,7 +160,7 @@ class ModelDrafter(Struct):
         return True
 
     def _learn(self, stream: _Stream, new: Many[int]) -> int:
-        """Learns from drafts whose positions have tokens now. Returns the number of right ones."""
+        """Learns from drafts whose positions have tokens now. Returns how many were right."""
         count = 0
         for (token, kind), actual in zip(stream.proposed, new, strict=False):
             right = token == actual

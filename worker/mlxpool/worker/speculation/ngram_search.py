@@ -70,7 +70,7 @@ class StreamTokens:
         return best, length
 
     def _match(self, place: int, known: int) -> int:
-        """Returns the number of tokens before a place that equal the newest ones, up to MAX_MATCH.
+        """Returns how many tokens before a place equal the newest tokens, up to MAX_MATCH.
 
         `known`: the number of tokens known to be equal.
         """

@@ -44,12 +44,12 @@ class RowSearch:
         return self.saved > 0 and self.saved >= min(self._needed, MAX_SAVED)
 
     def earn(self, step: float, gained: float = 0.0) -> None:
-        """Adds to the budget a share of a step's seconds, and of the seconds its drafts gained."""
+        """Adds fractions of a step's seconds, and of seconds gained by drafts, to the budget."""
         self._step = step
         self._save(TIME_SHARE * step + GAIN_SHARE * max(0.0, gained))
 
     def pass_by(self) -> bool:
-        """Counts a step with the time of the newest; False: a search is affordable after it."""
+        """Counts a step with the newest step's time; False: a search is now affordable."""
         before = self.saved
         self._save(TIME_SHARE * self._step)
         if self._step and not self.affordable:

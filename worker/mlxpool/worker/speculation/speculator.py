@@ -2,16 +2,16 @@
 
 The policy:
 
-- Gain. The drafter has the chance of each next draft of a row, step_times.py the time of a step by
-  its number of drafts, from measured steps. The drafts that give the most tokens a second are
-  checked; none if the gain is below MIN_GAIN (depths.py). A step has at most twice as many drafts
-  as the largest measured step.
-- Search. Rows whose drafts do not pay are examined within a share of the time (row_search.py).
+- Gain. The drafter has the chance of each next draft of a row; step_times.py has the time of a step
+  by its number of drafts, from measured steps. The drafts that give the most tokens a second are
+  checked; no drafts are checked if the gain is below MIN_GAIN (depths.py). A step has at most twice
+  as many drafts as the largest measured step.
+- Search. Rows whose drafts gain no time are examined within a time budget (row_search.py).
 - Measurement. After PLAIN_INTERVAL steps with drafts, some steps without drafts are measured.
-- Trial. Drafts that pay by the guessed cost are tried, even if they do not pay by the measured
+- Trial. Drafts that gain time by the guessed cost are tried, even if they gain none by the measured
   cost, or nothing was measured. A trial may cost TRIAL_SHARE of the steps since drafts were
-  checked. So the loss is small, and one slow step does not forbid drafts for ever.
-- Rest. After drafts were made, or passes waited for, in vain, 1, 2, 4, ... steps have no drafts.
+  checked. So the loss is small, and one slow step does not prevent drafts for ever.
+- Rest. After useless drafts, or useless waits for passes, 1, 2, 4, ... steps have no drafts.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class Speculator:
         return more <= TRIAL_SHARE * self._without * plain
 
     def _worth_reading(self, ready: Many[Candidate], depths: list[int], plain: float) -> list[int]:
-        """Returns the depths, with 0 for rows whose reading costs more than drafts can gain."""
+        """Returns the depths; 0 for rows whose unread tokens cost more than drafts gain."""
         paying = []
         for row, depth in zip(ready, depths, strict=True):
             left = min(row.room, max(LEAST_REMAINING, len(row.sequence.ids)))

@@ -53,7 +53,7 @@ class Curve(Struct):
         insort(self.points, (drafts, max(1.0, _median(newest))))
 
     def multiple(self, drafts: int) -> float:
-        """Returns the multiple, interpolated between two points; at most that of the last point."""
+        """Returns the multiple, interpolated between points; at most the last point's."""
         at = min(bisect_left(self.points, (drafts, 0.0)), len(self.points) - 1)
         (less, low), (more, high) = self.points[max(0, at - 1)], self.points[at]
         return low + (high - low) * min(1.0, (drafts - less) / max(1, more - less))

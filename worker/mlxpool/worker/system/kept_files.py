@@ -57,7 +57,7 @@ class KeptFile:
         self.path = None if folder is None else folder / FOLDER / name
 
     def read(self) -> bytes | None:
-        """Returns the content for this key; None: there is none, or the file is broken (logged)."""
+        """Returns the content for this key; None: no content, or the file is broken (logged)."""
         if self.path is None:
             return None
         try:

@@ -50,7 +50,7 @@ class LoadClock:
             self.counts[what] += number
 
     def finish(self) -> LoadTimes | None:
-        """Ends the load and returns its times. None: it was not measured, or has ended before."""
+        """Ends the load and returns its times; None: not measured, or already ended."""
         if not self._now:
             return None
         self._end_phase("")

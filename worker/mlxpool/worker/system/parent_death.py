@@ -32,7 +32,7 @@ def die_with_parent() -> None:
 
 
 def kill_with_parent() -> None:
-    """Makes the kernel kill this process when the thread that started it ends (only Linux)."""
+    """Makes the kernel kill this process when its parent thread ends (only Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

@@ -56,7 +56,7 @@ class Download:
             at += aligned(array.size)
 
     def arrived(self) -> Numbers | None:
-        """Returns the numbers of the first array, if the device has written them by now.
+        """Returns the first array's numbers, if the device has already written them.
 
         The numbers must never be NOT_THERE; the device writes each number atomically.
         """

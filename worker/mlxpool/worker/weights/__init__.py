@@ -1,4 +1,4 @@
-"""Finds, checks and loads a model's files, from the setting `path` to weights in memory.
+"""Finds, checks and loads the files of a model, given by the setting `path`.
 
 Only load.py, cut_reads.py, device_reads.py and gguf/reads.py need MLX.
 """

@@ -1,6 +1,6 @@
 """Reads a model's licence and the sampling options that its makers recommend.
 
-Neither changes how a model is computed, so a file that cannot be read counts as absent.
+Neither licence nor options change how a model is computed, so an unreadable file counts as missing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ LICENCE_FILES = (
 )  # fmt: skip
 MAX_LICENCE = 64 * 2**10  # bytes; the Apache licence has 11 KiB
 MAX_SETTINGS = 64 * 2**10  # bytes of generation_config.json
-# The licence in the head of a Hugging Face card, which is between two lines `---`.
+# The licence in the front matter of a Hugging Face card, between two lines `---`.
 NAMED = re.compile(r"\A---\n(?:.*\n)*?license:[ \t]*['\"]?([\w.+-]{1,64})['\"]?[ \t]*\n")
 MAX_HEAD = 8 * 2**10  # bytes of README.md
-# key of generation_config.json -> option of the pool
+# key of generation_config.json -> sampling option of the pool
 SAMPLING = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -35,7 +35,7 @@ SAMPLING = {
 
 
 def licence(files: FileLookup) -> str | None:
-    """The text of the licence, or its name if the folder has only the name; None: neither."""
+    """The text of the licence, or its name if the folder has only the name; None: no licence."""
     for name in LICENCE_FILES:
         text = _start_of(files / name, MAX_LICENCE + 1)
         if text is not None and len(text.encode()) <= MAX_LICENCE:
@@ -45,7 +45,7 @@ def licence(files: FileLookup) -> str | None:
 
 
 def sampling(files: FileLookup) -> dict[str, float]:
-    """The options that generation_config.json recommends, by the pool's names."""
+    """The sampling options recommended by generation_config.json, by the pool's names."""
     try:
         content = json.loads(_start_of(files / "generation_config.json", MAX_SETTINGS) or "{}")
     except (ValueError, RecursionError):

@@ -39,11 +39,11 @@ def all_regular(path: FileLookup) -> bool:
 
 
 def find_sources(path: FileLookup) -> TemplateSources:
-    """The templates of the first file that has any, as transformers chooses; may be empty.
+    """The templates of the first file with templates, as transformers chooses; may be empty.
 
-    Order of the files: chat_template.jinja with the folder of further templates,
-    tokenizer_config.json, chat_template.json. Raises ModelLoadFailed naming a file that cannot be
-    read.
+    Order of the files: chat_template.jinja with the folder of additional templates,
+    tokenizer_config.json, chat_template.json. Raises ModelLoadFailed with the name of an unreadable
+    file.
     """
     single = path / JINJA_FILE
     files = {file.stem: file for file in named_files(path)}
@@ -63,7 +63,8 @@ def _of_jinja_files(
 ) -> TemplateSources:
     """The templates of Jinja files.
 
-    `settings`: templates of tokenizer_config.json. Only its default is used, if `files` lack one.
+    `settings`: templates of tokenizer_config.json. Only its default template is used, if `files`
+    lack a default.
     """
     texts = {name: _read_text(file) for name, file in files.items()}
     notes = []
@@ -103,7 +104,7 @@ def _has_name(entry: object) -> bool:
 def _parsed(file: Path, value: object) -> dict[str, str]:
     """Templates by name, from a text, a list of {name, template}, or a map of name to template.
 
-    Raises ModelLoadFailed for another value.
+    Raises ModelLoadFailed for any other value.
     """
     if isinstance(value, list) and all(_has_name(entry) for entry in value):
         value = {entry.get("name"): entry.get("template") for entry in value}

@@ -1,7 +1,7 @@
-"""Reads parts of tensors of safetensors files, so that the rest never takes memory.
+"""Reads parts of tensors of safetensors files, without memory for the other parts.
 
-Numbers that are contiguous in the file are read at once. If a part has some columns of each row,
-whole rows are read into a buffer of bounded size, and the columns are copied from it.
+Numbers that are contiguous in the file are read together. If a part has some columns of each row,
+whole rows are read into a buffer of bounded size, and the columns are copied from the buffer.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.weights.cuts import Cut
 from mlxpool.worker.weights.safetensors_header import LENGTH_BYTES
 
-BUFFER_BYTES = 1024**2  # size of the buffer of whole rows; it fits the processor's cache
+BUFFER_BYTES = 1024**2  # bytes of the buffer for whole rows; it fits into the processor's cache
 RUN_BYTES = 64 * 1024  # contiguous runs of at least this size are read without the buffer
-WORD = 4  # bytes of a number of the arrays that are read
+WORD = 4  # bytes of a number in the returned arrays
 DTYPES = {
     "BF16": mx.bfloat16,
     "F16": mx.float16,
@@ -47,10 +47,10 @@ class Place(Struct, frozen=True):
 
 
 class TensorPlaces:
-    """The places of a file's tensors, from its header as it is now."""
+    """The positions of a file's tensors, from the file's current header."""
 
     def __init__(self, file: Path) -> None:
-        """Reads the header. Raises ModelLoadFailed if it cannot be read."""
+        """Reads the header. Raises ModelLoadFailed for an unreadable header."""
         try:
             with file.open("rb") as opened:
                 length = int.from_bytes(opened.read(LENGTH_BYTES), "little")
@@ -60,7 +60,7 @@ class TensorPlaces:
         self._start = LENGTH_BYTES + length
 
     def find(self, name: str) -> Place | None:
-        """The place of a tensor; None if its name is missing or its dtype is not known."""
+        """The position of a tensor; None if its name is missing or its dtype is unknown."""
         entry = self._header.get(name) if name != "__metadata__" else None
         if entry is None or entry["dtype"] not in DTYPES:
             return None
@@ -72,7 +72,7 @@ class TensorPlaces:
 
 
 class Runs(Struct, frozen=True):
-    """Bytes of a file: `count` runs of `size` bytes from `begin` on, one every `step` bytes."""
+    """Bytes of a file: `count` runs of `size` bytes from `begin` on, one run every `step` bytes."""
 
     begin: int
     size: int
@@ -81,7 +81,7 @@ class Runs(Struct, frozen=True):
 
     @classmethod
     def of(cls, place: Place, cut: Cut) -> Runs:
-        """The bytes of a part of a tensor."""
+        """The runs of bytes of a part of a tensor."""
         outer = math.prod(place.shape[: cut.axis])
         row = (place.end - place.begin) // outer
         each = row // place.shape[cut.axis]
@@ -90,11 +90,11 @@ class Runs(Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all runs."""
+        """The total size of all runs in bytes."""
         return self.size * self.count
 
     def read_into(self, descriptor: int, start: int, into: memoryview) -> None:
-        """Fills `into` with bytes of the runs, as if they were contiguous, from `start` on.
+        """Fills `into` with bytes of the joined runs, from `start` on.
 
         Raises OSError, or EOFError if the file ends too early.
         """
@@ -121,7 +121,7 @@ class Runs(Struct, frozen=True):
 
 
 def read_to_host(descriptor: int, runs: Runs) -> mx.array:
-    """The bytes of these runs as int32 numbers; the last number is padded with zeros.
+    """The bytes of `runs` as int32 numbers; the last number is padded with zeros.
 
     Raises OSError, or EOFError if the file ends too early.
     """
@@ -143,7 +143,7 @@ class CutReads:
     def read(self, name: str, shape: tuple[int, ...], cut: Cut) -> mx.array | None:
         """Reads a part of the tensor of this name and shape; None if the file lacks the tensor.
 
-        Raises ModelLoadFailed if it cannot be read.
+        Raises ModelLoadFailed if the part cannot be read.
         """
         place = self._places.find(name)
         if place is None or place.shape != shape:

@@ -1,4 +1,4 @@
-"""Parts of tensors: the shares of a model's weights that one rank of a group has. Pure."""
+"""Parts of tensors, for the shard of a model's weights on one rank of a group. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Cut(Struct, frozen=True):
         return (*shape[: self.axis], self.end - self.begin, *shape[self.axis + 1 :])
 
     def of(self, array: mx.array) -> mx.array:
-        """The part of an array, not evaluated; it does not keep the rest in memory."""
+        """The part of an array, not evaluated; it does not keep the whole array in memory."""
         import mlx.core as mx
 
         if self.zeros:

@@ -1,7 +1,7 @@
 """Reads the tensors of safetensors files into the memory of a CUDA GPU.
 
-MLX reads each tensor with one thread into new memory of the host, whose pages the system first has
-to clear, and copies from there. Here several threads read pieces into memory that is allocated once
+MLX reads each tensor with one thread into new host memory, whose pages the system must clear first,
+then copies it to the device. Here several threads read pieces into memory that is allocated once
 and that the device can address. A kernel copies each piece while the next pieces are read.
 """
 
@@ -24,23 +24,23 @@ from mlxpool.worker.transfers.shared_array import SharedArray
 from mlxpool.worker.weights.cut_reads import DTYPES, WORD, CutReads, Runs, TensorPlaces
 
 PIECE_BYTES = 64 * 1024**2
-PIECES = 3  # buffers in memory: one is filled while the device copies others
+PIECES = 3  # buffers for pieces: one is filled while the device copies other buffers
 THREADS = 8  # threads that read parts of a piece
 
 
 def supported(dtypes: set[str]) -> bool:
-    """Returns whether tensors of all these dtypes can be read here; names as in safetensors."""
+    """Returns whether tensors of all these dtypes (safetensors' names) can be read here."""
     return device.on_gpu() and dtypes <= DTYPES.keys() and downloads.works()
 
 
 class DeviceReads:
-    """Reads tensors in pieces; used by one thread. Its exit frees the memory of the pieces."""
+    """Reads tensors in pieces; used by one thread. `__exit__` frees the memory of the pieces."""
 
     def __init__(self, largest: int) -> None:
         """`largest`: bytes of the largest tensor, which bounds the size of a piece."""
         words = -(-min(PIECE_BYTES, max(largest, WORD)) // WORD)
         self._pieces = [SharedArray(words) for _ in range(PIECES)]
-        # The copy of each piece; the piece is free when its copy is evaluated.
+        # The copy of each piece; the piece's buffer is free when the copy is evaluated.
         self._copied: list[mx.array | None] = [None] * PIECES
         self._next = 0
         self._threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
@@ -56,7 +56,7 @@ class DeviceReads:
     ) -> None:
         self._threads.shutdown()
         mx.synchronize()
-        # This memory stays on the host, so MLX must not use it again for other arrays.
+        # This memory stays on the host, so MLX must not reuse it for other arrays.
         self._pieces, self._copied = [], []
         mx.clear_cache()
 
@@ -69,7 +69,7 @@ class DeviceReads:
         return CutReads(file, self.read)
 
     def read(self, stream: int, runs: Runs) -> mx.array:
-        """Returns the bytes of these runs as int32 numbers; the last number is padded.
+        """Returns the bytes of `runs` as int32 numbers; the last number is padded.
 
         Raises OSError, or EOFError if the file ends too early.
         """
@@ -109,7 +109,7 @@ class OpenFile:
         self._places = TensorPlaces(file)
 
     def pop(self, name: str, default: None = None) -> mx.array | None:
-        """Reads a tensor; `default` if the header lacks the name or its entry is not usable.
+        """Reads a tensor; returns `default` if the header lacks the name or the entry is unusable.
 
         Raises ModelLoadFailed if it cannot be read.
         """

@@ -1,4 +1,4 @@
-"""The files of a model by name, in a folder or as the blobs of a store."""
+"""The files of a model by name, in a folder or as blobs of a store (Ollama)."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _NUMBERED = re.compile(r"model-(\d{1,6})-of-(\d{1,6})\.safetensors")
 
 
 class ShardContent(Struct, frozen=True):
-    """The contents of one file of weights: its tensors by the model's names for them.
+    """The contents of one file of weights: tensors by the model's names.
 
     `layouts` has the modules whose quantisation is stated in the file itself.
     """
 
-    raw: bytes  # the bytes of the header
+    raw: bytes  # the header itself
     tensors: Mapping[str, Tensor]
     layouts: Mapping[str, QuantLayout] = field(default_factory=dict)
 
@@ -43,7 +43,7 @@ class ShardContent(Struct, frozen=True):
 def folder_contents(headers: Mapping[Path, Header]) -> dict[Path, ShardContent]:
     """The contents of a folder's files, with MLX's names for the parts of packed weights.
 
-    Scales of weights that MLX has not packed belong to another format and keep their names.
+    Scales of weights that MLX has not packed belong to other formats and keep their names.
     """
     tensors = {
         name: tensor for header in headers.values() for name, tensor in header.tensors.items()
@@ -72,7 +72,7 @@ class ShardReads(Protocol):
     """The tensors of a file by their stored names; taking a tensor removes it."""
 
     def pop(self, name: str, default: None = None, /) -> mx.array | None:
-        """Takes a tensor; None if the file does not have this name any more."""
+        """Takes a tensor; None if the file no longer has this name."""
         ...
 
     def read(self, name: str, shape: tuple[int, ...], cut: Cut) -> mx.array | None:
@@ -93,14 +93,15 @@ SAFETENSORS = ShardFormat(read_header)
 class ModelFiles(Struct, frozen=True):
     """The files of a model; `files / NAME` is the path of a file, whether it exists or not.
 
-    Files are in the folder `where`, except those in `named`. `read` turns headers into contents.
+    Files are in the folder `where`, except the files in `named`. `read` converts headers to
+    contents.
     """
 
     where: Path  # shown in errors
     shards: tuple[Path, ...]
     named: Mapping[str, Path] = field(default_factory=dict)
     read: Callable[[Mapping[Path, Header]], dict[Path, ShardContent]] = folder_contents
-    digests: Mapping[Path, str] = field(default_factory=dict)  # sha256 in hex, of shards of a store
+    digests: Mapping[Path, str] = field(default_factory=dict)  # hex SHA-256 of shards of a store
     remedy: str = "download it again"  # advice in the error for a shard with another digest
     notes: tuple[str, ...] = ()  # notes about other files in the folder
     format: ShardFormat = SAFETENSORS
@@ -113,10 +114,10 @@ class ModelFiles(Struct, frozen=True):
         return self.read({shard: self.format.header(shard) for shard in self.shards})
 
     def stamps(self) -> tuple[tuple[str, int, int], ...]:
-        """The name, size and time of change (nanoseconds) of each shard without a digest.
+        """The name, size and modification time (nanoseconds) of each shard without a digest.
 
-        Weights that were replaced in place have other stamps, even with the same contents. Raises
-        ModelLoadFailed if a file is not there any more.
+        Replaced weights have other stamps, even with the same contents. Raises ModelLoadFailed if a
+        file is missing.
         """
         try:
             statuses = [(shard.resolve().name, shard.stat()) for shard in self._undigested()]
@@ -143,7 +144,7 @@ def sha256(file: Path) -> str:
 
 
 def merge_tensors(contents: Mapping[Path, ShardContent]) -> dict[str, Tensor]:
-    """All tensors by name; raises ModelLoadFailed if two files have the same name."""
+    """All tensors by name; raises ModelLoadFailed if two files have a tensor of the same name."""
     merged: dict[str, Tensor] = {}
     for content in contents.values():
         for name, tensor in content.tensors.items():
@@ -156,7 +157,7 @@ def merge_tensors(contents: Mapping[Path, ShardContent]) -> dict[str, Tensor]:
 
 
 def folder_files(path: Path) -> ModelFiles:
-    """The files of a Hugging Face folder; raises ModelLoadFailed if `path` is another thing."""
+    """The files of a Hugging Face folder; raises ModelLoadFailed if `path` is something else."""
     require_model_folder(path)
     shards = find_shards(path)
     require_finished((*shards, path / "config.json", path / "tokenizer.json"))
@@ -164,7 +165,7 @@ def folder_files(path: Path) -> ModelFiles:
 
 
 def require_model_folder(path: Path) -> None:
-    """Raises ModelLoadFailed if `path` is not a model folder; the error names what it is."""
+    """Raises ModelLoadFailed if `path` is not a model folder; the error has its actual form."""
     if not path.exists():
         raise ModelLoadFailed(f"{path.absolute()} does not exist: name a folder or a GGUF file")
     if path.is_file():
@@ -174,10 +175,10 @@ def require_model_folder(path: Path) -> None:
 
 
 def find_shards(path: Path) -> tuple[Path, ...]:
-    """The safetensors files of the weights; raises ModelLoadFailed naming missing files.
+    """The safetensors files of the weights; raises ModelLoadFailed with the names of missing files.
 
-    They are the files in the index, else model.safetensors, else the numbered files, else all
-    model*.safetensors. The others are left out, as they may be copies.
+    The shards are the files in the index, else model.safetensors, else the numbered files, else all
+    model*.safetensors. All other files are omitted, because they may be copies.
     """
     index = path / INDEX
     if is_present(index):
@@ -191,7 +192,7 @@ def find_shards(path: Path) -> tuple[Path, ...]:
 
 
 def _numbered(path: Path, shards: Iterable[Path]) -> tuple[Path, ...]:
-    """The shards with names like model-1-of-2; raises ModelLoadFailed if some are missing."""
+    """The shards with names like model-1-of-2; raises ModelLoadFailed if a shard is missing."""
     matches = {shard: match for shard in shards if (match := _NUMBERED.fullmatch(shard.name))}
     totals = sorted({int(match[2]) for match in matches.values()})
     if len(totals) > 1:
@@ -237,7 +238,7 @@ def _refuse_weightless(path: Path) -> None:
 
 
 def listing(kind: str, names: list[str]) -> str:
-    """The first names of tensors or shards and the number of the others, for an error."""
+    """The first of `names` (tensors or shards) and the number of all others, for an error."""
     shown = ", ".join(repr(name) for name in names[:_MAX_LISTED])
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return f"the {kind}{'s' if len(names) > 1 else ''} {shown}{more}"

@@ -1,8 +1,8 @@
 """Models in the Hugging Face cache, by repository name. Nothing is downloaded here.
 
-`mlxpool pull` and other programs fill the cache. It has a folder for each repository: refs/main
-holds the name of a revision, and snapshots/REVISION its files. These are links into the folder of
-the repository's blobs. A blob may be a link into the blobs that all repositories of a cache share.
+`mlxpool pull` and other programs fill the cache. The cache has a folder for each repository:
+refs/main has the name of a revision, and snapshots/REVISION has its files. The files are links to
+the repository's blobs. A blob may be a link to a blob that all repositories of a cache share.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WEIGHTS = (".safetensors", ".gguf", *PYTORCH)
 
 
 class HubModel(Struct, frozen=True):
-    """A model of the hub: ORG/NAME and a GGUF file in it; "": the whole repository."""
+    """A model of the hub: repository ORG/NAME and a GGUF file; "": the whole repository."""
 
     repository: str
     file: str = ""
@@ -34,7 +34,7 @@ class HubModel(Struct, frozen=True):
 
 
 def parse(text: str) -> HubModel:
-    """Parses [hf:]ORG/NAME[:FILE.gguf]; raises ModelLoadFailed for another text."""
+    """Parses [hf:]ORG/NAME[:FILE.gguf]; raises ModelLoadFailed for other texts."""
     repository, colon, file = text.removeprefix(PREFIX).partition(":")
     parts = file.split("/")
     named = file.endswith(".gguf") and not {"", ".", ".."}.intersection(parts)
@@ -52,7 +52,7 @@ def is_repository_name(path: str) -> bool:
 
 
 def cache_folder() -> Path:
-    """The folder of Hugging Face's downloads, by its tools' environment variables."""
+    """The cache folder of Hugging Face's tools, by their environment variables."""
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if os.environ.get(variable):
             return expanded(os.environ[variable])
@@ -68,9 +68,10 @@ def repository_folder(repository: str) -> Path:
 
 
 def find(model: HubModel) -> Path:
-    """The snapshot folder of a model's repository, or its file there.
+    """The snapshot folder of a model's repository, or the model's GGUF file in the snapshot.
 
-    Raises ModelLoadFailed if it is missing or incomplete, or a link in it leads out of the cache.
+    Raises ModelLoadFailed if the snapshot is missing or incomplete, or if a link leads out of the
+    cache.
     """
     repository = repository_folder(model.repository)
     if not repository.is_dir():

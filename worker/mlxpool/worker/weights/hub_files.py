@@ -22,12 +22,12 @@ _BESIDE = re.compile(  # settings, tokenizer, templates, the steps of sentence-t
 
 
 def needed_files(model: HubModel, names: Collection[str], indexed: Collection[str]) -> list[str]:
-    """The files that a model needs; `names` are all files of its repository.
+    """The files that a model needs; `names` are all files of the repository.
 
     `indexed`: the shards in the repository's index; empty without an index. Weights in other
-    formats and other GGUF models are left out. Raises ModelLoadFailed if the repository has no
-    weights in a supported format, lacks some of them, or has several GGUF models and the caller
-    names none.
+    formats and other GGUF models are omitted. Raises ModelLoadFailed if the repository has no
+    weights in a supported format, lacks a shard, or has several GGUF models of which `model` names
+    none.
     """
     if model.file:
         return _parts(model, model.file, names)
@@ -46,7 +46,7 @@ def needed_files(model: HubModel, names: Collection[str], indexed: Collection[st
 
 
 def gguf_models(names: Iterable[str]) -> list[str]:
-    """The GGUF models among files, by the names of their first parts, without image encoders."""
+    """The GGUF models among `names`, each by the name of its first part, without image encoders."""
     files = [name for name in names if name.endswith(GGUF_SUFFIX)]
     return sorted(
         {split_names(name)[0] for name in files if not _plain(name).startswith(PROJECTOR)}

@@ -75,12 +75,12 @@ class ModelFolder(Struct, frozen=True):
     weight_bytes: int  # bytes of the tensors that the model uses, as stored
     eos_ids: frozenset[int]
     bos_token: str | None
-    add_bos: bool | None  # None: not in tokenizer_config.json
-    digest: str  # hex; covers config, tokenizer, template and weights, which decide the text
+    add_bos: bool | None  # None: the key is not in tokenizer_config.json
+    digest: str  # hex digest of config, tokenizer, template and weights, which decide the text
     uses_mlx_lm: bool = False  # computed by mlx-lm's code, see mlx_lm_models.py
     vision: Vision | None = None  # None: the model takes text only
-    stamps: tuple[tuple[str, int, int], ...] = ()  # stamps of its shards before they were read
-    notes: tuple[str, ...] = ()  # notes about contradictions of its files and about other files
+    stamps: tuple[tuple[str, int, int], ...] = ()  # stamps of the shards before the check read them
+    notes: tuple[str, ...] = ()  # notes on contradictions between files and on other files
 
     @property
     def shards(self) -> tuple[Path, ...]:
@@ -88,7 +88,7 @@ class ModelFolder(Struct, frozen=True):
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The stored tensors that the model uses, by the model's names, in the order of use."""
+        """The stored tensors that the model uses, with the model's names, in the order of use."""
         return self.match.tensors
 
 
@@ -101,9 +101,9 @@ def inspect(
 ) -> ModelFolder:
     """Checks a model, given by its files or its folder; reads headers, but no weights.
 
-    `engine`: whose code computes the model, see ModelConfig. `encoder`: the plan of an encoder
-    model. `predicts`: use the checkpoint's multi-token prediction head, if there is one.
-    Raises ModelLoadFailed naming the file, the tensor or the value, and the remedy.
+    `engine`: our code or mlx-lm's, see ModelConfig. `encoder`: the plan of an encoder model.
+    `predicts`: use the checkpoint's multi-token prediction head, if there is one. Raises
+    ModelLoadFailed with the file, the tensor or the value, and the remedy.
     """
     files = open_files(model)
     config = read_json(files / "config.json")
@@ -146,7 +146,7 @@ def inspect(
 def find_vision(files: FileLookup, plan: ModelPlan, tensors: Iterable[str]) -> Vision | None:
     """The model's image encoder; None if the checkpoint lacks the encoder or its settings.
 
-    Text-only conversions leave both out. Raises ModelLoadFailed if the settings cannot be used.
+    Text-only conversions lack both. Raises ModelLoadFailed for unusable settings.
     """
     if plan.vision is None or not any(map(plan.vision.is_part, tensors)):
         return None
@@ -182,7 +182,7 @@ def quant_config_of(
 def _uses_mlx_lm(config: Mapping[str, Any], supported: bool, engine: str) -> bool:
     """Returns whether mlx-lm's code computes the model.
 
-    Raises ModelLoadFailed if `engine` demands mlx-lm, and it is not available for this model.
+    Raises ModelLoadFailed if `engine` requires mlx-lm, but mlx-lm is not available for this model.
     """
     available = mlx_lm_models.is_available(config)
     if engine == "mlx-lm" and not available:
@@ -202,7 +202,7 @@ def digest_now(folder: ModelFolder) -> str:
 def _digest(files: ModelFiles, contents: Mapping[Path, ShardContent], *, forced: bool) -> str:
     """The digest over all small files and each shard: its digest, or header, size and both ends.
 
-    `forced`: mlx-lm's code computes a model that ours could compute, with other last bits.
+    `forced`: mlx-lm's code computes a model that our code could compute, with other last bits.
     """
     digest = hashlib.sha256(b"mlx-lm" if forced else b"")
     templates = (f"{JINJA_FOLDER}/{file.name}" for file in named_files(files))
@@ -229,9 +229,9 @@ def _add(digest: Any, label: str, content: bytes) -> None:
 
 
 def dequantised_growth(folder: ModelFolder, width: int, *, deterministic: bool = False) -> int:
-    """The bytes that dequantising to numbers of `width` bytes adds.
+    """The additional bytes after dequantisation to numbers of `width` bytes.
 
-    Without `deterministic` they include the layers' copies for single rows, see byte_columns.py.
+    Without `deterministic` these include the layers' copies for single rows, see byte_columns.py.
     """
     growth = sum(_module_growth(folder, module, width) for module in folder.match.layouts)
     return growth if deterministic else growth + _byte_columns_bytes(folder)

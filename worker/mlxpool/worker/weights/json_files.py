@@ -11,12 +11,12 @@ from mlxpool.common.errors import ModelLoadFailed
 from mlxpool.worker.weights.wrong_contents import DOWNLOAD, HEAD_BYTES, fault_of
 
 MAX_FILE_BYTES = 256 * 2**20  # not for weights; tokenizers of large vocabularies have 40 MiB
-# Keys of a server's error, which tools save under the name of the requested file.
+# Keys of a server's JSON error, which tools save under the name of the requested file.
 ERROR_KEYS = {"error", "errors", "message", "detail", "code", "status", "statusCode", "error_type"}
 
 
 class FileLookup(Protocol):
-    """Paths of files by name; a folder's path has this interface."""
+    """Returns paths of files by name; a folder's Path has this interface."""
 
     def __truediv__(self, name: str, /) -> Path: ...
 
@@ -49,10 +49,10 @@ def require_size(file: Path) -> None:
 
 
 def read_file(file: Path) -> bytes:
-    """The contents of a small file.
+    """The bytes of a small file.
 
-    Raises ModelLoadFailed like `require_file` and `require_size`, and for contents that
-    wrong_contents.py recognises.
+    Raises ModelLoadFailed like `require_file` and `require_size`, and for wrong contents, see
+    wrong_contents.py.
     """
     require_file(file)
     require_size(file)

@@ -1,7 +1,7 @@
 """Files that downloads and other systems leave beside a model: refused, or reported as notes.
 
-All other files that the model does not consist of are never read, such as other formats (*.bin,
-original/, *.gguf beside safetensors) and hidden files (.DS_Store, ._NAME of macOS).
+All other files beside the model are never read, such as other formats (*.bin, original/, *.gguf
+beside safetensors) and hidden files (.DS_Store, ._NAME of macOS).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ UNFINISHED = (
     ".incomplete", ".part", ".partial", ".filepart", ".crdownload", ".download", ".tmp", ".temp",
     ".aria2", ".aria2__temp", ".st", ".!qb", ".opdownload",
 )  # fmt: skip
-CONTROL = (".aria2", ".st")  # endings of a file beside a full-size one that lacks some parts
+CONTROL = (".aria2", ".st")  # endings of a file beside a full-size file with missing parts
 HUB_DOWNLOADS = ".cache/huggingface/download"  # folder that `hf download --local-dir` writes
 ADAPTER = "adapter_config.json"
 MAX_LISTED = 3
@@ -26,7 +26,7 @@ MAX_LISTED = 3
 def require_finished(files: Iterable[Path]) -> None:
     """Raises ModelLoadFailed for a dangling link, and for a file with an unfinished download.
 
-    Such a file can have its full size, as with aria2.
+    An unfinished file can have its full size, as with aria2.
     """
     for file in files:
         require_file(file)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("mlxpool.worker")
 
 HASH_THREADS = 4  # threads that verify digests
-OnProgress = Callable[[int, int], None]  # tensors done, bytes done (as stored)
+OnProgress = Callable[[int, int], None]  # called with loaded tensors and loaded bytes (as stored)
 NO_CUTS: Mapping[str, Cut] = {}
 
 
@@ -42,9 +42,9 @@ class LoadedModel(Struct, frozen=True):
 
     folder: ModelFolder
     model: Model
-    dtype: mx.Dtype  # the dtype of its computations
+    dtype: mx.Dtype  # the dtype of the model's computations
     weight_bytes: int  # bytes in memory
-    deterministic: bool = False  # whether results are independent of the rest of a batch
+    deterministic: bool = False  # whether results are independent of other rows in the batch
 
 
 def load(
@@ -57,12 +57,12 @@ def load(
     cuts: Mapping[str, Cut] = NO_CUTS,
     make_builder: Callable[..., WeightLayerBuilder] | None = None,
 ) -> LoadedModel:
-    """Reads the weights layer by layer, calls `on_progress` after each, and builds the model.
+    """Reads the weights layer by layer, calls `on_progress` after each layer, and builds the model.
 
     The model computes in `dtype`; None: see device_dtype. `dequantise` turns quantised weights into
     dense weights now, see scheduling.memory_estimate.dequantises_at_load; `deterministic` implies
-    it. `cuts` has the parts of weights that are kept; `folder.match.weights` has their shapes.
-    `make_builder` has the parameters of WeightLayerBuilder, which is the default.
+    it. `cuts` has the parts of weights to load; `folder.match.weights` has the shapes of these
+    parts. `make_builder` has the parameters of WeightLayerBuilder, its default.
 
     Raises ModelLoadFailed if the files changed since `inspect`, cannot be read, or do not match
     their digests in a store.
@@ -94,7 +94,7 @@ def load(
 
 
 def _log_weights(folder: ModelFolder) -> None:
-    """Logs the size of the weights, and the tensors whose stored names are not MLX's."""
+    """Logs the size of the weights, and the tensors whose stored names differ from MLX's."""
     tensors = folder.tensors.values()
     renamed = {tensor.stored: tensor.name for tensor in tensors if tensor.stored != tensor.name}
     fields = {"tensors": len(tensors), "bytes": folder.weight_bytes, "renamed": len(renamed)}
@@ -104,7 +104,7 @@ def _log_weights(folder: ModelFolder) -> None:
 
 
 def device_dtype(folder: ModelFolder) -> mx.Dtype:
-    """float32 on the CPU, where 16-bit floats are slower; else the dtype of most float bytes."""
+    """float32 on the CPU, on which 16-bit floats are slower; else the dtype of most float bytes."""
     import mlx.core as mx
 
     if mx.default_device().type == mx.DeviceType.cpu:
@@ -137,7 +137,8 @@ def _opener(
 ) -> Iterator[tuple[Callable[[Path], _Tensors], Callable[[Path], _Parts]]]:
     """The functions that open the folder's files, for whole tensors and for parts.
 
-    They use MLX and numpy; device_reads.py on a CUDA GPU; or the reader of another format.
+    The functions use MLX and numpy; on a CUDA GPU, device_reads.py; for other formats, their
+    readers.
     """
     from mlxpool.worker.weights import device_reads
     from mlxpool.worker.weights.cut_reads import CutReads
@@ -175,8 +176,8 @@ class _OpenedFile(Struct):
 class _Reader:
     """Makes the weights of a model from its files, layer by layer.
 
-    A file is opened for its first tensor and closed after its last: a model folder may have a file
-    for each tensor, more than a process can have open.
+    A file is opened for its first tensor and closed after its last tensor: a store has a file for
+    each tensor, and a process cannot have all these files open.
     """
 
     def __init__(
@@ -212,7 +213,7 @@ class _Reader:
         return (name,) if derived is None else derived.sources
 
     def weights_of(self, names: Sequence[str]) -> Iterator[dict[str, mx.array]]:
-        """Yields these weights, lazily read: first the stored ones, then each derived group."""
+        """Yields these weights, lazily read: first all stored weights, then each derived group."""
         stored = [name for name in names if name not in self._derived]
         yield {name: self._stored(self._tensors[name], self._cuts.get(name)) for name in stored}
         done: list[DerivedWeights] = []

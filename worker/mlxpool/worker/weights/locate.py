@@ -24,12 +24,12 @@ FOLDERS = {
 
 
 def locate(config: ModelConfig) -> Path | ModelFiles:
-    """The location of a model: a folder, which need not exist, or the files of another form.
+    """The location of a model: a folder, which need not exist, or the files of other forms.
 
     `path` is a folder, a GGUF file, a folder with a GGUF file, `ollama:NAME`, or a model of the
     Hugging Face cache: `hf:ORG/NAME`, `hf:ORG/NAME:FILE.gguf` or, if no such folder exists,
-    `ORG/NAME`. Raises ModelLoadFailed for a model that is not found, with advice how to get it, for
-    a GGUF file that cannot be read, and for a link that leads out of the models folder.
+    `ORG/NAME`. Raises ModelLoadFailed for a missing model, with advice how to get it, for an
+    unreadable GGUF file, and for a link that leads out of the models folder.
     """
     if config.path in FOLDERS:
         return FOLDERS[config.path]
@@ -48,7 +48,7 @@ def locate(config: ModelConfig) -> Path | ModelFiles:
 
 
 def places(config: ModelConfig) -> list[Path]:
-    """The paths that a reference to a store means, existing or not; empty for another `path`."""
+    """The possible paths of a model in a store, existing or not; empty for any other `path`."""
     try:
         if config.path.startswith(ollama_store.PREFIX):
             return ollama_store.places(config.path.removeprefix(ollama_store.PREFIX))
@@ -65,7 +65,7 @@ def _is_of_hub(path: str) -> bool:
 
 
 def open_files(location: Path | ModelFiles) -> ModelFiles:
-    """The files at a location; raises ModelLoadFailed if they are not a model's."""
+    """The files at a location; raises ModelLoadFailed if the files are not a model."""
     if isinstance(location, ModelFiles):
         return location
     gguf = find_gguf(location)
@@ -73,7 +73,7 @@ def open_files(location: Path | ModelFiles) -> ModelFiles:
 
 
 def find_files(path: str) -> ModelFiles:
-    """The files that a setting `path` means; raises like `locate` and `open_files`."""
+    """The files for a setting `path`; raises the errors of `locate` and `open_files`."""
     return open_files(locate(ModelConfig(path=path)))
 
 

@@ -27,18 +27,18 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 class WeightMatch(Struct, frozen=True):
-    """How the weights of a model are made of the tensors of a checkpoint."""
+    """The tensors of a checkpoint from which the weights of a model are made."""
 
     weights: Mapping[str, TensorSpec]  # weights of the built model, in the order of use
     tensors: Mapping[str, Tensor]  # the stored tensors to read, in the same order
     derived: tuple[DerivedWeights, ...]
-    layouts: Mapping[str, QuantLayout]  # of the modules whose weight is quantised
+    layouts: Mapping[str, QuantLayout]  # layouts of the modules with quantised weights
 
 
 def match_weights(plan: ModelPlan, found: Mapping[str, Tensor], known: QuantConfig) -> WeightMatch:
     """Matches the tensors of a checkpoint with the plan.
 
-    Raises ModelLoadFailed naming tensors that are missing, surplus or not as planned.
+    Raises ModelLoadFailed with the tensors that are missing, surplus or not as planned.
     """
     matching = _Matching(plan, found, known)
     for mismatch in matching.mismatches():
@@ -52,7 +52,7 @@ def mismatches(plan: ModelPlan, found: Mapping[str, Tensor], known: QuantConfig)
 
 
 class _Matching:
-    """One comparison. A tensor that an error names is left out of the later checks."""
+    """One comparison. A tensor in an error is omitted from later checks."""
 
     def __init__(self, plan: ModelPlan, tensors: Mapping[str, Tensor], known: QuantConfig) -> None:
         self._plan, self._found, self._known = plan, tensors, known
@@ -65,7 +65,7 @@ class _Matching:
         self._wanted: dict[str, tuple[Shape, tuple[str, ...]]] = {}
 
     def result(self) -> WeightMatch:
-        """The match; valid if `mismatches` yielded no error."""
+        """The match; it is valid if `mismatches` yielded no error."""
         return WeightMatch(
             weights={name: self._available[name] for name in self._wanted},
             tensors={name: self._found[name] for name in _read(self._wanted, self._derived)},
@@ -104,7 +104,7 @@ class _Matching:
     def _derive(self) -> Generator[str, None, set[str]]:
         """Replaces stored tensors by the weights derived from them.
 
-        Yields errors. Returns the names of weights that cannot be derived.
+        Yields errors. Returns the names of the weights that cannot be derived.
         """
         stored, lost = dict(self._available), set[str]()
         try:
@@ -127,7 +127,7 @@ class _Matching:
         return lost
 
     def _want(self, name: str, shape: Shape) -> None:
-        """Adds the tensors that hold one weight of the plan, with their allowed dtypes."""
+        """Adds the expected tensors of one weight of the plan, with their allowed dtypes."""
         module, _, kind = name.rpartition(".")
         layout = self._layout(module, shape) if kind == "weight" and len(shape) > 1 else None
         if layout is None:
@@ -143,7 +143,7 @@ class _Matching:
             self._wanted[factor] = (actual if math.prod(actual) == size else (size,), FLOAT_DTYPES)
 
     def _layout(self, module: str, shape: Shape) -> QuantLayout | None:
-        """The layout of a weight; None for a dense weight.
+        """The quantisation layout of a weight; None for a dense weight.
 
         Raises ModelLoadFailed if the layout is not known or does not divide the rows.
         """
@@ -187,7 +187,7 @@ class _Matching:
             )
 
     def _counts(self, stored: Iterable[str]) -> str:
-        """An addition to an error if plan and weights differ in the number of layers."""
+        """The text to add to an error if plan and weights have different numbers of layers."""
         planned = _layers(self._plan.shapes)
         stored_layers = _layers(name for name in stored if not self._plan.ignored(name))
         if planned == stored_layers:
@@ -214,7 +214,7 @@ def _layers(names: Iterable[str]) -> int:
 
 
 def _read(names: Iterable[str], derived: Iterable[DerivedWeights]) -> Iterator[str]:
-    """The stored tensors that weights of these names are made of, each once."""
+    """The stored tensors from which the weights `names` are made, each tensor once."""
     makers = {name: weights for weights in derived for name in weights.outputs}
     done: set[int] = set()
     for name in names:

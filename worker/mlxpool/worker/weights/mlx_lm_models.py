@@ -1,4 +1,4 @@
-"""Models without a file in models/: mlx-lm's code computes them if the extra `zoo` is installed.
+"""Models without a file in models/: mlx-lm's code computes these if the extra `zoo` is installed.
 
 Finds, before the load, whether mlx-lm has a model, its context and its vocabulary. Imports neither
 MLX nor mlx-lm.
@@ -33,9 +33,9 @@ CONTEXT_KEYS = (
     "seq_length",
 )
 UNBOUNDED_CONTEXT = 2**20  # tokens, if config.json lacks all of these keys: recurrent models
-FEATURES = ("resume",)  # features of every such model, known before the load
+FEATURES = ("resume",)  # features of every model of mlx-lm, known before the load
 CACHE_MODULE = "mlx_lm.models.cache"
-# mlx-lm's caches that can be copied. A KVCache grows by tokens; the others are valid only for
+# mlx-lm's caches that can be copied. A KVCache grows by tokens; all other caches are valid only for
 # exactly the tokens that made them.
 CACHE_KINDS: Mapping[str, Callable[[int], CacheKind]] = {
     "KVCache": FullCache,
@@ -55,9 +55,9 @@ def is_available(config: Mapping[str, Any]) -> bool:
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """A plan with context and vocabulary only, because only mlx-lm knows caches and tensors.
+    """A plan with only context and vocabulary, because only mlx-lm knows caches and tensors.
 
-    Raises ModelLoadFailed naming the key that is missing or cannot be used.
+    Raises ModelLoadFailed with the missing or unusable key.
     """
     text = config.get("text_config")
     settings = {**config, **text} if isinstance(text, Mapping) else config
@@ -85,7 +85,7 @@ def match_all(files: ModelFiles, tensors: Mapping[str, Tensor]) -> WeightMatch:
 
 
 def cache_kinds_of(classes: Iterable[str]) -> tuple[CacheKind, ...] | None:
-    """The kind of each cache, by its class's full name; None if a cache cannot be copied."""
+    """The CACHE_KINDS entry of each cache's class; None if a cache cannot be copied."""
     kinds = []
     for layer, name in enumerate(classes):
         home, _, short = name.rpartition(".")
@@ -109,7 +109,7 @@ def _home() -> Path | None:
 
 @cache
 def _renamed(home: Path) -> Mapping[str, str]:
-    """Maps model_type to the model_type whose file mlx-lm uses for it, read from its source."""
+    """Maps model_type to the model_type whose file mlx-lm uses; read from mlx-lm's source."""
     utils = home / "utils.py"
     tree = ast.parse(utils.read_text(encoding="utf-8")) if utils.is_file() else ast.Module([], [])
     return dict(_entries(tree))

@@ -1,7 +1,7 @@
-"""Models in Ollama's store: a manifest lists layers, whose blobs are files named by digest.
+"""Models in Ollama's store: a manifest lists layers; a layer's blob is a file named by digest.
 
 A layer of type image.tensor is a safetensors file with one tensor; a layer of type image.json is a
-file such as config.json. Two layers with the same digest share a file. Older models have a GGUF
+file such as config.json. Two layers with the same digest share a blob. Older models have a GGUF
 file instead, as a layer of type image.model.
 """
 
@@ -33,9 +33,9 @@ ADAPTER = "application/vnd.ollama.image.adapter"
 LICENCE = "application/vnd.ollama.image.license"
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
 _PART = re.compile(r"[\w-][\w.-]*", re.ASCII)
-_DRAFT = ("draft.", "draft/")  # names of layers of a draft model, which is not used
+_DRAFT = ("draft.", "draft/")  # names of layers of a draft model (unused)
 _MAX_MANIFEST = 16 * 2**20  # bytes
-# quant_type of a blob -> layout; a group_size in the blob overrides the one here.
+# quant_type of a blob -> layout; a group_size in the blob takes precedence.
 _QUANT_TYPES = {
     "NVFP4": QuantLayout("nvfp4", 4, 16),
     "MXFP4": QuantLayout("mxfp4", 4, 32),
@@ -66,8 +66,8 @@ def stores() -> tuple[Path, ...]:
 def open_model(name: str) -> ModelFiles:
     """The files of the model `name`, [[host/]namespace/]model[:tag].
 
-    Checks the sizes of all blobs and the digests of small ones; `ModelFiles.verify` checks the
-    digests of weights. Raises ModelLoadFailed naming the manifest or the blob, and the remedy.
+    Checks the sizes of all blobs and the digests of small blobs; `ModelFiles.verify` checks the
+    digests of weights. Raises ModelLoadFailed with the manifest or the blob, and the remedy.
     """
     store, manifest = _manifest(name)
     layers = list(_layers(name, store, manifest))
@@ -98,7 +98,7 @@ def open_model(name: str) -> ModelFiles:
 
 
 def _open_gguf(name: str, manifest: Path, layers: Sequence[ManifestLayer]) -> ModelFiles:
-    """The model whose weights are GGUF files; of the other layers only licences are used."""
+    """The model whose weights are GGUF files; of all other layers only licences are used."""
     weights = {layer.blob: layer.digest for layer in layers if layer.kind == MODEL}
     licences = [("LICENSE", layer.blob) for layer in layers if layer.kind == LICENCE]
     files = open_gguf(tuple(weights))
@@ -112,7 +112,7 @@ def _open_gguf(name: str, manifest: Path, layers: Sequence[ManifestLayer]) -> Mo
 
 
 def places(name: str) -> list[Path]:
-    """The path of a model's manifest in each store, whether it exists or not."""
+    """The path of a model's manifest in each store, existing or not."""
     path, tag = name, "latest"
     if ":" in name.rpartition("/")[2]:
         path, _, tag = name.rpartition(":")

@@ -39,7 +39,7 @@ def refuse_folder(path: Path) -> NoReturn:
 
 
 def instead_of_weights(path: Path) -> str:
-    """Describes the contents of a folder without weights, for its error; "" if not recognised."""
+    """Describes the contents of a folder without weights, for an error; "" if not recognised."""
     if names := unfinished(path):
         return f"; a download was not finished, or goes on: {names[0]}"
     if (path / ADAPTER).is_file():

@@ -1,6 +1,6 @@
 """The header of a safetensors file. The library reads it and checks it against the file's size.
 
-The library's own errors name neither the tensor nor its bytes; `fault_of` names both.
+The library's own errors have neither the tensor nor its bytes; `fault_of` returns both.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mlxpool.worker.weights import wrong_contents
 from mlxpool.worker.weights.json_files import require_file
 from mlxpool.worker.weights.wrong_contents import HEAD_BYTES
 
-MAX_HEADER = 100_000_000  # bytes; the library's bound
-LENGTH_BYTES = 8  # bytes before the header, which hold its length
+MAX_HEADER = 100_000_000  # the most bytes of a header, as in the library
+LENGTH_BYTES = 8  # bytes of the length before the header
 MAX_COUNT = 2**63 - 1  # the largest size or offset in a header
 MAX_AXES = 32  # the most axes of a tensor
 BITS = {
@@ -30,7 +30,7 @@ BITS = {
 
 
 class Tensor(Struct, frozen=True):
-    """A tensor of a file. `name` is the model's name for it, `stored` the file's name."""
+    """A tensor of a file. `name` is its name in the model, `stored` its name in the file."""
 
     name: str
     dtype: str
@@ -54,8 +54,8 @@ class Header(Struct, frozen=True):
 def read_header(file: Path) -> Header:
     """The header of a file; reads no tensor.
 
-    Raises ModelLoadFailed, naming the file and the tensor, if the header is invalid, does not agree
-    with the size of the file, or has a tensor whose dtype or number of axes MLX lacks.
+    Raises ModelLoadFailed, with the file and the tensor, if the header is invalid, contradicts the
+    size of the file, or has a tensor whose dtype or number of axes MLX lacks.
     """
     raw = _header_bytes(file)
     try:
@@ -77,7 +77,7 @@ def read_header(file: Path) -> Header:
 
 
 def _header_bytes(file: Path) -> bytes:
-    """The bytes of the header; raises ModelLoadFailed if the file ends within it."""
+    """The bytes of the header; raises ModelLoadFailed if the file ends within the header."""
     require_file(file)
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -110,7 +110,7 @@ def _tensor(file: Path, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor
 
 
 def fault_of(raw: bytes, data_bytes: int) -> str:
-    """The fault of a header before `data_bytes` bytes of tensors; "" if it is valid."""
+    """The fault of a header, followed by `data_bytes` bytes of tensors; "" for a valid header."""
     try:
         entries = json.loads(raw)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Finds the tokens that begin and end a text, in all files that may name them. No MLX."""
+"""Finds the tokens that begin and end a text, in all files that may name these. No MLX."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mlxpool.worker.weights.json_files import FileLookup, is_present, optional_j
 
 _ID = re.compile(r"[0-9]{1,10}")
 SETTINGS, OLDER_SETTINGS = "tokenizer_config.json", "special_tokens_map.json"
-# Texts that end the model's turn in chat templates. Such a text ends an answer if the template has
-# it and the tokenizer has it as an added token, even if no file lists it as an end.
+# Texts that end the model's turn in chat templates. Such a text ends an answer if it is in the
+# template and is an added token of the tokenizer, even if no file lists it as an end token.
 END_OF_TURN = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|end|>", "<end_of_turn>", "<turn|>",
     "<|end_of_turn|>", "<|endofturn|>", "<|END_OF_TURN_TOKEN|>", "<|assistant_end|>",
@@ -32,14 +32,14 @@ class SpecialTokens(Struct, frozen=True):
 
     eos_ids: frozenset[int]
     bos_token: str | None
-    add_bos: bool | None  # None: not in tokenizer_config.json
+    add_bos: bool | None  # None: the key is not in tokenizer_config.json
     notes: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, path: FileLookup, config: Mapping[str, Any]) -> SpecialTokens:
         """Reads the files; `config` is the content of config.json.
 
-        Raises ModelLoadFailed naming the file and the value.
+        Raises ModelLoadFailed with the file and the value.
         """
         settings = optional_json(path / SETTINGS)
         add_bos = settings.get("add_bos_token")
@@ -58,14 +58,14 @@ class _Model(Struct):
 
 
 class _Tokenizer(Struct):
-    """The parts of tokenizer.json that name tokens; most of a large file are merges."""
+    """The parts of tokenizer.json that name tokens (most of a large file are merges)."""
 
     model: _Model
     added_tokens: Any = None
 
 
 def _vocabulary(file: Path) -> Mapping[str, Any]:
-    """The parts of tokenizer.json that TokenIds reads; the whole file if its form is unusual."""
+    """The parts of tokenizer.json that TokenIds reads; the whole content of an unusual file."""
     if not is_present(file):
         return {}
     with suppress(ModelLoadFailed, msgspec.DecodeError, RecursionError):
@@ -75,7 +75,7 @@ def _vocabulary(file: Path) -> Mapping[str, Any]:
 
 
 def token_names(path: FileLookup) -> dict[str, str]:
-    """Maps names such as bos_token and eos_token to texts, to the first of several texts.
+    """Maps names such as bos_token and eos_token to texts; of several texts, to the first.
 
     tokenizer_config.json takes precedence over special_tokens_map.json.
     """
@@ -112,8 +112,8 @@ class TokenIds(Struct, frozen=True):
 
     @classmethod
     def read(cls, tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> TokenIds:
-        """Reads tokenizer.json, and `added_tokens_decoder` of tokenizer_config.json, `settings`,
-        for tokens that it lacks. Ignores invalid parts: `tokenizers` reports them.
+        """Reads tokenizer.json; missing tokens from `added_tokens_decoder` of tokenizer_config.json
+        (`settings`). Ignores invalid parts, which `tokenizers` reports.
         """
         model, listed = tokenizer.get("model"), tokenizer.get("added_tokens")
         words = model.get("vocab") if isinstance(model, Mapping) else None
@@ -133,7 +133,7 @@ class TokenIds(Struct, frozen=True):
         return cls(added, words)
 
     def of(self, text: str) -> frozenset[int]:
-        """The id of the token with this text; empty if there is no such token."""
+        """The ids (at most one) of the token with this text."""
         token: Any = self.added.get(text, self.words.get(text))
         return frozenset({token}) if _is_id(token) else frozenset()
 
@@ -153,8 +153,8 @@ def _ends(
     """The ids that end an answer, and notes about contradictions between the files.
 
     All ids of the first source with ids count: generation_config.json, config.json or its
-    text_config. Of the other sources only added tokens count, not words: such a file may be older
-    and of a model with other ids. The ends in the tokenizer and the chat template are added.
+    text_config. Of later sources only added tokens count, not words: a later file may be older and
+    of a model with other ids. End tokens in the tokenizer and in the chat template are added.
     """
     files, notes = _of_files(path, config)
     ends = next(iter(files.values()), frozenset[int]())
@@ -178,7 +178,7 @@ def _ends(
             notes.append(f"{name}: eos_token_id {_listed(words)} ends no answer: it is a word")
     if not taken:
         notes.append("no file names a token that ends a text: answers end at max_tokens")
-    if lost := ends - special:  # words are many, and seldom end an answer
+    if lost := ends - special:  # words seldom end an answer
         spelt = {token for token in tokenizer.words.values() if _is_id(token)}
         if (special or spelt) and (lost := lost - spelt):
             notes.append(f"eos_token_id {_listed(lost)} is no id of tokenizer.json")
@@ -188,9 +188,9 @@ def _ends(
 def _of_files(
     path: FileLookup, config: Mapping[str, Any]
 ) -> tuple[dict[str, frozenset[int]], list[str]]:
-    """The eos_token_id of each file that has any, in the order of precedence, and notes.
+    """The eos_token_id of each file with this key, in the order of precedence, and notes.
 
-    Raises ModelLoadFailed if the first one is invalid; a later invalid one only adds a note.
+    Raises ModelLoadFailed if the first id is invalid; a later invalid id only adds a note.
     """
     inner = config.get("text_config")
     sources = (
@@ -218,7 +218,7 @@ def _ends_of_turns(path: FileLookup, tokenizer: TokenIds) -> list[str]:
     try:
         sources = find_sources(path).texts.values()
     except ModelLoadFailed:
-        return []  # whoever reads the templates reports it
+        return []  # the reader of the templates reports the error
     if any(CHANNELS in source for source in sources):
         return []
     return [

@@ -1,8 +1,8 @@
-"""Turns the names of parts of quantised weights in files into MLX's names.
+"""Converts the names of parts of quantised weights in files to MLX's names.
 
 X.weight.scale and X.weight_scale become X.scales, X.weight.bias and X.weight_qbias become X.biases.
-A bias belongs to the groups of a quantised weight only if the weight has a scale, else to the
-layer. So all names of a model have to be known before any is changed.
+If the weight X has a scale, X.weight.bias belongs to the groups of the quantised weight, else to
+the layer. So all names of a model must be known before a name is changed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 
 from mlxpool.common.errors import ModelLoadFailed
 
-_SCALES = (".scale", "_scale")  # endings after the name of a weight
+_SCALES = (".scale", "_scale")  # suffixes after the name of a weight
 _PARTS = {
     ".scale": "scales",
     "_scale": "scales",

@@ -1,13 +1,13 @@
-"""Recognises files whose contents do not fit their names, by their first bytes. Pure.
+"""Recognises files with wrong contents by their first bytes. Pure.
 
-Downloads leave such files: a pointer of a store for large files, a web page, nothing, zeros.
+Downloads leave such files: a Git LFS pointer, a web page, an empty file, zeros.
 """
 
 from __future__ import annotations
 
 import re
 
-HEAD_BYTES = 512  # the bytes at the start of a file that are examined
+HEAD_BYTES = 512  # first bytes of a file that are examined
 DOWNLOAD = "download it again"
 POINTERS = (b"version https://git-lfs.github.com/", b"version https://hawser", b"# xet version")
 # The whole content of a short file: a hub's answer that refuses the file.
@@ -17,8 +17,8 @@ REFUSAL = re.compile(
     rb"|too many requests|internal server error|service unavailable|gateway time-?out)[.!]?\s*",
     re.IGNORECASE | re.DOTALL,
 )
-# Also the whole content of a short file: a link as text, which git and copies without links leave,
-# the pointer of git-annex or DVC, and an error in JSON.
+# The whole content of a short file, too: a symbolic link as text (from git, or copies without
+# links), the pointer of git-annex or DVC, and an error in JSON.
 LINK = re.compile(rb"(?:(?:\.\./)+(?:\.git/annex/objects|blobs)|/annex/objects)/\S+\s*")
 DVC = re.compile(rb"(?:outs:\s*\n)?- md5: [0-9a-f]{32}\b.*", re.DOTALL)
 JSON_ERROR = re.compile(rb'\s*\{\s*"(?:errors?|message|detail)"\s*:.*', re.DOTALL)

@@ -1,9 +1,8 @@
 """The architectures of GGUF files: their config.json, and our names for their tensors. No MLX.
 
-llama.cpp stores most weights as the released checkpoints do. This module undoes three differences:
-- llama: the rows of the query and key weights are in the order of llama.cpp's rotation;
-- Gemma: the weights of norms have 1 added;
-- llama: the RoPE frequency factors are a tensor, not a setting.
+llama.cpp stores most weights as the released checkpoints do. The table here undoes three
+differences: rows of a llama's queries and keys are in the order of llama.cpp's RoPE, 1 is added to
+norms of Gemma, and llama's wavelengths are a tensor.
 """
 
 from __future__ import annotations
@@ -78,10 +77,11 @@ _GEMMA3 = {
 
 
 class Architecture(Struct, frozen=True):
-    """The rules to read files of an architecture.
+    """The rules for reading files of an architecture.
 
     `names`: our name of a layer's module or tensor, by the name in llama.cpp. `scales`: the dtype
-    that a GPU uses for weights in blocks. `ignored`: prefixes of names of parts that are not read.
+    on a GPU of scales and biases of weights in blocks. `ignored`: prefixes of names of unused
+    tensors.
     """
 
     config: Callable[[Fields, Tensors], Config]
@@ -109,14 +109,14 @@ class Architecture(Struct, frozen=True):
         return stored
 
     def heads_of(self, name: str, config: Mapping[str, Any]) -> int:
-        """The number of heads in the rows of a tensor of ours that is rotated, else 0."""
+        """The number of heads in the rows of our tensor `name`, if RoPE rotates it, else 0."""
         module, _, kind = name.rpartition(".")
         key = self.rotated.get(module.rpartition(".")[2]) if kind in ("weight", "bias") else None
         return int(config[key]) if key else 0
 
 
 def architecture_of(fields: Fields) -> Architecture:
-    """Returns the file's architecture; raises ModelLoadFailed, naming both, if it is unknown."""
+    """Returns the file's architecture; raises ModelLoadFailed for an unknown one."""
     architecture = ARCHITECTURES.get(fields.architecture)
     if architecture is None:
         raise ModelLoadFailed(
@@ -168,10 +168,10 @@ def _rope_scaling(fields: Fields) -> Config | None:
 
 
 def llama3_scaling(fields: Fields, factors: Sequence[float], config: Config) -> Config:
-    """The rope scaling of llama 3 whose wavelengths have these factors, one for each pair.
+    """The RoPE scaling of Llama 3 with these factors of wavelengths, one for each pair.
 
-    llama.cpp stores only the factors, as a tensor. The other numbers of the scaling have been the
-    same in all releases. Raises ModelLoadFailed if they lead to other factors.
+    llama.cpp stores only the factors, as a tensor. All other numbers of the scaling have been the
+    same in all releases. Raises ModelLoadFailed if these numbers lead to other factors.
     """
     scaling: Config = {
         "rope_type": "llama3",
@@ -245,7 +245,7 @@ def _qwen3_moe(fields: Fields, tensors: Tensors) -> Config:
 def _gemma3(fields: Fields, tensors: Tensors) -> Config:
     config = _with_feed(fields, _with_heads(fields, _common(fields, tensors, "gemma3_text")))
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    # The 27B, which has 62 layers, scales scores by the width of all heads. No key states it.
+    # The 27B model (62 layers) scales scores by the width of all heads, but no key has this.
     scaled = config["hidden_size"] // heads if layers == _LAYERS_OF_27B else config["head_dim"]
     softcap = fields.find("final_logit_softcapping")
     return {
@@ -319,7 +319,7 @@ ARCHITECTURES = {
         _ATTENTION | _HEAD_NORMS | _DENSE | _GEMMA3,
         scales="BF16",
         norms_plus_one=True,
-        ignored=("v.", "mm."),  # of images, in Ollama's files
+        ignored=("v.", "mm."),  # tensors of the image encoder, in Ollama's files
     ),
     "deepseek2": Architecture(_deepseek2, _ATTENTION | _DENSE | _EXPERTS | _LATENT),
     "gpt-oss": Architecture(_gpt_oss, _ATTENTION | _GPT_OSS, scales="BF16"),
@@ -327,10 +327,10 @@ ARCHITECTURES = {
 
 
 def as_checkpoint(header: GgufHeader, architecture: Architecture) -> Header:
-    """The header as of a checkpoint, with the tensors of a file that are used or unknown.
+    """The header in the form of a checkpoint's, with the used and the unknown tensors of a file.
 
     A weight in blocks is listed as the tensors of its layout: `weight`, `scales` and `biases`. The
-    `stored` name of a tensor is llama.cpp's name, a colon, and the part.
+    `stored` name of a tensor is llama.cpp's name, a colon, and the name of the part.
     """
     tensors: dict[str, Tensor] = {}
     for stored in header.tensors.values():
@@ -345,7 +345,7 @@ def as_checkpoint(header: GgufHeader, architecture: Architecture) -> Header:
 
 
 def _parts(stored: StoredTensor, scales: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """The parts of a tensor, with the dtype and the shape of each."""
+    """The parts of a tensor, with the dtype and the shape of each part."""
     layout = stored.kind.layout
     if layout is None:
         yield NO_BLOCKS, stored.kind.dtype, stored.shape

@@ -1,9 +1,9 @@
-"""The types of GGUF's tensors, and the layouts of MLX that they are read into. No MLX, no numpy.
+"""The types of GGUF's tensors, and the MLX layouts for these types. No MLX, no numpy.
 
-A row is divided into blocks. They are read into groups of 32 numbers q, each with a scale and a
-bias: weight = scale * q + bias. Types whose own groups have 32 numbers keep every number. Q6_K,
-Q3_K and Q2_K have groups of 16, which MLX lacks: their weights are rounded once more, to 8 bits.
-docs/models.md has the figures (with 6 bits, Q3_K's perplexity rose by 5 %).
+A row of a weight is divided into blocks. Blocks are read into groups of 32 numbers q, each group
+with a scale and a bias: weight = scale * q + bias. Types whose own groups have 32 numbers keep
+every number. Q6_K, Q3_K and Q2_K have groups of 16, which MLX lacks: their weights are rounded once
+more, to 8 bits. docs/models.md has the figures (with 6 bits, Q3_K's perplexity rose by 5 %).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ GROUP = 32
 
 
 class BlockType(Struct, frozen=True):
-    """A type: `numbers` and `nbytes` of a block, and a `dtype` of floats or a `layout`."""
+    """A tensor type: `numbers` and `nbytes` of a block, and a `dtype` of floats or a `layout`."""
 
     name: str
     numbers: int

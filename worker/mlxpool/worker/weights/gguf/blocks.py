@@ -1,4 +1,4 @@
-"""Turns blocks of GGUF's types into MLX's packed numbers, scales and biases. No MLX.
+"""Converts blocks of GGUF's types to MLX's packed numbers, scales and biases. No MLX.
 
 All functions take the bytes of blocks [n, bytes of a block]. Each byte holds two numbers of four
 bits. In a group of 32, the low bits of byte i are number i, the high bits number i + 16. In types
@@ -17,15 +17,15 @@ from mlxpool.worker.weights.gguf.block_types import GROUP, BlockType
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
-# Bytes of blocks that are converted at once. The temporary arrays are about 30 times larger: they
-# stay in heap memory that is used again (see device.MMAP_THRESHOLD), mostly in a processor's cache.
+# Bytes of blocks that are converted together. The temporary arrays are about 30 times larger: they
+# stay in reused heap memory (see device.MMAP_THRESHOLD), mostly in a processor's cache.
 BLOCK_BYTES = 2**16
 _LOW, _SIX, _FOUR = np.uint8(0x0F), np.uint8(0x3F), np.uint8(4)
 _BITS, _PAIRS = np.arange(8, dtype=np.uint8)[:, None], np.arange(0, 8, 2, dtype=np.uint8)[:, None]
 
 
 class Groups(Struct, frozen=True):
-    """The numbers [n, 32] of n groups, with the scale and the bias of each."""
+    """The numbers [n, 32] of n groups, with the scale and the bias of each group."""
 
     numbers: Bytes
     scales: Floats
@@ -41,7 +41,7 @@ class PackedRows(Struct, frozen=True):
 
 
 def packed_rows(kind: BlockType, raw: Bytes, columns: int) -> PackedRows:
-    """The rows of `columns` numbers in `raw`, converted to the layout of this type."""
+    """The rows of `columns` numbers in `raw`, converted to the MLX layout of `kind`."""
     assert kind.layout is not None
     bits, blocks = kind.layout.bits, raw.reshape(-1, kind.nbytes)
     groups = len(blocks) * kind.numbers // GROUP
@@ -71,7 +71,7 @@ def packed_rows(kind: BlockType, raw: Bytes, columns: int) -> PackedRows:
 
 
 def packed(numbers: Bytes, bits: int) -> Bytes:
-    """Packs numbers [n, 32] below 2**bits, each row as a stream of bits: [n, 4 * bits] bytes."""
+    """Packs numbers [n, 32] below 2**bits: each row becomes a bit stream, [n, 4 * bits] bytes."""
     if bits == 8:
         return numbers
     if bits == 4:
@@ -153,7 +153,7 @@ def _q5_k(blocks: Bytes) -> Groups:
 
 
 def _nibbles_k(data: Bytes) -> Bytes:
-    """Bytes [n, 128] as [n, 8, 32]: the low and the high halves of 32 bytes are a group each."""
+    """Bytes [n, 128] as [n, 8, 32]: the low halves of 32 bytes are a group, and the high halves."""
     parts = data.reshape(-1, 4, 1, 32)
     return np.concatenate([parts & _LOW, parts >> _FOUR], axis=2).reshape(-1, 8, 32)
 

@@ -11,10 +11,10 @@ from mlxpool.common.errors import ModelLoadFailed
 
 
 class Fields:
-    """The metadata of a file; the keys of its architecture are given without their prefix.
+    """The metadata of a file; keys of its architecture are written without prefix.
 
-    Every method but `find` raises ModelLoadFailed, naming the file, the key and its value, if the
-    value is of another type, or is missing and has no default.
+    Every method except `find` raises ModelLoadFailed, with the file, the key and the value, if the
+    value has another type, or is missing without a default.
     """
 
     def __init__(self, file: Path, metadata: Mapping[str, Any]) -> None:
@@ -32,7 +32,7 @@ class Fields:
         return str(self._checked(key, self.find(key), str, "a text"))
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number; a list with a number for each layer counts if all are equal."""
+        """An integer; a list with an integer for each layer counts if all are equal."""
         found = self.find(key)
         if isinstance(found, list) and found and all(item == found[0] for item in found):
             found = found[0]
@@ -40,7 +40,7 @@ class Fields:
         return int(self._checked(key, value, int, "a whole number"))
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number, rounded to 7 digits: files hold the nearest number of 32 bits."""
+        """A number, rounded to 7 digits, because files have 32-bit floats."""
         found = self.find(key)
         value = default if found is None else found
         if not is_number(value):
@@ -57,7 +57,7 @@ class Fields:
         return [str(text) for text in self._list(key, str, "a list of texts")]
 
     def integers(self, key: str) -> list[int]:
-        """A list of whole numbers."""
+        """A list of integers."""
         return [int(number) for number in self._list(key, int, "a list of whole numbers")]
 
     def numbers(self, key: str) -> list[float]:

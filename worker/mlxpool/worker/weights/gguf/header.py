@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file: its metadata and the places of tensors. No MLX, no numpy.
+"""Reads the header of a GGUF file: metadata and positions of tensors. No MLX, no numpy.
 
 llama.cpp's own package makes an object for each number of each list, which takes 15 seconds for a
 vocabulary of 262,144 tokens. This module takes a few tenths of a second and bounds its reads.
@@ -22,7 +22,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_AXES = 4
 DEFAULT_ALIGNMENT = 32  # bytes
-_CHUNK = 4 * 2**20  # bytes that are read at once
+_CHUNK = 4 * 2**20  # bytes of one read
 _SCALARS = {
     0: "B",
     1: "b",
@@ -65,8 +65,8 @@ class GgufHeader(Struct, frozen=True):
 def read_gguf_header(file: Path) -> GgufHeader:
     """The header of a GGUF file; reads no tensor.
 
-    Raises ModelLoadFailed naming the file and the fault: another format or version, a truncated
-    file, or a tensor of an unknown type.
+    Raises ModelLoadFailed with the file and the fault: another format or version, a truncated file,
+    or a tensor of an unknown type.
     """
     require_file(file)
     try:
@@ -150,7 +150,7 @@ class _Cursor:
         self._stream = stream
 
     def _require(self, count: int) -> int:
-        """Reads until `count` further bytes are in `data`; returns the index of the first."""
+        """Reads until `count` more bytes are in `data`; returns the index of the first of these."""
         begin, end = self.at, self.at + count
         if end > len(self.data):
             self._read_to(end)
@@ -184,7 +184,7 @@ class _Cursor:
         return self.texts(1)[0]
 
     def texts(self, count: int) -> list[str]:
-        """The next `count` texts. A vocabulary has many, so the loop makes few calls."""
+        """The next `count` texts. A vocabulary has many texts, so the loop makes few calls."""
         texts, data, size_at, at = [], self.data, _STRUCTS["Q"].unpack_from, self.at
         for _ in range(count):
             begin = at + 8

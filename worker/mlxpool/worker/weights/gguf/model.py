@@ -1,8 +1,8 @@
 """Opens GGUF files as the files of a model. No MLX.
 
 The small files of other checkpoints (config.json, tokenizer.json, ...) are made from the metadata.
-They are kept in the user's folder of caches, by the digest of the headers, because the processes
-that prepare texts open them by their paths.
+These are kept in the user's cache folder, by the digest of the headers, because the processes that
+prepare texts open files by path.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mlxpool.worker.weights.gguf.vocabulary import as_json, tokenizer_files
 from mlxpool.worker.weights.leftovers import require_finished
 from mlxpool.worker.weights.safetensors_header import Header
 
-FORM = "1"  # the version of the made files: another version makes them again
+FORM = "1"  # the version of the generated files: a new version generates them again
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 GGUF_SUFFIX = ".gguf"
 PROJECTOR = "mmproj"  # prefix of the name of a file with an image encoder
@@ -39,17 +39,17 @@ _MAX_FACTORS = 4096
 
 
 def is_gguf(file: Path) -> bool:
-    """Returns whether the first bytes or the name are those of a GGUF file."""
+    """Returns whether the first bytes or the name are a GGUF file's."""
     with file.open("rb") as stream:
         return stream.read(len(MAGIC)) == MAGIC or file.suffix == GGUF_SUFFIX
 
 
 def find_gguf(path: Path) -> tuple[Path, ...]:
-    """The GGUF files of a model, in their order, from the path of a file or a folder.
+    """The GGUF files of a model, in order, from the path of a file or a folder.
 
-    Empty if the path is not a GGUF model's, or is a folder with safetensors. Files of image
-    encoders are left out. Raises ModelLoadFailed if a folder has several models, and if parts of a
-    split model are missing.
+    Empty if the path is not a GGUF model, or is a folder with safetensors. Files of image encoders
+    are omitted. Raises ModelLoadFailed if a folder has several models, or if parts of a split model
+    are missing.
     """
     if path.is_file():
         return split_files(path) if is_gguf(path) else ()
@@ -65,7 +65,7 @@ def find_gguf(path: Path) -> tuple[Path, ...]:
 
 
 def split_files(file: Path) -> tuple[Path, ...]:
-    """All files of the split model that `file` is a part of; only `file` if it is whole.
+    """All files of the split model of which `file` is a part; only `file` if it is not split.
 
     Raises ModelLoadFailed if files are missing.
     """
@@ -80,7 +80,7 @@ def split_files(file: Path) -> tuple[Path, ...]:
 
 
 def split_names(name: str) -> tuple[str, ...]:
-    """The names of all parts of a split model, from the name of a part; else only `name`."""
+    """The names of all parts of a split model, from the name of one part; else only `name`."""
     match = _SPLIT.fullmatch(name)
     if match is None:
         return (name,)
@@ -89,9 +89,9 @@ def split_names(name: str) -> tuple[str, ...]:
 
 
 def open_gguf(files: Sequence[Path]) -> ModelFiles:
-    """The model in these files, which have to be all of its parts.
+    """The model in `files`, which must be all parts of the model.
 
-    Raises ModelLoadFailed naming the file and the fault: a header that cannot be read, an unknown
+    Raises ModelLoadFailed with the file and the fault: an unreadable header, an unknown
     architecture or vocabulary, or parts of different models.
     """
     require_finished(files)
@@ -102,7 +102,7 @@ def open_gguf(files: Sequence[Path]) -> ModelFiles:
     architecture = architecture_of(fields)
     config = _config(headers, fields, architecture)
 
-    # `header` gives these away, because a large vocabulary takes memory.
+    # Removed from `header`, because a large vocabulary takes memory.
     read = {header.file: header for header in headers}
     tensors = {header.file: header.tensors for header in headers}
 
@@ -126,7 +126,7 @@ def open_gguf(files: Sequence[Path]) -> ModelFiles:
 
 
 def stamp_of(file: Path) -> tuple[int, int, int] | None:
-    """The file's inode, size and time of change; None if it is missing."""
+    """The file's inode, size and modification time; None if the file is missing."""
     try:
         status = file.stat()
     except OSError:
@@ -135,7 +135,7 @@ def stamp_of(file: Path) -> tuple[int, int, int] | None:
 
 
 def _require_parts(headers: Sequence[GgufHeader]) -> None:
-    """Raises ModelLoadFailed if the files are not all parts of a model, in their order."""
+    """Raises ModelLoadFailed unless the files are all parts of a model, in order."""
     for index, header in enumerate(headers):
         count = header.metadata.get("split.count", 1) or 1
         number = header.metadata.get("split.no", 0)
@@ -171,7 +171,7 @@ def _float32(file: Path, tensor: StoredTensor) -> tuple[float, ...]:
 
 
 def _small_files(headers: Sequence[GgufHeader], fields: Fields, config: Config) -> dict[str, Path]:
-    """The paths of the files that are made from the metadata, by their names."""
+    """The paths of the files made from the metadata, by file name."""
     digest = hashlib.sha256(FORM.encode())
     for header in headers:
         digest.update(header.raw)
@@ -187,7 +187,7 @@ def _small_files(headers: Sequence[GgufHeader], fields: Fields, config: Config) 
 
 
 def _write(folder: Path, contents: Mapping[str, bytes]) -> None:
-    """Writes a folder atomically: other processes see it whole or not at all."""
+    """Writes a folder atomically: other processes see the whole folder or no folder."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as temporary:
@@ -197,7 +197,7 @@ def _write(folder: Path, contents: Mapping[str, bytes]) -> None:
                 (whole / name).write_bytes(content)
             whole.rename(folder)
     except OSError as error:
-        if not folder.is_dir():  # else another process has made it
+        if not folder.is_dir():  # else another process has made the folder
             raise ModelLoadFailed(
                 f"{folder}, for files made from a GGUF file's metadata, cannot be written:"
                 f" {error.strerror or error}; name another folder of caches in XDG_CACHE_HOME"

@@ -18,7 +18,7 @@ from mlxpool.worker.weights.gguf.header import StoredTensor
 
 
 class GgufReads:
-    """The tensors of a file. A tensor is read when the first of its parts is taken."""
+    """The tensors of a file. A tensor is read when its first part is taken."""
 
     def __init__(
         self,
@@ -30,10 +30,10 @@ class GgufReads:
         """`tensors`: the tensors in the file's header."""
         self._file, self._architecture, self._config = file, architecture, config
         self._tensors = tensors
-        self._parts: dict[str, mx.array] = {}  # read, and not yet taken
+        self._parts: dict[str, mx.array] = {}  # parts that were read and not yet taken
 
     def pop(self, name: str, default: None = None) -> mx.array | None:
-        """Takes a part of a tensor; None if the file does not have this name any more."""
+        """Takes a part of a tensor; None if the part was already taken or never existed."""
         if name not in self._parts:
             stored, _, _ = name.rpartition(":")
             tensor = self._tensors.get(stored)
@@ -42,7 +42,7 @@ class GgufReads:
         return self._parts.pop(name, default)
 
     def read(self, name: str, shape: tuple[int, ...], cut: Cut) -> mx.array | None:
-        """Takes a cut of the part of this name and shape; reads the whole part."""
+        """Takes a slice (`cut`) of the part of this name and shape; reads the whole part."""
         whole = self.pop(name)
         if whole is None or whole.shape != shape:
             return None
@@ -83,7 +83,8 @@ class GgufReads:
     def _order(self, name: str, tensor: StoredTensor) -> npt.NDArray[np.int64] | None:
         """The order of a rotated weight's rows; None: as they are stored.
 
-        llama.cpp rotates pairs of neighbours in a head; our pairs are numbers of its two halves.
+        llama.cpp's RoPE rotates pairs of neighbours in a head; our pairs have a number of each half
+        of the head.
         """
         heads = self._architecture.heads_of(name, self._config)
         if not heads:

@@ -1,7 +1,7 @@
 """Makes tokenizer.json and tokenizer_config.json from a GGUF file's metadata. No MLX.
 
-Two kinds of vocabulary are supported: `gpt2`, byte-level BPE whose pre-tokenizer is named in the
-metadata, and `llama`, SentencePiece's BPE, whose merges follow from the scores of its tokens.
+Two types of vocabulary are supported: `gpt2`, byte-level BPE whose pre-tokenizer is named in the
+metadata, and `llama`, SentencePiece's BPE, whose merges follow from the tokens' scores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _KEY = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # types of tokens
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # ours -> llama.cpp's
 _END_ROLES = ("eos", "eot", "eom")
-# Control tokens that end an answer even if the metadata lack them: older files name one end.
+# Control tokens that end an answer even if the metadata lack them: older files name only one end
+# token.
 _END_TEXTS = frozenset(
     (
         "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>",
@@ -44,7 +45,7 @@ def _words(digits: str) -> str:
 
 
 def _cased_words(digits: str, contractions: str) -> str:
-    """A pattern of words in which small letters follow capital letters."""
+    """A pattern of words: capital letters, then small letters."""
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     begin = r"[^\r\n\p{L}\p{N}]?"
     return (
@@ -79,8 +80,8 @@ _NORMALISED = ("qwen2", "deepseek-r1-qwen")  # texts are normalised to NFC
 def tokenizer_files(fields: Fields) -> dict[str, Json]:
     """The contents of tokenizer.json, tokenizer_config.json and generation_config.json by name.
 
-    Raises ModelLoadFailed, naming the file and the key, if the vocabulary is of another kind or
-    lacks parts. Ignores `add_eos_token`, because a prompt must not end with the end token.
+    Raises ModelLoadFailed, with the file and the key, if the vocabulary has another type or lacks
+    parts. Ignores `add_eos_token`, because a prompt must not end with the end token.
     """
     vocabulary = _Vocabulary(fields)
     return {
@@ -143,7 +144,7 @@ class _Vocabulary:
         return {"version": "1.0", "added_tokens": list(self._added(ids)), **parts}
 
     def _added(self, ids: Mapping[str, int]) -> Iterator[Json]:
-        """Yields the added tokens, which are found in a text before it is divided."""
+        """Yields the added tokens, which are found in a text before pre-tokenization."""
         for token, (text, kind) in enumerate(zip(self._tokens, self._types, strict=True)):
             special = kind in (_CONTROL, _UNKNOWN)
             if text and (special or kind == _USER_DEFINED) and ids[text] == token:
@@ -250,7 +251,7 @@ def _known(left: str, right: str, ids: Mapping[str, int]) -> bool:
 def _merges(ranked: Iterable[str], known: set[str]) -> Iterator[list[str]]:
     """Yields the pairs that make each of the pieces, the best piece first.
 
-    The order of a piece's pairs does not matter: a text has only one of them at a position.
+    The order of a piece's pairs does not matter: a text has only one pair at a position.
     """
     for piece in ranked:
         for at in range(1, len(piece)):
