@@ -4,7 +4,7 @@ A page has three kinds of marks, all of which end with `<!-- end -->`:
 
     <!-- figures: RUN -->                       everything of a run: command, conditions, tables
     <!-- figures: RUN; GROUP; GROUP -->         the same, with the tables of these groups
-    <!-- table: NAME -->                        one of bench/figures/tables.toml
+    <!-- table: NAME -->                        a table of bench/figures/tables.toml
     <!-- figure: RUN; GROUP; NAME; SIDE -->     one figure, within a sentence
 
 RUN is a file in bench/figures/, which README.md there describes. GROUP, NAME and SIDE name a figure

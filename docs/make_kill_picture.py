@@ -181,7 +181,7 @@ def _asked(prompt: str) -> list[dict[str, str]]:
 
 
 def faults(measured: Measured) -> list[str]:
-    """Returns the faults of the pool; empty if the stream is as without a kill."""
+    """Returns the pool's faults; empty if the stream equals the stream without a kill."""
     found = []
     if [token.position for token in measured.tokens] != list(range(len(measured.tokens))):
         found.append("positions are lost, doubled or out of order")

@@ -22,7 +22,7 @@ from mlxpool.client import Client, PoolError
 
 
 class Function(NamedTuple):
-    """A function, its place, and its source text without its docstring."""
+    """A function, its location, and its source text without docstring."""
 
     place: str
     source: str

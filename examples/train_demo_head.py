@@ -9,7 +9,7 @@ model are computed once.
     python examples/train_demo_head.py --seconds 130
 
 A GPU is needed in practice. The learning rate follows the clock, so that training ends after
-`--seconds` on any machine. The source has to be that of the demo model, see `--source`.
+`--seconds` on any machine. The source has to be the demo model's source, see `--source`.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from mlxpool.common.errors import Internal, PoolError
 
 COUNTING = "builtin:counting"
 STEP_US = 2000  # step time of the counting model, so that streams run when a fault comes
-COUNT = [{"role": "user", "content": "Count to 90."}]  # for all other models
+COUNT = [{"role": "user", "content": "Count to 90."}]  # the prompt for all other models
 STUCK = 60.0  # seconds after a fault until an unfinished stream counts as stuck
 LOOK_INTERVAL = 0.02  # seconds between two looks at the workers
 PREFILL, DECODE = "prefill", "decode"
@@ -143,7 +143,7 @@ def about(options: argparse.Namespace) -> str:
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> Iterator[Measurement]:
-    """Yields the waits after each kind of fault. Raises Internal if a stream was wrong."""
+    """Yields the waits after each kind of fault. Raises Internal if an answer was wrong."""
     with temporary_run_dir() as run_dir, Pool(run_dir, options) as pool:
         progress("without a fault")
         streams = pool.streams()

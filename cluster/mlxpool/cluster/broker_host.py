@@ -1,7 +1,7 @@
 """The actor on the machine of the store: keeps the broker and the wanted number of workers running.
 
-It runs on the Ray node that has the resource BROKER_RESOURCE. The store of jobs and the broker's
-key are in folders of that machine, so the pool never moves to another machine by itself.
+The actor runs on the Ray node that has the resource BROKER_RESOURCE. The store of jobs and the
+broker's key are in folders of that machine, so the pool never moves to another machine by itself.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Cluster(Protocol):
     """The functions of Ray that a broker host needs: see ray_cluster.RayCluster."""
 
     def own_address(self) -> str:
-        """Returns the address at which other machines reach this one."""
+        """Returns the address at which other machines reach this machine."""
 
     def nodes(self) -> list[NodeView]:
         """Returns the machines that are alive."""
@@ -62,7 +62,7 @@ class Cluster(Protocol):
         """Returns the workers that have an actor on any machine, or wait for resources."""
 
     def start_worker(self, order: WorkerOrder) -> None:
-        """Starts a worker host on a machine with room, now or later."""
+        """Starts a worker host on a machine with free resources, now or later."""
 
     def end_worker(self, pool: str, id: str) -> None:
         """Ends a worker after the broker has moved its streams; returns after its end."""
@@ -92,7 +92,7 @@ class BrokerHost:
     def __init__(
         self, cluster: Cluster, spec: PoolSpec, pool_id: str, *, started_again: bool
     ) -> None:
-        """`pool_id`: made by `up`. `started_again`: Ray has started this actor before."""
+        """`pool_id`: from `up`. `started_again`: Ray has started this actor before."""
         self._cluster = cluster
         self._spec = spec
         self._lock = threading.RLock()

@@ -1,4 +1,4 @@
-"""Decides how many workers of each model a cluster runs, which end, and where one starts. Pure.
+"""Decides how many workers of each model a cluster runs, and which workers start and end. Pure.
 
 The number comes from the broker, which sees the load (`broker.models.replica_scaling`), or from the
 settings if it is fixed there.

@@ -1,6 +1,7 @@
 """The actor of one worker: makes its key, gets it admitted by the broker, runs `mlxpool worker`.
 
-Ray restarts it on another machine if its node is lost. The secret key never leaves its machine.
+Ray restarts the actor on another machine if its node is lost. The secret key never leaves its
+machine.
 """
 
 from __future__ import annotations

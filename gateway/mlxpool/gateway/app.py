@@ -122,7 +122,7 @@ class Gateway:
         log.info("drained", extra={"running": self.drain.running})
 
     def routes(self, pool: PoolAccess) -> list[Route]:
-        """All paths, in the order in which they are matched."""
+        """Returns the routes of all paths, in the order in which paths are matched."""
         described = document(ROUTES, VERSION, keys=self.keys.required)
         kept_responses = KeptResponseRoutes(pool)
         services = Services(
@@ -240,7 +240,7 @@ async def _unknown_path(request: Request, response: ResponseWriter) -> bool:
 
 
 def canonical_paths(routes: Iterable[str]) -> Callable[[str], str]:
-    """Makes a function from a requested path to the path of a route.
+    """Returns a function from a requested path to the path of a route.
 
     `routes`: the paths of all routes.
     """

@@ -141,8 +141,8 @@ def check_names(
 ) -> None:
     """Checks that every field is in one of the tables; a field that is null counts as absent.
 
-    `prefix` goes before the names in messages. `elsewhere` has the right places of fields that are
-    often put here by mistake. Raises HttpError.
+    `prefix` goes before the names in messages. `elsewhere`: the right places of fields that clients
+    often misplace. Raises HttpError.
     """
     for name, value in body.items():
         if value is None or name in honoured or name in accepted:
@@ -192,7 +192,7 @@ def options(
 
 
 def text(body: Mapping[str, Any], name: str, default: str | None = None) -> str:
-    """Returns a field of text. Without a default it is required and not empty. Raises HttpError."""
+    """Returns a field of text. Without a default it must be there, not empty. Raises HttpError."""
     value = body.get(name)
     if value is None and default is not None:
         return default
@@ -272,7 +272,7 @@ def tools_of_kind(
 def no_such_tool(name: object = None) -> HttpError:
     """Returns the error for a `tool_choice` that demands a call of a tool that was left out.
 
-    `name` None: it demands a call of any tool, and no tool is left.
+    `name` None: the choice demands a call of any tool, and no tool is left.
     """
     message = f"'tool_choice' wants a call of {shown(name)}, which is not a function of 'tools'"
     if name is None:
@@ -318,5 +318,5 @@ def log_left_out(event: str, thing: str, why: str) -> None:
 
 
 def leave_tool_out(kind: Any) -> None:
-    """Logs that a tool of a kind that runs elsewhere is left out."""
+    """Logs that a tool is left out because its type runs on other servers."""
     log_left_out("a tool is left out", shown(kind), ELSEWHERE)

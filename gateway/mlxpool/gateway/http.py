@@ -60,7 +60,7 @@ class ResponseWriter:
         await self.data(data, JSON, status, headers)
 
     async def listing(self, value: Mapping[str, Any]) -> None:
-        """Sends a list of OpenAI's, some rows at a time: other requests are served in between."""
+        """Sends a list of OpenAI's, some items at a time: other requests are served in between."""
         rows: list[bytes] = []
         for start in range(0, len(value["data"]), LISTED_AT_ONCE):
             part = value["data"][start : start + LISTED_AT_ONCE]

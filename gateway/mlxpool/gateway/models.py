@@ -133,7 +133,7 @@ class ModelList:
         )
 
     async def described(self, name: str) -> ModelInfo:
-        """Reads a model with all its facts now. Raises the errors of `get`."""
+        """Reads a model with all values of its files now. Raises the errors of `get`."""
         model = await self.get(name)
         return ModelInfo.from_row(await self._client.describe(model.name))
 

@@ -15,7 +15,7 @@ TEXT = "text/plain; charset=utf-8"
 
 
 class OperationRoutes:
-    """The handlers of these endpoints, one for each path."""
+    """The handlers of the endpoints for operators and tools."""
 
     def __init__(
         self, pool: PoolAccess, drain: Drain, metrics: Metrics, document: Mapping[str, Any]

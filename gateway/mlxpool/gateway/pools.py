@@ -100,7 +100,7 @@ class Pools:
     """All pools of a gateway as one: the models of each, by name."""
 
     def __init__(self, pools: Sequence[Pool]) -> None:
-        """`pools`: at least one. The first one answers requests that belong to no other pool."""
+        """`pools`: at least one. The first pool answers requests that belong to no other pool."""
         self.pools = list(pools)
         self._probe: asyncio.Task[None] | None = None
 
@@ -132,8 +132,8 @@ class Pools:
     async def all(self) -> list[ModelInfo]:
         """Reads the models of all pools now.
 
-        If several pools have a name, returns the model that takes requests. Raises PoolError if no
-        pool answers.
+        If several pools have a model of one name, returns the model that takes requests. Raises
+        PoolError if no pool answers.
         """
         best: dict[str, tuple[tuple[bool, float], ModelInfo]] = {}
         for pool, models in await self._lists():
@@ -161,7 +161,7 @@ class Pools:
         return await self.chosen.models.get(name)
 
     async def described(self, name: str) -> ModelInfo:
-        """Reads a model with all its facts now. Raises the errors of ModelList."""
+        """Reads a model with all values of its files now. Raises the errors of ModelList."""
         return await (await self._choose(name)).models.described(name)
 
     async def _choose(self, name: str, *, keeps: bool = False, key: str = "") -> Pool:

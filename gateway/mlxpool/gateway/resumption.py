@@ -55,7 +55,8 @@ class EventNumbers:
     """The numbers of the events of one reading, from 1 on.
 
     All readings of an answer have the same events. If the model has changed since the first reading
-    and the answer was begun again, it is of another generation (`gen`), with higher numbers.
+    and the answer was begun again, the answer is of another generation (`gen`), with higher
+    numbers.
     """
 
     def __init__(self, gen: int, after: int | None) -> None:

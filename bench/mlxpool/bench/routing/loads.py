@@ -151,8 +151,8 @@ SYNTHETIC: tuple[Callable[[int], Load], ...] = (
 def recorded(path: Path, *, most: int = 2000) -> Load:
     """Reads a recorded load: JSON lines with timestamp (ms), input_length, output_length, hash_ids.
 
-    A hash stands for a block of BLOCK tokens; equal hashes are equal blocks with equal beginnings.
-    This is the form of Mooncake's published traces. Raises ValueError naming the line.
+    A hash is the key of a block of BLOCK tokens; equal hashes are equal blocks with equal
+    beginnings. This is the form of Mooncake's published traces. Raises ValueError naming the line.
     """
     load = Load(path.name)
     with path.open() as lines:

@@ -34,7 +34,7 @@ IMAGES = "the tokens of images are not counted beforehand; leave the images out"
 
 
 class MessageRoutes:
-    """The handlers of these endpoints.
+    """The handlers of Anthropic's Messages endpoints.
 
     All handlers raise HttpError and PoolError before the response starts.
     """

@@ -32,7 +32,7 @@ class OneCall:
 
 
 class WholeCalls:
-    """Gives each call when it is complete, and omits a call that the end of the answer cuts.
+    """Emits each call when it is complete, and omits a call that the end of the answer cuts.
 
     A stop text has ended such an answer, so its last call cannot be performed.
     """

@@ -114,9 +114,9 @@ class Lexeme(NamedTuple):
 
 
 class Lexer:
-    """Holds back only text that may be the beginning of a mark.
+    """Splits a text at marks; holds back only text that may be the beginning of a mark.
 
-    No mark is a prefix of another one, so the positions of marks do not depend on the pieces.
+    No mark is a prefix of another mark, so the positions of marks do not depend on the pieces.
     """
 
     def __init__(self, marks: Sequence[str]) -> None:
@@ -174,7 +174,7 @@ class MarkedParser(ABC):
 
     @abstractmethod
     def _read(self, text: str) -> list[Event]:
-        """Reads text, or a mark that has no meaning at this place."""
+        """Reads text, or a mark that has no meaning at this point."""
 
     @abstractmethod
     def _at_end(self) -> list[Event]:

@@ -106,7 +106,7 @@ class Harmony(MarkedParser):
 def with_template_thoughts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Returns messages with their thoughts under the template's name for them.
 
-    A message with content keeps its member: the template refuses thoughts beside content.
+    A message with content is unchanged: the template refuses thoughts beside content.
     """
     return [
         {**message, TEMPLATE_THOUGHTS: message[REQUEST_THOUGHTS]}

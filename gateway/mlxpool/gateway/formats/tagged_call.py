@@ -68,11 +68,11 @@ Transitions: TypeAlias = Mapping[tuple[State, str], Callable[[Any], list[Event]]
 
 
 class TaggedCallParser(MarkedParser):
-    """Emits each argument when it is complete.
+    """The base of parsers that emit each argument of a call when it is complete.
 
-    A subclass defines these attributes. `marks`: its marks. `transitions`: the action of a mark in
-    a state; in any other state the mark is text. `before_name`: the mark before a name, which
-    becomes part of the answer if no call follows.
+    A subclass defines these attributes. `marks`: the marks of the format. `transitions`: the action
+    of a mark in a state; in any other state the mark is text. `before_name`: the mark before a
+    name, which becomes part of the answer if no call follows.
     """
 
     before_name: ClassVar[str]

@@ -286,7 +286,7 @@ class Generation:
             await self._updates.put(error)
 
     def close(self) -> None:
-        """Cancel the choices that are not finished."""
+        """Cancels the choices that are not finished."""
         for task in self._tasks:
             task.cancel()
         for choice in self._choices:

@@ -183,7 +183,7 @@ def may_resume(requests: Sequence[ChoiceRequest]) -> bool:
 class ResumableGeneration:
     """All choices of a request as jobs, which are read one after the other.
 
-    Leaving the context ends the reading; the jobs go on. Takes the place of Generation.
+    Leaving the context ends the reading; the jobs go on. Implements Answers, as Generation does.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class ResumableGeneration:
         self._requests = [
             _choice(request, index) for request in requests for index in range(request.n)
         ]
-        self._jobs: list[Mapping[str, Any]] = []  # their rows, one for each choice
+        self._jobs: list[Mapping[str, Any]] = []  # the jobs' maps, one for each choice
         self._made = False  # whether this request submitted the jobs
         self._answer: KeptAnswer | None = None  # the answer that is read now, or was read last
 

@@ -63,7 +63,7 @@ class PoolAccess:
 
     @property
     def job_client(self) -> AsyncClient:
-        """The client, for the request's owner, of the pool that keeps the subject of this request.
+        """The client, for the request's owner, of the pool that keeps this request's job or file.
 
         That is the pool of the model, of the result of `find_kept`, or of `take_keeper`. Raises
         HttpError if the broker does not get the owners.
@@ -74,7 +74,7 @@ class PoolAccess:
     async def find_kept(
         self, ask: Callable[[AsyncClient], Awaitable[Answer]], *, despite_silent: bool = False
     ) -> Answer:
-        """Finds something that one of the pools keeps for this request's owner; see Pools.find."""
+        """Finds a job, file or batch that a pool keeps for this request's owner; see Pools.find."""
         self._check_owner()
         return await self.models.find(
             lambda client: ask(_for_owner(client)), despite_silent=despite_silent

@@ -28,7 +28,7 @@ NO_CONTENT = 204
 
 
 class JobRoutes:
-    """The handlers of these endpoints.
+    """The handlers of the endpoints of jobs.
 
     All handlers raise HttpError and PoolError before the response starts.
     """
@@ -131,7 +131,7 @@ class JobReader:
         response: ResponseWriter,
         keep_alive: float,
     ) -> None:
-        """`row`: the job. `keep_alive`: seconds without an event before a comment is sent."""
+        """`row`: the job's map. `keep_alive`: seconds without an event before a comment is sent."""
         self._client = client
         self._job, self._gen = bytes(row["job"]), int(row["gen"])
         self._pos = 0  # number of ids of this generation that the reader has

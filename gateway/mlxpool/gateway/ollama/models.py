@@ -109,7 +109,7 @@ def capabilities(model: ModelInfo) -> list[str]:
 def show(model: ModelInfo, fallback: int, *, verbose: bool = False) -> dict[str, Any]:
     """Returns the response of /api/show.
 
-    `verbose` adds further facts of the pool under `mlxpool.`.
+    `verbose` adds further values of the pool under `mlxpool.`.
     """
     about = model.about
     own = about.get("details")

@@ -48,7 +48,7 @@ class OutputPart(Struct, eq=False):
 class OutputBuilder:
     """Turns the updates of one response into output parts.
 
-    A call that the bound of tokens cuts is left out: its arguments are incomplete, and
+    A tool call that the bound of tokens cuts is left out: its arguments are incomplete.
     `done_reason` has the reason.
     """
 

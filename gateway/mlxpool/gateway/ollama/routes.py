@@ -81,7 +81,7 @@ class Conversation(Struct, frozen=True):
 
 
 class OllamaRoutes:
-    """The handlers of these endpoints.
+    """The handlers of Ollama's endpoints for generation and vectors.
 
     All handlers raise HttpError and PoolError before the response starts.
     """
@@ -296,7 +296,7 @@ async def _no_members(result: Result) -> dict[str, Any]:
 
 
 def _messages(request: OllamaRequest) -> list[dict[str, Any]]:
-    """Returns the chat of a prompt: the system's message, if any, and the user's."""
+    """Returns the chat of a prompt: the system message, if any, and the user's message."""
     system = [{"role": "system", "content": request.system}] if request.system else []
     content = content_with_images(request.prompt, len(request.images), 0)
     user = {"role": "user", "content": content if request.images else request.prompt}
@@ -304,7 +304,7 @@ def _messages(request: OllamaRequest) -> list[dict[str, Any]]:
 
 
 def _text_prompt(request: OllamaRequest) -> str:
-    """Returns the prompt as a text; unless it is raw, images stand before it, as in Ollama."""
+    """Returns the prompt as a text; unless it is raw, images come before it, as in Ollama."""
     if request.raw:
         return request.prompt
     tags = "".join(f"[img-{number}]" for number in range(len(request.images)))
@@ -342,7 +342,7 @@ def _think(request: OllamaRequest, chat: ChatFormats) -> dict[str, Any]:
 
 
 class ModelRoutes:
-    """The handlers of these endpoints.
+    """The handlers of Ollama's endpoints about models, and of its version.
 
     All handlers raise HttpError and PoolError before the response starts.
     """

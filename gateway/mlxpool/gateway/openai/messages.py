@@ -69,7 +69,7 @@ def _parts(role: Any, content: Any) -> Any:
 
 
 def _is_parts(content: Any) -> bool:
-    """Whether the content of a result is a list of parts, not a result that is a list."""
+    """Whether the content of a tool result is a list of parts, not a result that is a list."""
     kinds = (*READ, *TEXTS, *FILES)
     return isinstance(content, list) and all(_type(part) in kinds for part in content)
 

@@ -1,7 +1,8 @@
 """Fields of vLLM, SGLang, llama.cpp, TGI and other servers that this server does not have.
 
-Their clients send these fields even unused. A field with its neutral value requests nothing and is
-accepted. With another value it would change the answer, so it is refused by name.
+Clients of these servers send the fields even if they are unused. A field with its neutral value
+requests nothing and is accepted. A field with another value would change the answer, and is refused
+by name.
 """
 
 from __future__ import annotations

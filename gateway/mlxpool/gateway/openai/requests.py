@@ -73,7 +73,7 @@ def wanted_tool(choice: Any) -> str | None:
 
 
 class CompletionRequest(Struct, frozen=True):
-    """A checked request.
+    """A checked /v1/chat/completions or /v1/completions.
 
     `prompts`: for each prompt, the keyword arguments that give it to `Client.stream`. `candidates`:
     the number of computed completions of each prompt. `choices`: the number of returned
@@ -226,7 +226,7 @@ def _options(body: Mapping[str, Any], least_tokens: int = 1) -> dict[str, Any]:
 
 
 def max_tokens_of(body: Mapping[str, Any], name: str, least: int = 1) -> int | None:
-    """Returns a bound of tokens, 0: up to the context; None: it is absent. Raises HttpError.
+    """Returns the bound of tokens; 0: up to the context; None: absent. Raises HttpError.
 
     If `least` is 0, a bound of 0 means a prompt without an answer, and -1 is the pool's default.
     """
@@ -289,7 +289,7 @@ def _allowed(body: Mapping[str, Any]) -> tuple[str, Sequence[str]] | None:
 def _forced(
     body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """Returns the tools that `tool_choice` demands a call from; empty if it leaves the choice."""
+    """Returns the tools of which `tool_choice` demands a call; empty if the model decides."""
     choice = plain_choice(body.get("tool_choice"))
     allowed = _allowed(body)
     if choice in (None, "auto", "none") or (allowed and allowed[0] == "auto"):
@@ -331,7 +331,7 @@ def template_think(body: Mapping[str, Any]) -> bool | None:
 
 
 def _effort(body: Mapping[str, Any]) -> str | None:
-    """Returns the effort of `reasoning_effort` or `reasoning`; None if they have none."""
+    """Returns the effort of `reasoning_effort` or `reasoning`; None if both are absent."""
     efforts = ("none", *EFFORTS)
     effort = fields.choice(body, "reasoning_effort", efforts)
     reasoning = REASONING.check(fields.mapping(body, "reasoning"), "reasoning.")
@@ -354,14 +354,14 @@ def _effort(body: Mapping[str, Any]) -> str | None:
 
 
 def think_effort(body: Mapping[str, Any]) -> str | None:
-    """Returns the effort of Ollama's `think`; None if it has none. Raises HttpError."""
+    """Returns the effort that Ollama's `think` names; None if it names none. Raises HttpError."""
     if isinstance(body.get("think"), bool):
         return "enabled" if body["think"] else "none"
     return fields.choice(body, "think", ("none", *EFFORTS))
 
 
 def _budget(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the bound of thoughts in `reasoning` or `chat_template_kwargs`; empty without it."""
+    """Returns the bound of thoughts of `reasoning` or `chat_template_kwargs`; empty if absent."""
     budget: dict[str, Any] = {}
     for field, name in (("chat_template_kwargs", "thinking_budget"), ("reasoning", "max_tokens")):
         members = fields.mapping(body, field)

@@ -249,8 +249,8 @@ def _logprob(entry: Mapping[str, Any]) -> dict[str, Any]:
 class TextLogprobs(Struct, eq=False):
     """Log-probabilities of /v1/completions; counts the characters before each token.
 
-    Tokens of an echoed prompt come first. The first of them has no log-probability, and tokens that
-    the tokenizer put before the text have no characters.
+    Tokens of an echoed prompt come first. The first prompt token has no log-probability, and tokens
+    that the tokenizer put before the text have no characters.
     """
 
     offset: int = 0

@@ -41,7 +41,7 @@ NO_ENDS = {"first_id": None, "last_id": None}  # in a list without models
 
 
 class OpenAIRoutes:
-    """The handlers of these endpoints.
+    """The handlers of OpenAI's endpoints for models and completions.
 
     All handlers raise HttpError and PoolError before the response starts.
     """

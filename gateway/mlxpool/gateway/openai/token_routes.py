@@ -101,7 +101,7 @@ def detokenize(body: Mapping[str, Any]) -> DetokenizeRequest:
 
 
 class TokenRoutes:
-    """The handlers of these endpoints.
+    """The handlers of the endpoints of tokens.
 
     All handlers raise HttpError and PoolError before the response starts.
     """

@@ -22,7 +22,7 @@ Answer = TypeVar("Answer")
 
 
 class VectorRoutes:
-    """The handlers of these endpoints.
+    """The handlers of the endpoints whose answers are numbers.
 
     All handlers raise HttpError and PoolError before the response starts.
     """
@@ -44,7 +44,7 @@ class VectorRoutes:
         await response.data(data, JSON)
 
     async def _prompt(self, request: EmbeddingRequest) -> dict[str, str]:
-        """Returns the model's prompt for the type of the inputs; empty without one."""
+        """Returns the option with the model's prompt for the type of the inputs; empty if none."""
         if not request.input_type:
             return {}
         about = (await self._pool.models.described(request.model)).about

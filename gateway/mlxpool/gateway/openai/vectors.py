@@ -55,7 +55,7 @@ class RerankRequest(Struct, frozen=True):
 
 
 class ScoreRequest(Struct, frozen=True):
-    """A checked /v1/score: `queries` has one text for all `documents`, or one for each."""
+    """A checked /v1/score: `queries` has one text for all `documents`, or a text for each."""
 
     model: str
     queries: list[str]

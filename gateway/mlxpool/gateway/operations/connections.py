@@ -234,7 +234,7 @@ class BoundedProtocol(H11Protocol):
         self._probe_timer = self.loop.call_later(seconds, self._probe, then)
 
     def _probe(self, seconds: float) -> None:
-        """Writes to a peer that may be gone: then the next write ends the connection.
+        """Writes to a peer that may be gone: if it is gone, the next write ends the connection.
 
         Once a response has begun, its pieces do the same. HTTP/1.0 has no interim responses, so its
         client counts as gone.
@@ -256,7 +256,7 @@ class BoundedProtocol(H11Protocol):
 
 
 def protocol_of(connections: Connections) -> type[BoundedProtocol]:
-    """Returns the class of uvicorn's connections."""
+    """Returns the protocol class for uvicorn's connections."""
 
     class GatewayProtocol(BoundedProtocol):
         book = connections

@@ -1,4 +1,4 @@
-"""The drain of a gateway: new requests are refused, running ones go on for a time."""
+"""The drain of a gateway: new requests are refused, running requests go on for a time."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Metrics:
     def __init__(self, version: str, routes: Iterable[str]) -> None:
         """`routes`: all routes that are counted.
 
-        Their series begin at 0, so that rates are right.
+        The series of these routes begin at 0, so that rates are right.
         """
         routes = (*routes, *FURTHER_ROUTES)
         self.version = version

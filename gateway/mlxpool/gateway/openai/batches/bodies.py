@@ -35,7 +35,7 @@ def results_id(batch: str, kind: str) -> str:
 
 
 def results_of(file: str) -> tuple[str, str] | None:
-    """Returns the batch of a file of results, and the file's kind; None for another file."""
+    """Returns the batch of a results file, and the kind of results; None for another file."""
     match = _RESULTS.fullmatch(file)
     return None if match is None else (batch_id(match[1]), match[2])
 

@@ -127,7 +127,7 @@ class KeptFiles:
             start += len(data)
 
     async def lines(self, key: str) -> AsyncGenerator[list[bytes], None]:
-        """Yields the lines of a file without line ends, as a list for each stored part.
+        """Yields the lines of a file without line ends, as lists of the lines that end in one part.
 
         A line over MAX_LINE is cut to MAX_LINE bytes and at most one part more.
         """

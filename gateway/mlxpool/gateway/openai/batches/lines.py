@@ -152,7 +152,7 @@ def pool_line(line: Mapping[str, Any], endpoint: str, model: ModelInfo) -> bytes
 
 
 def _members(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the members of a line of the pool that is a `generate` with these arguments."""
+    """Returns the members of a pool's line for a `generate` with these arguments."""
     rest = dict(arguments)
     images = rest.pop("images", ())
     options, others = divide_options(rest)
@@ -248,7 +248,7 @@ def _decisions(body: Mapping[str, Any], model: ModelInfo) -> tuple[dict[str, Any
 
 
 def _call(kind: str, settings: Mapping[str, Any], **members: Any) -> dict[str, Any]:
-    """Returns the members of a line of the pool that is a call."""
+    """Returns the members of a pool's line for a call, such as an embedding."""
     used = {name: value for name, value in settings.items() if value not in (None, False)}
     if settings.get("normalise") is False:
         used["normalise"] = False
@@ -317,8 +317,8 @@ class LineModels:
     async def add(self, names: Iterable[str]) -> None:
         """Looks up names, in the order of their lines. Raises PoolError for temporary errors.
 
-        The pool is chosen again after each new name. It therefore always has the model of the first
-        line, and the division of lines among calls changes nothing.
+        The pool is chosen again after each new name. The chosen pool therefore always has the model
+        of the first line, and the division of lines among calls changes nothing.
         """
         for name in names:
             if name not in self._known and name not in self._unknown:

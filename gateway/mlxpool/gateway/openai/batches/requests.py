@@ -122,7 +122,7 @@ class LineReader(Struct, eq=False):
         parsed: Sequence[tuple[int, Mapping[str, Any]]],
         model_of: Callable[[str], ModelInfo | HttpError],
     ) -> bytes:
-        """Returns the lines of the pool; none after a fault.
+        """Returns the lines in the pool's form; no lines after a fault.
 
         `model_of`: finds a model by its name.
         """

@@ -34,7 +34,7 @@ EMPTY = LineFault(1, "empty_file", "the file has no line")
 
 
 class FileRoutes:
-    """The handlers of these endpoints.
+    """The handlers of the endpoints of files.
 
     All handlers raise HttpError and PoolError before the response starts.
     """
@@ -152,7 +152,7 @@ def _no_file(id: str, param: str = "id") -> HttpError:
 
 
 class BatchRoutes:
-    """The handlers of these endpoints.
+    """The handlers of the endpoints of batches.
 
     All handlers raise HttpError and PoolError before the response starts.
     """
@@ -330,7 +330,7 @@ class BatchRoutes:
 
 
 async def _check_input(client: AsyncClient, key: str) -> None:
-    """Raises UnknownJob unless this is a complete upload."""
+    """Raises UnknownJob unless `key` is the key of a complete upload."""
     row = await KeptFiles(client).row(key)
     if not row["complete"] or row["purpose"] != bodies.UPLOADED:
         raise UnknownJob(f"there is no such upload {key!r:.80}")
@@ -339,7 +339,7 @@ async def _check_input(client: AsyncClient, key: str) -> None:
 async def _discard_unless_used(
     submitting: asyncio.Future[Found], kept: KeptBatches, writer: FileWriter
 ) -> None:
-    """Deletes the lines of a batch that was not made."""
+    """Deletes the file of lines unless a batch was made of it."""
     try:
         batch_found = await submitting
     except PoolError:

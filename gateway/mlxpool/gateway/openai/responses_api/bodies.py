@@ -29,8 +29,8 @@ def response_id(id: str) -> str:
 class ResponseFrame(Struct, frozen=True):
     """The members that the response objects of one request share.
 
-    `id`: the pool's id, in hex. `echoed`: members that repeat the request. `summary`: thoughts are
-    sent as a summary.
+    `id`: the pool's id of the request, in hex. `echoed`: members that repeat the request.
+    `summary`: thoughts are sent as a summary.
     """
 
     id: str
@@ -195,8 +195,8 @@ class ResponseEvents(Struct, eq=False):
     def broken_off(self, error: HttpError) -> bytes:
         """Returns the event that ends a reading whose response goes on.
 
-        It repeats the number of the reader's last event. With that number as `starting_after`
-        another reading continues there.
+        The event repeats the number of the reader's last event. Another reading continues after
+        this number, as its `starting_after`.
         """
         fault = {"code": error.code, "message": error.message, "param": None}
         number = max(self.number - 1, self.after)

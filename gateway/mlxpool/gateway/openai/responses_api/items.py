@@ -85,7 +85,7 @@ class Conversation:
             log_left_out("an item of a conversation is left out", shown(kind), ELSEWHERE)
 
     def _foreign(self, kind: str, item: Mapping[str, Any]) -> None:
-        """Adds a call of another kind as the call of a function, or its result."""
+        """Adds a call of another type, or its result, as for the call of a function."""
         call_id = item.get("call_id") or item.get("id") or kind
         if kind not in CALLS:
             self._result(str(call_id), _as_text(item.get("output")))
@@ -172,7 +172,7 @@ class Conversation:
         return last
 
     def _content(self, where: str, content: object) -> str | list[dict[str, Any]]:
-        """Returns text if all parts are text, else parts."""
+        """Returns a text if all parts are text, else the parts."""
         if isinstance(content, str | None):
             return content or ""
         if not isinstance(content, list):

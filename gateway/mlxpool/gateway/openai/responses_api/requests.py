@@ -39,7 +39,7 @@ TOOL_CHOICES = (
 
 
 class ResponseRequest(Struct, frozen=True):
-    """A checked request.
+    """A checked /v1/responses.
 
     `truncates`: old items are left out until the request fits. `summary`: thoughts are sent as a
     summary. `echoed`: members of the response that repeat the request. `store`: the response is

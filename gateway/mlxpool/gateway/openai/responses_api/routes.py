@@ -155,7 +155,7 @@ class KeptResponseRoutes:
     async def earlier(self, id: str) -> Earlier:
         """Returns the conversation of `previous_response_id`.
 
-        Raises HttpError unless it is complete.
+        Raises HttpError unless that response is complete.
         """
         kept = await self._find(id, "previous_response_id", off=False)
         state = kept.job["state"]
@@ -271,7 +271,7 @@ def _hex_of(idempotency: str) -> str:
 async def _end(
     client: AsyncClient, key: str, submitting: asyncio.Future[Job], *, release: bool
 ) -> None:
-    """Cancels the job of a client that is gone; `release`: deletes it, as no client got its id."""
+    """Cancels the job of a client that is gone; `release`: also deletes it, as nobody got its id."""
     with contextlib.suppress(PoolError):  # whether there is a job under the key is seen below
         await submitting
     try:
