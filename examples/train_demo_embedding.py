@@ -50,7 +50,7 @@ HELD_OUT = (
     *("plistlib", "pprint", "sched", "shlex", "statistics", "tarfile", "textwrap", "timeit"),
     *("uuid", "zipfile"),
 )
-# Held out too: the number of steps was chosen on these.
+# Also held out: the number of steps was chosen with these modules.
 CHOSEN_ON = (
     *("bdb", "gettext", "gzip", "imaplib", "optparse", "pathlib", "platform", "random", "shutil"),
     *("traceback", "weakref", "webbrowser"),

@@ -221,7 +221,7 @@ def batches(tokens: mx.array, context: int, plan: Plan) -> Iterator[mx.array]:
             yield tokens[mx.array(starts[at : at + plan.batch])[:, None] + span]
 
 
-# Attribute names are those of the Hugging Face layout, so that weights need no renaming. Weights
+# Attributes have the names of the Hugging Face layout, so that weights need no renaming. Weights
 # are float32; each is cast to the type of the activations at its use.
 
 

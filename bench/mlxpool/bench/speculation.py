@@ -153,9 +153,9 @@ class Way(Struct):
     text: ChatTokenizer
     clock: Callable[[], float]
     speculator: Speculator | None = None
-    ids: list[list[list[int]]] = field(default_factory=list)  # of each batch
+    ids: list[list[list[int]]] = field(default_factory=list)  # ids of each batch
     steps: int = 0  # steps of all batches but the first
-    tokens: int = 0  # mean tokens of a stream in those steps
+    tokens: int = 0  # mean tokens of a stream in these steps
 
     def run(self, load: str, streams: int, tokens: int) -> float:
         """Returns the tokens/s of the next batch, without its prefill.

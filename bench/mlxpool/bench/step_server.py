@@ -65,7 +65,7 @@ def private_output() -> IO[str]:
 
 def main() -> None:
     answers = private_output()
-    with contextlib.suppress(ImportError):  # 0.1 has no such setting
+    with contextlib.suppress(ImportError):  # 0.1 does not have this setting
         import_module("mlxpool.worker.system.mlx_environment").set_mlx_environment()
     try:
         engine = import_module("mlxpool.bench.our_engine").OurEngine

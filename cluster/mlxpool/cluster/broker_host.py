@@ -201,7 +201,7 @@ class BrokerHost:
         while not self._stopping.is_set():
             try:
                 self._tick(time.monotonic())
-            except Exception:  # Ray's error while its head is away: the next look may find it again
+            except Exception:  # Ray's error while its head is away: the next look may succeed
                 log.exception("a look at the pool failed")
             self._stopping.wait(TICK)
 
@@ -212,7 +212,7 @@ class BrokerHost:
         with self._lock:
             nodes = self._cluster.nodes()
             for id in known - self._table.by_id.keys():
-                self._end(id)  # its record was lost
+                self._end(id)  # the worker's record was lost
             for record in self._table.by_id.values():
                 if record.id not in known and record.id not in self._ending:
                     self._start(record, nodes)
@@ -254,7 +254,7 @@ class BrokerHost:
             self._spec.name, record.id, record.model, self._spec.settings, gpus, node
         )
         self._cluster.start_worker(order)
-        # Until it is admitted it counts at its preferred node: later workers go elsewhere.
+        # Until admission a worker counts at its preferred node: later workers go to other nodes.
         self._table.place(record.id, model.fingerprint, node)
         log.info("worker started", extra={"id": record.id, "model": record.model, "gpus": gpus})
 
@@ -275,7 +275,7 @@ class BrokerHost:
             self._table.remove(id)
             self._ending.pop(id, None)
             self._write_settings()
-        self._child.reload()  # revokes its key
+        self._child.reload()  # revokes the worker's key
         log.info("worker ended", extra={"id": id})
 
     def _write_settings(self) -> None:

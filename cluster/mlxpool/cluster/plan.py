@@ -19,9 +19,9 @@ class WorkerView(Struct, frozen=True):
 
     id: str
     model: str
-    fingerprint: str  # of the settings that it was started with
-    node: str = ""  # the id of its node, or of its preferred node; "": none
-    placed: bool = False  # it is on that node, and the node is alive
+    fingerprint: str  # digest of the settings with which the worker was started
+    node: str = ""  # the id of the worker's node, or of its preferred node; "": none
+    placed: bool = False  # whether the worker is on that node, and the node is alive
 
 
 class Changes(Struct, frozen=True):
@@ -43,7 +43,7 @@ class NodeView(Struct, frozen=True):
 class Report(Struct, frozen=True):
     """The broker's report: the number of workers that models should have, and its uptime."""
 
-    wanted: Mapping[str, int]  # of requested models
+    wanted: Mapping[str, int]  # requested model -> number of workers
     uptime: float  # seconds
 
 

@@ -39,7 +39,7 @@ class ModelSpec(Struct, frozen=True):
     name: str
     min: int
     max: int
-    gpus: int  # GPUs of one worker; -1: one for each device if the cluster has GPUs
+    gpus: int  # GPUs of one worker; -1: a GPU per device if the cluster has GPUs
     cool_down: float  # seconds, see the setting
     fingerprint: str  # digest of the settings with which a worker starts
     devices: int = 1
@@ -51,7 +51,7 @@ class PoolSpec(Struct, frozen=True):
     name: str
     settings: str  # the text of the TOML file
     models: tuple[ModelSpec, ...]
-    state_dir: str = ""  # folder of its jobs, if the file has the setting
+    state_dir: str = ""  # folder of the pool's jobs, if the file has the setting
     folder: str = ""  # the pool's folder on the broker's machine; "": ~/.mlxpool/ray/NAME
     front_port: int = FRONT_PORT
     back_port: int = BACK_PORT

@@ -48,7 +48,7 @@ def make_folder(parent: Path) -> tuple[Path, int]:
     are free.
     """
     for old in parent.glob(f"{FOLDER_PREFIX}*"):
-        with contextlib.suppress(OSError):  # FolderLocked among them: its host lives
+        with contextlib.suppress(OSError):  # also FolderLocked: the folder's host lives
             if time.time() - old.stat().st_mtime > LOCK_TIME:
                 os.close(lock_folder(old))
                 shutil.rmtree(old, ignore_errors=True)

@@ -251,7 +251,7 @@ def canonical_paths(routes: Iterable[str]) -> Callable[[str], str]:
     def canonical(path: str) -> str:
         if path == "*":  # OPTIONS for the whole server
             return "/"
-        if not path.startswith("/"):  # of CONNECT or an absolute URL: the gateway is not a proxy
+        if not path.startswith("/"):  # CONNECT or an absolute URL: the gateway is not a proxy
             return path
         parts = [part for part in path.split("/") if part]
         if parts[:2] == [V1, V1]:

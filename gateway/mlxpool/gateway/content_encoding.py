@@ -10,8 +10,8 @@ import zstandard
 
 from mlxpool.gateway.errors import HttpError, bad_request
 
-PIECE = 64 * 1024  # most bytes that a decoder of zlib returns at once
-# Bytes that the decoder of zstd gets at once: it makes 128 KiB of a block of 4 bytes.
+PIECE = 64 * 1024  # most bytes that one call of a zlib decoder returns
+# Bytes that the zstd decoder gets in one call: a block of 4 bytes may decode to 128 KiB.
 ZSTD_FED = 64
 ZSTD_WINDOW = 2**23  # bytes; RFC 9659 forbids larger ones in HTTP
 MAX_CODINGS = 4  # most codings of a body, one inside the other
@@ -39,7 +39,7 @@ class ZlibDecoder:
     def __init__(self, *, deflate: bool) -> None:
         self._deflate = deflate
         self._form = GZIP
-        self._head = b""  # of deflate: a first byte, too short to recognise the form
+        self._head = b""  # a first byte of deflate, too short to recognise the form
         self._stream = None if deflate else zlib.decompressobj(GZIP)
 
     def feed(self, data: bytes) -> Iterator[bytes]:
@@ -57,7 +57,7 @@ class ZlibDecoder:
             data = self._stream.unconsumed_tail or self._stream.unused_data
             while decoded:
                 yield decoded
-                # The decoder may hold the rest of the output after it took all input.
+                # The decoder may hold more output after it has read all input.
                 full = len(decoded) == PIECE and not data
                 decoded = self._stream.decompress(b"", PIECE) if full else b""
 

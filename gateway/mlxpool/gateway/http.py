@@ -48,8 +48,8 @@ class ResponseWriter:
         self._send = send
         self.started = False
         self.streaming = False  # a stream is open
-        self.resumption: Resumption | None = None  # of a request with an Idempotency-Key
-        self.numbers: EventNumbers | None = None  # of a stream that outlives this gateway
+        self.resumption: Resumption | None = None  # set for an Idempotency-Key
+        self.numbers: EventNumbers | None = None  # set for a stream that outlives this gateway
         self._in_lines = False  # the stream has lines of JSON, not events
 
     async def json(

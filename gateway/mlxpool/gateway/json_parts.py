@@ -53,7 +53,7 @@ def _text(value: Any, separators: tuple[str, str], depth: int, dumps: Callable[[
 
 PART = 64 * 1024  # most characters that one call of the decoder reads, unless a string is longer
 MAX_MISSES = 8  # most failed reads of values and of runs of values, in each part
-# Reads a value at a place of a text. Returns it and the place after it.
+# Reads a value at a position of a text. Returns the value and its end.
 _scan: Callable[[str, int], tuple[Any, int]] = make_scanner(json.JSONDecoder())  # type: ignore[arg-type]
 _SPACE = re.compile(r"[ \t\n\r]*")
 # Cuts of a list or an object: after an object, a list, or any other value.
@@ -82,7 +82,7 @@ class _Reader:
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._window, self._base = "", 0  # a part of the text, and the place where it begins
+        self._window, self._base = "", 0  # a part of the text, and its position
         self._misses = 0
         self._tried_from = 0  # failed searches for runs are counted from here on
         self._no_runs = 0
@@ -175,7 +175,7 @@ class _Reader:
 
     def _list(self, place: int) -> tuple[list[Any], int]:
         values: list[Any] = []
-        try_at = 0  # the place from which a run of values is looked for again
+        try_at = 0  # the position of the next search for a run of values
         place = self.skip(place)
         if self._text[place : place + 1] == "]":
             return values, place + 1

@@ -28,7 +28,7 @@ class ModelInfo(Struct, frozen=True):
 
     name: str
     state: str | None
-    inspected: bool  # the pool has inspected the model's files, or there are none
+    inspected: bool  # the pool has inspected the model's files, or the model has no files
     readable: bool  # the pool could read the files, or has not tried
     architecture: str
     context: int  # tokens
@@ -44,7 +44,7 @@ class ModelInfo(Struct, frozen=True):
     workers: int = 0  # workers that serve the model
     expires_in: float | None = None  # seconds until the unload; below 0: never; None: not loaded
     trouble: str = ""  # reason why new workers cannot reach the pool
-    about: Mapping[str, Any] = field(default_factory=dict)  # facts of its files, if requested
+    about: Mapping[str, Any] = field(default_factory=dict)  # values of the files, if requested
 
     @property
     def vision(self) -> bool:

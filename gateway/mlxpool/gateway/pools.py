@@ -47,7 +47,7 @@ class Pool:
         self.client = client
         self.models = ModelList(client)
         self.up = True
-        self.keeps: bool | None = None  # whether it has a store of jobs; None: unknown
+        self.keeps: bool | None = None  # whether the pool has a store of jobs; None: unknown
         self._given: Counter[str] = Counter()  # requests by model since the list was read
 
     def load(self, model: ModelInfo) -> tuple[bool, float]:

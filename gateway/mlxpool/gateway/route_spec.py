@@ -34,7 +34,7 @@ class Interface(Struct, frozen=True):
     name: str
     error_body: Callable[[HttpError], dict[str, Any]]
     error_event: Callable[[HttpError], bytes]
-    error_schema: str  # the name of its schema
+    error_schema: str  # the name of the schema of an error
     id_header: str | None = None  # header that has the request's id too
 
 

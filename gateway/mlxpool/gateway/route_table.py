@@ -246,7 +246,7 @@ ROUTES: tuple[RouteSpec, ...] = (
     ),
 )  # fmt: skip
 
-# path -> (its interface, what to do instead); these answer 501
+# path answered with 501 -> (its interface, what to do instead)
 _TEXT_ONLY = "models give text and vectors only"
 _CONFIGURED = "models are folders that the pool is configured with (docs/models.md)"
 _ADAPTERS = "LoRA adapters are not applied: merge one into the weights of its model"

@@ -139,11 +139,11 @@ def _allow_connections() -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     except (OSError, ValueError):
-        pass  # macOS reports a limit that it does not accept
+        pass  # macOS reports a limit that macOS does not accept
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process's starter
     line = sys.stdin.readline()
     if not line:
         return

@@ -42,7 +42,7 @@ class Answer(Struct):
     prompt_tokens: int
     times: list[float] = field(default_factory=list)
     output_tokens: int = 0
-    exact: bool = True  # False: the server did not report its tokens
+    exact: bool = True  # False: the server did not report numbers of tokens
     counts: list[int] = field(default_factory=list)  # tokens of each piece
     ids: list[int] = field(default_factory=list)  # ids, if they are known
 

@@ -27,7 +27,7 @@ class Call(Struct, frozen=True):
     prompt: tuple[Segment, ...]
     output: int
     delay: float
-    answer: str = ""  # the name of its answer as a segment of later prompts
+    answer: str = ""  # the name of the answer as a segment of later prompts
     session: str = ""
     after: int | None = None
 

@@ -114,7 +114,7 @@ class _Cheapest(_Plain):
     """Chooses the cheapest pair of a waiting request and a worker, by a cost in milliseconds."""
 
     def __init__(self) -> None:
-        self._passed: Counter[int] = Counter()  # by the number of a call
+        self._passed: Counter[int] = Counter()  # by the number of a request
 
     def cost(self, request: Waiting, worker: SimulatedWorker) -> float:
         raise NotImplementedError

@@ -21,7 +21,7 @@ from mlxpool.client import Client
 
 ONE_CORE = {
     "OPENBLAS_NUM_THREADS": "1"
-}  # for each worker, so that its time is only that of its own work
+}  # for each worker, so that its processor time is only its own work
 
 
 class RealPool(Struct, frozen=True):

@@ -34,7 +34,7 @@ class Row(Struct, eq=False):
     number: int
     call: Call
     came: float  # seconds
-    unread: int  # unread tokens of its prompt
+    unread: int  # tokens of the prompt that are not yet computed
     left: int  # tokens of the answer that are still to come
     expected: int  # tokens of the prompt that seem to be cached later, estimated at its arrival
     cached: int = -1  # cached tokens when the first chunk was read; below 0: not yet read
@@ -93,8 +93,8 @@ class SimulatedWorker:
     machine: Machine
     rows: list[Row] = field(default_factory=list)
     cache: PrefixBlocks = field(init=False)
-    read: int = 0  # prompt tokens that it computed
-    busy_until: float = 0.0  # seconds; it computes a step until then
+    read: int = 0  # prompt tokens that the worker has computed
+    busy_until: float = 0.0  # time in seconds at which the present step ends
 
     def __post_init__(self) -> None:
         self.cache = PrefixBlocks(self.machine.cache)

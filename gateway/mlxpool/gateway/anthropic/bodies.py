@@ -14,7 +14,7 @@ from mlxpool.gateway.generation.choice_streams import Answers, ChoiceUpdate
 from mlxpool.gateway.generation.output_blocks import Action, Block, Kind, OutputBlocks, Step
 from mlxpool.gateway.server_sent_events import sse
 
-# status of an HTTP error -> type of the error; others below 500 are invalid_request_error
+# status of an HTTP error -> its type; every other status below 500: invalid_request_error
 ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",

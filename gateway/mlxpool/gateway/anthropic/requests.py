@@ -136,7 +136,7 @@ ACCEPTED: Mapping[str, Schema] = {
         (
             "metadata",
             "service_tier",
-            "container",  # of tools that the server runs, like the next field
+            "container",  # for tools that the server runs, like the next field
             "mcp_servers",
             "context_management",  # nothing is cleared or compacted
             "diagnostics",

@@ -91,7 +91,7 @@ def record(required: Mapping[str, Schema], optional: Mapping[str, Schema] | None
 def nullable(schema: Schema) -> Schema:
     """Returns a schema that also takes null, which counts as absent."""
     if not set(schema) - {"description"}:
-        return schema  # it takes any value
+        return schema  # a schema for any value
     kind = schema.get("type")
     if isinstance(kind, str) and "enum" not in schema:
         return {**schema, "type": [kind, "null"]}

@@ -15,7 +15,7 @@ LEAST_BEHIND = 256  # least characters of the rest; a shorter text is not worth 
 MAX_LINE = 200  # most characters of a line with a value and its name
 MAX_LINES = 4  # most lines at the begin of the text that are examined
 # A header of a request that a program has put into the text, such as x-anthropic-billing-header.
-# Its value has no spaces, or is pairs of a name and a value. Text may follow these at once.
+# Its value has no spaces, or is pairs of a name and a value, directly before other text.
 _HEADER = re.compile(
     r"x-[a-z0-9-]+:(?:(?:[ \t]*[\w.-]+=[^;\s]*;)+[ \t]*(?:\n+)?|[ \t]*\S*[ \t]*(?:\n+|$))",
     re.IGNORECASE,

@@ -17,7 +17,7 @@ from mlxpool.gateway.formats.events import (
     MarkedParser,
 )
 
-# Chat templates render these values in Python's form, so models write them in that form.
+# Chat templates render these values in Python's form, so models write Python's form.
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"

@@ -83,7 +83,7 @@ class OutputBlocks:
         self.blocks: list[Block] = []
         self._call_id = call_id or call_ids(secrets.token_hex())
         self._open: Block | None = None
-        self._logprobs: list[Mapping[str, Any]] = []  # of text that the parser holds back
+        self._logprobs: list[Mapping[str, Any]] = []  # of the text in the parser
 
     @property
     def calls(self) -> int:

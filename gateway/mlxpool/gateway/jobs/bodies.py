@@ -30,7 +30,7 @@ def job_body(row: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in row.items()
         if name not in ("job", "id")
     }
-    label = {"custom_id": row["id"]} if "id" in row else {}  # of a line of a batch
+    label = {"custom_id": row["id"]} if "id" in row else {}  # for a job of a batch's line
     return {"id": bytes(row["job"]).hex(), "object": "job", **rest, **label}
 
 

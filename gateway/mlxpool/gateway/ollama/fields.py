@@ -81,7 +81,7 @@ OPTIONS_REFUSED: RefusedFields = {
 }
 # Options that take any negative value in Ollama, and the pool's value for these.
 NEGATIVE: Mapping[str, int] = {
-    "seed": -1,  # a random one
+    "seed": -1,  # a random seed
     "top_k": 0,  # all tokens
     "num_predict": 0,  # up to the context
 }

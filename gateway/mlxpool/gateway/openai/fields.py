@@ -76,7 +76,7 @@ SAMPLING: Mapping[str, str] = {
 ACCEPTED: Mapping[str, Schema] = dict.fromkeys(
     (
         "user",
-        "store",  # of the provider's log of chats: nothing is kept
+        "store",  # a field of the provider's log of chats: nothing is kept
         "metadata",
         "safety_identifier",
         "service_tier",
@@ -106,7 +106,7 @@ ACCEPTED: Mapping[str, Schema] = dict.fromkeys(
         "include_stop_str_in_output",
         "return_token_ids",
         "kv_transfer_params",
-        "cache_prompt",  # llama.cpp's, of its slots and timings, like the next three
+        "cache_prompt",  # llama.cpp's, about slots and timings, like the next three
         "id_slot",
         "timings_per_token",
         "return_progress",

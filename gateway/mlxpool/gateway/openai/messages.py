@@ -12,7 +12,7 @@ from typing import Any
 
 from mlxpool.gateway.field_checks import NO_ROOM
 
-# Types of parts of an earlier answer that are not text for the next one.
+# Types of parts of an earlier answer that are not text for the next answer.
 NOT_SAID = ("thinking", "redacted_thinking", "reasoning", "audio")
 READ = ("text", "image_url")
 # Further types of parts of a result, which no model reads.

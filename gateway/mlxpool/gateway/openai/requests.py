@@ -163,7 +163,7 @@ def completion(body: Mapping[str, Any]) -> CompletionRequest:
     if top is not None:
         options |= {"logprobs": True, "top_logprobs": top}
     if echo and top is not None and options["max_tokens"] == 1 and "format" not in options:
-        # Programs of evaluations drop the last token, because they expect a generated token there.
+        # Evaluation programs drop the last token, because they expect a generated token there.
         options["ignore_eos"] = True
     return _request(body, _prompts(body.get("prompt")), options, ())
 

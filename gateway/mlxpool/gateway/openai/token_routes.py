@@ -145,7 +145,7 @@ class TokenRoutes:
         ids = await client.tokenize(model.name, request.prompt)
         if request.special:
             return ids
-        # A text that does not begin with the special tokens gets them before it.
+        # The special tokens are added unless the text begins with them.
         added = await client.tokenize(model.name, "")
         written = await client.detokenize(model.name, added)
         return ids if request.prompt.startswith(written) else ids[len(added) :]

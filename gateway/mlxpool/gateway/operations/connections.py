@@ -214,10 +214,10 @@ class BoundedProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         self.book.request_ended(self)
-        super().on_response_complete()  # begins the next request if it has arrived
+        super().on_response_complete()  # begins the next request if the request has arrived
         begun = self.book.is_waiting(self) and self.conn.trailing_data[0]
         if begun and self._header_timer is None and not self.transport.is_closing():
-            self._start_timer()  # a part of the next request came with this one
+            self._start_timer()  # a part of the next request has arrived
         if self._half_closed and self.cycle.response_complete:
             self.transport.close()
 

@@ -22,7 +22,7 @@ from mlxpool.common.metrics import (
 )
 from mlxpool.gateway.operations.exchange import CLIENT_DISCONNECTED, FURTHER_ROUTES, Exchange
 
-# Upper bounds in seconds, equal to those of the broker's histograms of the same times.
+# Upper bounds in seconds, equal to the bounds of the broker's histograms of these times.
 FIRST_TOKEN_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
     20.0, 40.0, 80.0, 160.0,

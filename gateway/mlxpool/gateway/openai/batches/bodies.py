@@ -81,7 +81,7 @@ class BatchRequest(Struct, frozen=True):
     """The request that made a batch, as the pool keeps it in the batch's metadata."""
 
     endpoint: str
-    input: str  # the id of its file
+    input: str  # the id of the input file
     window: str
     total: int
     metadata: Mapping[str, str]

@@ -63,7 +63,7 @@ class MultipartReader:
 
     def __init__(self, boundary: bytes) -> None:
         self._mark = b"\r\n--" + boundary
-        self._held = bytearray(b"\r\n")  # so that the first boundary is like the others
+        self._held = bytearray(b"\r\n")  # makes the first boundary like all later boundaries
         self._step = self._preamble
         self.complete = False
 

@@ -94,7 +94,7 @@ class Conversation:
         arguments = argument if isinstance(argument, Mapping) else {"input": argument}
         name = item.get("name") or kind.removesuffix("_call")
         self._calls(str(call_id), str(name), json.dumps(arguments, ensure_ascii=False))
-        if kind == "mcp_call":  # its result is in the same item
+        if kind == "mcp_call":  # the call's result is in the same item
             self._result(str(call_id), _as_text(item.get("output") or item.get("error")))
 
     def _message(self, where: str, item: Mapping[str, Any]) -> None:

@@ -77,9 +77,9 @@ class ResponseNote(Struct, frozen=True):
 class KeptResponse(Struct, frozen=True):
     """A response whose job was found."""
 
-    id: str  # without its prefix
+    id: str  # the response's id without prefix
     job: Mapping[str, Any]  # the map of the job
-    request: Mapping[str, Any]  # the body of its `submit`
+    request: Mapping[str, Any]  # the body of the job's `submit`
     images: Sequence[bytes]
     note: ResponseNote
 

@@ -271,8 +271,8 @@ def _hex_of(idempotency: str) -> str:
 async def _end(
     client: AsyncClient, key: str, submitting: asyncio.Future[Job], *, release: bool
 ) -> None:
-    """Cancels the job of a client that is gone; `release`: also deletes it, as nobody got its id."""
-    with contextlib.suppress(PoolError):  # whether there is a job under the key is seen below
+    """Cancels the job of a client that is gone; `release`: and deletes it, as nobody got its id."""
+    with contextlib.suppress(PoolError):  # the code below checks if there is a job
         await submitting
     try:
         await client.cancel(key=key)
