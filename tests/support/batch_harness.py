@@ -1,4 +1,4 @@
-"""Stories about batches: a core, a manager, and a real store in a folder of the test."""
+"""Simulations of batches for tests: a core, a manager, and a real store in the test's folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.job_harness import JobStory
 
 
 def jsonl(lines: Iterable[Any]) -> bytes:
-    """Returns a file of JSON lines; a line of bytes stays as it is."""
+    """Returns a file of JSON lines; a line given as bytes is not changed."""
     return b"".join(
         (line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines
     )
@@ -34,7 +34,7 @@ def prompts(count: int) -> list[dict[str, Any]]:
 
 
 class BatchStory(JobStory):
-    """A story with batches: `submit_batch` sends a file and a batch of its lines under one key."""
+    """A simulation with batches. `submit_batch` sends a file and its batch under one key."""
 
     def put(self, key: str, data: bytes, *, owner: str = OWNER, tenant: str = "") -> None:
         """Send a whole file."""
@@ -67,14 +67,14 @@ class BatchStory(JobStory):
         return self.about_batch(messages.READ, key)
 
     def wait_for(self, key: str, seen: str = "", *, link: int = 1) -> bytes:
-        """Ask for progress; returns the id of the request."""
+        """Ask for the progress of a batch; returns the id of the request."""
         return self.ask(WaitForProgress(KeyName(key), seen), link)
 
     def answered(self, ident: bytes) -> bool:
         return any(tell.header.id == ident for tell in self.told)
 
     def outcomes(self, key: str, limit: int = 3) -> list[dict[str, Any]]:
-        """Returns all outcomes, from all pages."""
+        """Returns the outcomes of all pages."""
         outcomes, after = [], -1
         while True:
             ident = self.ask(ReadOutcomes(KeyName(key), after, limit))
@@ -86,7 +86,7 @@ class BatchStory(JobStory):
                 return outcomes
 
     def pass_time(self, seconds: float) -> None:
-        """Let time pass, with everything that comes due."""
+        """Let time pass, and do all work that becomes due."""
         end = self.now + seconds
         while self.now < end:
             super().pass_time(min(0.1, end - self.now))
@@ -95,7 +95,7 @@ class BatchStory(JobStory):
                 self.settle()
 
     def work_off(self, worker: FakeWorker, seconds: float = 60.0) -> None:
-        """Have a worker end its runs, with two tokens each, until no new run comes."""
+        """Let a worker end all its runs with two tokens each, until no new run comes."""
         end = self.now + seconds
         quiet = 0
         while quiet < 3 and self.now < end:

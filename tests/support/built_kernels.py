@@ -1,4 +1,4 @@
-"""A GPU whose kernels return zeros: for tests of the kernels that a load lists and builds."""
+"""A GPU whose kernels return zeros, for tests of the kernels that a model's load compiles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support import simt
 def built_kernels(*, right: bool = True) -> Iterator[list[str]]:
     """Replaces CUDA kernels by kernels that return zeros; `right`: every trial accepts them.
 
-    Yields the names of the kernels that were called, one for each call. MLX compiles passes, and
+    Yields the names of the called kernels, one name for each call. MLX compiles forward passes, and
     reports a CUDA GPU.
     """
     called: list[str] = []

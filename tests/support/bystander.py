@@ -1,4 +1,4 @@
-"""A stream that runs beside an attack and must not be affected by it."""
+"""A stream that runs during an attack on the broker, and must not be affected by the attack."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from support.counting_checker import expected_ids
 from support.pool import until
 
 PROMPT, SEED = "bystander", 7
-MORE_IDS = 20  # ids that must arrive after the attack
-# A client that waits as long as a busy broker needs. It sends its request again only if its
-# connection was ended, or if the broker asks for that.
+MORE_IDS = 20  # number of token ids that must arrive after the attack
+# A client that waits as long as a busy broker needs. It only sends its request again if its
+# connection ended, or if the broker asks for it.
 UNHURRIED = Pace(silence=math.inf, answer=(math.inf,))
 
 
 class Bystander(Closing):
-    """A long stream of a counting model, read by a thread."""
+    """A long stream of a counting model, which a separate thread reads."""
 
     def __init__(self, make: Callable[..., Client], model: str = "counting") -> None:
         """`make` makes a client with the given options."""
@@ -44,12 +44,12 @@ class Bystander(Closing):
             self.error = error
 
     def check_unaffected(self) -> None:
-        """Assert that more ids arrive, every id is right, and its connection was never ended."""
+        """Assert that more ids arrive, all ids are right, and the connection never ended."""
         self.check_ids(MORE_IDS)
         assert self.attempts == {1}
 
     def check_ids(self, more: int) -> None:
-        """Assert that `more` ids more arrive, and that every id is right."""
+        """Assert that `more` further token ids arrive, and that all ids are right."""
         had = len(self.ids)
         until(lambda: self.error or len(self.ids) >= had + more, "the bystander goes on")
         assert self.error is None

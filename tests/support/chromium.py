@@ -17,7 +17,7 @@ from selenium.webdriver.chrome.service import Service
 from mlxpool.common.closing import Closing
 from support.pool import PATIENCE, until
 
-# No sandbox, since tests also run as root in containers. The other flags suppress prompts.
+# No sandbox, because tests also run as root in containers. The other flags suppress prompts.
 FLAGS = (
     "--headless=new",
     "--no-sandbox",
@@ -31,16 +31,16 @@ FLAGS = (
 
 
 class Chromium(Closing):
-    """Debian's Chromium with a temporary profile."""
+    """Debian's Chromium, with a temporary profile."""
 
     def __init__(self) -> None:
-        """Skips the test if the program is missing."""
+        """Skips the test if Chromium is missing."""
         programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
         if not all(programs):
             pytest.skip("chromium is not installed (Debian: chromium, chromium-driver)")
         self._profile = tempfile.TemporaryDirectory(prefix="mlxpool-chromium-")
         options = Options()
-        options.add_argument("about:blank")  # instead of its start page
+        options.add_argument("about:blank")  # the page to open in place of the start page
         options.binary_location = str(programs[0])
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         for flag in (*FLAGS, f"--user-data-dir={self._profile.name}"):

@@ -1,4 +1,4 @@
-"""The closing lines of `make test`: its time, and the further tests of `make test-all`."""
+"""The last lines of `make test`: its time, and the additional tests of `make test-all`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from support.tiers import Tiers
 if TYPE_CHECKING:
     from _pytest.terminal import TerminalReporter
 
-LEFT_OUT = "mlxpool_left_out"  # the key of a process's output: the number of deselected cases
+LEFT_OUT = "mlxpool_left_out"  # key in an xdist process's output: the number of deselected cases
 
 
 class ClosingLines:
-    """A plugin of the process that prints the summary."""
+    """A pytest plugin for the process that prints the summary."""
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
@@ -25,11 +25,11 @@ class ClosingLines:
         self._left_out = 0
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
-        """Counts cases if one process runs all tests."""
+        """Counts the deselected cases if one process runs all tests."""
         self._left_out += len(items)
 
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        """Takes the count of a process of xdist; each process has collected all tests."""
+        """Takes the count from a process of xdist; each process has collected all tests."""
         self._left_out = max(self._left_out, getattr(node, "workeroutput", {}).get(LEFT_OUT, 0))
 
     def pytest_terminal_summary(
@@ -48,7 +48,7 @@ class ClosingLines:
 
 
 def _processor_seconds() -> float:
-    """Returns the processor time of this process and its ended descendants."""
+    """Returns the processor time of this process and its ended descendants, in seconds."""
     usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 

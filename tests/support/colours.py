@@ -1,4 +1,4 @@
-"""Colours as people see them: contrast, and differences under deficiencies of colour vision."""
+"""Measures colours: contrast, and differences for people with colour vision deficiencies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 
 # Matrices for linear RGB, for people without one kind of cone (Machado, Oliveira and Fernandes,
-# 2009).
 DEFICIENCIES = {
     "none": np.eye(3),
     "protanopia": np.array(
@@ -40,14 +39,14 @@ WHITE = XYZ.sum(axis=1)
 
 
 def palettes(css: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the colour variables of a style sheet: (light, dark)."""
+    """Returns the colour variables of a style sheet, for the light and the dark scheme."""
     blocks = re.findall(r":root \{(.*?)\}", css, re.DOTALL)
     light, dark = (dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", block)) for block in blocks)
     return light, {**light, **dark}
 
 
 def linear(colour: str) -> np.ndarray:
-    """Returns the linear RGB, 0 to 1, of #rrggbb."""
+    """Returns the linear RGB values, 0 to 1, of a colour #rrggbb."""
     parts: Sequence[float] = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
     return np.array([c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts])
 
@@ -59,7 +58,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def difference(one: str, other: str, deficiency: str = "none") -> float:
-    """Returns the distance in CIELAB (1976); 2.3 is just noticeable side by side."""
+    """Returns the distance of colours in CIELAB (1976); 2.3 is just noticeable side by side."""
     first, second = (_lab(DEFICIENCIES[deficiency] @ linear(colour)) for colour in (one, other))
     return float(np.linalg.norm(first - second))
 

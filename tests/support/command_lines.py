@@ -20,7 +20,7 @@ def verbs(root: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """`mlxpool ARGUMENTS`, parsed. Raises AssertionError if the parser refuses them."""
+    """Returns the parsed `mlxpool ARGUMENTS`. Raises AssertionError if the parser refuses them."""
     root = parser()
     commands = [a for a in arguments if a in verbs(root)]
     assert commands, f"no command in {arguments}"

@@ -1,6 +1,6 @@
-"""Programs in the process of a test: a new process takes 0.3 to 1 s of processor time.
+"""Runs programs in the process of a test: a new process takes 0.3 to 1 s of processor time.
 
-Tests of the process itself start a new one, see Pool.cli.
+Tests of the process itself start a new process, see Pool.cli.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from unittest.mock import patch
 
 from mlxpool.cli.main import FAILED, OK, main
 
-SERVERS = frozenset({"broker", "gateway", "serve", "worker"})  # they need a process of their own
+SERVERS = frozenset({"broker", "gateway", "serve", "worker"})  # they need a separate process
 
 
 def is_server(arguments: Sequence[str]) -> bool:
-    """Returns whether a command line starts a server, which needs its own process."""
+    """Returns whether a command line starts a server, which needs a separate process."""
     return not SERVERS.isdisjoint(arguments)
 
 
@@ -41,7 +41,7 @@ def run_script_here(path: Path, *arguments: str) -> CompletedProcess[str]:
 
 def _script(path: Path) -> int:
     runpy.run_path(str(path), run_name="__main__")
-    return OK  # of a program that returns without an exit code
+    return OK  # the exit code of a program that returns none
 
 
 def _captured(
@@ -50,7 +50,7 @@ def _captured(
     environment: Mapping[str, str],
     stdin: str | None = None,
 ) -> CompletedProcess[str]:
-    """Run `work` with files as the standard streams. One thread at a time may use it."""
+    """Run `work` with files as the standard streams. Only one thread at a time may use it."""
     with ExitStack() as stack:
         stdin_file, out, err = (_stream(stack) for _ in range(3))
         stdin_file.write(stdin or "")
@@ -66,7 +66,7 @@ def _captured(
 
 
 def _stream(stack: ExitStack) -> IO[str]:
-    """Returns a file with a descriptor, as a stream in a pipeline: it is not a terminal."""
+    """Returns a file with a descriptor, for a stream that is no terminal, as in a pipeline."""
     return stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8"))
 
 

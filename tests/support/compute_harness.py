@@ -1,4 +1,4 @@
-"""A started compute thread; the test acts as the main thread."""
+"""A running compute thread of a worker; the test acts as the main thread."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from support.pool import PATIENCE
 
 
 class ComputeHarness:
-    """Runs the counting model, unless `source` opens another."""
+    """Runs the counting model, or the model that `source` opens."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class ComputeHarness:
                 self.compute.delta_queue.acknowledge()
 
     def until_ended(self, names: set[int]) -> dict[int, list[Delta]]:
-        """Returns all deltas until these sequences have ended."""
+        """Returns all deltas that arrive until these sequences have ended."""
         deltas_by_name: dict[int, list[Delta]] = {}
         left = set(names)
         for delta in self.deltas():

@@ -61,7 +61,7 @@ def constraint(format: Mapping[str, Any]) -> Constraint:
 
 @cache
 def end_of_thoughts() -> list[int]:
-    """Returns the ids of the mark that ends thoughts: the demo model has no single token for it."""
+    """Returns the ids of the mark that ends thoughts, which is several tokens in the demo model."""
     _, text, table = demo()
     ids = text.encode(MARKS["tags"].closings[0])[len(text.prefix) :]
     assert b"".join(map(table.piece, ids)) == b"</think>" and len(ids) > 2
@@ -69,7 +69,7 @@ def end_of_thoughts() -> list[int]:
 
 
 def thoughts_of(most: int) -> Thoughts:
-    """Returns open thoughts for an answer to begin in; the demo model itself has no thoughts."""
+    """Returns the state of open thoughts before an answer; the demo model has no thoughts."""
     _, text, _ = demo()
     marks = MARKS["tags"]
     return Thoughts(text.piece, marks, most=most, closings=[end_of_thoughts()])
@@ -83,7 +83,7 @@ def tokens_of(mask: Words) -> list[int]:
 
 @dataclass
 class Answer:
-    """The answer to a request."""
+    """The answer to one request."""
 
     ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -92,7 +92,7 @@ class Answer:
 
 
 class Answers:
-    """Runs requests on an engine of the demo model, all in one batch."""
+    """Runs requests on an engine of the demo model, all in the same batch."""
 
     def __init__(self, engine: Engine, speculator: Speculator | None = None) -> None:
         self.engine = engine
@@ -109,9 +109,9 @@ class Answers:
         max_tokens: int = 60,
         **options: Any,
     ) -> Row:
-        """Admits a request; `had` are the ids of a resumed request.
+        """Admits a request; `had` are the ids that a resumed request already has.
 
-        A request with `thinking_budget` has opened thoughts in its prompt.
+        With `thinking_budget` the prompt of the request has opened the thoughts.
         """
         chosen = Options.parse({"seed": number, **options})
         _, text, _ = demo()
@@ -142,7 +142,7 @@ class Answers:
         assert not self.steps.admit(row)
 
     def step(self) -> None:
-        """Runs one step, and admits preempted rows again."""
+        """Runs one step, and admits preempted sequences again."""
         for row in self.generations.sequences():
             if row.phase is Phase.WAITING:
                 self._enter(row)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def window(stream: Sequence[int], context: int, keep: int) -> list[int]:
-    """Returns the tokens of a stream that a model reads before it draws the next token."""
+    """Returns the tokens of a stream that a model reads before it generates the next token."""
     inputs: list[int] = []
     for token in stream:
         if len(inputs) == context:

@@ -1,4 +1,4 @@
-"""Events of the core, parsed from bodies as the edge parses them."""
+"""Events of the broker's core, parsed from bodies as the broker's I/O threads parse them."""
 
 from __future__ import annotations
 

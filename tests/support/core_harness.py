@@ -1,8 +1,8 @@
-"""A vocabulary for stories about the core: clients, workers and a clock, without a socket.
+"""Simulates clients, workers and a clock around the broker's core, without sockets.
 
-Every action is checked at once. It fits the wire, and `pos` continues without a gap. Each accepted
-(id, attempt) gets a terminal and nothing after it. Work goes only to a READY worker with room. A
-fake worker's token at position i is i, so that a client can check its tokens.
+Every action is checked immediately: it fits the protocol, and `pos` continues without a gap. Each
+accepted (id, attempt) gets an end and no frame after it. Work goes only to a READY worker with free
+sequences. A fake worker's token at position i is i, so that a client can check its tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def request_id(number: int) -> bytes:
     return number.to_bytes(wire.ID_BYTES, "big")
 
 
-X = request_id(900)  # an id chosen by a test
+X = request_id(900)  # an id that a test chooses
 BOB = "uid:2"
 
 
@@ -51,7 +51,7 @@ def model(**settings: Any) -> ModelConfig:
 
 @dataclass(eq=False)
 class Run:
-    """A worker's part of a request."""
+    """A run of a request, as its worker sees it."""
 
     attempt: int
     pos: int
@@ -61,19 +61,19 @@ class Run:
 
 @dataclass(eq=False)
 class Heard:
-    """A client's part of one (id, attempt)."""
+    """The frames of one (id, attempt), as its client sees them."""
 
-    pos: int | None = None  # None: the position of the first frame, for a resume
+    pos: int | None = None  # None: a resume, whose first frame sets it
     ids: list[int] = field(default_factory=list)
     text: str = ""
     frames: int = 0
-    link: int = 0  # the link that the stream belongs to
-    forgotten: bool = False  # its link timed out: nothing more may come
+    link: int = 0  # the link of the stream
+    forgotten: bool = False  # its link timed out: no more frames may arrive
     ended: act.ToClient | None = None
 
 
 class FakeWorker:
-    """Sends the messages of a worker, and remembers the messages to it."""
+    """Sends the messages of a worker, and records the messages to the worker."""
 
     def __init__(self, story: Story, slot: str) -> None:
         self.story = story
@@ -118,14 +118,14 @@ class FakeWorker:
         return self
 
     def credit(self, capacity: int | None = None) -> FakeWorker:
-        """Report the free ones of `capacity` places."""
+        """Report the free sequences of `capacity`."""
         self.capacity = self.capacity if capacity is None else capacity
         free = max(0, self.capacity - len(self.runs))
         self.story.do(make.credit(self.epoch, {"sequences": free, "works": self.works}))
         return self
 
     def row(self, request: bytes, count: int = 0, **parts: Any) -> Delta:
-        """Returns the next `count` tokens of a run as an entry of `deltas`; ids are positions."""
+        """Returns the next `count` tokens of a run as a row of `deltas`; ids are positions."""
         run = self.runs[request]
         ids = range(run.pos, run.pos + count)
         row = Delta(
@@ -147,13 +147,13 @@ class FakeWorker:
         return self.story.do(ev.WorkerDeltas(self.epoch if epoch is None else epoch, rows))
 
     def tokens(self, request: bytes, count: int = 1, **parts: Any) -> list[act.Action]:
-        """Send a `deltas` frame with one entry."""
+        """Send a `deltas` frame with one row."""
         return self.say(self.row(request, count, **parts))
 
     def end(
         self, request: bytes, reason: str = "stop", count: int = 0, rest: str = ""
     ) -> list[act.Action]:
-        """Send the last `count` tokens and the end in one entry; `rest` is text held back."""
+        """Send the last `count` tokens and the end in one row; `rest` is text held back."""
         end = {"reason": reason, "text": rest, "usage": {"completion_tokens": count}}
         return self.tokens(request, count, end=end)
 
@@ -175,19 +175,19 @@ class FakeWorker:
         return self.story.do(ev.WorkerExited(self.slot, cause, own, prefill))
 
     def give_back(self, *requests: bytes) -> list[act.Action]:
-        """Hand back runs, as at a drain; without arguments all of them."""
+        """Return runs to the broker, as at a drain; without arguments all runs."""
         named = requests or tuple(self.runs)
         runs = [[request, self.runs.pop(request).attempt] for request in named]
         return self.story.do(make.handed_back(self.epoch, runs))
 
     def look(self, look: ProgressReading | None = None, **sample: Any) -> list[act.Action]:
-        """Have the supervisor observe the worker, as it does every second."""
+        """Let the supervisor observe the worker, as it does every second."""
         return self.story.do(
             ev.Looked(self.slot, Sample(look or ProgressReading("idle"), **sample), 1.0)
         )
 
     def watched(self, seconds: int, look: ProgressReading, **sample: Any) -> None:
-        """Have the supervisor see the same for `seconds`; all others are heard meanwhile."""
+        """Let the supervisor observe the same for `seconds`; all clients send pings meanwhile."""
         for _ in range(seconds):
             for link in list(self.story.core.state.links):
                 self.story.hear(link)
@@ -208,7 +208,7 @@ class FakeWorker:
 
 
 class Story:
-    """A core, its links and its workers. `last` has the actions that the last call caused."""
+    """A simulation: a core, its links and its workers. `last` has the actions of the last call."""
 
     def __init__(
         self,
@@ -232,14 +232,14 @@ class Story:
     # ---- events --------------------------------------------------------------------------------
 
     def do(self, event: ev.Event) -> list[act.Action]:
-        """Perform an event, now."""
+        """Perform an event at the present time."""
         self.last = list(self.core.handle(event, self.now))
         for action in self.last:
             self.check_action(action)
         return self.last
 
     def later(self, seconds: float) -> list[act.Action]:
-        """Let time pass, with the core's wake-ups."""
+        """Let time pass, with the core's scheduled wake-ups."""
         end, actions = self.now + seconds, []
         while self.core.next_wake() <= end:
             self.now = max(self.now, self.core.next_wake())
@@ -259,7 +259,7 @@ class Story:
         options: Any = None,
         **body: Any,
     ) -> bytes:
-        """Have a client send `generate`; returns its id, by default a new one."""
+        """Let a client send `generate`; returns its id, by default a new id."""
         if request is None:
             self.requests_made += 1
             request = request_id(self.requests_made)
@@ -290,7 +290,7 @@ class Story:
     def ready_worker(
         self, name: str = "m", sequences: int = 4, replica: int = 0, **hello: Any
     ) -> FakeWorker:
-        """Returns the worker of a slot, started, welcomed and with `sequences` places."""
+        """Returns a started and welcomed worker of a slot, with `sequences` free sequences."""
         slot = f"{name}/{replica}"
         self._wait_out(name, slot)
         if self.core.state.registry.slots[slot].worker is None:
@@ -311,7 +311,7 @@ class Story:
             self.later(0.5)
 
     def running(self, sequences: int = 4, **request: Any) -> tuple[FakeWorker, bytes]:
-        """Returns a ready worker and the request that it has been given."""
+        """Returns a ready worker, and a request that runs on this worker."""
         worker = self.ready_worker(sequences=sequences)
         request_id = self.generate(**request)
         assert self.request(request_id).state is RequestState.ASSIGNED
@@ -326,7 +326,7 @@ class Story:
         return self.core.state.registry.models[name]
 
     def to_client(self, kind: str | None = None, link: int | None = None) -> list[act.ToClient]:
-        """Returns the last call's messages to clients."""
+        """Returns the messages to clients of the last call."""
         return [
             action
             for action in self.last
@@ -336,7 +336,7 @@ class Story:
         ]
 
     def started(self) -> list[str]:
-        """Returns the slots whose worker the last call had started."""
+        """Returns the slots whose workers the last call started."""
         return [action.slot for action in self.last if isinstance(action, act.StartWorker)]
 
     def stopped(self) -> list[str]:
@@ -355,7 +355,7 @@ class Story:
         return frame
 
     def assert_refused(self, code: str, *words: str, link: int = 1) -> act.ToClient:
-        """Assert that the last call answered with an error and accepted nothing."""
+        """Assert that the last call answered with an error and accepted no request."""
         frame = self.assert_sent(link, kinds.ERROR, code=code)
         assert not self.to_client(kinds.ACCEPTED)
         for word in words:
@@ -363,14 +363,14 @@ class Story:
         return frame
 
     def assert_ended(self, request: bytes, outcome: str, attempt: int = 1) -> act.ToClient:
-        """Assert that the stream has its terminal: a `reason` or an error's `code`."""
+        """Assert that the stream has its end: a `reason` or an error's `code`."""
         ended = self.heard[request, attempt].ended
         assert ended is not None, "the stream has not ended"
         assert outcome in (body_of(ended).get("reason"), body_of(ended).get("code")), body_of(ended)
         return ended
 
     def assert_conserved(self) -> None:
-        """Assert that accepted requests have ended or are live, in all and by model."""
+        """Assert that accepted requests have ended or are live, by model and in total."""
         counters = self.core.state.counters
         ended = counters.done + counters.failed + counters.cancelled
         assert counters.accepted == ended + len(self.core.state.requests)
@@ -382,7 +382,7 @@ class Story:
             assert by_model == getattr(counters, key), key
 
     def assert_idle(self) -> None:
-        """Assert that only tombstones are left."""
+        """Assert that only tombstones of requests remain."""
         core = self.core
         assert not core.state.requests and not core.state.calls
         for owner_model in core.state.registry.models.values():
@@ -483,7 +483,7 @@ class Story:
 
 
 def wake_until_idle(story: Story) -> list[int]:
-    """Wake the core for due events; returns the number of streams that each event ended."""
+    """Wake the core for due events; returns the numbers of streams that the events ended."""
     left = [len(story.core.state.requests)]
     while story.core.next_wake() <= story.now:
         story.do(ev.Wake())
@@ -497,5 +497,5 @@ def body_of(action: act.ToClient | act.ToWorker) -> dict[str, Any]:
 
 
 def owed(worker: Worker) -> int:
-    """Returns the worker's reported free places minus the work it has not seen, at least 0."""
+    """Returns the worker's reported free sequences minus the work it has not seen, at least 0."""
     return worker.sequences - (worker.works_sent - worker.works_seen)

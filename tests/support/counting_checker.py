@@ -11,7 +11,7 @@ VOCAB = Counting().vocab
 
 
 def expected_ids(prompt: str, seed: int, count: int, vocab: int = VOCAB) -> list[int]:
-    """Returns the ids that the counting model must draw."""
+    """Returns the token ids that the counting model must generate."""
     ids = list(prompt.encode())
     return [token_at(ids, seed, position, vocab) for position in range(count)]
 

@@ -6,14 +6,14 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-INFO = b".nv.info"  # the section with a list of attributes of all kernels
-WITH_WORDS = 4  # the format of an attribute with a symbol and a number as its value
+INFO = b".nv.info"  # the section with the attributes of all kernels
+WITH_WORDS = 4  # format of an attribute whose value is a symbol and a number
 FRAME_SIZE, REGISTERS = 0x11, 0x2F  # attributes
 
 
 @dataclass(frozen=True, slots=True)
 class KernelNeeds:
-    """The `registers` of a thread, and the bytes of its `stack`, which has spilled registers."""
+    """The `registers` of a thread, and the bytes of its `stack`, to which registers are spilled."""
 
     registers: int
     stack: int

@@ -29,14 +29,14 @@ def ports_of_deployments() -> dict[str, str]:
 
 
 def arguments(manifest: Path) -> list[str]:
-    """Returns the arguments of the container of the only workload in a file or patch."""
+    """Returns the arguments of the container in the only workload of a file or patch."""
     (workload,) = yaml.safe_load_all(manifest.read_text("utf-8"))
     (container,) = workload["spec"]["template"]["spec"]["containers"]
     return list(container["args"])
 
 
 def make_keys(folder: Path, roles: Mapping[str, str], bearer: str) -> dict[str, str]:
-    """Write the key files of the Secrets, and brokers' public keys; returns the public keys."""
+    """Write the key files of the Secrets and the brokers' public keys; returns the public keys."""
     public_keys = {}
     for name, role in roles.items():
         flags = ("keygen", name, "--role", role, "--folder", str(folder), "--json")
@@ -64,9 +64,9 @@ def running(
     prefix: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[None]:
-    """Run `mlxpool` with these arguments in the block, with its own run directory.
+    """Run `mlxpool` with these arguments in the `with` block, with its own run directory.
 
-    `prefix`: a command that runs `mlxpool`, such as `ip netns exec NAME`. `variables` are set in
+    `prefix` is a command that runs `mlxpool`, such as `ip netns exec NAME`. `variables` are set in
     its environment.
     """
     with TemporaryDirectory(prefix="mlxpool-") as folder, log.open("wb") as out:
@@ -85,7 +85,7 @@ def running(
 
 
 def answers(url: str) -> bool:
-    """Returns whether the URL is answered with status 200."""
+    """Returns whether a request to the URL is answered with status 200."""
     try:
         with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
             return bool(answer.status == 200)

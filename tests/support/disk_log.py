@@ -1,8 +1,8 @@
-"""The log of a process's changes to a folder, and images that a loss of power may leave.
+"""The log of a process's changes to a folder, and disk images as after a loss of power.
 
-disk_shim.cpp writes the log. An image holds all data that was synced before the loss, and any part
-of the rest: any sectors of each write, one perhaps torn, and any first part of the unsynced changes
-of names.
+disk_shim.cpp writes the log. An image has all data that was synced before the loss, and a part of
+the later data: any sectors of each write, maybe one of them torn, and the first changes of names up
+to any unsynced change.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-SECTOR = 512  # bytes that a disk writes as a whole, or tears
+SECTOR = 512  # bytes that a disk writes as a unit, or tears
 _HEAD = struct.Struct("<cQQI")
 
 
@@ -34,7 +34,7 @@ class Record:
 
 
 def read_log(path: Path) -> list[Record]:
-    """Returns the whole records; a kill may cut the last record."""
+    """Returns the complete records; a kill may cut the last record."""
     raw = path.read_bytes()
     records, at = [], 0
     while at + _HEAD.size <= len(raw):
@@ -58,15 +58,15 @@ class _File:
 
 @dataclass(slots=True)
 class Disk:
-    """The files of the folder `root` after some records, with their unsynced changes."""
+    """The files of the folder `root` after the first records, with their unsynced changes."""
 
     root: str
-    _files: dict[int, _File] = field(default_factory=dict)  # by a number of this class
+    _files: dict[int, _File] = field(default_factory=dict)  # by a number that this class assigns
     _of_inode: dict[int, int] = field(default_factory=dict)
     _live: dict[str, int] = field(default_factory=dict)  # names as the process sees them
     _names: dict[str, int] = field(default_factory=dict)  # names that are on the disk
     _folders: set[str] = field(default_factory=set)
-    _changes: list[tuple[str, str, int]] = field(default_factory=list)  # unsynced changes of names
+    _changes: list[tuple[str, str, int]] = field(default_factory=list)  # unsynced name changes
 
     def play(self, record: Record) -> None:
         """Apply one record."""
@@ -110,7 +110,7 @@ class Disk:
         return self._files[self._of_inode[inode]]
 
     def _sync_names(self, folder: str) -> None:
-        """Put every change of a name in this folder on the disk."""
+        """Put every name change in this folder on the disk."""
         kept = []
         for change in self._changes:
             if all(str(Path(path).parent) == folder for path in change[1].split("\0")):
@@ -120,11 +120,11 @@ class Disk:
         self._changes = kept
 
     def image(self, target: Path, draw: random.Random) -> None:
-        """Write into `target` a possible state of `root` after a loss of power now."""
+        """Write a possible state of `root` after a loss of power now into `target`."""
         names, folders = dict(self._names), set(self._folders)
         for change in self._changes[: draw.randint(0, len(self._changes))]:
             _rename(names, folders, change)
-        likely = draw.choice((0.0, 0.1, 0.5, 0.9, 1.0))  # probability of a sector on the disk
+        likely = draw.choice((0.0, 0.1, 0.5, 0.9, 1.0))  # probability of an unsynced sector
         target.mkdir()
         for folder in sorted(folders):
             (target / Path(folder).relative_to(self.root)).mkdir()
@@ -173,7 +173,7 @@ def _after_loss(file: _File, likely: float, draw: random.Random) -> bytes:
 
 
 def _sectors(at: int, data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yields a write in parts, each within one sector."""
+    """Yields the parts of a write, each within one sector."""
     done = 0
     while done < len(data):
         length = min(SECTOR - (at + done) % SECTOR, len(data) - done)

@@ -1,4 +1,7 @@
-"""Records of the disk tier for tests: arrays follow from the inputs, so a wrong one is detected."""
+"""Records of the disk tier of the prefix cache, with arrays that follow from the inputs.
+
+So a test detects a wrong array.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ HEADS, SIZE = 2, 3
 
 
 def cells(ids: Sequence[int], start: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.uint16]]:
-    """Returns an array [HEADS, tokens, SIZE] that encodes the inputs and their places."""
+    """Returns an array [HEADS, tokens, SIZE] that encodes the inputs and their positions."""
     numbers = np.array(
         [(token * 7 + start + at) % 65_521 for at, token in enumerate(ids)], np.uint16
     )
@@ -43,7 +46,7 @@ def cells(ids: Sequence[int], start: int = 0) -> np.ndarray[tuple[int, ...], np.
 def records_of(
     ids: Sequence[int], scope: str = "", *, states: Sequence[int] = ()
 ) -> list[NewRecord]:
-    """Returns the records of a sequence: its blocks, a part at its end, and snapshots."""
+    """Returns the records of a sequence: its blocks, a partial last block, and snapshots."""
     records, key = [], root_key(scope)
     for start in range(0, len(ids), BLOCK_TOKENS):
         part = tuple(ids[start : start + BLOCK_TOKENS])
@@ -55,9 +58,9 @@ def records_of(
 def record_of(
     part: tuple[int, ...], start: int, parent: bytes, *, states: Sequence[int] = ()
 ) -> list[NewRecord]:
-    """Returns the record of a block after the blocks of a key, and its snapshot if requested.
+    """Returns the record of a block after the blocks of a key, with its snapshot if requested.
 
-    A snapshot inside the block has a record of the inputs before it as well.
+    A snapshot inside the block also has a record of the inputs before the snapshot.
     """
     key = block_key(parent, packed(part))
     arrays = (NamedArray("0.0", "bfloat16", (cells(part, start),)),)
@@ -80,7 +83,7 @@ def tier_at(
     model: str = "m",
     records: int = 0,
 ) -> Iterator[DiskTier]:
-    """Runs a tier in a folder; it has found at least `records` records."""
+    """Runs a disk tier in a folder; it first finds at least `records` records."""
     folder = ModelFolder(path, model, budget)
     folder.prepare(digest)
     tier = DiskTier(TierState(folder, digest, ABOUT, ROOM, True, lambda: None))
@@ -101,8 +104,8 @@ def write_all(tier: DiskTier, records: Sequence[NewRecord]) -> None:
 
 
 def write_until_killed(path: Path, number: int) -> None:
-    """Writes records that begin at `number * 1,000,000` without end, in a process to be killed."""
-    with tier_at(path, budget=2**32) as tier:  # a budget so large that nothing is deleted
+    """Writes records until it is killed; the first input is `number * 1,000,000`."""
+    with tier_at(path, budget=2**32) as tier:  # a large budget, so that no record is deleted
         for count in range(10_000):
             base = number * 1_000_000 + count * 1000
             write_all(tier, records_of(tuple(range(base, base + 700)), states=[700]))
@@ -124,7 +127,7 @@ def wanted(
 
 
 def read_all(tier: DiskTier, what: Wanted) -> list[ReadRecord]:
-    """Reads everything that the disk has for a prompt."""
+    """Reads all records that the disk has for a prompt."""
     reading = tier.reader.begin(what)
     records: list[ReadRecord] = []
     until(lambda: _take(reading, records), "all is read")
@@ -138,7 +141,7 @@ def _take(reading: Reading, records: list[ReadRecord]) -> bool:
 
 
 def array_of(record: ReadRecord, name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.uint16]]:
-    """Returns an array of a record, bfloat16 as uint16."""
+    """Returns an array of a record; bfloat16 as uint16."""
     (place,) = (candidate for candidate in record.header.arrays if candidate.name == name)
     kind = {"bfloat16": "uint16"}.get(place.dtype, place.dtype)
     data = record.arrays[place.offset : place.offset + place.nbytes]

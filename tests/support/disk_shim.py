@@ -1,8 +1,8 @@
-"""Runs a Python program on a logged disk, which a test can make full, slow or bad.
+"""Runs a Python program on a logged disk, which a test can make full, slow or faulty.
 
-A preloaded library replaces the calls of libc that SQLite writes with. Other ways do not fit: a
-FUSE file system needs rights that a test does not have, a VFS of SQLite needs another build of
-SQLite than users have, and strace sees calls but cannot stop them.
+A preloaded library replaces the libc calls with which SQLite writes. Other methods do not fit: a
+FUSE file system needs rights that tests do not have, a VFS of SQLite needs another build of SQLite
+than users have, and strace sees calls but cannot block them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NO_BOUND = -1
 
 @cache
 def library() -> Path:
-    """Builds the library, once a process. Skips the test if it cannot be built."""
+    """Builds the library, once per process. Skips the test if this fails."""
     if not sys.platform.startswith("linux"):
         pytest.skip("the calls of libc are replaced by preloading, as on Linux")
     if COMPILER is None:
@@ -46,7 +46,7 @@ def library() -> Path:
 
 
 class ShimmedDisk(Closing):
-    """The library's control of the folder `root`, for processes that run in `environment`."""
+    """The library's control of the folder `root`, for processes that have `environment`."""
 
     def __init__(self, root: Path, log: Path | None = None, room: int = NO_BOUND) -> None:
         root.mkdir(exist_ok=True)
@@ -69,15 +69,15 @@ class ShimmedDisk(Closing):
         return int(struct.unpack("<q", self._control[8 * index : 8 * index + 8])[0])
 
     def stall(self, on: bool) -> None:
-        """Let every write and sync wait, or go on."""
+        """Block every write and sync, or unblock them."""
         self._set(0, int(on))
 
     def until_stalled(self) -> None:
-        """Wait until a call waits."""
+        """Wait until a call is blocked."""
         until(lambda: self._get(3) > 0, "a call waits for the disk")
 
     def leave(self, room: int) -> None:
-        """Set the bytes left on the disk; NO_BOUND for no bound."""
+        """Set the free bytes of the disk; NO_BOUND: no bound."""
         self._set(1, room)
 
     def fail_syncs(self, count: int) -> None:
@@ -90,9 +90,10 @@ class ShimmedDisk(Closing):
 
 
 class ShimmedProcess(ShimmedDisk):
-    """A program of tests/support in a new process, on the folder `root` with `room` bytes.
+    """A program of tests/support in a new process, with `room` bytes of disk for folder `root`.
 
     `line` reads its output; `tell` writes to its input.
+
     """
 
     def __init__(

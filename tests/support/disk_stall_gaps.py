@@ -1,9 +1,9 @@
-"""Measures the effect of a stalled disk under the store of jobs on streams without jobs.
+"""Measures the effect of a stalled disk under the job store on streams that are not jobs.
 
 PYTHONPATH=tests python tests/support/disk_stall_gaps.py [--rounds 3] [--seconds 5]
 
-Eight streams run beside jobs that run and are submitted. In each round the disk works for `seconds`
-and stalls for `seconds`. The client measures each gap between two deltas of a stream.
+Eight streams run while jobs run and are submitted. In each round the disk works for `seconds` and
+then stalls for `seconds`. The client measures each gap between two deltas of a stream.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STREAMS, JOBS = 8, 4
 
 
 class Phases:
-    """The gaps of each phase; a gap belongs to the phase of its end."""
+    """The gaps in each phase; a gap belongs to the phase in which it ends."""
 
     def __init__(self) -> None:
         self.now = ""

@@ -28,14 +28,14 @@ REASON = re.compile(r"<!-- not run: (.+) -->\s*\Z")
 LOOSE = re.compile(r"<!-- figures differ -->\s*\Z")
 ENDS = re.compile(r"<!-- ends with (\d+) -->\s*\Z")
 RUNNABLE = frozenset({"console", "python", "sh", "toml"})
-PATIENCE = 500  # seconds for a whole page; it only bounds a failure
+PATIENCE = 500  # seconds for a whole page; only bounds a failure
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block. `line`: the line of its fence. `reason`: why it is not run, else "".
+    """A fenced block. `line` is the line of its fence; `reason` is why it is not run, else "".
 
-    `loose`: its figures differ. `ends`: the exit code of its last command.
+    `loose` is True if its figures differ. `ends` is the exit code of its last command.
     """
 
     kind: str
@@ -130,9 +130,10 @@ def _of_console(block: Block) -> Iterator[Command]:
 def run(
     page_commands: Sequence[Command], folder: Path, environment: Mapping[str, str]
 ) -> list[tuple[Command, int, str]]:
-    """Run commands in one shell; returns each with its exit code and its output.
+    """Run commands in one shell; returns each command with its exit code and its output.
 
     Ends the background processes that the commands started.
+
     """
     program_stubs.put_into(folder / "program_stubs")
     path = f"{folder / 'program_stubs'}:{Path(sys.executable).parent}"

@@ -10,12 +10,12 @@ from typing import Any
 
 from mlxpool.worker.weights.locate import DEMO_FOLDER
 
-LAYERS, CONTEXT = 5, 256  # of the draft model; the demo has six layers
+LAYERS, CONTEXT = 5, 256  # layers of the draft model; the demo model has six
 BFLOAT16_BYTES, LENGTH_BYTES = 2, 8
 
 
 def write_draft(folder: Path) -> Path:
-    """Writes the draft model to a new folder and returns that; some of its drafts are right."""
+    """Writes the draft model to a new folder, and returns it; some of its drafts are right."""
     folder.mkdir(parents=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(DEMO_FOLDER / name, folder)
@@ -47,5 +47,5 @@ def _first_layers() -> bytes:
 
 
 def _layer(name: str) -> int:
-    """Returns the number of the layer of a tensor; -1 without a layer."""
+    """Returns the layer number of a tensor; -1 if it belongs to no layer."""
     return int(name.split(".")[2]) if name.startswith("model.layers.") else -1

@@ -1,4 +1,4 @@
-"""Drafts that are known to be right or wrong, and steps that check them in any case."""
+"""Drafts that are known to be right or wrong, and speculators that always check drafts."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ MAX_DEPTH = 6
 
 
 class OracleDrafter:
-    """Proposes the next ids of known answers, some of them changed.
+    """Drafts the next ids of known answers, some of them wrong.
 
-    `answers`: the whole answer of a request by its id. Ids after the end of an answer are drawn.
+    `answers` has the whole answer of each request by its id. Ids after the end of an answer are
+    random.
     """
 
     name = "oracle"
 
     def __init__(self, answers: Mapping[bytes, Many[int]], draw: random.Random, size: int) -> None:
-        """`size`: the size of the vocabulary."""
+        """`size` is the size of the vocabulary."""
         self._answers = answers
         self._draw = draw
         self._size = size
@@ -63,16 +64,17 @@ class OracleDrafter:
 
 
 class EagerSpeculator(Speculator):
-    """Has every row with room check a random number of the drafts that there are.
+    """Checks a random number of the available drafts of every row with room, also if it is slow.
 
     They are checked whether that pays or not.
+
     """
 
     def __init__(self, drafter: Drafter | None = None, draw: random.Random | None = None) -> None:
-        """Without `draw` the number is as high as possible."""
+        """Without `draw` all available drafts are checked."""
         super().__init__(drafter or NgramDrafter(), lambda load: 0.0, monotonic)
         self._draw = draw
-        self.most = 0  # drafts of a row in a step
+        self.most = 0  # the most drafts of a row in a step
         self.waits = False  # True while no row checks drafts
 
     @property
@@ -99,7 +101,7 @@ class EagerSpeculator(Speculator):
 
 
 class ClockedSpeculator(Speculator):
-    """Records the reported times of steps, by a clock that the test moves."""
+    """Records the reported times of steps; the test moves the clock."""
 
     def __init__(self) -> None:
         super().__init__(NgramDrafter(), lambda load: 0.0, lambda: self.now)

@@ -1,4 +1,4 @@
-"""A strategy that draws JSON schemas for formats."""
+"""A Hypothesis strategy that generates JSON schemas for formats."""
 
 from __future__ import annotations
 
@@ -77,5 +77,5 @@ _INNER = st.recursive(
     ),
     max_leaves=6,
 )
-# A schema of each kind, with the definition that its references name.
+# A schema of each kind, with the definition to which its references refer.
 SCHEMAS = st.builds(lambda schema, shared: {"$defs": {"shared": shared}, **schema}, _INNER, LEAVES)

@@ -1,6 +1,6 @@
-"""Steps of an engine without the compute thread: spans that read prompts and decode rows.
+"""Steps of an engine without the compute thread: spans that prefill prompts and decode rows.
 
-Tokens are appended to their sequences as soon as they are collected.
+Tokens are appended to their sequences when they are collected.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from mlxpool.worker.scheduling.spans import Span
 
 
 def chunk_of(engine: Engine, seq: Sequence, tokens: int | None = None) -> Span | None:
-    """Returns the next chunk of a prompt, `tokens` long at most; None before the decode step.
+    """Returns the next chunk of a prompt, up to `tokens` long; None before the decode step.
 
-    A chunk ends before the input of the decode step, and at a restore point if the engine needs
-    that.
+    A chunk ends before the input of the decode step, and at restore points if the engine needs
+    them.
     """
     limits = engine.limits
     most = min(seq.unread - 1, limits.lines, longest_chunk(seq.submitted, limits.pairs))
@@ -29,7 +29,7 @@ def chunk_of(engine: Engine, seq: Sequence, tokens: int | None = None) -> Span |
 
 
 def read_chunk(engine: Engine, seq: Sequence, tokens: int | None = None) -> int:
-    """Reads the next chunk of a prompt in its own pass; returns its tokens, 0 at the end.
+    """Computes the next chunk of a prompt in a separate pass; returns its length, 0 at the end.
 
     It also collects the passes in flight.
     """
@@ -42,7 +42,7 @@ def read_chunk(engine: Engine, seq: Sequence, tokens: int | None = None) -> int:
 
 
 def read(engine: Engine, seq: Sequence, tokens: int | None = None) -> list[int]:
-    """Reads a prompt up to the input of its decode step; returns the tokens of its chunks."""
+    """Prefills a prompt up to the input of its decode step; returns the tokens of its chunks."""
     tokens_of_chunks: list[int] = []
     while count := read_chunk(engine, seq, tokens):
         tokens_of_chunks.append(count)
@@ -50,16 +50,16 @@ def read(engine: Engine, seq: Sequence, tokens: int | None = None) -> list[int]:
 
 
 def enter(engine: Engine, seq: Sequence, tokens: int | None = None) -> list[int]:
-    """Admits a sequence and reads its prompt; see `read`."""
+    """Admits a sequence and prefills its prompt; see `read`."""
     engine.admit(seq)
     return read(engine, seq, tokens)
 
 
 def decode(engine: Engine, rows: Many[Sequence], steps: int = 1) -> list[SampledToken]:
-    """Decodes until each row has `steps` tokens more; returns all drawn tokens.
+    """Decodes until each row has `steps` more tokens; returns all generated tokens.
 
     If the engine looks ahead, a pass over the rows that may continue stays in flight. Rows outside
-    `rows` get their token in flight. Raises the first SequenceFailed.
+    `rows` get the token of their pass in flight. Raises the first SequenceFailed.
     """
     target = {seq: len(seq.ids) + steps for seq in rows}
     ahead = engine.limits.ahead
@@ -89,7 +89,7 @@ def decode_spans(rows: Iterable[Sequence]) -> list[Span]:
 
 
 def may_continue(engine: Engine, seq: Sequence) -> bool:
-    """Returns whether a sequence may draw a further token after the tokens in flight."""
+    """Returns whether a sequence may generate a token after the tokens in flight."""
     count = len(seq.ids) + seq.awaited
     return count < seq.max_tokens and len(seq.prompt) + count < engine.context
 
@@ -113,7 +113,7 @@ def drain(engine: Engine) -> list[SampledToken]:
 
 
 def _submit(engine: Engine, rows: Many[Sequence], ahead: int) -> list[SampledToken]:
-    """Submits a decode step; returns the tokens of a pass that had to be collected before."""
+    """Submits a decode step; returns the tokens of a pass that had to be collected first."""
     if rows:
         engine.submit(decode_spans(rows))
     drawn: list[SampledToken] = []
@@ -130,14 +130,14 @@ class ScheduledSteps:
         self.live: list[Sequence] = []
 
     def admit(self, seq: Sequence) -> None:
-        """Gives a sequence a row."""
+        """Admits a sequence into the batch."""
         self.engine.admit(seq)
         seq.phase = Phase.RUNNING
         if seq not in self.live:
             self.live.append(seq)
 
     def step(self) -> list[SampledToken]:
-        """Submits the next step; collects the oldest pass if no more may be in flight."""
+        """Submits the next step; collects the oldest pass if too many are in flight."""
         limits = self.engine.limits
         chosen = schedule(self.live, limits, self.engine.cost.seconds, self.engine.clip)
         assert not (chosen.alone and self.engine.in_flight)
@@ -148,7 +148,7 @@ class ScheduledSteps:
         return collect(self.engine).drawn
 
     def preempt(self, seq: Sequence) -> None:
-        """Takes the row from a sequence, which may be admitted again."""
+        """Preempts a sequence, which may be admitted again."""
         self.engine.release(seq)
         seq.preempt()
 

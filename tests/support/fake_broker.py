@@ -1,4 +1,4 @@
-"""A broker's front socket under the control of a test."""
+"""A broker's socket for clients, under the control of a test."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ PATIENCE = 200  # seconds; no test measures time, so this only bounds a failure
 NEVER = 3600.0
 USAGE = {"completion_tokens": 0}
 FACTS = {"digest": "d", "context": 64, "max_tokens": 9, "prompt_tokens": 3, "now": 5}
-# Polls often, and never sends again by itself, even on a slow machine.
+# Polls often, and never sends a request again by itself, even on a slow machine.
 NO_RESEND_PACE = Pace(ping=0.05, tick=0.01, silence=NEVER, answer=(NEVER,))
 WAITS: dict[str, Any] = {"connect_timeout": PATIENCE, "pace": NO_RESEND_PACE}
 
 
 class FakeBroker:
-    """A ROUTER socket under a test's control. One thread at a time may use it."""
+    """A ROUTER socket under a test's control. Only one thread at a time may use it."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.boot = 11
-        self.number = 5  # the number of the connection
+        self.number = 5  # the broker's number of the connection
         self.peer = b""
         self.seen: list[Message] = []
         self.attempts: dict[bytes, int] = {}  # the latest attempt of each stream
@@ -52,7 +52,7 @@ class FakeBroker:
         self.context.term()
 
     def client(self, **options: Any) -> Client:
-        """Returns a client that waits for this broker without end, and never sends again."""
+        """Returns a client that waits for this broker without end, and never retries."""
         return Client(self.run_dir, **{**WAITS, **options})
 
     def async_client(self, **options: Any) -> AsyncClient:
@@ -60,7 +60,7 @@ class FakeBroker:
         return AsyncClient(self.run_dir, **{**WAITS, **options})
 
     def receive(self, kind: str, *, pongs: bool = True) -> Message:
-        """Returns the next message of a kind; answers pings and records all messages."""
+        """Returns the next message of a kind. Answers pings, and records all messages."""
         assert self.socket is not None
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
@@ -70,7 +70,7 @@ class FakeBroker:
             message = frames.decode(parts)
             self.seen.append(message)
             if message.kind == kinds.PING and pongs:
-                with contextlib.suppress(zmq.ZMQError):  # the client may be gone by now
+                with contextlib.suppress(zmq.ZMQError):  # the client may have left by now
                     self.pong()
             if message.kind == kinds.GENERATE and message.header.id is not None:
                 self.attempts[message.header.id] = message.header.attempt
@@ -101,14 +101,14 @@ class FakeBroker:
         self.say(kinds.PONG, None, {"boot": self.boot, "link": self.number, "version": 1})
 
     def accept(self) -> bytes:
-        """Take the next `generate`; returns its id."""
+        """Accept the next `generate`; returns its id."""
         request = self.receive(kinds.GENERATE).header.id
         assert request is not None
         self.accepted(request)
         return request
 
     def stream_of(self, client: Client, prompt: str = "a", **options: Any) -> tuple[Stream, bytes]:
-        """Returns a client's new stream, which this broker, opened if need be, accepts."""
+        """Returns a new stream of a client; this broker accepts it, and is opened if necessary."""
         stream = client.stream("m", prompt, **options)
         if self.socket is None:
             self.open()
@@ -119,7 +119,7 @@ class FakeBroker:
         self.say(kinds.ACCEPTED, request, body, attempt=attempt)
 
     def tokens(self, request: bytes, pos: int, count: int = 1, **body: Any) -> None:
-        """Send ids that equal their positions."""
+        """Send token ids that equal their positions."""
         ids = range(pos, pos + count)
         fields = {"text": "x" * count, "n": count, **body}
         self.say(kinds.DELTA, request, fields, pack_ids(ids), pos=pos)
@@ -135,7 +135,7 @@ class FakeBroker:
 @contextlib.contextmanager
 def fake_broker() -> Iterator[FakeBroker]:
     """Makes a broker with its own run directory; its socket is not open yet."""
-    with TemporaryDirectory(prefix="mlxpool-") as folder:  # a short path, as a socket needs
+    with TemporaryDirectory(prefix="mlxpool-") as folder:  # a short path: socket paths are limited
         broker = FakeBroker(Path(folder))
         try:
             yield broker

@@ -10,7 +10,7 @@ from mlxpool.common.protocol.frames import Message
 
 
 class FakePeers(Peers):
-    """Peers in `dead` are gone, those in `full` read nothing; `incoming` waits to be received."""
+    """Peers in `dead` have left, peers in `full` read nothing; `incoming` are unread messages."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, Message]] = []

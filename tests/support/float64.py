@@ -9,19 +9,19 @@ import numpy as np
 
 def numbers(array: Any) -> Any:
     """Returns an array of MLX in float64."""
-    import mlx.core as mx  # references for whole models do without it
+    import mlx.core as mx  # references for whole models do not use it
 
     return np.array(array.astype(mx.float32)).astype(np.float64)
 
 
 def assert_near(found: Any, expected: Any, within: float = 0.02) -> None:
-    """Compares an array of MLX; `within`: the error as a share of the largest expected number."""
+    """Compares an array of MLX; `within` is the error divided by the largest expected number."""
     assert found.shape == expected.shape
     assert np.abs(numbers(found) - expected).max() < within * np.abs(expected).max()
 
 
 def normed(x: Any, gain: Any, eps: float) -> Any:
-    """Returns x with the root mean square of its last axis divided out, times `gain`."""
+    """Returns RMS norm: x divided by the root mean square of its last axis, times `gain`."""
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * gain
 
 
@@ -31,13 +31,13 @@ def silu(x: Any) -> Any:
 
 
 def gated(both: Any) -> Any:
-    """Returns SwiGLU of [T, 2 N] numbers: first the gate's, then the others."""
+    """Returns SwiGLU of [T, 2 N] numbers: the first half are gates."""
     gate, other = np.split(both, 2, axis=1)
     return silu(gate) * other
 
 
 def softmax(x: Any) -> Any:
-    """Returns the shares of the last axis."""
+    """Returns the softmax over the last axis."""
     powers = np.exp(x - x.max(-1, keepdims=True))
     return powers / powers.sum(-1, keepdims=True)
 
@@ -50,7 +50,7 @@ def rope_angles(count: int, size: int, base: float) -> Any:
 def rotated(x: Any, angles: Any, *, traditional: bool) -> Any:
     """Returns x [..., D] with its pairs rotated by angles [..., D / 2].
 
-    A pair is two neighbours (`traditional`), or the numbers of one place in both halves.
+    A pair is two neighbours (`traditional`), or the numbers of one index in both halves.
     """
     half = x.shape[-1] // 2
     first, second = (x[..., ::2], x[..., 1::2]) if traditional else (x[..., :half], x[..., half:])
@@ -70,8 +70,8 @@ def attention(
 ) -> Any:
     """Returns attention [T, H, E] of q [T, H, D] over keys [L, KV, D] and values [L, KV, E].
 
-    `seen` [T, L]: whether a line attends to a key; a line attends to at least one. `sinks`: an
-    array of MLX [H].
+    `seen` [T, L] is True if a query attends to a key; each query attends to at least one key.
+    `sinks` is an array of MLX [H].
     """
     group = q.shape[1] // keys.shape[1]
     keys, values = (np.repeat(heads, group, axis=1) for heads in (keys, values))

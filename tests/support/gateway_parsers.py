@@ -29,14 +29,14 @@ GENERATE = "/api/generate"
 
 
 class Parser(NamedTuple):
-    """A parser. `least`: a body with the required fields alone."""
+    """A parser. `least` is a body with only the required fields."""
 
     read: Callable[[Mapping[str, Any]], Any]
     fields: Body
     least: dict[str, Any]
 
     def __call__(self, /, **more: Any) -> Any:
-        """Parse the minimal body with more fields."""
+        """Parse the minimal body with additional fields."""
         return self.read({**self.least, **more})
 
 

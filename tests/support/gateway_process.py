@@ -14,7 +14,7 @@ from support.pool import PATIENCE, Pool, until
 
 
 class GatewayProcess(Closing):
-    """`mlxpool gateway` on a port that stays the same after it is killed and started again."""
+    """`mlxpool gateway` on a port that does not change when the process is killed and restarted."""
 
     def __init__(self, run_dir: Path, port: int, log: Path, *flags: str) -> None:
         self.port = port
@@ -31,7 +31,7 @@ class GatewayProcess(Closing):
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start it, unless it runs, and wait until it takes connections."""
+        """Start the gateway if it does not run, and wait until it accepts connections."""
         if self.process is None:
             with self.log_path.open("ab") as log:
                 self.process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Small GGUF files, written by llama.cpp's own package, with the weights of test checkpoints.
+"""Small GGUF files, written by llama.cpp's Python package, with the weights of test checkpoints.
 
 llama.cpp's names and layouts are repeated here on purpose, independent of the worker's code.
 """
@@ -75,7 +75,7 @@ def llama_cpp_name(name: str, architecture: str = "llama") -> str:
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Returns the rows of queries or keys in llama.cpp's order of rotation."""
+    """Returns the rows of query or key weights in llama.cpp's order for rotation."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
@@ -83,7 +83,7 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
 def stored_weight(
     name: str, weight: np.ndarray, architecture: str, config: Mapping[str, Any]
 ) -> np.ndarray:
-    """Returns the numbers that llama.cpp's conversion stores for a tensor."""
+    """Returns a tensor's numbers as llama.cpp's conversion stores them."""
     if architecture == "llama" and ".q_proj." in name:
         return interleaved(weight, config["num_attention_heads"])
     if architecture == "llama" and ".k_proj." in name:
@@ -109,7 +109,7 @@ def byte_level_vocabulary(writer: GGUFWriter, pre: str = "gpt-2") -> None:
 
 
 def numbers_of(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """Returns an architecture's metadata that follow from keys of most config.json files."""
+    """Returns an architecture's metadata that follow from common keys of config.json."""
     numbers = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
@@ -140,8 +140,8 @@ def write_gguf(
 ) -> Path:
     """Writes a model; `kind` returns the type of a tensor.
 
-    `metadata` are further numbers, `extra` further tensors of F32 by llama.cpp's names, `split` the
-    most tensors of a file.
+    `metadata` are additional values, `extra` additional F32 tensors by llama.cpp's names, `split`
+    is the most tensors per file.
     """
     writer = GGUFWriter(path, architecture, split_max_tensors=split)
     for key, value in {**numbers_of(config, architecture), **(metadata or {})}.items():

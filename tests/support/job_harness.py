@@ -1,7 +1,7 @@
-"""A story about jobs: the core's story with a manager and a store in memory beside it.
+"""Simulations of jobs: the simulated core with a manager, and a store in memory.
 
-The fake workers of the core's story send i as the token at position i, so every id of a reader or
-the store can be checked.
+The fake workers send i as the token at position i, so every id of a reader or the store can be
+checked.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from support.core_harness import BOOT, ENTROPY, OWNER, Story, request_id
 from support.store_model import StoreModel
 from support.stored_jobs import StoredJobs
 
-WALL = 1_000_000.0  # wall time at the begin of a story
+WALL = 1_000_000.0  # wall time at the start of a simulation
 
 
 @dataclass
 class Reading:
-    """The answers to one sending of a fetch."""
+    """The answers to one send of a fetch."""
 
     start: int = 0
     accepted: dict[str, Any] | None = None
@@ -43,7 +43,7 @@ class Reading:
 
 
 class JobStory(Story):
-    """A story with jobs: `settle` lets core, manager and store finish their work of this time."""
+    """A simulation with jobs. `settle` lets core, manager and store finish all present work."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class JobStory(Story):
         self.offset = WALL
         self.told: list[act.Tell] = []
         self.readings: dict[tuple[bytes, int], Reading] = {}
-        self.late = False  # commits wait for `settle`
+        self.late = False  # commits wait until `settle`
         self.forgotten: list[int] = []  # links
         self.posts: list[act.Post] = []  # notices
         self.inbox: list[core_actions.ToClient | core_actions.JobSetBack] = []
@@ -93,7 +93,7 @@ class JobStory(Story):
                 self.do(action.event)
 
     def drain(self) -> None:
-        """Give the manager the events of the core and the results of the store."""
+        """Pass the core's events and the store's results to the manager."""
         while self.inbox or self.store.results:
             while self.inbox:
                 event = job_event(self.inbox.pop(0), lambda slot: f"stacks of {slot}")
@@ -120,7 +120,7 @@ class JobStory(Story):
             self.settle()
 
     def restart(self) -> Self:
-        """Let the broker die, and another one open the same store."""
+        """Let the broker die, and a new broker open the same store."""
         self.store.crash()
         following = type(self)(self.store, self.policy)
         following.now, following.offset = self.now, self.offset

@@ -11,7 +11,7 @@ from mlxpool.broker.store.sql.sql_store import Opener, SqlStore
 from mlxpool.common.protocol.token_ids import pack_ids
 
 BOOT = 7
-BEGIN = 1_000_000.0  # the opening time of the tests' stores, in seconds
+BEGIN = 1_000_000.0  # the time at which the tests open stores, in seconds
 MAX_BYTES = 256 * 1024 * 1024
 RESERVE = 1024 * 1024
 FOREVER = 10_000.0
@@ -41,7 +41,7 @@ def token(number: int, pos: int) -> int:
 
 
 def chunk(number: int, pos: int, count: int = 4, step: int = 2) -> Chunk:
-    """Returns output of job `number`: steps of `step` ids, each id with the text `<pos>`."""
+    """Returns output of job `number`: steps of `step` ids; the text of each id is `<pos>`."""
     texts = [f"<{pos + i}>" for i in range(count)]
     ends = [min(i + step, count) for i in range(0, count, step)]
     borders = tuple((end, len("".join(texts[:end]))) for end in ends)
@@ -58,7 +58,7 @@ def finish(number: int, state: JobState = JobState.DONE, **fields: Any) -> Finis
 
 
 class OpenedStore:
-    """A store without its thread, which performs operations at once, at the time `now`."""
+    """A store without its thread; it performs operations immediately, at the time `now`."""
 
     def __init__(self, make_opener: Callable[..., Opener]) -> None:
         self._make_opener = make_opener
@@ -67,7 +67,7 @@ class OpenedStore:
         self.open()
 
     def open(self, boot: int = BOOT, **settings: Any) -> None:
-        """Close the store and open it again, as a broker does that starts at `now`."""
+        """Close the store and open it again, as a broker that starts at `now` does."""
         self.close()
         self.opener = self._make_opener(**settings)
         self.store: SqlStore = self.opener.open()

@@ -1,4 +1,4 @@
-"""Reads the shapes of JSON in docs/cli.md and docs/bench.md, and compares values with them."""
+"""Reads descriptions of JSON in docs/cli.md and docs/bench.md, and compares values with them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def named_shapes(page: str) -> dict[str, Any]:
 
 
 def shapes_of(section: str, named: dict[str, Any]) -> list[Any]:
-    """Returns the shapes in the paragraphs of a section that begin with JSON."""
+    """Returns the shapes in those paragraphs of a section that begin with JSON."""
     codes = [code for text in PARAGRAPH.findall(section) for code in CODE.findall(text)]
     return [expanded(parsed(code), named) for code in codes if code in named or code[0] == "{"]
 
@@ -100,7 +100,7 @@ def _after(token: str, rest: list[str]) -> list[str]:
 
 
 def faults(value: Any, shape: Any, where: str = "$") -> Iterator[str]:
-    """Yields differences between a value and a shape, including keys that the shape lacks."""
+    """Yields the differences between a value and a shape, also keys that the shape lacks."""
     if isinstance(shape, str):
         if not _is(value, shape):
             yield f"{where}: {value!r:.60} is no {shape}"

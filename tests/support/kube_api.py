@@ -1,4 +1,4 @@
-"""An API server of Kubernetes on loopback, with its store; no node and no controller."""
+"""An API server of Kubernetes on loopback, with its store, but without nodes and controllers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.free_ports import free_ports
 from support.pool import PATIENCE, until
 
 PROGRAMS = ("kube-apiserver", "etcd", "kubectl")
-FOLDERS = "MLXPOOL_KUBE_PATH"  # more folders with the programs, divided by colons
+FOLDERS = "MLXPOOL_KUBE_PATH"  # additional folders with the programs, divided by colons
 DEFINITIONS = "MLXPOOL_KUBE_CRDS"  # a folder with definitions of other projects' kinds
 TOKEN = "a-token-of-this-test"
 
@@ -29,7 +29,7 @@ class KubeApi(Closing):
     """
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: the place of its files."""
+        """`folder` is the folder for its files."""
         path = os.pathsep.join(filter(None, (os.environ.get(FOLDERS), os.environ.get("PATH"))))
         programs = {name: shutil.which(name, path=path) for name in PROGRAMS}
         lacking = [name for name, program in programs.items() if program is None]
@@ -69,7 +69,7 @@ class KubeApi(Closing):
                 "--service-cluster-ip-range=10.0.0.0/24",
                 "--authorization-mode=RBAC",
                 f"--token-auth-file={folder / 'tokens.csv'}",
-                # A controller would make the accounts of pods.
+                # A controller would make the service accounts of pods.
                 "--disable-admission-plugins=ServiceAccount",
             )
             until(self._ready, "the API server is ready", 2 * PATIENCE)
@@ -103,7 +103,7 @@ class KubeApi(Closing):
         folder = os.environ.get(DEFINITIONS)
         if folder is None:
             return
-        # `apply` would keep a copy in an annotation, and some definitions are too large for that.
+        # `apply` would store a copy in an annotation, and some definitions are too large for that.
         self.checked("create", "-f", folder)
         self.checked("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
 

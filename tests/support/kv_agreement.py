@@ -1,8 +1,8 @@
-"""Compares next tokens over 8-bit keys and values with next tokens over the model's numbers.
+"""Compares next tokens with an 8-bit KV cache and with a KV cache in the model's number format.
 
 The text is teacher-forced, in windows: each token follows the text before it. With the model's
-numbers a window is read in chunks, as a resumed stream is. With 8 bits half of it is read in chunks
-and half token by token, as a prompt and its answer are.
+numbers a window is read in chunks, as a resumed stream is. With 8 bits the first half is read in
+chunks, as a prompt is, and the second half token by token, as an answer is.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from mlxpool.worker.kernels import device
 from mlxpool.worker.scheduling.kv_blocks import blocks_for
 from mlxpool.worker.weights.load import LoadedModel
 
-CHUNK = 256  # tokens read at a time
+CHUNK = 256  # tokens of a chunk
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The share of `positions` at which both have the same likeliest token.
+    """The fraction of `positions` at which both caches give the same most likely token.
 
-    `divergence`: the mean of the Kullback-Leibler divergences, in nats. `capacity`: the ratio of
-    the tokens that the same bytes hold.
+    `divergence` is the mean Kullback-Leibler divergence, in nats. `capacity` is the ratio of the
+    numbers of tokens that fit into the same bytes.
     """
 
     positions: int
@@ -40,7 +40,7 @@ class Agreement:
 
 
 def compare(loaded: LoadedModel, ids: Sequence[int], window: int) -> Agreement:
-    """Returns the agreement of both over a text."""
+    """Returns the agreement of both caches over a text."""
     exact_layout, exact_shape = _layout(loaded, AUTO, window)
     layout, shape = _layout(loaded, INT8, window)
     agreeing, divergence = 0, 0.0
@@ -56,7 +56,7 @@ def compare(loaded: LoadedModel, ids: Sequence[int], window: int) -> Agreement:
 
 
 def _layout(loaded: LoadedModel, kv: str, context: int) -> tuple[Layout, RowShape]:
-    """Returns a worker's layout, for one row."""
+    """Returns a KV cache layout as a worker chooses it, for one row."""
     on_gpu, plan = device.on_gpu(), loaded.folder.plan
     shape = RowShape(plan.caches, loaded.dtype, context, CHUNK, kv=kv)
     name, shape = choose_layout(None, shape, loaded.model, deterministic=False, on_gpu=on_gpu)
@@ -72,7 +72,7 @@ def _chunks(tokens: int) -> list[int]:
 
 
 def _log_probabilities(layout: Layout, ids: Sequence[int], counts: Sequence[int]) -> np.ndarray:
-    """Returns [n, vocabulary]: after each token of a new row, read in passes of `counts` tokens."""
+    """Returns log-probabilities [n, vocabulary]: after each token, in passes of `counts` tokens."""
     row, start, parts = layout.store.new_row(), 0, []
     for count in counts:
         inputs = mx.array(list(ids[start : start + count]), dtype=mx.int32)

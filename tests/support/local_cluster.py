@@ -1,4 +1,4 @@
-"""A cluster in this process: its worker hosts are objects; with Ray they would be actors."""
+"""A cluster in this process: its worker hosts are objects; under Ray they are actors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GRACE = 30.0  # seconds
 
 
 class LocalCluster:
-    """The cluster, which is a broker_host.Cluster and, for its hosts, a worker_host.Pool."""
+    """A cluster that implements broker_host.Cluster and, for its hosts, worker_host.Pool."""
 
     def __init__(self) -> None:
         self.alive = {"one", "two"}  # nodes

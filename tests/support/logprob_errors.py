@@ -8,14 +8,14 @@ import numpy as np
 
 from mlxpool.worker.scheduling.sequence import SampledToken
 
-USUAL, WORST = 0.1, 0.5  # bounds on errors by bfloat16, in nats: the median, and any token
-LEAST_COMPARED = 20  # log-probabilities, so that an empty comparison fails
+USUAL, WORST = 0.1, 0.5  # bounds of errors by bfloat16, in nats: of the median, and of any token
+LEAST_COMPARED = 20  # the fewest compared log-probabilities, so that an empty comparison fails
 
 
 def assert_near(
     ours: Sequence[Sequence[SampledToken]], others: Sequence[Sequence[SampledToken]]
 ) -> None:
-    """Compares the likeliest tokens of rows, each up to the first token that differs."""
+    """Compares the most likely tokens of rows, each row up to the first token that differs."""
     errors: list[float] = []
     for row, other in zip(ours, others, strict=True):
         for mine, theirs in zip(row, other, strict=True):

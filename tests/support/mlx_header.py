@@ -1,11 +1,11 @@
 """Precompiles the header that MLX includes in each kernel that it compiles for a CPU.
 
-Under Linux MLX has g++ compile a kernel for each new combination of operations. That takes 0.4 s of
-processor time, 0.3 s of it for the header. On a new machine the tests need 230 kernels.
+On Linux MLX calls g++ to compile a kernel for each new combination of operations. A kernel takes
+0.4 s of processor time, 0.3 s of it for the header. On a new machine the tests need 230 kernels.
 
-`make` runs this once, in the environment that it makes. g++ does not detect that another MLX has
-replaced the header. So the precompiled file is added to the package's list of files: pip deletes it
-together with the header.
+`make` runs this module once in each new environment. g++ does not detect that another MLX has
+replaced the header. So the precompiled file is added to the package's list of files: pip then
+deletes it together with the header.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HEADER = Path("mlx/backend/cpu/compiled_preamble.h")
 
 
 def compiler_flags(library: Path) -> list[str]:
-    """Returns the flags of g++ in MLX's library: a precompiled header needs the same flags."""
+    """Returns g++'s flags in MLX's library; a precompiled header needs the same flags."""
     match = re.search(rb"g\+\+ (-[ -~]*?) -shared \{\}", library.read_bytes())
     return match[1].decode().split() if match else []
 
@@ -49,8 +49,8 @@ def add_to_record(record: Path, name: str) -> None:
 def precompile(package: Path) -> None:
     """Writes the precompiled header beside the header.
 
-    Does nothing without g++, the header, or a list of the package's files. Raises OSError if they
-    cannot be written.
+    Does nothing without g++, the header, or a list of the package's files. Raises OSError if the
+    files cannot be written.
     """
     header, library = package / "include" / HEADER, package / "lib" / "libmlx.so"
     if not header.is_file() or not library.is_file() or not shutil.which("g++"):
@@ -70,7 +70,7 @@ def precompile(package: Path) -> None:
 
 
 def main() -> None:
-    """Precompiles the header of the installed MLX. A failure is printed and is not an error."""
+    """Precompiles the header of the installed MLX. A failure is printed, but is not an error."""
     spec = importlib.util.find_spec("mlx")
     for location in spec.submodule_search_locations or () if spec else ():
         try:

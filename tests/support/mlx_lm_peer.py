@@ -1,4 +1,4 @@
-"""Writes mlx-lm's answers to prompts, in its own process: its import lowers RLIMIT_NOFILE.
+"""Writes mlx-lm's answers to prompts, in a separate process: importing it lowers RLIMIT_NOFILE.
 
 cd tests; python -m support.mlx_lm_peer  # lines {paths, prompts, steps} on stdin; writes peer.npz
 """
@@ -18,10 +18,10 @@ from typing import Any
 
 
 def ask(job: Mapping[str, Any], program: str = "support.mlx_lm_peer") -> None:
-    """Has a peer program, given by its module, do a job.
+    """Has a peer program, named by its module, do a job.
 
-    The program stays for later jobs, since its imports are slow, and ends with this process. Skips
-    the test if mlx-lm is not installed.
+    The program keeps running for later jobs, because its imports are slow, and ends with this
+    process. Skips the test if mlx-lm is not installed.
     """
     import pytest
 
@@ -33,7 +33,7 @@ def ask(job: Mapping[str, Any], program: str = "support.mlx_lm_peer") -> None:
 
 @cache
 def _peer(program: str) -> Callable[[Mapping[str, Any]], str]:
-    """Starts a peer program; returns a function that does a job there and returns its error."""
+    """Starts a peer program; returns a function that runs a job in it and returns its error."""
     process = subprocess.Popen(
         [sys.executable, "-m", program],
         cwd=Path(__file__).parents[1],
@@ -45,7 +45,7 @@ def _peer(program: str) -> Callable[[Mapping[str, Any]], str]:
     inbox, answers = process.stdin, process.stdout
 
     def end() -> None:
-        inbox.close()  # the program ends at this
+        inbox.close()  # closing stdin ends the program
         process.wait()
         answers.close()
 
@@ -60,7 +60,7 @@ def _peer(program: str) -> Callable[[Mapping[str, Any]], str]:
 
 
 def serve(work: Callable[[Any], None]) -> None:
-    """Does the jobs of stdin, a line of JSON each; prints a job's error, or "", as JSON."""
+    """Does the jobs from stdin, one line of JSON per job; prints a job's error, or "", as JSON."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of packages goes to stderr
     for line in sys.stdin:
@@ -73,7 +73,7 @@ def serve(work: Callable[[Any], None]) -> None:
 
 
 def write_answers(path: Path, model: Any, prompts: Sequence[Sequence[int]], steps: int) -> None:
-    """Writes for each prompt its perplexity, and the logits and ids of `steps` greedy steps."""
+    """Writes each prompt's perplexity, and the logits and ids of `steps` greedy steps."""
     import numpy as np
 
     answers = (_answer(model, prompt, steps) for prompt in prompts)

@@ -1,4 +1,4 @@
-"""Engines of loaded models, with the settings as keywords."""
+"""Makes engines of loaded models, with settings as keywords."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from mlxpool.worker.layers.layer_types import PendingNorm
 
 @contextmanager
 def noted_head(model: Any) -> Iterator[list[Any]]:
-    """Yields a list that gets the input [E, d] of each call of the head."""
+    """Yields a list to which each call of the head appends its input [E, d]."""
     head, taken = model.head, []
 
     def noted(x: Any) -> Any:

@@ -29,10 +29,11 @@ _RANGE = re.compile(r"bytes=(\d+)-")
 
 @dataclass(slots=True)
 class Repository:
-    """The files of a repository by name, and its faults.
+    """The files of a repository by name, and the faults of their downloads.
 
-    `cuts`: bytes of a file after which the connection ends, once. `sent`: bytes sent in place of a
-    file's contents. `status`: the status for each file. `gated`: only TOKEN may read it.
+    `cuts` are bytes of a file after which the connection ends, once. `sent` are bytes to send in
+    place of a file's contents. `status` is the HTTP status for each file. `gated`: only TOKEN may
+    read it.
     """
 
     files: Mapping[str, bytes]
@@ -61,7 +62,7 @@ def folder_of(path: Path) -> dict[str, bytes]:
 
 
 def git_hash(content: bytes) -> str:
-    """Returns git's name of a file's contents."""
+    """Returns git's object name of a file's contents."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
@@ -70,9 +71,9 @@ def _lfs(content: bytes) -> dict[str, Any]:
 
 
 class ModelHub(ThreadingHTTPServer):
-    """The server; `repositories` by ORG/NAME. `asked`: (method, path, Range, Authorization).
+    """The server; `repositories` are by ORG/NAME. `asked` has (method, path, Range, Authorization).
 
-    `held`: events; the contents of a file are sent after its event is set.
+    `held` has events: the contents of a file are sent after its event is set.
     """
 
     daemon_threads = True
@@ -85,7 +86,7 @@ class ModelHub(ThreadingHTTPServer):
         self.asked: list[tuple[str, str, str, str]] = []
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore clients that end in the middle of an answer."""
+        """Ignore clients that disconnect during an answer."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -94,7 +95,7 @@ class ModelHub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def gets(self, file: str) -> list[str]:
-        """Returns the Range of each GET for the contents of a file; "" for the whole."""
+        """Returns the Range of each GET for the contents of a file; "" for the whole file."""
         return [
             part
             for method, path, part, _ in self.asked
@@ -158,7 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
     def _describe(self, name: str) -> None:
-        # The real hub describes a gated repository to all, and protects its files.
+        # The real hub describes a gated repository to all users, and protects only its files.
         repository = self.server.repositories.get(name)
         if repository is None and self._repository(name) is None:
             return

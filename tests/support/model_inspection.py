@@ -16,7 +16,7 @@ for line in sys.stdin:
 
 
 def program(deed: str = "pass") -> tuple[str, ...]:
-    """Returns the command of a process that runs `deed` and then reports each model as sound."""
+    """Returns the command of a process that runs `deed`, and then reports each model as sound."""
     return (sys.executable, "-c", ECHO.format(deed=deed))
 
 

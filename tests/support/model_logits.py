@@ -15,13 +15,13 @@ from mlxpool.worker.weights.load import LoadedModel
 
 
 def row_of(loaded: LoadedModel) -> RowCache:
-    """Returns an empty row of a model."""
+    """Returns a new, empty row (the KV cache of one sequence) of a model."""
     plan = loaded.folder.plan
     return RowCache(RowShape(plan.caches, loaded.dtype, plan.context))
 
 
 def read(loaded: LoadedModel, row: RowCache, ids: Sequence[int]) -> np.ndarray:
-    """Reads ids into a row in one pass; returns the logits [V] after them."""
+    """Reads token ids into a row in one pass; returns the logits [V] after them."""
     step = RowBatch([RowSpan(row, len(ids))], [0])
     logits = loaded.model(mx.array(list(ids)), step)[0].astype(mx.float32)
     step.done()
@@ -29,5 +29,5 @@ def read(loaded: LoadedModel, row: RowCache, ids: Sequence[int]) -> np.ndarray:
 
 
 def logits_of(loaded: LoadedModel, ids: Sequence[int]) -> np.ndarray:
-    """Returns the logits [V] after ids that are read in one pass."""
+    """Returns the logits [V] after token ids that are read in one pass."""
     return read(loaded, row_of(loaded), ids)

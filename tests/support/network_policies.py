@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-NAMESPACE = "kubernetes.io/metadata.name"  # a label of each namespace
+NAMESPACE = "kubernetes.io/metadata.name"  # the label that each namespace has
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +16,11 @@ class PodPlace:
     name: str
     namespace: str
     labels: Mapping[str, str]
-    ports: Mapping[str, int]  # ports of its containers, by name
+    ports: Mapping[str, int]  # ports of the pod's containers, by name
 
 
 class Allowed(NamedTuple):
-    """An allowed connection: a pod, by its name, may dial a port of another."""
+    """An allowed connection: a pod, by name, may connect to a port of another pod."""
 
     source: str
     target: str
@@ -28,7 +28,7 @@ class Allowed(NamedTuple):
 
 
 def allowed(policies: Iterable[Mapping[str, Any]], pods: Iterable[PodPlace]) -> set[Allowed]:
-    """Returns the TCP connections that the policies allow; a pod without a policy is open."""
+    """Returns the TCP connections that the policies allow; a pod without policies accepts all."""
     rules, places = list(policies), list(pods)
     return {
         Allowed(source.name, target.name, port)
@@ -67,7 +67,7 @@ def _passes(
 
 
 def _is(selected: Mapping[str, Any], peer: PodPlace, namespace: str) -> bool:
-    """Returns whether an entry of `from` or `to` selects a pod, in a policy in `namespace`."""
+    """Returns whether an entry of `from` or `to` in a policy of `namespace` selects a pod."""
     assert set(selected) <= {"namespaceSelector", "podSelector"}, selected
     if "namespaceSelector" in selected:
         if not _matches(selected["namespaceSelector"], {NAMESPACE: peer.namespace}):

@@ -1,4 +1,4 @@
-"""The notify socket of a service manager."""
+"""The notify socket of a service manager, such as systemd."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlxpool.common.closing import Closing
 
 
 class NotifySocket(Closing):
-    """The socket; `address` is the value of NOTIFY_SOCKET, a path or "@" and an abstract name."""
+    """The socket. `address` is the value of NOTIFY_SOCKET: a path, or "@" and an abstract name."""
 
     def __init__(self, address: str) -> None:
         self.address = address

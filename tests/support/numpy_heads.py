@@ -1,6 +1,6 @@
-"""The heads that predict further tokens (MTP), in NumPy and float64: references for the worker's.
+"""Heads that predict further tokens (MTP), in NumPy and float64: references for the worker's heads.
 
-Each function takes the whole sequence and keeps nothing between calls.
+Each function computes a whole sequence and stores nothing between calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Layer = Callable[[Array, "Tensors", Mapping[str, Any]], Array]  # x [T, d] -> [T
 
 
 class Tensors:
-    """The tensors below a prefix, in float64."""
+    """The tensors whose names begin with a prefix, in float64."""
 
     def __init__(self, weights: Weights, prefix: str) -> None:
         self.weights, self.prefix = weights, prefix
@@ -38,7 +38,7 @@ def glm_head(
 ) -> tuple[Array, Array]:
     """Returns states [T, d] after the head's norm, and logits [T, vocabulary].
 
-    The inputs are the tokens, and the model's states [T, d] of the tokens before them.
+    The inputs are the tokens, and the model's states [T, d] at the tokens before them.
     """
     own = Tensors(weights, f"model.layers.{config['num_hidden_layers']}")
     embed = own if own.has("embed_tokens.weight") else Tensors(weights, "model")
@@ -54,7 +54,7 @@ def glm_head(
 def feed_head(
     weights: Weights, config: Mapping[str, Any], tokens: list[int], states: Array
 ) -> tuple[Array, Array]:
-    """See glm_head. The layer is a feed-forward layer; the output head is the model's."""
+    """See glm_head. The layer is a feed-forward layer; the output head is the model's head."""
     return _mtp_head(weights, config, tokens, states, _feed_layer)
 
 
@@ -81,7 +81,7 @@ def _mtp_head(
 
 
 def glm_layer(x: Array, layer: Tensors, config: Mapping[str, Any]) -> Array:
-    """Returns latent attention and experts chosen by sigmoids, with residual additions."""
+    """Returns a layer's output: latent attention, experts chosen by sigmoids, residual sums."""
     eps = config["rms_norm_eps"]
     x = x + _latent_attention(
         normed(x, layer("input_layernorm.weight"), eps), layer.below("self_attn"), config
@@ -97,9 +97,9 @@ def glm_layer(x: Array, layer: Tensors, config: Mapping[str, Any]) -> Array:
 
 
 def qwen_layer(x: Array, layer: Tensors, config: Mapping[str, Any]) -> Array:
-    """Returns attention with gated outputs, then a feed-forward layer, dense or of experts.
+    """Returns the layer's output: gated attention, then a feed-forward layer, dense or of experts.
 
-    The experts have a gated shared expert.
+    Besides the experts there is a gated shared expert.
     """
     eps = config["rms_norm_eps"]
     x = x + _gated_attention(
@@ -164,12 +164,12 @@ def _gated_attention(x: Array, attn: Tensors, config: Mapping[str, Any]) -> Arra
 
 
 def _attend(q: Array, k: Array, v: Array) -> Array:
-    """Causal attention [T, H, V] of queries and keys [T, H, D]."""
+    """Returns causal attention [T, H, V] of queries and keys [T, H, D]."""
     return attention(q, k, v, np.tri(len(q), dtype=bool), q.shape[2] ** -0.5)
 
 
 def _rope(x: Array, base: float, *, pairs: bool = False) -> Array:
-    """Returns x [T, H, D] rotated by positions; `pairs`: neighbours are a pair, else halves."""
+    """Returns x [T, H, D] rotated by positions. A pair is two neighbours (`pairs`), else halves."""
     return rotated(x, rope_angles(len(x), x.shape[2], base), traditional=pairs)
 
 

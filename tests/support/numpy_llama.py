@@ -1,4 +1,4 @@
-"""The log-softmax of a whole prompt by plain NumPy: one forward pass in float64, no cache."""
+"""The log-softmax over a whole prompt in plain NumPy: one forward pass in float64, no cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and batches of OpenAI's interface: upload, begin, wait and results."""
+"""Files and batches of OpenAI's API: upload, start, wait and results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def begin(client: openai.OpenAI, file: str, endpoint: str = COMPLETIONS, **more:
 
 
 def over(client: openai.OpenAI, id: str) -> Any:
-    """Wait for the end of a batch; returns it."""
+    """Wait for the end of a batch; returns the batch."""
 
     def ended() -> Any:
         batch = client.batches.retrieve(id)
@@ -37,7 +37,7 @@ def over(client: openai.OpenAI, id: str) -> Any:
 
 
 def results(client: openai.OpenAI, file: str | None) -> dict[str, Any]:
-    """Returns the lines of a file by their custom_id."""
+    """Returns the lines of a file, by their custom_id."""
     assert file is not None
     text = client.files.content(file).text
     assert client.files.retrieve(file).bytes == len(text.encode())

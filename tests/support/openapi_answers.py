@@ -11,7 +11,7 @@ from mlxpool.gateway.description.answers import COMPONENTS
 
 
 def validator(schema: Mapping[str, Any]) -> Draft202012Validator:
-    """Returns a validator of a schema that may refer to components of the document."""
+    """Returns a validator of a schema, which may refer to components of the document."""
     whole = {**schema, "components": {"schemas": dict(COMPONENTS)}}
     return Draft202012Validator(whole, format_checker=FormatChecker())
 

@@ -1,4 +1,4 @@
-"""Ranks of a group on simulated GPUs: in this process, or each in its own process."""
+"""Ranks of a group on simulated GPUs: all in this process, or each in its own process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlxpool.worker.groups.peer_memory import HANDLE_BYTES, IDENTITY_BYTES, Peer
 from mlxpool.worker.groups.peer_sums import LINE_BYTES, BufferShape, Launch, Limits, PeerSums
 from support import simt
 
-FEW = Limits(small=2**12, large=2**17)  # bytes, small: a slow machine reaches both kernels
+FEW = Limits(small=2**12, large=2**17)  # bytes; small, so that a slow machine reaches both kernels
 # A block with two chunks, and two blocks with together up to five chunks of another size.
 FEW_LAUNCHES = (Launch(10_000, 1, 1), Launch(2**17, 2, 2))
 # A block whose warps have up to two portions, and two blocks with up to five portions of another
@@ -28,12 +28,12 @@ NVLINK = "SIMULATED_NVLINK"  # environment variable: "yes" if NVLink connects th
 
 
 class FakePeerMemory:
-    """Implements PeerMemory in this process; a handle is the address."""
+    """Implements PeerMemory in this process. A handle is the memory's address."""
 
     def __init__(
         self, *, exports: bool = True, opens: bool = True, identity: int = 1, nvlink: bool = False
     ) -> None:
-        """`exports`, `opens`: whether these calls work; `identity` 0: that call fails too."""
+        """`exports` and `opens`: these calls succeed; `identity` 0: the call for it fails, too."""
         self.exports, self.opens, self.number, self.nvlink = exports, opens, identity, nvlink
         self.allocated: dict[int, np.ndarray] = {}
         self.opened: list[int] = []
@@ -78,7 +78,7 @@ class FakePeerMemory:
 
 
 class SimulatedRanks:
-    """The sums of all ranks of a group; `memory` keeps their buffers."""
+    """The sums of all ranks of a group. `memory` holds their buffers."""
 
     def __init__(
         self, ranks: int, limits: Limits, bound: float = BOUND, *, lines: bool = False
@@ -92,7 +92,7 @@ class SimulatedRanks:
             rank_sums.set_bound(bound)
 
     def begin_at(self, epoch: int) -> None:
-        """Set the number of earlier sums."""
+        """Set the number of sums so far."""
         for address in self._addresses:
             ctypes.c_int64.from_address(address).value = epoch
 
@@ -100,7 +100,7 @@ class SimulatedRanks:
 class MappedPeerMemory:
     """Implements PeerMemory between processes: a handle is the path of an unnamed file."""
 
-    _kept: ClassVar[list[tuple[int, mmap.mmap]]] = []  # until the process ends
+    _kept: ClassVar[list[tuple[int, mmap.mmap]]] = []  # open until the process ends
 
     def identity(self) -> bytes:
         """See PeerMemory."""
@@ -142,9 +142,9 @@ def _address(memory: mmap.mmap) -> int:
 
 @contextmanager
 def peer_sums(collectives: Collectives) -> Iterator[set[str]]:
-    """Have this process's rank add up by simulated kernels; yields their names.
+    """Lets this process's rank add up by simulated kernels; yields the kernels' names.
 
-    Other tests give the same kernels to NVIDIA's compiler.
+    Other tests compile the same kernels with NVIDIA's compiler.
     """
     with simt.simulated() as called, pytest.MonkeyPatch.context() as patch:
         patch.setattr(simt, "compiled", lambda *given: 0)

@@ -1,7 +1,7 @@
-"""Tokens of two ranks that add up by kernels on simulated GPUs, each rank in a process.
+"""Tokens of two ranks that add up by kernels on simulated GPUs, with a process for each rank.
 
 `python -m support.peer_tokens MODEL` prints JSON: the tokens without and with a pass ahead, and the
-kernels that ran in rank 0. A process can join a single group, so this program has its own.
+kernels that ran in rank 0. A process can join only one group, so this is a separate program.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from support.rank_pair import RankPair
 
 
 def tokens(engine: Engine) -> list[list[int]]:
-    """Returns greedy and drawn tokens after a long and a short prompt."""
+    """Returns greedy and sampled tokens after a long and a short prompt."""
     rows = []
     for number, size in enumerate((90, 5)):
         prompt = tuple((7 * number + 11 * n) % 250 for n in range(size))

@@ -37,12 +37,12 @@ PATTERNS = {
     r"|One|Where) ",
 }
 COMPILED = {name: re.compile(pattern) for name, pattern in PATTERNS.items()}
-MIN_WORDS = 4  # of a string constant that counts as a sentence
+MIN_WORDS = 4  # the least number of words of a string constant that counts as a sentence
 SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z`'\"(])")
 
 
 class Text(NamedTuple):
-    """A sentence, and where it begins."""
+    """A sentence, and the line at which it begins."""
 
     file: Path
     line: int
@@ -50,7 +50,7 @@ class Text(NamedTuple):
 
 
 def main() -> None:
-    """Prints the hits of each pattern, and with --list each sentence with its place."""
+    """Prints the hits of each pattern; with --list each sentence with its file and line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--list", action="store_true", help="each sentence with its place")
     parser.add_argument("paths", nargs="*", type=Path)
@@ -93,8 +93,8 @@ def sentences(paths: list[Path]) -> Iterator[Text]:
 
 
 def of_python(source: str) -> Iterator[tuple[int, str]]:
-    """Yields line and text of docstrings, comments and strings that are sentences."""
-    inner: set[int] = set()  # constants within an f-string, by id
+    """Yields the line and text of docstrings, comments and strings that are sentences."""
+    inner: set[int] = set()  # constants inside f-strings, by id
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
             inner.update(id(part) for part in ast.walk(node))
@@ -111,7 +111,7 @@ def of_python(source: str) -> Iterator[tuple[int, str]]:
 
 
 def comments(source: str) -> Iterator[tuple[int, str]]:
-    """Yields line and text of comments; lines that follow each other are one text."""
+    """Yields the line and text of comments; consecutive comment lines are one text."""
     first, last, text = 0, 0, ""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         line, words = token.start[0], token.string.lstrip("#: ")
@@ -127,7 +127,7 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
 
 
 def of_page(source: str) -> Iterator[tuple[int, str]]:
-    """Yields line and text of the paragraphs, items and table cells of a page."""
+    """Yields the line and text of the paragraphs, items and table cells of a page."""
     fenced = False
     paragraph: list[str] = []
     begin = 0

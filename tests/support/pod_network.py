@@ -1,4 +1,4 @@
-"""Network namespaces of Linux as pods, with addresses, names of services and a firewall."""
+"""Network namespaces of Linux as pods, with addresses, service names and a firewall."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from support.network_policies import Allowed
 from support.pool import PATIENCE
 
 NAMES = Path("/etc/netns")  # `ip netns exec` gives a process the files of its namespace's folder
-PREFIX = "mlxpool-"  # of a namespace's name; the pid of its maker and the pod follow
+PREFIX = "mlxpool-"  # prefix of a namespace's name; the pid of its maker and the pod follow
 ADDRESS = "10.77.0.{}"
 DIAL = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 10).close()"
 
 
 class PodNetwork(Closing):
-    """A namespace for each pod, and another one with a bridge that joins them.
+    """A namespace for each pod, and a namespace with a bridge between them.
 
-    Skips the test if that is not allowed, or if a program is missing.
+    Skips the test if namespaces are not allowed, or if a program is missing.
     """
 
     def __init__(self, pods: Iterable[str], services: Mapping[str, Mapping[str, str]]) -> None:
-        """`services`: for each pod the names that it can resolve, each with the pod it means."""
+        """`services` has for each pod the names that it can resolve, with the pod of each name."""
         if os.geteuid() != 0:
             pytest.skip("network namespaces need root")
         lacking = [name for name in ("ip", "nft") if shutil.which(name) is None]
@@ -54,7 +54,7 @@ class PodNetwork(Closing):
         return f"{self._prefix}-{pod}"
 
     def inside(self, pod: str) -> tuple[str, ...]:
-        """Returns the first words of a command that runs as this pod."""
+        """Returns the beginning of a command that runs in this pod."""
         return "ip", "netns", "exec", self.space(pod)
 
     def _add(self, pod: str) -> None:
@@ -91,7 +91,7 @@ class PodNetwork(Closing):
         (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
 
     def enforce(self, connections: Iterable[Allowed]) -> None:
-        """Lets only these connections into the pods; others are refused at once."""
+        """Lets only these connections into the pods; all others are refused immediately."""
         accepted: dict[str, list[str]] = {pod: [] for pod in self.addresses}
         for source, target, port in connections:
             rule = f"ip saddr {self.addresses[source]} tcp dport {port} accept"
@@ -104,7 +104,7 @@ class PodNetwork(Closing):
             _run(*self.inside(pod), "nft", "-f", "-", given=table)
 
     def connects(self, pod: str, target: str, port: int) -> bool:
-        """Returns whether a pod can dial a port of another."""
+        """Returns whether a pod can connect to a port of another pod."""
         words = (sys.executable, "-c", DIAL, self.addresses[target], str(port))
         done = subprocess.run(
             [*self.inside(pod), *words], capture_output=True, text=True, timeout=PATIENCE

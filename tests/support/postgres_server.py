@@ -18,8 +18,8 @@ from support.pool import PATIENCE, until
 DEBIAN = Path("/usr/lib/postgresql")  # has a folder for each major version
 USER = "mlxpool"
 NOBODY = 65534  # the server refuses to run as root
-MEMORY = Path("/dev/shm")  # a folder in memory, in which fsync is free
-ROOM = 1 << 30  # bytes; a cluster takes about 60 MB
+MEMORY = Path("/dev/shm")  # a folder in memory, where fsync takes no time
+ROOM = 1 << 30  # bytes; a cluster needs about 60 MB
 SETTINGS = {
     "listen_addresses": "",
     "fsync": "on",
@@ -43,9 +43,9 @@ def _has_room(folder: Path) -> bool:
 
 
 class PostgresServer(Closing):
-    """A cluster in a new folder in memory or below /tmp, which an unprivileged user can enter.
+    """A cluster in a new folder in memory or below /tmp, to which an unprivileged user has access.
 
-    It skips the test if the programs are not installed.
+    Skips the test if the programs are not installed.
     """
 
     def __init__(self, **settings: str) -> None:
@@ -106,13 +106,13 @@ class PostgresServer(Closing):
         return True
 
     def kill(self) -> None:
-        """End the server as a loss of power does, without ending transactions."""
+        """Kill the server as a loss of power does, without ending transactions."""
         assert self.process is not None
         self.process.send_signal(signal.SIGQUIT)  # `immediate` shutdown, children too
         self.process.wait(PATIENCE)
 
     def end_sessions(self) -> None:
-        """End every session of a broker, as an administrator does."""
+        """End every session of a broker, as an administrator can."""
         import psycopg
 
         with psycopg.connect(self.url("public"), autocommit=True) as connection:

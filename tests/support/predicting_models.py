@@ -21,7 +21,7 @@ from support.worker_checkpoints import (
     write_checkpoint,
 )
 
-TOKENS = 60  # that a sequence may generate
+TOKENS = 60  # the most tokens that a sequence may generate
 EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -29,7 +29,7 @@ EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 24,
 }
-# Families whose head has a layer that keeps nothing of earlier tokens.
+# Families whose head has a layer without memory of earlier tokens.
 WITHOUT_CACHE: dict[str, dict[str, Any]] = {"llama": {"mtp_intermediate_size": 24}}
 FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {**GLM, "num_nextn_predict_layers": 1},
@@ -53,7 +53,7 @@ def settings(family: str, **changes: Any) -> dict[str, Any]:
 def weights_with_head(
     family: str, seed: int = 0, *, own: bool = False, **changes: Any
 ) -> dict[str, np.ndarray]:
-    """Returns random weights of a model and its head. `own`: the head has its own tensors OWN."""
+    """Returns random weights of a model and its head. `own`: the head has the tensors OWN."""
     whole = settings(family, **changes)
     prediction = models.plan(whole).prediction
     assert prediction is not None
@@ -69,10 +69,10 @@ def weights_with_head(
 
 
 def likely_right(weights: Mapping[str, np.ndarray], share: float = 0.002) -> dict[str, np.ndarray]:
-    """Returns the weights with layers scaled to a `share`, and a head that ignores them.
+    """Returns the weights with layers scaled by `share`, and a head that only reads its token.
 
-    The next token then depends almost only on the newest. The head gives the likeliest token after
-    its input token, so most of its drafts are right at any depth.
+    The next token then depends almost only on the newest token. The head predicts the most likely
+    token after its input token, so most of its drafts are right at any depth.
     """
     joint = next(name for name in weights if name.endswith(("eh_proj.weight", "mtp.fc.weight")))
     head = joint.removesuffix("eh_proj.weight").removesuffix("fc.weight")
@@ -99,7 +99,7 @@ def write_predicting(
 
 
 def sequence(number: int, size: int = 70) -> Sequence:
-    """Returns a greedy sequence with a random prompt of `size` tokens, drawn by a seed."""
+    """Returns a greedy sequence with a random prompt of `size` tokens; `number` is the seed."""
     prompt = tuple(np.random.default_rng(number).integers(0, 256, size).tolist())
     options = Options.parse({"temperature": 0.0, "ignore_eos": True})
     return Sequence(bytes([number] * 16), 1, prompt, options, number, TOKENS)

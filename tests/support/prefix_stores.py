@@ -1,7 +1,7 @@
-"""Stores for tests of the prefix cache with checkable contents, without weights and MLX.
+"""Stores for tests of the prefix cache, with contents that can be checked, without MLX.
 
-A cell stands for the keys and values of a token. It follows from all tokens up to it, so a check
-detects memory at a wrong place or under a wrong prompt.
+A cell (an int) replaces the keys and values of a token. It depends on all tokens up to it, so a
+check detects memory at a wrong position or under a wrong prompt.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ListRow:
         return CELL * len(self.cells)
 
     def feed(self, tokens: Sequence[int]) -> None:
-        """Computes the next cells; a row with a state uses that, like a recurrent layer."""
+        """Computes the next cells; a row with a state uses the state, like a recurrent layer."""
         for token in tokens:
             before = self.state if self.stateful else self.cells[-1] if self.cells else 0
             self.cells.append(chain(before, token))
@@ -54,15 +54,15 @@ class ListRow:
 
 
 class ListStore:
-    """A store whose rows and kept pieces are lists of cells."""
+    """A store whose rows and cached pieces are lists of cells."""
 
     join_copies = True
 
     def __init__(self, stateful: bool = False, window: int = 0) -> None:
-        """A snapshot of up to `window` tokens can be cut back to any of them."""
+        """A snapshot of up to `window` tokens can be cut back to any number of tokens."""
         self.stateful = stateful
         self.nbytes = 0
-        self.rows = 0  # rows that were made and not released
+        self.rows = 0  # rows that were made and not yet released
         self.window = window
         self.broken = False  # True: allocations fail
 
@@ -131,7 +131,7 @@ class ListStore:
 
 
 class PagedMemory:
-    """The cells of all blocks, like the memory of a GPU's block pool."""
+    """The cells of all blocks, as the memory of a GPU's block pool has them."""
 
     def __init__(self, blocks: int, size: int) -> None:
         self.cells = [[-1] * size for _ in range(blocks)]
@@ -196,9 +196,9 @@ def serve(
     stop_at: int | None = None,
     restore_at: int = 0,
 ) -> int:
-    """Serve a request, whole or cancelled at `stop_at`; returns the number of cached tokens.
+    """Serve a request, completely or cancelled at `stop_at`; returns the number of cached tokens.
 
-    The last generated token is never computed. Prefill ends its chunks at the stops.
+    The last generated token is never computed. Chunks of the prefill end at the stops.
     """
     row, cached = cache.begin(list(prompt), restore_at)
     assert row.cells == cells_of(prompt)[:cached] and row.offset == cached

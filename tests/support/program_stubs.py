@@ -1,7 +1,8 @@
-"""Stubs of programs that pages of docs/ run and tests cannot, with the reason for each.
+"""Stubs of programs in the pages of docs/ that tests cannot run, with the reason for each stub.
 
 `put_into` writes an executable for each name into a folder for the PATH. A stub checks its
-arguments as far as this machine allows, and fails with the fault. The executables call this file:
+arguments as far as this machine allows, and fails if they are wrong. The executables call this
+file:
 
     python tests/support/program_stubs.py PROGRAM ARGUMENT …
 """
@@ -27,7 +28,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 ROOT_VARIABLE = "PROGRAM_STUBS_ROOT"  # environment variable: the folder that is `/` for a page
 
-# command -> why it is not run: the replacement
+# command -> why it is not run; the replacement
 REASONS = {
     "mlxpool bench": "measures for minutes: its own parser reads the arguments",
     "python examples/train_demo_chat.py": "trains for most of an hour: its own parser reads these",
@@ -64,7 +65,7 @@ def only(words: Sequence[str], *known: str) -> None:
 
 
 def placed(path: str) -> Path:
-    """Returns the path in the page's root folder; the runner may have prefixed it already."""
+    """Returns the path in the page's root folder; the runner may already have added the prefix."""
     root = os.environ[ROOT_VARIABLE]
     return Path(path) if not path.startswith("/") or path.startswith(root) else Path(root + path)
 
@@ -78,11 +79,11 @@ def program_path(name: str) -> str:
 
 
 class ArgumentsParsed(Exception):
-    """The parser of a program has accepted its arguments."""
+    """Raised when the parser of a program has accepted its arguments."""
 
 
 def parse_only(program: str, words: Sequence[str]) -> None:
-    """Run a Python program until it has parsed its command line."""
+    """Run a Python program only until it has parsed its command line."""
 
     def parsed(
         self: argparse.ArgumentParser, args: object = None, namespace: object = None
@@ -113,7 +114,7 @@ def python(words: Sequence[str]) -> None:
 
 
 def make_environment(folder: Path) -> None:
-    """Make the part of `python3 -m venv` and `pip install` that a page uses."""
+    """Make the part of an environment of `python3 -m venv` and `pip install` that a page uses."""
     (folder / "bin").mkdir(parents=True)
     for name in ("pip", "mlxpool"):
         (folder / "bin" / name).symlink_to(str(shutil.which(name)))
@@ -272,7 +273,7 @@ def systemctl(words: Sequence[str]) -> None:
 
 
 def service_variables(text: str, *, files: bool) -> dict[str, str]:
-    """Returns the variables that a unit sets, with the variables of its file."""
+    """Returns the variables in a systemd unit; with `files` also the variables in its files."""
     variables = re.findall(r"^Environment=(MLXPOOL\w+)=(.*)$", text, re.M)
     for path in re.findall(r"^EnvironmentFile=(.*)$", text, re.M) if files else ():
         variables += re.findall(r"^(\w+)=(.*)$", placed(path).read_text("utf-8"), re.M)
@@ -280,7 +281,7 @@ def service_variables(text: str, *, files: bool) -> dict[str, str]:
 
 
 def start(name: str, command: Sequence[str]) -> None:
-    """Stop the service if it runs, start it, and wait until it answers, like Type=notify."""
+    """Start a service, or restart it, and wait until it answers, as for Type=notify."""
     placed("/run/mlxpool").mkdir(mode=0o700, parents=True, exist_ok=True)
     pid_file = placed(f"/run/{name}.pid")
     if pid_file.exists():
@@ -297,7 +298,7 @@ def start(name: str, command: Sequence[str]) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Returns whether a process runs; a zombie has ended."""
+    """Returns whether a process runs; a zombie does not run."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -332,7 +333,7 @@ STUBS: dict[str, Callable[[Sequence[str]], None]] = {
     "systemctl": systemctl,
     "systemd-sysusers": systemd_sysusers,
 }
-# Shell patterns of arguments for which the stub runs; for others the real program runs.
+# Shell patterns of arguments for which the stub runs; for other arguments the real program runs.
 STUBBED_ARGUMENTS = {
     "mlxpool": '*" bench "*',
     "python": '" examples/train_demo_"*|" -m pytest "*',

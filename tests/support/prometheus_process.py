@@ -25,7 +25,7 @@ class Prometheus(Closing):
     """Debian's Prometheus with the settings of deploy/, but other targets and shorter intervals."""
 
     def __init__(self, broker: str, gateway: str, folder: Path) -> None:
-        """`broker`, `gateway`: their URLs. It skips the test if the program is not installed."""
+        """`broker` and `gateway` are URLs. Skips the test if Prometheus is not installed."""
         program = shutil.which("prometheus")
         if program is None:
             pytest.skip("missing program: prometheus, of Debian's package of that name")
@@ -73,7 +73,7 @@ class Prometheus(Closing):
         return body["data"]
 
     def value(self, query: str) -> float | None:
-        """Returns the value of a query with one series; None without a series."""
+        """Returns the value of a query with a single series; None if there is no series."""
         series = self.get("query", query=query)["result"]
         assert len(series) <= 1, series
         return float(series[0]["value"][1]) if series else None

@@ -34,8 +34,8 @@ from support.model_engines import model_engine
 from support.peer_ranks import peer_sums
 
 RANKS = 2
-BY_KERNELS = "by-kernels"  # the argument of a child whose sums are by kernels
-END = bytes(4)  # a message of length 0: the model is not used any more
+BY_KERNELS = "by-kernels"  # the argument of a child whose sums use kernels
+END = bytes(4)  # a message of length 0: the model is not needed any more
 SETTINGS: dict[str, Any] = {
     "context": 128,
     "max_sequences": 3,
@@ -45,19 +45,20 @@ SETTINGS: dict[str, Any] = {
 
 
 def load_rank(folder: Path, rank: int, collectives: Collectives) -> LoadedModel:
-    """Returns the part of a rank."""
+    """Returns a rank's part of a model."""
     part = part_of(inspect(folder), rank, RANKS)
     builder = partial(PartLayerBuilder, part, collectives)
     return load(part.folder, cuts=part.cuts, make_builder=builder)
 
 
 class RankPair(Closing):
-    """Rank 0, with a child that is rank 1. A process may have one RankPair, at its first use."""
+    """Rank 0, with a child process that is rank 1. A process can only have one RankPair."""
 
     def __init__(self, *, by_kernels: bool = False) -> None:
-        """`by_kernels`: sums are by simulated kernels, see peer_ranks.peer_sums; else by a ring.
+        """`by_kernels`: sums use simulated kernels, see peer_ranks.peer_sums; else a ring.
 
         `kernels` has the names of the kernels that ran in this process.
+
         """
         self.kernels: set[str] = set()
         self._peers = ExitStack()
@@ -83,7 +84,7 @@ class RankPair(Closing):
             )
             os.close(reader)
             assert self._child.stdout is not None
-            self._child.stdout.readline()  # it is about to join
+            self._child.stdout.readline()  # the child is about to join
             self.collectives = Collectives.join(Meeting.of(0, RANKS, hosts.fileno(), 0))
         if by_kernels:
             self.kernels = self._peers.enter_context(peer_sums(self.collectives))

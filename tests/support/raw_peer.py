@@ -1,4 +1,4 @@
-"""A peer in plain pyzmq that sends frames the client never sends."""
+"""A peer in plain pyzmq, which sends frames that the client never sends."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RawPeer(Closing):
         return frames.decode(self.socket.recv_multipart())
 
     def receive_kind(self, kind: str) -> Message:
-        """Returns the next message of a kind; skips others."""
+        """Returns the next message of a kind; skips other kinds."""
         while True:
             message = self.receive()
             if message.kind == kind:

@@ -1,7 +1,7 @@
 """Several nodes of a Ray cluster on this machine, whose processes can be killed.
 
-A node is `ray start --block` with all its descendants: to kill them is the loss of a machine for
-the other nodes.
+A node is `ray start --block` with all its descendants. For the other nodes, killing all of them is
+the same as the loss of a machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mlxpool.common.closing import Closing
 from support.free_ports import free_port
 from support.pool import until
 
-FAST = {  # a lost node is noticed in about 2 s, not in 14
+FAST = {  # a lost node is noticed in about 2 s instead of 14 s
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 1000,
     "health_check_timeout_ms": 1000,
@@ -33,7 +33,7 @@ PATIENCE = 90.0  # seconds
 
 
 def descendants(pid: int) -> list[psutil.Process]:
-    """Returns a process and its descendants; [] if it is gone."""
+    """Returns a process and its descendants; [] if the process has ended."""
     try:
         top = psutil.Process(pid)
         return [top, *top.children(recursive=True)]
@@ -42,10 +42,10 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 class RayNode:
-    """A `ray start`, with its descendants: they are recorded, since they may lose their parents."""
+    """A `ray start` with its descendants. They are recorded: their parents may end first."""
 
     def __init__(self, log: Path, temp: Path, *arguments: str) -> None:
-        """`temp`: the folder for the folders that killed hosts leave."""
+        """`temp` is the folder of the folders that killed hosts leave."""
         program = str(Path(sys.executable).parent / "ray")
         with log.open("ab") as out:
             self.process = subprocess.Popen(
@@ -58,7 +58,7 @@ class RayNode:
         self.seen: dict[int, psutil.Process] = {}
 
     def note(self) -> list[psutil.Process]:
-        """Record and return its running processes."""
+        """Record the node's running processes, and return them."""
         processes = descendants(self.process.pid)
         self.seen.update((process.pid, process) for process in processes)
         return processes
@@ -70,13 +70,13 @@ class RayNode:
         """Send SIGKILL to all its processes, parents first."""
         self.note()
         for process in self.seen.values():
-            with contextlib.suppress(psutil.NoSuchProcess):  # it compares the time of start
+            with contextlib.suppress(psutil.NoSuchProcess):  # psutil compares start times
                 process.kill()
         self.process.wait()
 
 
 class RayNodes(Closing):
-    """A head without room for workers, for the broker, and nodes of two CPUs each."""
+    """A head node for the broker, without room for workers, and nodes of two CPUs each."""
 
     def __init__(self, folder: Path) -> None:
         self.port = free_port()
@@ -101,7 +101,7 @@ class RayNodes(Closing):
         until(listens, "the head listens", PATIENCE)
 
     def add(self) -> RayNode:
-        """Start a node of two CPUs; it joins soon."""
+        """Start a node of two CPUs, which joins the cluster later."""
         node = RayNode(
             self.log,
             self.temp,
@@ -116,7 +116,7 @@ class RayNodes(Closing):
         node.kill()
 
     def close(self) -> None:
-        """Kill all, and remove their files."""
+        """Kill all nodes, and remove their files."""
         for node in (*self.nodes, self.head):
             node.kill()
         shutil.rmtree(self.temp, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Requests for engines whose rows have recurrent states, and a random order of their steps."""
+"""Requests for engines with recurrent states, in a random order of their steps."""
 
 from __future__ import annotations
 

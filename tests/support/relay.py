@@ -21,20 +21,20 @@ from support.pool import PATIENCE
 Target = tuple[str, str] | tuple[str, str, int]  # ("ipc", path) or ("tcp", host, port)
 
 CHUNK_BYTES = 64 * 1024
-MAX_HELD_BYTES = 1024 * 1024  # bytes of a direction; at the bound its source is not read
+MAX_HELD_BYTES = 1024 * 1024  # bytes of a direction; when they are buffered, its source is not read
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with RST and drop unsent bytes
 
 
 @dataclass(eq=False)
 class Pipe:
-    """A direction of a connection; `chunks` are (time to send, bytes)."""
+    """One direction of a connection; `chunks` are (time to send, bytes)."""
 
     source: socket.socket
     sink: socket.socket
     chunks: deque[tuple[float, bytes]] = field(default_factory=deque)
     held: int = 0
-    ended: bool = False  # the source has reached its end
-    may_send_at: float = 0.0  # with a limited rate
+    ended: bool = False  # the source has sent all its bytes
+    may_send_at: float = 0.0  # used if the rate is limited
 
     def read(self, ready_at: float) -> None:
         data = self.source.recv(CHUNK_BYTES)
@@ -54,12 +54,12 @@ class Pipe:
             self.chunks.appendleft((ready_at, data[sent:]))
 
     def due(self) -> float | None:
-        """Returns the time of the next write; None without bytes to write."""
+        """Returns the time of the next write; None if there are no bytes to write."""
         return max(self.chunks[0][0], self.may_send_at) if self.chunks else None
 
 
 class Relay(Closing):
-    """Accepts on an ephemeral port and forwards to `target`, under the faults of the controls."""
+    """Accepts on an ephemeral port and forwards to `target`, with the faults that a test sets."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -79,7 +79,7 @@ class Relay(Closing):
     # ---- controls ------------------------------------------------------------------------------
 
     def cut(self) -> None:
-        """Reset every connection; new ones are accepted as before."""
+        """Reset every connection; new connections are accepted as before."""
         self._do(self._reset_all)
 
     def freeze(self) -> None:
@@ -99,7 +99,7 @@ class Relay(Closing):
         self._do(lambda: setattr(self, "_rate", bytes_per_second))
 
     def close(self) -> None:
-        """Reset everything and end the thread."""
+        """Reset all connections and end the thread."""
         if self._closing:
             return
         self._do(lambda: setattr(self, "_closing", True))
@@ -144,7 +144,7 @@ class Relay(Closing):
                 self._move(pipe, ready)
 
     def _register(self, selector: selectors.BaseSelector, now: float) -> float | None:
-        """Register the sockets to wait for; returns the timeout in seconds, None for no timeout."""
+        """Register the sockets to wait for; returns the timeout in seconds, or None."""
         selector.register(self._listener, selectors.EVENT_READ)
         masks: dict[socket.socket, int] = {}
         soon: list[float] = []
@@ -167,7 +167,7 @@ class Relay(Closing):
             return
         try:
             outer = self._connect()
-        except OSError:  # no listener at the target
+        except OSError:  # the target does not listen
             _reset(inner)
             return
         for connection in (inner, outer):

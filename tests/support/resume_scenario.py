@@ -11,9 +11,9 @@ from support.fake_broker import FACTS, PATIENCE, FakeBroker, fake_broker
 
 
 def output_over_every_loss(command: Sequence[str]) -> str:
-    """Returns the output of a client, started with the run directory, a model and a prompt.
+    """Returns the output of a client that is started with the run directory, a model and a prompt.
 
-    It is six `x` if nothing is lost. Fails unless the client ends with exit code 0.
+    The output is six `x` if no token is lost. Fails unless the client ends with exit code 0.
     """
     with fake_broker() as broker:
         program = subprocess.Popen(
@@ -30,9 +30,10 @@ def output_over_every_loss(command: Sequence[str]) -> str:
 
 
 def play_every_loss(broker: FakeBroker) -> None:
-    """Lose the broker, the connection, a frame, the queue's admission and all pongs in turn.
+    """Lose in turn: the broker, the connection, a frame, the admission to the queue, all pongs.
 
     A slow machine may lose more: resumes with fewer ids are skipped.
+
     """
     request = broker.accept()
     broker.tokens(request, 0, 2, facts=FACTS)
@@ -52,7 +53,7 @@ def play_every_loss(broker: FakeBroker) -> None:
 
 
 def expect_resume(broker: FakeBroker, request: bytes, have: int) -> None:
-    """Wait for the resume with `have` ids, accept it, and send one more id."""
+    """Wait for the resume with `have` ids, accept it, and send one more token id."""
     while (again := broker.receive(kinds.GENERATE)).body["resume"]["count"] != have:
         pass
     assert again.header.id == request and again.body["prompt"] == "hello"

@@ -1,4 +1,4 @@
-"""A gateway with a scripted broker, which sends the text that a trained model would write."""
+"""A gateway with a scripted broker, which sends text as a trained model would write it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.gateway_thread import GatewayThread
 
 
 class Model:
-    """A broker with the model `m`, which answers a single request with these pieces of text."""
+    """A broker with the model `m`, which answers one request with these pieces of text."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class Served:
     ) -> str:
         """Start a broker and its gateway; returns the gateway's URL.
 
-        `reason`: the reason of the answer's end; None: the worker is lost. `calls`: the number of
-        the gateway's requests for the text of the answer's ids.
+        `reason` is the reason of the answer's end; None: the worker is lost. `calls` is the number
+        of times that the gateway asks for the text of the answer's ids.
         """
         run_dir = Path(self._folder.name)
         self._model = Model(run_dir, chat, pieces, thinks=thinks, reason=reason, calls=calls)
@@ -91,7 +91,7 @@ class Served:
 
     @property
     def asked(self) -> dict[str, Any]:
-        """The body of the pool's request."""
+        """The body of the request to the pool."""
         assert self._model is not None and self._model.asked is not None
         return dict(self._model.asked.body)
 

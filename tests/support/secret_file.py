@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def secret_file(path: Path, text: str) -> Path:
-    """Write a file that no other user can read at any moment."""
+    """Write a file that other users can read at no moment."""
     path.touch(0o600)
     path.write_text(text)
     return path

@@ -68,7 +68,7 @@ class SecurePool(Pool):
         self.write("alice", "bob", "hand", "chief")
 
     def write(self, *names: str, pool: str | None = None, models: str | None = None) -> None:
-        """Write the config with these keys in its allow-list."""
+        """Write the config with the keys `names` in its allow-list."""
         self.config.write_text(
             "[pool]\n"
             'front = ["tcp://127.0.0.1:*"]\n'
@@ -129,7 +129,7 @@ class SecurePool(Pool):
 
 
 class RemoteWorker(Closing):
-    """`mlxpool worker` in its own process."""
+    """A worker that is started by `mlxpool worker`, in its own process."""
 
     def __init__(
         self,

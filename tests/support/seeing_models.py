@@ -1,6 +1,6 @@
-"""Small random models that read images, and images for them: from seeds, by NumPy alone.
+"""Small random models that read images, and images for them: from seeds, in NumPy only.
 
-seeing_reference.py has stored an independent implementation's answers in
+seeing_reference.py has stored the answers of an independent implementation in
 tests/worker/models/expected/.
 """
 
@@ -18,9 +18,9 @@ from tokenizers import AddedToken, Tokenizer
 from support.worker_checkpoints import BOS, EOS, write_json, write_tokenizer, write_weights
 
 EXPECTED = Path(__file__).parents[1] / "worker" / "models" / "expected"
-STEPS = 24  # tokens of the answer to each prompt
+STEPS = 24  # number of tokens of the answer to each prompt
 BEGIN, SLOT, END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
-FIRST_ID = 260  # the id of the first of these three
+FIRST_ID = 260  # the id of the first of the three tokens
 GEMMA_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>"
     "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
@@ -29,7 +29,7 @@ GEMMA_TEMPLATE = (
 )
 TEXT: dict[str, Any] = {
     "model_type": "gemma3_text",
-    "hidden_size": 64,  # its root is a bfloat16: transformers multiplies by such a root, too
+    "hidden_size": 64,  # its root is a bfloat16: transformers multiplies by a root in bfloat16, too
     "intermediate_size": 48,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -38,7 +38,7 @@ TEXT: dict[str, Any] = {
     "vocab_size": 264,
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-6,
-    "sliding_window": 9,  # fewer than the inputs of an image
+    "sliding_window": 9,  # fewer than the tokens of an image
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "query_pre_attn_scalar": 12,
     "rope_theta": 50000.0,
@@ -224,7 +224,7 @@ class Weights(dict[str, np.ndarray]):
         self._draw = np.random.default_rng(seed)
 
     def add(self, name: str, *shape: int, scale: float = 0.0) -> None:
-        """Adds numbers around 0; a `scale` of 0 fits a matrix with columns of that length."""
+        """Adds numbers around 0; with `scale` 0 they fit a matrix with columns of this length."""
         scale = scale or 1.4 * shape[-1] ** -0.5
         self[name] = self._draw.standard_normal(shape, dtype=np.float32) * np.float32(scale)
 

@@ -1,7 +1,8 @@
 """Simulates CUDA on a CPU: compiles kernels as C++ with simt.h and runs them.
 
-It is slow. It checks the logic of a kernel's text, that is the work of each thread and the waits
-between threads, but not speed. If NVIDIA's compiler is installed, it must accept each text.
+It is slow. It checks the logic of a kernel's source, that is the work of each thread and the
+synchronisation of threads, but not speed. If NVIDIA's compiler is installed, it must accept each
+source.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from mlxpool.worker.kernels import device, kernel_cache, nvrtc, token_grid
 from mlxpool.worker.kernels.kernel_cache import KernelText
 
 HERE = Path(__file__).parent
-# The language of NVIDIA's compiler; with a later standard g++ reads twice as much of the library.
+# The C++ standard of NVIDIA's compiler; with a later standard g++ reads twice as much of the
+# library.
 FLAGS = (
     "-std=c++17", "-O1", "-w", "-fPIC", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing"
 )  # fmt: skip
@@ -49,8 +51,8 @@ WHY = {
     4: "the kernel has ended the program",
 }
 TOGETHER = "GridBarrier"  # in the text of kernels whose thread blocks wait for each other
-KEPT_DAYS = 14  # days for which an unused library is kept, see `_remove_old`
-resident = True  # True: all thread blocks of such a kernel are resident at a time
+KEPT_DAYS = 14  # days that an unused library is kept, see `_remove_old`
+resident = True  # True: all thread blocks of such a kernel are resident at the same time
 
 
 @contextmanager
@@ -77,7 +79,7 @@ def simulated() -> Iterator[set[str]]:
 
 @contextmanager
 def token_grid_machine() -> Iterator[set[str]]:
-    """Gives a GPU, or a simulated one with three multiprocessors that has kernels of one token."""
+    """Gives a GPU, or a simulated GPU with three multiprocessors that has kernels for one token."""
     if mx.cuda.is_available():
         yield set()
         return
@@ -88,7 +90,7 @@ def token_grid_machine() -> Iterator[set[str]]:
 
 
 def forget_kernels() -> None:
-    """Clears the caches of built kernels and of their trials."""
+    """Clears the caches of compiled kernels and of their trials."""
     from mlxpool.worker import kernels
     from mlxpool.worker.attention.in_pool import block_tables, kernel_trials
     from mlxpool.worker.decode_pass import addresses, trial
@@ -159,7 +161,7 @@ def kernel(
 
         def launch() -> None:
             why = run(*arguments)
-            del views[:]  # the memory is not needed any more
+            del views[:]  # the memory is no longer needed
             if why:
                 raise RuntimeError(f"{name}: {WHY.get(why, why)}")
 
@@ -173,7 +175,7 @@ def kernel(
 
 
 class Ranks:
-    """The launches of several GPUs that wait for each other, see `together`."""
+    """The kernel launches of several GPUs that wait for each other, see `together`."""
 
     def __init__(self, count: int) -> None:
         self.rank = 0
@@ -187,7 +189,7 @@ class Ranks:
         self.rank = 0
 
     def run(self) -> None:
-        """Runs the launches of each GPU in their order, all GPUs at the same time."""
+        """Runs the launches of each GPU in order, and all GPUs at the same time."""
         with ThreadPoolExecutor(len(self.launches)) as threads:
             for done in [threads.submit(_in_order, launches) for launches in self.launches]:
                 done.result()
@@ -203,9 +205,9 @@ _together: Ranks | None = None
 
 @contextmanager
 def together(count: int) -> Iterator[Ranks]:
-    """Kernels called in the block are launched at its end, on `count` GPUs at the same time.
+    """Launches the kernels that are called in the block at its end, on `count` GPUs in parallel.
 
-    The results of a call have their numbers after that; until then only kernels may read them.
+    The results of a call have their numbers after the block; before, only kernels may read them.
     """
     global _together
     _together = Ranks(count)
@@ -220,7 +222,8 @@ def together(count: int) -> Iterator[Ranks]:
 def nvidia(*, optimises: bool = True) -> nvrtc.Compiler | None:
     """Returns NVIDIA's compiler, if it is installed as a package.
 
-    It compiles the same texts to machine code. Unless it `optimises`, it takes a third of the time.
+    It compiles the same sources to machine code. With `optimises` False it takes a third of the
+    time.
     """
     packages = Path(sysconfig.get_path("platlib")) / "nvidia" / "cu13"
     for library in sorted((packages / "lib").glob("libnvrtc.so.*")):
@@ -288,7 +291,7 @@ def _built(text: KernelText, dtypes: tuple[Any, ...], rank: int) -> Any:
 
 
 def _compile(*arguments: str, to: Path, what: str) -> None:
-    """Compiles to a file as a whole: other processes never see a part. Raises RuntimeError."""
+    """Compiles to a complete file: other processes never see a part. Raises RuntimeError."""
     part = to.with_suffix(f".{os.getpid()}{to.suffix}")
     done = subprocess.run(
         [str(COMPILER), *FLAGS, *arguments, "-o", str(part)],
@@ -303,12 +306,13 @@ def _compile(*arguments: str, to: Path, what: str) -> None:
 
 @functools.cache
 def _folder() -> Path:
-    """Returns the folder of built libraries, with simt.h precompiled.
+    """The folder is in the user's cache folder, for later runs.
 
     It is in the user's cache folder, for all later runs. Its name is a hash of the compiler, the
     flags and the text of simt.h; a library's name is a hash of the kernel's text. A cache folder
     that others may write to, or that cannot be made, is not used. Then this process has its own
     folder, and removes it at its end.
+
     """
     folder = _kept_folder() or _own_folder()
     header = folder / "simt.h"
@@ -330,7 +334,7 @@ def _own_folder() -> Path:
 def _kept_folder() -> Path | None:
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # a user without a home folder
         return None
     kept = home / "mlxpool-tests" / "simulated-kernels"
     folder = kept / _compiler_key()
@@ -353,7 +357,7 @@ def _compiler_key() -> str:
 
 
 def _remove_old(kept: Path) -> None:
-    """Removes libraries that no run has used for KEPT_DAYS, and folders without libraries."""
+    """Removes libraries that were not used for KEPT_DAYS, and folders without libraries."""
     oldest = time.time() - KEPT_DAYS * 86400
     for folder in kept.iterdir():
         for library in folder.glob("*.so"):
@@ -425,9 +429,9 @@ def _without_products(text: KernelText) -> str:
 
 
 def _expanded(text: str, header: str) -> str:
-    """Replaces includes of the project's files, which `header` may name, by their text.
+    """Returns a source in which includes of the project's files, as in `header`, are expanded.
 
-    Includes of CUDA's files are dropped.
+    Includes of CUDA's files are removed.
     """
     names = dict(re.findall(r'#define (\w+) "(.*)"\n', header))
 
@@ -442,7 +446,7 @@ def _expanded(text: str, header: str) -> str:
 
 
 class _Managed(ctypes.Structure):
-    """The part of DLPack's DLManagedTensor that is read."""
+    """The fields of DLPack's DLManagedTensor that are read here."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),

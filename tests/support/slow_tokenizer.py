@@ -1,4 +1,4 @@
-"""A tokenizer that can be slow on a short text, and texts that make it slow or crash it."""
+"""A tokenizer that can be slow on a short text, and texts that make it slow or crash."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 from support.worker_checkpoints import write_json
 
-# Its matcher tries every division of a row of x: 13 ms for 20 letters.
+# The matcher tries every division of a sequence of x: 13 ms for 20 letters.
 SLOW_PATTERN = r"(?:x+x+)+y"
-SLOW = ("x" * 20 + " ") * 700  # a short text that takes about 9 s of a core
-PANICS = "x" * 60  # the matcher reaches its own limit, a panic of native code
+SLOW = ("x" * 20 + " ") * 700  # a short text that takes about 9 s of processor time
+PANICS = "x" * 60  # the matcher reaches its own limit, and native code panics
 
 
 def split_texts(folder: Path, pattern: str = SLOW_PATTERN) -> Path:

@@ -21,13 +21,13 @@ from xml.etree import ElementTree
 
 from support.tiers import tiers
 
-PROCESSOR = "processor_s"  # the name of the property
+PROCESSOR = "processor_s"  # the name of the property with the processor seconds
 REFERENCE_S = 0.035  # processor seconds of `_fixed_work` on the machine of the budget
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """The cost of tests: seconds, processor seconds, and the number of tests."""
+    """The cost of tests: elapsed seconds, processor seconds, and the number of tests."""
 
     seconds: float = 0.0
     processor: float = 0.0
@@ -56,7 +56,7 @@ def read(record: Path) -> dict[tuple[str, str], Spent]:
 
 
 def by_file(tests: Mapping[tuple[str, str], Spent]) -> dict[str, Spent]:
-    """Returns the sums of files."""
+    """Returns the total cost of each file."""
     sums: dict[str, Spent] = defaultdict(lambda: Spent(tests=0))
     for (file, _), spent in tests.items():
         sums[file] += spent
@@ -72,7 +72,7 @@ def table(title: str, rows: Iterable[tuple[str, Spent]], count: int) -> str:
 
 
 def by_folder(files: Mapping[str, Spent], folders: Iterable[str]) -> dict[str, Spent]:
-    """Returns the sums of folders; a file counts for its innermost folder, "" for none."""
+    """Returns the total cost of each folder; a file counts for its innermost folder, "" if none."""
     sums: dict[str, Spent] = {folder: Spent(tests=0) for folder in (*folders, "")}
     for file, spent in files.items():
         inside = (folder for folder in sums if f"{folder}/" in f"{file}/" and folder)
@@ -81,7 +81,7 @@ def by_folder(files: Mapping[str, Spent], folders: Iterable[str]) -> dict[str, S
 
 
 def folder_of(key: str) -> str:
-    """Returns the folder of a key of the budget; "." is the folder of all tests."""
+    """Returns the folder of a key in the budget; "." is the folder of all tests."""
     return "tests" if key == "." else f"tests/{key}"
 
 
@@ -119,7 +119,7 @@ def total_of(files: Mapping[str, Spent]) -> float:
 
 
 def main() -> int:
-    """Prints the tables; with --budget only folders, and returns 1 above the budget."""
+    """Prints the tables; with --budget only folders: returns 1 if the budget is exceeded."""
     parser = argparse.ArgumentParser(description="where the time of the last `make test` went")
     parser.add_argument("record", type=Path)
     parser.add_argument("--count", type=int, default=40, help="rows of each table")

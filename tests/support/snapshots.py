@@ -1,4 +1,4 @@
-"""Snapshots of a core, for tests of their renderers."""
+"""Snapshots of the broker's core, for tests of their renderers."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ def of(
     jobs: JobFigures | None = None,
     **broker: Any,
 ) -> Snapshot:
-    """Returns the snapshot of a story's core now; `broker` are fields of BrokerInfo."""
+    """Returns the present snapshot of a simulation's core; `broker` are fields of BrokerInfo."""
     about = replace(BROKER, **broker)
     return snapshot.take(story.core.state, about, lag, story.now, gateway=gateway, jobs=jobs)

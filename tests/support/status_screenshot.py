@@ -41,7 +41,7 @@ counting.fault_in = "load"
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """The work of a pool: `readers` of each model at the same time; `kills`: workers to kill."""
+    """The load of a pool: `readers` of each model at the same time; `kills` are workers to kill."""
 
     readers: Mapping[str, int]
     mean_pause: float  # seconds between two requests of a reader
@@ -74,7 +74,7 @@ async def work(run_dir: Path, scene: Scene) -> None:
 
 
 async def kill(pool: Pool, slots: tuple[str, ...], seconds: float) -> None:
-    """Kill these workers, one after the other, within `seconds`."""
+    """Kill these workers one after another, within `seconds`."""
     for slot in slots:
         await asyncio.sleep(seconds / (len(slots) + 1))
         await asyncio.to_thread(pool.in_state, slot, state="ready")
@@ -82,7 +82,7 @@ async def kill(pool: Pool, slots: tuple[str, ...], seconds: float) -> None:
 
 
 async def take_screenshot(pool: Pool, options: argparse.Namespace) -> bytes:
-    """Returns the page after `options.minutes` of the scene, as PNG."""
+    """Returns the status page after `options.minutes` of the scene, as PNG."""
     url, scene = pool.ask("ps")["broker"]["metrics"], SCENES[options.scene]
     seconds = options.minutes * 60
     busy = asyncio.create_task(work(pool.run_dir, scene))

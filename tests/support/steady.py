@@ -24,7 +24,7 @@ FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """Has `count` processes compute without end in the block."""
+    """Lets `count` processes compute without end during the block."""
     started = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
     try:
         yield
@@ -35,7 +35,7 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 def main() -> int:
-    """Prints a line a run; returns 1 if any run failed."""
+    """Prints one line per run; returns 1 if any run failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--busy", type=int, default=3, help="processes that compute beside it")

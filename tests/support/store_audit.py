@@ -1,4 +1,4 @@
-"""An audit of a store of jobs: counts must match rows, and no row may be left over."""
+"""An audit of a job store: counts must match rows, and every row must be referenced."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Run = Callable[[str], list[Any]]  # a statement -> its rows
+Run = Callable[[str], list[Any]]  # a function: an SQL statement -> its rows
 
 USAGE = """SELECT usage.owner, usage.jobs, usage.bytes,
     (SELECT COUNT(*) FROM job WHERE job.owner = usage.owner AND state <> 'gone') AS jobs_found,
     COALESCE((SELECT SUM(size) FROM job WHERE job.owner = usage.owner), 0)
     + COALESCE((SELECT SUM(size) FROM file WHERE file.owner = usage.owner), 0) AS bytes_found
     FROM usage"""
-# Lines that the deadline of a batch cut off count as expired jobs.
+# Lines that were cut off by the deadline of a batch count as expired jobs.
 COUNTS = """SELECT key, state, jobs, done + cancelled + dead + expired AS ended,
     (SELECT COUNT(*) FROM job WHERE job.batch = batch.id) + cut_off AS jobs_found,
     (SELECT COUNT(*) FROM job WHERE job.batch = batch.id AND job.state <> 'waiting') + cut_off
@@ -25,7 +25,7 @@ COUNTS = """SELECT key, state, jobs, done + cancelled + dead + expired AS ended,
 OUTPUT = """SELECT id, pos, size, state,
     COALESCE((SELECT SUM(LENGTH(ids)) FROM chunk WHERE job = seq AND chunk.gen = job.gen), 0) / 4
     FROM job"""
-# Each statement finds rows without a reference to them.
+# Each statement finds rows whose counterpart in another table is missing.
 ORPHANS = {
     "chunks without a job": "SELECT job FROM chunk WHERE job NOT IN (SELECT seq FROM job)",
     "chunks of an earlier generation": (
@@ -59,7 +59,7 @@ ORPHANS = {
 
 
 def audit(run: Run) -> list[str]:
-    """Returns the faults, a sentence each; `run` performs a statement on the store."""
+    """Returns the faults, one sentence each; `run` performs a statement on the store."""
     faults = [f"usage of {owner}: {counted} of {real}" for owner, counted, real in _usage(run)]
     for key, state, jobs, ended, jobs_found, ended_found, failed, failed_found in run(COUNTS):
         counted, real = (jobs, ended, failed), (jobs_found, ended_found, failed_found)

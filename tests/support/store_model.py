@@ -1,7 +1,7 @@
-"""The store of jobs in memory, for tests of the manager: the operations without a disk.
+"""A job store in memory, for tests of the manager: the same operations without a disk.
 
-Operations wait in an inbox until `commit`. `crash` loses waiting operations, and every result that
-was not taken. Committed operations stay.
+Operations wait in an inbox until `commit`. `crash` loses waiting operations, and results that were
+not taken. Committed operations stay.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Row:
 
 
 class StoreModel:
-    """The store, with rows by id. `clock` is wall time; the store's time never goes back."""
+    """The store, with jobs by id. `clock` is wall time; the store's time never goes back."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.rows: dict[bytes, Row] = {}
@@ -46,15 +46,15 @@ class StoreModel:
         self.inbox: list[Operation] = []
         self.results: list[tuple[Operation, Result]] = []
         self.ended_twice: list[bytes] = []
-        self.damaged: str = ""  # the damage of every fed request
-        self.refusing: str = ""  # a code with which every operation is refused
+        self.damaged: str = ""  # the damage of every request that is read
+        self.refusing: str = ""  # an error code with which every operation is refused
         self._clock = clock
         self._seen = 0.0
         self._seq = itertools.count(1)
         self._end_seq = itertools.count(1)
 
     def follow(self, clock: Callable[[], float]) -> None:
-        """Use the clock of another story from now on."""
+        """Use the clock of another simulation from now on."""
         self._clock = clock
 
     @property
@@ -429,14 +429,14 @@ class StoreModel:
         op.ListEnded: _list_ended,
         op.ReadBacklog: _backlog,
         op.ReadFigures: _figures,
-        ListBatches: lambda store, asked: BatchList(()),  # stories with batches use a real store
+        ListBatches: lambda store, asked: BatchList(()),  # batches use a real store
         op.SetPoison: _set_poison,
         op.ReadPoisons: _poisons,
     }
 
 
 def _from_border(chunk: Chunk, pos: int) -> Chunk:
-    """Returns the chunk from the last border at or before `pos` on."""
+    """Returns the chunk from its last step border at or before `pos`."""
     cut = max((b for b in chunk.borders if chunk.pos + b[0] <= pos), default=(0, 0))
     borders = tuple((n - cut[0], c - cut[1]) for n, c in chunk.borders if n > cut[0])
     return Chunk(chunk.pos + cut[0], chunk.ids[4 * cut[0] :], chunk.text[cut[1] :], borders)

@@ -3,7 +3,7 @@
     python -m support.store_workload FOLDER [--jobs N] [--seed N] [--mutant NAME] [--print]
 
 Acknowledgements go into the log of disk_shim, as marks, and with --print to the output. A mutant
-breaks one rule of the store that the tests must notice.
+breaks one rule of the store, which the tests must detect.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from mlxpool.broker.store.sqlite_store import SqliteDatabase, SqliteOpener, Sqli
 from mlxpool.broker.store.writer import StoreWriter
 from support.job_store import BOOT, MAX_BYTES, finish, job_id, progress, submit
 
-IN_FLIGHT = 24  # operations at a time, so that commits hold several
-MAX_IDS = 60  # ids of a job at most
-SMALL_LOG = 128 * 1024  # bytes; a small log is copied into the database often
+IN_FLIGHT = 24  # most operations in flight, so that a commit has several
+MAX_IDS = 60  # the most ids of a job
+SMALL_LOG = 128 * 1024  # bytes; a small log is often copied into the database
 MUTANTS = ("none", "normal", "off", "early", "parent")
 
 
@@ -43,7 +43,7 @@ def break_a_rule(mutant: str) -> None:
         SqliteDatabase.begin = late_begin  # type: ignore[method-assign]
         SqliteDatabase.commit = lambda self: None  # type: ignore[method-assign]
         SqliteStore.tend = lambda self: None  # type: ignore[method-assign]
-    elif mutant == "parent":  # the folder itself is not synced into its parent
+    elif mutant == "parent":  # the parent of the folder is not synced
         sync = state_dir.sync
         state_dir.sync = lambda path: None if path.name == "disk" else sync(path)
 
@@ -55,7 +55,7 @@ class Workload:
         self._writer, self._draw = writer, draw
         self._left = list(range(1, jobs + 1))
         self._running: dict[int, int] = {}  # number -> ids requested
-        self._busy: set[int] = set()  # numbers with an operation in flight
+        self._busy: set[int] = set()  # numbers of jobs with an operation in flight
         self._in_flight = 0
 
     def run(self, woken: threading.Event, told: Callable[[str], None]) -> None:
@@ -70,7 +70,7 @@ class Workload:
                 self._note(operation, result, told)
 
     def _next(self) -> bool:
-        """Offer an operation; returns whether there was one to offer."""
+        """Offer one operation; returns whether there was an operation to offer."""
         idle = [number for number in self._running if number not in self._busy]
         if self._left and (not idle or self._draw.random() < 0.4):
             number = self._left.pop()

@@ -1,4 +1,4 @@
-"""Forms in which checkpoints of experts and delta nets store the weights of plans."""
+"""The forms in which released checkpoints store the weights of experts and delta nets."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Store = Callable[[Weights], Mapping[str, np.ndarray]]
 
 
 def after(first: Store, then: Store) -> Store:
-    """Returns a form that applies two forms, one after the other."""
+    """Returns a form that applies `first`, and `then` to its result."""
     return lambda weights: then(dict(first(weights)))
 
 
 def converted(weights: Mapping[str, np.ndarray]) -> Weights:
-    """Returns weights as conversions to MLX store them: with swapped axes of convolutions."""
+    """Returns weights as conversions to MLX store them: with the axes of convolutions swapped."""
     return {
         name: np.ascontiguousarray(array.swapaxes(1, 2)) if "conv1d" in name else array
         for name, array in weights.items()
@@ -29,7 +29,7 @@ def inside(weights: Weights) -> Weights:
 
 
 def one_by_one(weights: Mapping[str, np.ndarray]) -> Weights:
-    """Returns weights as released: each expert by itself."""
+    """Returns weights as they are released: with separate tensors for each expert."""
     stored: Weights = {}
     for name, array in weights.items():
         layer, stacked, kind = name.partition(".switch_mlp.")
@@ -42,7 +42,7 @@ def one_by_one(weights: Mapping[str, np.ndarray]) -> Weights:
 
 
 def glm_released(weights: Mapping[str, np.ndarray]) -> Weights:
-    """Returns weights as GLM releases them: single experts, latents' projections as one weight."""
+    """Returns weights as GLM releases them: separate experts, one weight for latent projections."""
     stored: Weights = {}
     for name, array in one_by_one(weights).items():
         if name.endswith(".embed_q.weight"):

@@ -1,6 +1,6 @@
-"""The features of chat templates: for each a small template, its variables and its text.
+"""Features of chat templates: for each feature a small template, its variables and its text.
 
-Real models' templates use these features; the templates here are written for this table.
+Templates of real models use these features; the templates here are written for this table.
 """
 
 from __future__ import annotations

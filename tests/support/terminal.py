@@ -1,4 +1,4 @@
-"""Runs a command in a pseudo-terminal: reads its output, sends keys, waits for its end."""
+"""Runs a command in a pseudo-terminal: reads output, sends keys, waits for the end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Terminal(Closing):
         self.shown = ""  # all output without escape sequences
         self.raw = ""
 
-        def own_terminal() -> None:  # Ctrl-C becomes SIGINT for the command alone
+        def own_terminal() -> None:  # Ctrl-C becomes SIGINT only for the command
             os.setsid()
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
@@ -61,7 +61,7 @@ class Terminal(Closing):
             os.close(its)
 
     def until(self, text: str, *, after: int = 0) -> int:
-        """Read until `text` is shown after position `after`; returns the position of its end."""
+        """Read until `text` is shown after position `after`; returns the position after `text`."""
         end = time.monotonic() + PATIENCE
         while (at := self.shown.find(text, after)) < 0:
             assert time.monotonic() < end, f"never shown: {text!r}; shown: {self.shown[-2000:]!r}"
@@ -81,9 +81,9 @@ class Terminal(Closing):
         return bool(new)
 
     def interrupt(self, text: str, *, after: int) -> int:
-        """Send Ctrl-C, repeatedly, until `text` is shown; returns the position of its end.
+        """Send Ctrl-C repeatedly until `text` is shown; returns the position after `text`.
 
-        Python drops a Ctrl-C that comes between the prompt and its wait for input.
+        Python drops a Ctrl-C that arrives between the prompt and the wait for input.
         """
         end = time.monotonic() + PATIENCE
         while True:

@@ -1,9 +1,9 @@
-"""The tests of `make test`, and the further tests of `make test-all`.
+"""The tests of `make test`, and the additional tests of `make test-all`.
 
 tests/tiers.toml has the table. `full`: files and functions that only `make test-all` runs. `first`:
-files, folders and functions with the number of first cases of each function that `make test` runs.
-`budget`: the processor seconds of `make test`. All other tests are in both. A file on the command
-line is run whole.
+files, folders and functions, with the number of cases of each function that `make test` runs.
+`budget`: the processor seconds of `make test`. `make test` runs all other tests, too. A file on the
+command line is run completely.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 TABLE = TESTS / "tiers.toml"
-EVERYTHING = "TESTS_FULL"  # environment variable of all processes of a run with --full
+EVERYTHING = "TESTS_FULL"  # environment variable, set in all processes of a run with --full
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Tiers:
         return file in self.full
 
     def cases(self, file: str, function: str) -> int | None:
-        """Returns the number of a function's cases that `make test` runs; None for all."""
+        """Returns the number of a function's cases that `make test` runs; None for all cases."""
         if file in self.full or f"{file}::{function}" in self.full:
             return 0
         keys = [f"{file}::{function}", file, *(str(parent) for parent in Path(file).parents)]
@@ -54,7 +54,7 @@ class Tiers:
         return kept_
 
     def unknown(self, tests: Iterable[tuple[str, str]]) -> list[str]:
-        """Returns the keys of the table without a collected test, as (file, name)."""
+        """Returns the keys of the table to which no collected test, as (file, name), belongs."""
         known: set[str] = set()
         for file, name in tests:
             known |= {file, f"{file}::{name.partition('[')[0]}"}
@@ -70,10 +70,10 @@ def tiers() -> Tiers:
 
 
 def everything() -> bool:
-    """Returns whether this run is `make test-all`, for tests with more rounds there."""
+    """Returns whether this run is `make test-all`: some tests then run more rounds."""
     return EVERYTHING in os.environ
 
 
 def relative(path: Path) -> str:
-    """Returns a path below tests/ in the table's form, another path as it is."""
+    """Returns a path below tests/ in the form of the table; another path unchanged."""
     return path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else str(path)

@@ -11,14 +11,14 @@ from mlxpool.common.closing import Closing
 
 
 class Loop(Closing):
-    """Puts a snapshot at each wake-up while `turning` is true."""
+    """Publishes a snapshot at each wake-up while `turning` is true."""
 
     def __init__(self, server: HttpServer, snapshot: Snapshot) -> None:
         self.server, self.snapshot = server, snapshot
         self.left = 0
         self.over = False
         self._turning = True
-        self._turn = threading.Lock()  # held while a snapshot is put
+        self._turn = threading.Lock()  # held while a snapshot is published
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
 
@@ -28,7 +28,7 @@ class Loop(Closing):
 
     @turning.setter
     def turning(self, on: bool) -> None:
-        """Set `turning`; after False no further snapshot is put."""
+        """Set `turning`; after False no more snapshots are published."""
         with self._turn:
             self._turning = on
 

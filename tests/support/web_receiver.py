@@ -1,4 +1,4 @@
-"""A server on the loopback that receives posts; a test writes its answers byte by byte."""
+"""A server on the loopback that receives posts; tests write its answers byte by byte."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def receiver(
                         request = read_request(c)
                         requests.append(request)
                         serve(c, request)
-                except (OSError, EOFError):  # such as by a broker that is killed in a transfer
+                except (OSError, EOFError):  # for example by a broker that is killed in a transfer
                     continue
 
         thread = threading.Thread(target=run, daemon=True)
@@ -48,7 +48,7 @@ def receiver(
 
 
 def read_request(connection: socket.socket) -> bytes:
-    """Returns a request with its body. Raises EOFError if the sender leaves before its end."""
+    """Returns a request with its body. Raises EOFError if the sender disconnects before the end."""
     data = b""
     while b"\r\n\r\n" not in data:
         data += received(connection)

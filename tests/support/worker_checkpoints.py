@@ -102,7 +102,7 @@ def config(**changes: Any) -> dict[str, Any]:
 def random_weights(
     settings: Mapping[str, Any], seed: int = 0, plan: ModelPlan | None = None
 ) -> dict[str, np.ndarray]:
-    """Returns random float32 weights of all names and shapes in a plan, by default the config's."""
+    """Returns random float32 weights for a plan's names and shapes (default: the config's)."""
     draw = np.random.default_rng(seed)
     weights = {}
     for name, shape in (plan or models.plan(settings)).shapes.items():
@@ -136,7 +136,7 @@ def write_json(file: Path, value: Any) -> None:
 
 
 def write_tokenizer(path: Path, settings: Mapping[str, Any] | None = None) -> None:
-    """Writes a byte-level tokenizer: ids 0 to 255 are the bytes, special tokens follow."""
+    """Writes a byte-level tokenizer: ids 0 to 255 are bytes, then special tokens follow."""
     alphabet = _byte_chars()
     tokenizer = Tokenizer(BPE({char: byte for byte, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -175,12 +175,12 @@ def write_safetensors(file: Path, weights: Mapping[str, np.ndarray]) -> None:
 
 
 def write_raw_safetensors(file: Path, header: bytes, data: bytes = b"") -> None:
-    """Writes any header, for files that must be refused."""
+    """Writes any header, for tests of files that must be refused."""
     file.write_bytes(struct.pack("<Q", len(header)) + header + data)
 
 
 def refusal(model: Path | str) -> str:
-    """Returns the error of a refused model, given by its path or name."""
+    """Returns the error for a refused model, given by its path or name."""
     with pytest.raises(ModelLoadFailed) as caught:
         inspect(find_files(str(model)))
     return str(caught.value)

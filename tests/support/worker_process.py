@@ -1,4 +1,4 @@
-"""A real worker process whose broker is a bare ROUTER of the test."""
+"""A real worker process; its broker is a plain ROUTER socket of the test."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def id_of(name: int) -> bytes:
 
 
 class WorkerProcess(Closing):
-    """A worker and its broker. While `hearing` is False the broker does not answer heartbeats."""
+    """A worker and its broker. While `hearing` is False, the broker does not answer heartbeats."""
 
     def __init__(
         self,
@@ -100,18 +100,18 @@ class WorkerProcess(Closing):
         return (self.tmp_path / "worker.log").read_text()
 
     def next(self, patience: float = PATIENCE) -> Message | None:
-        """Returns the next message, None if none came in time. Heartbeats are answered."""
+        """Returns the next message; None if none arrives in time. Heartbeats are answered."""
         if not self.router.poll(int(patience * 1000)):
             return None
         self.peer, *parts = self.router.recv_multipart()
         message = frames.decode(parts, max_body=frames.MAX_BACK_BODY)
         if message.kind == kinds.BEAT and self.hearing:
-            with contextlib.suppress(zmq.ZMQError):  # the worker may have ended meanwhile
+            with contextlib.suppress(zmq.ZMQError):  # the worker may have ended in the meantime
                 self.say(kinds.HEARD)
         return message
 
     def receive(self, *kinds: str, no: tuple[str, ...] = ()) -> Message:
-        """Returns the next message of these kinds; fails at a kind in `no`."""
+        """Returns the next message of these kinds; fails if a kind of `no` arrives."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             message = self.next(1.0)
@@ -135,7 +135,7 @@ class WorkerProcess(Closing):
         self.router.send_multipart([self.peer, *frames.encode(header, body or {}, blobs)])
 
     def welcome(self, epoch: int, token: str = "") -> Message:
-        """Wait for `hello`, send `welcome`, wait for the credit that follows; returns `hello`."""
+        """Wait for `hello`, send `welcome`, and wait for the first credit; returns the `hello`."""
         hello = self.receive(kinds.HELLO)
         self.epoch = epoch
         self.say(kinds.WELCOME, {"boot": 1, "token": token or f"token-{epoch}"})
@@ -150,7 +150,7 @@ class WorkerProcess(Closing):
         self.say(kinds.WORK, body, *blobs, id=id_of(name), attempt=1)
 
     def deltas_until(self, *names: int) -> dict[int, list[Delta]]:
-        """Returns all deltas until these streams have ended."""
+        """Returns all deltas that arrive until these streams have ended."""
         by_stream: dict[int, list[Delta]] = {}
         left = set(names)
         while left:

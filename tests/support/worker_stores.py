@@ -55,7 +55,7 @@ class Store:
         }
 
     def layers(self, folder: Path, *, stated: bool = True) -> list[dict[str, Any]]:
-        """Returns entries of files and tensors; `stated`: headers have the quantisation."""
+        """Returns manifest entries of files and tensors; `stated`: headers have a quantisation."""
         files = sorted(folder.glob("*.json"))
         json_files = [file for file in files if file.name != "model.safetensors.index.json"]
         layers = [self.layer(JSON, file.name, file.read_bytes()) for file in json_files]
@@ -89,7 +89,7 @@ def _tensors(folder: Path) -> dict[str, Any]:
 
 
 def _blob(tensors: Mapping[str, Any], name: str, settings: dict[str, Any], stated: bool) -> bytes:
-    """Returns a safetensors file of a tensor, with .scale and .bias if it is quantised."""
+    """Returns a safetensors file of one tensor, with .scale and .bias if it is quantised."""
     module = name.removesuffix(".weight")
     parts = {name: tensors[name]}
     metadata = {}

@@ -1,4 +1,4 @@
-"""A small tokenizer of each family, with the components of real ones."""
+"""A small tokenizer of each family, with the components of released tokenizers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"
 
 
 def byte_level() -> Tokenizer:
-    """Returns one like Llama 3's, Qwen's and GPT's: bytes as printable characters."""
+    """Returns a tokenizer like Llama 3's, Qwen's and GPT's: bytes as printable characters."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -42,7 +42,7 @@ def byte_level() -> Tokenizer:
 
 
 def sentencepiece(strip: bool = True) -> Tokenizer:
-    """Returns one like Llama 2's and Mistral's; without `strip` like Gemma's."""
+    """Returns a tokenizer like Llama 2's and Mistral's; without `strip` like Gemma's."""
     words = ["▁", "▁the", "▁fox", "The", "quick", "re", "▁▁", "n", "é", "▁do", "e", "h", "t", "T"]
     pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     merges = [("▁", "▁")]
@@ -68,7 +68,7 @@ def sentencepiece(strip: bool = True) -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """Returns one like T5's: scores instead of merges, spaces by Metaspace."""
+    """Returns a tokenizer like T5's: scores instead of merges, spaces by Metaspace."""
     words = ["▁", "▁the", "▁fox", "a", "b", "▁a▁b", "こ", "fox", "ing", "▁▁"]
     tokenizer = Tokenizer(Unigram([("<unk>", 0.0), *((word, -2.0) for word in words)], 0, False))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -78,7 +78,7 @@ def unigram() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """Returns one like BERT's: whole words, continuations with ##, cleaned-up text."""
+    """Returns a tokenizer like BERT's: whole words, continuations with ##, cleaned-up text."""
     words = ["the", "fox", "##es", "##s", ".", ",", "!", "'", "n't", "'s", "do", "not", "##'re"]
     vocab = {word: id for id, word in enumerate(["[UNK]", "[CLS]", "[SEP]", *words])}
     tokenizer = Tokenizer(WordPiece(vocab, unk_token="[UNK]"))
@@ -91,7 +91,7 @@ def word_piece() -> Tokenizer:
 
 
 def words() -> Tokenizer:
-    """Returns one of whole words, without a decoder."""
+    """Returns a tokenizer of whole words, without a decoder."""
     tokenizer = Tokenizer(WordLevel({"the": 0, "fox": 1, "dog": 2, "?": 3}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return tokenizer

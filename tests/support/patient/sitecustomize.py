@@ -1,8 +1,8 @@
-"""Longer waits for a broker in processes that tests start: a busy machine may delay it.
+"""Longer waits for a broker in processes that tests start, because a machine may be busy.
 
 Users get an error after 2 or 5 seconds without an answer of a broker. Python imports this module if
-its folder is on the path (tests/conftest.py). It changes each module below when that is imported. A
-test without an answering broker sets TESTS_PATIENCE, in seconds.
+its folder is on the path (tests/conftest.py). It changes each module below when that module is
+imported. A test without an answering broker sets TESTS_PATIENCE, in seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _commands(module: ModuleType) -> None:
 
 def _clients(module: ModuleType) -> None:
     module.CONNECT_GRACE = PATIENCE  # type: ignore[attr-defined]
-    # The class exists already with its defaults, so a new one replaces it: only the broker may
+    # The class already exists with its defaults, so a new class replaces it: only the broker may
     # report a deadline, even if late.
     import msgspec
 
@@ -55,7 +55,7 @@ CHANGED: dict[str, Callable[[ModuleType], None]] = {
 
 
 class Finder:
-    """Finds the modules above as Python does, and changes them after their code has run."""
+    """Finds the modules above as Python does, and changes each module after its code has run."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
