@@ -100,7 +100,7 @@ class Inspector(Closing):
         return line
 
     def kill(self) -> None:
-        """Kill the process, which ends an inspection under way. Any thread may call it."""
+        """Kill the process and its inspection. Any thread may call it."""
         self._process.kill()
 
     def close(self) -> None:
@@ -331,8 +331,7 @@ def all_weights_bytes(config: PoolConfig) -> dict[str, int]:
 def location(model: ModelConfig) -> str:
     """Returns the folder or reference of a model; "" if it cannot share workers with other names.
 
-    Links are resolved. A model with "" has no files, or a link out of the models folder, for which
-    it is refused.
+    Models without files, or with a link out of the models folder, cannot.
     """
     if model.path == f"{BUILTIN_PREFIX}counting" or (
         model.within and outside_target(Path(model.path), Path(model.within)) is not None

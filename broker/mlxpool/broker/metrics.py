@@ -108,9 +108,8 @@ OUTCOMES = frozenset({"stop", "length", "cancelled", *BY_CODE})
 class Figures:
     """Counts and histograms of a model since the broker's start. Times are seconds.
 
-    No value decreases, and no data of single requests is kept. The bucket bounds are those of vLLM,
-    so that dashboards and alerts for vLLM fit. `INTER_TOKEN` has three further, lower bounds for
-    small models.
+    No value decreases, and no data of single requests is kept. The bounds are vLLM's, so that its
+    dashboards and alerts fit. `INTER_TOKEN` has three lower bounds more, for small models.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,7 @@
-"""Reloads by SIGHUP and `mlxpool reload`: new models, limits and keys, without a restart.
+"""Reloads by SIGHUP and `mlxpool reload`: new models, limits and keys while streams continue.
 
-A thread reads the file of settings, because a disk may be slow. The broker's thread compares the
-new settings with the present settings and applies the changes. A file with an error changes
-nothing.
+A thread reads the file, because a disk may be slow. The broker's thread compares the settings and
+applies the changes. A file with an error changes nothing.
 """
 
 from __future__ import annotations
@@ -190,7 +189,7 @@ class Reloader:
         notifier: ServiceNotifier,
         counters: Counters,
     ) -> None:
-        """`reread` reads the settings, on another thread; None: there is no file of settings."""
+        """`reread` reads the settings, on another thread; None: no file."""
         self.waker = Waker()
         self._settings = settings
         self._reread = reread

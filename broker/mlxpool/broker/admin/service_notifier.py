@@ -44,10 +44,7 @@ class ServiceNotifier(Closing):
     def from_environment(
         cls, environment: MutableMapping[str, str] | None = None
     ) -> ServiceNotifier:
-        """Create a notifier from the environment's variables, and remove the variables.
-
-        So workers do not inherit them.
-        """
+        """Create a notifier from the environment, whose variables workers must not inherit."""
         variables = os.environ if environment is None else environment
         address = variables.pop(SOCKET, "")
         microseconds, pid = variables.pop(WATCHDOG, ""), variables.pop(WATCHDOG_PID, "")

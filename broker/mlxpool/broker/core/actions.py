@@ -85,13 +85,11 @@ class Note(Struct, frozen=True):
 
 
 class RequestEnded(Struct, frozen=True):
-    """The figures of an ended request for trace spans (setting `traces`).
+    """The figures of an ended request for trace spans (setting `traces`). On the core's clock.
 
-    Times are on the core's clock.
-
-    `assigned_at`: the first time at which a worker got the request; 0: never. `resumes`: the times
-    at which the request lost its worker or its place in the batch, each with the time of its next
-    assignment. `timings_ms` comes from the newest worker.
+    `assigned_at`: time of its first assignment to a worker; 0: never. `resumes`: times at which it
+    lost its worker or place, each with the time of its next assignment. `timings_ms` comes from the
+    newest worker.
     """
 
     id: bytes
@@ -130,8 +128,8 @@ Action = (
 class Outbox:
     """Collects the actions of one event.
 
-    Deltas of streams with `batch` are merged into one message per link until the event ends. The
-    order on a link is kept: any other message flushes the merged deltas first.
+    Deltas of streams with `batch` are merged into one message per link, until the event ends or
+    another message on the link follows.
     """
 
     def __init__(self, state: State) -> None:
@@ -140,7 +138,7 @@ class Outbox:
         self.merged: dict[int, list[Delta]] = {}  # link -> deltas of the current event
 
     def open(self) -> None:
-        """Begin to collect the actions of an event."""
+        """Begin an event."""
         self.actions = []
 
     def close(self) -> list[Action]:

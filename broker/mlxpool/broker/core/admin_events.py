@@ -122,8 +122,7 @@ class AdminEvents(Struct, eq=False):
     def on_model_changed(self, event: ev.ModelChanged, now: float) -> None:
         """Replace the workers of a model with new settings.
 
-        New workers have the new settings. Old workers finish their streams, or hand them over after
-        `grace` seconds.
+        Old workers finish, or hand over their streams after `grace`.
         """
         registry = self._state.registry
         for worker in registry.change(event.name, event.config, event.location, event.need):

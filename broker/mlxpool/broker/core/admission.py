@@ -256,7 +256,7 @@ def _new_reader(event: ev.ClientGenerate, message: Generate) -> Reader:
 def _bounded(state: State, message: Generate) -> Generate:
     """Returns the message, with the default max_tokens of the settings if it has none.
 
-    The model data (`facts`) that a stream got from its first worker stays, see Facts.
+    Facts that a stream got from its first worker stay, see Facts.
     """
     if message.options.max_tokens >= 0:
         return message
@@ -280,7 +280,7 @@ def _set_ids(run: Run, message: Generate) -> None:
 
 
 def _seconds(milliseconds: int | None) -> float:
-    """Returns seconds from milliseconds; infinity for None, a request without the bound."""
+    """Returns milliseconds as seconds; infinity for None: no bound."""
     return math.inf if milliseconds is None else milliseconds / 1000
 
 

@@ -87,8 +87,8 @@ class Calls(Struct, eq=False):
 
         Returns it in milliseconds. Raises PoolError.
 
-        A client cannot shorten an unlimited time of the settings. It can extend a limited time up
-        to the setting `client_keep_alive`.
+        A client cannot shorten an unlimited time. It can extend a limited time to
+        `client_keep_alive`.
         """
         if isinstance(message, PoolError):
             raise message
@@ -113,10 +113,7 @@ class Calls(Struct, eq=False):
             self._outbox.send(event.link, Failed.of(error), event.id, event.attempt)
 
     def _queue(self, event: ev.ClientModelCall, now: float) -> None:
-        """Queue a client's call.
-
-        Raises PoolError if the call is invalid, or cannot be answered now.
-        """
+        """Queue a client's call. Raises PoolError if it is invalid, or cannot be answered now."""
         if isinstance(event.message, PoolError):
             raise event.message
         model = self._checked(event.message, now)
@@ -285,10 +282,7 @@ class Calls(Struct, eq=False):
         self._outbox.add(JobSetBack(call.id, call.attempt, worker.slot, call.charge, where))
 
     def _answer(self, call: Call, answer: Content | None) -> None:
-        """End a call; the ends of all calls come here.
-
-        `answer` None: nobody waits for an answer.
-        """
+        """End a call; all calls end here. `answer` None: nobody waits for it."""
         self._state.remove_call(call)
         self._state.timers.clear(("call", call.id))
         if answer is not None:
@@ -298,8 +292,8 @@ class Calls(Struct, eq=False):
 def allowed_keep(asked_ms: int, usual: float, longest: float) -> float:
     """Returns the seconds for which an idle model stays loaded; negative: without limit.
 
-    `usual`: the model's setting keep_alive. `longest`: the most seconds that clients may ask for;
-    negative: no bound.
+    `usual`: the model's keep_alive. `longest`: the most that clients may ask for; negative: no
+    bound.
     """
     if usual < 0:
         return usual

@@ -28,7 +28,7 @@ class Delivery(Struct, eq=False):
     # ---- output ------------------------------------------------------------------------------
 
     def flush(self, request: Request, now: float) -> None:
-        """Send the unread output, at most as much as the reader's flow-control window allows."""
+        """Send the unread output that fits in the reader's flow-control window."""
         reader = request.reader
         while reader.unread and reader.sent - reader.acked < reader.window:
             self._send_chunk(request, reader.unread.popleft())
@@ -134,10 +134,7 @@ class Delivery(Struct, eq=False):
         self.fail(request, error, now)
 
     def _end(self, request: Request, event: str, terminal: Done | Failed, now: float) -> None:
-        """End a stream; the ends of all streams come here.
-
-        Its last output and its terminal message ignore all bounds.
-        """
+        """End a stream; all streams end here. Its last output and terminal ignore all bounds."""
         state, reader, model = self._state, request.reader, self._state.model_of(request)
         if request.state is RequestState.QUEUED:
             model.queue.drop(request)

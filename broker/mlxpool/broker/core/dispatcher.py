@@ -126,10 +126,9 @@ class Dispatcher(Struct, eq=False):
         return [worker for worker in workers if worker is not reserved]
 
     def _fail_incompatible(self, model: Model, now: float) -> None:
-        """Fail streams that began with other weights than the model's present weights.
+        """Fail streams that began with other weights than the model has now: none can resume.
 
-        No worker can resume these streams. Each is compared with the ready workers only once,
-        because thousands of streams may wait.
+        Each stream is compared with the ready workers only once, because thousands may wait.
         """
         if not model.queue.begun or not model.stable:
             return
@@ -197,9 +196,8 @@ def _keeps_worker_free(model: Model, now: float) -> bool:
 def _gives_way(request: Request, model: Model, now: float) -> bool:
     """Returns whether a charged job lets requests of a higher rank use all workers, for now.
 
-    A charged job shares its worker with few requests, so it would delay the requests for which the
-    worker has places. After `blame.max_wait` a worker is reserved for the job, as for a charged
-    stream.
+    A charged job shares its worker with few requests, so others would wait. After `blame.max_wait`
+    a worker is reserved for the job, as for a charged stream.
     """
     return (
         request.run.batch_bound > 0

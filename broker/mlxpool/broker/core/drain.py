@@ -110,10 +110,9 @@ class Drainer(Struct, eq=False):
             self._pool.give_up(model)
 
     def _unload_drained(self, model: Model, now: float) -> None:
-        """Stop the workers of a model, unless the model was opened again in the meantime.
+        """Stop the workers of a model, unless it was opened again in the meantime.
 
-        If a second drain began since then, that drain stops the workers at the end of its own grace
-        period.
+        If it drains again since then, that drain stops the workers after its own grace.
         """
         if not model.admits and ("drained", model.name) not in self._state.timers:
             self._pool.give_up(model)

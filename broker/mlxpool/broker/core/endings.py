@@ -64,7 +64,7 @@ class BulkEndings:
         return len(self._bulks)
 
     def open(self) -> None:
-        """Begin an event, which may end at most MAX_ENDED streams and calls."""
+        """Begin an event, in which MAX_ENDED may end."""
         self._may_end = MAX_ENDED
 
     def begin(
@@ -90,9 +90,9 @@ class BulkEndings:
     def running(self, streams: Collection[bytes]) -> list[Request]:
         """Returns the requests in workers, in the order of arrival.
 
-        The result has all running requests with ids in `streams`, and may have further requests.
-        The search goes over `streams` or over the leases, whichever are fewer. So thousands of
-        links with a stream each cost as little as one link with all streams.
+        It has all running requests with ids in `streams`, and may have others. The search goes over
+        `streams` or the leases, whichever are fewer. So thousands of links with one stream each
+        cost as little as one link with all streams.
         """
         requests, workers = self._state.requests, self._state.workers.values()
         ids: Iterable[bytes] = streams

@@ -51,12 +51,12 @@ class ClientGenerate(Event, Struct, frozen=True):
 
 
 class StartJob(Event, Struct, frozen=True):
-    """The job manager starts the run of a job. The output of the run goes to JOBS_LINK.
+    """The job manager starts the run of a job, whose output goes to JOBS_LINK.
 
-    `message` is a call, or has the ids that the store holds, the deadline and the window. `charge`
-    is the job's blame for lost workers, see blame.py. `alone`: the job may have ended the broker,
-    so the manager starts no other job of the model meanwhile; a call is computed in a batch of its
-    own. `idle`: the job has the priority of idle jobs.
+    `message` is a call, or has the stored ids, the deadline and the window. `charge` is the job's
+    blame for lost workers, see blame.py. `alone`: the job may have ended the broker, so no other
+    job of the model is started meanwhile; a call is computed in a batch of its own. `idle`: it has
+    the priority of idle jobs.
     """
 
     id: bytes
@@ -223,7 +223,7 @@ class WorkerAnswer(Event, Struct, frozen=True):
 
 
 class WorkerYield(Event, Struct, frozen=True):
-    """`yield` of a drained worker: it hands back its runs."""
+    """`yield` of a drained worker."""
 
     epoch: int
     message: from_worker.Yield
@@ -244,10 +244,10 @@ class WorkerBye(Event, Struct, frozen=True):
 
 
 class WorkerExited(Event, Struct, frozen=True):
-    """The process of a worker has ended. All its messages have been handled before.
+    """The process of a worker has ended, after all its messages were handled.
 
     `own`: the process ended by itself, so that a request in it may be to blame. `prefill` is the
-    request whose prompt the worker was reading.
+    request whose prompt it was reading.
     """
 
     slot: str
@@ -359,7 +359,7 @@ class Wake(Event, Struct, frozen=True):
 
 
 class Late(Event, Struct, frozen=True):
-    """The broker did not run for `seconds`, which do not count as silence of a client or worker."""
+    """The broker did not run for `seconds`, which do not count as silence."""
 
     seconds: float
 

@@ -105,10 +105,7 @@ class Link(Struct, eq=False):
 
 
 class State(Struct, eq=False):
-    """The state of the core. `boot` is the random number of this broker process.
-
-    Numbers and epochs are never reused.
-    """
+    """`boot` is the random number of this broker process. Numbers and epochs are never reused."""
 
     config: PoolConfig
     boot: int

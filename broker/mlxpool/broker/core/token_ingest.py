@@ -115,7 +115,7 @@ class TokenIngest(Struct, eq=False):
             self._pool.work_ended(self._state.model_of_worker(worker), now)
 
     def _end_lease(self, worker: Worker, row: Delta) -> None:
-        """End the lease of a row's run, because the worker has ended the run."""
+        """End the lease of a row's run."""
         cached = None
         if row.end is not None and "code" not in row.end:
             end = RunEnd.parse(row.end)

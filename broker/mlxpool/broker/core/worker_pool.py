@@ -139,7 +139,7 @@ class WorkerPool(Struct, eq=False):
     def unload(self, model: Model, why: str, *, remote: bool = True) -> None:
         """Stop the model's workers; workers of other supervisors only if `remote`.
 
-        The caller moves or ends the runs of these workers.
+        The caller moves or ends their runs.
         """
         self._end_demand(model, "unload")
         model.idle_since = 0.0
@@ -162,7 +162,7 @@ class WorkerPool(Struct, eq=False):
     # ---- connections -------------------------------------------------------------------------
 
     def add_remote(self, slot_name: str, name: str, pid: int, now: float) -> None:
-        """Add a worker of another supervisor that serves the model of this name."""
+        """Add a worker of another supervisor for a model."""
         slot = self._state.registry.remote_slot(slot_name, name)
         slot.worker = Worker(slot.name, slot.model, pid, started_at=now, remote=True)
 
@@ -266,8 +266,8 @@ class WorkerPool(Struct, eq=False):
         """Handle the end of a slot's process: free the slot, count the failure, plan the restart.
 
         A process ended from outside (`own` is False) delays the next process, but such failures
-        alone do not open the breaker. If a request that had ended another worker also ended this
-        worker (`ended_by_charged_request`), the model has not failed.
+        alone do not open the breaker. If a request that had ended another worker ended this worker
+        too (`ended_by_charged_request`), the model has not failed.
         """
         worker = slot.worker
         if worker is None:

@@ -1,5 +1,4 @@
 """The broker's process: one loop on one thread around the pure core.
 
-Messages become events for the core. The actions that the core returns are performed here. `broker`
-builds all parts.
+Messages become events for the core, whose actions are performed. `broker` builds all parts.
 """

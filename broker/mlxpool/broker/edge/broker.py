@@ -154,10 +154,7 @@ class Broker:
             self.gateway_process.record()
 
     def _on_trouble(self, trouble: str, now: float) -> None:
-        """Handle a change of `trouble`: new workers cannot connect, or can again.
-
-        It ends the workers that have not connected yet.
-        """
+        """End the workers that have not connected, if `trouble` keeps new workers out."""
         self.perform(ev.Unreachable(trouble), now)
         if trouble:
             for slot in list(self.supervisor.children):
@@ -276,7 +273,7 @@ class Broker:
 
     @property
     def _jobs_off(self) -> str:
-        """Returns the reason for a pool without jobs, the answer to questions about jobs."""
+        """The answer to questions about jobs in a pool without jobs."""
         return f"this pool keeps no jobs: {self.no_jobs}" if self.no_jobs else JOBS_OFF
 
     @property

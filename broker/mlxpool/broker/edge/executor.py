@@ -36,10 +36,7 @@ class Executor:
         self._actions: Actions | None = None
 
     def bind(self, actions: Actions) -> None:
-        """Use `actions` to perform actions.
-
-        Its parts need `perform`, so it is bound after their creation.
-        """
+        """Perform actions with `actions`, whose parts need `perform` themselves."""
         self._actions = actions
 
     def perform(self, event: ev.Event, now: float) -> None:

@@ -47,7 +47,7 @@ class FullCollections:
     def start(self, now: float) -> None:
         """Set the thresholds of the collector, once the broker is built.
 
-        The objects that exist now live as long as the process: no later collection visits them.
+        No later collection visits the objects that exist now: they live as long as the process.
         """
         young, middle, _ = gc.get_threshold()
         gc.set_threshold(young, middle, MIDDLE_COLLECTIONS)

@@ -59,7 +59,7 @@ class HttpGateway:
     def __init__(
         self, process: Process, settings: Callable[[], PoolConfig], sources: Sources, boot: int
     ) -> None:
-        """`boot` seeds the restart delays, so that many pools do not restart together."""
+        """`boot` is the seed of the restart delays of this pool."""
         self.state = "stopped"
         self._process = process
         self._settings = settings
@@ -155,7 +155,7 @@ class HttpGateway:
     def _silent_until(self) -> float:
         """Returns the time until which the process may be silent.
 
-        It has `load_limit` seconds at its start, later 2 * `beat_limit` seconds between heartbeats.
+        That is `load_limit` at its start, then 2 * `beat_limit`.
         """
         if self.state not in RUNNING or self._kill_at < math.inf:
             return math.inf

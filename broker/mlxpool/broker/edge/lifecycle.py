@@ -27,9 +27,9 @@ class AlreadyRunning(OSError):
 
 
 def lock(run_dir: Path) -> int:
-    """Lock the run directory; the kernel releases it when this process ends, also after a crash.
+    """Lock the run directory; the kernel releases the lock at any end of this process.
 
-    Returns the descriptor of the lock, which the caller closes. Raises AlreadyRunning.
+    Returns a descriptor to close. Raises AlreadyRunning.
     """
     try:
         return lock_folder(run_dir)
@@ -121,7 +121,7 @@ class Signals:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Install the signal handlers for the duration of a `with` block."""
+        """Install the handlers during a `with` block."""
         before = {number: signal.signal(number, self._on_signal) for number in HANDLED}
         # Workers inherit this: a SIGUSR1 before a worker has its handler must not end the worker.
         before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""The broker's loop. It waits for readable sources and due tasks, and calls their handlers.
+"""The broker's loop: waits for readable sources and due tasks, and calls their handlers.
 
 Each turn (one iteration) calls the handlers of readable sources in the order of their priority,
 then all tasks in the order of their addition.
@@ -45,10 +45,7 @@ class Source(Struct, frozen=True):
 
 
 class Task(Struct, frozen=True):
-    """A function that is called in every turn.
-
-    `next_wake` returns the latest time for the next turn.
-    """
+    """A function called in every turn. `next_wake` returns the latest time for its next turn."""
 
     run: Handler
     next_wake: Callable[[], float]

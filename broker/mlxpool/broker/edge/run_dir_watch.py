@@ -64,7 +64,7 @@ class RunDirWatch:
         return self._check_at
 
     def check(self, now: float) -> None:
-        """Check the run directory, if that is due."""
+        """Check the run directory, if due."""
         if now >= self._check_at:
             self.look(now)
 

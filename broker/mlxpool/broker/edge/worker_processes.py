@@ -144,10 +144,7 @@ class WorkerProcesses:
         self._perform(event, now)
 
     def _has_explained_end(self, slot: str) -> bool:
-        """Returns False if a worker exits by itself and its cause is not handled yet.
-
-        The broker may notice the exit before the message with the cause.
-        """
+        """Returns False if a worker exits by itself and its cause has not come yet."""
         epoch = self._sessions.epoch_of_slot(slot)
         if epoch is None or self._state.has_explained_end(epoch):
             return True

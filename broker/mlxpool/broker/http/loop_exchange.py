@@ -33,9 +33,9 @@ class LoopQueue(Closing, Generic[Asked]):
         self._closed = False
 
     def ask(self, command: Asked) -> Fate:
-        """Return the loop's answer to a command.
+        """Return the loop's answer.
 
-        Raises the exception of the loop, or Unavailable if the loop does not answer.
+        Raises the loop's exception, or Unavailable without an answer.
         """
         future: Future[Fate] = Future()
         self._waiting.put((command, future))
@@ -106,7 +106,7 @@ MAX_WAIT = 2.0  # seconds after which a loop without an answer counts as stuck
 
 
 class Unavailable(Exception):
-    """Raised if the loop did not answer within MAX_WAIT seconds, or has ended."""
+    """The loop did not answer within MAX_WAIT seconds, or has ended."""
 
 
 class LatestSnapshot(Closing):

@@ -102,8 +102,7 @@ class OperatorRoute(ABC, Generic[Asked]):
 class LoopRoute(OperatorRoute[Asked]):
     """A path whose commands the broker's loop performs.
 
-    A thread waits at most `queue.max_wait` seconds for the answer, and twice that if the loop has
-    begun the command.
+    A thread waits at most `queue.max_wait` seconds, twice that if the loop has begun the command.
     """
 
     def __init__(self, queue: LoopQueue[Asked], token: bytes) -> None:

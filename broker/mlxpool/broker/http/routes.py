@@ -32,8 +32,8 @@ SCRIPT = re.compile(r'<script src="(\w+\.js)"></script>')
 def assembled(folder: Path) -> bytes:
     """Returns page.html with the contents of the style sheet and scripts that it names.
 
-    So one answer has the whole page. The content security policy has the hashes of this style and
-    these scripts and allows no others: the page can fetch only from this server.
+    So one answer has the whole page. The content security policy allows only this style and these
+    scripts, by hash; the page can fetch only from this server.
     """
     page = (folder / "page.html").read_text("utf-8")
     page = STYLE.sub(lambda match: f"<style>{_text(folder / match[1])}</style>", page)

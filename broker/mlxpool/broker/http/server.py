@@ -88,9 +88,9 @@ class Connections:
             return sum(connection.stage is stage for connection in self._open.values())
 
     def add(self, accepted: socket.socket, now: float) -> bool:
-        """Count a connection; without room shut the oldest idle connection down.
+        """Count a connection.
 
-        Returns False if no connection is idle.
+        If there is no room, shut the oldest idle one down, else return False.
         """
         with self._lock:
             if len(self._open) >= MAX_CONNECTIONS:

@@ -1,5 +1,4 @@
-"""Jobs: requests that stay on the disk until their results are read or expire.
+"""Jobs: requests that stay on the disk until they are done and their results are read.
 
-The package is pure: it decides actions from events and the time. `store` keeps jobs, `edge`
-performs the actions.
+Pure: decisions from events and a time to actions. `store` keeps jobs, `edge` performs the actions.
 """

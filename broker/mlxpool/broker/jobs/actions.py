@@ -107,7 +107,7 @@ class Outbox:
         self.store(operation, settle)
 
     def resolve(self, operation: Operation, result: Result, now: float) -> None:
-        """Handle the result of an operation that the store has performed or refused."""
+        """Handle the result of an operation."""
         _, then = self._then.pop(id(operation))
         then(result, now)
 

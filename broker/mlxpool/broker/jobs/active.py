@@ -35,9 +35,8 @@ class Step(NamedTuple):
 class ActiveJob(Struct, eq=False):
     """A job between the commit that gave it to the core and the commit that ends or defers it.
 
-    `durable` counts the token ids on the disk, `taken` the token ids that its run has produced.
-    `steps` has the output between both positions, in order. At most one store operation for the job
-    is under way: `writing`.
+    `durable` counts its token ids on the disk, `taken` those from its run. `steps` has the output
+    between both positions. At most one store operation is under way: `writing`.
     """
 
     job: JobView
@@ -95,7 +94,7 @@ class ActiveJob(Struct, eq=False):
         return not row.ids or row.pos == self.taken
 
     def take(self, row: Delta) -> None:
-        """Add output of the job's run to the steps."""
+        """Add output of the run to the steps."""
         if row.facts and self.job.facts is None and self.facts is None:
             self.facts = pack(row.facts)
         if not row.ids:

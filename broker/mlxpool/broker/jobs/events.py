@@ -77,10 +77,9 @@ class SetBack(Struct, frozen=True):
 
 
 class Posted(Struct, frozen=True):
-    """An attempt to post a notice has ended.
+    """An attempt to post a notice has ended. `why`: the cause of its failure, else "".
 
-    `why`: the cause of a failure, "" after a success. `final`: a retry cannot help. `unreachable`:
-    no notice can be delivered to its origin now.
+    `final`: a retry cannot help. `unreachable`: no notice can reach its origin now.
     """
 
     end_seq: int

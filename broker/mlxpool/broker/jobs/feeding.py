@@ -1,19 +1,18 @@
 """Decides which waiting jobs run next, and how many.
 
 The core has at most WINDOW jobs of a model and priority for each place (batch slot) of ready
-workers. That number fills every place that becomes free. It is small enough that streams of equal
-priority get their share of the places. If these jobs belong to few owners, every other owner gets
-an equal number of further jobs, so that the core can divide the places among all owners
-(requests/place_shares.py). Calls, such as `embed`, are limited by the memory for their answers. The
-store finds the jobs, one of each owner in turn.
+workers. This fills every free place, and leaves streams of equal priority their share. If few
+owners have these jobs, every other owner gets an equal number of further jobs, so that the core can
+divide the places among owners (requests/place_shares.py). Calls, such as `embed`, are limited by
+the memory for their answers. The store finds the jobs, one of each owner in turn.
 
 A suspect is a job that may have ended the broker, see `retries.ALONE_STARTS`. A started job is
 unproven until an id of it is on the disk. While the core has an unproven suspect, it gets no other
 job of the model and no other suspect. It gets a suspect only while it has no other unproven job. So
 the next crash of the broker counts against the suspect alone. A suspect delays other jobs for at
-most SUSPECT_WAIT, because streams of a higher priority may use all places. After that time, or if
-the suspect itself has waited for SUSPECT_WAIT, other jobs run beside the suspect. The next crash of
-the broker then counts against these jobs too, until they are suspects.
+most SUSPECT_WAIT, because streams of a higher priority may use all places. After SUSPECT_WAIT, also
+of the suspect itself, other jobs run beside the suspect. The next crash then counts against these
+jobs too, until they are suspects.
 """
 
 from __future__ import annotations
@@ -267,10 +266,7 @@ class Feeder(Struct, eq=False):
         return 0 if others else active + max(0, view.free(model))
 
     def fed(self, plan: FeedNext, result: Fed, due: float) -> None:
-        """Handle the result of a read.
-
-        `due`: the earliest time that a waiting job reported, see `now`.
-        """
+        """Handle the result of a read. `due`: the earliest due time of a waiting job, see `now`."""
         group = (plan.model, plan.priority)
         backlog = self.groups.get(group)
         if backlog is None:
@@ -291,7 +287,7 @@ class Feeder(Struct, eq=False):
         self._drop_if_empty(group)
 
     def refused(self, plan: FeedNext, again_at: float) -> None:
-        """Pause the reads of a group: the store refused a read. The pause ends at `again_at`."""
+        """Pause the reads of a group until `again_at`: the store refused a read."""
         backlog = self.groups.get((plan.model, plan.priority))
         if backlog is not None:
             backlog.feeding = backlog.reads_suspect = False
@@ -299,10 +295,7 @@ class Feeder(Struct, eq=False):
             backlog.pause_until = again_at
 
     def started(self, group: Group, owner: str, *, suspect: bool = False) -> None:
-        """Count a job of the group that the core now has.
-
-        `suspect`: the job was read as a suspect.
-        """
+        """Count a job that the core now has. `suspect`: it was read as a suspect."""
         backlog = self.groups.setdefault(group, Backlog())
         backlog.active += 1
         backlog.owners[owner] += 1
@@ -387,10 +380,10 @@ class AnswerRoom:
         return self._bytes[model]
 
     def calls(self, model: str, reads: Counter[str]) -> int:
-        """Returns the number of further calls of a model that may be read.
+        """Returns the number of calls of a model that may be read now.
 
-        `reads`: number of calls being read, by model. A model without calls gets at least one call,
-        so that it never waits for another model's answers.
+        `reads`: calls being read, by model. A model without calls gets at least one, so that it
+        never waits for another model's answers.
         """
         left = MAX_ANSWERS - sum(self._bytes.values()) - LARGEST * sum(reads.values())
         least = 0 if self._bytes[model] or reads[model] else 1

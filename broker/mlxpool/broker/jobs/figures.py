@@ -13,7 +13,7 @@ REFUSING = "refusing"  # the store refuses new jobs for lack of room; running jo
 
 
 class JobFigures(Struct, frozen=True):
-    """Counts of jobs by state, and bytes of the store. Each line of a batch counts as a job.
+    """Counts of jobs, lines of batches included, by state, and bytes of the store.
 
     The fields are the keys of `jobs` in `ps` and `stats`.
     """

@@ -152,7 +152,7 @@ class JobManager:
     def figures(self) -> JobFigures:
         """Returns the counts of jobs and their bytes.
 
-        The counts by state come from the latest `ReadFigures`.
+        The counts by state are from the last count.
         """
         live, refused = len(self.batches.live), self._outbox.refused
         return JobFigures.of(self._stored, self._running, len(self.readers.all), live, refused)
@@ -307,18 +307,12 @@ class JobManager:
             self._outbox.store(store.ReadFigures(), self._counted)
 
     def _recount(self) -> None:
-        """Schedule an early count, because a job has changed.
-
-        A count under way includes the change: results come in order.
-        """
+        """Schedule an early count: a job has changed. A count under way has the change."""
         if not self._counting:
             self._figures_at = min(self._figures_at, self._recount_at)
 
     def _counted(self, result: Result, now: float) -> None:
-        """Keep the result of a count, and the number of running jobs at that time.
-
-        The store counts running jobs as waiting.
-        """
+        """Keep a count, and the number of running jobs, which the store counts as waiting."""
         self._counting = False
         self._recount_at = now + max(RECOUNT_DELAY, RECOUNT_COST * (now - self._count_began))
         if isinstance(result, StoreFigures):

@@ -1,13 +1,12 @@
 """Notices (webhook posts) of ended jobs and batches: when they are posted, and their results.
 
-The commit of an end stores its notice, which stays in the store until its delivery. So the notice
-is delivered at least once, even if the broker ends in between. A job or batch has at most one
-notice under way, the earliest first. A notice that cannot be delivered within the time of the
-settings is given up. It is kept with its cause until its job or batch is deleted.
+A notice is in the store from the commit of its end until its delivery. So it is delivered at least
+once, even if the broker ends in between. A job or batch has at most one notice under way, the
+earliest first. A notice that cannot be delivered within the time of the settings is given up, and
+kept with its cause until its job or batch is deleted.
 
-No origin (scheme, host and port) delays the notices of another origin: each has at most PER_ORIGIN
-notices under way. An unreachable origin is tried again with a single notice, after pauses that
-grow.
+No origin (scheme, host and port) delays the notices of another: each has at most PER_ORIGIN notices
+under way. An unreachable origin is tried again with a single notice, after pauses that grow.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ class NoticeQueue:
         return math.inf if waits else self._due
 
     def read_due(self, now: float) -> None:
-        """Read due notices, if the time of the next read has come and there is room."""
+        """Read due notices, if a read is due and there is room."""
         if now < self.next_read():
             return
         self._reading, self._came, self._due = True, False, math.inf

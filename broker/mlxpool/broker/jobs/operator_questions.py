@@ -36,7 +36,7 @@ PAGE_BYTES = 64 * 1024
 
 
 class OperatorQuestions:
-    """Answers each question exactly once. `Questions` answers requests to change jobs."""
+    """Answers each question once. `Questions` answers requests to change jobs."""
 
     def __init__(self, outbox: Outbox, row: Callable[[JobView], dict[str, Any]]) -> None:
         """`row` returns the map of a job with its owner."""

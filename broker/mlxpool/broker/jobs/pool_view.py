@@ -8,7 +8,7 @@ from mlxpool.common.protocol.kept.job_work import Work
 
 
 class PoolView(Protocol):
-    """A view of the core. The broker's edge implements it; tests have their own implementation."""
+    """A view of the core, implemented by the broker's edge, and by tests."""
 
     @property
     def admits(self) -> bool:
@@ -38,7 +38,7 @@ class PoolView(Protocol):
         ...
 
     def places(self, model: str) -> int:
-        """Returns the number of requests that the model's ready workers run concurrently."""
+        """Returns the number of batch slots of the model's ready workers."""
         ...
 
     def may_answer(self, model: str) -> bool:

@@ -1,7 +1,7 @@
 """Readers of jobs: at most MAX_READERS of a job, from any id, before, during and after its run.
 
 A reader keeps no output. It is sent chunks that have just become durable, and pages of the store,
-one at a time. The reading of a slow reader ends; the job and its other readers go on.
+one at a time. The reading of a slow reader ends; all others go on.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Reader(Struct, eq=False):
 
     @property
     def open(self) -> bool:
-        """Returns whether the reader's flow-control window has room."""
+        """Returns whether the flow-control window has room."""
         return self.sent - self.acked < self.fetch.window
 
 
@@ -155,7 +155,7 @@ class Readers:
             self._go_on(reader, now)
 
     def end_all(self, error: PoolError) -> None:
-        """End all readings with `error`: the broker ends."""
+        """End all readings with `error`."""
         for reader in list(self.all.values()):
             self._fail(reader, error)
 
@@ -190,7 +190,7 @@ class Readers:
                 self._go_on(reader, now)
 
     def job_changed(self, job: JobView, now: float) -> None:
-        """Handle a job that ended, waits again, or began a new generation of its output."""
+        """Handle a job that ended, waits again, or began a new generation."""
         for reader in list(self._of_job.get(job.id, {}).values()):
             reader.known, reader.behind = job, True
             self._go_on(reader, now)

@@ -73,10 +73,7 @@ class Runs:
         notices: NoticeQueue,
         active: dict[bytes, ActiveJob],
     ) -> None:
-        """`active` maps job ids to running jobs.
-
-        Only this class changes the map; others may read it.
-        """
+        """`active` maps ids to running jobs; only this class changes it."""
         self.active = active
         self._outbox = outbox
         self._view = view
@@ -185,8 +182,7 @@ class Runs:
     def _give_way(self, active: ActiveJob, now: float) -> None:
         """Defer an idle job after IDLE_IDS ids, a charged job after CHARGED_IDS, if others wait.
 
-        A charged job has a worker's crash counted against it and shares its worker with few
-        requests. It defers to requests of a higher rank.
+        A charged job shares its worker with few requests: it defers to a higher rank.
         """
         if active.job.charge:
             place_wanted = self._view.is_outranked(active.id)
@@ -216,7 +212,7 @@ class Runs:
             self._leave(active, self._failed(active, event.terminal, now), now)
 
     def on_set_back(self, event: ev.SetBack, now: float) -> None:
-        """Store the loss of a worker immediately: the broker may be the next process that ends."""
+        """Store the loss of a worker immediately, as the broker may end next."""
         active = self.active.get(event.id)
         if active is None or active.attempt != event.attempt:
             return
@@ -302,7 +298,7 @@ class Runs:
         return True
 
     def drop_all(self, now: float) -> None:
-        """Forget all running jobs: the store is lost, so no output can be kept."""
+        """Forget all running jobs, because the store is lost."""
         for active in list(self.active.values()):
             self.drop(active.id, now)
 
@@ -433,7 +429,7 @@ def _event_of(outcome: Operation) -> str:
 def _work(fed: FedJob, left: float) -> Work:
     """Returns the work of a job with `left` seconds. A `generate` continues after its durable ids.
 
-    Raises PoolError or ValueError if the stored request is invalid.
+    Raises PoolError or ValueError.
     """
     job = fed.job
     request = {key: value for key, value in unpack(fed.request).items() if key != "note"}

@@ -1,4 +1,4 @@
-"""The rows of the answer to `models`: each name, and the description of its model. Pure."""
+"""The rows of the answer to `models`: each name, with its model's files. Pure."""
 
 from __future__ import annotations
 
@@ -113,10 +113,7 @@ def _state_and_error(registry: Registry, name: str, now: float) -> tuple[str, st
 def _chat_of(
     about: Mapping[str, object], features: Sequence[str], generic_tools: str
 ) -> dict[str, str | None] | None:
-    """Returns the tool and thinking formats of a model's chats, and its `generic_tools`.
-
-    `generic_tools` is off for models that cannot produce answers in a given format.
-    """
+    """Returns the formats of a model's chats. `generic_tools` is off without answer formats."""
     chat = about.get("chat")
     if not isinstance(chat, Mapping) or not chat:
         return None

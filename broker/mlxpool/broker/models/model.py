@@ -78,8 +78,8 @@ def shown_state(
 ) -> str:
     """Returns the state of a model for operators.
 
-    The state is cold, starting, ready, draining, drained, failed or broken. A model without workers
-    shows its failures in every state that admits requests: a drain does not hide that it is broken.
+    It is cold, starting, ready, draining, drained, failed or broken. A model without workers shows
+    its failures whenever it admits requests, also after a drain.
     """
     if state not in ADMITTING:
         return "draining" if workers else "drained"
@@ -128,7 +128,7 @@ class Model(Struct, eq=False):
         self.state = following
 
     def answered(self, tokens: int) -> None:
-        """Record the length of an answer: a request of the model ended with `tokens` tokens."""
+        """Record that a request ended with `tokens` tokens."""
         self.answer_tokens += ANSWER_WEIGHT * (tokens - self.answer_tokens)
 
     @property

@@ -120,7 +120,7 @@ class Registry:
         self._join(self.models[known.model])
 
     def _mend(self, model: Model) -> None:
-        """Drop the error of a model's last worker, because the model's files were repaired."""
+        """Drop the error of a model's last worker: the files were repaired."""
         model.last_error = None
         model.move("breaker opened" if model.failures >= self.restart_limit else "mended")
 
@@ -272,7 +272,7 @@ class Registry:
             raise _broken(model, wait_ms, name)
 
     def unavailable(self, model: Model, now: float, name: str = "") -> PoolError | None:
-        """Returns the error that `check_available` would raise; None if the model is available."""
+        """Returns the error that `check_available` would raise, or None."""
         try:
             self.check_available(model, now, name or model.name)
         except PoolError as error:

@@ -58,11 +58,10 @@ def needed(load: ReplicaLoad, wanted: int, rules: Scaling) -> int:
 
 
 def next_scale(scale: ReplicaScale, load: ReplicaLoad, rules: Scaling, now: float) -> ReplicaScale:
-    """Returns the number of workers that a model should have from now on.
+    """Returns the number of workers that a model should have now.
 
-    The number rises if more workers were needed for HOLD seconds; from 0 it rises immediately.
-    Starting workers count. The number falls if fewer workers were enough for `cool_down` seconds,
-    to the most workers needed in this time.
+    It rises if more workers were needed for HOLD seconds, from 0 immediately. Starting workers
+    count. It falls if fewer were enough for `cool_down` seconds, to the most needed in this time.
     """
     wanted = max(rules.min, min(rules.max, scale.wanted))
     need = needed(load, wanted, rules)

@@ -1,7 +1,7 @@
 """The thread that posts notices and returns their outcomes to the broker's loop.
 
-A process is not needed: the thread's event loop mostly waits for sockets and signs a few bytes. The
-thread shares two queues with the broker.
+The thread's event loop mostly waits for sockets and signs a few bytes. The thread shares two queues
+with the broker.
 """
 
 from __future__ import annotations

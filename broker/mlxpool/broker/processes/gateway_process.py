@@ -159,7 +159,7 @@ class GatewayProcess(Closing):
 
 
 def _listen(address: str, records: ProcessRecords) -> list[socket.socket]:
-    """Listen on an address. Kills an earlier broker's gateway that continues to listen there."""
+    """Listen on an address. Kills an earlier broker's gateway that still listens there."""
     host, port = host_port(address, "pool.http")
     give_up_at = time.monotonic() + EARLIER_GATEWAY_TIME
     waits = True

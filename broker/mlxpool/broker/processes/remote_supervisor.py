@@ -1,7 +1,7 @@
 """The supervisor of `mlxpool worker`, which runs a worker for a broker on another machine.
 
-The supervisor ends when the broker dismisses the worker or refuses its key, or after `orphan_grace`
-without a broker. It restarts a crashed or hung worker after a delay.
+It ends when the broker dismisses the worker or refuses its key, or after `orphan_grace` without a
+broker. It restarts a crashed or hung worker after a delay.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Workers of other supervisors ("remote"): their admission, observation and end.
 
-The broker has no process of a remote worker, only its connection. After the end of the connection,
-or if heartbeats and progress show a hang, the worker is fenced, and another worker resumes its
-streams. A fenced worker connects again and counts as a new worker.
+The broker has no process of a remote worker, only its connection. If the connection ends, or
+heartbeats and progress show a hang, the worker is fenced, and another worker resumes its streams. A
+fenced worker connects again and counts as a new worker.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def sample_of(beat: Beat) -> Sample:
 
 
 class RemoteWorkers:
-    """The remote workers: admits, observes and stops them. Owned by the broker's thread."""
+    """Admits, observes and stops remote workers. Owned by the broker's thread."""
 
     def __init__(
         self,
@@ -199,8 +199,7 @@ class RemoteWorkers:
         """Send a remote worker `Stop` and fence it. Returns False if the worker is not remote.
 
         `Stop` asks the worker to connect again if it is replaced, or is not in the state
-        `stopping`. While the broker itself ends, no `Stop` is sent: the worker waits for the next
-        broker.
+        `stopping`. While the broker ends, no `Stop` is sent: the worker waits for the next broker.
         """
         if slot not in self.slots.by_name:
             return False

@@ -59,8 +59,7 @@ class Child(Struct, eq=False):
     def accepts(self, token: str) -> bool:
         """Returns whether a `hello` with this token comes from this worker.
 
-        The token before the newest token is valid too: the `welcome` with the newest token may be
-        lost.
+        The token before the newest is valid too: the `welcome` with the newest may be lost.
         """
         valid = (self.token, self.used_token or self.token)
         return any(secrets.compare_digest(known.encode(), token.encode()) for known in valid)
@@ -329,10 +328,7 @@ class Supervisor:
             (os.killpg if group else os.kill)(child.process.pid, number)
 
     def exited_by_itself(self, slot: str) -> bool:
-        """Returns whether a worker that was not reaped yet exited without a signal.
-
-        Only Linux can show this; elsewhere returns False.
-        """
+        """Returns whether an unreaped worker exited without a signal; False without Linux."""
         if sys.platform != "linux":
             return False
         flags = os.WEXITED | os.WNOWAIT | os.WNOHANG

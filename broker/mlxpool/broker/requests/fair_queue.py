@@ -1,9 +1,8 @@
 """The requests that wait for one model: deficit round-robin between owners in each of 3 priorities.
 
-Within a priority, owners with the fewest places in workers go first. A place is a slot in a
-worker's batch. A resumed request, which was in a worker before, goes to the front, in the order of
-first arrival, regardless of its owner's share. A preempted request, which gave up its place,
-becomes the first request of its owner. Pure.
+Within a priority, owners with the fewest places (batch slots) go first. A resumed request, which
+was in a worker before, goes to the front, in the order of first arrival, regardless of its owner's
+share. A preempted request, which gave up its place, becomes its owner's first. Pure.
 """
 
 from __future__ import annotations
@@ -71,10 +70,9 @@ class Lane:
     def head(
         self, places: Mapping[str, int] = NO_PLACES, *, without_images: bool = False
     ) -> Request | None:
-        """Returns the request whose turn it is; it is stable until the lane or `places` changes.
+        """Returns the request whose turn it is, stable until the lane or `places` changes.
 
-        `places` has the number of places of each owner in workers. `without_images`: skip requests
-        with images.
+        `places` counts the places of each owner. `without_images`: skip requests with images.
         """
         if not (self.texts if without_images else self.owners):
             return None
@@ -174,9 +172,9 @@ class Queue:
         self._count(request, 1)
 
     def add_preempted(self, request: Request) -> None:
-        """Queue a request that gave up its place, as the first request of its owner.
+        """Queue a request that gave up its place, as the first of its owner.
 
-        An idle job becomes the last request instead.
+        An idle job becomes the last of its owner.
         """
         lane = self.lanes[request.message.priority]
         (lane.add if request.rank == IDLE_RANK else lane.add_first)(request)

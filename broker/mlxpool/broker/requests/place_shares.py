@@ -128,7 +128,7 @@ def _giver(
 ) -> tuple[Held | None, float]:
     """Returns the run that gives up its place for a request of an owner with `own` places.
 
-    If there is none, returns None and the time from which a run may give up its place.
+    Without a run, returns None and the time from which a run may.
     """
     others = [owner for owner in runs if owner != want.request.owner]
     above = sorted(

@@ -15,8 +15,8 @@ MAX_OWNERS = 4096  # number of accounts at which accounts without debt are dropp
 class Rates:
     """A leaky bucket for each owner. A burst of one second's worth is free.
 
-    An owner may spend more than its bucket holds and then has a debt. So a message larger than a
-    second's worth passes, and the next message waits until the debt is zero.
+    An owner may exceed its bucket and then has a debt: a message larger than a second's worth
+    passes, and the next message waits until the debt is zero.
     """
 
     def __init__(self) -> None:

@@ -65,9 +65,8 @@ class Run:
     """A completion in progress, across all workers that run it.
 
     `ids` are the packed ids received from workers, delivered or not. A resume has the message, the
-    seed, the facts (model data of the first worker) and `ids`. The lease (`epoch`, `slot`,
-    `number`) names the worker that has the run. `number` identifies the run in the worker and is
-    never reused.
+    seed, the facts (data about the first worker's model) and `ids`. The lease (`epoch`, `slot`,
+    `number`) names the worker that has the run; `number` is never reused.
     """
 
     seed: int
@@ -115,10 +114,10 @@ class Run:
 
 @dataclass(eq=False, slots=True)
 class Reader:
-    """The client that reads a run, with its flow-control values.
+    """The client that reads a run, with its flow-control values (core/delivery.py).
 
-    core/delivery.py uses these values. Counts are numbers of token ids. Invariant: acked <= sent <=
-    taken, and sent + the ids in `unread` == taken.
+    Counts are numbers of token ids. Invariant: acked <= sent <= taken, and sent + the ids in
+    `unread` == taken.
     """
 
     link: int

@@ -1,5 +1,4 @@
-"""The store of jobs, and the single thread that reads and writes the store.
+"""The store of jobs, and the single thread that reads and writes it.
 
-The store makes no decisions about jobs: `operations.py` has the operations on the store,
-`records.py` their results.
+The store decides nothing: `operations.py` has the operations, `records.py` their results.
 """

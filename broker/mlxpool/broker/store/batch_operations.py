@@ -149,7 +149,7 @@ class Lines(Result, Struct, frozen=True):
 
     `end` is the offset of the line after the last of these lines. `last`: the file ends there.
     Empty lines count in the numbers and are left out. A line over MAX_LINE is cut to MAX_LINE + 1
-    bytes. `deadline_left`: seconds until the deadline of the batch.
+    bytes. `deadline_left`: in seconds.
     """
 
     batch: BatchView
@@ -218,8 +218,8 @@ class AppendFile(Operation, Struct, frozen=True):
     Bytes that the file already has are compared and skipped, so a part may be sent again, also to a
     complete file. A start after the end changes nothing; the view has the size. `last`: this part
     completes the file. `max_bytes`: the bound on the total size of the owner's files; 0: no bound.
-    A part that exceeds the bound is refused (`over_quota`). `keep`: seconds from the file's
-    creation to its deletion; None: the value of the first part stays.
+    Above it the part is refused (`over_quota`). `keep`: seconds from the file's creation to its
+    deletion; None: the value of the first part stays.
     """
 
     admits: ClassVar[bool] = True
@@ -361,8 +361,8 @@ class ListBatches(Operation, Struct, frozen=True):
 class CancelBatch(Operation, Struct, frozen=True):
     """Make no further jobs of a batch, and cancel at most `count` of its waiting jobs.
 
-    Results: BatchChanged with the cancelled jobs, UnknownName. The caller repeats the operation
-    while the batch has waiting jobs.
+    Results: BatchChanged with the cancelled jobs, UnknownName. Repeat it while the batch has
+    waiting jobs.
     """
 
     name: Name
@@ -395,11 +395,11 @@ class ReleaseBatch(Operation, Struct, frozen=True):
 class ReleaseOutcomes(Operation, Struct, frozen=True):
     """Delete some results of an ended batch before their expiry.
 
-    Results: BatchChanged, UnknownName. At most `count` jobs lose their results; BatchChanged has
-    these jobs. The caller repeats the operation until it has fewer than `count` jobs. The batch and
-    its counts stay. From the first commit on, `deleted` of the view names the deleted choice of
-    results. The end of the last results also deletes lines that a gateway wrote. A batch that has
-    not ended, or is gone, is not changed.
+    Results: BatchChanged, UnknownName. At most `count` jobs, those in BatchChanged, lose their
+    results. Repeat it until there are fewer than `count`. The batch and its counts stay. From the
+    first commit on, `deleted` of the view names the deleted choice of results. The end of the last
+    results also deletes lines that a gateway wrote. A batch that has not ended, or is gone, is not
+    changed.
     """
 
     frees: ClassVar[bool] = True
@@ -409,11 +409,10 @@ class ReleaseOutcomes(Operation, Struct, frozen=True):
 
 
 class EndBatch(Operation, Struct, frozen=True):
-    """End a batch that is cancelled or has become jobs, and has no waiting jobs.
+    """End a batch whose lines are all jobs, or that is cancelled, without waiting jobs.
 
     Results: BatchView, UnknownName. Any other batch is not changed. `keep`: seconds from the end to
-    the deletion of the results. A batch with `notify` gets a notice, which names the two files of
-    results.
+    the deletion of the results. A batch with `notify` gets a notice with the two files of results.
     """
 
     batch: bytes

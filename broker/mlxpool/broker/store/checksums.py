@@ -1,8 +1,7 @@
 """Checksums of the stored parts of a job, so that a bit changed by the disk is never sent.
 
-Each checksum is a CRC-32, which detects any change within 32 consecutive bits. The record, the
-request, the end and each chunk of output of a job have separate checksums, so damage to one part
-leaves the other parts readable.
+Each is a CRC-32, which detects any change within 32 consecutive bits. The record, the request, the
+end and each chunk of output have a checksum each, so damage to one part leaves the others readable.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ Part = bytes | str | int
 
 
 def of_chunk(seq: int, gen: int, pos: int, columns: Iterable[bytes]) -> int:
-    """Returns the checksum of a chunk of output.
+    """Returns the checksum of a chunk.
 
     `columns` are the chunk's packed ids, text, borders and log-probabilities.
     """

@@ -1,11 +1,10 @@
 """The store's operations on jobs: one frozen record for each write and each read.
 
-Operations on files and batches are in batch_operations.py, results in records.py. Each docstring
-names the possible results of its operation; every operation can also have the result `Refused`. The
-result of a write comes only after its commit. A write has changed nothing if its result is `Fate`,
-`UnknownName`, `DuplicateKey`, `KeyGone` or `Refused`. Durations are in seconds from the present
-time of the store's clock. `held` has the ids of the jobs that the broker runs: on disk these jobs
-are waiting.
+Files and batches are in batch_operations.py, results in records.py. Each docstring names the
+possible results of its operation; `Refused` is always possible. The result of a write comes only
+after its commit. A write has changed nothing if its result is `Fate`, `UnknownName`,
+`DuplicateKey`, `KeyGone` or `Refused`. Durations are seconds from now on the store's clock. `held`
+has the ids of the jobs that the broker runs: on disk these jobs are waiting.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ class Progress(Operation, Struct, frozen=True):
     """Append output to a running job. Results: Durable, Fate, UnknownName.
 
     The result is `Fate` unless `chunk.pos` is the number of stored ids. The first ids of a
-    generation come with `facts`, the worker's data about its model. `starts` becomes 0.
+    generation have `facts`. `starts` becomes 0.
     """
 
     id: bytes
@@ -128,9 +127,9 @@ class Finish(Operation, Struct, frozen=True):
 
     `state` is one of `ENDED`. `end` is the packed terminal message, of at most MAX_END bytes.
     `answer` are the blobs of an answer, of at most MAX_ANSWER bytes together. A job with `notify`
-    gets a notice. A `cause` is kept as a failure of the job, with a worker's thread `stacks`.
-    `attempts` is the number of consecutive failed attempts, the last included; None keeps the
-    stored number. `patient`: the operation is not urgent.
+    gets a notice. A `cause` is kept as a failure, with a worker's `stacks`. `attempts` is the
+    number of consecutive failed attempts, the last included; None keeps the stored number.
+    `patient`: the operation is not urgent.
     """
 
     id: bytes
@@ -232,12 +231,11 @@ class Release(Operation, Struct, frozen=True):
 
 
 class Sweep(Operation, Struct, frozen=True):
-    """Expire and delete jobs, files and batches whose times have passed. Result: Swept.
+    """Expire and delete jobs, files and batches past their times. Result: Swept.
 
-    At most `count` jobs of each sort change. Waiting jobs expire after their deadline, unless they
-    are `held`: the broker ends these itself. Ended jobs become gone after `forget`. Gone jobs are
-    deleted after `key_life`. Files and batches are deleted after their times. `expired_end` is the
-    packed terminal message of expired jobs.
+    At most `count` jobs of each sort change. Waiting jobs expire after their deadline, unless
+    `held`: the broker ends these. Ended jobs become gone after `forget`; gone jobs are deleted
+    after `key_life`. `expired_end` is the packed terminal message of expired jobs.
     """
 
     frees: ClassVar[bool] = True
@@ -287,13 +285,11 @@ class FetchPage(Operation, Struct, frozen=True):
 
 
 class ListJobs(Operation, Struct, frozen=True):
-    """List jobs in order of arrival, from the first after `after`.
-
-    Result: JobList; `next` is a seq.
+    """List jobs in order of arrival after the number `after`. Result: JobList, `next` is a seq.
 
     `owner` or `tenant` None: jobs of all owners or tenants. `states` empty: jobs in all states but
     gone. `model` "": jobs of all models. `reverse`: the newest first, from the last before `after`
-    (0: the newest). `batch`: only jobs of that batch; None: only jobs that belong to no batch.
+    (0: the newest). `batch`: only jobs of that batch; None: only jobs of no batch.
     """
 
     writes: ClassVar[bool] = False
@@ -331,10 +327,7 @@ class ReadBacklog(Operation, Struct, frozen=True):
 
 
 class SetPoison(Operation, Struct, frozen=True):
-    """Put a request's digest in quarantine for `life` seconds; 0 ends the quarantine.
-
-    Result: Done.
-    """
+    """Quarantine a request's digest for `life` seconds; 0 ends the quarantine. Result: Done."""
 
     digest: bytes
     life: float
@@ -357,10 +350,9 @@ class OriginLoad(Struct, frozen=True):
 class ReadNotices(Operation, Struct, frozen=True):
     """Read due notices that are not given up and not in `held`. Result: Notices.
 
-    `held` names the notices under way. At most `count` notices are read, and at most the room of
-    each origin in `loads`, `per_origin` for other origins. Origins take turns. Origins with the
-    fewest notices under way go first, at equal numbers the origin with the longest overdue notice.
-    So no origin waits for older notices of other origins.
+    `held` names the notices under way. At most `count` notices are read, of each origin at most its
+    room in `loads`, else `per_origin`. Origins take turns, the fewest notices under way first, then
+    the longest overdue notice. So no origin waits for older notices of other origins.
     """
 
     writes: ClassVar[bool] = False

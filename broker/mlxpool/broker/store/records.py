@@ -86,10 +86,10 @@ Name = Scope | bytes
 class Chunk(Struct, frozen=True):
     """Output of a job from `pos` on, in whole steps.
 
-    `ids` are packed ids. `borders` has (ids, characters) for the end of each step: the numbers of
-    ids and characters in this chunk before it. So the last entry is (count, len(text)). Each step
-    has ids: text without ids goes into the next step, or into the end of the job. `logprobs` is a
-    packed list with one entry for each id; b"" if the request has none.
+    `ids` are packed ids. `borders` has (ids, characters) for each step: their numbers in this chunk
+    up to the step's end. The last entry is (count, len(text)). Each step has ids: text without ids
+    goes into the next step, or into the end of the job. `logprobs` is a packed list with one entry
+    for each id; b"" if the request has none.
     """
 
     pos: int
@@ -178,9 +178,8 @@ class Failure(Struct, frozen=True):
 class FedJob(Struct, frozen=True):
     """A job that the broker has read to run it. `request` and `blobs` are those of `Submit`.
 
-    `ids` are the packed durable ids, `job.pos` of them, without a gap. `deadline_left`: seconds
-    until the deadline. `damaged`: the error if the disk has changed the request, so that the job
-    cannot run; else "".
+    `ids` are the packed durable ids, `job.pos` of them, without a gap. `deadline_left`: in seconds.
+    `damaged`: the error if the disk has changed the request, so that the job cannot run; else "".
     """
 
     job: JobView
@@ -341,11 +340,7 @@ class Swept(Result, Struct, frozen=True):
 
 
 class Backlog(Result, Struct, frozen=True):
-    """The waiting jobs of each model and priority.
-
-    Entries are (model, priority, number of waiting and running jobs, earliest due time, most
-    starts).
-    """
+    """Rows (model, priority, waiting and running jobs, earliest due time, most starts)."""
 
     waiting: tuple[tuple[str, int, int, float, int], ...]
     now: float
@@ -452,10 +447,9 @@ class Export(Result, Struct, frozen=True):
 
 
 class Verified(Result, Struct, frozen=True):
-    """The result of a comparison with checksums.
+    """`damaged` has (job, damaged part) of the `checked` compared jobs.
 
-    `checked` is the number of compared jobs, `damaged` has (job, damaged part). `next` is the
-    `after` of the next operation; 0 after the last jobs.
+    `next` is the `after` of the next operation; 0 after the last jobs.
     """
 
     checked: int

@@ -136,7 +136,7 @@ class Inbox:
             self._bytes -= sum(operation.size + OPERATION_BYTES for operation in operations)
 
     def load(self) -> Load:
-        """Returns the load: waiting operations and operations in the present transaction."""
+        """Returns the load, the present transaction included."""
         with self._changed:
             return Load(self._operations, self._bytes)
 
@@ -178,11 +178,11 @@ def steady() -> float:
 
 
 class StoreClock:
-    """The store's clock. It starts at the time of day, or at `seen` if that is later.
+    """The store's clock: the time of day, or `seen` if that is later.
 
-    `seen` is the newest time in the store. The clock then follows the monotonic clock. So a jump of
-    the time of day while the broker runs neither passes deadlines nor deletes results. The next
-    start of the broker reads the time of day again.
+    `seen` is the newest time in the store. From the start on it follows the monotonic clock: a jump
+    of the time of day neither passes deadlines nor deletes results until the next start of the
+    broker.
     """
 
     __slots__ = ("_offset", "_steady")

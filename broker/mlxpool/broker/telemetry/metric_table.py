@@ -1,7 +1,7 @@
 """The broker's metrics: a table with the name, the labels and the values of each metric.
 
-The values of a new metric are recorded in metrics.py, and the metric gets a line here.
-docs/metrics.md is made from this table (`make pages`).
+A new metric is recorded in metrics.py and listed here. docs/metrics.md is made from this table
+(`make pages`).
 
 Names and buckets are vLLM's, with `mlxpool_` for `vllm:` and `model` for `model_name`. A label has
 few values, all known beforehand: models, slots, states, kinds, codes. A label is never an id, an
@@ -38,7 +38,7 @@ MEMORY = (
 
 
 def _pool(value: Callable[[Snapshot], float]) -> Callable[[Snapshot], Rows]:
-    """Returns a function that yields the row of a value of the whole pool."""
+    """Returns a row with a value of the whole pool."""
     return lambda snapshot: [((), float(value(snapshot)))]
 
 
@@ -73,9 +73,9 @@ def _beat(value: Callable[[WorkerSnapshot], int | None]) -> Callable[[Snapshot],
 
 
 def _outcomes(names: tuple[str, ...]) -> Callable[[Snapshot], Rows]:
-    """Returns rows with the numbers of a model's ended requests by outcome, zeros included.
+    """Returns rows with a model's counts of ends, with the zeros that a rate needs.
 
-    A rate needs the zeros. A model has rows once it was requested.
+    Only models that had a request have rows.
     """
     return lambda snapshot: (
         ((model.name,), [model.outcomes.get(name, 0) for name in names])
@@ -110,7 +110,7 @@ def _jobs(value: Callable[[JobFigures], Value]) -> Callable[[Snapshot], Rows]:
 
 
 def _job_store_up(snapshot: Snapshot) -> Rows:
-    """Yields the row of the job store's state, also 0 for a configured but unusable store."""
+    """Yields 0 or 1; 0 also for a configured store that is unusable."""
     if snapshot.jobs is not None:
         yield (), int(snapshot.jobs.store in ("ok", REFUSING))
 

@@ -1,4 +1,4 @@
-"""The broker's sockets: the connections (peers) of each ROUTER socket, endpoints, worker sessions.
+"""The broker's sockets: peers (connections) of each ROUTER, endpoints, worker sessions.
 
-The guard against unfinished messages is also in this package.
+Also the guard against unfinished messages.
 """

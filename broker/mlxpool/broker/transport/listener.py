@@ -4,9 +4,8 @@ libzmq's thread also accepts while the broker's thread waits for a CPU. A crowd 
 exhausts the descriptors in that time still ends the broker.
 
 If descriptors become scarce, the broker closes connections without live streams, the newest first.
-If that does not suffice, it unbinds the front's endpoints until enough descriptors are free again.
-Then libzmq closes all connections of these endpoints, and clients connect and send their requests
-again.
+If that does not suffice, it unbinds the front's endpoints until enough are free again. Then libzmq
+closes all their connections, and clients reconnect and retry.
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ class Backlogs:
     def put_back(self, number: int, now: float, *, progress: bool, more: bool) -> None:
         """Schedule the next retry of a peer that still has a backlog.
 
-        `progress`: the peer accepted some messages. `more`: it may accept another message now, but
-        other peers are tried first.
+        `progress`: the peer accepted some messages. `more`: it may accept more now, after other
+        peers.
         """
         if progress:
             del self._waits[number]

@@ -29,18 +29,18 @@ class WorkerSessions:
         self._epochs[number] = epoch
 
     def connection(self, slot: str) -> int | None:
-        """Returns the number of the slot's connection; None without a connection."""
+        """Returns the number of the slot's connection, or None."""
         return self._numbers.get(slot)
 
     def epoch(self, number: int) -> int | None:
-        """Returns the epoch in a connection's `welcome`; None if it had none."""
+        """Returns the epoch in a connection's `welcome`, or None."""
         return self._epochs.get(number)
 
     def epoch_of_slot(self, slot: str) -> int | None:
         return self._epochs.get(self._numbers.get(slot, -1))
 
     def release(self, slot: str) -> int | None:
-        """Remove the connection from a slot. Returns its number; None without a connection."""
+        """Remove the connection from a slot. Returns its number, or None."""
         number = self._numbers.pop(slot, None)
         if number is not None:
             self._epochs.pop(number, None)

@@ -1,7 +1,7 @@
 """The GPUs of this broker's workers. Pure.
 
-The GPUs of a worker are taken before its process starts. They are released after the process was
-collected, because the process may use their memory until then.
+The GPUs of a worker are taken before its process starts, and released after the process was
+collected, which may use their memory until then.
 """
 
 from __future__ import annotations

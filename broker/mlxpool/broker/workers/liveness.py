@@ -55,10 +55,7 @@ class Verdict(Struct, frozen=True):
 
 
 class Watch(Struct, eq=False):
-    """The ages of a worker's signals: progress of the compute thread, heartbeats, the edge thread.
-
-    Ages are seconds in which the worker could run.
-    """
+    """Ages in running seconds: of compute thread progress, of heartbeats, of edge thread moves."""
 
     at: float = 0.0  # time of the last sample; 0: never
     sample: Sample = field(default_factory=lambda: Sample(ProgressReading()))

@@ -29,7 +29,7 @@ def fits_facts(worker: Worker, request: Request) -> bool:
 
 
 def keeps_batch_bounds(worker: Worker, request: Request) -> bool:
-    """Returns whether the request may run beside the worker's runs, by the batch bounds."""
+    """Returns whether the batch bounds allow the request in this worker."""
     bounds = [b for b in (*worker.batch_bounds.values(), request.run.batch_bound) if b]
     return len(worker.leases) + 1 <= min(bounds) if bounds else True
 
@@ -54,8 +54,7 @@ def group_of(request: Request) -> tuple[str, str] | None:
 def is_bound_elsewhere(worker: Worker, request: Request, workers: Sequence[Worker]) -> bool:
     """Returns whether the request is a choice whose group is bound to another worker.
 
-    The choice waits until that worker has room. A choice that may have ended a worker may go to any
-    worker.
+    The choice waits for room in that worker. A choice that may have ended a worker goes anywhere.
     """
     group = group_of(request)
     if group is None or request.run.batch_bound or group in worker.route.groups:

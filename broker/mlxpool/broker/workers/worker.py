@@ -150,9 +150,9 @@ class Worker:
         return credit if bound is None else max(0, min(credit, bound - len(self.leases)))
 
     def end_lease(self, key: RunKey, cached: int | None = None) -> None:
-        """End a lease: the worker has confirmed the end of a run, or handed the run back.
+        """End a lease, because the worker has ended the run or handed it back.
 
-        `cached`: tokens of the run's prompt that were in the prefix cache; None: not reported.
+        `cached`: tokens of its prompt from the prefix cache; None: not reported.
         """
         self.route.ended(key[1], cached)
         self.ended += key in self.leases

@@ -71,10 +71,7 @@ class BatchQuestions:
         message: messages.Question | job_operations.ListAllBatches,
         now: float,
     ) -> None:
-        """Answer a question.
-
-        Raises PoolError if the question is refused without a store operation.
-        """
+        """Answer a question. Raises PoolError if it is refused without the store."""
         if isinstance(message, SubmitBatch):
             self._submit(event, message)
         elif isinstance(message, ListBatches):

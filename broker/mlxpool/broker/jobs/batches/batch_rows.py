@@ -1,4 +1,4 @@
-"""The stored settings of batches, and the maps of batches and files for clients. Pure functions."""
+"""The stored settings of batches, and the maps of batches and files for clients. Pure."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Live batches: their lines become jobs, watchers get their progress, and they end.
 
-The store counts the jobs. This module keeps the latest view of each batch. After the end of a job
-it reads the view of the job's batch again, at most ten times a second.
+The store counts the jobs. This module keeps the latest view of each batch. It reads the view again
+after the end of a job of the batch, at most ten times a second.
 
 Lines become jobs in portions, so that a large file neither fills memory nor blocks the store's
 thread. One portion is under way at a time; batches take turns. A portion is read from the store,
-checked in slices that are short against one iteration of the broker's loop, and stored as jobs in
-one commit. A line that cannot become a job is a failed line; the other lines still become jobs.
+checked in slices that take little of the broker's loop, and stored as jobs in one commit. A line
+that cannot become a job is a failed line; the other lines still become jobs.
 """
 
 from __future__ import annotations
@@ -168,10 +168,7 @@ class FeedPause(Struct, eq=False):
     trouble: str = ""  # the cause; "": no pause
 
     def due(self, batch: BatchView) -> float:
-        """Returns the time from which lines can become jobs.
-
-        It is infinity if the batch is not open, or has AHEAD waiting jobs.
-        """
+        """Returns the time from which lines can become jobs; infinity if not in this state."""
         hungry = batch.state.value == "open" and batch.waiting < AHEAD
         return self.pause_until if hungry else math.inf
 
@@ -261,7 +258,7 @@ class Batches:
         self._find_at = math.inf
 
     def end_all(self, error: PoolError) -> None:
-        """Answer every watcher with `error`: the broker ends and no other broker follows."""
+        """Answer every watcher with `error`."""
         for batch in self.live.values():
             for watcher in batch.watchers.values():
                 self._fail(watcher.question, error)
@@ -288,7 +285,7 @@ class Batches:
             self._ask(batch, EndBatch(view.id, settings.output_file, settings.error_file))
 
     def touched(self, id: bytes, now: float) -> None:
-        """Mark the counts of a batch as outdated: one of its jobs has ended, or waits again."""
+        """Mark the counts of a batch as outdated: a job has changed."""
         batch = self.live.get(id)
         if batch is None:
             self._outbox.store(ReadBatch(id), self._seen)
@@ -324,7 +321,7 @@ class Batches:
         self._outbox.store(operation, then)
 
     def changed(self, result: BatchChanged, now: float) -> None:
-        """Handle a change of several jobs of a batch: they were cancelled, or wait again."""
+        """Handle the cancel or retry of several jobs of a batch."""
         for job in result.jobs:
             if job.ended is None:
                 self._feeder.came((job.model, job.priority), now, job.scope.owner)
@@ -368,7 +365,7 @@ class Batches:
     # ---- work ------------------------------------------------------------------------------------
 
     def next_wake(self) -> float:
-        """Returns the latest time for `work`; a time in the past if work is due now."""
+        """Returns the latest time for `work`; the past if it is due."""
         if self._portion is not None:
             return 0.0
         times = [self._find_at]

@@ -37,7 +37,7 @@ LIVE = "batch.ended IS NULL AND batch.state IN ('open', 'fed', 'cancelled')"
 
 
 class StoredBatch(NamedTuple):
-    """The columns of a row of the table `batch`."""
+    """The columns of a batch's row."""
 
     id: bytes
     owner: str

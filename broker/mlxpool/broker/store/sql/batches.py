@@ -123,7 +123,7 @@ def retry_batch(database: Database, operation: RetryBatch, now: float) -> Result
 
 
 def release_batch(database: Database, operation: ReleaseBatch, now: float) -> Result:
-    """Schedule the deletion of an ended batch for the next sweeps."""
+    """Schedule the deletion of an ended batch."""
     batch = find(database, operation.name)
     if batch is None:
         return UnknownName()
@@ -212,7 +212,7 @@ def takes_again(database: Database, job: JobView) -> bool:
 def sweep(database: Database, now: float, key_life: float, count: int) -> bool:
     """Delete batches and files past their times; returns whether more may be left.
 
-    Each sweep deletes at most `count` results; the batch is deleted after its last result.
+    Each sweep deletes at most `count` results; the batch follows its last result.
     """
     batches = database.execute(
         "SELECT id, state, end_seq FROM batch WHERE forget <= ? ORDER BY forget LIMIT ?", now, count
@@ -253,7 +253,7 @@ def _delete(database: Database, id: bytes, end_seq: int | None, now: float) -> N
 
 
 def read_lines(database: Database, operation: ReadLines, now: float) -> Result:
-    """Read the next lines of an open batch. A batch in another state has no next lines."""
+    """Read the next lines of a batch; only an open batch has any."""
     batch = find(database, operation.batch)
     if batch is None:
         return UnknownName()
@@ -308,7 +308,7 @@ def _line_end(database: Database, batch: BatchView, start: int) -> int:
 
 
 def add_lines(database: Database, operation: AddLines, now: float, room: int) -> Result:
-    """Make jobs of all lines, or of no line if any is refused."""
+    """Make jobs of all lines, or of no line."""
     batch = find(database, operation.batch)
     if batch is None:
         return UnknownName()
@@ -351,7 +351,7 @@ def add_lines(database: Database, operation: AddLines, now: float, room: int) ->
 
 
 class Full(Exception):
-    """Raised if one of several jobs was refused: then all of them are refused."""
+    """Raised if one of several jobs was refused, so that all are."""
 
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.message)

@@ -91,7 +91,7 @@ class Database(Closing):
         self.change("SAVEPOINT operation")
 
     def release(self) -> None:
-        """Keep the changes since the savepoint, and remove the savepoint."""
+        """Keep the changes since the savepoint."""
         self.change("RELEASE SAVEPOINT operation")
 
     def undo(self) -> None:

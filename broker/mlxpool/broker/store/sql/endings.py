@@ -26,8 +26,8 @@ def end_job(
     """End a waiting job. It gets the next end number, and a notice if it has `notify`.
 
     `last` is appended to the job's output. `facts` are stored unless the job has facts. `attempts`
-    replaces the stored number, unless it is None. `added`: bytes stored for the job that its
-    owner's usage lacks yet.
+    replaces the stored number, unless it is None. `added`: stored bytes not in its owner's usage
+    yet.
     """
     if state not in ENDED:
         raise ValueError(f"a job cannot end as {state.value!r}")

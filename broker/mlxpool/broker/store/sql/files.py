@@ -121,7 +121,7 @@ def _no_room(database: Database, part: AppendFile, size: int, room: int) -> Refu
 
 
 def append_file(database: Database, operation: AppendFile, now: float, room: int) -> Result:
-    """Append the bytes of a part that the file does not have yet."""
+    """Append the bytes of a part that the file lacks."""
     file = find(database, operation.id, operation.owner, operation.tenant)
     if file is None:
         return UnknownName()

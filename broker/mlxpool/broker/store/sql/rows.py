@@ -1,8 +1,8 @@
 """The rows of jobs: look-ups, changes, bytes in use, and failures.
 
 The table `job` has the columns that queries or counts need. The table `request` has the submission,
-which never changes, so that a change of a job does not write its prompt again. All other fields are
-in the packed column `record` of `job`.
+so that a change of a job does not write its prompt again. All other fields are in the packed column
+`record` of `job`.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def feed_next(database: Database, operation: FeedNext, now: float) -> Fed:
 def _turns(
     database: Database, operation: FeedNext, now: float, seen: list[str]
 ) -> Iterator[tuple[str, int]]:
-    """Yields (owner, seq) of due jobs: one job of each owner, then a second job of each, and so on.
+    """Yields (owner, seq) of due jobs: one of each owner, then a second of each, and so on.
 
     Each owner is appended to `seen` when its first job is read.
     """
@@ -82,7 +82,7 @@ def _turns(
 def _waiting(operation: FeedNext) -> str:
     """Returns the SQL condition for waiting jobs of the operation's model and priority.
 
-    For jobs that were started often the condition uses the index schema.SUSPECTS.
+    Jobs that were started often have an index, see schema.SUSPECTS.
     """
     condition = "state = 'waiting' AND model = ? AND priority = ?"
     if operation.min_starts < OFTEN_STARTED:

@@ -167,7 +167,7 @@ class SqlStore(Closing):
         """Do housekeeping after the results of a transaction were handed out."""
 
     def free_reserve(self) -> bool:
-        """Delete the reserve file when the disk is full; returns whether there was a reserve."""
+        """Delete the reserve file for a full disk; returns whether it existed."""
         return False
 
     def close(self) -> None:
