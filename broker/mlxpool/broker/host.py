@@ -58,10 +58,7 @@ def trim_heap() -> None:
 
 
 def start_time(pid: int) -> float | None:
-    """Returns the start time of a process; None: unknown.
-
-    Together with the pid it identifies the process.
-    """
+    """Returns the start time of a process, which with the pid identifies it. None: unknown."""
     try:
         return float(psutil.Process(pid).create_time())
     except psutil.Error:

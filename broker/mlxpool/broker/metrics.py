@@ -24,7 +24,7 @@ class Counters:
     failed: int = 0
     cancelled: int = 0
     tokens: int = 0  # received from workers
-    prompt_tokens: int = 0  # number of prompt tokens of ended requests
+    prompt_tokens: int = 0  # prompt tokens of ended requests
     resumed: int = 0  # requeued requests after a worker was lost or drained
     preempted: int = 0  # requeued requests in favour of another owner
     fenced: int = 0  # frames of workers with an outdated epoch or run
@@ -41,7 +41,7 @@ class Counters:
     def of(self, model: str) -> Figures:
         """Returns the figures of a model by the model's own name.
 
-        The figures are kept for ever, so call it only for existing models.
+        They are kept for ever, so call it only for existing models.
         """
         figures = self.models.get(model)
         if figures is None:

@@ -91,7 +91,7 @@ class ServiceNotifier(Closing):
             return
         try:
             self._socket.sendto(text.encode(), self._address)
-        except OSError as error:  # the manager's socket is gone or full; a message follows soon
+        except OSError as error:  # the manager's socket is closed or full; a message follows soon
             log.debug("service manager not told", extra={"what": text, "why": str(error)})
 
     def close(self) -> None:

@@ -69,7 +69,7 @@ class Subscriptions:
         return self._due
 
     def send_due(self, now: float) -> None:
-        """Send a due update to all subscribers but those that have just had their first update."""
+        """Send a due update to all subscribers but those with a first update just now."""
         if now < self._due:
             return
         for number in [

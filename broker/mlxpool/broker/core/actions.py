@@ -164,7 +164,7 @@ class Outbox:
             self.actions.append(ToClient(link, header, message))
 
     def send_stream(self, request: Request, message: Content, pos: int) -> None:
-        """Send a message on the stream of a request."""
+        """Send a message on a request's stream."""
         reader = request.reader
         self.send(reader.link, message, request.id, reader.attempt, pos)
 

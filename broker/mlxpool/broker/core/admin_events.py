@@ -114,7 +114,7 @@ class AdminEvents(Struct, eq=False):
         self._state.registry.describe(event.name, event.about)
 
     def on_model_gone(self, event: ev.ModelGone, now: float) -> None:
-        """Drain a model that the settings no longer have. New requests get UnknownModel."""
+        """Drain a model that the settings lack. New requests get UnknownModel."""
         model = self._state.registry.remove(event.name)
         if model is not None:
             self._drainer.drain_model(model, event.grace, now)

@@ -143,7 +143,7 @@ class Core:
             while due:
                 self._on_timer(due.popleft(), now)
         finally:
-            for key in due:  # an exception costs one timer; the next `Wake` handles the rest
+            for key in due:  # an exception costs one timer; a later `Wake` handles the others
                 if key not in timers:
                     timers.set(key, now)
 

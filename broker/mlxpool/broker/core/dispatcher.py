@@ -92,7 +92,7 @@ class Dispatcher(Struct, eq=False):
     def _choose_fresh(
         self, model: Model, workers: list[Worker], now: float
     ) -> tuple[Request, Worker] | None:
-        """Returns the fresh request to assign next and its worker; None if no request fits."""
+        """Returns the next fresh request and its worker; None if no worker has room for any."""
         queue, places = model.queue, model.places
         heads = queue.heads(places.held)
         if heads and _is_kept_from(heads[0].owner, model, workers, now):

@@ -1,4 +1,4 @@
-"""Lets a worker, a model or the whole pool finish its work within a grace period."""
+"""Lets a worker, a model or the pool finish its work within a grace period."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class EndedRequests:
     def fate(self, request_id: bytes, owner: str | None = None) -> Fate:
         """Returns the state of a request and its sent ids, as far as this owner may know.
 
-        `owner` None may know the state of all requests.
+        `owner` None may know all.
         """
         live, tomb = self._state.requests.get(request_id), self._state.tombstones.get(request_id)
         if live is not None and owner in (None, live.owner):

@@ -16,7 +16,7 @@ from mlxpool.broker.workers.worker import SERVING
 class ReplicaScaling(Struct, eq=False):
     """Scales the workers that this broker starts.
 
-    Other supervisors start the workers that connect from outside; they read the wanted number.
+    Other supervisors start their workers, by the wanted number that they read.
     """
 
     _state: State

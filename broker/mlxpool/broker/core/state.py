@@ -45,7 +45,7 @@ class Timers(Generic[K]):
         return self._at.get(key, math.inf)
 
     def set(self, key: K, at: float) -> None:
-        """Set the time of a key, which replaces its earlier time; infinity clears the time."""
+        """Set the time of a key; infinity clears the time."""
         if math.isinf(at):
             self._at.pop(key, None)
         elif self._at.get(key) != at:
@@ -116,7 +116,7 @@ class State(Struct, eq=False):
     requests: dict[bytes, Request] = field(default_factory=dict)  # live requests, by id
     tombstones: OrderedDict[bytes, Tombstone] = field(default_factory=OrderedDict)  # by id
     quarantine: OrderedDict[bytes, float] = field(default_factory=OrderedDict)  # digest -> until
-    owned: Counter[str] = field(default_factory=Counter)  # number of live requests by owner
+    owned: Counter[str] = field(default_factory=Counter)  # live requests by owner
     cancel_rates: Rates = field(default_factory=Rates)  # rate of cancels by owner
     links: dict[int, Link] = field(default_factory=dict)
     workers: dict[int, Worker] = field(default_factory=dict)  # by epoch, without fenced workers

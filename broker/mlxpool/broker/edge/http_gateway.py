@@ -97,7 +97,7 @@ class HttpGateway:
     # ---- start ---------------------------------------------------------------------------------
 
     def start(self, now: float) -> None:
-        """Start the gateway process, which is `ready` at its first heartbeat."""
+        """Start the process, which is `ready` at its first heartbeat."""
         self._start_at = math.inf
         try:
             self._descriptor = self._process.start(self._settings())

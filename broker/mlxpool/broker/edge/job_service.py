@@ -141,7 +141,7 @@ class JobService(Closing):
         self.handle(ev.QuestionAsked(OPERATORS, owner, id, 0, question, operator=True), now)
 
     def acknowledged(self, event: core_events.ClientAck, now: float) -> None:
-        """Handle a client's acknowledgement, which may be of readings of jobs."""
+        """Handle a client's acknowledgement of ids."""
         if isinstance(event.message, Ack) and self._manager.readers.all:
             self.handle(ev.Acknowledged(event.link, event.message.have), now)
 

@@ -67,7 +67,7 @@ class Outbox:
 
     def __init__(self, boot: int) -> None:
         self.boot = boot
-        self.refused: Counter[str] = Counter()  # number of refused submissions by error code
+        self.refused: Counter[str] = Counter()  # refused submissions by error code
         self._actions: list[Action] = []
         self._then: dict[int, tuple[Operation, Then]] = {}
 
@@ -93,10 +93,7 @@ class Outbox:
         then: Callable[[R, float], None],
         error: Callable[[Result], PoolError] = unexpected,
     ) -> None:
-        """Ask the store for a client:
-
-        `then` gets a result of type `kind`, the client any other as an error.
-        """
+        """Ask the store: `then` gets a result of type `kind`, the client any other as an error."""
 
         def settle(result: Result, now: float) -> None:
             if isinstance(result, kind):

@@ -35,8 +35,8 @@ class Step(NamedTuple):
 class ActiveJob(Struct, eq=False):
     """A job between the commit that gave it to the core and the commit that ends or defers it.
 
-    `durable` counts its token ids on the disk, `taken` those from its run. `steps` has the output
-    between both positions. At most one store operation is under way: `writing`.
+    `durable` counts its token ids on the disk, `taken` the token ids from its run. `steps` has the
+    output between both positions. At most one store operation is under way: `writing`.
     """
 
     job: JobView
@@ -56,7 +56,7 @@ class ActiveJob(Struct, eq=False):
     leaving: bool = False  # its run is over and `outcome` is not on the disk
     write_at: float = math.inf  # time of the next write; infinity: no steps, or being written
     answer_bound: int = 0  # bytes reserved in AnswerRoom: the most of its answer
-    yield_at: int = 0  # number of ids at which it gives its slot to others; 0: never
+    yield_at: int = 0  # ids at which it gives its slot to others; 0: never
 
     @classmethod
     def of(cls, fed: FedJob, attempt: int, model: str, now: float) -> ActiveJob:

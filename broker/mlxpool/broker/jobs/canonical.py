@@ -1,4 +1,4 @@
-"""The digest that decides whether two submissions with one key are the same job. Pure."""
+"""The digest that decides whether two submissions with one key are one job. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_EXACT = 2**53  # a larger float may equal several whole numbers after roundi
 
 
 def job_digest(work: Work) -> bytes:
-    """Returns a digest of 16 bytes; submissions with equal digests are the same request.
+    """Returns a digest of 16 bytes; submissions with equal digests are one job.
 
     The digest is of the checked request. A key with its default equals a missing key. Neither the
     order of keys nor 1 in place of 1.0 makes a difference. The digest leaves out deadlines,

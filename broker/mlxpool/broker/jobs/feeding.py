@@ -4,7 +4,7 @@ The core has at most WINDOW jobs of a model and priority for each place (batch s
 workers. This fills every free place, and leaves streams of equal priority their share. If few
 owners have these jobs, every other owner gets an equal number of further jobs, so that the core can
 divide the places among owners (requests/place_shares.py). Calls, such as `embed`, are limited by
-the memory for their answers. The store finds the jobs, one of each owner in turn.
+the memory for their answers. The store finds the jobs; owners take turns.
 
 A suspect is a job that may have ended the broker, see `retries.ALONE_STARTS`. A started job is
 unproven until an id of it is on the disk. While the core has an unproven suspect, it gets no other
@@ -45,7 +45,7 @@ Group = tuple[str, int]  # (the model's name as jobs have it, priority)
 
 
 class Backlog(Struct, eq=False):
-    """The known times and counts of the jobs of one group. The jobs themselves are in the store."""
+    """The known times and counts of a group's jobs, which are in the store."""
 
     due: float = math.inf  # earliest time at which a job may run; a time in the past: now
     suspects_due: float = math.inf  # earliest time at which a suspect may run alone
@@ -62,7 +62,7 @@ class Backlog(Struct, eq=False):
     planned_at: float = -math.inf  # time of the last FeedNext
     suspect_at: float = -math.inf  # time of the last FeedNext for a suspect
     calls: tuple[str, int] = ("", 0)  # (model, most calls that the FeedNext reads)
-    owners: Counter[str] = field(default_factory=Counter)  # number of active jobs by owner
+    owners: Counter[str] = field(default_factory=Counter)  # active jobs by owner
     share: int = 1  # active jobs that every owner may have, in a full core too
     others_wait: bool = False  # owners with fewer active jobs may have jobs that wait
 
@@ -324,7 +324,7 @@ class Feeder(Struct, eq=False):
         self.groups[group].leaving += 1
 
     def left(self, group: Group, owner: str, *, leaving: bool) -> None:
-        """Count a job as gone: it neither runs nor is written.
+        """Count a job as ended: it neither runs nor is written.
 
         `leaving`: its run had ended before.
         """

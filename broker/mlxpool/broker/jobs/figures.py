@@ -8,7 +8,7 @@ from msgspec import Struct, field
 
 from mlxpool.broker.store.records import JobState, StoreFigures
 
-UNUSABLE = "unusable"  # no jobs are kept until the broker restarts; see JobFigures.why
+UNUSABLE = "unusable"  # the pool has no jobs until the broker restarts; see JobFigures.why
 REFUSING = "refusing"  # the store refuses new jobs for lack of room; running jobs go on
 
 

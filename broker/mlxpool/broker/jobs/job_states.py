@@ -25,7 +25,7 @@ _C, _X, _E, _G = JobPhase.CANCELLED, JobPhase.DEAD, JobPhase.EXPIRED, JobPhase.G
 # feed: its run was given to the queue of its model.  ids: ids came from a worker.
 # retryable: its run failed, or was handed back, and can be tried again.
 # final: its run failed and cannot succeed, or was tried often enough.
-# boot: the broker ended and another one began.  release: its result is no longer needed, or was
+# boot: the broker ended and another broker began.  release: its result is no longer needed, or was
 # kept for as long as it should be.
 TRANSITIONS: dict[JobPhase, dict[str, JobPhase]] = {
     _W: {"feed": _R, "final": _X, "cancel": _C, "deadline": _E, "boot": _W},

@@ -67,16 +67,13 @@ class NoticeQueue:
         self._due = math.inf  # time of the next read of the store
 
     def came(self, url: str, now: float) -> None:
-        """Note the end of a job or batch with a notice to `url`. An empty `url` means no notice."""
+        """Note an end with a notice to `url`; "": it has no notice."""
         if url:
             self._came = self._reading
             self._due = min(self._due, now)
 
     def opened(self, now: float) -> None:
-        """Start to read: the store takes operations.
-
-        Notices that were under way are posted again.
-        """
+        """Start to read. Notices that were under way are posted again."""
         self._under_way.clear()
         self._reading, self._due = False, now
 
@@ -136,7 +133,7 @@ class NoticeQueue:
         """Handle the result of a try."""
         attempt = self._under_way.get(event.end_seq)
         if attempt is None:
-            return  # it was read again after the store was opened anew
+            return  # it was read again after a new open of the store
         origin = attempt.notice.origin
         if event.unreachable:
             failures = self._paused.get(origin, Pause(0, now)).failures

@@ -131,7 +131,7 @@ class Readers:
     def drop_silent(self, known: Callable[[int], bool]) -> None:
         """Forget the readings of connections that were silent for too long.
 
-        The client may only have been suspended. It then gets a new link, and asks again.
+        A suspended client gets a new link later, and asks again.
         """
         silent = [reader for reader in self.all.values() if not known(reader.link)]
         for reader in silent:

@@ -23,7 +23,7 @@ class Verdict(Enum):
 
     PUT_BACK = "put back"  # it waits again, and no attempt is counted
     RETRY = "retry"  # it waits again, and an attempt is counted
-    NEW_GENERATION = "new generation"  # the digest of its model has changed: its output begins anew
+    NEW_GENERATION = "new generation"  # its model's digest has changed: its output restarts
     DEAD = "dead"
     EXPIRED = "expired"
 

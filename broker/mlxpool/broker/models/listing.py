@@ -129,7 +129,7 @@ def _memory_of(workers: Sequence[Worker]) -> int | None:
 
 
 def _shown_features(features: object, prefix_cache: str) -> list[str]:
-    """Returns the features of a model; the prefix tree is included only if it is enabled."""
+    """Returns the features of a model; the prefix tree only if it is enabled."""
     names = features if isinstance(features, list | tuple) else ()
     return [name for name in names if name != "tree" or prefix_cache == "tree"]
 

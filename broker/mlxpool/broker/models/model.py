@@ -203,7 +203,7 @@ class Model(Struct, eq=False):
 
     @property
     def busy(self) -> bool:
-        """Returns whether requests or calls wait for the model or run in its workers."""
+        """Returns whether requests or calls wait for the model or run."""
         return bool(self.queue or self.calls) or not all(w.idle for w in self.workers)
 
     @property

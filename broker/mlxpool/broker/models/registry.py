@@ -172,10 +172,7 @@ class Registry:
         return slot
 
     def remote_slot_name(self, name: str) -> str:
-        """Returns the slot of this model's next worker from another supervisor.
-
-        The slot may not exist yet.
-        """
+        """Returns the slot, perhaps new, of this model's next worker from another supervisor."""
         known = self.names.model_of(name)
         slots = [] if known is None else self.models[known].slots
         free = (slot.name for slot in slots if slot.remote and slot.worker is None)

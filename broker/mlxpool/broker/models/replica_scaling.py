@@ -27,8 +27,8 @@ class ReplicaLoad(Struct, frozen=True):
 
     waiting: int  # waiting requests
     waiting_tokens: int  # tokens of their prompts and of their expected answers
-    running: int  # number of requests in workers
-    sequences: int  # number of sequences in a worker's batch
+    running: int  # requests in workers
+    sequences: int  # sequences in a worker's batch
     workers: int = 0  # workers that serve
 
 

@@ -104,7 +104,7 @@ class Supervisor:
         self.children: dict[str, Child] = {}  # by slot
         self.places = GpuPlaces()  # invariant: each of `children` has a place
         self.records = ProcessRecords(config.run_dir / "workers")
-        self._started: dict[str, int] = {}  # number of started workers by slot
+        self._started: dict[str, int] = {}  # started workers by slot
         self._observe_at = 0.0
 
     # ---- start ---------------------------------------------------------------------------------
@@ -237,10 +237,7 @@ class Supervisor:
         return child.token
 
     def observation_due(self, now: float) -> bool:
-        """Returns whether an observation of the children is due.
-
-        If so, schedules the next observation.
-        """
+        """Returns whether an observation is due; if so, schedules the next."""
         if not self.children or now < self._observe_at:
             return False
         self._observe_at = now + OBSERVE_INTERVAL
@@ -272,7 +269,7 @@ class Supervisor:
                 _signal_rank(rank)
 
     def last_dump(self, slot: str) -> Path | None:
-        """Returns the newest file with stacks of a slot's workers; None if there is none."""
+        """Returns the newest file with stacks of a slot's workers, or None."""
         dumps = [
             path
             for number in range(KEPT_DUMPS)

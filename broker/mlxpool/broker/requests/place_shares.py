@@ -8,8 +8,8 @@ free place. If all are taken, a waiting request takes a place
 - else, if its owner has no place, from a run that has had its place for a TURN: so owners take
   turns if they are more than the places.
 
-No request takes a place from a run of a higher rank (see `rank_of`). A run gives its place up
-between two steps, waits as the first of its owner's requests, and goes on from its ids.
+No request takes a place from a run of a higher rank (see `rank_of`). A run gives up its place
+between two steps, waits as the first of its owner's requests, and later continues from its ids.
 """
 
 from __future__ import annotations

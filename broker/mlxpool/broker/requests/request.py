@@ -77,7 +77,7 @@ class Run:
     epoch: int = 0  # epoch of its worker; 0: no worker has it
     slot: str = ""
     number: int = 0
-    tries: int = 0  # number of workers that have had it
+    tries: int = 0  # workers that have had it
     leased_at: float = 0.0  # time at which the newest worker got it
     resumes_without_progress: int = 0  # in a row
     charge: float = 0.0  # its blame for lost workers, see blame.py
@@ -86,7 +86,7 @@ class Run:
     first_token_at: float = 0.0  # time of its first token; 0: none yet
     lost_at: float = 0.0  # time of its release, until the next lease; else 0
     resumes: list[tuple[float, float]] = field(default_factory=list)  # released, leased again
-    measured_ids: int = 0  # number of ids that the histograms have counted
+    measured_ids: int = 0  # ids that the histograms have counted
     measured_at: float = 0.0  # time at which the newest of them came; 0: never
 
     @property
@@ -149,7 +149,7 @@ class Request:
     first_token_deadline: float  # infinity after its first token
     arrival: int = 0  # its number in the order of arrival
     rank: int = IDLE_RANK  # see rank_of
-    passed: int = 0  # number of later requests of its owner that overtook it
+    passed: int = 0  # later requests of its owner that overtook it
     pieces: PromptPieces | None = None  # pieces of its prompt, once it had a choice of workers
     state: RequestState = RequestState.QUEUED
 

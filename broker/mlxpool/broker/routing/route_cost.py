@@ -45,7 +45,7 @@ class Route(Struct, eq=False):
     groups: dict[tuple[str, str], None] = field(default_factory=dict)  # (owner, group of choices)
     predicted: dict[int, int] = field(default_factory=dict)  # run -> predicted cached tokens
     unread: dict[int, int] = field(default_factory=dict)  # run without a first token -> tokens
-    evicted: int = 0  # number of tokens that its cache has evicted, by the newest heartbeat
+    evicted: int = 0  # tokens that its cache has evicted, by the newest heartbeat
 
     def found(self, demand: Demand) -> int:
         """Returns the number of a prompt's leading tokens that were sent to the worker before."""
@@ -139,7 +139,7 @@ def cost_ms(
     It is the sum of three times:
     - the prefill of the worker's other prompts, and of the prompt's tokens that it has not cached;
     - the decode steps of the answer, in batches of half the present size, since requests end;
-    - the prefill of tokens that another worker has cached, for each request that waits behind it.
+    - the prefill of tokens that another worker has cached, for each waiting request.
 
     `model` is the speed of all workers of the model, for a worker with few measurements.
     """

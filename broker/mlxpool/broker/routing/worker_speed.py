@@ -2,7 +2,7 @@
 
 A few observations may be wrong, and a worker that seems slow gets no requests that would correct
 its speed. So a worker's own speed is mixed with the speed of all workers of the model. The weight
-of its own speed grows with recent observations, and falls with each idle heartbeat.
+of its own speed grows with observations, and falls with idle heartbeats.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def prompt_ms_of(worker: WorkerSpeed, model: WorkerSpeed) -> float:
 
 
 def step_ms_of(worker: WorkerSpeed, model: WorkerSpeed, rows: float) -> float:
-    """Returns the milliseconds of a decode step of `rows` sequences on a worker."""
+    """Returns the milliseconds of a decode step of `rows` sequences."""
     if not model._weight:
         return worker.step_ms(rows)
     weight = worker._weight

@@ -91,10 +91,7 @@ ROLES = {"front": "client", "back": "worker", "admin": "admin"}  # by socket
 
 
 class AccessControl:
-    """The access control of the sockets.
-
-    Without a secret key it allows all: sockets are local only.
-    """
+    """The access control; without a secret key all may connect: sockets are local only."""
 
     def __init__(
         self,

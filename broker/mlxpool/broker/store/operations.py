@@ -318,7 +318,7 @@ class ListEnded(Operation, Struct, frozen=True):
 
 
 class ReadBacklog(Operation, Struct, frozen=True):
-    """Read the models with waiting jobs, and their counts. Result: Backlog."""
+    """Read the models with waiting jobs. Result: Backlog."""
 
     writes: ClassVar[bool] = False
 

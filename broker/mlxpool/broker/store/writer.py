@@ -341,10 +341,7 @@ class StoreWriter(threading.Thread):
         return True
 
     def _perform(self) -> None:
-        """Perform all open operations in one transaction.
-
-        If the disk is full, perform them singly.
-        """
+        """Perform all open operations in one transaction; on a full disk singly."""
         group = list(self._open)
         try:
             results = self._store.transaction(group, self._clock.now())

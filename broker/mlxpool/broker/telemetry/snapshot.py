@@ -41,11 +41,11 @@ class BrokerInfo(Struct, frozen=True):
     run_dir: str
     local_workers: bool
     links: int  # connections of clients
-    full_links: int  # number of full client connections, see Backlogs
+    full_links: int  # full client connections, see Backlogs
     backlog_bytes: int  # bytes waiting for full connections
-    given_up: int  # number of connections closed because their client read too little
+    given_up: int  # connections closed because their client read too little
     front_shut: int  # number of times that the front was unbound
-    turned_out: int  # number of connections closed because memory was short
+    turned_out: int  # connections closed because memory was short
     descriptors: int  # most file descriptors of this process
     endpoints: Mapping[str, list[str]]  # endpoints outside the run directory
     metrics: str | None  # the URL of the HTTP server
@@ -78,7 +78,7 @@ class ModelSnapshot(Struct, frozen=True):
     waiting: int
     waiting_bytes: int
     oldest_wait: float  # wait of the oldest queued request, in seconds; 0 for an empty queue
-    running: int  # number of requests assigned to workers
+    running: int  # requests assigned to workers
     workers: Mapping[str, int]  # by state
     replicas_wanted: int  # the target number of workers; 0 if other supervisors start all workers
     counts: Mapping[str, int]  # the integer counters of metrics.Figures, by name
@@ -103,7 +103,7 @@ class RankSnapshot(Struct, frozen=True):
 
 
 class WorkerSnapshot(Struct, frozen=True):
-    """The row of a slot, and of its worker if there is one. Times are seconds.
+    """A slot, and its worker if there is one. Times are seconds.
 
     Without a worker `state` is "none", and the worker's fields are None, 0 or empty.
     """
@@ -115,8 +115,8 @@ class WorkerSnapshot(Struct, frozen=True):
     state: str = "none"
     pid: int | None = None
     epoch: int | None = None
-    running: int = 0  # number of requests that the broker assigned to it
-    tokens: int = 0  # number of tokens received from it
+    running: int = 0  # requests that the broker assigned to it
+    tokens: int = 0  # tokens received from it
     uptime: float = 0.0
     load_s: float | None = None  # seconds from its start until it was ready
     beat_age: float = 0.0  # seconds since its last heartbeat, or its start
@@ -176,7 +176,7 @@ class WorkerSnapshot(Struct, frozen=True):
 
 
 class LiveRequest(Struct, frozen=True):
-    """The row of a live request without its contents. `slot` is "" if no worker has the request."""
+    """A live request without its contents. `slot` is "" without a worker."""
 
     id: bytes
     model: str

@@ -38,7 +38,7 @@ COUNT_INTERVAL = 1.0  # seconds between two counts if nobody connects
 def backlog_of(limit: int) -> int:
     """Returns the listen backlog of the sockets. libzmq's thread may accept all of it when it runs.
 
-    libzmq's thread runs several times while the broker's thread waits for a CPU.
+    It runs several times while the broker's thread waits for a CPU.
     """
     return max(3, min(sockets.BACKLOG, limit // 100))
 

@@ -253,10 +253,7 @@ class Peers:
         return self._queue(peer, parts)
 
     def _try(self, peer: Peer, parts: list[bytes]) -> bool | None:
-        """Try to send.
-
-        Returns True if sent, False if the peer is closed, None if the peer is full.
-        """
+        """Try to send. Returns True if sent, False if the peer is closed, None if it is full."""
         try:
             self.socket.send_multipart([peer.name, *parts], zmq.NOBLOCK)
         except zmq.Again:

@@ -35,7 +35,7 @@ _EXIT = {"exit": WorkerState.LOST}
 _CONDEMN = {"condemn": WorkerState.CONDEMNED, **_EXIT}
 _STOP = {"stop": WorkerState.STOPPING, **_CONDEMN}
 _ACTIVE = {
-    # `hello` on a new connection fences the old one: the same process starts over.
+    # `hello` on a new connection fences the old connection: the process starts over.
     "hello": WorkerState.LOADING,
     "drain": WorkerState.DRAINING,
     **_STOP,
@@ -78,9 +78,9 @@ class Worker:
     state: WorkerState = WorkerState.STARTING
     started_at: float = 0.0
     ready_at: float = 0.0  # 0: never
-    served: int = 0  # number of requests that ended in it
-    tokens: int = 0  # number of tokens received from it
-    sequences: int = 0  # number of free sequences by its last `credit`
+    served: int = 0  # requests that ended in it
+    tokens: int = 0  # tokens received from it
+    sequences: int = 0  # free sequences by its last `credit`
     works_seen: int = 0  # `work` messages that it had received at that time
     works_sent: int = 0
     ended: int = 0  # leases ended since its last `credit`, which lacks their places

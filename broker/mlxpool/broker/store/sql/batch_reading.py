@@ -1,4 +1,4 @@
-"""Reads of batches: the batches with counts of their jobs, lists, and outcomes of lines."""
+"""Reads of batches: batches with their counts, lists, and outcomes of lines."""
 
 from __future__ import annotations
 

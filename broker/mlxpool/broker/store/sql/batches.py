@@ -241,7 +241,7 @@ def sweep(database: Database, now: float, key_life: float, count: int) -> bool:
 
 
 def _delete(database: Database, id: bytes, end_seq: int | None, now: float) -> None:
-    """Delete a gone batch and its key, unless the notice of its end is still to be tried."""
+    """Delete a gone batch and its key, unless its notice is still to be tried."""
     if outbox.is_waiting(database, end_seq):
         database.change("UPDATE batch SET forget = ? WHERE id = ?", now + outbox.HOLD, id)
         return

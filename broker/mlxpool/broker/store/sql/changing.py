@@ -1,4 +1,4 @@
-"""The operations that change a named job, and the sweep of jobs whose times have passed."""
+"""The operations that change a named job, and the sweep."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _overdue(database: Database, operation: Sweep, now: float) -> list[JobView]:
 
 
 def _forget(database: Database, seq: int, now: float, key_life: float) -> None:
-    """Empty an ended job. Delete a gone job, unless the notice of its end is still to be tried."""
+    """Empty an ended job. Delete a gone job unless its notice is still to be tried."""
     job = rows.by_seq(database, seq)
     if job.state is not JobState.GONE:
         endings.empty_job(database, job, now + key_life)

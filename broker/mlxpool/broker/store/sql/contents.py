@@ -62,7 +62,7 @@ def add_chunk(database: Database, seq: int, gen: int, chunk: Chunk) -> None:
 
 
 def begin_anew(database: Database, job: JobView) -> JobView:
-    """Delete the output and the model data (`facts`) of a job, and begin its next generation."""
+    """Delete the output and `facts` of a job, and begin its next generation."""
     size = database.number(
         "SELECT SUM(LENGTH(ids) + LENGTH(text) + LENGTH(borders) + LENGTH(logprobs))"
         " FROM chunk WHERE job = ?",
