@@ -1,4 +1,4 @@
 """The admin socket: operators' commands, subscriptions and reloads.
 
-Messages to a service manager are here too.
+Also messages to a service manager.
 """

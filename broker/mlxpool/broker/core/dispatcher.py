@@ -47,8 +47,8 @@ class Dispatcher(Struct, eq=False):
     def dispatch(self, model: Model, now: float) -> None:
         """Assign the model's waiting requests: first resumed requests, then fresh requests.
 
-        Promised places go to their owners before all others. Charged jobs that let others go first
-        get the remaining places.
+        Promised places go to their owners before all others. Charged jobs that yield to other
+        requests get the remaining places.
         """
         if self._state.phase is PoolPhase.CLOSING:
             return  # all requests are about to end

@@ -221,7 +221,10 @@ class WorkerPool(Struct, eq=False):
     # ---- ends --------------------------------------------------------------------------------
 
     def judge(self, worker: Worker, verdict: Verdict, now: float) -> None:
-        """Make a worker SUSPECT past a limit, READY after recovery. Failover condemns it."""
+        """Make a worker SUSPECT past a limit, READY after recovery.
+
+        Failover condemns hung workers.
+        """
         worker.suspicion = verdict.cause if verdict.suspect else ""
         if verdict.suspect and not worker.suspect_since:
             worker.suspect_since = now

@@ -154,7 +154,7 @@ class Broker:
             self.gateway_process.record()
 
     def _on_trouble(self, trouble: str, now: float) -> None:
-        """End the workers that have not connected, if `trouble` keeps new workers out."""
+        """Report `trouble` to the core. If any, end the workers that have not connected."""
         self.perform(ev.Unreachable(trouble), now)
         if trouble:
             for slot in list(self.supervisor.children):

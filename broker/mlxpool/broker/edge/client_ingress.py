@@ -147,7 +147,7 @@ class ClientIngress:
         jobs.handle(job_events.ReaderLeft(link, owner, event.id), now)
 
     def _owner_of(self, peer: Peer, message: Message) -> str:
-        """Returns the owner that the message names, or else the owner of the connection.
+        """Returns the owner that the message names, else the owner of the connection.
 
         Raises Unauthorized if the peer may not name owners.
         """

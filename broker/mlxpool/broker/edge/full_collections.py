@@ -57,7 +57,7 @@ class FullCollections:
     def on_turn(self, now: float) -> None:
         """Run a full collection if it is due and no stream is live, or after much growth.
 
-        The loop calls this at the end of each turn; an idle broker is not woken for it.
+        The loop calls this after each turn; an idle broker does not wake for it.
         """
         if (now >= self._next_at and not self._busy()) or self._has_grown(now):
             self._collect(now)

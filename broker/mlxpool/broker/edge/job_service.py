@@ -98,7 +98,7 @@ class JobService(Closing):
         self._stacks = stacks
         self._inbox: deque[ev.Event] = deque()
         self._asking: dict[bytes, Answer] = {}  # open questions of operators
-        self._results: deque[tuple[Operation, Result]] = deque()  # refused at once
+        self._results: deque[tuple[Operation, Result]] = deque()  # refused without the store
         self._health = HealthState.CLOSED
 
     def start(self) -> None:

@@ -303,7 +303,7 @@ class Feeder(Struct, eq=False):
         backlog.suspects += suspect
 
     def proven(self, group: Group, now: float, *, suspect: bool) -> None:
-        """Count a job as proven: its ids are on the disk since its start, or the core lost it."""
+        """Count a job as proven: its ids are on the disk since its start, or it left the core."""
         backlog = self.groups[group]
         backlog.unproven -= 1
         if suspect:

@@ -1,8 +1,8 @@
-"""The job manager: a durable client that lives inside the broker.
+"""The job manager: a durable client of the core, inside the broker.
 
 `handle(event, now)` and `stored(operation, result, now)` return actions. Pure: no I/O, no clock, no
-random number. The core sees a job that runs as a request with one reader, whose acknowledgements
-are the commits of the store.
+random number. To the core a running job is a request with one reader, whose acknowledgements are
+the commits of the store.
 """
 
 from __future__ import annotations

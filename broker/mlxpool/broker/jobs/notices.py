@@ -6,7 +6,7 @@ earliest first. A notice that cannot be delivered within the time of the setting
 kept with its cause until its job or batch is deleted.
 
 No origin (scheme, host and port) delays the notices of another: each has at most PER_ORIGIN notices
-under way. An unreachable origin is tried again with a single notice, after pauses that grow.
+under way. An unreachable origin is retried with a single notice, after growing pauses.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from mlxpool.broker.store.operations import (
 )
 from mlxpool.broker.store.records import Notice, Notices, Refused, Result
 
-MAX_UNDER_WAY = 64  # notices in all
-PER_ORIGIN = 8  # seconds until the first retry of a notice; it doubles
-FIRST_DELAY, MAX_DELAY = 5.0, 3600.0  # seconds until a notice is tried again; it doubles
+MAX_UNDER_WAY = 64  # most notices under way
+PER_ORIGIN = 8  # most notices under way to one origin
+FIRST_DELAY, MAX_DELAY = 5.0, 3600.0  # seconds until the first retry; each doubles it
 JITTER = 0.25  # largest random part of a delay, as a share
 FIRST_PAUSE, MAX_PAUSE = 1.0, 60.0  # seconds until the first retry of an unreachable origin
 RETRY_INTERVAL = 1.0  # seconds until the next read after a refusal of the store

@@ -54,7 +54,7 @@ class Reader(Struct, eq=False):
     gen: int = 0
     sent: int = 0
     acked: int = 0
-    told: bool = False  # `accepted` went out
+    told: bool = False  # `accepted` was sent
     began: bool = False  # ids were sent: the client has `sent` ids
     reading: bool = False  # a read of a page is under way
     behind: bool = True  # the store may have output that was not sent yet
@@ -215,7 +215,7 @@ class Readers:
 
     def _page(self, reader: Reader, result: Result, now: float) -> None:
         if self.all.get((reader.link, reader.id)) is not reader:
-            return  # it left
+            return  # the reader left
         reader.reading = False
         if isinstance(result, Refused) and result.code in LATER:
             reader.behind = True

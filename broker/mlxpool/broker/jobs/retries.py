@@ -11,7 +11,7 @@ from mlxpool.common.errors import PoolError
 
 MAX_ATTEMPTS = 8  # failed runs of a job after which it is dead
 MAX_STARTS = 5  # consecutive starts without a durable id; after each the broker or machine ended
-ALONE_STARTS = 3  # number of them after which the job starts alone, after all other jobs
+ALONE_STARTS = 3  # number of such starts after which the job starts alone, after all other jobs
 FIRST_DELAY, MAX_DELAY = 2.0, 60.0  # seconds until the first retry; it doubles
 JITTER = 0.25  # largest random part of a delay, as a share
 FREE_DELAY = 1.0  # seconds until the next try of a job that is not at fault

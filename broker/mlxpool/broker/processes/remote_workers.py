@@ -1,6 +1,6 @@
 """Workers of other supervisors ("remote"): their admission, observation and end.
 
-The broker has no process of a remote worker, only its connection. If the connection ends, or
+The broker has only the connection of a remote worker, not its process. If the connection ends, or
 heartbeats and progress show a hang, the worker is fenced, and another worker resumes its streams. A
 fenced worker connects again and counts as a new worker.
 """

@@ -79,7 +79,7 @@ class Run:
     number: int = 0
     tries: int = 0  # workers that have had it
     leased_at: float = 0.0  # time at which the newest worker got it
-    resumes_without_progress: int = 0  # in a row
+    resumes_without_progress: int = 0  # consecutive
     charge: float = 0.0  # its blame for lost workers, see blame.py
     batch_bound: int = 0  # largest batch that may contain it; 0: any
     assigned_at: float = 0.0  # time of its first lease; 0: none yet

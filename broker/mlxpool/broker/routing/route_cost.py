@@ -120,8 +120,8 @@ def crowd_of(
 ) -> Crowd:
     """Returns the crowd of a request while `waiting` other requests wait for these workers.
 
-    `first` has the requests of the present turn. Those with the request's prefix are not counted:
-    they gain from a second copy of the prefix.
+    `first` has the requests of the present turn. Requests with its prefix are not counted: they
+    gain from a second copy of the prefix.
     """
     if not waiting:
         return ALONE

@@ -409,7 +409,7 @@ class ReleaseOutcomes(Operation, Struct, frozen=True):
 
 
 class EndBatch(Operation, Struct, frozen=True):
-    """End a batch whose lines are all jobs, or that is cancelled, without waiting jobs.
+    """End a batch without waiting jobs whose lines are all processed, or that is cancelled.
 
     Results: BatchView, UnknownName. Any other batch is not changed. `keep`: seconds from the end to
     the deletion of the results. A batch with `notify` gets a notice with the two files of results.

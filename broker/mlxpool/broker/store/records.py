@@ -239,7 +239,7 @@ class KeyGone(Result, Struct, frozen=True):
 class UnknownName(Result, Struct, frozen=True):
     """No job, batch or file of this scope has the name.
 
-    `created`: the time of creation of a lately deleted file.
+    `created`: the time of creation of a recently deleted file.
     """
 
     created: float | None = None
@@ -267,7 +267,7 @@ class Fed(Result, Struct, frozen=True):
 
 
 class Durable(Result, Struct, frozen=True):
-    """The ids of a generation below `pos` are on disk: readers may receive them."""
+    """Ids of a generation below `pos` are on disk: readers may receive them."""
 
     id: bytes
     gen: int

@@ -178,11 +178,10 @@ def steady() -> float:
 
 
 class StoreClock:
-    """The store's clock: the time of day, or `seen` if that is later.
+    """The store's clock: the time of day at its start, or the later `seen`, then monotonic.
 
-    `seen` is the newest time in the store. From the start on it follows the monotonic clock: a jump
-    of the time of day neither passes deadlines nor deletes results until the next start of the
-    broker.
+    `seen` is the newest time in the store. So a jump of the time of day neither passes deadlines
+    nor deletes results until the next start of the broker.
     """
 
     __slots__ = ("_offset", "_steady")

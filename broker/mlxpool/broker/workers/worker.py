@@ -189,7 +189,8 @@ JITTER = 0.25  # largest random part of a delay, as a share
 def restart_delay(failures: int, first: float, most: float, boot: int = 0) -> float:
     """Returns the delay after `failures` consecutive workers that never served.
 
-    `boot` spreads the restarts of many pools by up to JITTER; 0: no spread.
+    It is 1, 2, 4 … * `first`. `boot` spreads the restarts of many pools by up to JITTER; 0: no
+    spread.
     """
     if failures <= 0:
         return 0.0

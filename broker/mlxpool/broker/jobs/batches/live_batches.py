@@ -52,7 +52,7 @@ from mlxpool.common.protocol.to_client import Done
 AHEAD = 1024  # waiting and running jobs of a batch at which no further lines become jobs
 PORTION_LINES = 128  # most lines in one commit: about 10 ms of the store's thread
 SLICE_LINES = 16  # most lines that one iteration of the broker's loop checks
-SLICE_BYTES = 64 * 1024  # most bytes of them; a longer line is a slice by itself
+SLICE_BYTES = 64 * 1024  # most bytes of these lines; a longer line is a slice by itself
 
 
 class Check(Protocol):
@@ -62,7 +62,7 @@ class Check(Protocol):
 
 
 class Portion(Struct, eq=False):
-    """Lines on their way from the file into jobs. The first `at` lines are checked."""
+    """Lines that become jobs together. The first `at` lines are checked."""
 
     lines: Lines
     settings: BatchSettings
@@ -77,7 +77,7 @@ class Portion(Struct, eq=False):
         return self.lines.batch
 
     def check_slice(self, check: Check, now: float) -> bool:
-        """Check some lines. Returns whether these were the last.
+        """Check some lines. Returns whether the last line is checked.
 
         Raises the PoolError of a check that can succeed later; the lines then stay in the file.
         """
@@ -212,7 +212,7 @@ class Batches:
         on_ended: Callable[[BatchView, float], None],
         quota_jobs: Callable[[], int],
     ) -> None:
-        """`on_cancelled` gets the jobs that ended with their batch; they may run.
+        """`on_cancelled` gets the jobs that ended with their batch; some may still run.
 
         `on_ended` gets each batch that has ended, after the commit of its end.
         """

@@ -65,10 +65,7 @@ class SqlStore(Closing):
         self._handlers = self._table()
 
     def begin(self, boot: int, now: float) -> None:
-        """Take ownership of the store. Times without a broker extend the lives of results.
-
-        The lives of results are extended by the time without a broker.
-        """
+        """Take ownership of the store. Times without a broker extend the lives of results."""
         away = max(0.0, now - self.wall_seen)
         with self.database.transaction():
             for table in ("job", "batch", "file"):
