@@ -27,7 +27,7 @@ log = logging.getLogger("mlxpool.broker")
 LOGGED = frozenset({"load", "unload", "drain", "restart", "cancel", "reload", "stop"})
 SHOWN_SLOTS = 20  # most slots that an error names
 
-Answer = Mapping[str, Any]  # returns the body of the answer, which the command line prints as JSON
+Answer = Mapping[str, Any]  # the body of the answer, which the command line prints as JSON
 
 
 class Controls(Struct, frozen=True):

@@ -22,7 +22,7 @@ INTERVAL = 60.0  # least seconds between two full collections
 # the thresholds 700 and 10 of the younger generations, a full one runs after 350,000 new
 # containers. This bounds the number of cycles in a broker that always has live streams.
 MIDDLE_COLLECTIONS = 50
-# The bounds of their bytes. A growing process has few such collections, because each
+# Bounds for the bytes of cycles. A growing process has few such collections, because each
 # comes at 1.5 times the memory of the last.
 MAX_GROWTH = 0.5  # most growth, as a share of the memory after the last full collection
 MIN_GROWTH = 64 * 1024 * 1024  # bytes of growth that never trigger a collection

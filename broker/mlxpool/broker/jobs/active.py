@@ -19,7 +19,7 @@ from mlxpool.common.protocol.frames import pack
 from mlxpool.common.protocol.token_ids import count_of
 
 WRITE_DELAY = 0.05  # seconds of output that one write gathers
-UNREAD_DELAY = 1.0  # WRITE_DELAY of a job without a reader; a crash loses the output
+UNREAD_DELAY = 1.0  # WRITE_DELAY without a reader; a crash loses this output, not the job
 UNREAD_BYTES = 8 * 1024  # bytes of unread steps above which WRITE_DELAY applies
 
 

@@ -33,7 +33,7 @@ from mlxpool.broker.store.records import Notice, Notices, Refused, Result
 
 MAX_UNDER_WAY = 64  # most notices under way
 PER_ORIGIN = 8  # most notices under way to one origin
-FIRST_DELAY, MAX_DELAY = 5.0, 3600.0  # seconds until the first retry; each doubles it
+FIRST_DELAY, MAX_DELAY = 5.0, 3600.0  # seconds until a retry; each try doubles them
 JITTER = 0.25  # largest random part of a delay, as a share
 FIRST_PAUSE, MAX_PAUSE = 1.0, 60.0  # seconds until the first retry of an unreachable origin
 RETRY_INTERVAL = 1.0  # seconds until the next read after a refusal of the store
