@@ -83,7 +83,7 @@ def decide(
     turns = [(places[owner], order, owner) for order, owner in enumerate(waiting)]
     heapq.heapify(turns)  # the owner with the fewest places first
     gives: list[tuple[Request, str]] = []
-    refused: dict[tuple[int, int, Collection[int]], float] = {}  # equal requests get no place either
+    refused: dict[tuple[int, int, Collection[int]], float] = {}  # equal requests get none either
     again = math.inf
     while turns:
         own, order, taker = heapq.heappop(turns)
