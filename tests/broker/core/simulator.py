@@ -1,7 +1,7 @@
-"""A pool on a virtual clock: the real core and the real client's rules, and whatever can go wrong.
+"""A simulated pool on a virtual clock: the real core, the real client's rules, and random faults.
 
-`python tests/broker/core/simulator.py --seeds 100000 --jobs 2` runs many seeds; a seed that breaks
-the promise is printed and gives the same run again with `--first SEED --seeds 1`.
+`python tests/broker/core/simulator.py --seeds 100000 --jobs 2` runs many seeds. A seed that breaks
+a promise is printed; `--first SEED --seeds 1` repeats the same run.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from mlxpool.common.protocol.from_client import GenerateDraft
 from mlxpool.common.protocol.prompts import TextPrompt
 
 FAULTY = 6.0  # seconds in which faults happen
-LAST_FAULT = 100.1 + FAULTY  # on the virtual clock, which begins at 100
-PATIENCE = 150.0  # seconds in which every stream has to have its end
-EVENTS = 20_000  # most events of a seed: far more than needed
-LATE = ("deadline_exceeded", "broker_lost")  # ends of a stream after its deadline
-SETTLED = 25.0  # seconds until everything has to be at rest without clients
-REST = 3.0  # seconds of rest, longer than any frame is under way
-CHUNK = 50  # seeds of a process at once
+LAST_FAULT = 100.1 + FAULTY  # on the virtual clock, which starts at 100
+PATIENCE = 150.0  # seconds in which every stream has to end
+EVENTS = 20_000  # the most events of a seed: far more than needed
+LATE = ("deadline_exceeded", "broker_lost")  # possible ends of a stream after its deadline
+SETTLED = 25.0  # seconds in which nothing may remain without clients
+REST = 3.0  # seconds without anything left, longer than any frame is in transit
+CHUNK = 50  # seeds per task of a process
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a seed; `error` if the promise was broken."""
+    """The result of a seed; `error` is set if a promise was broken."""
 
     seed: int
     events: int
@@ -55,13 +55,13 @@ class Outcome:
 
 
 class Run:
-    """A run of a seed: requests of clients, faults, and checks at the end."""
+    """A run of a seed: requests of clients, faults, and final checks."""
 
     def __init__(self, seed: int) -> None:
         self.world = World(seed)
         self.rng = self.world.rng
         self.events = 0
-        self.may_end: set[tuple[bytes, str]] = set()  # how a stream may end without being whole
+        self.may_end: set[tuple[bytes, str]] = set()  # the early ends that each stream may have
         self.faults = 0
 
     def run(self) -> Outcome:
@@ -80,7 +80,7 @@ class Run:
         return Outcome(self.world.seed, self.events, self.faults, ends)
 
     def advance(self, until: float, going: Callable[[], bool]) -> None:
-        """Let time pass until a time, or while `going()` is true."""
+        """Let time pass until `until`, while `going()` is true."""
         world = self.world
         heap = world.heap
         while heap and heap[0][0] <= until and going():
@@ -196,7 +196,7 @@ class Run:
     # ---- checks ------------------------------------------------------------------------------
 
     def check(self, stream: Stream) -> str:
-        """Check how a stream ended, and that it is whole unless it may end early."""
+        """Check how a stream ended, and that it is complete unless it may end early."""
         state, made = stream.state, stream.truth
         if state.error is not None:
             return self.check_error(stream)
@@ -230,7 +230,7 @@ class Run:
         return error.code
 
     def settle(self) -> None:
-        """Check that all is at rest, and stays so, without clients and with healthy workers."""
+        """Check that nothing is left after a while, without clients and with healthy workers."""
         world = self.world
         world.quiet = True
         for worker in world.workers.values():
@@ -248,7 +248,7 @@ class Run:
             raise Violation(f"left at the end: {left}")
 
     def left(self) -> dict[str, int]:
-        """Returns counts that must be 0 without clients; `broker` while it is down."""
+        """Returns counts that must be 0 without clients; `broker` is 1 while the broker is down."""
         core = self.world.core
         if core is None or self.world.now < max(self.world.core_frozen, self.world.up_at):
             return {"broker": 1}
@@ -296,7 +296,7 @@ def run_seeds(first: int, count: int, jobs: int) -> Iterator[Outcome]:
     if jobs <= 1:
         yield from map(run_seed, seeds)
         return
-    # The search for cycles among the many objects of a run took an eighth of the time.
+    # Garbage collection among the many objects of a run took an eighth of the time.
     rarely = partial(gc.set_threshold, 100_000)
     with multiprocessing.get_context("spawn").Pool(jobs, rarely) as pool:
         yield from pool.imap(run_seed, seeds, CHUNK)

@@ -1,4 +1,4 @@
-"""Sequences of events that once ended a stream wrongly or gave an owner more than its share."""
+"""Sequences of events that once ended a stream wrongly, or gave an owner an unfair share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_replica_that_cannot_load_ends_no_stream_of_another_worker() -> None:
 
 
 def test_a_model_that_grew_beyond_the_limit_can_still_be_started() -> None:
-    """Its measured bytes include keys and values; without these it fits."""
+    """Its measured bytes include the KV cache; the model fits without the cache."""
     story = Story(memory=1000, needs={"m": 100})
     worker, request = story.running()
     story.do(make.beat(worker.epoch, {"memory": {"active": 5000}}))
@@ -40,7 +40,7 @@ def test_a_model_that_grew_beyond_the_limit_can_still_be_started() -> None:
 
 
 def test_a_new_connection_of_a_worker_counts_as_no_loss() -> None:
-    """After a freeze of the broker every worker sends hello again, one after the other."""
+    """After a freeze of the broker all workers send `hello` again, one after another."""
     story = Story({"m": model(replicas=4)})
     workers = [story.ready_worker(replica=n) for n in range(4)]
     request = story.generate()

@@ -1,4 +1,4 @@
-"""Events that end all streams of a model or of the pool end them in portions, each once."""
+"""Events that end all streams of a model or of the pool end each stream once, in portions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def terminals(actions: list[act.Action]) -> list[bytes | None]:
 
 
 def ended_by_all(story: Story, first: list[act.Action]) -> list[bytes | None]:
-    """Returns the ids that ended in this event and the next ones, at most MAX_ENDED in each."""
+    """Returns the ids of streams that end in this event and the next; checks MAX_ENDED."""
     ids = terminals(first)
     assert len(ids) <= MAX_ENDED
     while story.core.next_wake() <= story.now:
@@ -132,7 +132,7 @@ def test_the_end_of_the_broker_in_the_middle_of_a_drain_ends_each_stream_once(
     assert story.core.ends_more and not worker.stopped
     assert sum(wake_until_idle(story)) == MANY - 2 * MAX_ENDED
     assert worker.stopped and not story.core.ends_more
-    for each in ids:  # the harness refuses a second terminal, and a gap in `pos`
+    for each in ids:  # the harness refuses a second end of a stream, and a gap in `pos`
         story.assert_ended(each, "draining")
     story.assert_conserved()
     assert not story.core.state.requests and not story.core.state.calls
@@ -187,7 +187,7 @@ def test_a_worker_that_dies_while_the_broker_ends_disturbs_no_end(story: Story) 
 
 
 def test_workers_that_are_killed_while_the_broker_ends_change_no_error(story: Story) -> None:
-    """With the second signal, workers end before their streams have had their turn."""
+    """At the second signal, workers end before all of their streams were ended."""
     worker = story.ready_worker(sequences=MANY)
     ids = [story.generate(durable=False) for _ in range(MANY)]
     assert len(worker.runs) == MANY
@@ -222,7 +222,7 @@ def test_a_stream_whose_end_raises_costs_no_other_its_end(
 def test_a_stream_that_is_sent_again_after_its_end_is_not_of_the_bulk_that_ended_it(
     story: Story,
 ) -> None:
-    """The running stream ends first; its model is opened before the turn of its queue."""
+    """The running stream ends first; the model is opened before its queue is ended."""
     worker = story.ready_worker(sequences=1)
     streams(story)
     running = story.generate(priority=2)
@@ -243,7 +243,7 @@ def test_a_stream_that_is_sent_again_after_its_end_is_not_of_the_bulk_that_ended
 def test_a_timer_that_raises_costs_no_other_timer_of_the_same_wake(
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the timer of an open bulk, for example, would be lost: the broker would never end."""
+    """Otherwise, for example, the timer of a bulk end would be lost, and the broker would hang."""
     story.ready_worker(sequences=1)
     late = story.generate(deadline_ms=1000)
     ids = streams(story)
@@ -271,7 +271,7 @@ def test_a_timer_that_raises_costs_no_other_timer_of_the_same_wake(
 
 
 def resumed(story: Story, digest: str, count: int = MANY) -> list[bytes]:
-    """Queue streams that began under another broker, with the weights of this digest."""
+    """Queue streams that started under another broker, with weights of this digest."""
     resume = {"count": 1, "facts": {"digest": digest, "context": 2048}}
     return [
         story.generate(attempt=2, resume=resume, blobs=[pack_ids([0])], link=3)
@@ -313,7 +313,7 @@ def test_a_stream_of_other_weights_ends_though_its_worker_was_suspect_in_between
 def test_waiting_streams_are_compared_once_with_the_workers_of_a_model(
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Thousands may wait while each report of a worker lets others be assigned."""
+    """Thousands of streams may wait while each report of a worker lets more be assigned."""
     worker = story.ready_worker(sequences=0, digest="new")
     compared: list[bytes] = []
     fits = placement.fits_facts

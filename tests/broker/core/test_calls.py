@@ -1,4 +1,4 @@
-"""`ping`, `models`, tokenizer calls, and commands of operators beside streams."""
+"""`ping`, `models`, tokenizer calls, and commands of operators, while streams run."""
 
 from __future__ import annotations
 
@@ -332,7 +332,7 @@ def test_a_call_of_a_lost_worker_is_sent_to_one_more(story: Story) -> None:
 
 
 def test_a_call_outlives_any_number_of_drained_workers(story: Story) -> None:
-    """For example a call whose text takes longer than the grace of each drain."""
+    """For example a call whose text takes longer than the drain grace of each worker."""
     ident = story.ask(kinds.TOKENIZE, model="m", text="a")
     for _ in range(3):
         worker = story.ready_worker()

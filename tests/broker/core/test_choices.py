@@ -1,4 +1,4 @@
-"""Choices of one prompt stay on one worker and are refused together; reports are taken in order."""
+"""Choices of one prompt run on one worker and are refused together; prompt reports keep order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ready_workers(places: int, replicas: int = 2) -> tuple[Story, list[FakeWorke
 
 
 def running(workers: list[FakeWorker]) -> list[int]:
-    """Returns the numbers of runs of workers, the fewest first."""
+    """Returns the number of runs of each worker, in ascending order."""
     return sorted(len(worker.runs) for worker in workers)
 
 
@@ -91,11 +91,11 @@ def test_choices_that_do_not_fit_are_refused_with_the_first() -> None:
     worker = story.ready_worker(sequences=2)
     story.generate(choice=choice(0, of=9))
     story.assert_refused("queue_full", "7 more do not fit")
-    ask(story, of=8, group="h")  # two of them go to the worker at once
+    ask(story, of=8, group="h")  # two choices start on the worker immediately
     assert len(worker.runs) == 2 and len(story.core.state.requests) == 8
     story.generate(choice=choice(0, of=2, group="i"))
     story.assert_refused("queue_full", "2 more do not fit")
-    story.generate(choice=choice(1, of=2, group="j"))  # a later choice counts for itself
+    story.generate(choice=choice(1, of=2, group="j"))  # a later choice counts as a separate request
     story.assert_refused("queue_full", "6 requests with")
 
 
@@ -135,7 +135,7 @@ def report(worker: FakeWorker, request: bytes, begin: int, end: int, **parts: An
 
 
 def told(story: Story) -> list[int]:
-    """Returns the tokens of a prompt that the last call sent a client."""
+    """Returns the prompt tokens that the last call sent to a client."""
     frames = story.to_client("delta")
     return [entry["prompt"] for one in frames for entry in body_of(one).get("logprobs", ())]
 

@@ -1,4 +1,4 @@
-"""Drain and restart: streams end in their worker or are resumed elsewhere, without charges."""
+"""Drain and restart: streams end in their worker or are resumed elsewhere, and are not charged."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_after_its_grace_it_hands_back_what_it_runs() -> None:
 def test_a_worker_that_is_fenced_while_it_leaves_has_not_failed(story: Story, late: bool) -> None:
     worker, request = story.running()
     drain(story, grace=5)
-    if late:  # it hands nothing back
+    if late:  # the worker does not return its runs
         story.later(5.1)
         story.hear()
         story.later(story.core.state.config.stop_grace + 0.1)

@@ -1,6 +1,6 @@
 """All streams of a model or of the pool end at random moments, in small portions.
 
-The harness refuses a second terminal, frames after one, and work for a worker without room.
+The harness refuses a second end of a stream, frames after an end, and work for a full worker.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODELS, LINKS = ("m", "other"), 3
 
 
 class Pool:
-    """A story of random events from a seed."""
+    """A simulation of random events from a seed."""
 
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)
@@ -31,7 +31,7 @@ class Pool:
             queue_limit=200,
         )
         self.sent: dict[bytes, tuple[int, dict[str, Any]]] = {}  # attempt and request
-        self.links = list(range(1, LINKS + 1))  # links of clients now
+        self.links = list(range(1, LINKS + 1))  # current links of clients
         self.calls: list[bytes] = []
         self.answered: list[bytes] = []
 
@@ -51,7 +51,7 @@ class Pool:
         happens(self)
         known = self.story.core.state.links
         for place, number in enumerate(self.links):
-            if number in known and known[number].lost:  # its client has a new one from now on
+            if number in known and known[number].lost:  # from now on its client has a new link
                 self.links[place] = 1 + max(self.links)
 
     # ---- clients -------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class Pool:
     # ---- the end -------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """End the broker while everything else goes on; then nothing may be left."""
+        """End the broker while everything else continues; afterwards nothing may be left."""
         self.do(ev.Shutdown())
         for _ in range(10):
             self.step()
@@ -191,4 +191,4 @@ def test_every_stream_ends_once_whatever_else_happens(monkeypatch: pytest.Monkey
             error.add_note(f"seed {seed}")
             raise
         failed += pool.story.core.state.counters.failed
-    assert failed > 5 * SEEDS  # it proves nothing if little fails
+    assert failed > 5 * SEEDS  # few failures would prove nothing

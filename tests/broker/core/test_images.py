@@ -1,4 +1,4 @@
-"""Requests with images in the pure core: how they are refused and counted."""
+"""Requests with images in the core: how they are refused and counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`keep` of clients: the time that an idle model stays loaded, and its bounds."""
+"""`keep` of clients: the time that an idle model stays loaded, and the bounds of this time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.core_harness import FakeWorker, Story, body_of, model
 
 
 def keep(story: Story, keep_ms: int, name: str = "m") -> Any:
-    """Returns the milliseconds of the broker's answer."""
+    """Returns the milliseconds in the broker's answer."""
     story.ask(kinds.KEEP, model=name, keep_ms=keep_ms)
     (answer,) = story.to_client(kinds.KEPT)
     return body_of(answer)["keep_ms"]
@@ -109,7 +109,7 @@ def test_a_client_cannot_shorten_what_the_settings_keep_for_ever(asked: int) -> 
         (-1, 60, -1, -1),
         (-1, 60, 600, 600),
         (900_000, 60, 600, 600),
-        (900_000, 60, 0, 60),  # 0: no longer than the setting
+        (900_000, 60, 0, 60),  # 0: not longer than the setting
         (-1, 60, 0, 60),
         (0, 60, 0, 0),
         (0, -1, -1, -1),

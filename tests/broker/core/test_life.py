@@ -1,4 +1,4 @@
-"""A request's life as stories: the messages that follow from each message."""
+"""The life of a request: each message, and the messages that follow from it."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_worker_never_gets_more_work_than_it_has_credit_for(story: Story) -> N
 def test_credit_that_crossed_work_is_not_counted_twice(story: Story) -> None:
     worker = story.ready_worker(sequences=2)
     story.generate()
-    # Sent before the work arrived: two places free, no work seen.
+    # Sent before the work arrived: two free sequences, no work received.
     story.do(make.credit(worker.epoch, {"sequences": 2, "works": 0}))
     story.generate()
     third = story.generate()
@@ -281,7 +281,7 @@ def test_an_error_about_a_huge_value_fits_into_a_message(
 
 
 def test_a_body_of_the_largest_size_can_be_handed_to_a_worker(story: Story) -> None:
-    """`work` has more fields than `generate`; the protocol's bound is for the client."""
+    """`work` has more fields than `generate`; the protocol's bound is for the client's message."""
     body: dict[str, Any] = {"model": "m", "options": {}, "prompt": ""}
     room = frames.MAX_BODY - len(frames.encode(frames.Header("generate"), body)[1]) - 4
     worker = story.ready_worker()
@@ -316,7 +316,7 @@ def test_two_streams_of_one_worker_are_kept_apart(story: Story) -> None:
         (100, 0, None, 100),
         (100, 7, None, 7),
         (100, 7, 3, 3),
-        (100, 7, 0, 0),  # up to the context
+        (100, 7, 0, 0),  # 0: up to the context
         (100, 7, -1, 7),
     ],
 )

@@ -1,4 +1,4 @@
-"""Connections, outdated frames, and batches."""
+"""Connections (links), outdated frames, and batches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from support.core_harness import (
 
 
 def test_a_silent_links_streams_are_cancelled_after_the_grace(story: Story) -> None:
-    """It gets no terminal: a client that was only frozen sees a new link and sends again."""
+    """The client gets no end: if it was only frozen, it sees a new link and sends again."""
     worker, streaming = story.running(sequences=1)
     worker.tokens(streaming)
     queued = story.generate()
@@ -65,7 +65,7 @@ def test_the_place_of_a_silent_client_is_given_to_a_client_that_waits(story: Sto
 
 def test_a_silent_client_keeps_its_place_until_somebody_waits(story: Story) -> None:
     worker, stalled = story.running(sequences=1)
-    own = story.generate()  # its own requests do not count
+    own = story.generate()  # the client's own requests do not count
     story.later(6)
     assert worker.cancelled == []
     story.generate(link=2)
@@ -75,10 +75,10 @@ def test_a_silent_client_keeps_its_place_until_somebody_waits(story: Story) -> N
 
 
 def test_a_silent_client_with_many_streams_is_ended_in_portions(story: Story) -> None:
-    """Its streams take several turns of the loop, so that the workers are served in between."""
+    """Its streams end in several passes of the loop, and workers are served in between."""
     _, streaming = story.running(sequences=1)
     ids = {streaming, *(story.generate() for _ in range(3 * MAX_ENDED))}
-    for link in range(2, 2 + MAX_DUE):  # others that fall silent at the same time
+    for link in range(2, 2 + MAX_DUE):  # other clients that fall silent at the same time
         story.generate(link=link)
     story.now += 10
     ended = wake_until_idle(story)
@@ -89,7 +89,7 @@ def test_a_silent_client_with_many_streams_is_ended_in_portions(story: Story) ->
 
 
 def test_whether_somebody_waits_is_looked_up_once_for_each_model(story: Story) -> None:
-    """It is not looked up for each stream of a silent client: both may be thousands."""
+    """It is not looked up for each stream of a silent client: there may be thousands of both."""
     story.running(sequences=8)
     for _ in range(7 + 100):
         story.generate()
@@ -135,7 +135,7 @@ def test_the_end_of_a_connection_ends_its_streams_that_are_not_durable(story: St
 
 
 def plain_streams(story: Story, count: int, link: int = 1) -> list[bytes]:
-    """Makes `count` streams that their client never sends again."""
+    """Makes `count` streams whose client never sends them again."""
     return [story.generate(link=link, durable=False) for _ in range(count)]
 
 
@@ -158,7 +158,7 @@ def test_many_streams_of_a_lost_link_end_in_portions(story: Story) -> None:
 
 
 def test_many_links_that_are_lost_at_once_end_in_portions_together(story: Story) -> None:
-    """A link with few streams does not wait for links with many."""
+    """A link with few streams does not wait for links with many streams."""
     large = [id for link in (1, 2) for id in plain_streams(story, 2 * MAX_ENDED, link)]
     small = [id for link in range(3, 13) for id in plain_streams(story, 1, link)]
     for link in range(1, 13):
@@ -173,9 +173,9 @@ def test_many_links_that_are_lost_at_once_end_in_portions_together(story: Story)
 
 
 def test_streams_that_have_a_place_are_the_first_of_a_lost_link(story: Story) -> None:
-    """Others wait for these places."""
+    """Other requests wait for the sequences of these streams."""
     waiting = plain_streams(story, 2 * MAX_ENDED)
-    resume = {"count": 1}  # another broker had them, so they go before the others
+    resume = {"count": 1}  # another broker ran them, so they precede other requests
     running = [
         story.generate(durable=False, resume=resume, blobs=[pack_ids([0])]) for _ in range(2)
     ]
@@ -203,7 +203,7 @@ def test_the_stream_with_a_place_is_the_first_of_a_small_link_beside_a_large_one
 
 
 def test_a_client_that_comes_back_keeps_the_streams_that_have_not_ended(story: Story) -> None:
-    """A stream sent again on its new link goes on there; an ended stream begins anew."""
+    """A stream that is sent again on the new link continues; an ended stream starts anew."""
     worker, first = story.running(sequences=1, durable=False)
     worker.tokens(first, 2)
     *_, last = plain_streams(story, 2 * MAX_ENDED)
@@ -226,7 +226,7 @@ def test_a_client_that_comes_back_keeps_the_streams_that_have_not_ended(story: S
 
 
 def test_what_a_lost_link_still_has_may_end_otherwise_and_ends_once(story: Story) -> None:
-    """Streams of a lost link end once: by a worker, its death, a deadline, or the broker's end."""
+    """Its worker ends a stream and dies with another, a deadline passes, then the broker ends."""
     worker, done = story.running(sequences=2, durable=False)
     late = story.generate(durable=False, deadline_ms=1)
     plain = plain_streams(story, 4 * MAX_ENDED)
@@ -278,7 +278,7 @@ def test_the_loss_of_an_unknown_link_does_nothing(story: Story) -> None:
 
 
 def test_a_silent_link_and_a_deadline_at_one_wake_end_a_stream_once(story: Story) -> None:
-    """After a suspend of the machine everything is due at once."""
+    """After a suspend of the machine all timers are due together."""
     requests = [story.generate(deadline_ms=20_000) for _ in range(2)]
     story.now += 100
     story.do(ev.Wake())
@@ -338,7 +338,7 @@ def test_a_wrong_position_condemns_the_worker(story: Story) -> None:
     assert story.stopped() == ["m/0"]
     assert worker.state is WorkerState.CONDEMNED
     assert story.to_client() == []
-    # All its frames are fenced now; its slot is refilled when the process is gone.
+    # All its frames are ignored now; its slot is refilled after the process has ended.
     assert worker.tokens(good) == []
     waiting = story.generate()
     assert story.started() == []

@@ -1,4 +1,4 @@
-"""Each mutant of `mutants.py` can be applied, and the nearest tests notice it."""
+"""Each mutant of `mutants.py` can be applied, and the tests closest to it detect it."""
 
 from __future__ import annotations
 

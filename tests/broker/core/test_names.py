@@ -1,4 +1,4 @@
-"""Names of models: two for the same weights share workers, and each stream keeps its own."""
+"""Names of models: two names of the same weights share workers; a stream keeps its model's name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pool(locations: dict[str, str], **models: ModelConfig) -> Story:
 
 
 def twins(**other: Any) -> Story:
-    """Names a and b for one folder; `other` are settings of b."""
+    """Makes the names a and b for one folder; `other` are settings of b."""
     return pool({"a": HERE, "b": HERE}, a=model(), b=model(**other))
 
 
@@ -196,7 +196,7 @@ def test_timers_of_a_model_that_became_an_alias_do_nothing() -> None:
     story.do(ev.StartDrain("b/0", None, 30.0))
     worker.die("stopped")
     story.do(ev.UnloadModel("b"))
-    story.do(ev.WorkerExited("b/0", "stopped"))  # the worker that replaced the drained one
+    story.do(ev.WorkerExited("b/0", "stopped"))  # the worker that replaced the drained worker
     for key in (("drained", "b"), ("restart", "b"), ("idle", "b")):
         story.core.state.timers.set(key, story.now + 1)
     for name in "ab":

@@ -1,4 +1,6 @@
-"""Owners share places: runs give up places for others, and go on exactly where they were."""
+"""Owners share the sequences of workers (places): a run is preempted for another owner, and
+resumes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ def bob(story: Story, **body: Any) -> bytes:
 
 
 def flooded(places: int = 4, more: int = 2) -> tuple[Story, FakeWorker, list[bytes]]:
-    """Makes a worker full of one owner's streams, each with a token; more streams wait."""
+    """Makes a worker full of one owner's streams, each with one token; more streams wait."""
     story = Story()
     worker = story.ready_worker(sequences=places)
     requests = [story.generate() for _ in range(places + more)]
@@ -32,7 +34,7 @@ def patient(story: Story) -> None:
 
 
 def confirm(worker: FakeWorker) -> list[bytes]:
-    """The worker ends its cancelled runs, and has room for others."""
+    """Let the worker end its cancelled runs, and report free sequences."""
     told = [one for one, run in worker.cancelled if one in worker.runs]
     for request in told:
         worker.confirm(request)
@@ -49,7 +51,7 @@ def test_an_owner_that_waits_gets_a_place_of_an_owner_that_has_all() -> None:
     newest = requests[3]
     assert [one for one, _ in worker.cancelled] == [newest]
     assert story.request(newest).state is RequestState.QUEUED
-    worker.tokens(newest, 3)  # it learns of it later
+    worker.tokens(newest, 3)  # the worker receives the cancel later
     assert confirm(worker) == [newest]
     assert set(worker.runs) == {*requests[:3], waits}
     worker.end(waits, count=2)
@@ -99,7 +101,7 @@ def test_one_owner_has_no_turns() -> None:
 
 
 def test_the_place_goes_to_those_for_whom_it_was_given_up() -> None:
-    """This holds even if resumed streams wait, which go before all others."""
+    """This holds even if resumed streams wait, which normally precede all other requests."""
     story = Story({"m": model(replicas=2)})
     first, second = (story.ready_worker("m", 2, replica=n) for n in (0, 1))
     requests = [story.generate() for _ in range(4)]
@@ -123,7 +125,7 @@ def test_a_place_that_nobody_wants_any_more_is_for_all() -> None:
 
 
 def test_places_are_taken_where_the_request_may_run() -> None:
-    """Choices go to the worker that has their group."""
+    """Choices go to the worker that runs their group."""
     story = Story({"m": model(replicas=2)})
     first, second = (story.ready_worker("m", 4, replica=n) for n in (0, 1))
     held = bob(story, choice={"group": "g", "index": 0, "of": 3})
@@ -142,7 +144,7 @@ def test_places_are_taken_where_the_request_may_run() -> None:
 
 
 def test_twenty_owners_have_turns_on_eight_places() -> None:
-    """Each gets a place within three turns, again and again, and makes a token each time."""
+    """Each owner gets a place within three rounds, again and again, and one token each time."""
     story = Story()
     worker = story.ready_worker(sequences=8)
     owners = [f"uid:{n}" for n in range(20)]
@@ -228,7 +230,7 @@ def test_a_stream_that_gave_up_its_place_can_be_sent_again_and_cancelled() -> No
 
 
 def test_a_kept_place_is_free_for_others_when_its_time_is_over() -> None:
-    """This holds even if the other owner has no requests left."""
+    """This holds even if the owner of the reservation has no requests left."""
     story, worker, requests = flooded(more=0)
     waits = bob(story)
     patient(story)
@@ -244,7 +246,7 @@ def test_a_kept_place_is_free_for_others_when_its_time_is_over() -> None:
 
 
 def test_frames_of_a_run_that_gave_up_its_place_end_nothing() -> None:
-    """It may have ended in its worker before the cancel arrived."""
+    """The run may have ended in its worker before the cancel arrived."""
     story, worker, requests = flooded(more=0)
     bob(story)
     patient(story)

@@ -1,4 +1,4 @@
-"""Requests that end their workers are found; requests beside them are cleared."""
+"""Requests that end their workers are found; requests that ran beside them are cleared."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_charge_of_one_is_retried_alone(story: Story) -> None:
 
 
 def test_a_solo_retry_gets_its_worker_though_others_come_and_go() -> None:
-    """The worker with least to do is kept free for it; the other serves everybody else."""
+    """The worker with the least work is kept free for it; the other worker serves all others."""
     story = Story({"m": model(replicas=2)})
     first = story.ready_worker(sequences=2)
     second = story.ready_worker(sequences=2, replica=1)
@@ -141,7 +141,7 @@ def test_a_request_with_a_charge_of_two_is_refused_for_a_time() -> None:
 
 
 def test_a_poisonous_request_ends_no_stream_beside_it(story: Story) -> None:
-    """The worker dies by itself after each token of the bad request; all others end well."""
+    """The worker dies after each token of the bad request; all other requests end well."""
     _, requests = company(story, 8)
     bad, worker = requests[5], story.workers["m/0"]
     while story.core.state.requests:
@@ -170,7 +170,7 @@ def test_a_cleared_request_counts_no_resume_without_progress(story: Story) -> No
 
 
 def test_a_request_that_runs_alone_may_be_resumed_more_often(story: Story) -> None:
-    """Kills from outside do not charge it, but they are bounded too."""
+    """A kill from outside does not charge it, but the number of kills is bounded, too."""
     worker, (bad, other) = company(story, 2)
     worker.die("killed by SIGSEGV", own=True, prefill=bad)
     story.cancel(other)
@@ -182,7 +182,7 @@ def test_a_request_that_runs_alone_may_be_resumed_more_often(story: Story) -> No
 
 
 def test_the_second_exit_by_one_request_is_no_failure_of_its_model(story: Story) -> None:
-    """The first exit is one: else a model that ends every request would never count as broken."""
+    """The first exit is a failure: a model that ends at every request must count as broken."""
     worker, requests = company(story, 5)
     model = story.core.state.registry.models["m"]
     for n, request in enumerate(requests[:4], 1):
@@ -211,7 +211,7 @@ def test_the_second_hang_by_one_request_is_no_failure_of_its_model(story: Story)
 
 @pytest.mark.parametrize("places", [(40,), (0, 1), (0, 1, 2), (5, 6, 50)])
 def test_poison_in_a_pass_of_many_prompts_ends_alone(places: tuple[int, ...]) -> None:
-    """The first death names no request; then suspects are read one by one."""
+    """The first death names no request; then the suspects are prefilled one by one."""
     story = Story()
     worker, requests = company(story, 64)
     bad = [requests[place] for place in places]

@@ -1,6 +1,6 @@
-"""The core under events in any order: its invariants hold after each of them.
+"""The core under events in any order: its invariants hold after each event.
 
-`Story` itself checks every frame (positions, ids, terminals, credit, batch bounds); the invariants
+`Story` itself checks every frame (positions, ids, ends, credit, bounds of batches); the invariants
 here relate frames to each other.
 """
 
@@ -24,9 +24,9 @@ from support import core_events as make
 from support import kinds
 from support.core_harness import FakeWorker, Story, model, owed, request_id
 
-IDS = [request_id(n) for n in range(101, 107)]  # calls have lower ones
+IDS = [request_id(n) for n in range(101, 107)]  # calls have lower numbers
 LINKS = (1, 2, 3)
-MEMORY = 10  # room for two workers of three
+MEMORY = 10  # memory for two of the three workers
 NOT_DURABLE = IDS[5]
 GPUS = ("0", "1")
 
@@ -72,7 +72,7 @@ class Pool(RuleBasedStateMachine):
             unread_bytes=2048,
             poison_life=100.0,
         )
-        self.newest: dict[bytes, int] = {}  # id -> attempt of the newest sending
+        self.newest: dict[bytes, int] = {}  # id -> newest attempt
         self.lost: set[int] = set()
         self.steps = 0
 
@@ -83,7 +83,7 @@ class Pool(RuleBasedStateMachine):
             self.send(request, link, 1, window=link, batch=link == 2)
 
     def send(self, request: bytes, link: int, attempt: int, have: int = 0, **body: Any) -> None:
-        """Send `generate`; the content of a request depends on its id alone."""
+        """Send `generate`; the content of a request depends only on its id."""
         number = IDS.index(request)
         self.newest[request] = max(attempt, self.newest.get(request, 0))
         blobs = [pack_ids(range(have))] if have else []
@@ -96,7 +96,7 @@ class Pool(RuleBasedStateMachine):
         )
 
     def busy(self, replica: int) -> FakeWorker | None:
-        """Returns a worker with work, preferably this one."""
+        """Returns a worker that has work, preferably this worker."""
         for number in (replica, 1 - replica):
             worker = self.pick(number)
             if worker is not None and worker.runs:
@@ -128,15 +128,15 @@ class Pool(RuleBasedStateMachine):
         deadline: int | None,
         queue: int | None,
     ) -> None:
-        """Send a request first, or again, in any state of it."""
+        """Send a request for the first time or again, in any state of the request."""
         times: dict[str, Any] = {"deadline_ms": deadline, "queue_ms": queue}
-        if request == IDS[4]:  # a difference that two sendings may not have
+        if request == IDS[4]:  # a difference that a retry may not have
             times["first_token_ms"] = 2_000
         self.send(request, link, attempt, batch=batch, window=window, **times)
 
     @rule(request=ids, link=links, share=st.integers(0, 3), window=st.sampled_from([1, 1000]))
     def resend(self, request: bytes, link: int, share: int, window: int) -> None:
-        """A client goes on from some of its ids."""
+        """Let a client resume from a part of its ids."""
         core = self.story.core
         live, tomb = core.state.requests.get(request), core.state.tombstones.get(request)
         known = live or tomb
@@ -163,12 +163,12 @@ class Pool(RuleBasedStateMachine):
 
     @rule(request=ids, link=links)
     def foreign_ids(self, request: bytes, link: int) -> None:
-        """Ids that differ from the stream's end it, and no other stream."""
+        """Ids that differ from the stream's ids end this stream, and no other stream."""
         live = self.story.core.state.requests.get(request)
         if live is None or request in (NOT_DURABLE, IDS[4]) or link in self.lost:
             return
         known = self.story.core.state.links.get(link)
-        if known is not None and known.lost:  # silent for too long: it gets nothing
+        if known is not None and known.lost:  # silent for too long: the client gets no frame
             return
         others = set(self.story.core.state.requests) - {request}
         attempt = live.attempt + 1
@@ -216,7 +216,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule()
     def lose_link(self) -> None:
-        self.lost.add(3)  # the other links are heard until the end
+        self.lost.add(3)  # the other links send signs of life until the end
         self.story.do(ev.LinkLost(3))
 
     # ---- workers -----------------------------------------------------------------------------
@@ -229,7 +229,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule(replica=replicas)
     def serve(self, replica: int) -> None:
-        """Follow the usual course, so that a worker always works."""
+        """Serve requests as usual, so that a worker always has work."""
         self.story.do(ev.LoadModel("m"))
         worker = self.pick(replica)
         if worker is not None:
@@ -304,7 +304,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule(replica=replicas, own=st.booleans(), count=st.integers(0, 2))
     def lose_and_go_on(self, replica: int, own: bool, count: int) -> None:
-        """A worker makes some tokens and is lost; another comes in its place."""
+        """A worker makes some tokens and is lost; a new worker replaces it."""
         worker = self.busy(replica)
         if worker is None:
             return
@@ -319,7 +319,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule(replica=replicas, count=st.integers(1, 2))
     def redial(self, replica: int, count: int) -> None:
-        """A worker makes some tokens and comes on a new connection."""
+        """A worker makes some tokens and reconnects."""
         worker = self.busy(replica)
         if worker is not None:
             worker.say(*(worker.row(request, count) for request in sorted(worker.runs)))
@@ -327,7 +327,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule(replica=replicas, phase=phases, seconds=st.sampled_from([1, 6, 12, 25]))
     def stand_still(self, replica: int, phase: str, seconds: int) -> None:
-        """It beats and does not move: suspect, then condemned, or well again at the next look."""
+        """A worker beats without progress: it is suspect, then condemned, or well again."""
         worker = self.pick(replica)
         if worker is None:
             return
@@ -356,7 +356,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([1.0, 10.0, 13.0]), told=st.booleans())
     def suspend(self, seconds: float, told: bool) -> None:
-        """Let the machine sleep: all due timers come in one wake."""
+        """Let the machine sleep: all due timers fire in one wake-up."""
         self.story.now += seconds
         if told:
             self.story.do(ev.Late(seconds))
@@ -386,7 +386,7 @@ class Pool(RuleBasedStateMachine):
     @rule()
     def drain_pool(self) -> None:
         self.steps += 1
-        if self.steps > 3:  # rarely, for nothing comes after it
+        if self.steps > 3:  # rarely, because it ends the sequence of events
             self.story.do(ev.StartDrain(None, None, 5.0))
 
     # ---- invariants --------------------------------------------------------------------------
@@ -413,7 +413,7 @@ class Pool(RuleBasedStateMachine):
             self.check_lease(request)
 
     def check_lease(self, request: Request) -> None:
-        """Check that a request is in its queue exactly while QUEUED; else a worker has it."""
+        """Check that a request is in its queue exactly while QUEUED; otherwise a worker has it."""
         queue = self.story.model(request.message.model).queue
         worker = self.story.core.state.leaseholder(request)
         queued = request.state is RequestState.QUEUED
@@ -462,7 +462,7 @@ class Pool(RuleBasedStateMachine):
             assert {(r, run.attempt) for r, run in fake.runs.items()} <= worker.leases
 
     def teardown(self) -> None:
-        """Finish everything: only tombstones are left, and these expire."""
+        """Finish everything: only tombstones remain, and they expire."""
         story = self.story
         for worker in list(story.workers.values()):
             for request in list(worker.runs):
@@ -487,7 +487,7 @@ class Pool(RuleBasedStateMachine):
         assert not any(isinstance(key, bytes) for key in story.core.state.timers._at)
 
     def check_ends(self) -> None:
-        """Check that streams have a terminal, unless they were resent or their client is gone."""
+        """Check that streams have ended, unless they were sent again or their client has left."""
         for (request, attempt), stream in self.story.heard.items():
             gone = stream.forgotten or stream.link in self.lost
             replaced = attempt < self.newest[request]

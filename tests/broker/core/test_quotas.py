@@ -1,4 +1,4 @@
-"""Quotas, revoked owners and workers that dial in, in the pure core."""
+"""Quotas, revoked owners and workers that connect by themselves, in the core."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.core_harness import BOB, OWNER, FakeWorker, Story, body_of, model
 
 
 def refused(story: Story, *words: str) -> int:
-    """Check that the newest request was over its owner's quota. Returns `retry_after_ms`."""
+    """Check that the newest request exceeded its owner's quota. Returns `retry_after_ms`."""
     body = body_of(story.assert_refused("over_quota", OWNER, *words))
     assert body["retryable"] is True
     return int(body["retry_after_ms"])
@@ -57,7 +57,7 @@ def test_the_waiting_tokens_of_an_owner_are_bounded() -> None:
     refused(story, "201 tokens", "300", "quota_tokens")
     story.generate(prompt="x" * 200)
     story.assert_sent(1, "accepted")
-    story.ready_worker()  # takes them: nothing waits any more
+    story.ready_worker()  # takes the waiting requests
     story.generate(prompt="x" * 800)
     story.assert_sent(1, "accepted")
 
@@ -125,7 +125,7 @@ def test_the_many_streams_of_a_revoked_key_end_in_portions() -> None:
 
 
 def dial(story: Story, name: str = "m") -> FakeWorker:
-    """Have a worker of this model dial in and take work."""
+    """Let a worker of this model connect by itself and take work."""
     slot = story.core.state.registry.remote_slot_name(name)
     worker = story.workers.setdefault(slot, FakeWorker(story, slot))
     story.do(make.dialled(slot, name, {"context": 2048, "pid": 5}, "t"))
@@ -133,7 +133,7 @@ def dial(story: Story, name: str = "m") -> FakeWorker:
 
 
 def remote(**settings: int) -> Story:
-    """A broker that starts no worker."""
+    """A broker that starts no workers."""
     return Story({"m": model(replicas=0, **settings)})
 
 

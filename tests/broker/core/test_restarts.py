@@ -1,4 +1,4 @@
-"""Workers that die before they serve: back-off, breaker, load failures."""
+"""Workers that die before they serve: back-off, circuit breaker, load failures."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_second_replica_comes_back_too() -> None:
 
 
 def fail_in_a_row(story: Story, times: int) -> list[float]:
-    """Let the model's workers die in their load. Returns the pauses before each restart."""
+    """Let the model's workers die in their load. Returns the pause before each restart."""
     pauses = []
     for number in range(times):
         story.workers["m/0"].die("exit code 3", own=True)
@@ -141,7 +141,7 @@ def test_a_load_failure_fails_all_waiting_requests_with_its_message(story: Story
 
 @pytest.mark.parametrize("made", [0, 5, PROVEN_TOKENS])
 def test_the_error_of_a_bye_is_the_cause_of_a_ready_workers_end(story: Story, made: int) -> None:
-    """Its streams go on although it proved nothing: the model could be loaded."""
+    """Its streams continue although it made no token: the model could be loaded."""
     worker, request = story.running()
     frail = story.generate(link=2, durable=False)
     worker.tokens(request, made)
@@ -167,7 +167,7 @@ def test_a_worker_that_said_bye_gets_no_more_work(story: Story) -> None:
     story.later(pause(1))
     fresh = story.ready_worker()
     assert [one.header.id for one in fresh.asked] == [asked]
-    fresh.end(request)  # alone, for it is charged
+    fresh.end(request)  # alone, because it is charged with the loss
     fresh.credit()
     fresh.end(later)
     story.assert_ended(later, "stop")
@@ -203,7 +203,7 @@ def test_the_pid_of_a_worker_is_known_once_it_is_started(story: Story) -> None:
 
 
 def pause(failures: int, most: float = 60.0) -> float:
-    """Returns the wait before a restart, in steps of half a second."""
+    """Returns the pause before a restart, in steps of half a second."""
     return math.ceil(restart_delay(failures, 1.0, most, BOOT) * 2) / 2
 
 
@@ -242,7 +242,7 @@ def test_the_delays_of_two_pools_differ() -> None:
 
 
 def test_the_exit_of_a_worker_that_said_bye_charges_no_request(story: Story) -> None:
-    """A worker that something else told to end sends one."""
+    """A worker sends `bye` if another program told it to end."""
     worker, request = story.running()
     story.do(make.bye(worker.epoch, None))
     worker.die("exit code 0", own=True)

@@ -1,4 +1,4 @@
-"""Several sendings with one id, and cancels."""
+"""Several `generate` with the same id, and cancels."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_higher_attempt_takes_over_and_stops_the_old_run(story: Story) -> None
     assert worker.runs[X].attempt == 2
     worker.tokens(X)
     story.assert_sent(2, "delta", pos=0)
-    # Frames of the old run are dropped, and its end frees its place.
+    # Frames of the old run are dropped; the run's end frees its sequence.
     fenced = story.core.state.counters.fenced
     old = deltas.Delta(X, 1, 2, "late", pack_ids([2]))
     assert worker.say(old) == []

@@ -1,4 +1,4 @@
-"""Short simulated runs of a pool, each with other faults."""
+"""Short simulated runs of a pool, each with different faults."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_no_seed_breaks_an_invariant() -> None:
         ends.update(outcome.ends)
         faults, seen = faults + outcome.faults, seen + 1
     assert seen == SEEDS
-    # The runs prove nothing if little happens in them.
+    # If little happens in the runs, they prove nothing.
     assert faults > SEEDS
     assert ends["done"] > SEEDS
     assert min(ends["cancelled"], ends["worker_lost"]) > 0
@@ -56,7 +56,7 @@ def test_every_fault_happens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_simulator_notices_a_wrong_resume(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A core that resumes from the sent ids makes ids again that wait for a full window."""
+    """A core that resumes from the sent ids repeats ids that wait because a window is full."""
     make_work = dispatcher.work_of
 
     def from_sent(request: Request, deadline_ms: int) -> Work:

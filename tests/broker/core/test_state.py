@@ -1,4 +1,4 @@
-"""Timers: one time for each key, the earliest first."""
+"""Timers: one time for each key; the earliest timer fires first."""
 
 from __future__ import annotations
 

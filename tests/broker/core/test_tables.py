@@ -1,4 +1,4 @@
-"""The five tables of states: an event that is not in them raises and changes nothing."""
+"""The five tables of states: an event that is not in a table raises, and changes nothing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def new_job(phase: JobPhase) -> ActiveJob:
 
 
 def cases(table: Mapping[Any, Mapping[str, Any]], legal: bool) -> list[tuple[Any, str, Any]]:
-    """Returns (state, event, following state) of all pairs in the table, or of all others."""
+    """Returns (state, event, next state) of all pairs in the table, or of all other pairs."""
     events = sorted({event for exits in table.values() for event in exits} | {"nonsense"})
     return [
         (state, event, exits.get(event))
@@ -136,7 +136,7 @@ def test_illegal_moves_change_nothing(kind: type[Enum], state: Enum, event: str,
         (ModelState.WANTED, [WorkerState.CONDEMNED], 1, "draining"),
         (ModelState.FAILED, [], 1, "failed"),
         (ModelState.BROKEN, [], 5, "broken"),
-        (ModelState.BROKEN, [], 0, "cold"),  # a replica has served meanwhile
+        (ModelState.BROKEN, [], 0, "cold"),  # a replica has served in the meantime
         (ModelState.WANTED, [], 5, "broken"),  # its probe waits for memory
         (ModelState.COLD, [], 5, "broken"),  # it was drained and opened again
         (ModelState.DRAINING, [WorkerState.READY], 0, "draining"),

@@ -1,4 +1,4 @@
-"""A client sends the same request again, from the ids it has."""
+"""A client sends the same request again, with the ids that it has."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_a_refused_sending_ends_the_stream_on_its_new_link(story: Story) -> None
 
 
 def test_a_loss_after_a_take_over_in_the_same_worker_counts_once(story: Story) -> None:
-    """The old run, with the same id, still has its place there."""
+    """The old run, with the same id, still has its sequence in this worker."""
     worker, _ = story.running(request=X)
     worker.tokens(X, 2)
     again(story, 2)

@@ -1,4 +1,4 @@
-"""Full collections are rare while streams are live, and find what reference counts do not free."""
+"""Full garbage collections are rare while streams are live, and free all cycles eventually."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlxpool.broker.edge.full_collections import (
 
 @pytest.fixture
 def collector() -> Iterator[None]:
-    """Restores the collector of this process."""
+    """Restores the garbage collector's settings."""
     before = gc.get_threshold()
     yield
     gc.unfreeze()
@@ -29,14 +29,14 @@ def collector() -> Iterator[None]:
 
 
 class Cyclic:
-    """An object in a cycle, which only a collection frees."""
+    """An object in a reference cycle, which only a collection frees."""
 
     def __init__(self) -> None:
         self.itself = self
 
 
 def old_cycle() -> weakref.ref[Cyclic]:
-    """Makes a free cycle in the oldest generation, which only full collections check."""
+    """Makes an unreachable cycle in the oldest generation, which only full collections check."""
     cycle = Cyclic()
     gc.collect()
     return weakref.ref(cycle)
@@ -72,13 +72,13 @@ def test_an_idle_pool_collects_no_more_often_than_the_interval(
 
 @pytest.mark.usefixtures("collector")
 def test_memory_is_bounded_though_streams_are_always_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python itself finds cycles that grow old while the pool is busy, only later."""
+    """While the pool is busy, Python itself finds old cycles, only later."""
     monkeypatch.setattr(full_collections, "MIDDLE_COLLECTIONS", 3)
     collections = FullCollections(lambda: True, lambda: 0)
     collections.start(100.0)
     young, middle, full = gc.get_threshold()
     cycles = [old_cycle()]
-    # The most for a full collection: Python also waits until a quarter of objects is new.
+    # The most for a full collection: Python also waits until a quarter of the objects is new.
     held: list[list[int]] = [[] for _ in range(young)]
     for _ in range(40 * middle * full):
         held += [[] for _ in range(young)]
@@ -98,7 +98,7 @@ def test_what_is_there_at_the_start_is_not_looked_at_again() -> None:
 
 @pytest.mark.usefixtures("collector")
 def test_a_process_that_grows_though_streams_are_live_is_collected() -> None:
-    """A few cycles may hold large buffers: Python counts containers only."""
+    """A few cycles may hold large buffers, but Python only counts containers."""
     memory = 200 * 2**20
     collections = FullCollections(lambda: True, lambda: memory)
     collections.start(100.0)
@@ -117,7 +117,7 @@ def test_a_process_that_grows_though_streams_are_live_is_collected() -> None:
 def test_a_process_that_needs_more_and_more_has_few_full_collections(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The growth is needed, so that a collection frees nothing."""
+    """The process needs the memory, so a collection frees nothing."""
     memory, made = 40 * 2**20, list[int]()
     collections = FullCollections(lambda: True, lambda: memory)
     collections.start(100.0)

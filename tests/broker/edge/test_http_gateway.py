@@ -1,4 +1,4 @@
-"""The supervision of the gateway, with made-up times and a fake process."""
+"""The supervision of the gateway, with simulated times and a fake process."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class FakeProcess:
 
 
 class Supervised:
-    """A gateway at a given time; also the loop's sources."""
+    """A supervised gateway at a given time; it also replaces the loop's sources."""
 
     def __init__(self) -> None:
         self.process = FakeProcess()
@@ -191,7 +191,7 @@ def test_a_reload_has_it_read_its_keys() -> None:
 
 
 def test_a_reload_while_it_starts_comes_when_it_is_ready() -> None:
-    """The signal would end a process without its handler."""
+    """A process that has not yet set its signal handler would end."""
     one = Supervised()
     one.gateway.start(0.0)
     one.gateway.reload()

@@ -28,7 +28,7 @@ SUBMIT = Submit.parse({"model": "m", "prompt": "x", "key": "k"}, ())
 
 
 class FakeWriter:
-    """A writer that performs at once, in memory, as long as its health is good."""
+    """A writer that performs operations immediately, in memory, while its health is good."""
 
     def __init__(self, opener: object, boot: int, wake: Callable[[], None]) -> None:
         self.model = StoreModel(lambda: 1000.0)
@@ -61,7 +61,7 @@ class FakeWriter:
 
 @dataclass
 class Front:
-    """The connections of clients: records sent messages and forgotten links."""
+    """The clients' connections; records sent messages and forgotten links."""
 
     sent: list[tuple[int, Any]] = field(default_factory=list)
     gone: set[int] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""The order and the waits of a turn, and the reports of a late turn."""
+"""The order of work and the waits in a pass of the loop, and the reports of a late pass."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_late_turn_is_reported_before_anything_is_handled(
     seen: list[int] = []
     loop.add_task(lambda now: seen.append(len(late)), time.monotonic)
     loop.turn()
-    late.clear()  # the first turn may have been late too, on a busy machine
+    late.clear()  # the first pass may have been late, too, on a busy machine
     monkeypatch.setattr(module, "LATE", 0.02)
     time.sleep(0.1)
     loop.turn()
@@ -78,7 +78,7 @@ def test_a_late_turn_is_reported_before_anything_is_handled(
 
 
 # ---- loop lag ------------------------------------------------------------------------------------
-# The longest turn of the loop over a moving window.
+# The longest pass of the loop in a moving window.
 
 
 def test_the_lag_is_the_longest_turn() -> None:

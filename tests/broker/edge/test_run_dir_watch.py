@@ -1,4 +1,4 @@
-"""Removed files of the run directory are made again, or the reason is logged."""
+"""Removed files of the run directory are made again, or the log has the reason why not."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_why_it_cannot_be_made_again_is_told_once(watched: Watched) -> None:
 
 
 def test_another_brokers_sockets_are_left_alone(watched: Watched) -> None:
-    """A broker started in between has the lock and the sockets of the directory."""
+    """A broker that was started in between owns the lock and the sockets of the directory."""
     some("front.ipc", "lock")(watched.run_dir)
     other = lock_folder(watched.run_dir)
     (watched.run_dir / "front.ipc").write_text("another broker's")

@@ -1,4 +1,4 @@
-"""Spans of requests that have ended, as OpenTelemetry's library gets them."""
+"""Spans of ended requests, as OpenTelemetry's library receives them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's exit and its last message arrive separately; both are handled, in either order."""
+"""A worker's exit and its last message arrive separately, in either order; both are handled."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class FakeLoop:
 
 
 class Workers:
-    """A welcomed worker. `on_read` is called at each read of the back socket."""
+    """A welcomed worker. `on_read` is called at each read of the workers' socket."""
 
     def __init__(self) -> None:
         self.supervisor, self.loop = FakeSupervisor(), FakeLoop()
@@ -111,7 +111,7 @@ class Workers:
         self.events.clear()
 
     def exit(self, now: float) -> bool:
-        """Let a turn see its readable descriptor. Returns whether the exit was reported."""
+        """Run a pass with a readable exit descriptor. Returns whether the exit was reported."""
         self.loop.handlers[7](now)
         return bool(self.events)
 

@@ -1,4 +1,4 @@
-"""Facts of a process from the operating system, on Linux and with the portable functions."""
+"""Data about a process from the operating system, on Linux and with the portable functions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_stopped_process_is_recognised(anywhere: bool, child: int) -> None:
 
 
 def test_the_time_on_the_run_queue_is_read(anywhere: bool) -> None:
-    """Two busy threads on one processor cannot both run."""
+    """Of two busy threads on one processor, one always waits."""
     me = os.getpid()
     assert host.run_queue_wait_ns(me, 0) == 0
     assert host.run_queue_wait_ns(NOBODY, NOBODY) == 0

@@ -1,4 +1,4 @@
-"""`POST /cancel` of the broker's HTTP server, with a loop of the test in place of the broker's."""
+"""`POST /cancel` of the broker's HTTP server; the test replaces the broker's loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ID = "055702648118"
 
 @pytest.fixture
 def server() -> Iterator[HttpServer]:
-    """Makes a server that waits for the loop and its peers as long as a busy machine needs."""
+    """Makes a server that waits long enough for the loop and its peers on a busy machine."""
     with HttpServer("127.0.0.1:0", 3600.0, DIGEST) as running:
         assert running.cancels is not None
         running.cancels.max_wait = running.connections.max_seconds = PATIENCE
@@ -39,7 +39,7 @@ def server() -> Iterator[HttpServer]:
 
 @pytest.fixture
 def cancelled(server: HttpServer) -> Iterator[list[str]]:
-    """The prefixes that the loop got to cancel; "0" * 8 has ended."""
+    """Returns the prefixes that the loop was asked to cancel; "0" * 8 has ended."""
     found: list[str] = []
     over, queue = Event(), server.cancels
     assert queue is not None
@@ -68,7 +68,7 @@ def post(
     path: str = "/cancel",
     changed: Mapping[str, str] | None = None,
 ) -> tuple[int, Any, Mapping[str, str]]:
-    """Returns status, body and headers of the answer to the page's own request."""
+    """Returns status, body and headers of the answer to a request as the page sends it."""
     headers = {
         "Origin": server.url,
         "Authorization": f"Bearer {TOKEN}",
@@ -164,7 +164,7 @@ def test_other_paths_take_no_post(server: HttpServer, cancelled: list[str]) -> N
 
 
 def test_a_browser_may_not_ask_from_elsewhere(server: HttpServer) -> None:
-    """The preflight of a request of another origin (CORS) is refused."""
+    """The preflight of a request from another origin (CORS) is refused."""
     asked = urllib.request.Request(server.url + "/cancel", method="OPTIONS")
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(asked, timeout=PATIENCE)
@@ -194,7 +194,7 @@ def test_refusals_are_logged_without_the_token_and_not_in_a_flood(
 
 
 def test_a_crowd_does_not_end_a_cancel_that_waits_for_the_loop(server: HttpServer) -> None:
-    """A connection that waits for the loop is not closed for further ones."""
+    """A connection that waits for the loop is not closed to make room for new connections."""
     queue, found = server.cancels, list[int]()
     assert queue is not None
     queue.max_wait = 60.0

@@ -13,7 +13,7 @@ from support.pool import PATIENCE
 
 
 class Guest:
-    """A connection: the server has one end, the other end sees whether it was shut."""
+    """A connection: the server has one end; the test's end sees whether the server closed it."""
 
     def __init__(self) -> None:
         self.inner, self.outer = socket.socketpair()
@@ -30,7 +30,7 @@ class Guest:
 
 @pytest.fixture
 def guests() -> Iterator[list[Guest]]:
-    """Makes one connection more than there is room for."""
+    """Makes one connection more than the server's limit."""
     with ExitStack() as stack:
         made = [Guest() for _ in range(MAX_CONNECTIONS + 1)]
         for guest in made:
@@ -40,7 +40,7 @@ def guests() -> Iterator[list[Guest]]:
 
 
 def full(guests: list[Guest], *stages: Stage) -> Connections:
-    """Adds all but the last, a second apart, in these states; the last state holds for the rest."""
+    """Adds all guests but the last, a second apart, in these states; the last state is repeated."""
     connections = Connections()
     for place, guest in enumerate(guests[:-1]):
         assert connections.add(guest.inner, float(place))

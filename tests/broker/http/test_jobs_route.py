@@ -1,4 +1,4 @@
-"""`POST /jobs` of the broker's HTTP server: allowed questions, and the form of answers."""
+"""`POST /jobs` of the broker's HTTP server: allowed requests, and the form of answers."""
 
 from __future__ import annotations
 

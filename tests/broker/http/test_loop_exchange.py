@@ -1,4 +1,4 @@
-"""A request of an operator reaches the loop once, or is dropped."""
+"""A request of an operator reaches the broker's loop once, or is dropped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def queue() -> Iterator[LoopQueue[str]]:
 
 
 class Asking:
-    """A thread with a question; `found` is its answer or its error."""
+    """A thread with a request; `found` is the answer or the error."""
 
     def __init__(self, queue: LoopQueue[str], prefix: str = "0a") -> None:
         self.found: list[Fate | Exception] = []

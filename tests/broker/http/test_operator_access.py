@@ -1,4 +1,4 @@
-"""Who may change the pool over HTTP: the checks of a request's headers, and the token's file."""
+"""Who may change the pool over HTTP: the checks of request headers, and the file of the token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def headers(**changed: str | None) -> Message:
-    """Returns the headers of the page's own request; `changed` replaces or removes some."""
+    """Returns the headers of the page's own request; `changed` replaces or removes headers."""
     made = Message()
     own = {
         "Host": "127.0.0.1:9464",
@@ -65,13 +65,14 @@ def test_the_page_of_this_server_may_with_the_token(file: Path, host: str) -> No
         ({"Host": None}, 403, "the host ''"),
         ({"Host": "[::1"}, 403, "the host"),
         ({"Host": "evil.example@127.0.0.1:9464"}, 403, "the origin"),
-        # A script of another site (CSRF), of another port, of a file; and no browser at all.
+        # A script of another site (CSRF), of another port or of a file; and a client that is no
+        # browser.
         ({"Origin": "https://evil.example"}, 403, "the origin 'https://evil.example'"),
         ({"Origin": "http://127.0.0.1:8080"}, 403, "the origin"),
         ({"Origin": "https://127.0.0.1:9464"}, 403, "the origin"),
         ({"Origin": "null"}, 403, "the origin 'null'"),
         ({"Origin": None}, 403, "the origin ''"),
-        # A browser reports another page, although the origin looks right.
+        # The browser reports another page, although the origin looks right.
         ({"Sec-Fetch-Site": "cross-site"}, 403, "Sec-Fetch-Site: 'cross-site'"),
         ({"Sec-Fetch-Site": "same-site"}, 403, "may change nothing"),
         # A missing token, a wrong token, a token in another form.
@@ -95,7 +96,7 @@ def test_each_check_refuses_by_itself(
 
 
 def test_two_tokens_are_refused(file: Path) -> None:
-    """A proxy may check one of them, and this server read the other."""
+    """A proxy may check one token, and this server another."""
     asked = headers()
     asked["Authorization"] = "Bearer other"
     refused = refusal(asked, read_token(file))

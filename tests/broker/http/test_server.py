@@ -1,4 +1,4 @@
-"""The broker's HTTP server, with a loop of the test in place of the broker's."""
+"""The broker's HTTP server; the test replaces the broker's loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from support.web_loop import Loop
 
 @pytest.fixture
 def server() -> Iterator[HttpServer]:
-    """Makes a server that asks the loop for nothing by itself, and waits for it long enough."""
+    """Makes a server that sends no requests to the loop by itself, and waits long enough for it."""
     with HttpServer("127.0.0.1:0", history_interval=3600.0) as running:
         running.latest.max_wait = PATIENCE
         running.connections.max_seconds = PATIENCE
@@ -63,7 +63,7 @@ def test_metrics_are_answered_in_prometheus_format(server: HttpServer, loop: Loo
 
 
 def get_as(server: HttpServer, lines: bytes) -> bytes:
-    """Returns the whole answer to a GET of the page with these lines of headers."""
+    """Returns the complete answer to a GET of the page with these header lines."""
     host, port = host_port(server.url.removeprefix("http://"))
     with socket.create_connection((host, port), PATIENCE) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n" + lines + b"\r\n")
@@ -75,7 +75,7 @@ def get_as(server: HttpServer, lines: bytes) -> bytes:
 
 @pytest.mark.parametrize("host", [b"evil.example", b"evil.example:80", b"10.0.0.1", b"", b"[::2]"])
 def test_a_page_of_another_name_reads_nothing(server: HttpServer, host: bytes) -> None:
-    """A foreign name may resolve to the server's address: DNS rebinding."""
+    """A foreign name may resolve to the server's address (DNS rebinding)."""
     said = get_as(server, b"Host: " + host + b"\r\n")
     assert said.startswith(b"HTTP/1.0 403 ") and b"is not this machine's loopback address" in said
     assert b"<html" not in said
@@ -173,7 +173,7 @@ def test_a_loop_that_is_stuck_is_reported(server: HttpServer, loop: Loop, path: 
 
 
 def connect(server: HttpServer, said: bytes = b"") -> socket.socket:
-    """Opens a connection that has sent this data and then waits."""
+    """Opens a connection that sends this data and then waits."""
     peer = socket.create_connection(host_port(server.url.removeprefix("http://")), timeout=PATIENCE)
     peer.sendall(said)
     return peer
@@ -197,7 +197,7 @@ def test_a_crowd_that_says_too_little_keeps_nobody_out(server: HttpServer, loop:
 def test_a_connection_that_does_not_read_its_answer_is_closed(
     server: HttpServer, loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer is larger than the buffers of a connection, and is not read."""
+    """The answer is larger than the buffers of the connection, and the client does not read it."""
     answer = (HTTPStatus.OK, "text/plain", bytes(32 * 1024 * 1024))
     monkeypatch.setitem(routes.PATHS, "/metrics", lambda renderers, snapshot: answer)
     with ExitStack() as greedy:
@@ -209,7 +209,7 @@ def test_a_connection_that_does_not_read_its_answer_is_closed(
 def test_while_all_wait_for_the_loop_a_further_one_is_turned_away(
     server: HttpServer, loop: Loop
 ) -> None:
-    """They end by themselves, in PATIENCE."""
+    """These connections end by themselves, in PATIENCE."""
     server.latest.max_wait = PATIENCE
     loop.turning = False
     with ExitStack() as waiting:
@@ -275,7 +275,7 @@ def test_the_past_goes_on_after_a_stuck_loop(story: Story) -> None:
 
 
 def test_close_does_not_wait_for_the_loop(server: HttpServer) -> None:
-    """The loop itself closes it, so it cannot answer any more."""
+    """The loop itself closes the server, so it cannot answer."""
     server.latest.max_wait = 3600.0
     with connect(server, b"GET /stats HTTP/1.0\r\n\r\n") as peer:
         until(

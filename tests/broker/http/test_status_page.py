@@ -1,4 +1,4 @@
-"""The status page: it loads nothing else, and its policy allows nothing else."""
+"""The status page loads no other resource, and its content security policy allows none."""
 
 from __future__ import annotations
 

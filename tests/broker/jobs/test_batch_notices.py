@@ -1,4 +1,4 @@
-"""Notices of batches: one for each end, with its outcome, its counts and its files of results."""
+"""Notices of batches: one for each end, with the outcome, the counts and the files of results."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_batch_of_which_no_line_can_be_a_job_has_failed(story: BatchStory) -> 
 
 
 def test_a_batch_that_is_tried_again_is_told_of_again(story: BatchStory) -> None:
-    """The notice of the first end, if not delivered yet, is dropped: the batch goes on."""
+    """The notice of the first end is dropped if it is not delivered yet: the batch continues."""
     worker = story.ready_worker(sequences=4)
     story.submit_batch("b", prompts(2), notify=NOTIFY)
     story.pass_time(0.5)
@@ -145,7 +145,7 @@ def test_a_batch_that_is_tried_again_is_told_of_again(story: BatchStory) -> None
 
 @pytest.mark.parametrize("at", ["ended jobs", "end", "post", "answer"])
 def test_a_broker_that_is_killed_at_any_step_tells_the_end(store: StoredJobs, at: str) -> None:
-    """The notice comes at least once, always with the same id and the same bytes."""
+    """The notice arrives at least once, always with the same id and the same bytes."""
     story = telling(BatchStory(store))
     story.submit_batch("b", prompts(2), notify=NOTIFY)
     worker = story.ready_worker(sequences=4)
@@ -153,7 +153,7 @@ def test_a_broker_that_is_killed_at_any_step_tells_the_end(store: StoredJobs, at
     for id in list(worker.runs):
         worker.tokens(id, 1)
         worker.end(id, count=1)
-    if at == "ended jobs":  # their ends are committed, the end of the batch is not
+    if at == "ended jobs":  # the ends of the jobs are committed, the end of the batch is not
         story.drain()
         story.store.commit()
     else:
@@ -161,7 +161,7 @@ def test_a_broker_that_is_killed_at_any_step_tells_the_end(store: StoredJobs, at
         story.pass_time(1.0)
         assert len(story.posts) == 1
     before = [(post.id, post.body) for post in story.posts]
-    if at == "answer":  # it was delivered, and nothing of that is on the disk
+    if at == "answer":  # the notice was delivered, but the disk has no record of it
         story.tell_manager(ev.Posted(story.posts[0].end_seq, True))
     following = telling(story.restart())
     following.pass_time(3.0)

@@ -1,9 +1,9 @@
 """Random histories of batches: late commits, deaths of workers and brokers, lost stores, cancels.
 
 In every history each line of an accepted batch becomes one job or one failed line. Each job ends
-once, with the ids of an undisturbed run, or with the whole answer of one run: here any two runs
-answer a call differently. The counts of a batch match its jobs, and a program that follows it gets
-its end.
+once, with the ids of an undisturbed run, or with the complete answer of a single run: here two runs
+answer a call differently. The counts of a batch match its jobs, and a program that follows the
+batch sees its end.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from support.stored_jobs import StoredJobs
 
 BATCHES = 3
 FAULTS = 25
-REST = 300.0  # seconds without faults until everything has to end
+REST = 300.0  # seconds without faults in which everything has to end
 BAD = {"id": "bad", "prompt": 5}
 
 
 class World:
-    """A history, over a store in a folder of the test."""
+    """A random history, with a store in a folder of the test."""
 
     def __init__(self, seed: int, store: StoredJobs) -> None:
         self.random = random.Random(seed)
@@ -43,7 +43,7 @@ class World:
         self.story = BatchStory(store)
         self.lines: dict[str, list[dict[str, Any]]] = {}
         self.ids: dict[str, bytes] = {}  # name -> id, of accepted batches
-        self.touched: set[str] = set()  # cancelled, or tried again
+        self.touched: set[str] = set()  # cancelled or retried
         self.seen: dict[str, tuple[bytes, dict[str, Any]]] = {}  # question, last row
         self.done = Counter[str]()
         self.runs = itertools.count(1)
@@ -52,7 +52,7 @@ class World:
     # ---- events ----------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """Let a little time pass; the store may or may not commit."""
+        """Let a little time pass; the store may commit or not."""
         story, draw = self.story, self.random
         for link in list(story.core.state.links):
             story.hear(link)
@@ -67,7 +67,7 @@ class World:
         self.follow()
 
     def work(self) -> None:
-        """Let workers boot, compute an id, end or fail runs, answer calls."""
+        """Let workers start, compute an id, end or fail runs, and answer calls."""
         story = self.story
         for worker in list(story.workers.values()):
             known = story.core.state.registry.slots[worker.slot].worker
@@ -88,7 +88,7 @@ class World:
             worker.credit()
 
     def compute(self, worker: FakeWorker, id: bytes) -> None:
-        """Each run is two tokens long."""
+        """Compute the next token; each run has two tokens."""
         draw, pos = self.random.random(), worker.runs[id].pos
         if self.story.core.state.requests.get(id) is None or draw < 0.3:
             return
@@ -100,7 +100,7 @@ class World:
             worker.end(id, count=2 - pos)
 
     def answer(self, worker: FakeWorker, id: bytes) -> None:
-        """Answer a call with the number of this run, many times, or with an error."""
+        """Answer a call with the number of its run, many times, or with an error."""
         draw, state = self.random.random(), self.story.core.state
         if draw < 0.3 or id not in state.calls:
             return
@@ -119,7 +119,7 @@ class World:
         draw.choice([*choices, self.refuse, self.cancel, self.retry])()
 
     def submit(self) -> None:
-        """Submit a batch, or an old one again: it is the same."""
+        """Submit a new batch, or submit an old batch again, which changes nothing."""
         key = f"b{self.random.randrange(BATCHES)}"
         if key not in self.lines:
             lines = prompts(self.random.randint(1, 200))
@@ -147,7 +147,7 @@ class World:
                 worker.die()
 
     def lose_store(self) -> None:
-        """Let the disk fail: waiting operations are refused. Then the store is there again."""
+        """Let the disk fail: waiting operations are refused. Then the store works again."""
         story, store = self.story, self.store
         store.results += [(one, Refused("store_closed", "lost")) for one in store.inbox]
         store.inbox = []
@@ -155,7 +155,7 @@ class World:
         story.tell_manager(ev.StoreLost())
         store.refusal = Refused("store_closed", "lost")
         story.settle()
-        busy = self.random.random() < 0.3  # even the first look is refused
+        busy = self.random.random() < 0.3  # refused already at the first check
         store.refusal = Refused("store_busy", "busy") if busy else None
         story.tell_manager(ev.StoreOpened())
         story.settle()
@@ -195,7 +195,7 @@ class World:
             self.seen[key] = (ident, row)
 
     def check_row(self, key: str, before: dict[str, Any], row: dict[str, Any]) -> None:
-        """Check that the number of ended lines does not fall, unless lines are tried again."""
+        """Check that the number of ended lines does not fall, unless lines are retried."""
         parts = ("waiting", "running", "done", "dead", "expired", "cancelled", "failed")
         assert sum(row[part] for part in parts) == row["lines"]
         assert all(row[part] >= 0 for part in parts), row

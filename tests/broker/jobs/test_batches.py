@@ -1,4 +1,4 @@
-"""Stories of batches, with a core, a manager and a real store."""
+"""Scenarios of batches, with a core, a manager and a real store."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def counts(row: dict[str, Any]) -> tuple[int, ...]:
 
 
 def list_all(story: BatchStory, **body: Any) -> dict[str, Any]:
-    """Ask an operator's question about the batches of all owners. Returns the answer."""
+    """Send an operator's request for the batches of all owners. Returns the answer."""
     owner, question = parse_question("batches", body)
     ident = request_id(90_000 + len(story.told))
     story.tell_manager(ev.QuestionAsked(9, owner, ident, 0, question, operator=True))
@@ -103,7 +103,7 @@ def test_lines_become_jobs_and_their_results_are_read_in_order(story: BatchStory
     assert (row["state"], row["lines"], row["metadata"]) == ("running", 10, {"who": "me"})
     worker = story.ready_worker(sequences=4)
     story.pass_time(0.5)
-    assert counts(story.batch("b")) == (2, 8, 0, 0, 0, 0, 0)  # twice as many as there are places
+    assert counts(story.batch("b")) == (2, 8, 0, 0, 0, 0, 0)  # twice the worker's sequences
     story.work_off(worker)
     row = story.batch("b")
     assert (row["state"], counts(row)) == ("done", (0, 0, 10, 0, 0, 0, 0))
@@ -206,13 +206,13 @@ def test_what_is_not_done_by_the_deadline_expires(story: BatchStory) -> None:
     found = story.outcomes("b", limit=1000)
     ends = {(each["state"], each["end"]["body"]["code"]) for each in found}
     assert ends == {("expired", "deadline_exceeded")} and len(found) == AHEAD + 300
-    assert sum("job" not in each for each in found) >= 100  # the others were cut off
+    assert sum("job" not in each for each in found) >= 100  # the deadline ended the others
 
 
 def test_lines_that_the_deadline_cuts_off_are_expired(
     story: BatchStory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds even if all jobs of lines are done; a bad line after them has failed."""
+    """This holds even if the jobs of all lines are done and a bad line after them has failed."""
     monkeypatch.setattr(live_batches, "AHEAD", 4)
     monkeypatch.setattr(live_batches, "PORTION_LINES", 4)
     worker = story.ready_worker(sequences=4)
@@ -260,7 +260,7 @@ def test_results_of_the_lines_that_are_done_are_deleted_alone(
     row = answer(release)
     assert (row["state"], row["deleted"], row["done"], row["failed"]) == ("done", ["done"], 5, 1)
     assert {each["state"] for each in story.outcomes("b")} == {"gone", "failed"}
-    assert answer(release)["deleted"] == ["done"]  # a question may come twice
+    assert answer(release)["deleted"] == ["done"]  # a request may arrive twice
     others = AboutBatch(messages.RELEASE_RESULTS, KeyName("b"), messages.OTHERS)
     assert answer(others)["deleted"] == ["done", "others"]
     assert {each["state"] for each in story.outcomes("b")} == {"gone"}
@@ -273,7 +273,7 @@ def test_results_of_the_lines_that_are_done_are_deleted_alone(
 
 
 def test_a_broker_that_does_not_know_deletions_of_some_results_does_not_delete_all() -> None:
-    """Readers ignore unknown keys, so a narrower deletion is not a key of `release`."""
+    """Receivers ignore unknown keys, so a partial deletion must not be a key of `release`."""
     kinds = {messages.READ, messages.CANCEL, messages.RETRY, messages.RELEASE}
     release = AboutBatch(messages.RELEASE_RESULTS, KeyName("b"), messages.DONE)
     assert release.kind not in kinds
@@ -288,7 +288,7 @@ def test_results_are_kept_from_the_end_of_the_batch_on(store: StoredJobs) -> Non
     first = next(iter(worker.runs))
     worker.tokens(first, 1)
     worker.end(first)
-    story.pass_time(60.0)  # the others take longer than results are kept
+    story.pass_time(60.0)  # the other lines take longer than results are kept
     assert [each["state"] for each in story.outcomes("b")] == ["done"]
     worker.credit()
     story.work_off(worker)
@@ -369,7 +369,7 @@ def test_quotas_of_jobs_hold_for_batches(store: StoredJobs) -> None:
     story.work_off(story.ready_worker(sequences=4))
     assert (story.batch("c")["state"], story.batch("d")["waiting"]) == ("done", 5)
     assert "5 jobs are stored for this owner" in story.batch("d")["trouble"]
-    assert story.manager.figures().refused == {"over_quota": 1}  # lines that wait are not refused
+    assert story.manager.figures().refused == {"over_quota": 1}  # waiting lines are not refused
     story.about_batch(messages.RELEASE, "c")
     story.pass_time(3.0)
     assert story.batch("d")["trouble"] == ""
@@ -383,7 +383,7 @@ def test_refused_submissions_are_counted_by_reason(store: StoredJobs) -> None:
     for ident in (story.submit("two"), story.submit("three")):
         story.settle()
         assert story.answer(ident)["code"] == "over_quota"
-    story.submit("one")  # the same again is not refused, another one of its key is
+    story.submit("one")  # a second submission is not refused; another batch with the key is
     story.submit("one", prompt="other")
     story.submit("four", model="nowhere")
     story.ask(PutFile(KeyName("f"), 0, b"x" * 11, last=True))
@@ -449,10 +449,10 @@ def test_so_many_readers_of_progress_and_no_more(story: BatchStory) -> None:
 
 def test_another_broker_goes_on_where_the_first_one_ended(story: BatchStory) -> None:
     row = story.submit_batch("b", prompts(3000))
-    for _ in range(9):  # a portion is checked in part
+    for _ in range(9):  # a portion was partly checked
         story.tell_manager(ev.Wake())
         story.settle()
-    for _ in range(2):  # from three starts on, jobs without ids run alone
+    for _ in range(2):  # from three starts on, jobs without ids run one at a time
         story = story.restart()
         story.pass_time(0.5)
         worker = story.ready_worker(sequences=256)

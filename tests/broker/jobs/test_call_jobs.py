@@ -1,4 +1,4 @@
-"""Jobs that are calls, such as `embed`: one answer, kept once; with a core and a manager."""
+"""Jobs that are calls, such as `embed`: one answer, stored once; with a core and a manager."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def story() -> JobStory:
 
 
 def answer(worker: FakeWorker, ident: bytes, data: bytes = b"1234") -> None:
-    """Have the worker answer a call with one vector of one number."""
+    """Let the worker answer a call with one vector of one number."""
     fields = {"rows": 1, "columns": len(data) // 4, "usage": {"prompt_tokens": 3}}
     found = from_worker.CallAnswer({**fields, "timings_ms": {}}, (data,), kinds.VECTORS)
     worker.story.do(core.WorkerAnswer(worker.epoch, ident, found))
@@ -57,7 +57,7 @@ def asked_of(worker: FakeWorker) -> list[bytes]:
 
 
 def begun(story: JobStory, key: str = "k", **body: Any) -> tuple[FakeWorker, bytes]:
-    """Makes a job whose call a worker has."""
+    """Makes a job whose call runs in a worker."""
     story.submit(key, **{**EMBED, **body})
     story.settle()
     worker = story.ready_worker(sequences=1)
@@ -160,7 +160,7 @@ def test_the_call_of_a_lost_worker_goes_to_the_next_and_its_charge_is_kept(story
     following.settle()
     job = following.assert_state("k", JobState.DEAD)
     assert "ended two workers" in job.cause
-    again = following.submit("other", **EMBED)  # the same request under another key
+    again = following.submit("other", **EMBED)  # the same request with another key
     following.settle()
     assert following.answer(again)["code"] == "poisoned"
 
@@ -182,7 +182,7 @@ def test_a_kill_from_outside_costs_nothing(story: JobStory) -> None:
 def test_a_broker_that_ends_before_the_commit_has_it_computed_again(
     story: JobStory, committed: bool
 ) -> None:
-    """The second run may answer differently: the sent answer is all of one run."""
+    """A second run may answer differently, so the answer must come from a single run."""
     worker, ident = begun(story)
     answer(worker, ident, b"first---")
     story.drain()
@@ -236,7 +236,7 @@ def test_a_cancel_of_the_job_reaches_its_worker(story: JobStory) -> None:
 
 
 def test_a_cancel_by_the_id_of_the_job_ends_the_job(story: JobStory) -> None:
-    """The id of a job is the id of its call, which its owner may cancel as any call."""
+    """The id of a job is also the id of its call, and an owner may cancel any of its calls."""
     _, ident = begun(story)
     story.do(core.CancelRequest(1, OWNER, ident))
     story.settle()
@@ -274,7 +274,7 @@ def test_a_worker_is_full_and_as_many_calls_wait_for_its_places(story: JobStory)
     story.pass_time(0.5)
     assert len(worker.asked) == CALL_PLACES and len(story.model().calls) == CALL_PLACES
     for ident in asked_of(worker)[:10]:
-        answer(worker, ident)  # without a wait for their commit
+        answer(worker, ident)  # without waiting for the commit of these answers
     assert len(worker.asked) == CALL_PLACES + 10
     story.settle()
     story.pass_time(0.5)
@@ -297,7 +297,7 @@ def test_the_call_of_a_client_takes_turns_with_those_of_jobs(story: JobStory) ->
 def test_answers_that_may_come_are_bounded_in_bytes(
     story: JobStory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The core gets lines of many texts as far as their answers have room in memory."""
+    """The core only gets as many lines of many texts as the memory for answers allows."""
     monkeypatch.setattr(feeding, "MAX_ANSWERS", 5 * 4 * 1024 * 1024)
     for number in range(12):
         texts = [f"text {number}"] * 256
@@ -307,7 +307,7 @@ def test_answers_that_may_come_are_bounded_in_bytes(
     worker = story.ready_worker(sequences=1)
     story.pass_time(0.5)
     assert len(worker.asked) == 5
-    story.store.refusing = "store_busy"  # answers cannot be written
+    story.store.refusing = "store_busy"  # answers cannot be stored
     for ident in asked_of(worker)[:3]:
         answer(worker, ident)
     story.settle()
@@ -332,7 +332,7 @@ def test_answers_that_may_come_are_bounded_in_bytes(
 
 
 def test_calls_of_one_model_hold_up_no_job_of_another() -> None:
-    """32 of these calls may take all the room for answers."""
+    """32 of these calls may use all the memory for answers."""
     story = JobStory(models={name: model() for name in ("m", "g", "other")})
     described(story)
     described(story, "other")
@@ -350,7 +350,7 @@ def test_calls_of_one_model_hold_up_no_job_of_another() -> None:
     assert len(generating.runs) == 2 and len(other.asked) == 1 and len(worker.asked) == 32
     answer(other, asked_of(other)[0])
     story.pass_time(0.5)
-    assert len(other.asked) == 2  # it waits for its own answers only
+    assert len(other.asked) == 2  # it only waits for its own answers
     for one in (worker, other):
         answer(one, asked_of(one)[-1])
     story.pass_time(0.5)
@@ -358,7 +358,7 @@ def test_calls_of_one_model_hold_up_no_job_of_another() -> None:
 
 
 def test_a_call_that_was_never_begun_is_charged_no_start(story: JobStory) -> None:
-    """This holds for any number of kills of the broker while others have the room for answers."""
+    """This holds for any number of kills of the broker while other calls use all the memory."""
     for number in range(40):
         story.submit(f"k{number}", **{**EMBED, "inputs": [f"text {number}"] * 256})
     story.settle()
@@ -432,7 +432,7 @@ def vector(line: int) -> bytes:
 
 
 def work_off(story: BatchStory, worker: FakeWorker, done: int = 0) -> int:
-    """Have a worker answer its calls until no call comes. Returns their number."""
+    """Let a worker answer its calls until there are no more calls. Returns their number."""
     while done < len(worker.asked):
         for call in worker.asked[done:]:
             done += 1
@@ -503,7 +503,7 @@ def test_a_batch_of_calls_goes_on_in_the_next_broker(store: StoredJobs) -> None:
     for call in worker.asked[:30]:
         text = (call.message.body() or {})["inputs"][0]
         answer(worker, call.header.id or b"", vector(int(text.split()[1])))
-    story.drain()  # decided, not yet on the disk
+    story.drain()  # the end is decided, but not on the disk yet
     following = story.restart()
     described(following)
     worker = following.ready_worker(sequences=1)

@@ -1,4 +1,4 @@
-"""Digests of submissions: equal for the same request."""
+"""Digests of submissions: equal requests have equal digests."""
 
 from __future__ import annotations
 

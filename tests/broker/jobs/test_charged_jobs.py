@@ -1,4 +1,4 @@
-"""Jobs charged with the end of a worker run alone, and not at the cost of streams."""
+"""Jobs charged with the end of a worker run alone, but must not delay streams."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def charged_in_the_next_broker(priority: int = 0) -> tuple[JobStory, JobView]:
 
 
 def running_alone(priority: int = 0) -> tuple[JobStory, JobView, FakeWorker]:
-    """Makes the same story, in which the next worker runs the job."""
+    """Makes the same simulation, in which the next worker runs the job."""
     story, job = charged_in_the_next_broker(priority)
     worker = story.ready_worker(sequences=PLACES)
     story.pass_time(0.5)
@@ -37,7 +37,7 @@ def running_alone(priority: int = 0) -> tuple[JobStory, JobView, FakeWorker]:
 
 
 def tokens(story: JobStory, worker: FakeWorker, job: JobView, count: int) -> None:
-    """Have the worker make tokens while it has the job, and confirm a cancel."""
+    """Let the worker make tokens while it runs the job, and confirm a cancel."""
     for _ in range(count):
         if any(id == job.id for id, _ in worker.cancelled):
             break
@@ -51,7 +51,7 @@ def tokens(story: JobStory, worker: FakeWorker, job: JobView, count: int) -> Non
 
 
 def busy(story: JobStory, worker: FakeWorker, seconds: float) -> None:
-    """Let streams come and go for `seconds`: the worker has one, and another is coming."""
+    """Let streams come and go for `seconds`: always one in the worker and one that arrives."""
     end = story.now + seconds
     while story.now < end:
         story.generate()
@@ -63,7 +63,7 @@ def busy(story: JobStory, worker: FakeWorker, seconds: float) -> None:
 
 
 def test_a_charged_job_runs_alone_in_the_next_broker_as_well() -> None:
-    """So it alone is charged with the next end of a worker, and others lose nothing."""
+    """So only this job is charged with the next end of a worker, and others lose nothing."""
     story, job = charged_in_the_next_broker()
     for key in ("b", "c"):
         story.submit(key)
@@ -103,7 +103,7 @@ def test_a_charged_job_lets_streams_go_first_for_a_time(priority: int, wait: flo
 
 
 def test_a_charged_job_gets_a_worker_that_others_leave() -> None:
-    """Its worker gets no new requests of the same rank until it has run; no stream waits."""
+    """Its worker gets no new requests of the same priority until it has run; no stream waits."""
     story, job = charged_in_the_next_broker()
     worker = story.ready_worker(sequences=PLACES)
     first = story.generate()
@@ -136,7 +136,7 @@ def test_a_charged_job_of_a_high_priority_waits_for_no_stream_of_a_lower_one() -
 
 @pytest.mark.parametrize(("priority", "ids"), [(0, CHARGED_IDS), (-1, IDLE_IDS)])
 def test_a_charged_job_gives_way_though_its_worker_has_places(priority: int, ids: int) -> None:
-    """It runs alone, so no other request can use the worker's free places meanwhile."""
+    """Other requests cannot use the worker's free sequences while the job runs alone."""
     story, job, worker = running_alone(priority)
     tokens(story, worker, job, 3)
     stream = story.generate()
@@ -182,7 +182,7 @@ def test_a_charged_job_that_always_gives_way_ends_with_all_its_ids() -> None:
 
 
 def test_a_charged_stream_waits_for_nobody() -> None:
-    """Its client waits for it."""
+    """Charged streams start immediately, because their client waits."""
     story = JobStory()
     worker = story.ready_worker(sequences=PLACES)
     charged = story.generate()

@@ -1,4 +1,4 @@
-"""Notices of ended jobs: posted after the commit, again after a failure, in order of each job."""
+"""Notices of ended jobs: posted after the commit, retried after a failure, in each job's order."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_a_receiver_that_wants_no_more_is_not_asked_again() -> None:
 def test_a_notice_outlives_the_broker(told: bool) -> None:
     story = telling_story()
     post = ended_job(story)
-    if told:  # delivered, but the broker ended before this was on the disk
+    if told:  # delivered, but the broker ended before the disk had it
         story.tell_manager(ev.Posted(post.end_seq, True))
     story = restarted(story)
     story.pass_time(0.2)
@@ -210,7 +210,7 @@ def test_a_job_that_ends_twice_is_told_twice_and_in_order() -> None:
     worker.end(job.id, count=1)
     story.settle()
     story.pass_time(1.0)
-    assert len(story.posts) == 1  # the first is still under way
+    assert len(story.posts) == 1  # the first post is still in progress
     posted(story, first)
     second = story.posts[-1]
     assert json.loads(second.body)["data"]["state"] == "done" and second.id != first.id
@@ -219,7 +219,7 @@ def test_a_job_that_ends_twice_is_told_twice_and_in_order() -> None:
 
 
 def many_hosts(count: int) -> tuple[JobStory, list[str]]:
-    """Makes a story with many hosts for notices, and a URL of each."""
+    """Makes a simulation with many hosts for notices, and a URL on each host."""
     story = telling_story()
     hosts = [f"https://h{number}.example" for number in range(count)]
     story.policy = replace(story.policy, notify_allowed=Allowed.of(hosts, []))
@@ -242,7 +242,7 @@ def test_many_notices_are_posted_a_few_at_a_time_and_each_once() -> None:
     assert len(story.posts) == MAX_UNDER_WAY
     count = MAX_UNDER_WAY * each
     for index in range(count):
-        assert story.manager.next_wake() > story.now  # the broker waits, and does not look again
+        assert story.manager.next_wake() > story.now  # the broker waits, and does not check again
         posted(story, story.posts[index])
         assert len(story.posts) <= MAX_UNDER_WAY + index + 1
     assert len({post.id for post in story.posts}) == len(story.posts) == count
@@ -250,7 +250,7 @@ def test_many_notices_are_posted_a_few_at_a_time_and_each_once() -> None:
 
 
 def test_the_broker_waits_while_the_store_is_away(store: StoredJobs) -> None:
-    """A notice is delivered, which cannot be noted; then another notice is due."""
+    """A notice is delivered, but the delivery cannot be stored; then another notice is due."""
     story = telling_story(store)
     end_jobs(story, 2)
     assert len(story.posts) == 2
@@ -271,7 +271,7 @@ def under_way(story: JobStory, done: set[int]) -> list[Post]:
 
 
 def test_a_host_that_answers_slowly_delays_no_other_one() -> None:
-    """10,000 of its notices wait, a few are under way; a notice to another host goes at once."""
+    """10,000 notices to it wait, a few are in progress; another host's notice is not delayed."""
     story, (slow, quick) = many_hosts(2)
     end_jobs(story, 40, slow, "slow")
     assert [post.url for post in story.posts] == [slow] * PER_ORIGIN
@@ -284,21 +284,21 @@ def test_a_host_that_answers_slowly_delays_no_other_one() -> None:
 
 
 def test_a_host_has_its_turn_though_others_have_older_notices_and_every_place() -> None:
-    """Eight hosts that take a connection without an answer take all places, again and again."""
+    """Eight hosts that accept connections but do not answer use all posts again and again."""
     story, urls = many_hosts(MAX_UNDER_WAY // PER_ORIGIN + 1)
     *silent, quick = urls
     for number, url in enumerate(silent):
         end_jobs(story, 3 * PER_ORIGIN, url, f"silent{number}-")
     assert len(story.posts) == MAX_UNDER_WAY
     end_jobs(story, 1, quick, "quick")
-    assert len(story.posts) == MAX_UNDER_WAY  # all places are taken
-    assert story.manager.next_wake() > story.now  # the broker waits for a place
+    assert len(story.posts) == MAX_UNDER_WAY  # all concurrent posts are in use
+    assert story.manager.next_wake() > story.now  # the broker waits for a free post
     posted(story, story.posts[0], delivered=False, why="no answer in 15 s")
     assert [post.url for post in story.posts[MAX_UNDER_WAY:]] == [quick]
 
 
 def test_a_host_that_cannot_be_reached_is_tried_with_one_notice_after_pauses() -> None:
-    """Its other notices are not tried during that time, and follow once it is back."""
+    """Its other notices are not posted in this time, and follow after it has recovered."""
     story, (dead, well) = many_hosts(2)
     end_jobs(story, 40, dead, "dead")
     for post in list(story.posts):
@@ -314,7 +314,7 @@ def test_a_host_that_cannot_be_reached_is_tried_with_one_notice_after_pauses() -
     assert len(story.posts) == count + 1 and story.posts[-1].url == dead
     posted(story, story.posts[-1], delivered=False, why="no connection", unreachable=True)
     story.pass_time(MAX_PAUSE / 2)
-    assert len(story.posts) == count + 1  # the pause has grown
+    assert len(story.posts) == count + 1  # the pause has become longer
     story.pass_time(MAX_PAUSE)
     assert len(story.posts) == count + 2
     posted(story, story.posts[-1])  # it is back
@@ -336,11 +336,11 @@ def test_a_dead_host_gives_all_its_old_notices_up_with_one_try() -> None:
         story.pass_time(15.0)
     given_up = [one for one in story.store.outbox.values() if one.given_up is not None]
     assert len(given_up) == 40 and {one.cause for one in given_up} == {"no connection"}
-    assert done < 40  # fewer tries than notices
+    assert done < 40  # fewer attempts than notices
 
 
 def test_an_answer_with_an_error_pauses_no_other_notice_of_the_host() -> None:
-    """A path of a host with too many requests must not block the other paths."""
+    """A path of a host that is rate limited must not block the host's other paths."""
     story = telling_story()
     end_jobs(story, PER_ORIGIN + 3)
     for number in range(PER_ORIGIN + 3):

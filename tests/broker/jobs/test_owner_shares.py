@@ -1,4 +1,4 @@
-"""Jobs of an owner do not keep jobs of others from the places of a model."""
+"""The jobs of one owner do not keep other owners' jobs from a model's workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLACES = 4
 
 
 def flooded(jobs: int = 40) -> tuple[JobStory, FakeWorker]:
-    """Makes a worker full of one owner's jobs; many more wait in the store."""
+    """Makes a worker full of one owner's jobs; many more jobs wait in the store."""
     story = JobStory()
     worker = story.ready_worker(sequences=PLACES)
     for number in range(jobs):
@@ -26,7 +26,7 @@ def flooded(jobs: int = 40) -> tuple[JobStory, FakeWorker]:
 
 
 def go_on(story: JobStory, worker: FakeWorker, seconds: float) -> None:
-    """Let time pass, and cancelled runs end."""
+    """Let time pass, while cancelled runs end."""
     end = story.now + seconds
     while story.now < end:
         story.pass_time(0.1)

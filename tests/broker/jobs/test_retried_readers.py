@@ -1,4 +1,4 @@
-"""Readers of a job get the errors after which it was tried again."""
+"""Readers of a job receive the errors after which the job was retried."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlxpool.common.protocol.to_client import StreamDelta
 from support.core_harness import FakeWorker
 from support.job_harness import JobStory
 
-AGAIN = [0, 0]  # a border without a step: the job failed there and went on
+AGAIN = [0, 0]  # a step border (0, 0): the job failed there and was retried
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def story() -> JobStory:
 
 
 def fail(story: JobStory, worker: FakeWorker, key: str = "a") -> None:
-    """End the job with an error, and have it tried again."""
+    """End the job with an error, and have it retried."""
     job = story.job(key)
     worker.fail(job.id, "bad_request", "no such thing")
     story.settle()
@@ -43,7 +43,7 @@ def read(story: JobStory, start: int = 0, *, steps: bool = True) -> bytes:
 
 
 def deltas(story: JobStory, reading: bytes) -> list[tuple[int, int, int]]:
-    """Returns position, failures in front, and ids of each delta of a reading."""
+    """Returns for each delta of a reading: position, failures before it, number of ids."""
     sent = [tell for tell in story.told if tell.header.id == reading]
     found = []
     for tell in sent:
@@ -59,7 +59,7 @@ def test_every_reading_has_the_failures_at_the_same_places(story: JobStory) -> N
     worker = story.ready_worker(sequences=4)
     story.submit("a")
     story.settle()
-    fail(story, worker)  # before its first id, twice
+    fail(story, worker)  # two retries before its first id
     retry(story, worker)
     fail(story, worker)
     retry(story, worker)
@@ -81,7 +81,8 @@ def test_every_reading_has_the_failures_at_the_same_places(story: JobStory) -> N
     fail(story, worker)
     assert story.job("a").retried == ((0, 2), (3, 1), (5, 1))
     whole = read(story)
-    # After the last id comes a delta without ids: the error after it is the second there.
+    # After the last id there is a delta without ids: its error is the second error at this
+    # position.
     assert deltas(story, whole) == [(0, 2, 3), (3, 1, 2), (5, 1, 0)]
     assert deltas(story, read(story, 5)) == [(5, 1, 0)]
     told = [tell.message.kind for tell in story.told if tell.header.id == whole]
@@ -96,7 +97,7 @@ def test_a_slow_reader_is_told_of_a_failure_that_it_did_not_see(story: JobStory)
     slow = story.ask(Fetch(JobName("a"), 0, None, 3, steps=True))
     story.settle()
     worker.tokens(job.id, 3)
-    story.pass_time(0.2)  # its window is full now
+    story.pass_time(0.2)  # the reader's window is full now
     fail(story, worker)
     retry(story, worker)
     worker.tokens(job.id, 2)

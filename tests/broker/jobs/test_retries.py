@@ -1,4 +1,4 @@
-"""The fate of a job after an error of its run."""
+"""What happens to a job after an error of its run."""
 
 from __future__ import annotations
 

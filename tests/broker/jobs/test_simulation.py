@@ -1,7 +1,7 @@
 """Random histories of jobs: late commits, deaths of workers and brokers, jumps of the clock.
 
 In every history a reader gets an id only after its commit, and an accepted job ends exactly once.
-No id is lost, doubled or out of order within a generation.
+No id is lost, duplicated or out of order within a generation.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from support.core_harness import FakeWorker
 from support.job_harness import JobStory, Reading
 
 JOBS = 12
-LENGTHS = range(1, 40)  # ids of a job
+LENGTHS = range(1, 40)  # number of ids of a job
 FAULTS = 40
-REST = 600.0  # seconds without faults until everything has to end
+REST = 600.0  # seconds without faults in which everything has to end
 FAULT_NAMES = (
     *("crash", "kill_worker", "step", "fail", "cancel", "reconnect"),
     *("lose_store", "lose_results", "refuse"),
@@ -28,7 +28,7 @@ FAULT_NAMES = (
 
 
 class World:
-    """A history. Commits happen at random; readers go on from their position."""
+    """A random history. Commits happen at random; readers continue from their position."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -59,7 +59,7 @@ class World:
         self.note_answers()
 
     def work(self) -> None:
-        """Let workers boot, compute a few ids, or end runs."""
+        """Let workers start, compute a few ids, or end runs."""
         for worker in list(self.story.workers.values()):
             known = self.story.core.state.registry.slots[worker.slot].worker
             if known is None:
@@ -105,7 +105,7 @@ class World:
             self.lengths[key] = self.random.choice(LENGTHS)
             self.send(key)
         else:
-            self.send(self.random.choice(list(self.lengths)))  # again: it is the same job
+            self.send(self.random.choice(list(self.lengths)))  # a second submission is the same job
 
     def send(self, key: str) -> None:
         ident = self.story.submit(key, prompt=key, priority=hash_of(key) % 4 - 1, keep_ms=10**8)
@@ -117,7 +117,7 @@ class World:
             self.readers.append((key, [], self.story.fetch(key)))
 
     def reconnect(self) -> None:
-        """Let readers that have not ended ask again, from their position."""
+        """Let readers that have not ended read again, from their position."""
         again = []
         for key, before, reading in self.readers:
             if reading.end is not None or reading.accepted is None:
@@ -166,7 +166,7 @@ class World:
         story.tell_manager(ev.StoreOpened())
 
     def lose_results(self) -> None:
-        """Make a commit and report it as failed."""
+        """Perform a commit, but report it as failed."""
         store = self.story.store
         self.story.drain()
         told = [(one, Refused("store_closed", "a lost connection")) for one in store.inbox]
@@ -175,7 +175,7 @@ class World:
         self.story.drain()
 
     def refuse(self) -> None:
-        """Let the store refuse everything for a moment."""
+        """Let the store refuse all operations for a moment."""
         self.story.store.refusing = self.random.choice(("store_busy", "store_full"))
         self.story.settle()
         self.story.store.refusing = ""

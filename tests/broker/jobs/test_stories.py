@@ -1,4 +1,4 @@
-"""Stories of jobs, with a core, a manager and a store in memory."""
+"""Scenarios of jobs, with a core, a manager and a store in memory."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_job_runs_and_its_ids_are_stored_with_its_end() -> None:
 
 
 def test_the_count_of_jobs_is_of_one_moment_and_follows_their_ends() -> None:
-    """Else an ended job, which no longer runs, would be shown as waiting until the next count."""
+    """Otherwise an ended job would be shown as waiting until the next count."""
 
     def counts() -> tuple[int, int, int]:
         figures = story.manager.figures()
@@ -76,7 +76,7 @@ def test_the_count_of_jobs_is_of_one_moment_and_follows_their_ends() -> None:
     assert counts() == (0, 1, 0)
     worker.end(job.id, count=1)
     story.drain()
-    story.pass_time(0.05)  # the end is stored and not counted yet
+    story.pass_time(0.05)  # the end is stored, but not counted yet
     story.assert_state("a", JobState.DONE)
     assert counts() in ((0, 1, 0), (0, 0, 1))
     story.pass_time(0.2)
@@ -115,7 +115,7 @@ def test_a_reader_that_came_before_the_first_token_gets_the_facts_too() -> None:
 
 
 def test_nothing_is_due_while_a_write_is_under_way() -> None:
-    """Else the broker's loop would turn without a pause until the commit."""
+    """Otherwise the broker's loop would run without pause until the commit."""
     story = JobStory()
     worker, job = started(story)
     worker.tokens(job.id, 1)
@@ -178,7 +178,7 @@ def test_a_silent_reader_is_dropped_and_gets_a_new_link() -> None:
     reading = story.fetch("a")
     story.settle()
     assert reading.accepted is not None
-    for _ in range(13):  # its link is silent
+    for _ in range(13):  # the reader's link is silent
         story.later(1.0)
         story.workers["m/0"].beat()
         story.tell_manager(ev.Wake())
@@ -328,7 +328,7 @@ def test_jobs_outlive_the_broker_and_go_on_from_their_durable_ids() -> None:
     worker, job = started(story)
     worker.tokens(job.id, 3, facts={"digest": "d", "context": 2048})
     story.pass_time(UNREAD_DELAY + 0.2)
-    worker.tokens(job.id, 2)  # never on the disk
+    worker.tokens(job.id, 2)  # never stored on the disk
     story.drain()
     story = story.restart()
     worker = story.ready_worker(digest="d")
@@ -437,7 +437,7 @@ def test_a_dead_job_waits_again_after_retry() -> None:
     assert job.id in worker.runs
     again = story.about("retry", "a")
     story.settle()
-    assert story.answer(again)["state"] == "running"  # a question may come twice
+    assert story.answer(again)["state"] == "running"  # a request may arrive twice
     worker.end(job.id, count=1)
     story.settle()
     refused = story.about("retry", "a")
@@ -479,7 +479,7 @@ def test_a_charge_and_the_stacks_of_a_lost_worker_are_stored_at_once() -> None:
     ((failure),) = story.store.rows[job.id].failures
     assert failure.cause == "the worker m/0 ended: killed by SIGSEGV"
     assert failure.stacks == "stacks of m/0"
-    story = story.restart()  # the charge outlives the broker
+    story = story.restart()  # the charge remains after the broker's end
     worker = story.ready_worker(sequences=1)
     story.pass_time(0.5)
     assert job.id in worker.runs
@@ -552,7 +552,7 @@ def test_a_job_that_ends_the_broker_runs_alone_and_is_dead_in_the_end() -> None:
 
 
 def blamed_story(*keys: str) -> JobStory:
-    """Makes a story of suspects: the broker ended three times after their start."""
+    """Makes a simulation of suspects: the broker ended three times after they started."""
     story = JobStory()
     for key in keys or ("bad",):
         story.submit(key)
@@ -588,7 +588,7 @@ def test_a_model_that_always_has_other_jobs_does_not_hold_up_one_that_has_to_run
 
 
 def test_jobs_that_have_to_run_alone_and_have_waited_take_turns_with_the_others() -> None:
-    """One suspect in each SUSPECT_WAIT would be too few: a restarted broker may have many."""
+    """One suspect per SUSPECT_WAIT would be too few: a restarted broker may have many."""
     keys = [f"bad {number}" for number in range(3)]
     story = blamed_story(*keys)
     for number in range(200):
@@ -613,7 +613,7 @@ def test_jobs_that_have_to_run_alone_and_have_waited_take_turns_with_the_others(
 
 
 def test_suspects_of_several_priorities_leave_the_others_a_turn_together() -> None:
-    """Else suspects of one priority would run in the turn that the other priority leaves."""
+    """Otherwise suspects of one priority would run in the time that another priority leaves."""
     keys = [f"bad {number}" for number in range(8)]
     story = JobStory()
     for number, key in enumerate(keys):
@@ -635,7 +635,7 @@ def test_suspects_of_several_priorities_leave_the_others_a_turn_together() -> No
         running = list(worker.runs)
         for id in running:
             if id in bad and steps % 4:
-                continue  # it takes 2 s until the first token
+                continue  # 2 s pass until the first token
             if id in bad:
                 assert goods, "two of them one after the other, while others were due"
                 goods = 0
@@ -647,7 +647,7 @@ def test_suspects_of_several_priorities_leave_the_others_a_turn_together() -> No
 
 
 def test_an_innocent_job_of_another_model_is_not_dead_with_the_one_that_ends_the_broker() -> None:
-    """Both were started before each end; from the third end on they run one at a time."""
+    """Both jobs started before each end; from the third end on they run one at a time."""
     story = JobStory()
     story.submit("bad")
     story.submit("innocent", model="other", prompt="another")
@@ -667,7 +667,7 @@ def test_an_innocent_job_of_another_model_is_not_dead_with_the_one_that_ends_the
 
 
 def test_a_suspect_for_which_there_is_no_place_does_not_hold_up_urgent_jobs_for_ever() -> None:
-    """Streams of a higher priority have all places; a suspect of another model waits after it."""
+    """Streams of higher priority use all sequences; a suspect of another model waits after it."""
     story = JobStory()
     story.submit("bad")
     story.submit("worse", model="other", prompt="another")
@@ -710,7 +710,7 @@ def test_a_suspect_waits_until_jobs_of_other_models_have_ids_but_not_for_ever() 
 
 
 def test_streams_do_not_wait_for_a_job_that_has_to_run_alone() -> None:
-    """Only other jobs wait, because the end of the broker would count against them too."""
+    """Only other jobs wait, because the end of the broker would be charged to them, too."""
     story = blamed_story()
     worker, bad = story.ready_worker(sequences=2), story.job("bad").id
     story.pass_time(0.3)
@@ -725,7 +725,7 @@ def test_streams_do_not_wait_for_a_job_that_has_to_run_alone() -> None:
 
 
 def test_a_job_that_waits_for_a_place_alone_does_not_hold_up_streams() -> None:
-    """After SUSPECT_WAIT it is in the queue of streams, whose places are all taken."""
+    """After SUSPECT_WAIT the job is in the queue of streams, which use all sequences."""
     story = blamed_story()
     worker, bad = story.ready_worker(sequences=2), story.job("bad").id
     streams = [story.generate(owner="uid:2", link=2) for _ in range(2)]
@@ -739,7 +739,7 @@ def test_a_job_that_waits_for_a_place_alone_does_not_hold_up_streams() -> None:
 
 
 def test_other_jobs_go_on_once_an_id_of_the_one_that_had_to_run_alone_is_on_the_disk() -> None:
-    """It has not ended the broker, and may run for hours."""
+    """The job has not ended the broker, and may run for hours."""
     story = blamed_story()
     worker, bad = story.ready_worker(sequences=2), story.job("bad").id
     story.pass_time(0.3)
@@ -753,7 +753,7 @@ def test_other_jobs_go_on_once_an_id_of_the_one_that_had_to_run_alone_is_on_the_
 
 
 def test_a_job_that_has_to_run_alone_waits_for_others_only_until_they_have_ids() -> None:
-    """A job with an id on the disk since its start is not charged with the broker's next end."""
+    """A job with an id on the disk since its start is not charged with the next broker's end."""
     story = blamed_story()
     story.submit("good", prompt="other")
     story.settle()
@@ -794,7 +794,7 @@ def test_a_job_that_has_to_run_alone_is_run_again_when_it_was_put_back() -> None
 
 
 def test_a_job_that_has_to_run_alone_and_has_waited_is_given_to_the_core() -> None:
-    """Streams may have all workers for as long as the pool runs; the core finds it a place."""
+    """Streams may use all workers as long as the pool runs; the core finds it a sequence."""
     story = blamed_story()
     streams = [story.generate() for _ in range(2)]
     worker, bad = story.ready_worker(sequences=2), story.job("bad").id
@@ -803,7 +803,7 @@ def test_a_job_that_has_to_run_alone_and_has_waited_is_given_to_the_core() -> No
         assert story.now < begin + SUSPECT_WAIT + 10, "it was held up"
         for stream in streams:
             worker.tokens(stream, 1)
-            story.ack(stream, 1)  # its client is there
+            story.ack(stream, 1)  # its client is connected
         story.pass_time(1.0)
     assert story.now >= begin + SUSPECT_WAIT and set(worker.runs) == set(streams)
 
@@ -934,7 +934,7 @@ def test_a_lost_store_ends_runs_and_what_was_durable_goes_on_later() -> None:
 
 
 def test_an_end_that_is_committed_as_the_store_is_lost_reaches_readers() -> None:
-    """The run is dropped before the result comes; the reader has all ids and waits."""
+    """The run is dropped before the result arrives; the reader has all ids and waits."""
     story = JobStory()
     worker, job = started(story)
     reading = story.fetch("a")
@@ -978,7 +978,7 @@ def test_idle_jobs_run_when_nothing_waits_and_give_way_to_others() -> None:
 
 
 def test_output_of_an_idle_job_that_has_given_way_costs_no_other_job_an_id() -> None:
-    """Output under way when it left comes in one event with the output of others."""
+    """Output in progress at its preemption arrives in one event with the output of other jobs."""
     story = JobStory()
     worker, idle = started(story, sequences=2, priority=-1)
     story.submit("b", prompt="b")
@@ -1010,7 +1010,7 @@ def test_output_that_does_not_follow_is_not_stored() -> None:
     story.perform(story.manager.decided())  # as the broker does
     story.settle()
     assert story.assert_state("a", JobState.WAITING).pos == 2
-    assert worker.runs[job.id].pos == 2  # it runs again, after the stored ids
+    assert worker.runs[job.id].pos == 2  # the job runs again, after the stored ids
     worker.end(job.id, count=2)
     story.settle()
     assert reading.ids == [0, 1, 2, 3] and reading.end is not None

@@ -1,4 +1,4 @@
-"""Times of writes of outputs and ends: soon for readers, together for other jobs."""
+"""When outputs and ends are written: soon if a reader waits, in groups for other jobs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from support.stored_jobs import StoredJobs
 
 
 def waiting(story: JobStory, kind: type[Operation]) -> list[Operation]:
-    """Returns the operations of a kind that the store has not performed."""
+    """Returns the operations of this type that the store has not performed."""
     return [operation for operation in story.store.inbox if isinstance(operation, kind)]
 
 
 def running_job() -> tuple[JobStory, FakeWorker, JobView]:
-    """Makes a story with a worker that runs the job `a`."""
+    """Makes a simulation with a worker that runs the job `a`."""
     story = JobStory()
     worker = story.ready_worker(sequences=4)
     story.submit("a")
@@ -40,7 +40,7 @@ def running_job() -> tuple[JobStory, FakeWorker, JobView]:
 
 
 def running_jobs(sequences: int, count: int) -> tuple[JobStory, FakeWorker]:
-    """Makes a story with `count` jobs and a worker that runs as many as it can."""
+    """Makes a simulation with `count` jobs, and a worker that runs as many of them as it can."""
     story = JobStory()
     worker = story.ready_worker(sequences=sequences)
     for number in range(count):
@@ -53,7 +53,7 @@ def running_jobs(sequences: int, count: int) -> tuple[JobStory, FakeWorker]:
 def running_batch(
     store: StoredJobs, lines: int, sequences: int = 4
 ) -> tuple[BatchStory, FakeWorker]:
-    """Makes a story with a worker that runs lines of the batch `b`."""
+    """Makes a simulation with a worker that runs lines of the batch `b`."""
     story = BatchStory(store)
     story.submit_batch("b", prompts(lines))
     worker = story.ready_worker(sequences=sequences)
@@ -62,7 +62,7 @@ def running_batch(
 
 
 def read_by_client(story: JobStory, key: str) -> Reading:
-    """Makes a client that reads a job from its begin."""
+    """Makes a client that reads a job from its start."""
     reading = story.fetch(key)
     story.settle()
     return reading
@@ -111,7 +111,7 @@ def test_a_reader_gets_at_once_what_was_kept_back_and_then_what_follows() -> Non
     worker.tokens(job.id, 3)
     story.drain()
     reading = read_by_client(story, "a")
-    assert reading.ids == []  # the store has no ids yet
+    assert reading.ids == []  # the store has no ids of the job yet
     story.tell_manager(ev.Wake())
     assert waiting(story, Progress)
     story.settle()
@@ -134,7 +134,7 @@ def test_output_waits_again_when_the_last_reader_has_left() -> None:
 
 
 def test_a_job_that_was_started_in_vain_has_its_first_ids_written_soon() -> None:
-    """Else a broker that ends often would count starts of a job that does compute."""
+    """Otherwise a broker that ends often would count starts of a job that does make progress."""
     story, worker, job = running_job()
     worker.tokens(job.id, 2)
     story.drain()
@@ -147,7 +147,7 @@ def test_a_job_that_was_started_in_vain_has_its_first_ids_written_soon() -> None
     assert (story.job("a").pos, story.job("a").starts) == (2, 0)
     worker.tokens(job.id, 2)
     story.pass_time(UNREAD_DELAY / 2)
-    assert story.job("a").pos == 2  # it has shown that it computes
+    assert story.job("a").pos == 2  # the job has made progress
 
 
 def test_what_nobody_has_read_is_computed_again_by_the_next_broker() -> None:
@@ -189,7 +189,7 @@ def test_the_end_of_a_line_waits_for_others_while_further_lines_wait(store: Stor
     worker.credit()
     story.drain()
     assert not _finish_of(story).urgent
-    (feed,) = waiting(story, FeedNext)  # urgent: it takes the end along
+    (feed,) = waiting(story, FeedNext)  # urgent: the end is written in the same commit
     assert feed.urgent
     story.work_off(worker)
     assert story.batch("b")["done"] == 10
@@ -237,7 +237,7 @@ def test_jobs_are_read_many_at_once() -> None:
     story.settle()
     assert len(story.manager.runs.active) == 32  # the last read was long ago
     end_some(story, worker, 3)
-    assert not waiting(story, FeedNext)  # 3 of 32 are few
+    assert not waiting(story, FeedNext)  # 3 of 32 sequences are few
     end_some(story, worker, 1)
     (feed,) = waiting(story, FeedNext)
     assert isinstance(feed, FeedNext) and feed.count == 4
@@ -255,7 +255,7 @@ def test_a_few_places_are_filled_when_some_time_is_over() -> None:
 
 
 def test_a_place_that_is_reported_after_the_end_is_filled_soon() -> None:
-    """A worker reports its free places after the end of a run."""
+    """A worker reports its free sequences after the end of a run."""
     story, worker = running_jobs(1, 20)
     worker.end(next(iter(worker.runs)), count=1)
     story.drain()
@@ -280,7 +280,7 @@ def test_a_place_is_free_before_the_end_of_its_job_is_on_the_disk() -> None:
 
 
 class Places:
-    """A PoolView of one model with a number of places."""
+    """A PoolView of one model with a given number of free sequences."""
 
     admits = True
 
@@ -314,7 +314,7 @@ def planned(feeder: Feeder, view: Any, now: float) -> int:
 
 
 def test_so_many_ends_may_wait_for_the_disk_and_no_more() -> None:
-    """Else a disk that is slower than the pool would fill the memory with ends."""
+    """Otherwise a disk that is slower than the pool would fill the memory with ends."""
     feeder, view, group = Feeder(AnswerRoom()), Places(100), ("m", 0)
     feeder.came(group, 0.0)
     assert planned(feeder, view, 0.0) == 200
@@ -336,7 +336,7 @@ def test_so_many_ends_may_wait_for_the_disk_and_no_more() -> None:
 
 
 def perform_and_refuse(story: JobStory | BatchStory) -> None:
-    """Make the commit of waiting operations, and lose its result with a connection."""
+    """Perform the commit of waiting operations, but lose its result with the connection."""
     group = list(story.store.inbox)
     story.store.commit()
     story.store.results = [

@@ -1,4 +1,4 @@
-"""Counts by model add up to the counts of the pool, under any names of requests."""
+"""Counts by model add up to the counts of the pool, whichever names requests use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def story() -> Story:
 
 
 def by_model(snapshot: Snapshot, name: str, label: str | None = None) -> Counter[str]:
-    """Returns a family of metrics by its first label; of several values, the last."""
+    """Returns the values of a metric by its first label; of several values the last."""
     (family,) = (each for each in MODELS if each.name == name)
     found: Counter[str] = Counter()
     for labels, value in family.rows(snapshot):

@@ -66,7 +66,7 @@ def test_a_frozen_histogram_stays_as_it_was() -> None:
 
 
 def served(story: Story) -> FakeWorker:
-    """2 s in the queue, 1 s of prefill, four tokens in 4 s, the end after 1 more."""
+    """Serves a request: 2 s in the queue, 1 s prefill, four tokens in 4 s, the end after 1 s."""
     request = story.generate()
     story.later(2)
     worker = story.ready_worker()

@@ -1,4 +1,4 @@
-"""The number of workers of a model: pure functions of figures and time."""
+"""The number of workers of a model: pure functions of load and time."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def queue(tokens: int, waiting: int = 100, running: int = 8) -> ReplicaLoad:
         (queue(1001), 1, 2),
         (queue(3500), 1, 4),
         (queue(10**9), 1, 4),  # not above max
-        (queue(10**9, waiting=1), 1, 2),  # one prompt of any length needs one worker more
-        (queue(0, 0, running=8), 1, 1),  # full, but nothing waits
+        (queue(10**9, waiting=1), 1, 2),  # one prompt of any length needs one more worker
+        (queue(0, 0, running=8), 1, 1),  # all workers are full, but no request waits
         (queue(0, 0, running=16), 4, 3),  # 16 rows are 2.7 workers that are three quarters full
-        (queue(0, 0, running=100), 2, 2),  # running rows need no more workers than there are
-        (ReplicaLoad(0, 0, 18, 8, workers=3), 1, 3),  # a new broker finds three at work
+        (queue(0, 0, running=100), 2, 2),  # running sequences need no more workers than there are
+        (ReplicaLoad(0, 0, 18, 8, workers=3), 1, 3),  # a new broker finds three working workers
     ],
 )
 def test_the_workers_that_a_load_needs(load: ReplicaLoad, wanted: int, expected: int) -> None:
@@ -56,7 +56,7 @@ def test_a_short_queue_adds_none() -> None:
 
 
 def test_workers_that_are_starting_count_as_there() -> None:
-    """The same queue needs no more workers while the new ones load their model."""
+    """Workers that still load their model count for the same queue, so no more are started."""
     scale = ReplicaScale(3)
     for second in range(60):
         scale = next_scale(scale, queue(2500), RULES, float(second))

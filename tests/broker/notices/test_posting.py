@@ -1,4 +1,4 @@
-"""One POST of a notice: to an address that was checked, bounded in time, without redirects."""
+"""One POST of a notice: to a checked address, with a time limit, without redirects."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_server_that_sends_a_byte_now_and_then_is_left() -> None:
 
 
 def left_unanswered(port: int) -> None:
-    """Assert that a try is given up without an answer; a busy machine may need a later one."""
+    """Assert that a post is given up without an answer; a busy machine may need a second post."""
     unconnected = f"no connection to http://127.0.0.1:{port} in"
     for seconds in (0.8, 8.0, 80.0):
         outcome = post(port, timeout=seconds)
@@ -179,7 +179,7 @@ def test_a_server_that_does_not_answer_is_left() -> None:
 
 
 def named(answers: list[list[IpAddress]]) -> Callable[[str, int], list[IpAddress]]:
-    """Makes a resolver with another answer each time."""
+    """Makes a resolver that gives a different answer each time."""
     return lambda host, port: answers.pop(0)
 
 
@@ -202,7 +202,7 @@ def test_a_name_with_one_address_that_is_not_public_is_not_reached(other: str) -
 
 
 def test_the_connection_goes_to_the_address_that_was_checked() -> None:
-    """A name may mean another host at a second look-up (DNS rebinding), so it has only one."""
+    """A second look-up could return another host (DNS rebinding), so there is only one."""
     answers = [[LOOPBACK], [ipaddress.ip_address("127.0.0.9")]]
     with receiver(answering(OK)) as (port, requests):
         rules = allowed(port, ["127.0.0.1"], name="hooks.example")
@@ -245,7 +245,7 @@ def test_a_url_that_programs_read_differently_is_given_up(host: str) -> None:
 @pytest.mark.parametrize(
     ("url", "allowed_origin"),
     [
-        ("http://[::ffff:127.0.0.1]:1/", "http://127.0.0.1:1"),  # another way to the same host
+        ("http://[::ffff:127.0.0.1]:1/", "http://127.0.0.1:1"),  # another spelling of the same host
         ("http://127.0.0.1:2/", "http://127.0.0.1:1"),
         ("https://127.0.0.1:1/", "http://127.0.0.1:1"),
         ("http://hooks.example.evil.example:1/", "http://hooks.example:1"),
@@ -283,7 +283,7 @@ def test_names_are_resolved() -> None:
         "localhost", 80
     )
     with pytest.raises(OSError, match="cannot be looked up"):
-        resolve("a" * 64 + ".example", 80)  # no label of DNS
+        resolve("a" * 64 + ".example", 80)  # not a DNS label
 
 
 # ---- within its time -----------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def test_names_are_resolved() -> None:
 
 @contextmanager
 def hanging_resolver() -> Iterator[tuple[Callable[[str, int], Sequence[IpAddress]], list[str]]]:
-    """Makes a resolver that answers for `well.example` alone, and the list of its names."""
+    """Makes a resolver that only answers for `well.example`, and the list of resolved names."""
     over, asked = threading.Event(), list[str]()
 
     def resolve(host: str, port: int) -> list[IpAddress]:
@@ -305,7 +305,7 @@ def hanging_resolver() -> Iterator[tuple[Callable[[str, int], Sequence[IpAddress
 
 
 def test_a_resolver_that_hangs_ends_no_other_notice_and_is_asked_once() -> None:
-    """Tries of the hanging name end in their time and join one look-up; others go on."""
+    """Posts to the hanging name end at their time limit and share one look-up; others continue."""
 
     async def run(port: int) -> list[Outcome]:
         rules = Allowed.of(
@@ -332,11 +332,11 @@ def test_a_resolver_that_hangs_ends_no_other_notice_and_is_asked_once() -> None:
 
 @pytest.mark.parametrize("trickles", [False, True])
 def test_a_tls_handshake_that_does_not_end_is_left(trickles: bool) -> None:
-    """The server takes the connection and sends nothing, or a byte of a record now and then."""
+    """The server accepts the connection and sends nothing, or one byte of a record at a time."""
     over = threading.Event()
 
     def serve(connection: socket.socket) -> None:
-        connection.sendall(b"\x16\x03\x03\x40\x00")  # a record of 16 KiB begins
+        connection.sendall(b"\x16\x03\x03\x40\x00")  # the start of a record of 16 KiB
         while not over.wait(0.02):
             if trickles:
                 connection.sendall(b"\x02")
@@ -350,7 +350,7 @@ def test_a_tls_handshake_that_does_not_end_is_left(trickles: bool) -> None:
 
 @contextmanager
 def accepting(serve: Callable[[socket.socket], None]) -> Iterator[int]:
-    """Makes a server that gets each connection as it comes, without a request."""
+    """Makes a server that passes each new connection to `serve`, without reading a request."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def run() -> None:
@@ -408,7 +408,7 @@ def _until_closed(connection: socket.socket, over: threading.Event) -> None:
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Makes files of a certificate for hooks.example and of its key."""
+    """Makes the files of a certificate for hooks.example, and of its key."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("openssl is not installed, which makes the certificate")

@@ -1,4 +1,4 @@
-"""The thread that posts notices: it reads the settings for each try, and never ends by an error."""
+"""The thread that posts notices: it reads the settings for each post, and survives all errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support.pool import PATIENCE, until
 
 @dataclass
 class Office:
-    """A fake of the poster; posts do not end before the event `held` is set."""
+    """Replaces the poster; `held` blocks every post until it is set."""
 
     posts: list[tuple[str, bytes, dict[str, str]]] = field(default_factory=list)
     held: threading.Event = field(default_factory=threading.Event)
@@ -90,7 +90,7 @@ def test_notices_are_posted_beside_each_other_and_wake_the_loop(parts: Parts) ->
 
 
 def test_the_end_waits_for_no_try(parts: Parts) -> None:
-    """Neither tries under way nor tries not begun are waited for; they have no outcome."""
+    """Posts in progress and queued posts are dropped; they have no outcome."""
     parts.sender.post(posting(1))
     until(lambda: len(parts.office.posts) == 1, "one is under way")
     parts.sender.close()
@@ -100,7 +100,7 @@ def test_the_end_waits_for_no_try(parts: Parts) -> None:
 
 
 def test_the_end_waits_for_no_resolver() -> None:
-    """A hanging look-up has its own thread, which the process does not wait for."""
+    """A hanging look-up has its own thread, for which the process does not wait."""
     over, asked = threading.Event(), threading.Event()
 
     def resolve(host: str, port: int) -> list[IpAddress]:
@@ -109,7 +109,7 @@ def test_the_end_waits_for_no_resolver() -> None:
         return []
 
     rules = PostingRules(Allowed.of(["http://hooks.example"], []), None)
-    before = set(threading.enumerate())  # look-ups of other tests may end in between
+    before = set(threading.enumerate())  # look-ups of other tests may end in the meantime
     with NoticeSender(lambda: rules, lambda: None, lambda: Poster(names=Names(resolve))) as sender:
         sender.post(Posting(1, "id", "http://hooks.example/", b""))
         assert asked.wait(PATIENCE)
@@ -178,7 +178,7 @@ def test_a_bug_is_a_failed_try_and_ends_no_thread(parts: Parts) -> None:
 
 
 def test_a_secret_that_is_changed_signs_the_next_try(parts: Parts, tmp_path: Path) -> None:
-    """The file is read for each try: a refused notice may be signed again."""
+    """The file is read for each post: a refused notice can be signed with a new secret."""
     file = tmp_path / "secret"
     file.touch(0o600)
     parts.rules = replace(parts.rules, secret=file)
@@ -199,7 +199,7 @@ def test_nothing_is_started_without_a_notice() -> None:
 
 
 # ---- signing -------------------------------------------------------------------------------------
-# Signatures of notices: Standard Webhooks' own example, several secrets, the file of them.
+# Signatures of notices: an example of Standard Webhooks, several secrets, the file of secrets.
 
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"

@@ -1,4 +1,4 @@
-"""Beats of remote workers in place of observations from outside."""
+"""Heartbeats of remote workers, which replace observations by a supervisor."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_odd_values_of_a_beat_raise_no_error(beat: dict[str, object]) -> None:
 
 
 # ---- gateway address -----------------------------------------------------------------------------
-# The address of the gateway, which the gateway of an earlier broker may still have.
+# The gateway's address, which the gateway of an earlier broker may still use.
 
 
 def config(run_dir: Path, port: int = 0) -> PoolConfig:
@@ -54,7 +54,7 @@ def config(run_dir: Path, port: int = 0) -> PoolConfig:
 def test_a_gateway_that_has_just_ended_frees_its_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ended between the try to listen and the check whether it runs."""
+    """The gateway ended between the attempt to listen and the check whether it runs."""
     tries, listen = [0], listening.listen
 
     def busy_once(host: str, port: int) -> list[socket.socket]:

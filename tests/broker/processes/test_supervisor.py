@@ -111,7 +111,7 @@ def test_an_exit_is_noticed(nursery: Nursery) -> None:
 
 
 def test_a_worker_that_cannot_begin_is_told_with_its_last_line(nursery: Nursery) -> None:
-    """It is not a line of the worker before it."""
+    """The line is not a line of an earlier worker."""
     child = nursery.start(
         "import sys; print('lib.so: cannot open\\x1b[1m'); print(); sys.exit(127)"
     )
@@ -174,7 +174,7 @@ def test_a_stop_of_an_empty_slot_does_nothing(nursery: Nursery) -> None:
     nursery.supervisor.kill_overdue(now=1.0)
     child = nursery.start("pass")
     assert gone(child)
-    nursery.supervisor.stop("m/0", now=1.0)  # it has ended, and was not reaped yet
+    nursery.supervisor.stop("m/0", now=1.0)  # it has ended, but was not reaped yet
     nursery.supervisor.kill_overdue(now=99.0)
 
 
@@ -186,7 +186,7 @@ def test_close_kills_all_workers(nursery: Nursery) -> None:
 
 
 def test_a_worker_ends_with_its_broker(nursery: Nursery) -> None:
-    """Its standard input is a pipe that only the broker holds."""
+    """The worker's standard input is a pipe that only the broker holds."""
     child = nursery.start()
     assert child.process.stdin is not None
     child.process.stdin.close()
@@ -392,7 +392,7 @@ RANK = (
 
 
 def test_a_group_is_observed_rank_by_rank(nursery: Nursery) -> None:
-    """Here the process that writes the block of rank 1 is rank 0 itself."""
+    """Here rank 0's process also writes the block of rank 1."""
     nursery.config = replace(
         nursery.config, models={"m": ModelConfig(path="builtin:counting", devices=2)}
     )
@@ -408,7 +408,7 @@ def test_a_group_is_observed_rank_by_rank(nursery: Nursery) -> None:
 
 
 def test_a_pid_outside_of_the_worker_is_no_rank(nursery: Nursery) -> None:
-    """A rank has ended and another process has its pid: that process is not sampled."""
+    """A rank has ended and another process has its pid: this process is not sampled."""
     nursery.config = replace(
         nursery.config, models={"m": ModelConfig(path="builtin:counting", devices=2)}
     )
@@ -428,7 +428,7 @@ def test_a_pid_outside_of_the_worker_is_no_rank(nursery: Nursery) -> None:
     ids=["load", "fresh", "prefill", "step"],
 )
 def test_a_rank_waits_longer_than_the_broker_lets_it_stand_still(config: PoolConfig) -> None:
-    """So the broker ends the group first, and names the rank to blame."""
+    """So the broker ends the group first, and can name the rank that hangs."""
     assert rank_wait_limit(PoolConfig()) == WAIT_LIMIT
     assert rank_wait_limit(config) > 2 * 1000.0
 
@@ -442,7 +442,7 @@ SHOW_GPUS = (
 
 
 def seen_by(nursery: Nursery, slot: str, **settings: Any) -> tuple[tuple[str, ...], str]:
-    """Returns the GPUs of the next worker of a slot, and the GPUs that it sees."""
+    """Returns the GPUs assigned to the next worker of a slot, and the GPUs that the worker sees."""
     child = nursery.start(SHOW_GPUS, slot, ModelConfig(path="builtin:counting", **settings))
     return child.gpus, nursery.said(slot).splitlines()[-2]
 
@@ -510,7 +510,7 @@ def test_a_start_that_fails_gives_its_gpu_back(nursery: Nursery) -> None:
 def test_a_worker_that_dials_chooses_for_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_ids: tuple[str, ...], seen: str | None
 ) -> None:
-    """It chooses among the GPUs that gpu_ids leaves; its supervisor gives it no place."""
+    """The worker chooses among the GPUs of gpu_ids; its supervisor assigns none."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,0")
     config = PoolConfig(run_dir=tmp_path)
     (tmp_path / "logs").mkdir()

@@ -1,4 +1,4 @@
-"""The order of waiting requests: strict priorities, and shares between owners in tokens."""
+"""The order of waiting requests: strict priorities, and fair queueing of owners by tokens."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_every_request_is_taken_once(entries: list[tuple[str, int, int, bool, bo
 
 
 class Incomparable(Request):
-    """A request that raises if it is compared with others."""
+    """A request that raises if it is compared with other requests."""
 
     __slots__ = ()
     __hash__ = Request.__hash__
@@ -220,7 +220,7 @@ class Incomparable(Request):
 
 
 def test_none_of_many_is_looked_for_among_the_others() -> None:
-    """A client may take back thousands of requests that wait between thousands of others."""
+    """A client may cancel thousands of requests that wait between thousands of other requests."""
     fresh, resumed = ([request(at + n) for n in range(9)] for at in (0, 100))
     for each in (*fresh, *resumed):
         each.__class__ = Incomparable

@@ -1,4 +1,4 @@
-"""Runs that give up their places for waiting owners: shares, turns, ranks, no thrashing."""
+"""Runs that are preempted for waiting owners: shares, rounds, priorities, no thrashing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def request(owner: str, arrival: int = 0, rank: int = STREAM, since: float = 0.0
 def runs(
     owner: str, count: int, *, first: int = 0, rank: int = STREAM, since: float = 99.0
 ) -> list[Held]:
-    """Makes runs of an owner in the first worker, the oldest first."""
+    """Makes runs of an owner in the first worker, oldest first."""
     return [Held(request(owner, first + n, rank), WORKER, since, proven=True) for n in range(count)]
 
 
@@ -68,7 +68,7 @@ def decided(
 
 
 def after(held: Iterable[Held], decision: Decision) -> Counter[str]:
-    """Returns the places of owners after the decision."""
+    """Returns the number of sequences of each owner after the decision."""
     held = list(held)
     counts = Counter(run.request.owner for run in held)
     for given_up, taker in decision.gives:
@@ -103,7 +103,7 @@ def test_owners_that_wait_for_more_get_equal_shares() -> None:
 def test_nobody_at_or_below_an_equal_share_gives_up_a_place(
     held_of: list[int], wanted_of: list[int]
 ) -> None:
-    """And no waiting owner has two places less than another, from any start."""
+    """And no waiting owner has two sequences less than another owner, from any start."""
     held = [run for n, count in enumerate(held_of) for run in runs(f"{n}", count, first=20 * n)]
     wanted = [want for n, count in enumerate(wanted_of) for want in waits(f"{n}", count)]
     decision = decided(held, wanted)
@@ -124,7 +124,7 @@ def test_nobody_at_or_below_an_equal_share_gives_up_a_place(
 
 
 def equal_share(places: int, demands: list[int]) -> float:
-    """Returns the equal share of owners that want more, if each gets at most its wish."""
+    """Returns the equal share of owners that want more, if each owner gets at most its demand."""
     left, open_ = float(places), sorted(demands)
     for number, demand in enumerate(open_):
         share = left / (len(open_) - number)
@@ -189,7 +189,7 @@ def test_a_job_takes_no_place_of_a_stream_and_an_idle_one_gives_up_first() -> No
 
 @pytest.fixture
 def places() -> Places:
-    """Makes places: a has three, and a fourth was taken from it for b."""
+    """Makes sequences (places): owner a has three, and a fourth was taken from a for b."""
     made = Places()
     for _ in range(4):
         made.get("a")

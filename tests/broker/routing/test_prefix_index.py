@@ -1,4 +1,4 @@
-"""The index of prompts that a worker was sent."""
+"""The index of the prompts that were sent to a worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mlxpool.common.protocol.prompts import ChatPrompt, PackedPrompt, Prompt, Te
 
 
 def pieces(*names: str) -> PromptPieces:
-    """Makes a prompt of pieces of 10 tokens each; a key is all names up to its piece."""
+    """Makes a prompt of pieces of 10 tokens; a piece's key is all names up to the piece."""
     keys = tuple("/".join(names[: at + 1]).encode() for at in range(len(names)))
     return PromptPieces(keys, tuple(10 * (at + 1) for at in range(len(names))), 10 * len(names))
 
@@ -57,7 +57,7 @@ CHAINS = st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=6), max_
 def test_a_piece_is_never_kept_without_those_before_it(
     chains: list[list[str]], bounds: list[int]
 ) -> None:
-    """`found` is a binary search, which needs this."""
+    """`found` is a binary search, which needs this property."""
     index = PrefixIndex()
     for number, names in enumerate(chains):
         index.add(pieces(*names))
@@ -71,11 +71,11 @@ def test_a_piece_is_never_kept_without_those_before_it(
 
 
 # ---- prompt pieces -------------------------------------------------------------------------------
-# Prompts cut into pieces: equal beginnings give equal keys.
+# Prompts are cut into pieces: equal beginnings give equal keys.
 
 
 def shared(one: Prompt, other: Prompt) -> int:
-    """Returns the number of equal first keys."""
+    """Returns the number of equal keys at the beginning of two prompts."""
     pairs = zip(pieces_of(one).keys, pieces_of(other).keys, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

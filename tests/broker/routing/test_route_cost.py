@@ -31,7 +31,7 @@ def route(prompt_ms: float, *steps: tuple[int, float]) -> Route:
 
 
 def test_the_cost_is_the_time_to_read_and_to_decode() -> None:
-    one = route(2.0, (1, 20.0), (5, 28.0))  # 18 ms and 2 ms a row
+    one = route(2.0, (1, 20.0), (5, 28.0))  # 18 ms and 2 ms per row
     assert cost_ms(demand(300), one, 4, WorkerSpeed()) == pytest.approx(
         600 * READ_WEIGHT + 100 * 24
     )
@@ -118,7 +118,7 @@ def test_newer_steps_weigh_more() -> None:
 
 
 def test_a_few_observations_of_a_worker_say_little_beside_those_of_all() -> None:
-    """A worker with slow first steps still gets requests: else its speed would stay unknown."""
+    """A worker with slow first steps still gets requests; otherwise its speed stays unknown."""
     model, slow = WorkerSpeed(), WorkerSpeed()
     for _ in range(200):
         model.observe_prompt(1.0)
@@ -148,9 +148,10 @@ def test_what_was_observed_of_a_worker_grows_old_while_it_rests() -> None:
 
 
 def test_the_more_requests_wait_the_more_it_costs_to_read_again() -> None:
-    """A single request goes to an idle worker, which reads it at once. Many go to their cache.
+    """A single request goes to an idle worker, which prefills it immediately.
 
-    The prompt has 250 tokens: one worker has them all cached, and reads 400 other tokens first.
+    Many requests go to their cache. The prompt has 250 tokens. One worker has all of them cached,
+    but first prefills 400 other tokens.
     """
     cached, idle = route(1.0, (1, 10.0)), route(1.0, (1, 10.0))
     cached.index.add(demand(250).pieces)

@@ -1,4 +1,4 @@
-"""Fixtures of both stores, so that one suite runs over each."""
+"""Fixtures of both stores, so that one test suite runs on each store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def postgres() -> Iterator[PostgresServer]:
 
 @pytest.fixture
 def sqlite_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenedStore]:
-    """A store in SQLite without waits for the disk, which other tests cover."""
+    """A store in SQLite that does not wait for the disk; other tests cover these waits."""
     monkeypatch.setitem(sqlite_store_module.PRAGMAS, "synchronous", "OFF")
     path = tmp_path / "state"
 

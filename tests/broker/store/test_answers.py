@@ -1,4 +1,4 @@
-"""Answers of jobs that are calls: stored with their end, checked, counted, exported, deleted."""
+"""Answers of jobs that are calls: stored with the end, checked, counted, exported, deleted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def used(store: OpenedStore, owner: str = "a") -> int:
 
 
 def damage(store: OpenedStore, data: bytes) -> None:
-    """Change one bit of a blob, past the store."""
+    """Change one bit of a blob in the database, without the store."""
     changed = bytes([data[0] ^ 4]) + data[1:]
     with store.store.database.transaction():
         assert store.store.database.change("UPDATE blob SET data = ? WHERE data = ?", changed, data)
@@ -54,7 +54,7 @@ def test_an_answer_is_read_with_the_end_of_its_job(store: OpenedStore) -> None:
     assert isinstance(page, Page) and page.answer == (VECTOR, b"second") and not page.chunks
     added = len(VECTOR) + len(b"second") + len(page.job.end or b"")
     assert used(store) == before + added == page.job.size
-    assert store.one(ListJobs()).jobs[0].end == page.job.end  # a list holds no answers
+    assert store.one(ListJobs()).jobs[0].end == page.job.end  # a list contains no answers
 
 
 def test_a_second_end_changes_no_answer(store: OpenedStore) -> None:
@@ -67,7 +67,7 @@ def test_a_second_end_changes_no_answer(store: OpenedStore) -> None:
 
 def test_equal_answers_are_stored_once_and_each_job_has_its_own(store: OpenedStore) -> None:
     for number in (1, 2):
-        store.submitted(number, blobs=(VECTOR,))  # and a request may be equal to an answer
+        store.submitted(number, blobs=(VECTOR,))  # a blob of a request may be equal to an answer
         store.do(finish(number, answer=(VECTOR,)))
     assert (count(store, "blob"), count(store, "job_blob")) == (1, 4)
     store.do(Release(job_id(1)))

@@ -1,4 +1,4 @@
-"""Full, slow and failing disks, under a store in a process of its own (support/disk_shim.py)."""
+"""Full, slow and failing disks under a store in a separate process (support/disk_shim.py)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def perform(program: ShimmedProcess, command: str) -> str:
 
 
 def stored(folder: Path, *numbers: int) -> list[tuple[JobState, int]]:
-    """Returns state and position of jobs, as the next broker finds them."""
+    """Returns the state and position of jobs, as the next broker reads them."""
     opener = SqliteOpener(folder / "disk" / "state", MAX_BYTES, reserve_bytes=1)
     with opener, opener.open() as store:
         store.begin(8, store.wall_seen)
@@ -60,7 +60,7 @@ def test_a_full_disk_refuses_new_jobs_and_loses_nothing(tmp_path: Path, console:
     program.leave(0)
     assert "reserve" in program.ask("sizes")
     assert perform(program, "submit 4 100000") == "Submit store_full"
-    assert "reserve" not in program.ask("sizes")  # its room is for running jobs
+    assert "reserve" not in program.ask("sizes")  # the remaining bytes are for running jobs
     assert perform(program, "progress 1 4 4") == "Progress Durable 8"
     assert perform(program, "release 3") == "Release Changed"
 

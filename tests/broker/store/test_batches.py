@@ -1,4 +1,4 @@
-"""Files and batches in both stores: parts of a file, lines that become jobs, their outcomes."""
+"""Files and batches in both stores: parts of a file, lines that become jobs, outcomes of lines."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def of_line(line: int, **fields: Any) -> Submit:
 
 
 def add(store: OpenedStore, found: Lines, failed: tuple[int, ...] = ()) -> Any:
-    """Make jobs of lines, except for failed lines."""
+    """Make jobs of lines, except for the failed lines."""
     jobs = tuple(of_line(number) for number, _, _ in found.lines if number not in failed)
     bad = tuple((number, f"l{number}", "not JSON") for number in failed)
     first = found.batch.next_line
@@ -156,7 +156,7 @@ def test_lines_that_a_gateway_wrote_stay_as_long_as_the_results(store: OpenedSto
 def test_lines_that_a_gateway_wrote_go_with_the_results(
     store: OpenedStore, forget: float | None
 ) -> None:
-    """This holds for any keep time of their own; then they count against no bound."""
+    """This holds for any keep time of the file; the file then counts against no bound."""
     new_batch(store)
     store.store.database.change("UPDATE file SET forget = ?, purpose = ?", forget, LINES_PURPOSE)
     add(store, lines(store))
@@ -355,7 +355,7 @@ def test_dead_lines_of_a_batch_wait_again(store: OpenedStore) -> None:
 def test_the_results_of_a_batch_go_some_at_a_time(store: OpenedStore) -> None:
     new_batch(store)
     add(store, lines(store))
-    assert store.one(ReleaseBatch(SCOPE)).forget is None  # it has not ended
+    assert store.one(ReleaseBatch(SCOPE)).forget is None  # the batch has not ended
     store.do(finish(100), finish(101), finish(102), EndBatch(BATCH))
     assert store.one(ReleaseBatch(SCOPE)).forget == BEGIN
     assert store.one(Sweep(count=2)).more
@@ -378,7 +378,7 @@ def test_results_of_a_batch_are_deleted_apart(store: OpenedStore) -> None:
     store.store.database.change("UPDATE file SET purpose = ?", LINES_PURPOSE)
     add(store, lines(store), failed=(4,))
     early = store.one(ReleaseOutcomes(SCOPE, Outcomes.DONE))
-    assert early.jobs == () and early.batch.deleted is Outcomes.NONE  # it has not ended
+    assert early.jobs == () and early.batch.deleted is Outcomes.NONE  # the batch has not ended
     store.do(*map(finish, (100, 101, 102)), finish(103, state=JobState.DEAD), EndBatch(BATCH))
     some = store.one(ReleaseOutcomes(SCOPE, Outcomes.DONE, count=2))
     assert len(some.jobs) == 2 and some.batch.deleted is Outcomes.DONE  # readers get the reason
@@ -423,7 +423,7 @@ def test_only_so_many_batches_of_an_owner_are_live(store: OpenedStore) -> None:
 def test_batches_are_listed_in_pages(store: OpenedStore) -> None:
     new_file(store, b"one")
     for number in range(5):
-        store.now += number % 2  # some were made at the same time
+        store.now += number % 2  # some were created at the same time
         scope = Scope("a", "", f"k{number}")
         store.one(SubmitBatch(b"%16d" % number, scope, b"digest", FILE))
     found, behind = [], None
@@ -478,7 +478,7 @@ def test_outcomes_come_in_the_order_of_lines_and_in_pages(store: OpenedStore) ->
 
 
 def test_millions_of_empty_lines_are_few_portions(store: OpenedStore) -> None:
-    """A portion is a commit, which takes some milliseconds of the store's thread."""
+    """Each portion is one commit, which takes some milliseconds of the store's thread."""
     empty = 1_000_000
     new_batch(store, b"\n" * empty + b"one\n \t\r\n\ntwo\n" + b" \n" * empty)
     found, portions = [], 0

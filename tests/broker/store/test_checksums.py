@@ -1,4 +1,4 @@
-"""A bit that the disk has changed is reported, and never served."""
+"""A bit that has changed on the disk is reported, and never served."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from support.job_store import OpenedStore, chunk, finish, job_id, progress
 
 
 def flip(store: OpenedStore, table: str, column: str, where: str = "1 = 1") -> None:
-    """Change one bit of the first row's column, past the store."""
+    """Change one bit in a column of the first row, without the store."""
     database = store.store.database
     (value,) = database.execute(f"SELECT {column} FROM {table} WHERE {where} LIMIT 1")[0]
     changed = bytes([value[0] ^ 4]) + bytes(value[1:])
@@ -61,7 +61,7 @@ def test_damaged_output_is_never_served(store: OpenedStore, column: str) -> None
     assert verified(store) == []
     flip(store, "chunk", column, "pos = 4")
     page = store.one(FetchPage(job_id(1), max_bytes=1))
-    assert isinstance(page, Page) and page.chunks[0].pos == 0  # output before it is there
+    assert isinstance(page, Page) and page.chunks[0].pos == 0  # a read before there is output
     refused = store.one(FetchPage(job_id(1), 4))
     assert isinstance(refused, Refused) and refused.code == "damaged"
     assert "'key-1'" in refused.message and "ids from 4 on" in refused.message

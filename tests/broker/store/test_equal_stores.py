@@ -41,7 +41,7 @@ JOBS, STEPS = 12, 400
 
 
 def operation(draw: random.Random) -> Operation:
-    """Returns any operation on one of a few jobs, legal in its state or not."""
+    """Returns a random operation on one of a few jobs, legal or not in the job's state."""
     number = draw.randrange(JOBS)
     id, gen = job_id(number), draw.choice((0, 0, 1))
     name = draw.choice((id, Scope("ab"[number % 2], "", f"key-{number}"), Scope("a", "", "none")))
@@ -99,7 +99,7 @@ def operation(draw: random.Random) -> Operation:
 
 
 def comparable(value: Any) -> Any:
-    """Returns a result without numbers of arrival: PostgreSQL skips those of refused jobs."""
+    """Returns a result without arrival numbers: PostgreSQL skips the numbers of refused jobs."""
     if isinstance(value, JobView):
         return replace(value, seq=0)
     if isinstance(value, tuple):

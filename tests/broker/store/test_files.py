@@ -25,7 +25,7 @@ FILE = b"f" * 16
 
 
 def put(store: OpenedStore, number: int, data: bytes = b"x", **fields: Any) -> Any:
-    """A complete file of owner `a`."""
+    """Makes a complete file of owner `a`."""
     key = f"f{number}"
     return store.one(
         CreateFile(b"%16d" % number, "a", "", key, "n", "p", data=data, last=True, **fields)
@@ -39,7 +39,7 @@ def used(store: OpenedStore, owner: str = "a") -> int:
 @pytest.mark.parametrize("oldest_first", [False, True])
 def test_files_are_listed_in_pages_of_a_purpose(store: OpenedStore, oldest_first: bool) -> None:
     for number in range(5):
-        store.now += number % 2  # some were made at the same time
+        store.now += number % 2  # some were created at the same time
         put(store, number)
     store.one(CreateFile(FILE, "a", "", "other", "n", "q", data=b"x", last=True))
     found: list[str] = []
@@ -57,7 +57,7 @@ def test_files_are_listed_in_pages_of_a_purpose(store: OpenedStore, oldest_first
 
 
 def test_a_page_of_many_files_reads_no_others(sqlite_store: OpenedStore) -> None:
-    """The index has the order of the list, so nothing is sorted."""
+    """The index has the order of the list, so the database sorts nothing."""
     for purpose in ("", " AND purpose = 'p'"):
         for order in ("ASC", "DESC"):
             plan = sqlite_store.store.database.execute(
@@ -87,8 +87,8 @@ def test_files_of_an_owner_are_bounded_in_bytes(store: OpenedStore) -> None:
     assert isinstance(refused, Refused) and refused.code == "over_quota"
     assert (refused.value, refused.bound) == (bound + ROW_BYTES, bound)
     assert "quota_file_bytes" in refused.message and "delete" in refused.message
-    assert store.one(ReadFile(b"%16d" % 3, "a", "")) == UnknownName()  # nothing is left of it
-    put(store, 0, b"x" * 1000, max_bytes=bound)  # the same once more adds nothing
+    assert store.one(ReadFile(b"%16d" % 3, "a", "")) == UnknownName()  # nothing of the file is left
+    put(store, 0, b"x" * 1000, max_bytes=bound)  # a second send adds nothing
     other = CreateFile(FILE, "b", "", "key", "n", "p", data=b"x", last=True, max_bytes=bound)
     assert not isinstance(store.one(other), Refused)
     store.one(DeleteFile(b"%16d" % 1, "a", ""))
@@ -137,14 +137,14 @@ def test_an_upload_that_stopped_is_deleted_after_an_hour(store: OpenedStore) -> 
     store.one(Sweep())
     assert used(store) == 0
     assert store.one(ReadFile(FILE, "a", "")) == UnknownName()
-    put(store, 1, b"x", keep=10 * UPLOAD_LIFE)  # a complete file stays
+    put(store, 1, b"x", keep=10 * UPLOAD_LIFE)  # a complete file is not deleted
     store.now += UPLOAD_LIFE + 1
     store.one(Sweep())
     assert store.one(ReadFile(b"%16d" % 1, "a", "")).file.complete
 
 
 def test_lines_of_which_no_batch_was_made_are_deleted_after_an_hour(store: OpenedStore) -> None:
-    """Such lines remain if a gateway is killed between the lines and the batch."""
+    """Such lines remain if a gateway is killed before it makes the batch."""
     for number in (1, 2):
         of: dict[str, Any] = {"data": b"line", "last": True, "keep": 10 * UPLOAD_LIFE}
         id, key = b"%16d" % number, f"f{number}"

@@ -1,4 +1,4 @@
-"""The life of a job in both stores: submit, feed, progress, ends, retry, release."""
+"""The life of a job in both stores: submit, feed to the pool, progress, ends, retry, release."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from support.job_store import (
 
 
 def feed(store: OpenedStore, **fields: object) -> list[int]:
-    """Feeds jobs. Returns their numbers."""
+    """Feeds jobs to the pool. Returns their numbers."""
     fed = store.one(FeedNext(**{"model": "m", "priority": 0, "count": 1, **fields}))  # type: ignore[arg-type]
     assert isinstance(fed, Fed)
     return [int.from_bytes(each.job.id, "big") for each in fed.jobs]
@@ -142,7 +142,7 @@ def test_new_jobs_are_refused_above_the_bound_in_bytes(store: OpenedStore) -> No
     assert refused is not None and refused.code == "store_full"
     assert "release results" in refused.message
     assert not store.one(submit(1)).new
-    assert store.one(progress(1, 0)) == Durable(job_id(1), 0, 4)  # running jobs go on
+    assert store.one(progress(1, 0)) == Durable(job_id(1), 0, 4)  # running jobs continue
     assert isinstance(store.one(finish(2)), Changed)
     store.one(Release(job_id(2)))
     assert store.one(submit(100)).new
@@ -257,10 +257,10 @@ def test_jobs_that_were_started_often_are_found_among_all_that_are_due(store: Op
 
 
 def test_a_search_for_jobs_that_were_started_often_reads_no_others(tmp_path: Path) -> None:
-    """Their index answers each query; the index of waiting jobs answers other queries."""
+    """A separate index answers these queries; the index of waiting jobs answers other queries."""
     with SqliteOpener(tmp_path, MAX_BYTES) as opener:
         opener.open().close()
-        with opener.open() as store:  # the order of indices is that of the file
+        with opener.open() as store:  # indices are in the order of the database file
             for starts, index in ((ALONE_STARTS, "job_suspect"), (0, "job_waiting")):
                 asked = FeedNext("m", 0, 1, min_starts=starts)
                 for sql in (owners_sql(asked), due_sql(asked), next_due_sql(asked)):
@@ -294,7 +294,7 @@ def test_a_fed_job_has_its_ids_and_what_is_left_of_its_time(store: OpenedStore) 
 
 
 def test_a_job_with_a_gap_begins_anew(store: OpenedStore) -> None:
-    """Readers may have ids from after the gap: a new run may compute another text."""
+    """Readers may have ids from after the gap, and a new run may compute another text."""
     store.submitted(1)
     store.do(progress(1, 0), progress(1, 4), progress(1, 8))
     store.store.database.change("DELETE FROM chunk WHERE pos = 4")
@@ -443,7 +443,7 @@ def test_a_released_key_is_remembered(store: OpenedStore) -> None:
     assert database.number("SELECT COUNT(*) FROM chunk") == 0
     assert database.number("SELECT bytes FROM usage WHERE owner = 'a'") == 0
     assert database.number("SELECT jobs FROM usage WHERE owner = 'a'") == 0
-    assert store.one(ListEnded()).jobs == (gone,)  # a reader of the feed misses no end
+    assert store.one(ListEnded()).jobs == (gone,)  # a reader of the ends misses none
     assert store.one(ListJobs()).jobs == ()
 
 
@@ -474,7 +474,7 @@ def test_retries_have_a_bound(store: OpenedStore, monkeypatch: pytest.MonkeyPatc
 
 
 # ---- requests ------------------------------------------------------------------------------------
-# What was submitted, read again in both stores.
+# The submitted request, read again in both stores.
 
 
 def test_a_request_is_read_until_its_result_is_deleted(store: OpenedStore) -> None:

@@ -39,7 +39,7 @@ def test_a_notice_is_due_until_it_is_sent(store: OpenedStore) -> None:
     assert [(each.subject, each.tries, each.due) for each in due] == [(job_id(1), 0, BEGIN)]
     assert store.one(NoticeFailed(due[0].end_seq, 30.0)) == Done()
     assert store.one(ReadNotices()) == Notices((), BEGIN + 30, BEGIN)
-    store.open()  # it survives the broker
+    store.open()  # it remains after the broker's end
     store.now += 30
     again = store.one(ReadNotices()).notices
     assert [(each.subject, each.tries) for each in again] == [(job_id(1), 1)]
@@ -48,7 +48,7 @@ def test_a_notice_is_due_until_it_is_sent(store: OpenedStore) -> None:
 
 
 def test_a_notice_says_how_its_job_ended_after_the_release(store: OpenedStore) -> None:
-    """It is made with the end. Neither the release nor time changes it; the key outlives it."""
+    """The notice is made at the end of the job. Neither the release nor time changes it."""
     told = store.submitted(1, notify="https://there/x")
     store.do(finish(1))
     before = store.one(ReadNotices()).notices[0]
@@ -82,7 +82,7 @@ def test_a_notice_that_is_given_up_goes_with_its_job(store: OpenedStore) -> None
 def test_a_job_that_waits_again_is_told_of_once_more(store: OpenedStore) -> None:
     told = store.submitted(1, notify="https://there/x")
     store.do(finish(1, JobState.DEAD), Retry(told.id))
-    assert store.one(ReadNotices()).notices == ()  # it has not ended
+    assert store.one(ReadNotices()).notices == ()  # the job has not ended
     store.do(finish(1))
     (notice,) = store.one(ReadNotices()).notices
     assert json.loads(notice.body)["data"]["state"] == "done"
@@ -94,7 +94,7 @@ def notices_of(store: OpenedStore, **asked: Any) -> Counter[str]:
 
 
 def test_origins_take_turns_and_have_their_room(store: OpenedStore) -> None:
-    """10,000 notices of one host leave the other hosts their turn."""
+    """10,000 notices of one host do not delay notices of other hosts."""
     for number in range(1, 301):
         store.do(submit(number, notify="http://dead/x"), finish(number))
     store.now += 1.0
@@ -106,7 +106,7 @@ def test_origins_take_turns_and_have_their_room(store: OpenedStore) -> None:
     assert notices_of(store, count=64, per_origin=3) == {**every, "http://dead:80": 3}
     full = (OriginLoad("http://dead:80", 8, 0), OriginLoad("http://h302:80", 8, 0))
     assert set(notices_of(store, loads=full)) == {"http://h301:80", "http://h303:80"}
-    assert notices_of(store, count=1) == {"http://dead:80": 1}  # it has been due for longest
+    assert notices_of(store, count=1) == {"http://dead:80": 1}  # it has been due the longest
     busy = (OriginLoad("http://dead:80", 7, 1),)
     assert notices_of(store, count=1, loads=busy) == {"http://h301:80": 1}
     held = frozenset(range(1, 3))
@@ -130,11 +130,11 @@ def test_a_host_that_cannot_be_reached_gives_up_what_is_too_old(store: OpenedSto
 def test_a_clock_that_jumps_between_two_brokers_neither_ends_nor_delays_a_notice(
     store: OpenedStore, jump: float
 ) -> None:
-    """The time without a broker is not counted, and the store's clock never goes back."""
+    """The time without a broker does not count, and the store's clock never goes back."""
     store.submitted(1, notify="http://there/x")
     store.do(finish(1), NoticeFailed(1, 30.0, "refused"))
     store.now += 10.0
-    store.submitted(2)  # the newest time that the store has seen
+    store.submitted(2)  # the latest time that the store has seen
     wall, monotonic = store.now + jump, 0.0
     clock = StoreClock(store.now, lambda: wall, lambda: monotonic)
     store.close()

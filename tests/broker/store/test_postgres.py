@@ -1,4 +1,4 @@
-"""Events of PostgreSQL only: lost sessions, an ended server, a broker that takes over."""
+"""Events that only PostgreSQL has: lost sessions, a server that ends, a broker that takes over."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def perform(writer: StoreWriter, operation: Any) -> Any:
 
 
 def end_sessions(server: PostgresServer) -> None:
-    """End every session but our own, as a lost connection does."""
+    """End every session except the test's own, as a lost connection does."""
     with psycopg.connect(server.url("public")) as connection:
         connection.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
@@ -72,7 +72,7 @@ def end_sessions(server: PostgresServer) -> None:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits longer for the lock, which a busy server may free late after a session."""
+    """Waits longer for the lock, which a busy server may free long after the end of a session."""
     monkeypatch.setattr(postgres_store_module, "LOCK_WAIT", PATIENCE)
 
 

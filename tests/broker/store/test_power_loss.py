@@ -1,7 +1,7 @@
 """After a loss of power the store opens, and has every acknowledged job and id.
 
-The images are made of a log of all writes, truncations, syncs and renames (support/disk_log.py), so
-they lack unsynced data, which copies of the live files would have.
+The disk images are made from a log of all writes, truncations, syncs and renames
+(support/disk_log.py). So they lack unsynced data, which copies of the live files would have.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from support.job_store import BOOT, MAX_BYTES, job_id, token
 
 @dataclass(slots=True)
 class Acknowledged:
-    """Acknowledged facts: jobs, their durable ids, their ends."""
+    """What the store has acknowledged: jobs, their durable ids, their ends."""
 
     ids: dict[int, int] = field(default_factory=dict)
     ends: dict[int, tuple[JobState, int]] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Acknowledged:
 
 
 def losses(state: Path, told: Acknowledged) -> list[str]:
-    """Returns the acknowledged facts that an image lacks; it must open."""
+    """Returns the acknowledged data that an image lacks; the image must open as a store."""
     try:
         with SqliteOpener(state, MAX_BYTES, reserve_bytes=1) as opener, opener.open() as store:
             store.begin(BOOT + 1, store.wall_seen)
@@ -92,7 +92,7 @@ def run_workload(folder: Path, *flags: str) -> list[Record]:
 def lost_in_images(
     folder: Path, records: list[Record], images: int, seed: int
 ) -> tuple[int, list[str]]:
-    """Cuts the log at random places. Returns how many images lost something, and what."""
+    """Cuts the log at random places. Returns the number of images with losses, and the losses."""
     draw = random.Random(seed)
     cuts = sorted(draw.randrange(1, len(records) + 1) for _ in range(images))
     disk, told = Disk(str((folder / "disk").resolve())), Acknowledged()
@@ -114,7 +114,7 @@ def lost_in_images(
 
 @pytest.fixture
 def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skips syncs: images are only read."""
+    """Skips syncs, because images are only read."""
     monkeypatch.setattr(state_dir, "sync", lambda path: None)
 
 
@@ -124,7 +124,7 @@ def test_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
     kinds = {record.what for record in records}
     assert kinds >= {"K", "O", "W", "S", "D", "M"}
     heads = [record for record in records if record.what == "W" and len(record.data) == LOG_HEAD]
-    assert len(heads) > 3  # the log was copied into the database and begun again
+    assert len(heads) > 3  # the database's log was copied into the database and restarted
     assert lost_in_images(tmp_path, records, images=60, seed=1) == (0, [])
 
 
@@ -132,8 +132,8 @@ def test_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mutant", ["normal", "off", "early", "parent"])
 def test_a_store_that_breaks_a_rule_is_caught(tmp_path: Path, mutant: str) -> None:
     records = run_workload(tmp_path, "--jobs", "30", "--mutant", mutant)
-    # The places of cuts, and the content of the log there, vary from run to run: some
-    # images have lost something, others have not.
+    # The cuts, and the content of the log there, vary between runs: some images have lost data,
+    # others have not.
     found = (lost_in_images(tmp_path, records, images=12, seed=seed) for seed in range(1, 9))
     assert any(bad and what for bad, what in found)
 

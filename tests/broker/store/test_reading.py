@@ -1,4 +1,4 @@
-"""Reading in both stores: pages of output, lists, the feed of ends, figures, export."""
+"""Reads in both stores: pages of output, lists, lists of ends, statistics, export."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_cuts_are_whole_steps(steps: list[tuple[int, str]], pos: int, max_bytes:
     assert behind.pos <= max(pos, whole.pos)
     if behind.borders:
         check(behind)
-        assert behind.pos + behind.borders[0][0] > pos  # the step of the position is the first
+        assert behind.pos + behind.borders[0][0] > pos  # the step with the position is first
         assert len(msgpack.unpackb(behind.logprobs)) == behind.count
     before = cut_to(whole, max_bytes)
     check(before)

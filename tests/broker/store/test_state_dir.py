@@ -1,4 +1,4 @@
-"""The folder of the store: its owner, its place, its content."""
+"""The folder of the store: its owner, its location, its content."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_foreign_program_cannot_open_the_database(tmp_path: Path) -> None:
         code = f"import sqlite3; {connect}.execute('SELECT * FROM job')"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert "database is locked" in done.stderr
-        assert not path.with_name("jobs-1.db-shm").exists()  # the log's index is in memory
+        assert not path.with_name("jobs-1.db-shm").exists()  # the index of the log is in memory
 
 
 def test_a_database_that_another_program_has_open_is_refused(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_the_log_is_copied_into_the_database_and_pages_are_given_back(
 
 @pytest.mark.parametrize("prompt", [100, 30_000])
 def test_no_change_of_a_job_writes_its_prompt_again(tmp_path: Path, prompt: int) -> None:
-    """The log has whole pages, so each transaction changes many jobs."""
+    """SQLite logs whole pages, so each transaction changes many jobs."""
     jobs = range(200)
     with open_folder(tmp_path) as folder, folder.open() as store:
         store.begin(BOOT, BEGIN)

@@ -1,4 +1,4 @@
-"""The store's thread: one commit for many operations, bounds, ends, fences, and kills."""
+"""The store's thread: one commit for many operations, bounds, ends, fences, kills."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLOSED = Refused("store_closed", "closed")
 
 
 class Watched(SqliteOpener):
-    """Records the groups of its transactions, which wait until `gate` is set."""
+    """Records the groups of operations in its transactions, which wait until `gate` is set."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, MAX_BYTES, reserve_bytes=RESERVE)
@@ -51,7 +51,7 @@ class Watched(SqliteOpener):
 
 
 class Running:
-    """A writer with its opener; `results` waits for a number of results."""
+    """A writer with its opener; `results` waits for a given number of results."""
 
     def __init__(self, path: Path) -> None:
         self.opener = Watched(path)
@@ -133,7 +133,7 @@ def test_half_of_the_inbox_is_for_what_runs() -> None:
     assert [inbox.offer(progress(1, pos)) is None for pos in range(7)] == [True] * 5 + [False] * 2
     group = inbox.take()
     assert len(group) == 10
-    assert inbox.offer(progress(1, 0)) is not None  # the first are under way
+    assert inbox.offer(progress(1, 0)) is not None  # the first operations are in progress
     inbox.done(group)
     assert inbox.offer(submit(1)) is None
     assert inbox.load().operations == 1
@@ -207,7 +207,7 @@ def test_what_waits_is_committed_before_the_end(tmp_path: Path) -> None:
 def test_a_writer_that_was_never_started_closes(tmp_path: Path) -> None:
     writer = StoreWriter(Watched(tmp_path / "state"), BOOT, lambda: None)
     assert writer.close()
-    Watched(tmp_path / "state").close()  # the folder is free
+    Watched(tmp_path / "state").close()  # the folder is not locked any more
 
 
 def test_a_fenced_broker_is_told_so(running: Running) -> None:
@@ -238,10 +238,10 @@ def test_an_error_of_ours_leaves_nothing_without_an_answer(
 
 
 def killed_workload(folder: Path, lines: int, seed: int) -> dict[int, int]:
-    """Kill the program after `lines` acknowledgements. Returns durable ids of each job."""
+    """Kill the program after `lines` acknowledgements. Returns the durable ids of each job."""
     command = [sys.executable, "-m", "support.store_workload", str(folder), "--print"]
     program = subprocess.Popen(
-        [*command, "--jobs", "20000", "--seed", str(seed)],  # it cannot end before it is killed
+        [*command, "--jobs", "20000", "--seed", str(seed)],  # it cannot end before its kill
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
@@ -253,7 +253,7 @@ def killed_workload(folder: Path, lines: int, seed: int) -> dict[int, int]:
             what, number, *more = line.split()
             told[int(number)] = int(more[0]) if what == "ids" else told.get(int(number), 0)
             if index == lines:
-                program.send_signal(signal.SIGKILL)  # lines under way are read too
+                program.send_signal(signal.SIGKILL)  # also read lines that are still in the pipe
     assert program.returncode == -signal.SIGKILL
     return told
 

@@ -1,4 +1,4 @@
-"""The problems on the status page, in the words of `mlxpool ps`."""
+"""The problems on the status page, in the same words as in `mlxpool ps`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def found(snapshot: Snapshot, **recent: Counter[str] | int) -> list[Problem]:
 
 
 def failed(story: Story, name: str, why: str) -> None:
-    """Have the worker of a model report that it cannot load it."""
+    """Let the worker of a model report that it cannot load the model."""
     story.generate(name=name)
     worker = story.workers[f"{name}/0"].hello()
     worker.bye("model_load_failed", why)

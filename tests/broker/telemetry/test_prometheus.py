@@ -64,7 +64,7 @@ def read(story: Story, writer: MetricsWriter[Any] | None = None, **about: Any) -
 
 
 def value(metrics: dict[str, Metric], name: str, **labels: str) -> float:
-    """Returns the value of the one series with these labels."""
+    """Returns the value of the only series with these labels."""
     found = [
         sample.value
         for metric in metrics.values()
@@ -76,7 +76,7 @@ def value(metrics: dict[str, Metric], name: str, **labels: str) -> float:
 
 
 def busy(story: Story) -> None:
-    """Makes requests: one done, one failed, one running, one refused; a beat, and two GPUs."""
+    """Makes four requests (done, failed, running, refused), a heartbeat, and two GPUs."""
     worker = story.ready_worker()
     story.do(ev.Spawned(worker.slot, 1, ("0", "GPU-a")))
     for end in (worker.end, worker.fail):

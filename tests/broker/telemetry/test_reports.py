@@ -1,4 +1,4 @@
-"""Facts of a worker in `mlxpool ps` and `top`."""
+"""The data of a worker in `mlxpool ps` and `top`."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from mlxpool.common.config.model_names import MAX_NAME
 from support import snapshots
 from support.core_harness import START, Story, model
 
-MAX_PAGE_BYTES = 100_000  # bytes of the page and its first figures
+MAX_PAGE_BYTES = 100_000  # the most bytes of the page and its first figures
 
 MEMORY = {"weights": 600, "kv": 100, "prefix": 20, "compute": 30, "rss": 900, "limit": 1000}
 
@@ -168,7 +168,7 @@ def test_of_many_those_in_trouble_and_those_at_work_are_shown(story: Story) -> N
 
 
 def test_the_page_stays_small_however_large_the_pool_is() -> None:
-    """Here every model works for ten minutes, under the longest names."""
+    """Every model works for ten minutes, and has a name of the longest length."""
     names = [f"{place:0{MAX_NAME}}" for place in range(500)]
     story = Story({name: model() for name in names})
     taken, past = snapshots.of(story), RecentHistory()

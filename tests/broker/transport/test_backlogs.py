@@ -1,4 +1,4 @@
-"""Retries of peers with a backlog, and the sizes that count."""
+"""Retries of peers with a backlog, and the sizes of backlogs that count."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlxpool.broker.transport.peers import FIRST_RETRY, MAX_RETRY, PART_BYTES, B
 
 
 def tries(backlogs: Backlogs, end: float) -> list[float]:
-    """Returns the times until `end` at which the full peer, which takes nothing, is tried."""
+    """Returns the times until `end` at which a full peer that reads nothing is tried."""
     found = []
     now = 0.0
     while (now := max(now, backlogs.next_wake())) < end:
@@ -42,13 +42,13 @@ def test_a_frame_of_a_peer_makes_its_next_try_due() -> None:
 
 
 def test_a_peer_that_sends_often_keeps_its_turn() -> None:
-    """Its frames must not put its try after the overdue tries of all others."""
+    """Its frames must not move its retry behind the overdue retries of all other peers."""
     backlogs = Backlogs()
     for number in range(1, 101):
         backlogs.add(number, 10)
     backlogs.due(0.0)
     tried, now = [], FIRST_RETRY
-    for _ in range(200):  # turns, of one try each, while all peers send
+    for _ in range(200):  # passes with one try each, while all peers send
         now += FIRST_RETRY
         backlogs.heard(100, now)
         found = backlogs.due(now)
@@ -60,7 +60,7 @@ def test_a_peer_that_sends_often_keeps_its_turn() -> None:
 
 
 def test_a_peer_with_a_small_backlog_is_spared() -> None:
-    sizes = {1: 49, 2: 150, 3: 101}  # a mean of 100
+    sizes = {1: 49, 2: 150, 3: 101}  # the mean is 100
     backlogs = Backlogs()
     for number, size in sizes.items():
         backlogs.add(number, size)

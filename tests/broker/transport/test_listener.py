@@ -1,4 +1,4 @@
-"""With few descriptors, idle connections end first, the newest of them before the others."""
+"""If descriptors are scarce, idle connections are closed first, the newest before the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IDLE_BOUND = int(module.UNBIND_ABOVE * LIMIT) - BURST
 
 
 class Front:
-    """A ROUTER with its listener, and DEALERs that connect in turn and never redial."""
+    """A ROUTER with its listener, and DEALERs that connect in turn and never reconnect."""
 
     def __init__(self, path: Path) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -69,7 +69,7 @@ def test_the_newest_idle_connections_are_ended_first(
     front.listener.busy = lambda: busy
     monkeypatch.setattr(module, "count_open", lambda: IDLE_BOUND)
     front.listener.check(10.0)
-    assert len(front.accepted()) == 36  # not yet above the bound
+    assert len(front.accepted()) == 36  # still below the bound
     monkeypatch.setattr(module, "count_open", lambda: IDLE_BOUND + 1)
     front.listener.check(20.0)
     kept = {*descriptors[:4], descriptors[35]}
@@ -91,11 +91,11 @@ def test_the_front_is_unbound_when_ending_idle_connections_does_not_suffice(
 
 
 # ---- descriptors ---------------------------------------------------------------------------------
-# Connections are ended by their descriptors, whose numbers are reused.
+# Connections are closed by their descriptors, whose numbers are reused.
 
 
 def test_a_descriptor_that_is_anothers_by_now_is_left_alone(tmp_path: Path) -> None:
-    """The end of a connection is not reported, and the next one may get its number."""
+    """The end of a connection is not reported, and the next connection may get its descriptor."""
     path = str(tmp_path / "s")
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as peer:
         listener.bind(path)

@@ -1,4 +1,4 @@
-"""The peers of a real ROUTER: identities, full peers, gone peers."""
+"""The peers of a real ROUTER: identities, full peers, and peers that have left."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATIENCE = 200  # seconds; only bounds a failure
 
 
 class Wire:
-    """A ROUTER and the DEALERs that talk to it, in one process."""
+    """A ROUTER and its DEALERs, in one process."""
 
     def __init__(self, folder: Path, *, keep_gone: bool = False) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -52,7 +52,7 @@ class Wire:
         return peer
 
     def met_as(self, name: bytes) -> tuple[zmq.Socket[bytes], Peer]:
-        """Connects a DEALER of this name, which libzmq ignores while an ended one has the name."""
+        """Connects a DEALER of this name; libzmq ignores it while an ended DEALER has the name."""
         for _ in range(10 * PATIENCE):
             dealer = self.dealer(name=name)
             dealer.send_multipart([b"hi"])
@@ -75,7 +75,7 @@ class Wire:
 
 @contextmanager
 def made(*, keep_gone: bool = False) -> Iterator[Wire]:
-    with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:  # short: its path has to fit
+    with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:  # short: its path must fit
         wires = Wire(Path(folder), keep_gone=keep_gone)
         try:
             yield wires
@@ -135,7 +135,7 @@ def test_a_peer_that_closed_is_reported_gone_and_forgotten(wires: Wire) -> None:
 
 @pytest.mark.parametrize("keep_gone", [False, True])
 def test_the_last_messages_of_a_peer_found_gone_are_received(keep_gone: bool) -> None:
-    """A worker that gets work after its end has sent the cause before."""
+    """A worker that is sent work after its end has sent the cause of its end before."""
     with made(keep_gone=keep_gone) as wires:
         dealer = wires.dealer()
         peer = wires.met(dealer)
@@ -224,12 +224,12 @@ def test_what_waits_for_all_is_bounded_and_who_is_stuck_longest_is_given_up(wire
     assert not wires.peers.overflowed(last.number), "its own backlog was small"
     assert not wires.peers.full and not wires.peers.full.bytes and wires.peers.retry(0.0) == []
     assert wires.peers.given_up == 2
-    # Their connections were ended as well, so that libzmq keeps nothing for them.
+    # Their connections were closed as well, so that libzmq holds no messages for them.
     until(lambda: all(has_ended(peer.descriptor, peer.inode) for peer in (stuck, last)))
 
 
 class Crowd(Peers):
-    """Full peers without sockets; peers in `reading` take messages."""
+    """Full peers without sockets; peers in `reading` accept messages."""
 
     def __init__(self, count: int, *, messages: int = 1) -> None:
         self.sends = 0
@@ -247,7 +247,7 @@ class Crowd(Peers):
 
 
 def test_one_turn_tries_a_bounded_number_of_full_peers() -> None:
-    """If every turn of the loop tried every full peer, 4,000 would take 20 ms."""
+    """If every pass of the loop tried every full peer, 4,000 peers would take 20 ms."""
     crowd = Crowd(4000)
     most = 0
     for turn in range(10_000):
@@ -255,7 +255,7 @@ def test_one_turn_tries_a_bounded_number_of_full_peers() -> None:
         crowd.retry(turn * 0.001)
         most = max(most, crowd.sends - before)
     assert most == MAX_SENDS
-    # In 10 s: seven tries until the longest wait, then one each 0.64 s.
+    # In 10 s: seven tries until the longest pause, then a try every 0.64 s.
     assert crowd.sends < 4000 * 24
 
 
@@ -268,9 +268,9 @@ def test_a_peer_that_reads_again_is_served_among_thousands_that_do_not() -> None
     before = crowd.sends
     while 77 in crowd.full:
         crowd.retry(5.0)
-    assert crowd.sends - before <= 4001  # those due before it, once each
+    assert crowd.sends - before <= 4001  # each earlier due peer once
     later = 5.0
-    crowd.reading.add(78)  # it is silent, so its next try comes when due
+    crowd.reading.add(78)  # the peer is silent, so its next try is at its due time
     while 78 in crowd.full:
         later += 0.001
         crowd.retry(later)
@@ -298,7 +298,7 @@ def test_backlogs_of_others_end_no_peer_for_which_little_waits() -> None:
 
 
 def test_a_long_backlog_is_sent_in_portions() -> None:
-    """So a peer that reads its backlog at once does not hold up the others."""
+    """So a peer that reads its backlog quickly does not delay other peers."""
     crowd = Crowd(2, messages=3 * MAX_SENDS)
     crowd.reading |= {1, 2}
     now, turns = FIRST_RETRY, 0
@@ -322,7 +322,7 @@ def test_a_full_peer_that_goes_is_reported_by_the_retry(keep_gone: bool) -> None
         gone: list[int] = []
 
         def told() -> bool:
-            wires.router.poll(5)  # as the broker's loop does: libzmq learns of ends in polls
+            wires.router.poll(5)  # as the broker's loop does: libzmq notices ends in polls
             gone.extend(wires.peers.retry(time.monotonic()))
             return bool(gone)
 
@@ -346,7 +346,7 @@ def test_a_peer_that_comes_back_under_its_name_is_not_gone() -> None:
 
 
 def test_only_a_worker_found_gone_is_remembered() -> None:
-    """It is remembered until its end is reported; other gone peers of the socket are swept."""
+    """The worker is remembered until its end is reported; other peers that left are forgotten."""
     with made(keep_gone=True) as wires:
         dealers = [wires.dealer() for _ in range(3)]
         worker, stranger, alive = (wires.met(dealer) for dealer in dealers)
@@ -378,5 +378,5 @@ def test_the_peer_of_a_connection_that_has_ended_is_found_and_forgotten(wires: W
     until(is_found)
     assert found == [peer] and peer.number not in wires.peers.by_number
     assert wires.peers.ended(descriptor) is None
-    again = wires.met(wires.dealer())  # it may have the same descriptor
+    again = wires.met(wires.dealer())  # the next connection may have the same descriptor
     assert wires.peers.ended(again.descriptor) is None and again.number in wires.peers.by_number

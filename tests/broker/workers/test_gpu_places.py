@@ -1,4 +1,4 @@
-"""The GPUs of workers: those with the fewest workers, their own again, each released once."""
+"""The GPUs of workers: the least used first, the same GPUs after a restart, each released once."""
 
 from __future__ import annotations
 

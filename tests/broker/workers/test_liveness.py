@@ -1,4 +1,4 @@
-"""Busy or hung: the limit of each phase, and the causes that charge no request."""
+"""Busy or hung: the time limit of each phase, and the causes that are charged to no request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECOND = 10**9
 
 
 def watched(looks: list[tuple[float, Sample]], beats: bool = True, tick: float = 1.0) -> Watch:
-    """Returns a watch after samples at these times, with a beat before each, or without."""
+    """Returns a watch after samples at these times, with or without a beat before each sample."""
     watch = Watch()
     for at, sample in looks:
         watch.observe(sample, at if beats else 1.0, at, tick)
@@ -97,7 +97,7 @@ def test_time_on_the_run_queue_does_not_count() -> None:
 
 
 def test_a_wait_counts_when_it_is_over_for_the_time_it_took() -> None:
-    """The kernel adds a wait to its count only at its end, many looks after its beginning."""
+    """The kernel counts a wait only at its end, many samples after its start."""
     look = ProgressReading("boot")
     waited = [(100.0 + n, Sample(look, compute_wait_ns=(n // 10) * 10 * SECOND)) for n in range(41)]
     assert watched(waited).still == 0.0
@@ -152,7 +152,7 @@ def test_more_memory_than_its_limit_ends_it_at_once() -> None:
 
 
 def group(seconds: int, first: ProgressReading, other: Sample) -> Watch:
-    """Makes a group of two ranks after some seconds without progress of either."""
+    """Makes a group of two ranks after `seconds` without progress of either rank."""
     return still(seconds, first, others=(other,))
 
 
@@ -173,7 +173,7 @@ def test_a_stopped_rank_is_the_cause_of_what_others_wait_for() -> None:
 
 
 def test_a_rank_that_is_stopped_between_two_passes_is_the_cause_too() -> None:
-    """Its limit is infinite there, and rank 0 waits for it in the next pass."""
+    """Its limit is infinite between passes, and rank 0 waits for it in the next pass."""
     rests = ProgressReading("idle", orders=7)
     first = ProgressReading("decode", count=3, orders=8)
     verdict = judge(group(10, first, Sample(rests, stopped=True)), CONFIG, welcomed=True)
@@ -205,7 +205,7 @@ def test_a_rank_that_is_stopped_after_the_others_hang_is_not_the_cause() -> None
     ],
 )
 def test_the_rank_that_is_behind_is_the_cause(done: tuple[int, ...], cause: str) -> None:
-    """The others stand still too, as they wait for it in a sum."""
+    """The other ranks stand still too, because they wait for this rank in a sum."""
     first, *others = (ProgressReading("decode", count=3, orders=number) for number in done)
     watch = still(10, first, others=tuple(map(Sample, others)))
     assert judge(watch, CONFIG, welcomed=True).cause == cause
@@ -228,7 +228,7 @@ def test_the_memory_of_a_group_is_that_of_all_its_ranks() -> None:
 
 
 def test_the_worse_of_two_ages_is_the_verdict() -> None:
-    """9 s without progress of 5 is worse than 9 s without a beat of 10."""
+    """9 s without progress (limit 5) are worse than 9 s without a heartbeat (limit 10)."""
     looks = [(100.0 + n, Sample(ProgressReading("decode", count=1))) for n in range(10)]
     verdict = judge(watched(looks, beats=False), CONFIG, welcomed=True)
     assert verdict.cause.startswith("hung in decode")

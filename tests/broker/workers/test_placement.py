@@ -32,7 +32,7 @@ def worker_for(workers: list[Worker], request: Request) -> Worker | None:
 
 
 def send(worker: Worker, request: Request, run: int = 1) -> None:
-    """Give the worker a request, which ends at once."""
+    """Send the worker a request, which ends immediately."""
     worker.route.sent(run, demand_of(request, 100))
     worker.route.ended(run)
 
@@ -82,7 +82,7 @@ def test_a_busy_worker_is_left_although_it_knows_the_prompt() -> None:
     busy, idle = worker("a", 1), worker("b", 1)
     send(busy, with_prompt("x" * 3000))
     waiting = with_prompt("q" * 40_000)
-    busy.route.sent(7, demand_of(waiting, 100))  # it has 10,000 tokens to read first
+    busy.route.sent(7, demand_of(waiting, 100))  # the worker has to prefill 10,000 tokens first
     assert worker_for([busy, idle], with_prompt("x" * 3000)) is idle
     busy.route.has_read(7)
     assert worker_for([busy, idle], with_prompt("x" * 3000)) is busy
@@ -118,7 +118,7 @@ def test_all_text_of_a_chat_counts() -> None:
 
 
 # ---- worker --------------------------------------------------------------------------------------
-# How long a slot stays empty after failures.
+# The time that a slot stays empty after failures.
 
 
 @pytest.mark.parametrize(
