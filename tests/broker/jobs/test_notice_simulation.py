@@ -1,8 +1,8 @@
 """Random histories of notices: receivers that fail in every way, kills at any moment, releases.
 
-In every history the receiver of each notice takes it at least once, or it is given up, never before
-the commit of its end, always with the same bytes under the same id. Notices of a host do not wait
-for another host's, and nothing is left over.
+In every history the receiver of each notice accepts it at least once, or the notice is given up. It
+is never sent before the commit of its job's end, and always with the same bytes and id. A notice to
+one host does not wait for another host, and nothing is left over.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ FAILURES: list[dict[str, Any]] = [
 
 
 class History:
-    """A story with receivers; hosts in `dead` take nothing now."""
+    """A simulation with receivers; hosts in `dead` accept no notices now."""
 
     def __init__(self, store: StoredJobs, draw: random.Random) -> None:
         self.store, self.draw = store, draw
         self.story = self.made(JobStory(store))
-        self.seen = 0  # checked posts of this broker
+        self.seen = 0  # number of checked posts of this broker
         self.under_way: dict[int, Post] = {}  # by end_seq
         self.dead: set[str] = set()
         self.taken: Counter[str] = Counter()  # by id
@@ -56,7 +56,7 @@ class History:
         return story
 
     def look(self) -> None:
-        """Take new posts. Check that each notice is under way once, and of a stored end."""
+        """Check the new posts: each notice is posted only once at a time, for a stored end."""
         for post in self.story.posts[self.seen :]:
             assert post.end_seq not in self.under_way
             self.under_way[post.end_seq] = post
@@ -80,7 +80,7 @@ class History:
         self.story.about("release", self.draw.choice(self.keys))
 
     def answer(self) -> None:
-        """End a try. A receiver may have a notice although the broker does not know it."""
+        """End a post. A receiver may have the notice although the broker does not know it."""
         if not self.under_way:
             return
         number = self.draw.choice(sorted(self.under_way))
@@ -95,7 +95,7 @@ class History:
             self.story.tell_manager(ev.Posted(number, True))
 
     def kill(self) -> None:
-        """Kill the broker (SIGKILL): the inbox of the store and all results are lost."""
+        """Kill the broker (SIGKILL): the store's inbox and all results are lost."""
         self.story = self.made(self.story.restart())
         self.seen, self.under_way = 0, {}
 
@@ -113,12 +113,12 @@ class History:
         self.look()
 
     def change(self) -> None:
-        """Let a host die or come back."""
+        """Let a host fail or recover."""
         host = self.draw.choice(HOSTS)
         self.dead ^= {host}
 
     def finish(self) -> None:
-        """Let all hosts be well from now on."""
+        """Let all hosts work from now on."""
         self.dead.clear()
         self.story.settle()
         for key in self.keys:
