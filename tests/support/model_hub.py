@@ -1,7 +1,7 @@
 """A hub of models on loopback: the part of huggingface.co's HTTP that downloads use, with faults.
 
 Requests for large files (safetensors, GGUF) are redirected to another host name, as the real hub
-redirects them to a store; requests for small files are answered at once.
+redirects them to a store; requests for small files are answered directly.
 """
 
 from __future__ import annotations

@@ -57,9 +57,10 @@ resident = True  # True: all thread blocks of such a kernel are resident at the 
 
 @contextmanager
 def simulated() -> Iterator[set[str]]:
-    """Replaces CUDA kernels by simulated ones; MLX reports a CUDA GPU.
+    """Replaces CUDA kernels by simulated kernels; MLX reports a CUDA GPU.
 
     Yields the names of the kernels that ran.
+
     """
     if COMPILER is None:
         pytest.skip("a C++ compiler is not installed, which builds a simulated GPU")
@@ -119,7 +120,7 @@ def kernel(
     ensure_row_contiguous: bool = True,
     shared_memory: int = 0,
 ) -> Callable[..., list[Any]]:
-    """Replaces mx.fast.cuda_kernel; a call computes at once and adds the name to `called`."""
+    """Replaces mx.fast.cuda_kernel: a call computes immediately and adds the name to `called`."""
     text = KernelText(name, tuple(input_names), tuple(output_names), header, source)
 
     def call(
@@ -414,7 +415,7 @@ def _is_together(text: KernelText) -> bool:
 
 
 def _without_products(text: KernelText) -> str:
-    """Returns the header with simt.h's products in place of Hopper's products of four warps."""
+    """Returns the header with simt.h's matrix products in place of Hopper's warp-group products."""
     dtype = re.search(r"using N = (\w+);", text.source)
 
     def ours(found: re.Match[str]) -> str:

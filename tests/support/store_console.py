@@ -3,8 +3,8 @@
     python -m support.store_console FOLDER [--reserve BYTES] [--operations N]
 
 A line of input is a command and its numbers; the answer is a line. `submit`, `progress`, `finish`,
-`release` and `read` are answered at once: `offered`, or the refusal. `result` waits for the next
-result. `health` prints the state of the store, `sizes` the files of the folder.
+`release` and `read` are answered immediately: `offered`, or the refusal. `result` waits for the
+next result. `health` prints the state of the store, `sizes` the files of the folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The flags of commands that set settings of the pool: `serve`, `check`, `config` and others."""
+"""The flags of commands with pool settings, such as `serve`, `check` and `config`."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 BROKER_GRACE = 10.0  # in seconds; shorter than the client's default, because a person waits
 # Seconds until a broker that completes no handshake counts as gone, so that a command fails within
-# one second. The broker's thread answers between two turns of its loop, over tcp in four round
+# one second. The broker's thread answers between two passes of its loop, over tcp in four round
 # trips.
 IPC_GRACE, TCP_GRACE = 0.5, 0.75
 TICK = 0.05  # seconds between two checks of the handshake

@@ -75,7 +75,7 @@ class Dealer:
         self.flush()
 
     def flush(self) -> None:
-        """Send messages in order until the socket is full; `wait` sends the others later."""
+        """Send messages in order until the socket is full; `wait` sends unsent messages later."""
         while self._unsent:
             try:
                 self._socket.send_multipart(self._unsent[0], zmq.NOBLOCK)

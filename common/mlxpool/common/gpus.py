@@ -73,9 +73,10 @@ def check_enough(gpus: Sequence[str], devices: int) -> None:
 def environment_of(
     gpus: Sequence[str], environment: Mapping[str, str], files: Path = DRIVER_FILES
 ) -> dict[str, str]:
-    """Returns the variable with which a process sees these GPUs, and no others.
+    """Returns the variable with which a process sees only these GPUs.
 
     The map is empty if `environment` has this value already, or if `gpus` is empty.
+
     """
     if not gpus or list(gpus) == _names(environment, files):
         return {}

@@ -351,10 +351,7 @@ def pytest_of(paths: Sequence[str], environment: dict[str, str]) -> str:
 
 
 def caught_by(mutant: Mutant) -> dict[str, str]:
-    """Returns the result of each kind of test with a mutant; "" if that kind does not notice it.
-
-    "stories" has the name of the first test that fails, "properties" and "simulator" have "yes".
-    """
+    """Returns the layers that detect the fault; for the scripted layer the name of the test."""
     with sown(mutant) as environment:
         properties, _ = run([__file__, "--properties"], environment)
         seeds = ["--seeds", str(SEEDS), "--jobs", "1"]

@@ -30,7 +30,7 @@ def text_of(start: int, end: int) -> str:
 def started(
     story: JobStory, key: str = "a", sequences: int = 4, **body: Any
 ) -> tuple[FakeWorker, JobView]:
-    """Makes a worker that runs a job. Returns both."""
+    """Makes a worker that runs a job. Returns the worker and the job."""
     worker = story.ready_worker(sequences=sequences)
     story.submit(key, **body)
     story.settle()

@@ -23,7 +23,7 @@ FOLDER, COPY = "/models/here", "/models/there"
 
 @pytest.fixture
 def story() -> Story:
-    """The names `chat` and `mine` for one folder, `copy` for another."""
+    """Makes a pool with the names `chat` and `mine` for one folder, and `copy` for another."""
     story = Story({name: model() for name in ("mine", "chat", "copy")})
     state = story.core.state
     locations = {"mine": FOLDER, "chat": FOLDER, "copy": COPY}

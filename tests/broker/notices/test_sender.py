@@ -195,7 +195,7 @@ def test_a_secret_that_is_changed_signs_the_next_try(parts: Parts, tmp_path: Pat
 def test_nothing_is_started_without_a_notice() -> None:
     before = set(threading.enumerate())
     with NoticeSender(lambda: PostingRules(Allowed(), None), lambda: None):
-        assert set(threading.enumerate()) <= before  # those of other tests may end in between
+        assert set(threading.enumerate()) <= before  # threads of other tests may end in between
 
 
 # ---- signing -------------------------------------------------------------------------------------

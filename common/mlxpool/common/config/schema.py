@@ -151,9 +151,9 @@ class ModelConfig(Struct, frozen=True):
     # The most bytes of prefixes on disk in prefix_dir, for all workers of the model on a machine
     # together; at least 16 MiB; 0: none. These prefixes remain after a worker ends.
     prefix_disk: Annotated[Bytes, Within(0, 2**62)] = 0
-    # The requests that share cached prefixes. pool: all; owner: only requests of the same owner, so
-    # that no owner learns from `cached_tokens`, or from a quick first token, what other owners
-    # asked.
+    # The requests that share cached prefixes. pool: all requests; owner: only requests of the same
+    # owner, so that no owner learns from `cached_tokens`, or from a quick first token, what other
+    # owners asked.
     prefix_scope: Annotated[str, OneOf(("pool", "owner"))] = "pool"
     # Seconds that prefill may add to a decode step. A higher value starts answers sooner; a lower
     # value makes running streams wait less for other prompts. 0: on a GPU six decode steps of the

@@ -180,7 +180,7 @@ def decode(parts: Sequence[bytes], *, max_body: int = MAX_BODY) -> Message:
 
 
 def header_of(parts: Sequence[bytes]) -> Header | None:
-    """Returns the header of a message without decoding the rest; None if it is malformed."""
+    """Returns the header of a message, without decoding its body; None if it is malformed."""
     try:
         return _decode_header(parts[0]) if parts else None
     except Garbage:

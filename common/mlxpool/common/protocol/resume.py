@@ -153,7 +153,7 @@ class Resume(Struct, frozen=True):
         if len(blobs) > 1 or len(ids) != ID_WIDTH * count:
             raise BadRequest(f"resume.count is {count}, its blob has {len(ids) / ID_WIDTH:g} ids")
         if facts is not None and not facts.raw:
-            facts = None  # an empty map counts as absent: the facts of the first worker hold
+            facts = None  # an empty map counts as absent: the first worker's facts stay
         return cls(ids, facts, seed, resumes, reported)
 
     @classmethod

@@ -12,7 +12,7 @@ _HALF = re.compile("[\ud800-\udfff]")
 def not_unicode(value: Any, path: str = "") -> str:
     """Returns the path and the value of the first half of a surrogate pair; "" if there is none.
 
-    A path is such as messages[0].content. Keys of maps are checked, too.
+    An example of a path is messages[0].content. Keys of maps are checked, too.
     """
     waiting = [(path, value)]
     while waiting:

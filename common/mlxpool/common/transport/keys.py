@@ -53,7 +53,7 @@ def make(name: str, role: str) -> KeyPair:
     if role not in ROLES:
         raise BadKey(f"the role is {role!r:.40}, must be of {ROLES}")
     public, secret = zmq.curve_keypair()
-    while public.startswith(b"-"):  # a command would take such a key for a flag
+    while public.startswith(b"-"):  # a command would parse such a key as a flag
         public, secret = zmq.curve_keypair()
     return KeyPair(name, role, public.decode(), secret.decode())
 
