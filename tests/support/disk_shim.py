@@ -93,7 +93,6 @@ class ShimmedProcess(ShimmedDisk):
     """A program of tests/support in a new process, with `room` bytes of disk for folder `root`.
 
     `line` reads its output; `tell` writes to its input.
-
     """
 
     def __init__(

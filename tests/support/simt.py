@@ -60,7 +60,6 @@ def simulated() -> Iterator[set[str]]:
     """Replaces CUDA kernels by simulated kernels; MLX reports a CUDA GPU.
 
     Yields the names of the kernels that ran.
-
     """
     if COMPILER is None:
         pytest.skip("a C++ compiler is not installed, which builds a simulated GPU")
@@ -307,13 +306,12 @@ def _compile(*arguments: str, to: Path, what: str) -> None:
 
 @functools.cache
 def _folder() -> Path:
-    """The folder is in the user's cache folder, for later runs.
+    """Returns the folder of compiled libraries, with simt.h precompiled.
 
     It is in the user's cache folder, for all later runs. Its name is a hash of the compiler, the
     flags and the text of simt.h; a library's name is a hash of the kernel's text. A cache folder
     that others may write to, or that cannot be made, is not used. Then this process has its own
     folder, and removes it at its end.
-
     """
     folder = _kept_folder() or _own_folder()
     header = folder / "simt.h"

@@ -107,7 +107,6 @@ def options_of(flags: argparse.Namespace) -> dict[str, Any]:
     """Returns the options of `generate` that have flags; None for an absent flag.
 
     Raises BadRequest naming the flag, its value and its bound.
-
     """
     options = {name: getattr(flags, name) for name in CHECKS if hasattr(flags, name)}
     for name, value in options.items():
@@ -129,7 +128,6 @@ def check_broker(options: argparse.Namespace) -> None:
     """Raises BrokerLost immediately if no broker can answer, except with --connect-timeout.
 
     Raises BadRequest if the endpoint is malformed.
-
     """
     target = target_of(options, "front")
     endpoint = target.endpoint_of("front")

@@ -75,7 +75,6 @@ class Target(Struct, frozen=True):
 
         Raises BadRequest if the endpoint is malformed, and ValueError if the path of the run
         directory is too long for a socket.
-
         """
         if not self.endpoint:
             return sockets.ipc(self.run_dir, socket)
@@ -88,7 +87,6 @@ def targets_of(options: argparse.Namespace, socket: str) -> list[Target]:
     """Returns a target for each repeated flag; without flags the target of `target_of`.
 
     Raises BadRequest unless there is one server key for all endpoints, or one for each.
-
     """
     endpoints: list[str | None] = [*getattr(options, "endpoints", ())] or [None]
     server_keys: list[str | None] = [*getattr(options, "server_keys", ())] or [None]

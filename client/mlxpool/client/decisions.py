@@ -62,7 +62,6 @@ class DecisionList(list[Decision]):
         """Returns the answers of a `decide` job. `questions` are its questions, or their maps.
 
         Raises ValueError if the result belongs to another kind of job.
-
         """
         answer = result.answer
         if answer is None or answer.kind != protocol.DECISIONS:

@@ -132,7 +132,6 @@ def submit_call(kind: str, model: str, options: CallOptions) -> Question[Job]:
     """Returns the call that submits another call, such as `embed`, as a job.
 
     Raises BadRequest and TooLarge if it cannot be sent.
-
     """
     of_job, rest = _divided(options)
     priority, deadline_ms = rest.pop("priority", None), rest.pop("deadline_ms", None)
@@ -233,7 +232,6 @@ def cancel_request(request: bytes | Job | None, key: str | None) -> Question[dic
     """Returns the call that cancels a stream by its id, or a job.
 
     Raises BadRequest unless exactly one of `request` and `key` is given.
-
     """
     if key is not None:
         if request is not None:

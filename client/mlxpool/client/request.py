@@ -112,7 +112,6 @@ def generate(
 
     Raises BadRequest unless exactly one of prompt, messages and tokens is given, and if a prompt or
     an image cannot be sent. The broker checks everything else.
-
     """
     sampling, others = divide_options(options)
     settings = {"batch": True, **others}  # one frame per step for all streams of the client
@@ -274,7 +273,6 @@ def keep(model: str, seconds: float) -> Question[float]:
     """Returns the call that keeps a model loaded. Its answer is the time in force, in seconds.
 
     Raises BadRequest if the seconds are out of bounds.
-
     """
     if not is_number(seconds) or not -math.inf <= seconds <= MAX_KEEP_MS / 1000:
         raise BadRequest(
@@ -347,7 +345,6 @@ def cancel(request_id: bytes | None) -> Question[dict[str, Any]]:
     """Returns the call that cancels a request. Its answer is the request's state and sent ids.
 
     Raises BadRequest if the id is invalid.
-
     """
     if not isinstance(request_id, bytes) or len(request_id) != ID_BYTES:
         raise BadRequest(

@@ -93,7 +93,6 @@ def parse_frame(message: Message) -> Frame | None:
     """Returns the frame in a message; None if its kind is unknown or not about a stream.
 
     Raises PoolError, KeyError, TypeError or ValueError if the body is malformed.
-
     """
     content: Accepted | JobAccepted | Piece | Done | Failed
     if message.kind == StreamDelta.kind:
@@ -199,7 +198,6 @@ class StreamState(Struct, eq=False):
         """Returns whether a frame of this attempt is about the newest attempt of a live stream.
 
         An error about a message that the broker could not read has attempt 0.
-
         """
         return not self.over and attempt in (0, self.attempt)
 

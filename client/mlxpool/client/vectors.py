@@ -186,7 +186,6 @@ def listed(name: str, values: Any) -> list[Any]:
     """Returns the values of an argument, which may be any iterable, as a sequence.
 
     Raises BadRequest if it is not an iterable of texts, or empty.
-
     """
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
         raise BadRequest(f"{name} must be a list of texts, got {shown(values)}")

@@ -76,7 +76,6 @@ def environment_of(
     """Returns the variable with which a process sees only these GPUs.
 
     The map is empty if `environment` has this value already, or if `gpus` is empty.
-
     """
     if not gpus or list(gpus) == _names(environment, files):
         return {}

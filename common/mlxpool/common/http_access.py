@@ -42,8 +42,7 @@ def digest(key: str) -> bytes:
 def read_keys(file: Path) -> dict[bytes, ApiKey]:
     """Returns the keys of a file, by digest. A key without a name is named by digits of its digest.
 
-    Raises ValueError naming the file, and the faulty line or a mode that lets others read it.
-
+    Raises ValueError naming the file, and the faulty line or a mode that lets other users read it.
     """
     try:
         with open_regular(file) as opened:

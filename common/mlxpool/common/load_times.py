@@ -51,7 +51,6 @@ def activity(phase: str, load_phase: str) -> str:
     """Returns a worker's activity as a text for users.
 
     `phase` is the worker's phase, `load_phase` the phase of its load, or "".
-
     """
     if phase == "boot":
         return ACTIVITIES["start"]

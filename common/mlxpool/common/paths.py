@@ -85,7 +85,6 @@ def config_file(flag: Path | None = None) -> Path | None:
     """Returns the settings file: of the flag, of $MLXPOOL_CONFIG, or the first existing default.
 
     A named file is returned even if it does not exist: reading it raises the error.
-
     """
     named = flag or os.environ.get("MLXPOOL_CONFIG")
     if named:

@@ -86,7 +86,6 @@ class Conversation(Struct, eq=False):
         """Returns the messages of the next request, which ends with `text` of the user.
 
         Raises TooLarge if their texts are too long for a request.
-
         """
         first = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*first, *self.turns, self._user_message(text)]
@@ -343,7 +342,6 @@ def answer(
     """Print one answer as it arrives. Returns 1 if it failed; then the chat continues.
 
     Raises BrokerLost, and KeyboardInterrupt without a terminal.
-
     """
     from mlxpool.cli.load_progress import LoadProgress
     from mlxpool.common.errors import BrokerLost, PoolError

@@ -58,7 +58,6 @@ def diagnose(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the report that a process with the worker's code makes; docs/models.md shows one.
 
     Raises ValueError if the name is neither in the settings nor a path.
-
     """
     import subprocess
 

@@ -37,7 +37,6 @@ class Source(Struct, eq=False):
 
     `lines` is the path of a file of JSON lines, or lines as maps, texts or bytes. With `check` the
     first line that the pool would refuse raises BadRequest naming its number, from 1.
-
     """
 
     lines: Lines

@@ -308,7 +308,6 @@ class Client(JobMethods):
         `choices` are texts, a range such as range(1, 11) for a scale, or None for yes or no.
         `temperature` above 1 flattens the probabilities, below 1 sharpens them. Raises BadRequest
         if the model generates no text, ContextExceeded, and DeadlineExceeded after `deadline_ms`.
-
         """
         calls = decide(
             model, prompt, [("", choices)], temperature=temperature, deadline_ms=deadline_ms

@@ -107,7 +107,6 @@ class Declaration(Struct, frozen=True):
         """Returns the value of a file, a variable or a flag, converted to the setting's type.
 
         Raises ConfigError naming `where`, the path of the setting.
-
         """
         read = _convert(self, value, where)
         for check in self.checks:
@@ -178,7 +177,6 @@ def seconds(value: Any, where: str) -> float:
     """Returns a time in seconds, read from a number or from text such as "250ms", "5m", "-1".
 
     Raises ConfigError if the value is not a time.
-
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
@@ -192,7 +190,6 @@ def size(value: Any, where: str) -> int:
     """Returns a size in bytes, read from a number or from text such as "4GB", "512MiB".
 
     Raises ConfigError if the value is not a size.
-
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
@@ -213,7 +210,6 @@ def host_port(text: str, where: str = "pool.metrics") -> tuple[str, int]:
     """Returns the host and port of "127.0.0.1:9464" or "[::1]:9464"; port 0: any free port.
 
     Raises ConfigError if the text has another form.
-
     """
     match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^\[\]:/\s]+)):(\d{1,5})", text)
     if not match or int(match[3]) > 65535:

@@ -57,7 +57,6 @@ def check_think(raw: object) -> bool | str | None:
     """Returns True or False for thinking, its level, or None: then the template decides.
 
     Raises BadRequest naming the value and the allowed values.
-
     """
     if raw is None or isinstance(raw, bool) or (isinstance(raw, str) and raw in LEVELS):
         return raw

@@ -337,7 +337,6 @@ def check_keys(body: Mapping[Any, Any]) -> tuple[str, ...]:
     """Returns a warning for each ignored key. A key whose value is nil counts as absent.
 
     Raises BadRequest for a key of REFUSED, and for an option outside `options`.
-
     """
     ignored = [key for key, value in body.items() if value is not None and key not in KNOWN]
     for key in ignored:

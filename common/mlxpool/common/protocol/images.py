@@ -39,7 +39,6 @@ def parse_images(body: Mapping[str, Any], blobs: Sequence[bytes], start: int) ->
     """Returns the images of a request; its blob with the index `start` is the first image.
 
     Raises BadRequest and TooLarge naming the image, its value and the bound.
-
     """
     count = body.get(KEY)
     if count is None or count == 0:
@@ -86,7 +85,6 @@ def _index(digits: str) -> int:
     """Returns the number that the digits write; 10**_INDEX_DIGITS if there are too many digits.
 
     Python's `int` would raise ValueError for thousands of digits.
-
     """
     significant = digits.lstrip("0")
     return int(significant or "0") if len(significant) <= _INDEX_DIGITS else 10**_INDEX_DIGITS

@@ -18,7 +18,6 @@ class Accepted(Content, Struct, frozen=True):
     """The broker has accepted the request. `queue_position` is the number of requests before it.
 
     `warnings` name the ignored keys of the request.
-
     """
 
     kind: ClassVar[str] = "accepted"
@@ -172,7 +171,6 @@ class Failed(Content, Struct, frozen=True):
     """An `error`: the end of a stream, the answer to a call, or a report about a message.
 
     `fields` is a body that `PoolError.body` made.
-
     """
 
     kind: ClassVar[str] = "error"

@@ -96,7 +96,6 @@ def read(path: Path, role: str = "") -> KeyPair:
     """Returns the pair in a key file, which must have this role; "": any role.
 
     Raises BadKey naming the file, and its mode if others can read it.
-
     """
     try:
         with path.open("rb") as file:
@@ -142,7 +141,6 @@ def public_of(text: str) -> str:
     """Returns a public key: `text` itself, or the content of the file with this path.
 
     Raises BadKey if the text is neither.
-
     """
     if PUBLIC.fullmatch(text):
         return text
@@ -172,7 +170,6 @@ class Credentials(Struct, frozen=True):
         """Returns the credentials from two keys; None if both are absent.
 
         Raises BadKey if only one key is given, or if a key cannot be used.
-
         """
         if not server_key and not key:
             return None

@@ -67,7 +67,6 @@ def bind(socket: zmq.Socket[bytes], endpoint: str, key: KeyPair | None = None) -
     """Bind one more endpoint to a socket; with a `key` tcp uses CURVE.
 
     Returns the endpoint with its port. Raises OSError naming the endpoint.
-
     """
     before = os.umask(0o077)  # only the broker's user can open the socket files
     secure = key is not None and endpoint.startswith("tcp:")
@@ -91,7 +90,6 @@ def dealer(
     """Returns a connecting DEALER that reconnects until the broker refuses its key.
 
     Raises OSError if the endpoint is malformed.
-
     """
     socket = context.socket(zmq.DEALER)
     _common(socket)

@@ -26,7 +26,6 @@ class Waker(Closing):
         """Let every signal wake the poll; its number arrives as a byte. Main thread only.
 
         Returns the previous descriptor of `signal.set_wakeup_fd`.
-
         """
         return signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
 

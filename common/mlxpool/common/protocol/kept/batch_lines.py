@@ -81,7 +81,6 @@ def check_line(line: Mapping[str, Any], size: int) -> Line:
     """Check a line that is already parsed, or not yet written; it has `size` bytes as text.
 
     Raises BadLine.
-
     """
     try:
         _check_size(size)

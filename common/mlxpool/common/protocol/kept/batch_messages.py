@@ -137,7 +137,6 @@ class ReadOutcomes(Content, Struct, frozen=True):
     """Asks for the outcomes of the lines after the line with the number `after`, in line order.
 
     The answer leaves out lines that have not ended.
-
     """
 
     kind: ClassVar[str] = "batch_results"

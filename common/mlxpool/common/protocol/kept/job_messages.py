@@ -202,7 +202,6 @@ class SubmitCall(Content, Struct, frozen=True):
     """A `submit` of a call by a Python caller; `request` is its body with kind and model.
 
     `settings` are as in SubmitDraft.
-
     """
 
     kind: ClassVar[str] = Submit.kind
@@ -325,7 +324,6 @@ class JobAccepted(Content, Struct, frozen=True):
     """A job is on the disk, or a read of a job begins: an `accepted` with data of the job.
 
     `state` is the job's state at the time of the answer.
-
     """
 
     kind: ClassVar[str] = Accepted.kind

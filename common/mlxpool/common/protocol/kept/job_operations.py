@@ -98,7 +98,6 @@ def parse_question(kind: str, body: Mapping[str, Any]) -> tuple[str, Question]:
     """Returns the owner in a message of one of KINDS, "" if it names none, and the typed message.
 
     Raises BadRequest naming the key, its value and its bound.
-
     """
     owner = text(body, "owner")
     if kind == ListJobs.kind:

@@ -44,7 +44,6 @@ def parse_work(body: Mapping[str, Any], blobs: Sequence[bytes], owner: str = "")
     """Check a request as a worker checks it. `owner` is the owner of a call.
 
     Raises BadRequest and TooLarge naming the key, its value and its bound.
-
     """
     kind = kind_of(body)
     request = {key: value for key, value in body.items() if key != KIND}
