@@ -237,11 +237,11 @@ class PoolConfig(Struct, frozen=True):
     job_keep: Annotated[Seconds, Within(0.0, 10**8)] = 86400.0
     # The longest time for which a client may have a job's result kept.
     job_keep_max: Annotated[Seconds, Within(0.0, 10**8)] = 2592000.0
-    # Time in which the key of a job is answered with `gone` after the deletion of the job's result.
+    # Time in which the key of a job answers `gone` after the deletion of the job's result.
     job_key_life: Annotated[Seconds, Within(0.0, 10**8)] = 86400.0
     # Origins to which notices of ended jobs and batches may be posted: "https://hooks.example.org".
     job_notify_hosts: tuple[str, ...] = ()
-    # Networks that are not public, but in which the hosts of these origins may be.
+    # Networks that are not public, but in which hosts of `job_notify_hosts` may be.
     job_notify_networks: tuple[str, ...] = ()
     # The URL, at one of the allowed origins, for jobs and batches that name no URL; "": none.
     job_notify_url: str = ""
@@ -324,7 +324,7 @@ class PoolConfig(Struct, frozen=True):
     http_max_body: Annotated[Bytes, Within(1024, 2**40)] = 8 * 1024 * 1024
     # Time that an idle connection stays open; must be longer than in proxies and clients.
     http_idle_time: Annotated[Seconds, Within(1.0, 10**6)] = 120.0
-    # Time after its end for which an answer with an Idempotency-Key is kept, for retries.
+    # Time for which a finished answer with an Idempotency-Key is kept, for retries.
     http_stream_keep: Annotated[Seconds, Within(1.0, 10**8)] = 600.0
     # Time that answers over HTTP may take after SIGTERM, before the broker ends.
     http_drain_timeout: Annotated[Seconds, Within(0.0, 3600.0)] = 10.0
@@ -349,7 +349,7 @@ class WorkerConfig(Struct, frozen=True):
 
     endpoint: str  # the endpoint of the broker's socket for workers (back socket)
     slot: str
-    token: str  # the token that admits the worker to the back socket, once
+    token: str  # a token for one hello on the back socket
     name: str  # the model's name
     model: ModelConfig
     log_format: str = "text"
@@ -401,7 +401,7 @@ class GatewayConfig(Struct, frozen=True):
     run_dir: str
     listen_fds: Sequence[int]  # sockets that listen
     notify_fd: int
-    host: str  # the host of the socket `listen_fd`, the first of the gateway
+    host: str  # the host of the first socket of `listen_fds`
     port: int
     keys: str = ""  # the file of bearer keys; the next fields are PoolConfig's; "": no keys
     per_key: int = 0
