@@ -77,7 +77,7 @@ class Client(JobMethods):
         self._caller = Caller(self._connection)
 
     def for_owner(self, owner: str) -> Self:
-        """Returns a client on behalf of an owner, to whom its quotas, queueing and jobs belong.
+        """Returns a client that acts for an owner: quotas, queueing and jobs are the owner's.
 
         It shares the connection: close only this client. It is for gateways: the broker permits it
         to its own user and to keys with `may_name_owners`, and answers other clients with
