@@ -47,7 +47,7 @@ def arm(engine):
     encode, submit = engine.encode, engine.submit
 
     def encode_and_end(self, image, pinned):
-        features = self._image_encoder(image)  # it is being encoded, and nothing is kept yet
+        features = self.parts.image_encoder(image)  # it is being encoded, and nothing is kept yet
         end("encode")
         del features
         encode(self, image, pinned)

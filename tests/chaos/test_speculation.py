@@ -39,7 +39,7 @@ def arm(engine):
     collect = engine.collect
 
     def collect_or_end(self):
-        for span in self._flights[0].checks:
+        for span in self.pipeline.flights[0].checks:
             row = span.sequence
             place = {dict(zip((60, 61, 90), PLACES, strict=True))!r}.get(row.max_tokens)
             if place is not None and len(row.ids) >= place:  # the warm-up checks drafts too

@@ -45,7 +45,7 @@ def test_each_kind_of_question_has_its_labels() -> None:
 
 def test_a_long_text_comes_as_a_blob() -> None:
     assert DecideCall.parse({**GOOD, "prompt": True}, ["é".encode()]).prompt == "é"
-    assert "has none" in refused({**GOOD, "prompt": True})
+    assert "has no blob" in refused({**GOOD, "prompt": True})
     assert "not UTF-8" in refused({**GOOD, "prompt": True}, b"\xff")
 
 

@@ -35,8 +35,8 @@ FENCE = '"""'  # begins and ends a message of several lines
 HINT = f"Send a message; /? lists commands, {FENCE} begins and ends several lines."
 HELP = """\
 /? or /help            show this help
-/set OPTION VALUE      set an option of the answers, such as /set temperature 0.2
-/set system TEXT       set the system's message from now on; without TEXT: none
+/set OPTION VALUE      set an option of answers, such as /set temperature 0.2
+/set system TEXT       set the system's message from now on; no TEXT: none
 /set think, nothink    turn thinking on or off; /set think low: its effort
 /set verbose, quiet    turn the figures after each answer on or off
 /set                   show the options that are set

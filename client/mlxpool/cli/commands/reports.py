@@ -19,8 +19,8 @@ from mlxpool.cli.style import UNBOUNDED, Cells, print_table, width_of
 from mlxpool.common.load_times import activity
 
 PS_COLUMNS = (
-    "A row for each worker. SLOT: its name for logs, drain and restart; PHASE, FOR: its activity,"
-    " and the time since its begin; RUN: requests that it computes; WAIT: requests in the queue of"
+    "A row for each worker. SLOT: its name for logs, drain and restart; PHASE: its activity;"
+    " FOR: the time since its begin; RUN: requests that it computes; WAIT: requests in the queue of"
     " its model; RESTARTS: restarts of the slot."
 )
 
