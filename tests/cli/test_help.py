@@ -68,7 +68,7 @@ def test_the_help_of_a_table_explains_its_columns(
     command: str, columns: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ended(command, "--help") == OK
-    text = capsys.readouterr().out.partition("options:")[0]
+    text = " ".join(capsys.readouterr().out.partition("options:")[0].split())
     assert [name for name in columns if f"{name}: " not in text and f"{name}, " not in text] == []
 
 

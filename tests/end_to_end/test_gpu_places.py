@@ -100,8 +100,8 @@ def test_each_worker_and_each_rank_has_a_gpu_of_its_own(pool: Pool) -> None:
     assert (group["gpus"], visible_to(group["pid"])) == (["2", "3"], "2,3")
     pid = until(lambda: pool.worker("group/0")["ranks"][0]["pid"], "its rank has begun")
     assert visible_to(pid) == "3"
-    header, *lines = [line.split() for line in pool.cli("ps", "--wide").stdout.splitlines()]
-    place = header.index("GPU")
+    lines = [line.split() for line in pool.cli("ps", "--wide").stdout.splitlines()]
+    place = next(line.index("GPU") for line in lines if line[:1] == ["SLOT"])
     gpus = {line[0]: line[place] for line in lines if len(line) > place}
     assert (gpus["first/0"], gpus["second/0"], gpus["group/0"]) == ("0", "GPU-b", "2")
     assert [line[3] for line in lines if line[:2] == ["rank", "1"]] == ["3"]

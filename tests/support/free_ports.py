@@ -10,10 +10,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-LOWEST = 20_000  # Ray's workers use 10,002 to 19,999; browsers refuse some lower ports
-USUAL_LIMIT = 32_768  # the beginning of the kernel's range, if it is unknown
+LOWEST = 20_000  # Ray gives its workers 10,002 to 19,999; browsers refuse some lower ports
+USUAL_LIMIT = 32_768  # the begin of the kernel's own range, if it is unknown
 MIN_CHOICE = 2_000  # ports to choose from
-_given: set[int] = set()  # ports that this process has returned
+given: set[int] = set()  # ports given in this process
 
 
 def free_port() -> int:
@@ -25,9 +25,9 @@ def free_port() -> int:
 def free_ports(count: int) -> list[int]:
     """Returns `count` ports without a listener; a process gets each port once.
 
-    They stay free until the server starts: the kernel assigns other ports to sockets that ask for
-    any port, and the other test processes of the run use other ports. If there is no room below the
-    kernel's range, the ports are from this range.
+    They stay free until the server starts: the kernel gives other ports to sockets that ask for
+    any, and so do the other test processes of the run. If the kernel's range leaves no room below
+    it, the ports are from that range.
     """
     limit = highest_port()
     if limit - LOWEST < MIN_CHOICE:
@@ -45,13 +45,13 @@ def free_ports(count: int) -> list[int]:
 
 
 def _share(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Returns the number of this test process, and the number of test processes of the run."""
+    """Returns the number of this process in a run of the tests, and the number of processes."""
     name = environment.get("PYTEST_XDIST_WORKER", "gw0")
     return int(name.removeprefix("gw")), int(environment.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 
-def _limit() -> int:
-    """Returns the first port that the kernel assigns to a socket that asks for any port."""
+def highest_port() -> int:
+    """Returns the first port that the kernel gives to a socket that asks for any."""
     try:
         return int(RANGE.read_text().split()[0])
     except OSError:

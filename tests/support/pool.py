@@ -29,12 +29,12 @@ from support.commands import is_server, run_here
 # Seconds. No test measures time, so this only bounds a failure; a busy machine is ten times slower.
 PATIENCE = 200.0
 # Admin commands that may be sent again. All others are sent once: the broker may have performed a
-# command without answering in time, and a second drain is an error.
+# command without an answer in time, and a second drain is an error.
 QUESTIONS = frozenset({"batches", "job", "jobs", "models", "notices", "ps", "requests", "stats"})
 
 
-def reconnects(client: Client) -> int:
-    """Returns how often a client has replaced its connection since the broker's last frame."""
+def connection_of(client: Client | AsyncClient) -> Connection:
+    """Returns the connection of a client that speaks for itself, not for an owner."""
     connection = client._connection
     assert isinstance(connection, Connection)
     return connection
@@ -57,7 +57,7 @@ def until(check: Callable[[], Any], what: str, patience: float = PATIENCE) -> An
 
 
 def gone(process: psutil.Process) -> bool:
-    """Returns whether a process has ended; a zombie counts as ended."""
+    """Returns whether a process has ended; a zombie has."""
     try:
         return not process.is_running() or bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -71,7 +71,7 @@ def with_path(folder: Path) -> str:
 
 @contextmanager
 def patient_commands() -> Iterator[None]:
-    """Let commands in this process wait for a busy broker; support/patient is for other processes.
+    """Let commands in this process wait for a busy broker, as support/patient does in others.
 
     A command that gives up after 2 s may have been performed anyway, so a second run would fail.
     """
@@ -83,7 +83,7 @@ def patient_commands() -> Iterator[None]:
 
 
 class Pool(Closing):
-    """`mlxpool serve` with a config. Its run directory is short: socket paths are limited."""
+    """`mlxpool serve` with a config. The run directory is short, as socket paths are limited."""
 
     def __init__(
         self,
@@ -97,9 +97,9 @@ class Pool(Closing):
         verb: str = "serve",
         jobs_by_default: bool = False,
     ) -> None:
-        """`prefix` are words before the broker's command, such as a shell that sets a limit.
+        """`prefix`: words before the broker's command, such as a shell that sets a limit.
 
-        The pool has jobs if its config or the arguments have a state_dir, or with
+        The pool keeps jobs if its config or the arguments have a state_dir, or with
         `jobs_by_default`.
         """
         self.tmp_path = tmp_path
@@ -139,7 +139,7 @@ class Pool(Closing):
         until(self._answers, f"the broker answers; it said:\n{self.log()}")
 
     def _without_jobs(self) -> tuple[str, ...]:
-        """Returns the flag that starts a pool without a job store, if the test needs no store.
+        """Returns the flag that starts a pool without a store, unless the test needs the store.
 
         A store takes time to start.
         """
@@ -196,7 +196,7 @@ class Pool(Closing):
         return AsyncClient(self.run_dir, **{"connect_timeout": PATIENCE, **options})
 
     def ask(self, kind: str, **body: Any) -> dict[str, Any]:
-        """Run an admin command; waits longer for a busy broker."""
+        """Run an admin command; waits for a broker without processor time."""
         end = time.monotonic() + PATIENCE
         timeout = admin.ANSWER_TIMEOUT if kind in QUESTIONS else PATIENCE
         while True:
@@ -208,12 +208,12 @@ class Pool(Closing):
                     raise
 
     def worker(self, slot: str) -> dict[str, Any]:
-        """Returns a worker's map in `ps`; {} if the worker was never started."""
+        """Returns a worker's row in `ps`; {} if it was never started."""
         rows = [w for w in self.ask("ps")["workers"] if w["slot"] == slot]
         return dict(rows[0]) if rows else {}
 
     def gateway(self, **wanted: Any) -> dict[str, Any]:
-        """Wait until the map of its gateway in `ps` has these values; returns the map."""
+        """Wait until the row of its gateway in `ps` has these values; returns the row."""
 
         def check() -> dict[str, Any] | None:
             row = self.ask("ps").get("gateway", {})
@@ -222,7 +222,7 @@ class Pool(Closing):
         return dict(until(check, f"the gateway has {wanted}"))
 
     def in_state(self, slot: str, **wanted: Any) -> dict[str, Any]:
-        """Wait until a worker's map has these values; returns the map."""
+        """Wait until a worker's row has these values; returns the row."""
 
         def check() -> dict[str, Any] | None:
             row = self.worker(slot)
@@ -237,9 +237,9 @@ class Pool(Closing):
         *,
         over: Callable[[], bool] = lambda: False,
     ) -> int | None:
-        """Send a signal to the worker of a slot as soon as it has one; returns the worker's pid.
+        """Send a signal to the worker of a slot, once it has one; returns its pid.
 
-        Returns None if `over` becomes true before: a broker without work starts no worker.
+        Returns None if its work is `over` before: a broker without work starts no worker.
         """
         pids: list[int | None] = []
 
@@ -249,7 +249,7 @@ class Pool(Closing):
                 try:
                     os.kill(pid, number)
                     pids.append(pid)
-                except ProcessLookupError:  # the worker has just ended; the next worker follows
+                except ProcessLookupError:  # it has just ended; the next worker follows
                     return False
             elif over():
                 pids.append(None)
@@ -261,10 +261,10 @@ class Pool(Closing):
     def cli(
         self, *arguments: str, stdin: str | None = None, process: bool = False
     ) -> subprocess.CompletedProcess[str]:
-        """Run the `mlxpool` command on this pool, in this process or in a new `process`.
+        """Run the `mlxpool` command against this pool: here, or in its own `process`.
 
-        The command waits longer for a busy broker. It is run again if it gave up on a broker that
-        still runs.
+        The command waits for a broker without processor time. It is run again if it gave up on a
+        broker that still runs.
         """
         end = time.monotonic() + PATIENCE
         while True:
