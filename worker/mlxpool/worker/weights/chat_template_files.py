@@ -32,12 +32,6 @@ def named_files(path: FileLookup) -> list[Path]:
     return [file for file in files if not file.name.startswith(".")]
 
 
-def all_regular(path: FileLookup) -> bool:
-    """Returns whether no file of templates is a dangling link, a folder, a pipe or a device."""
-    files = (path / JINJA_FILE, path / JSON_FILE, *named_files(path))
-    return all(file.is_file() or not os.path.lexists(file) for file in files)
-
-
 def find_sources(path: FileLookup) -> TemplateSources:
     """The templates of the first file with templates, as transformers chooses; may be empty.
 
