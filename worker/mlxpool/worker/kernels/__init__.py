@@ -1,11 +1,11 @@
-"""Our own kernels: CUDA texts in cuda/*.cu, compiled at first use, and `cpu_exp` for CPUs.
+"""Our own kernels: CUDA sources in cuda/*.cu, compiled at first use, and `cpu_exp` for CPUs.
 
-The module device.py asks MLX for the device's memory and health. work_list.py divides ragged
-attention among thread blocks on the host. recurrent/ has the kernels of layers with states; they
-write into no input.
+device.py reads the device's memory and health from MLX. work_list.py divides ragged attention among
+thread blocks, on the host. recurrent/ has the kernels of layers with states; these kernels write
+into no input.
 
-Some other kernels write into their input arrays. MLX's value semantics does not provide for it: MLX
-orders kernels by their output arrays and does not see these writes. They are correct because
+Some other kernels write into their input arrays. MLX has value semantics: it orders kernels by
+their output arrays and does not see these writes. The writes are correct because
 
 - the arrays of the pool are whole, contiguous and never replaced;
 - nothing else in the same evaluation uses an array that a kernel writes;
@@ -14,5 +14,5 @@ orders kernels by their output arrays and does not see these writes. They are co
   returns, ragged_latents.attend those of latent_lines.norm_and_write. Or the kernel that writes a
   row's line is its only reader, as with FreshLines.
 
-`ensure_row_contiguous=False` keeps MLX from passing a copy.
+`ensure_row_contiguous=False` prevents MLX from passing a copy.
 """

@@ -1,4 +1,4 @@
-"""Writes tokens into a pool of blocks, rotated, quantised or unchanged, and copies a block."""
+"""Writes the keys and values of tokens into a pool of blocks, and copies blocks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUANTISED_INPUTS = (
 
 
 class RopeTables(Struct, frozen=True):
-    """Cosines and sines [T, ..., D / 2] in float32, which rotate D numbers of each head."""
+    """The cosines and sines [T, ..., D / 2] of RoPE in float32, for D numbers of each head."""
 
     cosines: mx.array
     sines: mx.array
@@ -41,7 +41,7 @@ def rope_tables(
 ) -> tuple[mx.array, mx.array]:
     """Returns cosines and sines [T, 1, D / 2] of positions [T] times angular frequencies [D / 2].
 
-    Positions are multiplied by `scale`, the results by `gain`.
+    Positions are multiplied by `scale`, cosines and sines by `gain`.
     """
     lines, half = positions.shape[0], frequencies.shape[0]
     cosines, sines = _tables_kernel(half, scale, gain)(
@@ -56,12 +56,12 @@ def rope_tables(
 
 @cache
 def makes_tables() -> bool:
-    """Returns whether `rope_tables` works here; the first call tries it."""
+    """Returns whether `rope_tables` works on this device; the first call tries it."""
     return kernel_works("angles of positions", _tables_are_right)
 
 
 def _tables_are_right() -> bool:
-    # Compared on the host: MLX would compile a kernel for each of its operations.
+    # Compared on the host: MLX would compile a kernel for each operation.
     positions, frequencies = np.array([0, 7, 100_000]), np.array([1.0, 0.125, 1e-4])
     angles = (positions[:, None] * 0.5 * frequencies).astype(np.float32)
     tables = rope_tables(
@@ -80,12 +80,12 @@ def rotate_and_write(
     slots: mx.array,
     turns: RopeTables | None,
 ) -> mx.array:
-    """Rotates q [T, H, D] and k [T, KV, D], writes k and v into the pools; returns q rotated.
+    """Rotates q [T, H, D] and k [T, KV, D], writes k and v into the pools; returns rotated q.
 
-    Line t goes into slot slots[t] of the pools [blocks, KV, block, D]. A line with slot -1 is
-    padding: it is not written, and its q is zeros. q, k and v may be views. Readers of the pools
-    must depend on the result, see the package. Four pools hold 8-bit keys and values and their
-    scales [blocks, KV, block, 1]; q, k and v then share a dtype of 16 bits.
+    Token t is written into slot slots[t] of the pools [blocks, KV, block, D]. A token with slot -1
+    is padding: it is not written, and its q is zeros. q, k and v may be views. Readers of the pools
+    must depend on the result, see the package. Four pools have 8-bit keys and values, and scales
+    [blocks, KV, block, 1]; q, k and v then share a dtype of 16 bits.
     """
     if is_quantised(pools):
         return _rotate_and_quantise(q, k, v, pools, slots, turns)
@@ -109,7 +109,7 @@ def rotate_and_write(
 
 
 def is_quantised(pools: tuple[mx.array, ...]) -> bool:
-    """Returns whether a layer's pools hold integers and their scales, see caches/stored.py."""
+    """Returns whether a layer's pools have integers and scales, see caches/stored.py."""
     return len(pools) == 4
 
 
@@ -140,9 +140,9 @@ def _rotate_and_quantise(
 
 
 def write_tokens(pool: mx.array, fresh: mx.array, slots: mx.array) -> mx.array:
-    """Writes fresh [n, heads, size] into slots [n] of pool [blocks, heads, block, size].
+    """Writes `fresh` [n, heads, size] into `slots` [n] of `pool` [blocks, heads, block, size].
 
-    Returns a 0 that readers must add to the indices that they read, see the package.
+    Returns a 0 that readers of the pool must add to their indices, see the package.
     """
     _, heads, block, size = pool.shape
     inputs = [pool, mx.contiguous(fresh.astype(pool.dtype)), slots]

@@ -1,4 +1,4 @@
-"""A bounded cache of functions that MLX compiled."""
+"""A bounded cache of functions compiled by MLX."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import mlx.core as mx
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MAX_PASSES = 16  # of a model; each takes 0.7 to 1.5 MB for six layers and eight rows
+MAX_PASSES = 16  # compiled functions of a model; 0.7 to 1.5 MB each for six layers and eight rows
 
 
 class CompileNotice:
-    """A notice that a pass is about to compile something. `given`: the notice was given.
+    """A callback before a pass compiles something. `given`: it was called during this pass.
 
-    The code that begins a pass sets `given` to False. `tell` may be replaced.
+    The code that begins a pass sets `given` to False. `tell`, the called function, may be replaced.
     """
 
     __slots__ = ("given", "tell")
@@ -28,16 +28,16 @@ class CompileNotice:
         self.tell = tell
 
     def __call__(self) -> None:
-        """Gives the notice: a compilation begins."""
+        """Calls `tell`: a compilation begins."""
         self.given = True
         self.tell()
 
 
 class ComputedKinds:
-    """The kinds of passes that were computed once, so that further passes compile nothing.
+    """The kinds (constants and shapes) of computed passes: a further pass compiles nothing.
 
-    A kind counts from the beginning of its first pass on. A pass may compile until it is evaluated,
-    so a failure makes the kinds of all passes that were not evaluated new again.
+    A kind counts as computed when its first pass begins. A pass may compile until it is evaluated,
+    so after a failure the kinds of all unevaluated passes are new again.
     """
 
     __slots__ = ("_begun", "_kinds")
@@ -55,11 +55,11 @@ class ComputedKinds:
         return True
 
     def evaluated(self) -> None:
-        """Notes that every pass that has begun was evaluated."""
+        """Records that all passes so far were evaluated."""
         self._begun.clear()
 
     def failed(self) -> None:
-        """Forgets the kinds of passes that began since `evaluated` was called: one has failed."""
+        """Forgets the kinds of passes since the last call of `evaluated`, after a failed pass."""
         self._kinds.difference_update(self._begun)
         self._begun.clear()
 
@@ -67,9 +67,9 @@ class ComputedKinds:
 class CompiledPasses(Generic[P, R]):
     """A function that MLX compiles once for each kind of arguments.
 
-    MLX itself never frees a compiled function. With `max_passes` of them, the least recently used
-    is freed just before another is compiled in its memory, so the process does not grow. A call
-    only builds the graph that is evaluated later; see ComputedKinds.
+    MLX itself never frees a compiled function. If there are `max_passes` functions, the least
+    recently used function is freed just before another function is compiled, so the process does
+    not grow. A call only builds the graph, which is evaluated later; see ComputedKinds.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class CompiledPasses(Generic[P, R]):
             self._notice()
             if len(self._passes) == self._max_passes:
                 self._begun.discard(self._passes.popitem(last=False)[0])
-            # MLX identifies a function by its object, so each kind has a separate object.
+            # MLX identifies a function by its Python object, so each kind has a separate object.
             self._passes[kind] = mx.compile(partial(self._function))
             self._begun.add(kind)
         self._passes.move_to_end(kind)
@@ -106,11 +106,11 @@ class CompiledPasses(Generic[P, R]):
             raise
 
     def evaluated(self) -> None:
-        """Notes that the results of all calls were evaluated."""
+        """Records that the results of all calls were evaluated."""
         self._begun.clear()
 
     def failed(self) -> None:
-        """Frees all functions compiled since the call of `evaluated`: an evaluation has failed."""
+        """Frees all functions compiled since the last call of `evaluated`, after a failure."""
         for kind in self._begun:
             del self._passes[kind]
         self._begun.clear()

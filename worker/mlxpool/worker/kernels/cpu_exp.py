@@ -1,10 +1,10 @@
-"""exp for CPUs under Linux, because MLX's own is not vectorised there (16 ns a number).
+"""exp for CPUs on Linux, on which MLX's exp is not vectorised (16 ns a number).
 
 Sums and products that MLX compiles are vectorised: 1.5 ns a number. Without a C++ compiler MLX
 compiles nothing; then `vectorised` is false and MLX's exp is faster.
 
 `gelu` and `softmax_in_place` are for passes that MLX does not compile: they evaluate their
-arguments, and NumPy computes in the memory of MLX's arrays, an exp in 0.5 ns.
+arguments, and NumPy computes in the memory of MLX's arrays (0.5 ns an exp).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from mlxpool.worker.kernels.compiled_passes import CompiledPasses
 
-MIN_SIZE = 2048  # numbers; for fewer, MLX's one operation is faster than several
-MAX_SHAPES = 32  # shapes that stay compiled; some 30 kB each
+MIN_SIZE = 2048  # numbers; for fewer numbers, MLX's single operation is faster
+MAX_SHAPES = 32  # the most compiled shapes; some 30 kB each
 
 HALVINGS = 5
 MIN_ARGUMENT = -70.0  # smaller arguments give exp(MIN_ARGUMENT), 4e-31
@@ -37,7 +37,7 @@ COEFFICIENTS = (
     4.06946566e-15,
     7.37189639e-18,
 )
-CHUNK = 2**15  # numbers that are computed together: they stay in a core's cache
+CHUNK = 2**15  # numbers computed together, which fit into a core's cache
 # 1 - erf(x / sqrt(2)) is t * (a polynomial of t) * exp(-x**2 / 2): Abramowitz and Stegun, 7.1.26.
 GELU_SCALE = 0.3275911 * math.sqrt(0.5)
 GELU_TAIL = (0.127414796, -0.142248368, 0.7107068705, -0.7265760135, 0.5307027145)  # halved
@@ -46,12 +46,12 @@ Floats = npt.NDArray[np.float32]
 
 
 def exp_below(x: mx.array) -> mx.array:
-    """Returns exp of x <= 0 in float32; the relative error down to -10 is 5e-6 at most."""
+    """Returns exp of x <= 0 in float32; for x >= -10 the relative error is at most 5e-6."""
     return _exp_below(x.shape, x) if supports(x) else mx.exp(x)
 
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    """Returns gate * sigmoid(gate) * up, for arrays of one shape that `supports` accepts."""
+    """Returns gate * sigmoid(gate) * up, for equal shapes; `supports` must accept the arrays."""
     return _swiglu(gate.shape, gate, up)
 
 
@@ -62,7 +62,7 @@ def supports(x: mx.array) -> bool:
 
 @cache
 def vectorised() -> bool:
-    """Returns whether MLX compiles for this CPU: a compiled function is traced only once."""
+    """Returns whether MLX compiles on this CPU (it traces a compiled function only once)."""
     if not on_linux_cpu():
         return False
     runs: list[None] = []
@@ -78,7 +78,7 @@ def vectorised() -> bool:
 
 
 def on_linux_cpu() -> bool:
-    """Returns whether MLX computes on a CPU under Linux, on which exp is not vectorised."""
+    """Returns whether MLX computes on a CPU on Linux, without a vectorised exp."""
     return sys.platform == "linux" and mx.default_device().type == mx.DeviceType.cpu
 
 
@@ -88,12 +88,12 @@ def takes_numpy(x: mx.array) -> bool:
 
 
 def memory_of(x: mx.array) -> Floats:
-    """Evaluates an array and returns a view of its numbers: writes to the view change the array."""
+    """Evaluates an array and returns a NumPy view: writes to the view change the array."""
     return np.array(x, copy=False)
 
 
 def gelu(x: mx.array) -> mx.array:
-    """Returns x times the normal distribution function of x; its error is 1e-6 * |x| at most."""
+    """Returns x times the normal distribution function of x; the error is at most 1e-6 * |x|."""
     result = mx.empty(x.shape, mx.float32)
     inputs, outputs = memory_of(x).reshape(-1), memory_of(result).reshape(-1)
     space = np.empty((2, min(CHUNK, inputs.size)), np.float32)
@@ -125,7 +125,7 @@ def _gelu(x: Floats, out: Floats, t: Floats, y: Floats) -> None:
 def softmax_in_place(scores: mx.array) -> tuple[mx.array, mx.array]:
     """Returns the numerators of softmax over the last axis, and their sums.
 
-    The numerators overwrite `scores`: do not use these again, nor arrays that share their memory.
+    The numerators overwrite `scores`: do not use `scores` again, nor arrays that share its memory.
     """
     rows = memory_of(scores)
     rows -= rows.max(axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Dequantises affine weights, or rows of them, as fast as memory can be written."""
+"""Dequantises affine weights, or rows of weights, at the speed of memory writes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mlxpool.worker.kernels.kernel_builder import (
 )
 
 THREADS = 256
-NUMBERS_PER_STEP = 8  # numbers that a thread makes at a time
+NUMBERS_PER_STEP = 8  # numbers that a thread dequantises at a time
 STEPS_PER_THREAD = 4
 
 
 @cache
 def supports(bits: int, group: int, dtype: mx.Dtype) -> bool:
-    """Returns whether `unpack` supports these weights here; tries each kind once."""
+    """Returns whether `unpack` supports weights of this format; tries each format once."""
     return dtype in HALF_DTYPES and kernel_works(
         f"{bits} bits", lambda: _is_right(bits, group, dtype)
     )
@@ -49,7 +49,7 @@ def unpack(
 
 @cache
 def supports_rows(bits: int, group: int, dtype: mx.Dtype) -> bool:
-    """Returns whether `unpack_rows` supports these weights here; tries each kind once."""
+    """Returns whether `unpack_rows` supports weights of this format; tries each format once."""
     return dtype in HALF_DTYPES and kernel_works(
         f"rows of {bits} bits", lambda: _rows_are_right(bits, group, dtype)
     )
@@ -66,7 +66,7 @@ def unpack_rows(
 ) -> mx.array:
     """Dequantises the rows `ids` [T], int32, of a weight as in `unpack` -> [T, in].
 
-    MLX would gather the rows of each array with a kernel that it compiles at each load.
+    MLX would gather rows with a kernel that it compiles at each load.
     """
     lines, columns = ids.shape[0], scales.shape[1] * group
     threads = lines * columns // NUMBERS_PER_STEP

@@ -19,12 +19,10 @@ from mlxpool.common.process.blas import MENDED_BY
 log = logging.getLogger("mlxpool.worker")
 
 GPU_CHUNK, CPU_CHUNK = 2048, 512  # tokens of a prefill chunk
-SLOW_CHUNK = (
-    64  # the same with the reference BLAS: a chunk of 512 may take longer than prefill_limit
-)
-DEFAULT_MEMORY_SHARE = 0.8  # of the device's memory, for a worker without a configured limit
+SLOW_CHUNK = 64  # prefill chunk with the reference BLAS: a chunk of 512 may exceed prefill_limit
+DEFAULT_MEMORY_SHARE = 0.8  # of the device's memory: the default limit of a worker
 MMAP_THRESHOLD = 2**20  # bytes; an array of this size or more has its own pages
-_M_MMAP_THRESHOLD = -3  # the parameter of mallopt
+_M_MMAP_THRESHOLD = -3  # parameter number of mallopt
 _MULTIPROCESSOR_COUNT, _MPS_ENABLED = 16, 133  # of cuDeviceGetAttribute
 # Texts of errors that leave the device usable.
 _OUT_OF_MEMORY_TEXTS = ("out of memory", "unable to allocate")
@@ -37,12 +35,12 @@ def on_gpu() -> bool:
 
 
 def on_cuda() -> bool:
-    """Returns whether MLX computes on a GPU of NVIDIA: our kernels are for these."""
+    """Returns whether MLX computes on an NVIDIA GPU, for which our kernels are."""
     return on_gpu() and bool(mx.cuda.is_available())
 
 
 def multiprocessors() -> int:
-    """Returns the number of multiprocessors of the CUDA GPU; 0 if the driver does not know it."""
+    """Returns the number of multiprocessors of the CUDA GPU; 0 if unknown."""
     return _attribute(_MULTIPROCESSOR_COUNT)
 
 
@@ -53,7 +51,7 @@ def shares_multiprocessors() -> bool:
 
 @functools.cache
 def _attribute(number: int) -> int:
-    """Returns an attribute of the CUDA GPU; 0 if the driver does not know it."""
+    """Returns attribute `number` of the CUDA GPU; 0 if unknown."""
     value = ctypes.c_int()
     with contextlib.suppress(OSError, AttributeError):
         ask = ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute
@@ -63,15 +61,15 @@ def _attribute(number: int) -> int:
 
 
 def prefill_chunk(configured: int = 0) -> int:
-    """Returns the tokens of a prefill chunk: `configured`, or if that is 0 the device's default.
+    """Returns the tokens of a prefill chunk: `configured`; 0: the device's default.
 
-    Larger chunks are not faster and delay other requests longer.
+    Chunks above the default are not faster and delay other requests longer.
     """
     return configured or (GPU_CHUNK if on_gpu() else CPU_CHUNK)
 
 
 def device_memory() -> tuple[int, int]:
-    """Returns the total and free bytes of the device's memory; the machine's if it is shared."""
+    """Returns the total and free bytes of the device's memory, which may be the machine's."""
     machine = psutil.virtual_memory()
     if not on_gpu():
         return int(machine.total), int(machine.available)
@@ -81,7 +79,7 @@ def device_memory() -> tuple[int, int]:
 
 
 def device_computes() -> bool:
-    """Returns whether the device still computes rightly; waits for the work it has begun."""
+    """Returns whether the device still computes correctly; waits for its pending work."""
     try:
         mx.clear_cache()
         total = mx.arange(_PROBE_SIZE).sum().item()
@@ -94,20 +92,21 @@ def device_computes() -> bool:
 
 
 def memory_limit(configured: int) -> int:
-    """Returns the bytes a worker may use; `configured` 0: DEFAULT_MEMORY_SHARE of the device."""
+    """Returns the memory limit of a worker in bytes; `configured` 0: DEFAULT_MEMORY_SHARE."""
     return configured or int(device_memory()[0] * DEFAULT_MEMORY_SHARE)
 
 
 def has_own_memory() -> bool:
-    """Returns whether the device has its own memory, apart from the memory of processes."""
+    """Returns whether the device has its own memory, separate from the memory of processes."""
     return on_gpu() and sys.platform == "linux"
 
 
 def evaluate_in_own_memory(arrays: Sequence[mx.array]) -> None:
     """Evaluates operations whose outputs must be in the device's own memory, above 8 bytes each.
 
-    An output may otherwise get managed memory that MLX keeps for reuse. There, each increment of a
-    counter and each wait for it takes a thread block microseconds: docs/notes/mlx-cuda-buffers.md.
+    An output may otherwise get managed memory from MLX's cache. In managed memory, each increment
+    of a counter and each wait for a counter takes a thread block microseconds:
+    docs/notes/mlx-cuda-buffers.md.
     """
     mx.clear_cache()
     mx.eval(*arrays)
@@ -124,15 +123,16 @@ def non_mlx_bytes() -> int:
 def keep_large_arrays_off_heap() -> None:
     """Makes glibc allocate large arrays outside its heap; does nothing on other C libraries.
 
-    After the first large free, glibc raises its threshold and allocates arrays of that size in the
-    heap. There, any later allocation above them keeps their pages: 30 MB after a warm-up.
+    After the first free of a large array, glibc raises its threshold and allocates arrays of this
+    size in the heap. In the heap, a later allocation above such arrays keeps their pages: 30 MB
+    after a warm-up.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD)
 
 
 def trim_heap() -> None:
-    """Returns freed memory of the C heap to the system; does nothing on C libraries but glibc."""
+    """Returns freed memory of the C heap to the system; does nothing without glibc."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -147,7 +147,7 @@ def blas_of(platform: str, preload: str) -> str | None:
 def worker_chunk(configured: int, sequences: int) -> int:
     """Returns `configured`, or the tokens of a worker's chunk with the reference BLAS, else 0.
 
-    The chunk exceeds `sequences`, because a step has a token of each of them.
+    The chunk exceeds `sequences`, because a step has a token of each sequence.
     """
     slow = not on_gpu() and blas_of(sys.platform, os.environ.get("LD_PRELOAD", "")) is None
     return configured or (max(SLOW_CHUNK, 2 * sequences) if slow else 0)

@@ -1,4 +1,4 @@
-"""Quantised weights of experts in the order of tensor cores; see expert_fragments.cuh."""
+"""Quantised weights of experts, ordered for tensor cores; see expert_fragments.cuh."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mlxpool.worker.kernels.kernel_builder import (
 ROWS = 16  # of a fragment
 COLUMNS = 64
 THREADS = 256
-MAX_MXFP4_SCALE = 128  # E8M0; a larger one stands for 4 and more
+MAX_MXFP4_SCALE = 128  # E8M0; a larger exponent means 4 and more
 
 
 class PackedFormat(Struct, frozen=True):
-    """How numbers are quantised: `bits` each in groups of `group` with a scale, as in MLX.
+    """A format of quantised numbers: `bits` each, in groups of `group` with a scale, as in MLX.
 
-    `floats`: in mxfp4; otherwise affine, with biases.
+    `floats`: mxfp4; otherwise affine, with biases.
     """
 
     bits: int
@@ -38,7 +38,7 @@ class PackedFormat(Struct, frozen=True):
 
     @property
     def fragment_bytes(self) -> int:
-        """The bytes of 16 rows and 64 columns, with their scales and biases."""
+        """The bytes of a fragment: 16 rows and 64 columns, with scales and biases."""
         factors = COLUMNS // self.group * (2 if self.floats else 8)
         return ROWS * COLUMNS * self.bits // 8 + ROWS // 2 * factors
 
@@ -58,7 +58,7 @@ class PackedArrays(Struct, frozen=True):
     packed: PackedFormat
 
     def opened(self) -> mx.array:
-        """Returns the weights dequantised."""
+        """Returns the dequantised weights."""
         return mx.dequantize(
             self.weight,
             self.scales,
@@ -78,7 +78,8 @@ def quantised(weight: mx.array, packed: PackedFormat) -> PackedArrays:
 def in_fragments(weights: PackedArrays, *, gated: bool) -> mx.array:
     """Returns fragments [E, out / 16, in / 64, words] in uint32.
 
-    `gated`: the first half of the rows are gates; a fragment has eight gates and their eight ups.
+    `gated`: the first half of the rows are gates; a fragment has eight gates and the eight matching
+    ups.
     """
     packed, (experts, rows, words) = weights.packed, weights.weight.shape
     steps = words * 32 // packed.bits // COLUMNS
@@ -95,7 +96,7 @@ def in_fragments(weights: PackedArrays, *, gated: bool) -> mx.array:
 
 
 def header(packed: PackedFormat) -> str:
-    """Returns the code that kernels over fragments begin with."""
+    """Returns the first code of kernels that read fragments."""
     constants: dict[str, Constant] = {
         "BITS": packed.bits,
         "GROUP": packed.group,

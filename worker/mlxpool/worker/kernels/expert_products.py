@@ -1,8 +1,8 @@
-"""Products of tokens with the weights of the experts that they have chosen, and their sum.
+"""Products of tokens with the weights of their chosen experts, and the products' sum.
 
 The kernels follow the plan of expert_routing.py, which is made on the device: a fixed number of
-thread blocks take its items in turn. They read the weight of each chosen expert from memory once,
-and no other weights.
+thread blocks process its items in turn. The kernels read only the weights of chosen experts, each
+weight once.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from mlxpool.worker.kernels.kernel_builder import (
 from mlxpool.worker.kernels.matmul_tiled import group_mma, group_mma_by_lines
 from mlxpool.worker.kernels.routing_params import RoutingParams
 
-COLUMNS = 64  # of a weight that are multiplied at a time
-PACKED_COLUMNS = 128  # the same of a quantised weight, with some lines
-ROWS = 128  # of a weight in a tile; of a gated weight 64 gates and 64 others
-THREADS = 256  # four warps for each 64 rows
-MULTIPROCESSORS = 132  # of a large GPU
-MAX_SHARED_BYTES = 200 * 1024  # of a thread block alone on a multiprocessor
-MAX_PAIR_BYTES = 110 * 1024  # of each of two thread blocks
+COLUMNS = 64  # columns of a weight that are multiplied at a time
+PACKED_COLUMNS = 128  # columns of a quantised weight multiplied at a time, with some lines
+ROWS = 128  # rows of a weight in a tile; of a gated weight 64 gates and 64 ups
+THREADS = 256  # threads: four warps for each 64 rows
+MULTIPROCESSORS = 132  # multiprocessors of a large GPU
+MAX_SHARED_BYTES = 200 * 1024  # shared memory of a thread block alone on a multiprocessor
+MAX_PAIR_BYTES = 110 * 1024  # shared memory of each of two thread blocks
 MAX_STAGES = 10
-WIDE_SETS = 16  # of 8 lines; with this many or more a tile of a quantised weight has 256 rows
-MIN_STAGES = 3  # the stage before, the stage that is multiplied, and the next, which is copied
+WIDE_SETS = 16  # sets of 8 lines; from this number on, a tile of a quantised weight has 256 rows
+MIN_STAGES = 3  # stages: the previous stage, the multiplied stage, and the next, which is copied
 SHARED_ALIGNMENT = 1024  # bytes
-SUM_THREADS = 256  # of a thread block of `weighted_sum`
+SUM_THREADS = 256  # threads of a thread block of `weighted_sum`
 NUMBERS_PER_THREAD = 8
-FEW_WARPS = 16  # of a thread block with few lines, which is alone on a multiprocessor
+FEW_WARPS = 16  # of a thread block with few lines, alone on a multiprocessor
 FEW_SETS = 2  # of 8 lines
 FEW_DEEP = 15  # steps of one strip that a warp reads ahead, as far as registers allow
 FEW_SHARED_BYTES = 220 * 1024
@@ -66,14 +66,14 @@ class ExpertWeight(Struct, frozen=True):
 
     @property
     def rows(self) -> int:
-        """The rows of an expert's weight."""
+        """The number of rows of an expert's weight."""
         return self.weight.shape[1] * (1 if self.packed is None else expert_fragments.ROWS)
 
 
 class ExpertWeights(Struct, frozen=True):
-    """The experts' gates and ups [E, 2 * W, d], gates first, and their downs [E, d, W].
+    """The experts' gates and ups [E, 2 * W, d], gates first, and downs [E, d, W].
 
-    `limit`: above 0 the activation is gpt-oss's, else silu(gate) * up.
+    `limit`: above 0: gpt-oss's activation with this limit; 0: silu(gate) * up.
     """
 
     gate_up: ExpertWeight
@@ -82,7 +82,7 @@ class ExpertWeights(Struct, frozen=True):
 
     @property
     def width(self) -> int:
-        """Returns W."""
+        """The width W of an expert."""
         return self.gate_up.rows // 2
 
 
@@ -90,7 +90,7 @@ class ExpertWeights(Struct, frozen=True):
 def supports(
     hidden: int, width: int, dtype: mx.Dtype, packed: tuple[PackedFormat | None, ...] = (None, None)
 ) -> bool:
-    """Returns whether the kernels support experts of this size; the first call tries them.
+    """Returns whether the kernels support experts of this size; the first call tries the kernels.
 
     `packed`: the formats of gate and up, and of down.
     """
@@ -129,11 +129,11 @@ def pending_mixture(
     shared: tuple[mx.array, mx.array] | None = None,
     beside: mx.array | None = None,
 ) -> tuple[mx.array, WeightedSum]:
-    """Returns the outputs of the chosen experts for x [T, d], and the sum to apply to them.
+    """Returns the outputs of the chosen experts for x [T, d], and the WeightedSum to apply.
 
     `shared`: gates and ups [2 * W, d] and down [d, W] of one more expert for all tokens. The plan
-    must include it, and the other experts must be dense, without bias and limit. Without `shared`,
-    `beside` [T, d] may be added.
+    must include this expert; the other experts must be dense, without bias and limit. Without
+    `shared`, `beside` [T, d] may be added.
     """
     tokens = x.shape[0]
     shared_gate_up, shared_down = shared or (None, None)
@@ -217,19 +217,19 @@ def _kernel(constants: tuple[tuple[str, Constant], ...]) -> Any:
 
 
 class PackedLayout(Struct, frozen=True):
-    """How a thread block multiplies some lines, see expert_product_packed.cu."""
+    """How a thread block multiplies some lines (token vectors), see expert_product_packed.cu."""
 
-    rows: int  # of a tile, with two threads each
+    rows: int  # rows of a tile, with two threads each
     stages: int  # in shared memory
     blocks: int  # of a multiprocessor
-    shared: int  # bytes of a block
+    shared: int  # shared memory of a thread block, in bytes
 
 
 @cache
 def packed_layout(sets: int, columns: int, packed: PackedFormat) -> PackedLayout:
     """Returns the layout for items of 8 * `sets` lines.
 
-    If items have many lines, these are read once for 256 rows, if there is memory for it.
+    If items have many lines, the lines are read once for 256 rows, if shared memory suffices.
     """
     most = min(MAX_STAGES, -(-columns // PACKED_COLUMNS) + 2)
 
@@ -281,23 +281,23 @@ def _packed_kernel(
 
 
 class FewLayout(Struct, frozen=True):
-    """How a thread block multiplies few lines, see expert_product_few.cu."""
+    """How a thread block multiplies few lines (token vectors), see expert_product_few.cu."""
 
-    high: int  # strips of 16 rows of a warp
+    high: int  # strips of 16 rows for each warp
     deep: int  # steps of 64 columns that a warp reads ahead
     room: int  # lines in shared memory
 
 
 @cache
 def few_layout(sets: int, columns: int, packed: PackedFormat) -> FewLayout | None:
-    """Returns the layout for items of 8 * `sets` lines, or None if these are too many."""
+    """Returns the layout for items of 8 * `sets` lines; None if the lines are too many."""
     room = (FEW_SHARED_BYTES - SHARED_ALIGNMENT) // _few_line_bytes(columns)
     if sets > FEW_SETS or room < 8 * sets:
         return None
     high = 1 if sets == 1 else 2
     steps = columns // COLUMNS
     most = min(steps, (FEW_DEEP if sets == 1 else FEW_DEEP // 3) * 4 // packed.bits)
-    # If `steps` is not a multiple of the depth, the last turn has fewer steps.
+    # If `steps` is not a multiple of the depth, the last iteration has fewer steps.
     whole = (n for n in range(most, most // 2, -1) if steps % n == 0)
     return FewLayout(high, next(whole, most), room)
 
@@ -336,9 +336,10 @@ def _few_kernel(
 
 
 class WeightedSum(Struct, frozen=True):
-    """The sum [T, d] of made [T * k, d] with a plan's weights, in the order of choices.
+    """The weighted sum [T, d] of experts' outputs `made` [T * k, d], in the order of choices.
 
-    `shared`: `made` ends with [T, d] of the shared expert, which is added; else `beside` [T, d] is.
+    `shared`: `made` ends with the outputs [T, d] of the shared expert, which are added; else
+    `beside` [T, d] is added.
     """
 
     plan: mx.array
@@ -425,7 +426,7 @@ def quantised_experts(gate_up: mx.array, down: mx.array, packed: PackedFormat) -
 
 
 def of_packed(weights: PackedArrays, *, gated: bool, bias: mx.array | None = None) -> ExpertWeight:
-    """Returns quantised weights in fragments."""
+    """Returns an ExpertWeight of quantised weights in fragments."""
     return ExpertWeight(in_fragments(weights, gated=gated), bias, weights.packed)
 
 

@@ -1,7 +1,7 @@
-"""Chooses the experts of tokens and lists the work of their products, in one kernel.
+"""Chooses the experts of tokens and lists the work of the experts' products, in one kernel.
 
-The result is one int32 array, the plan, since each output costs the host time. With C = T * k, the
-plan of T tokens with k choices each has the words
+The result is one int32 array, the plan, because each output costs the host time. With C = T * k,
+the plan of T tokens with k choices each has the words
 
 - 0: the number of items; 1 to 3 are unused;
 - 4: the weights of the choices [T, k], as the bits of float32;
@@ -34,28 +34,28 @@ from mlxpool.worker.kernels.kernel_builder import (
 from mlxpool.worker.kernels.routing_params import RoutingParams
 
 LINES, MORE_LINES = 8, 16  # of a thread block
-MANY_BLOCKS = 132  # of LINES; more thread blocks would wait for each other
+MANY_BLOCKS = 132  # the most thread blocks of LINES lines; more blocks would wait for each other
 WARPS = 16
 THREADS = WARPS * WARP_SIZE
 MAX_EXPERTS = THREADS  # the kernel has a thread for each expert
-MAX_CHOICES = 1 << 16  # of a pass: one thread block sorts them
-MAX_GATE_BYTES = 1 << 20  # of a router that each thread block reads whole
-MAX_NORM_SIZE = 8192  # numbers of a line that a warp norms
-COLUMNS = 32  # of the router that a warp reads at a time
-# Lines of an item at most. Items of 256 lines were slower: the products of 2,048 tokens of GLM's
+MAX_CHOICES = 1 << 16  # tokens of a pass: one thread block sorts their choices
+MAX_GATE_BYTES = 1 << 20  # bytes of a router that each thread block reads completely
+MAX_NORM_SIZE = 8192  # numbers of a line (token vector) that a warp norms
+COLUMNS = 32  # columns of the router that a warp reads at a time
+# The most lines of an item. Items of 256 lines were slower: the products of 2,048 tokens of GLM's
 # shape took 848 us instead of 640 on an H200.
 ITEM_LINES = (8, 16, 32, 64, 128)
 HEADER_WORDS = 4
 CHOICE = {"EXPERT_CHOICE": "expert_choice.cuh"}
-COUNTER_ARRAYS = 128  # more than the 100 operations of a graph of MLX
-# Numbers of an array for one number. MLX's arrays of 8 bytes and fewer, and arrays of numbers of
-# the host, are in managed memory; there an atomic operation takes about 1 us.
+COUNTER_ARRAYS = 128  # more than the 100 operations of an MLX graph
+# Length of an array for one number. MLX's arrays of at most 8 bytes, and arrays of host numbers,
+# are in managed memory, in which an atomic operation takes about 1 us.
 DEVICE_NUMBERS = 16
 
 
 @cache
 def supports(tokens: int, routing: RoutingParams) -> bool:
-    """Returns whether `plan_logits` supports this many tokens; the first call tries it."""
+    """Returns whether `plan_logits` supports `tokens` tokens; the first call tries it."""
     fits = (
         0 < tokens * routing.chosen <= MAX_CHOICES
         and routing.chosen <= WARP_SIZE
@@ -77,7 +77,7 @@ def multiplies(x: mx.array, gate: mx.array) -> bool:
 
 
 class LineNorm(Struct, frozen=True):
-    """An RMS norm with a gain [d] of bfloat16."""
+    """An RMS norm with a `gain` [d] in bfloat16."""
 
     gain: mx.array
     eps: float
@@ -91,7 +91,7 @@ def can_norm(x: mx.array) -> bool:
 def plan_tokens(
     x: mx.array, gate: mx.array, added: mx.array | None, routing: RoutingParams, *, shared: bool
 ) -> mx.array:
-    """Returns the plan of x [T, d]. Its logits x @ gate.T are not rounded.
+    """Returns the plan of x [T, d]. The logits x @ gate.T are not rounded.
 
     `added` [E]: see RoutingParams. `shared`: all tokens also use a shared expert.
     """
@@ -107,7 +107,7 @@ def plan_normed_tokens(
     *,
     shared: bool,
 ) -> tuple[mx.array, mx.array]:
-    """Returns `plan_tokens` of the norm of x [T, d], and that norm."""
+    """Returns the plan (see `plan_tokens`) of the norm of x [T, d], and this norm."""
     plan, normed = _plan(x, gate, added, routing, shared, norm)
     return plan, normed
 
@@ -156,9 +156,9 @@ def _plan(
 def item_lines(tokens: int, routing: RoutingParams) -> int:
     """Returns the most lines of an item.
 
-    If experts are used evenly, nearly all of them have this many lines or fewer: the mean of their
-    lines is `mean`, the standard deviation some sqrt(mean). So each weight is read once. If experts
-    are used unevenly, fewer weights are read, some of them again from the cache.
+    If experts are used evenly, nearly all experts have at most this many lines (token vectors): the
+    mean number of lines is `mean`, the standard deviation about sqrt(mean). So each weight is read
+    once. If experts are used unevenly, fewer weights are read, some again from the cache.
     """
     mean = tokens * routing.chosen / routing.count
     likely = min(tokens, mean + 3 * mean**0.5, ITEM_LINES[-1])
@@ -166,13 +166,13 @@ def item_lines(tokens: int, routing: RoutingParams) -> int:
 
 
 def max_items(tokens: int, lines: int, routing: RoutingParams, shared: bool) -> int:
-    """Returns the most items that this many tokens can have."""
+    """Returns the most items for `tokens` tokens."""
     choices = tokens * routing.chosen
     return min(routing.count, choices) + choices // lines + shared * -(-tokens // lines)
 
 
 def plan_words(tokens: int, lines: int, routing: RoutingParams, shared: bool) -> int:
-    """Returns the words of a plan."""
+    """Returns the number of words of a plan."""
     before = HEADER_WORDS + 3 * tokens * routing.chosen + shared * tokens
     return before + before % 2 + 2 * max_items(tokens, lines, routing, shared)
 
@@ -231,7 +231,7 @@ def choice_constants(routing: RoutingParams, *, added: bool) -> dict[str, Consta
 def _counters() -> Any:
     """Yields zeros that count the finished thread blocks; concurrent kernels get others.
 
-    The kernel resets them to zero. Only one thread of a process computes.
+    The kernel resets its counters to zero. Only one thread of a process computes.
     """
     shape = (DEVICE_NUMBERS,)
     counters = [mx.zeros(shape, dtype=mx.int32) for _ in range(COUNTER_ARRAYS)]
@@ -241,7 +241,7 @@ def _counters() -> Any:
 
 @cache
 def _item_lines_array(lines: int) -> mx.array:
-    """Returns `lines` in an array that is made once; see DEVICE_NUMBERS."""
+    """Returns `lines` in a cached array; see DEVICE_NUMBERS."""
     array = mx.full((DEVICE_NUMBERS,), lines, dtype=mx.int32)
     evaluate_in_own_memory([array])
     return array
@@ -253,7 +253,7 @@ def _kernel_works() -> bool:
 
 
 def _is_right() -> bool:
-    """Compares the weights of distinct logits with MLX's, and counts the choices in the items."""
+    """Compares the weights for distinct logits with MLX's, and counts the choices in the items."""
     routing = RoutingParams(count=40, chosen=3, sigmoid=False, normed=True)
     tokens, choices = 20, 60
     logits = mx.random.normal((tokens, routing.count), key=mx.random.key(1))

@@ -1,4 +1,4 @@
-"""The mixture of experts of one token, in one kernel with its norm and residual.
+"""The mixture of experts of one token, in one kernel with norm and residual.
 
 One launch replaces the launches of expert_routing.py and expert_products.py, see token_grid.py.
 """
@@ -36,7 +36,7 @@ class TokenMixture(Struct, frozen=True):
     """A mixture of experts with the norm before it, for one token.
 
     `gate` [E, d] is the router, `added` [E] see RoutingParams. `shared`: gates and ups [2 * W, d]
-    and down [d, W] of an expert that every token has.
+    and down [d, W] of an expert for every token.
     """
 
     norm: LineNorm
@@ -84,7 +84,7 @@ def supports(
 def _shared_bytes(size: int, width: int, routing: RoutingParams, *, shared: bool) -> int:
     """Returns the shared memory of a thread block."""
     slots = routing.chosen + shared
-    sums = 16 * max(WARPS, routing.chosen)  # of strips of downs, if weights are quantised
+    sums = 16 * max(WARPS, routing.chosen)  # number of strips of downs, if weights are quantised
     words = routing.count + WARPS + 2 * routing.chosen + 1 + sums
     return 2 * max(size, slots * width) + 4 * words
 
@@ -92,7 +92,7 @@ def _shared_bytes(size: int, width: int, routing: RoutingParams, *, shared: bool
 def _launch(
     mixture: TokenMixture, x: mx.array, residual: mx.array | None, *, gives_up: bool
 ) -> mx.array:
-    """Runs the kernel. If it `gives_up`, because blocks are not resident, the result is NaN."""
+    """Runs the kernel. `gives_up`: NaN is returned if thread blocks are not resident."""
     routing, experts, shared = mixture.routing, mixture.experts, mixture.shared
     size, width = x.shape[1], experts.width
     constants: dict[str, Constant] = {
@@ -146,7 +146,7 @@ def _kernel_works(dtype: mx.Dtype, packed: PackedFormat | None) -> bool:
 
 
 def _is_right(dtype: mx.Dtype, packed: PackedFormat | None) -> bool:
-    """Compares a token's experts, twice, with the kernels for more tokens."""
+    """Compares the mixture of a token, twice, with the kernels for more tokens."""
     mixture, x = trial(dtype, packed)
     expected = x + by_kernels(mixture, x)
     outputs = [_launch(mixture, x, x, gives_up=True) for _ in range(2)]

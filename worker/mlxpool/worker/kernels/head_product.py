@@ -1,7 +1,6 @@
-"""Products [T, heads, in] x [heads, out, in]: each head has its own weight. Hopper's tensor cores.
+"""Products of each head of a step's tokens with the head's own weight, in Hopper's tensor cores.
 
-MLX's batched product takes some 20 us of the host. It needs the heads as the first axis, so x and
-the result would have to be copied.
+MLX's batched products cost the host some 20 us, and need heads before tokens: two more copies.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from mlxpool.worker.kernels.matmul_tiled import (
 )
 
 INPUTS = ("x", "weight", "cosines", "sines")
-SETS = (1, 2, 4, 8, 16)  # sets of 8 lines that kernels exist for
+SETS = (1, 2, 4, 8, 16)  # numbers of sets of 8 tokens with a kernel
 VECTOR = 8  # numbers in 16 bytes
 MIN_STAGES, MAX_STAGES = 3, 6
 
 
 @cache
 def supports(columns: int, rows: int, dtype: mx.Dtype) -> bool:
-    """Returns whether `product` supports weights [heads, rows, columns] here.
+    """Returns whether `product` supports weights [heads, rows, columns] on this device.
 
-    The first call for a dtype tries it.
+    The first call for a dtype tries the kernel.
     """
     fits = columns % COLUMNS == 0 == rows % FEWER_ROWS and dtype in HALF_DTYPES
     return fits and _works(dtype)
@@ -48,8 +47,8 @@ def supports(columns: int, rows: int, dtype: mx.Dtype) -> bool:
 def product(x: mx.array, weight: mx.array, turns: RopeTables | None = None) -> mx.array:
     """Returns x [T, heads, in] times the weight [heads, out, in] of each head: [T, heads, out].
 
-    With `turns`, heads of x are longer: their numbers after the first `in` are rotated, and follow
-    the products in the result.
+    With `turns`, heads of x are longer: numbers after the first `in` are rotated, and follow the
+    products in the result.
     """
     lines, heads, size = x.shape
     _, out, columns = weight.shape
@@ -70,7 +69,7 @@ def product(x: mx.array, weight: mx.array, turns: RopeTables | None = None) -> m
 
 
 def _tile_rows(sets: int, out: int) -> int:
-    """Returns the rows of a weight in a thread block: fewer for few lines, for more blocks."""
+    """Returns the weight rows of a thread block: fewer for few tokens, to get more blocks."""
     return FEWER_ROWS if sets < SETS[-1] or out % ROWS else ROWS
 
 

@@ -1,4 +1,4 @@
-"""Builds a kernel from a .cu file and constants."""
+"""Builds kernels from .cu files and constants."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from mlxpool.worker.kernels.kernel_cache import (
 log = logging.getLogger("mlxpool.worker")
 
 Constant = int | float | mx.Dtype
-HALF_DTYPES = (mx.float16, mx.bfloat16)  # dtypes that tensor cores multiply
+HALF_DTYPES = (mx.float16, mx.bfloat16)  # dtypes of tensor cores
 FLOAT_DTYPES = (mx.float32, *HALF_DTYPES)
 HEADERS = ("common.cuh", "machine.cuh", "tensor.cuh")
 WARP_SIZE = 32  # threads of a warp
-WRITE_THREADS = 256  # of a thread block of `write_in_place`
+WRITE_THREADS = 256  # threads of a thread block of `write_in_place`
 
 
 def build_kernel(
@@ -44,12 +44,12 @@ def build_kernel(
 ) -> Any:
     """Builds the kernel of `name`.cu with these constants by mx.fast.cuda_kernel.
 
-    If a call passes None for an input, the text has a null pointer to N in its place, because each
+    If a call passes None for an input, the source has a null pointer to N instead, because each
     input costs the host time at each launch. `contiguous`: MLX copies inputs that are not
-    contiguous; not for kernels that write into inputs or use their strides. `shared`: bytes of
-    shared memory, without the memory that the text declares. `header`: code before the kernel.
-    `ends`: files that follow the kernel's text. `bounds`: the threads of a block and the least
-    thread blocks of a multiprocessor (launch bounds).
+    contiguous; not for kernels that write into inputs or use strides. `shared`: bytes of shared
+    memory, besides memory declared in the source. `header`: code before the kernel. `ends`: files
+    after the kernel's source. `bounds`: the threads of a block and the least thread blocks of a
+    multiprocessor (launch bounds).
     """
     names = tuple(inputs)
 
@@ -90,7 +90,7 @@ def build_kernel(
 
 
 def write_in_place(kernel: Any, inputs: Sequence[mx.array], count: int) -> mx.array:
-    """Runs a kernel that writes into its inputs, with `count` threads at least.
+    """Runs a kernel that writes into its inputs, with at least `count` threads.
 
     Returns the array `done` [1] of 0. Readers of the written inputs must depend on it, see the
     package.
@@ -106,15 +106,16 @@ def write_in_place(kernel: Any, inputs: Sequence[mx.array], count: int) -> mx.ar
 
 
 def launch_bounds(threads: int, blocks: int) -> str:
-    """Returns code that redefines the `__global__` of MLX's text with launch bounds."""
+    """Returns code that redefines `__global__` in MLX's source, to add launch bounds."""
     marked = f"__attribute__((global)) __attribute__((launch_bounds({threads}, {blocks})))"
     return f"#undef __global__\n#define __global__ {marked}\n"
 
 
 def source_text(name: str, inputs: Sequence[str]) -> str:
-    """Returns a short text that includes `name`.cu: MLX reads a kernel's text in every step.
+    """Returns a short source that includes `name`.cu: MLX hashes a kernel's source in every step.
 
-    MLX passes the shapes and strides that the text names, so it names all that the file uses.
+    MLX passes the shapes and strides that the source names, so it names all shapes and strides that
+    the file uses.
     """
     text = (CUDA_FOLDER / f"{name}.cu").read_text(encoding="utf-8")
     words = (f"{each}_{kind}" for each in inputs for kind in ("shape", "strides"))
@@ -127,7 +128,7 @@ def include_line(file: str) -> str:
 
 
 def name_files(files: Mapping[str, str]) -> str:
-    """Returns a macro for each name, so that a text may `#include NAME` inside of a block."""
+    """Returns a macro for each name, so that a source may `#include NAME` inside of a block."""
     return "".join(f'#define {name} "{CUDA_FOLDER / file}"\n' for name, file in files.items())
 
 
@@ -147,20 +148,20 @@ def _declaration(name: str, value: Constant) -> str:
 
 
 def warps_of(pieces: int, most: int) -> int:
-    """Returns the warps of a thread block that share `pieces` evenly, at best 4 or more each."""
+    """Returns the number of warps that share `pieces` evenly, preferably 4 or more each."""
     fitting = [n for n in range(most, 0, -1) if pieces % n == 0]
     return next((n for n in fitting if pieces // n >= 4), fitting[-1])
 
 
 def kernel_works(what: str, trial: Callable[[], bool]) -> bool:
-    """Returns whether a kernel compiles here and `trial` finds it right; logs a warning if not.
+    """Returns whether a kernel compiles here and `trial` returns True; logs a warning if not.
 
-    While trials are rehearsed, it lists the kernels that `trial` calls, and returns True.
+    While trials are rehearsed, lists the kernels that `trial` calls, and returns True.
     """
     if not mx.cuda.is_available():
         return False
     if is_rehearsing():
-        with suppress(Exception):  # all its results are zeros
+        with suppress(Exception):  # all results of a rehearsal are zeros
             trial()
         return True
     try:

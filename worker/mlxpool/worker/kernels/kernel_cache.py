@@ -1,13 +1,12 @@
 """Compiles our kernels to disk, into the folder in which MLX looks for compiled kernels.
 
 MLX compiles the kernels of mx.fast.cuda_kernel anew in each process. This takes more than a second
-for each of some 40 kernels, most of it for headers that ours do not need. But before MLX compiles,
-it looks into its cache folder. So our kernels are compiled here, without these headers, and stored
-under the names that MLX looks for: a restarted worker compiles nothing. If anything fails here,
-MLX compiles as usual.
+for each of some 40 kernels, mostly for headers that our kernels do not need. But MLX first looks
+into its cache folder. So our kernels are compiled here, without these headers, and stored under
+MLX's file names: a restarted worker compiles nothing. If this fails, MLX compiles as usual.
 
-MLX hashes a kernel's text at each launch: 0.3 of the 6.8 ms of a step with 232 launches (a profile
-of 8B in 4 bits, 128 rows). So MLX gets a short text that includes the code from files in that
+MLX hashes a kernel's source at each launch: 0.3 of the 6.8 ms of a step with 232 launches (a
+profile of 8B in 4 bits, 128 rows). So MLX gets a short source that includes files in the cache
 folder.
 """
 
@@ -55,8 +54,8 @@ TYPES = {
     mx.bfloat16: "__nv_bfloat16",
     mx.float32: "float",
 }
-# The code that MLX puts around a kernel, and replacements of the headers that it includes, reduced
-# to what our kernels use. A shape is passed as ten numbers, whatever its length.
+# The code that MLX puts around a kernel, and replacements of the headers that this code includes,
+# with only the parts that our kernels use. A shape of any length is passed as ten numbers.
 MLX_PREAMBLE = (
     '\n#include "mlx/backend/cuda/device/utils.cuh"\n\n#include <cooperative_groups.h>\n\n'
 )
@@ -82,11 +81,12 @@ using Strides = Ten<int64_t>;
     "cooperative_groups.h": "#pragma once\nnamespace cooperative_groups {}\n",
 }
 
-# Types of an input's further parameters; a kernel gets only the parameters that its source names.
+# Types of an input's additional parameters; a kernel gets only the parameters that its source
+# names.
 PARAMETERS = {"shape": "Shape", "strides": "Strides", "ndim": "int"}
-OUR_PREFIX = "custom_kernel_mlxpool_"  # of the names of our files in MLX's folder
+OUR_PREFIX = "custom_kernel_mlxpool_"  # prefix of the names of our files in MLX's folder
 
-InputKind = tuple[mx.Dtype, bool]  # dtype, and whether it has dimensions
+InputKind = tuple[mx.Dtype, bool]  # dtype, and whether the input has dimensions
 
 
 class KernelText(Struct, frozen=True):
@@ -108,12 +108,12 @@ class KernelJob(Struct, frozen=True):
 
 
 _collected: list[KernelJob] | None = None  # None: kernels are compiled before their first call
-_rehearsed = False  # whether kernels that are collected give zeros
+_rehearsed = False  # whether collected kernels return zeros
 
 
 @contextmanager
 def collecting() -> Iterator[list[KernelJob]]:
-    """Lists the kernels called inside, instead of compiling them; nothing may be evaluated.
+    """Lists the kernels called inside `with`, without compilation; nothing may be evaluated.
 
     Yields the list, for `compile_together`.
     """
@@ -127,13 +127,13 @@ def collecting() -> Iterator[list[KernelJob]]:
 
 
 def is_collecting() -> bool:
-    """Returns whether kernels that are called now are only listed."""
+    """Returns whether kernel calls are only listed now."""
     return _collected is not None
 
 
 @contextmanager
 def rehearsing() -> Iterator[list[KernelJob]]:
-    """As `collecting`, but the kernels that are called inside give zeros, so all may be evaluated.
+    """As `collecting`, but kernels called inside return zeros, so results may be evaluated.
 
     Trials run only to list the kernels that they call; ignore their results.
     """
@@ -147,13 +147,13 @@ def rehearsing() -> Iterator[list[KernelJob]]:
 
 
 def is_rehearsing() -> bool:
-    """Returns whether kernels that are called now give zeros."""
+    """Returns whether kernel calls return zeros now."""
     return _rehearsed
 
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Compiles the kernels that are called inside, also inside of `collecting`: for trials."""
+    """Compiles the kernels called inside `with`, also inside of `collecting`; for trials."""
     global _collected
     before, _collected = _collected, None
     try:
@@ -165,9 +165,9 @@ def compiling() -> Iterator[None]:
 def compile_together(jobs: Iterable[KernelJob], on_progress: Callable[[], None]) -> None:
     """Compiles kernels to disk in as many processes as there are cores; NVRTC uses one core.
 
-    Leaves a kernel that another worker or rank is compiling to that process, and waits for it at
-    the end. Calls `on_progress` after each kernel. A kernel that fails here is compiled again
-    before its first call.
+    If another worker or rank is compiling a kernel, leaves the kernel to that process, and waits
+    for it at the end. Calls `on_progress` after each kernel. A kernel that fails here is compiled
+    again before its first call.
     """
     compiler = compiler_here()
     if compiler is None:
@@ -190,9 +190,9 @@ def compile_together(jobs: Iterable[KernelJob], on_progress: Callable[[], None])
 
 
 def _missing(jobs: Iterable[KernelJob]) -> dict[Path, tuple[str, str]]:
-    """Returns the missing files of these kernels, with the kernels' names and codes.
+    """Returns the missing files of these kernels, each with the kernel's name and code.
 
-    Passes call each kernel in each layer; its code is made and hashed once.
+    Passes call a kernel in each layer, but its code is made and hashed once.
     """
     missing: dict[Path, tuple[str, str]] = {}
     for job in dict.fromkeys(jobs):
@@ -207,7 +207,7 @@ def _missing(jobs: Iterable[KernelJob]) -> dict[Path, tuple[str, str]]:
 def _compile_in_process(
     compiler: nvrtc.Compiler, path: Path, names: tuple[str, str], *, wait: bool
 ) -> bool:
-    """Compiles one kernel to `path`, unless another process does it meanwhile.
+    """Compiles one kernel to `path`, unless another process compiles it meanwhile.
 
     Without `wait`, returns False if another process is compiling it.
     """
@@ -218,7 +218,7 @@ def _compile_in_process(
                 return False
             if not is_intact(path):
                 module = nvrtc.in_process(compiler, *names)
-                if _texts() in build_key():  # else another edition was installed meanwhile
+                if _texts() in build_key():  # else another version was installed meanwhile
                     write_entry(path, *module)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         log.info("a kernel is compiled when it is needed: %s", error)
@@ -229,15 +229,15 @@ def _compile_in_process(
 def module_of(job: KernelJob) -> tuple[str, str]:
     """Returns the name of a kernel's file and its code. Raises KeyError for a dtype not in TYPES.
 
-    The result is kept, since it takes 0.1 ms and is needed when a kernel is listed and when it is
-    called.
+    The result is cached, because it takes 0.1 ms and is needed when a kernel is listed and when it
+    is called.
     """
     short = kernel_code(shortened(job.text), job.inputs, job.outputs)
     return f"{module_name(job.text, short)}.ptx", kernel_code(job.text, job.inputs, job.outputs)
 
 
 def shortened(text: KernelText) -> KernelText:
-    """Returns a text that includes header and source from files in the cache folder.
+    """Returns a KernelText that includes header and source from files in the cache folder.
 
     Writes the files. Returns `text` itself if MLX has to compile it or a file cannot be written.
     """
@@ -259,7 +259,7 @@ def shortened(text: KernelText) -> KernelText:
 
 
 def _source_file(folder: Path, code: str) -> Path:
-    """Returns a file with this code, named by its hash; writes it if it is not there."""
+    """Returns the file with this code, named by the code's hash; writes a missing file."""
     path = folder / f"{hashlib.sha256(code.encode()).hexdigest()[:32]}.cuh"
     if not path.exists():
         _write_file(path, code.encode())
@@ -269,7 +269,7 @@ def _source_file(folder: Path, code: str) -> Path:
 def with_disk_cache(text: KernelText, make: Callable[[KernelText], Any]) -> Callable[..., Any]:
     """Returns a kernel of mx.fast.cuda_kernel that is compiled to disk before its first call.
 
-    `make` builds the kernel from a text for MLX.
+    `make` builds the kernel from a KernelText for MLX.
     """
     kernel = make(shortened(text))
 
@@ -297,7 +297,7 @@ def with_disk_cache(text: KernelText, make: Callable[[KernelText], Any]) -> Call
 
 @functools.cache
 def build_key() -> str:
-    """Returns a text of everything that decides the machine code; it is part of the file names."""
+    """Returns a text of all inputs to the machine code, which is part of the file names."""
     compiler = compiler_here()
     with_what = "" if compiler is None else f"NVRTC {compiler.version} {compiler.architecture}"
     return f"{_texts()} MLX {_mlx()} {with_what}"
@@ -328,11 +328,11 @@ def compile_to_disk(job: KernelJob) -> None:
         if not os.access(path.parent, os.W_OK):
             raise PermissionError(f"{path.parent} cannot be written to")
         with compile_lock(path, wait=True):
-            if is_intact(path):  # another process has compiled it meanwhile
+            if is_intact(path):  # another process has compiled the kernel meanwhile
                 return
             LOAD.count("kernels_compiled_alone", 1)
             module = compiler.machine_code(NAMESPACE + kernel_name(job.text), code)
-            # The files were read just now, but the name was made from the old files.
+            # The files were read now, but the name was made from the old files.
             if _texts() not in build_key():
                 raise RuntimeError("another edition of mlxpool was installed while this one runs")
             write_entry(path, *module)
@@ -341,9 +341,9 @@ def compile_to_disk(job: KernelJob) -> None:
 
 
 def log_mlx_kernels(seconds: float) -> None:
-    """Logs the kernels that MLX has compiled in the last `seconds`, with the age of each.
+    """Logs the kernels that MLX has compiled in the last `seconds`, with each kernel's age.
 
-    Without a GPU, it logs nothing.
+    Logs nothing without a GPU.
     """
     now, compiled = time.time(), []
     with contextlib.suppress(OSError):
@@ -366,7 +366,7 @@ def is_intact(path: Path) -> bool:
 
 
 def _checksum_line(code: bytes) -> bytes:
-    """Returns the checksum line of the list of kernels; without a tab, MLX ignores it."""
+    """Returns a checksum line for the list of kernels; MLX ignores this line without a tab."""
     return f"# {hashlib.sha256(code).hexdigest()}\n".encode()
 
 
@@ -390,7 +390,7 @@ def cache_folder() -> Path:
 
 
 def kernel_code(text: KernelText, inputs: Iterable[InputKind], outputs: Iterable[mx.Dtype]) -> str:
-    """Returns exactly the code that MLX compiles. Raises KeyError for a dtype not in TYPES."""
+    """Returns exactly the code that MLX would compile. Raises KeyError for a dtype not in TYPES."""
     into = (
         f"    {TYPES[dtype]}* {name}" for name, dtype in zip(text.outputs, outputs, strict=True)
     )
@@ -422,7 +422,7 @@ def string_hash(text: bytes) -> int:
 
 
 def write_entry(path: Path, code: bytes, kernel: str, mangled: str) -> None:
-    """Writes both files atomically, the list of kernels first, for other processes read them."""
+    """Writes both files atomically, first the list of kernels: other processes read these files."""
     for target, what in (
         (path.with_suffix(".txt"), f"{kernel}\t{mangled}\n".encode() + _checksum_line(code)),
         (path, code),
@@ -446,7 +446,7 @@ def _write_file(path: Path, content: bytes) -> None:
 
 @functools.cache
 def compiler_here() -> nvrtc.Compiler | None:
-    """Returns the compiler that MLX has loaded; None without one, or if MLX has to compile."""
+    """Returns MLX's loaded compiler; None if it is missing, or if MLX has to compile."""
     target = architecture()
     if not target:
         return None
@@ -460,7 +460,7 @@ def compiler_here() -> nvrtc.Compiler | None:
 
 
 def architecture() -> str:
-    """Returns this GPU's compiler target, from 9.0 on with all features; "" without a GPU."""
+    """Returns this GPU's compiler target (from 9.0 on with all features); "" without a GPU."""
     if mx.default_device().type != mx.DeviceType.gpu or not mx.cuda.is_available():
         return ""
     name = str(mx.device_info().get("architecture", ""))

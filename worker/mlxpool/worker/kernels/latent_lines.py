@@ -1,4 +1,4 @@
-"""Norms, rotation and cache write of the output of the first product of latent attention (MLA)."""
+"""Norms, RoPE and cache write for the first product's output in latent attention (MLA)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from mlxpool.worker.kernels.kernel_builder import (
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 
 INPUTS = ("lines", "query_gain", "latent_gain", "pool", "slots", "cosines", "sines")
-EACH = 8  # numbers that a thread has
+EACH = 8  # numbers for each thread
 MAX_THREADS = 1024
 
 
 def supports(queries: int, rank: int, turned: int, dtype: mx.Dtype) -> bool:
-    """Returns whether `norm_and_write` supports lines of these sizes here.
+    """Returns whether `norm_and_write` supports lines (token vectors) of these sizes.
 
-    The first call for a dtype tries it.
+    The first call for a dtype tries the kernel.
     """
     whole = all(n > 0 and n % EACH == 0 for n in (queries, rank, turned))
     fits = whole and _threads(queries, rank, turned) <= MAX_THREADS
@@ -43,12 +43,12 @@ def norm_and_write(
     slots: mx.array,
     turns: RopeTables,
 ) -> mx.array:
-    """Writes the latents of lines [T, queries + rank + turned]; returns queries [T, queries].
+    """Writes the latents of `lines` [T, queries + rank + turned]; returns queries [T, queries].
 
-    `gains`: gains of the norms of queries and of latents. The latent of line t goes into slot
-    slots[t] of the pool [blocks, 1, block, rank + turned]: its first `rank` numbers normed, the
-    others rotated by `turns`. With slot -1 it is not written. Readers of the pool must depend on
-    the result, see the package.
+    `gains`: gains of the norms of queries and of latents. The latent of token t is written into
+    slot slots[t] of the pool [blocks, 1, block, rank + turned]: the first `rank` numbers normed,
+    all other numbers rotated by `turns`. With slot -1 nothing is written. Readers of the pool must
+    depend on the result, see the package.
     """
     count, size = lines.shape
     queries, rank = (gain.shape[0] for gain in gains)

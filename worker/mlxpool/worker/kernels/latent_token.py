@@ -1,7 +1,8 @@
-"""Latent attention (MLA) of one token around the attention itself, in two kernels.
+"""Latent attention (MLA) of one token: the parts before and after the attention, in two kernels.
 
-The first computes all before the attention: the norm, the compressed queries, the latent, which it
-writes into the pool, and the queries in the space of latents. The second computes all after it.
+The first kernel computes the norm, the compressed queries, the latent, which it writes into the
+pool, and the queries in the space of latents. The second kernel computes the output after the
+attention.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class LatentTokenWeights(Struct, frozen=True):
 
     `first` [C + R + D, d], `second` [H * (P + D), C], `keys` [H, R, P], `values` [H, V, R] and
     `last` [d, H * V]. The compressed queries of a token are C numbers, its latent R + D, the query
-    of each of H heads P + D; the last D numbers of a latent or a query rotate.
+    of each of H heads P + D; RoPE rotates the last D numbers of a latent or a query.
     """
 
     gain: mx.array
@@ -57,17 +58,17 @@ class LatentTokenWeights(Struct, frozen=True):
 
     @property
     def queries(self) -> int:
-        """The numbers of compressed queries."""
+        """The size C of compressed queries."""
         return self.query_gain.shape[0]
 
     @property
     def turned(self) -> int:
-        """The rotated numbers of a latent."""
+        """The number D of rotated numbers of a latent."""
         return self.first.shape[0] - self.queries - self.latent_gain.shape[0]
 
 
 def supports(weights: LatentTokenWeights, dtype: mx.Dtype) -> bool:
-    """Returns whether both kernels serve a token with these weights; the first call tries them."""
+    """Returns whether both kernels support these weights; the first call tries both."""
     if dtype not in HALF_DTYPES or {array.dtype for array in weights.arrays()} != {dtype}:
         return False
     size, (heads, rank, plain), value = (
@@ -94,8 +95,7 @@ def before_attention(
     """Returns the queries [1, H, R + D] of x [1, d], and writes its latent into slots[0] of a pool.
 
     The pool is [blocks, 1, block, R + D]; with slot -1 nothing is written. Readers of the pool must
-    depend on the result. If the kernel `gives_up`, because thread blocks are not resident, the
-    result is NaN.
+    depend on the result. `gives_up`: the result is NaN if thread blocks are not resident.
     """
     heads, rank, plain = weights.keys.shape
     turned = weights.turned
@@ -208,7 +208,7 @@ def _is_right(dtype: mx.Dtype) -> bool:
 
 
 def trial(dtype: mx.Dtype) -> tuple[LatentTokenWeights, mx.array, mx.array, RopeTables]:
-    """Returns random weights, a token, the weighted latents of its heads, and its rotation."""
+    """Returns random weights, a token, the weighted latents of its heads, and its RopeTables."""
     size, queries, heads, rank, plain, turned, value = 128, 64, 2, 64, 64, 16, 64
 
     def weight(seed: int, *shape: int) -> mx.array:
@@ -235,7 +235,7 @@ def trial(dtype: mx.Dtype) -> tuple[LatentTokenWeights, mx.array, mx.array, Rope
 def expected_before(
     x: mx.array, weights: LatentTokenWeights, turns: RopeTables
 ) -> tuple[Floats, Floats]:
-    """Computes `before_attention` with NumPy: returns queries [1, H, R + D] and latent [R + D]."""
+    """Returns queries [1, H, R + D] and latent [R + D] of `before_attention`, by NumPy."""
     heads, rank, plain = weights.keys.shape
     cosines, sines = (np.array(table).reshape(-1) for table in (turns.cosines, turns.sines))
 
@@ -259,7 +259,7 @@ def expected_before(
 
 
 def expected_after(read: mx.array, weights: LatentTokenWeights) -> Floats:
-    """Computes `after_attention` without a residual, with NumPy."""
+    """Returns the output of `after_attention` without a residual, by NumPy."""
     heads, value, rank = weights.values.shape
     values = np.einsum("hr,hvr->hv", _numbers(read).reshape(heads, rank), _numbers(weights.values))
     out: Floats = values.reshape(1, heads * value) @ _numbers(weights.last).T

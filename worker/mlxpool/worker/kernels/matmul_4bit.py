@@ -1,4 +1,4 @@
-"""Matrix products of few tokens with affine 4-bit weights, which take as long as reading them."""
+"""Matrix products of few tokens with affine 4-bit weights, limited by the weights' memory reads."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from mlxpool.worker.kernels.matmul_small import (
 BITS = 4
 GROUPS = (32, 64)
 MAX_TOKENS = 32
-COLUMNS = 128  # of a weight that a warp reads at a time
-ROWS = 16  # of a weight in a tile
-TILES = (4, 2, 1)  # of a thread block; with more tiles the tokens are read less often
+COLUMNS = 128  # columns of a weight that a warp reads at a time
+ROWS = 16  # rows of a weight in a tile
+TILES = (4, 2, 1)  # tiles of a thread block; more tiles mean fewer reads of the tokens
 MAX_SUMS = 8  # tiles times sets of 8 tokens whose sums fit into registers
 FULL_GPU_BLOCKS = 120  # thread blocks that keep a large GPU busy
-BYTES_IN_FLIGHT = 48 * 1024  # bytes that a thread block has requested and not received
+BYTES_IN_FLIGHT = 48 * 1024  # bytes in flight for a thread block
 MAX_STAGES = 8
-MAX_WARPS = 8  # with more, a thread has too few registers
+MAX_WARPS = 8  # with more tokens, a thread has too few registers
 
 
 @cache
 def supports(tokens: int, rows: int, columns: int, group: int, dtype: mx.Dtype) -> bool:
-    """Returns whether `kernel_matmul` supports this many tokens and a weight [rows, columns]."""
+    """Returns whether `kernel_matmul` supports `tokens` tokens and a weight [rows, columns]."""
     if not 0 < tokens <= MAX_TOKENS or dtype not in HALF_DTYPES or group not in GROUPS:
         return False
     return rows % (2 * ROWS) == 0 and columns % COLUMNS == 0 and _kernel_works(group, dtype)
@@ -71,7 +71,7 @@ def kernel_matmul(
 
 
 def tiles_of(rows: int, sets: int, gated: bool) -> int:
-    """Returns the tiles of a thread block: the most that still leave blocks for the whole GPU."""
+    """Returns the tiles of a thread block: as many as leave blocks for the whole GPU."""
     fitting = [n for n in TILES if rows % (ROWS * n) == 0 and n * sets <= MAX_SUMS and n > gated]
     return next((n for n in fitting if rows // (ROWS * n) >= FULL_GPU_BLOCKS), fitting[-1])
 

@@ -1,7 +1,7 @@
 """Matrix products with affine 4-bit weights in tiles: of few tokens, and of many.
 
-Products of few tokens take as long as reading the weight. Products of many tokens dequantise it in
-the registers of the tensor cores, each tile once for up to 128 tokens.
+Products of few tokens take as long as the memory reads of the weight. Products of many tokens
+dequantise the weight in registers of the tensor cores, each tile once for up to 128 tokens.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from mlxpool.worker.kernels.matmul_small import (
 from mlxpool.worker.kernels.matmul_tiled import FULL_GPU_BLOCKS
 from mlxpool.worker.kernels.tiles_4bit import BITS, TILE, fragment_bytes
 
-MAX_TOKENS = 1024  # for more, dequantising the weight first is faster
+MAX_TOKENS = 1024  # for more tokens, dequantising the weight first is faster
 FEW_TOKENS = 8
-INTEGER_TOKENS = (1, 2)  # numbers of tokens with kernels that multiply integers
+INTEGER_TOKENS = (1, 2)  # numbers of tokens with integer kernels
 INTEGER_BYTES = 128 * 1024  # the most shared memory for the integers of tokens
-WARPS = 16  # of a thread block for few tokens: its instructions wait for each other
-FEW_BLOCKS = 1  # thread blocks of few tokens that run on a multiprocessor at a time
+WARPS = 16  # warps of a thread block for few tokens: instructions wait for each other
+FEW_BLOCKS = 1  # concurrent thread blocks of a multiprocessor, for few tokens
 MAX_STAGES = 6  # of a warp
 FRAGMENT_ROWS = 16
-FRAGMENTS = (4, 2, 1)  # of a strip; with more, tokens are read less often
+FRAGMENTS = (4, 2, 1)  # fragments of a strip; with more, tokens are read less often
 BUSY_BLOCKS = 96  # thread blocks that keep a large GPU busy
 
-SETS = (2, 4, 8, 12, 16)  # sets of 8 tokens that kernels of many tokens exist for
+SETS = (2, 4, 8, 12, 16)  # numbers of sets of 8 tokens with a kernel for many tokens
 WARPGROUP = 128  # threads
-WIDE = (4, 1)  # warpgroups of a thread block with 256 rows, and the tiles of each
-# The most sets with which two thread blocks run on a multiprocessor at a time.
+WIDE = (4, 1)  # warpgroups of a thread block with 256 rows, and tiles of each warpgroup
+# The most sets with which two thread blocks run concurrently on a multiprocessor.
 MAX_SETS_OF_TWO = 8
-SHARED_BYTES = 227 * 1024  # of a multiprocessor, for its thread blocks
-BLOCK_BYTES = 1024  # of SHARED_BYTES, that each thread block takes besides its own memory
+SHARED_BYTES = 227 * 1024  # shared memory of a multiprocessor, for its thread blocks
+BLOCK_BYTES = 1024  # bytes of SHARED_BYTES reserved for each thread block
 MAX_TILED_STAGES = 16
 MAX_SPLITS = 8
 
 
 def works(group: int, dtype: mx.Dtype) -> bool:
-    """Returns whether products with weights in tiles compile here and are right."""
+    """Returns whether products with weights in tiles compile on this device and are right."""
     return tiles_4bit.works(group, dtype) and _kernel_works(group, dtype)
 
 
 def supports(tokens: int, rows: int, *, gated: bool = False) -> bool:
-    """Returns whether `kernel_matmul` supports this many tokens and rows of a weight."""
+    """Returns whether `kernel_matmul` supports `tokens` tokens and `rows` rows of a weight."""
     return 0 < tokens <= MAX_TOKENS and not (gated and rows % (2 * TILE))
 
 
@@ -89,7 +89,7 @@ def kernel_matmul(
 
 
 def fragments_of(rows: int, gated: bool) -> int:
-    """Returns the fragments of a strip: the most that leave strips for the whole GPU."""
+    """Returns the fragments of a strip: as many as leave strips for the whole GPU."""
     fitting = [n for n in FRAGMENTS if n > gated]
     enough = (n for n in fitting if rows // (FRAGMENT_ROWS * n) >= BUSY_BLOCKS)
     return next(enough, fitting[-1])
@@ -98,7 +98,7 @@ def fragments_of(rows: int, gated: bool) -> int:
 def integers_of(tokens: int, steps: int, group: int) -> tuple[int, int] | None:
     """Returns the tokens that a kernel has as integers, and the steps of 64 columns of a warp.
 
-    None: numbers are multiplied without conversion, which is as fast for more tokens.
+    None: numbers are multiplied without conversion, which is as fast for many tokens.
     """
     lines = next((n for n in INTEGER_TOKENS if n >= tokens), 0)
     held = -(-steps // WARPS)
@@ -107,7 +107,7 @@ def integers_of(tokens: int, steps: int, group: int) -> tuple[int, int] | None:
 
 
 def _integer_bytes(lines: int, group: int) -> int:
-    """Returns the bytes of the integers of 64 columns, of their factors, and of gains."""
+    """Returns the bytes of 64 columns as integers, with factors and gains."""
     return lines * (2 * TILE + (8 if group == TILE else 16)) + 2 * TILE
 
 
@@ -131,27 +131,27 @@ def many(
 
 
 class Parts(Struct, frozen=True):
-    """The division of a product of many tokens into thread blocks, and of these into warpgroups."""
+    """The division of a product of many tokens into thread blocks and warpgroups."""
 
     sets: int  # sets of 8 tokens of a thread block
     high: int  # warpgroups with rows of their own
     tiles: int  # tiles of 64 rows of each warpgroup
-    deep: int  # warpgroups that share the same rows and take 64 columns in turns
+    deep: int  # warpgroups with the same rows, which process 64 columns in turns
     blocks: int  # thread blocks of each split
     splits: int  # parts of the columns
 
     @property
     def kind(self) -> tuple[int, int, int, int]:
-        """The fields that the kernel's text depends on."""
+        """The fields that determine the kernel's source."""
         return self.sets, self.high, self.tiles, self.deep
 
 
 def parts_of(tokens: int, rows: int, steps: int, *, gated: bool) -> Parts:
     """Returns how a product with a weight of `rows` rows and 64 * `steps` columns is divided.
 
-    Thread blocks with 256 rows read tokens half as often as thread blocks with 128 rows. They are
-    chosen if they keep the multiprocessors as busy. A thread block that is alone on its
-    multiprocessor has four warpgroups: while one of them dequantises, others multiply.
+    Thread blocks with 256 rows read tokens half as often as thread blocks with 128 rows. So 256
+    rows are chosen if they keep the multiprocessors as busy. A thread block that is alone on its
+    multiprocessor has four warpgroups: while one warpgroup dequantises, others multiply.
     """
     sets = next((n for n in SETS if 8 * n >= tokens), SETS[-1])
     sections = -(-tokens // (8 * sets))
@@ -169,7 +169,7 @@ def _rounds(blocks: int) -> int:
 
 
 def splits_of(blocks: int, steps: int) -> int:
-    """Returns the parts into which the columns are split to keep a GPU busy."""
+    """Returns the number of parts into which columns are split to keep a GPU busy."""
     return max(1, min(MAX_SPLITS, FULL_GPU_BLOCKS // blocks, steps))
 
 
@@ -218,7 +218,7 @@ def _many_kernel(
     two = sets <= MAX_SETS_OF_TWO and deep == 1 and high * tiles == 2
     blocks = 2 if two else 1
     stage = high * tiles * tiles_4bit.FRAGMENTS * fragment_bytes(group) + 8 * sets * 2 * TILE
-    room = _room(blocks) - matmul_tiled.SHARED_ALIGNMENT - BLOCK_BYTES  # also for declared memory
+    room = _room(blocks) - matmul_tiled.SHARED_ALIGNMENT - BLOCK_BYTES  # includes declared memory
     stages = min(MAX_TILED_STAGES, room // stage)
     sums = 8 * sets * (TILE * high * tiles + 4) * 4
     constants: dict[str, Constant] = {
@@ -249,8 +249,8 @@ def _kernel_works(group: int, dtype: mx.Dtype) -> bool:
 
 
 def _is_right(group: int, dtype: mx.Dtype) -> bool:
-    """Compares products of few tokens and of many, in one part and in several, with MLX's."""
-    columns = 20 * TILE  # more than there are stages
+    """Compares products of few and of many tokens, in one and in several parts, with MLX's."""
+    columns = 20 * TILE  # more steps than stages
     numbers = mx.random.normal((2 * TILE, columns), key=mx.random.key(1)).astype(dtype)
     packed = mx.quantize(numbers * columns**-0.5, group_size=group, bits=BITS)
     opened = mx.dequantize(*packed, group_size=group, bits=BITS).T

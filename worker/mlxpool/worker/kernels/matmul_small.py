@@ -1,6 +1,6 @@
-"""Matrix products of few tokens with a large weight, which take as long as reading the weight.
+"""Matrix products of few tokens with a large weight, limited by the weight's memory reads.
 
-MLX's products are as fast on the GPU, but each costs the host some 20 us, and some of them prevent
+MLX's products are as fast on the GPU, but each costs the host some 20 us, and some products prevent
 the reuse of a CUDA graph (docs/notes/engine-steps-on-a-gpu.md).
 """
 
@@ -22,18 +22,18 @@ from mlxpool.worker.kernels.kernel_builder import (
     warps_of,
 )
 
-MAX_WARP_TOKENS = 16  # a warp multiplies all of them with the columns that it reads
-COLUMNS = 32  # of a weight that a warp reads at a time
-MAX_FUSED_TOKENS = 8  # with fused operations; for more, threads have too few registers
-ROWS = 16  # of a weight in a thread block; of a gated weight 16 gates and 16 ups
-BYTES_IN_FLIGHT = 64 * 1024  # bytes that a thread block has requested and not received
+MAX_WARP_TOKENS = 16  # the most tokens; a warp multiplies all tokens with its columns
+COLUMNS = 32  # columns of a weight that a warp reads at a time
+MAX_FUSED_TOKENS = 8  # tokens with fused operations; for more, threads have too few registers
+ROWS = 16  # rows of a weight in a thread block; of a gated weight 16 gates and 16 ups
+BYTES_IN_FLIGHT = 64 * 1024  # bytes in flight for a thread block
 MAX_STAGES = 8
 MAX_WARPS = 16
 
 
 @cache
 def supports(tokens: int, columns: int, rows: int, dtype: mx.Dtype) -> bool:
-    """Returns whether `kernel_matmul` supports this many tokens and a weight [rows, columns]."""
+    """Returns whether `kernel_matmul` supports `tokens` tokens and a weight [rows, columns]."""
     if tokens > MAX_WARP_TOKENS:
         return matmul_tiled.supports(tokens, columns, rows, dtype)
     if (
@@ -49,7 +49,7 @@ def supports(tokens: int, columns: int, rows: int, dtype: mx.Dtype) -> bool:
 def is_fusable(x: mx.array) -> bool:
     """Returns whether a product of x [T, in] can have fused operations.
 
-    A fused norm multiplies by the gain before it divides by the RMS, which overflows float16.
+    A fused norm multiplies by the gain before the division by the RMS, which overflows float16.
     """
     return x.ndim == 2 and x.shape[0] <= MAX_FUSED_TOKENS and x.dtype == mx.bfloat16
 
@@ -70,7 +70,7 @@ def can_fuse_norm(x: mx.array, gain: mx.array) -> bool:
 def matmul(x: mx.array, weight: mx.array, bias: mx.array | None = None) -> mx.array:
     """Returns x @ weight.T + bias [T, out] of x [T, in], weight [out, in] and bias [out].
 
-    Our kernel computes it if it supports these arrays, otherwise MLX.
+    Our kernel computes it if it supports these arrays; otherwise MLX does.
     """
     if supports_arrays(x, weight, bias):
         return kernel_matmul(x, weight, FusedOps(bias=bias))
@@ -84,24 +84,22 @@ def supports_arrays(x: mx.array, weight: mx.array, bias: mx.array | None = None)
 
 
 class FusedOps(Struct, frozen=True):
-    """Operations that a product of few tokens includes, each rounded like a separate operation."""
+    """Operations fused into a product of few tokens, each rounded like a separate operation."""
 
     gated: bool = False  # the first half of the weight are gates -> silu(gate) * other
-    gain: mx.array | None = None  # [in] of an RMS norm of x before the product
+    gain: mx.array | None = None  # gain [in] of an RMS norm of x before the product
     eps: float = 0.0  # of this norm
     beside: mx.array | None = None  # [T, out] is added to the product
-    bias: mx.array | None = (
-        None  # [rows of the weight] is added to the sums before they are rounded
-    )
+    bias: mx.array | None = None  # [rows of the weight] is added to the unrounded sums
 
     @property
     def inputs(self) -> list[mx.array | None]:
-        """FUSED_INPUTS of the kernel."""
+        """The kernel's inputs for fused operations, see FUSED_INPUTS."""
         return [self.gain, self.beside, self.bias]
 
     @property
     def constants(self) -> dict[str, Constant]:
-        """Constants of the kernel, for warp_sums.cuh."""
+        """The kernel's constants for warp_sums.cuh."""
         return {
             "GATED": self.gated,
             "NORMED": self.gain is not None,
@@ -111,7 +109,7 @@ class FusedOps(Struct, frozen=True):
         }
 
 
-FUSED_INPUTS = ["gain", "beside", "bias"]  # of a kernel that ends with warp_sums.cuh
+FUSED_INPUTS = ["gain", "beside", "bias"]  # inputs of a kernel that ends with warp_sums.cuh
 NO_FUSED_OPS = FusedOps()
 
 

@@ -1,7 +1,7 @@
-"""Matrix products of some tokens with a weight, in the tensor cores of Hopper.
+"""Matrix products of a medium number of tokens with a weight, in Hopper's tensor cores.
 
 MLX's products are as fast on the GPU, but each costs the host some 20 us, more than the GPU needs
-for most of them.
+for most products.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from mlxpool.worker.kernels.kernel_builder import (
     kernel_works,
 )
 
-SETS = (3, 4, 6, 8, 12, 16)  # sets of 8 tokens that kernels exist for
+SETS = (3, 4, 6, 8, 12, 16)  # numbers of sets of 8 tokens with a kernel
 MAX_TOKENS = 8 * SETS[-1]
-MAX_WEIGHT_BYTES = 80_000_000  # for larger weights MLX's products are faster
-COLUMNS = 64  # of a weight that are multiplied at a time
-ROWS = 128  # of a weight in a thread block
-FEWER_ROWS = 64  # if the weight's rows are not a multiple of ROWS
-THREADS = 256  # four warps for each 64 rows
-# Thread blocks that a large GPU runs at a time, one on each multiprocessor.
+MAX_WEIGHT_BYTES = 80_000_000  # numbers of a weight; for larger weights MLX's products are faster
+COLUMNS = 64  # columns of a weight that are multiplied at a time
+ROWS = 128  # rows of a weight in a thread block
+FEWER_ROWS = 64  # rows if the weight's rows are not a multiple of ROWS
+THREADS = 256  # threads: four warps for each 64 rows
+# Concurrent thread blocks of a large GPU, one on each multiprocessor.
 FULL_GPU_BLOCKS = 132
 MAX_SPLITS = 8
-MAX_SHARED_BYTES = 200 * 1024  # of a thread block for the stages in flight
+MAX_SHARED_BYTES = 200 * 1024  # shared memory of a thread block for the stages in flight
 MAX_STAGES = 8
 SHARED_ALIGNMENT = 1024  # bytes
-COUNTER_ARRAYS = 128  # more than the 100 operations of a graph of MLX
-# More than the products that run at a time: nearly each waits for the output of another.
+COUNTER_ARRAYS = 128  # more than the 100 operations of an MLX graph
+# More than concurrent products: nearly every product waits for the output of another.
 SUM_ARRAYS = 8
 
 PTX_TYPES = {mx.float16: "f16", mx.bfloat16: "bf16"}
@@ -44,7 +44,7 @@ PTX_TYPES = {mx.float16: "f16", mx.bfloat16: "bf16"}
 
 @cache
 def supports(tokens: int, columns: int, rows: int, dtype: mx.Dtype) -> bool:
-    """Returns whether `kernel_matmul` supports this many tokens and a weight [rows, columns]."""
+    """Returns whether `kernel_matmul` supports `tokens` tokens and a weight [rows, columns]."""
     if (
         not 0 < tokens <= MAX_TOKENS
         or dtype not in HALF_DTYPES
@@ -78,12 +78,12 @@ def kernel_matmul(
 
 
 def tile_rows(rows: int) -> int:
-    """Returns the rows in a thread block, of the `rows` rows of a weight."""
+    """Returns the rows of a thread block for a weight with `rows` rows."""
     return FEWER_ROWS if rows % ROWS else ROWS
 
 
 def splits_of(rows: int, columns: int) -> int:
-    """Returns the parts into which the columns are split to keep a GPU busy."""
+    """Returns the number of parts into which columns are split to keep a GPU busy."""
     tiles = rows // tile_rows(rows)
     return max(1, min(MAX_SPLITS, FULL_GPU_BLOCKS // tiles, columns // COLUMNS))
 
@@ -114,14 +114,15 @@ def _kernel(sets: int, splits: int, gated: bool, biased: bool, dtype: mx.Dtype, 
 
 
 def tile_of_rows(rows: int) -> str:
-    """Returns the macro before tiled_product.cuh for `rows` rows in a thread block."""
+    """Returns the macro that tiled_product.cuh needs for `rows` rows in a thread block."""
     return "" if rows == ROWS else f"#define ROWS_OF_TILE {rows}\n"
 
 
 def group_mma(sets: int, dtype: mx.Dtype) -> str:
-    """Returns the function c += a * b of 64 x 16 and 16 x 8 * `sets` numbers in shared memory.
+    """Returns CUDA code of c += a * b for 64 x 16 and 16 x 8 * `sets` numbers in shared memory.
 
-    Four warps compute it. The instruction lists all sums of a thread, so `sets` decides its text.
+    Four warps compute it. The instruction lists all sums of a thread, so its text depends on
+    `sets`.
     """
     count = 4 * sets
     return (
@@ -131,7 +132,7 @@ def group_mma(sets: int, dtype: mx.Dtype) -> str:
 
 
 def group_mma_columns(sets: int, dtype: mx.Dtype) -> str:
-    """Returns the function of `group_mma` with a transposed: its lines are the columns of a."""
+    """Returns the code of `group_mma` with a transposed `a`."""
     count = 4 * sets
     return (
         f"__device__ inline void group_mma_columns(float (&c)[{count}], unsigned long long a, "
@@ -140,12 +141,12 @@ def group_mma_columns(sets: int, dtype: mx.Dtype) -> str:
 
 
 def group_mma_values(sets: int, dtype: mx.Dtype) -> str:
-    """Returns the function of `group_mma` with a in registers, as mma has it, and b transposed."""
+    """Returns the code of `group_mma` with `a` in registers, as in mma, and `b` transposed."""
     return _values_function("group_mma_values", sets, dtype, transposed=True)
 
 
 def group_mma_by_lines(sets: int, dtype: mx.Dtype) -> str:
-    """Returns the function of `group_mma` with a in registers, as mma has it."""
+    """Returns the code of `group_mma` with `a` in registers, as in mma."""
     return _values_function("group_mma_by_lines", sets, dtype, transposed=False)
 
 
@@ -178,9 +179,9 @@ def _group_product(sets: int, dtype: mx.Dtype, a: Sequence[str], transposed: str
 
 @cache
 def counters() -> Any:
-    """Yields zeros that count the finished parts of a product; concurrent products get others.
+    """Yields zeros that count the finished parts of a product; concurrent ones get different zeros.
 
-    The kernel resets them to zero. Only one thread of a process computes.
+    The kernel resets its counters to zero. Only one thread of a process computes.
     """
     counters = [mx.zeros((FULL_GPU_BLOCKS,), dtype=mx.int32) for _ in range(COUNTER_ARRAYS)]
     evaluate_in_own_memory(counters)
@@ -189,9 +190,9 @@ def counters() -> Any:
 
 @cache
 def part_sums() -> Any:
-    """Yields memory for the sums of parts; concurrent products get others.
+    """Yields memory for the sums of parts; concurrent products get different memory.
 
-    As outputs of the kernel, arrays of that size would cost the host as much as the product.
+    As outputs of the kernel, arrays of this size would cost the host as much as the product.
     """
     sums = [mx.zeros((FULL_GPU_BLOCKS * ROWS * MAX_TOKENS,)) for _ in range(SUM_ARRAYS)]
     evaluate_in_own_memory(sums)
@@ -205,8 +206,8 @@ def _kernel_works(dtype: mx.Dtype) -> bool:
 
 def _is_right(dtype: mx.Dtype) -> bool:
     """Compares products in one part and in several with MLX's."""
-    right = []  # of both, since a rehearsal lists the kernels of both
-    # Fewer columns than the stages have, and more.
+    right = []  # compares both, because a rehearsal lists the kernels of both
+    # Fewer columns than all stages together have, and more columns.
     for rows, columns in ((ROWS, COLUMNS), (FEWER_ROWS, 12 * MAX_SPLITS * COLUMNS)):
         weight = mx.random.normal((rows, columns), key=mx.random.key(1)).astype(dtype)
         x = mx.random.normal((30, columns), key=mx.random.key(2)).astype(dtype) * columns**-0.5

@@ -1,8 +1,8 @@
 """NVIDIA's runtime compiler (NVRTC), from the library that MLX installs.
 
 NVRTC's manual describes its functions under "User Interface". Run as a program, this module
-compiles one kernel: it reads the arguments of `compile_kernel` from stdin as JSON, and writes to
-stdout, a line each, the machine code in base64, the kernel's name and its mangled name.
+compiles one kernel: it reads the arguments of `compile_kernel` from stdin as JSON, and writes three
+lines to stdout: the machine code in base64, the kernel's name and its mangled name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12")
-COMPILE_SECONDS = 300.0  # the most seconds of a process that compiles
+COMPILE_SECONDS = 300.0  # the most seconds of a compiling process
 
 
 class Compiler:
@@ -32,10 +32,7 @@ class Compiler:
         includes: Sequence[Path],
         headers: Mapping[str, str],
     ) -> None:
-        """`architecture`: such as sm_90a; `includes`: folders of headers; `headers`: texts.
-
-        `options` may be changed before a kernel is compiled.
-        """
+        """`architecture`: for example sm_90a; `includes`: folders of headers; `headers`: texts."""
         self.architecture = architecture
         self.includes = tuple(includes)
         self.headers = dict(headers)
@@ -48,7 +45,7 @@ class Compiler:
 
     @property
     def version(self) -> str:
-        """The version, such as 13.0."""
+        """The version of NVRTC, for example 13.0."""
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._call("Version", ctypes.byref(major), ctypes.byref(minor))
         return f"{major.value}.{minor.value}"
@@ -100,7 +97,7 @@ class Compiler:
 
 
 def loaded() -> ctypes.CDLL:
-    """Returns the library that MLX has loaded. Raises OSError if it has not loaded one."""
+    """Returns the NVRTC library that MLX has loaded. Raises OSError if MLX has loaded none."""
     for name in LIBRARIES:
         with contextlib.suppress(OSError):
             return ctypes.CDLL(name, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
@@ -108,7 +105,7 @@ def loaded() -> ctypes.CDLL:
 
 
 def includes() -> list[Path]:
-    """Returns the folders of CUDA's headers, beside MLX or of the system.
+    """Returns the folders of CUDA's headers: MLX's or the system's.
 
     Raises OSError if there are no such folders.
     """
@@ -124,7 +121,7 @@ def includes() -> list[Path]:
 
 
 def in_process(compiler: Compiler, kernel: str, code: str) -> tuple[bytes, str, str]:
-    """As `compiler.machine_code`, in its own process: a process compiles one kernel at a time.
+    """As `compiler.machine_code`, in a new process: a process compiles one kernel at a time.
 
     Raises RuntimeError with the message of the compiler, OSError or SubprocessError.
     """
@@ -144,7 +141,7 @@ def in_process(compiler: Compiler, kernel: str, code: str) -> tuple[bytes, str, 
 
 
 def library_path() -> str:
-    """Returns the file of the library that MLX has loaded. Raises OSError if it loaded none."""
+    """Returns the file of MLX's loaded NVRTC library. Raises OSError if MLX has loaded none."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         for line in maps:
             path = line.rstrip().partition("/")[2]
@@ -161,7 +158,7 @@ def compile_kernel(
     kernel: str,
     code: str,
 ) -> tuple[bytes, str, str]:
-    """Compiles a kernel with the library of this file, see Compiler."""
+    """Compiles a kernel with the NVRTC library of this file, see Compiler."""
     compiler = Compiler(ctypes.CDLL(library), architecture, [*map(Path, includes)], headers)
     return compiler.machine_code(kernel, code)
 

@@ -1,4 +1,4 @@
-"""Attention of all lines of a step over a block pool, in one call of a kernel."""
+"""Attention of all lines (query tokens) of a step over a block pool, in one kernel call."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ QUANTISED_INPUTS = (*INPUTS[:5], "key_scales", "value_scales", *INPUTS[5:])
 HEAD_SIZES = range(16, 257, 16)
 MAX_GROUP = 16  # query heads of a key head
 HOPPER = "sm_90a"
-HOPPER_SIZES = (64, 128)  # of heads that have special tiles for chunks on Hopper
-MULTIPROCESSORS = 132  # of a large GPU
+HOPPER_SIZES = (64, 128)  # sizes of heads with special tiles for chunks on Hopper
+MULTIPROCESSORS = 132  # multiprocessors of a large GPU
 
 
 class RaggedPlan(Struct, frozen=True):
-    """The keys that the lines of a step see: int32 arrays. Only their shapes are compiled.
+    """The keys that each line (query token) of a step sees: int32 arrays, compiled only by shape.
 
-    Line t sees the cache indices [begins[t], ends[t]) [T]. `tables` [C] are the block tables of all
-    rows, concatenated. `items` [W, 8] is the work list that work_list.work_items makes for
+    Line t sees cache indices [begins[t], ends[t]). `tables` [C] are the concatenated block tables
+    of all sequences. `items` [W, 8] is the work list that work_list.work_items makes for
     `tile_shape`. `arrived` are `counters` and `partial` are `part_sums`; the layers of a step run
-    one after the other, so all use the same arrays.
+    one after the other, so all layers use the same arrays.
     """
 
     begins: mx.array
@@ -71,7 +71,7 @@ class RaggedPlan(Struct, frozen=True):
 class FreshLines(Struct, frozen=True):
     """Keys and values [T, KV, D] of lines, views or not, which `attend` writes into the pools.
 
-    It rotates the keys, and the queries, by `turns`.
+    `attend` rotates keys and queries by `turns`.
     """
 
     k: mx.array
@@ -96,10 +96,10 @@ def supports(
 def tile_shape(
     heads: int, pairs: int, size: int, *, chunks: bool = False, quantised: bool = False
 ) -> TileShape:
-    """Returns the shape of the tiles into which work_list.py divides attention of these heads.
+    """Returns the tile shape of layers with these heads. The work list is made for this shape.
 
-    `chunks`: the pass reads chunks of prompts, with single lines of rows beside them or not. Chunks
-    use Hopper's tiles, if there are any, up to 1.6 times as fast; 8-bit keys and values never do.
+    `chunks`: the pass has chunks of prompts, possibly beside decoding tokens. Chunks use Hopper's
+    tiles if possible, up to 1.6 times as fast; 8-bit keys and values never use Hopper's tiles.
     """
     hopper = chunks and not quantised and hopper_tiles(size)
     return _tile_shape(heads // pairs, pairs, size, hopper)
@@ -111,12 +111,12 @@ def _tile_shape(group: int, pairs: int, size: int, hopper: bool) -> TileShape:
 
 
 def tile_rows(size: int) -> int:
-    """Returns the query rows of a tile of a chunk that is not one of Hopper's."""
+    """Returns the query rows of a chunk's tile, unless the tile is Hopper's."""
     return TILE_ROWS
 
 
 def _blocks(size: int, rows: int, hopper: bool) -> int:
-    """Returns the thread blocks that fit into a multiprocessor's registers and shared memory."""
+    """Returns how many thread blocks fit into a multiprocessor's registers and shared memory."""
     if hopper or size > WIDE or rows > TILE_ROWS:
         return 2
     return 3 if size > WIDE // 2 else 4
@@ -124,7 +124,7 @@ def _blocks(size: int, rows: int, hopper: bool) -> int:
 
 @cache
 def hopper_tiles(size: int) -> bool:
-    """Returns whether chunks may have Hopper's tiles; tries them once."""
+    """Returns whether chunks may use Hopper's tiles; tries these tiles once."""
     if size not in HOPPER_SIZES or kernel_cache.architecture() != HOPPER:
         return False
     return kernel_works(
@@ -133,7 +133,7 @@ def hopper_tiles(size: int) -> bool:
 
 
 def counters(pairs: int) -> mx.array:
-    """Returns zeros that count the finished parts of tiles; every call leaves them zeros."""
+    """Returns zeros that count the finished parts of tiles; every kernel call resets them."""
     return mx.zeros((pairs * PART_UNITS,), dtype=mx.int32)
 
 
@@ -152,13 +152,13 @@ def attend(
     *,
     chunks: bool = False,
 ) -> mx.array:
-    """Attends with q [T, H, D], rotated, to pools [blocks, KV, block, D] -> [T, H, D].
+    """Returns the attention [T, H, D] of rotated q [T, H, D] over pools [blocks, KV, block, D].
 
-    q may be a view. A line (a query token) attends to the last `window` of its keys; 0: to all.
-    Lines without keys, and padding lines of the plan's work list, get zeros; lines that the work
-    list lacks get arbitrary numbers. With `fresh` each line is the newest token of its own row, and
-    q is not rotated yet. `chunks`: the argument of `tile_shape` for the work list. Four pools are
-    8-bit keys and values with their scales, see rotate_and_write.
+    q may be a view. A line (query token) reads the last `window` keys that it sees; 0: all keys.
+    Lines that see no keys, and padding lines of the work list, get zeros; lines without an item get
+    arbitrary numbers. With `fresh`, each line is the last token of its own sequence, and q is not
+    rotated yet. `chunks`: as in the `tile_shape` of the work list. Four pools: see
+    rotate_and_write.
     """
     hopper = chunks and not is_quantised(pools) and hopper_tiles(q.shape[2])
     return _attend(q, pools, plan, scores, window, hopper, fresh)
@@ -173,7 +173,7 @@ def attend_fresh(
     window: int,
     turns: RopeTables,
 ) -> mx.array:
-    """As `attend` with fresh lines [T, (H + 2 * KV) * D]: queries, keys, then values of each.
+    """As `attend` with fresh `lines` [T, (H + 2 * KV) * D]: queries, keys, values of each token.
 
     Returns [T, H * D].
     """
@@ -195,7 +195,7 @@ def attend_fresh(
 
 
 def _dtype(q: mx.array, pools: tuple[mx.array, ...]) -> mx.Dtype:
-    """Returns the dtype of multiplied numbers: for stored integers, the dtype of the queries."""
+    """Returns the dtype of multiplied numbers: for stored integers, the queries' dtype."""
     return q.dtype if is_quantised(pools) else pools[0].dtype
 
 
@@ -266,7 +266,7 @@ def _attend(
 
 @cache
 def works(group: int, pairs: int, size: int, dtype: mx.Dtype, *, quantised: bool = False) -> bool:
-    """Returns whether both kernels of a layer are right here; tries them once, logs if not."""
+    """Returns whether both kernels of a layer work here; tries each once, logs a failure."""
     return kernel_works(
         "ragged attention of 8-bit keys and values" if quantised else "ragged attention",
         lambda: (
@@ -291,7 +291,7 @@ def _empty_pools(
 def _is_right(
     group: int, pairs: int, size: int, dtype: mx.Dtype, hopper: bool, quantised: bool = False
 ) -> bool:
-    """Compares a token after many, in parts, and a chunk with MLX's operations."""
+    """Compares a token after many tokens, in parts, and a chunk with MLX's operations."""
     block, longest, lines, heads = 256, 200, TILE_ROWS // 2, group * pairs
     shape = _tile_shape(group, pairs, size, hopper)
     random = (

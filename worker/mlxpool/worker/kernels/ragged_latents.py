@@ -1,6 +1,6 @@
 """Attention over latent vectors (MLA) in a pool of blocks, in the tensor cores of Hopper.
 
-Lines of rows that decode and chunks of prompts are tiles of one work list, as in ragged_attention.
+Decoding tokens and chunks of prompts are tiles of one work list, as in ragged_attention.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from mlxpool.worker.kernels.work_list import (
 )
 
 INPUTS = ("q", "pool", "ends", "tables", "items", "arrived", "partial")
-RANKS = (128, 256, 512)  # numbers of a latent's value: two groups of warps share them
+RANKS = (128, 256, 512)  # numbers of a latent's value, divided between two groups of warps
 FILES = ("latent_tile.cuh", "latent_chunk_tile.cuh")
 PANEL = 64  # numbers of a latent that are multiplied at a time, and latents of a tile
-MAX_ROWS = 64  # of a tile; the sums of more rows do not fit into registers
+MAX_ROWS = 64  # rows of a tile; the sums of more rows do not fit into registers
 MAX_LINE = 640  # numbers of a latent; two tiles of longer latents do not fit
 MAX_SHARED_BYTES = 227 * 1024 - 16  # of shared memory of a thread block, without its own variables
 THREADS = 256
 MAX_FEW_ROWS = 32  # the most rows of a tile that are columns of the tensor cores' matrices
-VALUE_NUMBERS = 256  # of a latent in one instruction; 64 is 3 to 6 % slower
-ALIGNMENT = 1024  # bytes, of swizzled matrices
-LEAST_KEYS = 160  # latents of a part: the sums of a part take as long as these
-SUM_KEYS = 32  # latents that a thread block could read while it adds up one part
+VALUE_NUMBERS = 256  # numbers of a latent in one instruction; 64 is 3 to 6 % slower
+ALIGNMENT = 1024  # alignment of swizzled matrices, in bytes
+LEAST_KEYS = 160  # latents of a part: adding up a part takes as long as this many latents
+SUM_KEYS = 32  # latents that a thread block could read while adding up one part
 
 
 def supports(heads: int, line: int, rank: int, block: int, dtype: mx.Dtype) -> bool:
-    """Returns whether `attend` supports this many heads and latents of these sizes here.
+    """Returns whether `attend` supports `heads` heads and latents of these sizes.
 
-    The first call for a dtype tries it.
+    The first call for a dtype tries the kernel.
     """
     fits = rank in RANKS and rank <= line <= MAX_LINE and line % PANEL == 0 == block % PANEL
     return fits and heads > 0 and dtype in HALF_DTYPES and _works(dtype)
 
 
 def tile_shape(heads: int, line: int, rank: int) -> TileShape:
-    """Returns the shape of the tiles into which work_list.py divides attention of these heads."""
+    """Returns the tile shape of layers with these heads. The work list is made for this shape."""
     most = max_rows(line, rank)
     groups = next(n for n in range(1, heads + 1) if heads % n == 0 and heads // n <= most)
     each = heads // groups
@@ -80,23 +80,24 @@ def shared_bytes(rows: int, line: int, rank: int) -> int:
 def value_numbers(line: int, rank: int) -> int:
     """Returns the numbers that one instruction multiplies in tiles of many rows.
 
-    0: such tiles do not fit. Their shares have to fit into the panel of a latent after its value.
+    0: such tiles do not fit. Their probabilities must fit into the panel of a latent after its
+    value.
     """
     fits = line > rank and _chunk_bytes(line) <= MAX_SHARED_BYTES
     return min(VALUE_NUMBERS, rank // 2) if fits else 0
 
 
 def _chunk_bytes(line: int) -> int:
-    """Returns the bytes of shared memory of a tile of many rows. Its sums overwrite its latents."""
+    """Returns the bytes of shared memory of a tile of many rows. The sums overwrite the latents."""
     return 2 * PANEL * line * 2 + MAX_ROWS * line * 2 + MAX_ROWS * 4 * 4 + ALIGNMENT
 
 
 def attend(q: mx.array, pool: mx.array, plan: RaggedPlan, scale: float, rank: int) -> mx.array:
-    """Attends with q [T, H, line] to latents of pool [blocks, 1, block, line] -> [T, H, rank].
+    """Returns the attention [T, H, rank] of q [T, H, line] over pool [blocks, 1, block, line].
 
-    A whole latent is the key, its first `rank` numbers are the value. Every line sees its row from
-    the first latent on. Lines that see nothing, and the padding lines of the work list, get zeros;
-    lines without an item get arbitrary numbers.
+    A whole latent is the key, its first `rank` numbers are the value. Every line (query token) sees
+    its sequence from the first latent on. Lines that see no latents, and padding lines of the work
+    list, get zeros; lines without an item get arbitrary numbers.
     """
     before, (lines, heads, size) = q.dtype, q.shape
     shape = tile_shape(heads, size, rank)

@@ -1,4 +1,4 @@
-"""How tokens choose experts. No MLX."""
+"""The parameters of expert routing. No MLX."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from msgspec import Struct
 
 
 class RoutingParams(Struct, frozen=True):
-    """Each token chooses the `chosen` best of `count` experts.
+    """Parameters of routing: each token chooses the `chosen` best of `count` experts.
 
-    Their weights are a softmax of all experts' logits, or sigmoids of them. An array [E] may be
-    added to the logits of a softmax, or to the sigmoids that experts are chosen by; it does not
+    The experts' weights are a softmax of all logits, or sigmoids of logits. An array [E] may be
+    added to the logits of a softmax, or to the sigmoids for the choice of experts; it does not
     change the weights of sigmoids. If sigmoids are in `groups`, only the `chosen_groups` best
-    groups, by their two best experts, count; the sigmoids of all others count as 0.
+    groups, by their two best experts, count; the sigmoids of all other groups count as 0.
     """
 
     count: int

@@ -1,7 +1,8 @@
-"""Takes some columns of each row of an array, and adds values to some columns of each row.
+"""Kernels that read some columns of each row of an array, or add values to them.
 
-Sampling needs both over the vocabulary: log-probabilities of tokens, counts of tokens, biases. MLX
-would compile a kernel for each kind of index, which takes 3 to 5 seconds of a first load.
+Sampling needs both operations over the vocabulary: log-probabilities of tokens, counts of tokens,
+biases. MLX would compile a kernel for each type of index, which takes 3 to 5 seconds of a first
+load.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ SUM_THREADS = 1024
 
 @cache
 def works() -> bool:
-    """Returns whether these kernels work here; the first call tries them."""
+    """Returns whether these kernels work on this device; the first call tries them."""
     return kernel_works("columns of rows", _are_right)
 
 
 def take_columns(table: mx.array, ids: mx.array) -> mx.array:
-    """Returns table[r, ids[r, j]] [R, k] of table [R, V] and int32 ids [R, k] of its columns."""
+    """Returns table[r, ids[r, j]] [R, k] of `table` [R, V] and int32 column `ids` [R, k]."""
     outputs: list[mx.array] = _take_kernel()(
         inputs=[table, ids],
         grid=(-(-ids.size // TAKE_THREADS) * TAKE_THREADS, 1, 1),
@@ -37,11 +38,11 @@ def take_columns(table: mx.array, ids: mx.array) -> mx.array:
 
 
 def column_sums(ids: mx.array, values: mx.array, size: int) -> mx.array:
-    """Returns for each row the sum of the values of each of `size` columns, float32 [R, size].
+    """Returns the sums of values in each of `size` columns of each row: float32 [R, size].
 
     Column ids[r, j] gets values[r, j]; ids are int32 [R, k], values float32 [R, k], or [1, 1] for
-    all. Ids below 0, and of `size` or more, are skipped. The order of the additions to one column
-    is not fixed, so the sums must be exact without rounding.
+    all ids. Ids below 0, and of `size` or more, are skipped. The order of the additions to one
+    column is not fixed, so the sums must be exact without rounding.
     """
     rows = ids.shape[0]
     outputs: list[mx.array] = _sum_kernel(size, values.size > 1)(

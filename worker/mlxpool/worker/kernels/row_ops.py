@@ -18,22 +18,22 @@ from mlxpool.worker.kernels.kernel_builder import (
 
 NUMBERS_PER_THREAD = 8
 MAX_NORM_SIZE = 1024 * NUMBERS_PER_THREAD
-THREADS = 256  # of a thread block of `swiglu` and `take_rows`
+THREADS = 256  # threads of a thread block of `swiglu` and `take_rows`
 COPY_BYTES = 16  # bytes that a thread copies
 
 
 @cache
 def supports_norm(size: int, dtype: mx.Dtype) -> bool:
-    """Returns whether `add_norm` supports a last axis of `size`; the first call tries it."""
+    """Returns whether `add_norm` supports rows of `size` numbers; the first call tries it."""
     if dtype not in HALF_DTYPES or size % NUMBERS_PER_THREAD or size > MAX_NORM_SIZE:
         return False
     return kernel_works("norms", lambda: _norm_is_right(size, dtype))
 
 
 def add_norm(x: mx.array, y: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
-    """Returns x + y [T, d] and its RMS norm times weight [d].
+    """Returns x + y [T, d], and the RMS norm of this sum times `weight` [d].
 
-    Both are rounded like the separate operations.
+    Both results are rounded like the separate operations.
     """
     size = x.shape[-1]
     threads = -(-size // (NUMBERS_PER_THREAD * WARP_SIZE)) * WARP_SIZE
@@ -73,8 +73,8 @@ def supports_swiglu(width: int, dtype: mx.Dtype) -> bool:
 def swiglu(both: mx.array) -> mx.array:
     """Returns silu(gate) * up [T, W] of both [T, 2 * W], gates first.
 
-    It is rounded like the separate operations. MLX's fused operation would read two views that are
-    not contiguous, and MLX compiles it at each load.
+    The result is rounded like the separate operations. MLX's fused operation would read two views
+    that are not contiguous, and MLX would compile it at each load.
     """
     lines, width = both.shape[0], both.shape[1] // 2
     threads = lines * width // NUMBERS_PER_THREAD
@@ -112,9 +112,9 @@ def _takes(dtype: mx.Dtype) -> bool:
 
 
 def take_rows(table: mx.array, ids: mx.array) -> mx.array:
-    """Returns table[ids] [T, ...] of table [N, ...] and int32 ids [T], which must be below N.
+    """Returns table[ids] [T, ...] of `table` [N, ...] and int32 `ids` [T], all below N.
 
-    MLX compiles a kernel for this at each load.
+    MLX would compile a kernel for this at each load.
     """
     shape = (ids.shape[0], *table.shape[1:])
     pieces = table.nbytes // table.shape[0] // COPY_BYTES

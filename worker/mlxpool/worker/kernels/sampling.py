@@ -1,4 +1,4 @@
-"""Samples tokens from logits by the rules of sampling/sampler.py, one thread block a row."""
+"""Samples tokens from logits by the rules of sampling/sampler.py, with a thread block per row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from mlxpool.worker.kernels.kernel_builder import FLOAT_DTYPES, Constant, build_kernel, kernel_works
 
 INPUTS = ("logits", "options", "positions")
-OPTIONS = 6  # numbers of a row in `options`
+OPTIONS = 6  # length of a row of `options`
 THREADS = 1024
 KNOWN_THREADS = 256
 
@@ -31,10 +31,10 @@ def sample_tokens(
     positions: mx.array,
     masks: mx.array | None = None,
 ) -> mx.array:
-    """Returns tokens [R] int32 of logits [R, V]; -1 for a row with logits that are not numbers.
+    """Returns sampled tokens [R] int32 of logits [R, V]; -1 for a row with NaN logits.
 
-    `options` [R, OPTIONS] int32, see `packed_options`; `positions` [R] int32 of the tokens in their
-    completions. `masks`: see TokenMasks.numbers.
+    `options` [R, OPTIONS] int32, see `packed_options`; `positions` [R] int32: the positions of the
+    tokens in their completions. `masks`: see TokenMasks.numbers.
     """
     rows, size = logits.shape
     outputs: list[mx.array] = _kernel(size, logits.dtype, masks is not None)(
@@ -59,8 +59,8 @@ def packed_options(
 ) -> npt.NDArray[np.int32]:
     """Returns the options of R rows as one array [R, OPTIONS], for one copy to the device.
 
-    `heats` are temperatures, 0: the likeliest token; `top_ks` 0: off; `top_ps` 1 or more: off.
-    Floats are stored as the bits of float32; a seed as its upper and its lower half.
+    `heats` are temperatures, 0: greedy; `top_ks` 0: off; `top_ps` 1 or more: off. Floats are stored
+    as the bits of float32; a seed as its upper and its lower half.
     """
     options = np.empty((len(seeds), OPTIONS), dtype=np.int32)
     options[:, :3].view(np.float32)[:] = np.array((heats, top_ps, min_ps), dtype=np.float32).T

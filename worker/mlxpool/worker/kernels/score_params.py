@@ -1,4 +1,4 @@
-"""How attention turns products of queries and keys into scores. Imports no MLX at run time."""
+"""The parameters of attention scores. Imports no MLX at run time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class ScoreParams(Struct, frozen=True):
     """Parameters of attention scores.
 
     A score is the product of a query and a key times `scale`. If `softcap` is not 0, the score
-    becomes softcap * tanh(score / softcap). `sinks` [H] holds one more score for each query head;
-    it takes part in the softmax but has no value vector.
+    becomes softcap * tanh(score / softcap). `sinks` [H] has an additional score for each query
+    head, which takes part in the softmax but has no value vector.
     """
 
     scale: float

@@ -1,4 +1,4 @@
-"""Affine 4-bit weights in tiles, in the order of tensor cores; see tiles_4bit.cuh."""
+"""Affine 4-bit weights in tiles, ordered for tensor cores; see tiles_4bit.cuh."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from mlxpool.worker.kernels.kernel_builder import (
 BITS = 4
 GROUPS = (32, 64)  # sizes of groups
 TILE = 64  # rows and columns of a tile
-FRAGMENTS = 4  # of a tile, with 16 rows each
+FRAGMENTS = 4  # fragments of a tile, with 16 rows each
 THREADS = 256
-NUMBERS_PER_THREAD = 8  # numbers of a row that a thread dequantises
+NUMBERS_PER_THREAD = 8  # numbers that a thread dequantises
 
 
 def fits(rows: int, columns: int, group: int, dtype: mx.Dtype) -> bool:
@@ -32,12 +32,12 @@ def fits(rows: int, columns: int, group: int, dtype: mx.Dtype) -> bool:
 
 
 def fragment_bytes(group: int) -> int:
-    """Returns the bytes of 16 rows and 64 columns, with their scales and biases."""
+    """Returns the bytes of a fragment: 16 rows and 64 columns, with scales and biases."""
     return 512 + 64 * (TILE // group)
 
 
 def header(group: int) -> str:
-    """Returns the code that kernels over tiles begin with."""
+    """Returns the first code of kernels that read tiles."""
     files = ("raised_numbers.cuh", "tiles_4bit.cuh")
     return declarations({"GROUP": group}) + "".join(map(include_line, files))
 
@@ -63,7 +63,7 @@ def in_tiles(weight: mx.array, scales: mx.array, biases: mx.array, group: int) -
 def dequantised_rows(
     tiles: mx.array, ids: mx.array | None, group: int, dtype: mx.Dtype
 ) -> mx.array:
-    """Returns the rows [T, in] with int32 numbers ids [T] of a weight in tiles; None: all rows.
+    """Returns the rows `ids` [T], int32, of a weight in tiles -> [T, in]; None: all rows.
 
     `dtype` is the dtype of the weight's scales.
     """
@@ -111,7 +111,7 @@ def _rows_kernel(group: int, dtype: mx.Dtype, whole: bool) -> Any:
 
 @cache
 def works(group: int, dtype: mx.Dtype) -> bool:
-    """Returns whether weights can be put into tiles and dequantised again here."""
+    """Returns whether conversion to tiles and dequantisation work on this device."""
     return kernel_works("weights of 4 bits in tiles", lambda: _is_right(group, dtype))
 
 

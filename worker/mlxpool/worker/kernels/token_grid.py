@@ -1,7 +1,7 @@
 """The grid of kernels that compute several operations of one token, see cuda/token_rows.cuh.
 
-For one token, each separate kernel costs the host more than the device. Thread blocks of such a
-combined kernel wait for each other, so all must be resident at a time: one on each multiprocessor.
+For one token, each separate kernel costs the host more than the device. Thread blocks of a combined
+kernel wait for each other, so all must be resident together: one block on each multiprocessor.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from mlxpool.worker.kernels.kernel_builder import WARP_SIZE, Constant, build_ker
 
 WARPS = 16  # of a thread block
 THREADS = WARPS * WARP_SIZE
-STATE_WORDS = 4  # of memory, for the barrier of the grid
-COLUMNS = 64  # a row of a weight has a multiple of this
-MIN_MULTIPROCESSORS = 64  # with fewer the kernel takes longer than it saves
+STATE_WORDS = 4  # words of memory for the barrier of the grid
+COLUMNS = 64  # a row of a weight has a multiple of this many numbers
+MIN_MULTIPROCESSORS = 64  # with fewer, the combined kernel is slower
 MAX_SHARED_BYTES = 128 * 1024  # of a thread block
 
 
 def is_resident() -> bool:
-    """Returns whether a thread block for each multiprocessor is resident at a time."""
+    """Returns whether one thread block for each multiprocessor can be resident together."""
     count = device.multiprocessors()
     return count >= MIN_MULTIPROCESSORS and not device.shares_multiprocessors()
 
@@ -52,7 +52,7 @@ def build(
 def launch(
     kernel: Any, inputs: Sequence[mx.array | None], shape: Sequence[int], dtype: mx.Dtype
 ) -> mx.array:
-    """Runs a kernel that `build` has built; returns its output."""
+    """Runs a kernel made by `build`; returns its output."""
     outputs: list[mx.array] = kernel(
         inputs=list(inputs),
         grid=(device.multiprocessors() * THREADS, 1, 1),
@@ -67,7 +67,8 @@ def launch(
 def memory(name: str, words: int) -> mx.array:
     """Returns scratch memory of a kernel: `words` words after the words of the barrier.
 
-    Launches that share it never overlap, because each reads the output of the launch before.
+    Launches with the same memory never overlap, because each launch reads the output of the
+    previous launch.
     """
     scratch = mx.zeros((STATE_WORDS + words,), dtype=mx.int32)
     device.evaluate_in_own_memory([scratch])

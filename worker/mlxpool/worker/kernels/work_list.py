@@ -1,4 +1,4 @@
-"""Divides the attention of a step into tiles for thread blocks, and computes their shared memory.
+"""Divides the attention of a step into tiles for thread blocks; computes the shared memory.
 
 Imports no MLX.
 """
@@ -15,28 +15,28 @@ from msgspec import Struct
 Numbers: TypeAlias = npt.NDArray[np.int32]
 StepKey: TypeAlias = tuple[bytes, bytes, int]  # see Division.key
 
-TILE_ROWS = 64  # query rows of a tile of a chunk, and padding lines of an item
+TILE_ROWS = 64  # query rows of a chunk's tile, and padding lines of an item
 UNIT_ROWS = 8  # query rows of a unit of partial sums
 PART_UNITS = 512  # units of partial sums of a step
-HOPPER_ROWS = 128  # of a tile of Hopper's, two groups of four warps
-WARPS = 4  # of a thread block, 8 with Hopper's tiles
-WIDE = 128  # numbers of a head; of larger heads fewer keys are in shared memory at a time
+HOPPER_ROWS = 128  # query rows of Hopper's tile, for two groups of four warps
+WARPS = 4  # warps of a thread block, 8 with Hopper's tiles
+WIDE = 128  # numbers of a head; with larger heads, fewer keys are in shared memory
 DECODE_KEYS = 16  # keys of a decode tile that a warp multiplies at a time
 LINE_GAP = 8  # numbers between lines of shared memory
-QUANTISED_SIZES = range(32, 257, 32)  # of heads that are stored as 8-bit integers
+QUANTISED_SIZES = range(32, 257, 32)  # sizes of heads that are stored as 8-bit integers
 INTEGER_GAP, SCALE_BYTES = 16, 2  # bytes between lines of integers, and of the scale of each
-SHARED_ALIGNMENT = 1024  # bytes, of swizzled matrices
-EXTRA_ITEMS = 64  # items besides one for each line
+SHARED_ALIGNMENT = 1024  # alignment of swizzled matrices, in bytes
+EXTRA_ITEMS = 64  # items besides one item for each line
 MIN_DECODE_KEYS = 256  # keys of a part; shorter parts cost more than they save
 MIN_CHUNK_KEYS = 512
-STEP_KEYS = 128  # all parts but the last have a multiple of these keys
-PART_COST = 64  # keys that a thread block could read while it begins and ends
-# Keys of a part, as shares of the ideal: the keys of each thread block if all ended together. No
-# further shares are tried if a step takes at most NEAR times as long as the ideal.
+STEP_KEYS = 128  # all parts except the last have a multiple of this many keys
+PART_COST = 64  # keys that a thread block could read in the time of its start and end
+# Keys of a part, as fractions of the ideal: the keys of each thread block if all ended together. No
+# more fractions are tried if a step takes at most NEAR times as long as the ideal.
 SHARES, NEAR = (1, 1.04, 1.1, 1.25, 1 / 2, 1 / 3, 1 / 4), 1.08
 LONG_SHARES = (2, 3, 4, 6, 8)  # also tried if it takes long to add up parts
 STILL_GOOD = 1.2  # a step keeps its share while it takes at most this times as long as the best
-WHOLE = 0.0  # in place of a share: no tile is divided
+WHOLE = 0.0  # in place of a fraction: no tile is divided
 KEPT_SHARES = 64  # of steps with chunks, which come again when the next prompt is read alone
 WHOLE_KEYS = 1024  # the most keys of a tile that is not divided in a list for one pass
 STEPS_OF_PARTS = 32  # steps for which decoding rows keep their parts, and others the share
@@ -45,11 +45,11 @@ FIRST_LINE, LINES, TABLE, LOW, HIGH, PART, PARTS, UNIT = range(8)
 
 
 class TileShape(Struct, frozen=True):
-    """The tiles of a layer: `group` query heads share each of `kv_heads` key heads.
+    """The shape of a layer's tiles: `group` query heads share each of `kv_heads` key heads.
 
-    `rows`: query rows of a tile of a chunk, TILE_ROWS or twice that. `blocks`: thread blocks that a
-    large GPU runs at a time. `least_keys`: keys of a part, at least, besides the bounds MIN_*_KEYS.
-    `sum_keys`: keys that a thread block could read while it adds up one part of a tile.
+    `rows`: query rows of a chunk's tile, TILE_ROWS or twice as many. `blocks`: concurrent thread
+    blocks of a large GPU. `least_keys`: the fewest keys of a part, besides the bounds MIN_*_KEYS.
+    `sum_keys`: keys that a thread block could read while adding up one part of a tile.
     """
 
     group: int
@@ -61,7 +61,7 @@ class TileShape(Struct, frozen=True):
 
     @property
     def lines(self) -> int:
-        """Lines of a tile of a chunk."""
+        """The lines (query tokens) of a chunk's tile."""
         return self.rows // self.group
 
     @property
@@ -71,15 +71,15 @@ class TileShape(Struct, frozen=True):
 
     @property
     def decode_lines(self) -> int:
-        """The most lines of a tile whose warps share the keys."""
+        """The most lines (query tokens) of a tile whose warps share the keys."""
         return self.decode_rows // self.group
 
 
 class Spans(Struct, frozen=True):
-    """Spans of neighbouring lines of a row: int32 arrays [S]. They follow each other from line 0.
+    """Spans of neighbouring lines (query tokens) of a sequence: int32 arrays [S], from line 0 on.
 
-    The last line of a span sees cache indices [begin, end), each line before it one key less.
-    `tables` are the places of the rows' block tables in the table of all rows.
+    The last line of a span sees cache indices [begin, end), each earlier line one key less.
+    `tables` are the offsets of the sequences' block tables in the concatenated table.
     """
 
     first_lines: Numbers
@@ -90,18 +90,18 @@ class Spans(Struct, frozen=True):
 
 
 def capacity_of(lines: int) -> int:
-    """Returns the items of the work list of a step of `lines` lines."""
+    """Returns the number of items in the work list of a step of `lines` lines."""
     return lines + EXTRA_ITEMS
 
 
 def work_items(spans: Spans, shape: TileShape, lines: int) -> Numbers:
-    """Returns the work list [capacity_of(lines), 8] of a step of `lines` lines, padding included.
+    """Returns the work list [capacity_of(lines), 8] of a step of `lines` lines with padding.
 
     An item is a tile: its first line, lines, table, the keys [low, high) that its lines see, a part
     of these keys and the count of parts, and the first unit of its partial sums, which is also the
-    number of its counter. Items without parts fill padding lines with zeros; items without lines
-    are unused. Items of chunks come first, and in both groups the items with most keys: chunks
-    multiply for long while items of decoding lines, beside them, wait for memory.
+    index of its counter. Items without parts fill padding lines with zeros; items without lines are
+    unused. Items of chunks come first, and in both groups the items with most keys first: chunks
+    multiply for long while items of decoding lines wait for memory.
     """
     return _items(_tiles(spans, shape), shape, lines, _best_parts)[0]
 
@@ -109,14 +109,14 @@ def work_items(spans: Spans, shape: TileShape, lines: int) -> Numbers:
 class WorkLists:
     """Makes the work lists of steps of one TileShape.
 
-    Most of the time goes into the choice of the parts. While the same rows decode, the tiles keep
-    their parts for some steps. Steps with chunks keep the share of the step before, or get the
-    share that was chosen for an equal step.
+    The choice of the parts takes most of the time. While the same sequences decode, the tiles keep
+    their parts for some steps. Steps with chunks keep the Share of the previous step, or get the
+    Share that was chosen for an equal step.
     """
 
     def __init__(self, shape: TileShape) -> None:
         self._shape = shape
-        self._key = b""  # of the lines and tables that the kept list is for
+        self._key = b""  # lines and tables of the cached list
         self._kept = self._tiles = np.zeros((0,), dtype=np.int32)
         self._uses = 0
         self._share: Share | None = None
@@ -140,8 +140,8 @@ class WorkLists:
     def items_once(self, spans: Spans, lines: int) -> Numbers:
         """Returns a work list of single lines for one pass.
 
-        The choice of the best parts takes longer than they save in one pass. Tiles of up to
-        WHOLE_KEYS keys are not divided; others get parts that are near the best.
+        The choice of the best parts takes longer than these save in one pass. Tiles of up to
+        WHOLE_KEYS keys are not divided; larger tiles get nearly the best parts.
         """
         keys = spans.ends - spans.begins
         if keys.size and int(keys.max()) > WHOLE_KEYS:
@@ -155,9 +155,9 @@ class WorkLists:
         return items
 
     def repeats(self) -> bool:
-        """Counts one more use of the newest list, for the same rows with one key more.
+        """Counts one more use of the newest list, for the same sequences with one more key.
 
-        Returns False if the list has to be made anew.
+        Returns False if a new list has to be made.
         """
         if self._uses >= STEPS_OF_PARTS:
             return False
@@ -194,10 +194,10 @@ class Share(Struct, frozen=True):
 
 
 class Division(Struct, frozen=True):
-    """How the tiles of a step may be divided: tile n has keys[n], at least least[n] a part.
+    """How the tiles of a step may be divided: tile n has keys[n], and parts of at least least[n].
 
-    A part of it needs units[n] units of partial sums. `places` tiles run at a time; there may be
-    `extra` parts more than tiles. `sum_keys`: see TileShape.
+    A part of tile n needs units[n] units of partial sums. `places` tiles run concurrently; there
+    may be `extra` more parts than tiles. `sum_keys`: see TileShape.
     """
 
     keys: Numbers
@@ -209,12 +209,12 @@ class Division(Struct, frozen=True):
 
     @property
     def key(self) -> StepKey:
-        """The fields that decide about the parts; `least` follows from `units`."""
+        """The fields that determine the parts; `least` follows from `units`."""
         return self.keys.tobytes(), self.units.tobytes(), self.extra
 
     @property
     def ideal(self) -> float:
-        """The keys that each place reads if all end together."""
+        """The keys that each thread block reads if all blocks end together."""
         return int(self.keys.sum()) / self.places
 
     def parts(self, bound: float) -> Numbers:
@@ -231,21 +231,21 @@ class Division(Struct, frozen=True):
         return int(parts.sum()) - parts.size <= self.extra and needed <= PART_UNITS
 
     def ratio(self, parts: Numbers) -> float:
-        """Returns the time of a step of these parts as a multiple of `ideal`; at least 1."""
+        """Returns the time of a step with these parts as a multiple of `ideal`; at least 1."""
         time = _time(self._each(parts), parts, self.places)
         most = int(parts.max()) if self.sum_keys and parts.size else 1
         return max(1.0, (time + self.sum_keys * (most - 1)) / max(self.ideal, 1.0))
 
     def _each(self, parts: Numbers) -> Numbers:
-        """Returns the keys of the parts of each tile; the last part of a tile may have fewer."""
+        """Returns the keys of a part of each tile; the last part of a tile may have fewer keys."""
         return np.where(parts > 1, -(-self.keys // (parts * STEP_KEYS)) * STEP_KEYS, self.keys)
 
     def best_share(self) -> Share:
-        """Returns the share that makes the step end soonest."""
+        """Returns the Share with which the step ends soonest."""
         best = Share(WHOLE, self.ratio(np.ones_like(self.keys)))
         if best.ratio <= NEAR or not (self.keys > self.least).any():
             return best
-        # The last share always fits: it adds at most `extra` parts, and the units of the divided
+        # The last fraction always fits: it adds at most `extra` parts, and the units of the divided
         # tiles stay within PART_UNITS.
         total, most = int(self.keys.sum()), 2 * int((self.keys * self.units).sum()) / PART_UNITS
         safe = max(self.ideal, total / max(self.extra, 1), most) / self.ideal
@@ -274,7 +274,7 @@ def _near_parts(step: Division) -> Numbers:
 def _items(
     tiles: Numbers, shape: TileShape, lines: int, parts_of: Callable[[Division], Numbers]
 ) -> tuple[Numbers, Numbers]:
-    """Returns the work list of tiles [N, 8], and the tile of each item that has keys."""
+    """Returns the work list of `tiles` [N, 8], and the tile of each item with keys."""
     count, keys = tiles.shape[0], tiles[:, HIGH] - tiles[:, LOW]
     decodes = tiles[:, LINES] <= shape.decode_lines
     units = np.where(decodes, shape.decode_rows, shape.rows) // UNIT_ROWS
@@ -307,7 +307,7 @@ def _add_padding(items: Numbers, used: int, lines: int) -> None:
 
 
 def _time(each: Numbers, parts: Numbers, places: int) -> float:
-    """Estimates the keys that are read one after the other, with `places` parts at a time."""
+    """Estimates the keys that are read one after the other, with `places` concurrent parts."""
     order = np.argsort(-each, kind="stable")
     ends = np.cumsum(parts[order])
     jobs = int(ends[-1]) if ends.size else 0
@@ -340,9 +340,9 @@ def _tiles(spans: Spans, shape: TileShape) -> Numbers:
 
 
 def visible_ranges(spans: Spans, lines: int) -> tuple[Numbers, Numbers]:
-    """Returns the first key that each of `lines` lines sees, and the index after the last.
+    """Returns the first key that each of `lines` lines sees, and the index after the last key.
 
-    Padding lines see none.
+    Padding lines see no keys.
     """
     used = int(spans.lines.sum())
     begins, ends = np.zeros((2, lines), dtype=np.int32)
@@ -355,7 +355,7 @@ def visible_ranges(spans: Spans, lines: int) -> tuple[Numbers, Numbers]:
 def shared_bytes(shape: TileShape, size: int, hopper: bool, quantised: bool = False) -> int:
     """Returns the shared memory of a thread block: two stages of keys and values, or warps' sums.
 
-    Queries have memory, too: their own, or after the first stage if they go to registers.
+    Queries have memory, too: their own memory, or the second stage's if they move to registers.
     `quantised`: keys and values are 8-bit integers, with their scales.
     """
     sums = warps_of(hopper) * shape.decode_rows * (size + 2) * 4
@@ -368,22 +368,22 @@ def shared_bytes(shape: TileShape, size: int, hopper: bool, quantised: bool = Fa
 
 
 def decode_stages(shared: int, size: int, hopper: bool, quantised: bool = False) -> int:
-    """Returns the stages of decode tiles that fit into a thread block's memory, two at most."""
+    """Returns how many stages of decode tiles fit into a thread block's memory, at most two."""
     return min(2, shared // _decode_bytes(size, hopper, quantised))
 
 
 def keys_of(size: int) -> int:
-    """Returns the keys of `size` numbers that are in shared memory at a time."""
+    """Returns how many keys of `size` numbers are in shared memory at a time."""
     return 64 if size <= WIDE else 32
 
 
 def warps_of(hopper: bool) -> int:
-    """Returns the warps of a thread block."""
+    """Returns the number of warps of a thread block."""
     return HOPPER_ROWS // 16 if hopper else WARPS
 
 
 def _line_bytes(size: int, quantised: bool = False) -> int:
-    """Returns the bytes of a head in shared memory, with the scale of integers."""
+    """Returns the bytes of a head's key or value in shared memory, with the scale of integers."""
     return size + INTEGER_GAP + SCALE_BYTES if quantised else (size + LINE_GAP) * 2
 
 

@@ -42,7 +42,7 @@ class Downloads:
 
 
 class Download:
-    """Numbers on their way to the host; the pass evaluates `done`, then `read` returns them."""
+    """A transfer to the host; after the pass has evaluated `done`, `read` returns the numbers."""
 
     def __init__(self, owner: Downloads, into: SharedArray, arrays: Sequence[mx.array]) -> None:
         self._owner, self._into = owner, into

@@ -19,7 +19,7 @@ SETTINGS = "tokenizer_config.json"
 
 
 class TemplateSources(Struct, frozen=True):
-    """A model's chat templates by name, their file or folder, and notes on contradictions."""
+    """A model's chat templates by name, where they are, and notes on contradictions."""
 
     where: Path
     texts: Mapping[str, str]
@@ -27,7 +27,7 @@ class TemplateSources(Struct, frozen=True):
 
 
 def named_files(path: FileLookup) -> list[Path]:
-    """The files of further templates, without hidden files such as macOS leaves beside each."""
+    """The files of additional templates, without hidden files (as macOS makes)."""
     files = sorted((path / JINJA_FOLDER).glob("*.jinja"))
     return [file for file in files if not file.name.startswith(".")]
 

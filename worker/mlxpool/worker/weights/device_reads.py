@@ -61,11 +61,11 @@ class DeviceReads:
         mx.clear_cache()
 
     def open(self, file: Path) -> OpenFile:
-        """Opens a file for whole tensors. Raises ModelLoadFailed if it cannot be read."""
+        """Opens a file to read whole tensors. Raises ModelLoadFailed on failure."""
         return OpenFile(file, self)
 
     def open_parts(self, file: Path) -> CutReads:
-        """Opens a file for parts of tensors. Raises ModelLoadFailed if it cannot be read."""
+        """Opens a file to read parts of tensors. Raises ModelLoadFailed on failure."""
         return CutReads(file, self.read)
 
     def read(self, stream: int, runs: Runs) -> mx.array:

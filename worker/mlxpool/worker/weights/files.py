@@ -76,7 +76,7 @@ class ShardReads(Protocol):
         ...
 
     def read(self, name: str, shape: tuple[int, ...], cut: Cut) -> mx.array | None:
-        """Takes a part of the tensor of this name and shape; None if it is not there any more."""
+        """Takes a part of the tensor of this name and shape; None if it was already taken."""
         ...
 
 

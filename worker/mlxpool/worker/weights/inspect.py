@@ -200,7 +200,7 @@ def digest_now(folder: ModelFolder) -> str:
 
 
 def _digest(files: ModelFiles, contents: Mapping[Path, ShardContent], *, forced: bool) -> str:
-    """The digest over all small files and each shard: its digest, or header, size and both ends.
+    """The digest over all small files and each shard's digest, or its header, size and ends.
 
     `forced`: mlx-lm's code computes a model that our code could compute, with other last bits.
     """

@@ -199,7 +199,7 @@ class _Reader:
         self.tensors, self.size = 0, 0  # counts of tensors and bytes read so far
 
     def verify(self, names: Sequence[str]) -> None:
-        """Verifies the digests of the files of these weights that are not open yet."""
+        """Verifies the digests of unopened files with these weights."""
         if not self._files.digests:
             return
         sources = [source for name in names for source in self._sources(name)]

@@ -1,4 +1,4 @@
-"""Finds the files that a model's setting `path` means. Only this module knows its forms."""
+"""Finds the files for a model's setting `path`. Only this module knows the forms of `path`."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class ManifestLayer(Struct, frozen=True):
 
 
 def stores() -> tuple[Path, ...]:
-    """Ollama's stores: OLLAMA_MODELS, else this user's store, then the Linux service's."""
+    """The folders of Ollama's stores: OLLAMA_MODELS, or the user's, then the Linux service's."""
     store = os.environ.get("OLLAMA_MODELS")
     if store:
         return (expanded(store),)
@@ -213,7 +213,7 @@ def _contents(headers: Mapping[Path, Header]) -> dict[Path, ShardContent]:
 
 
 def _layouts(header: Header, names: frozenset[str]) -> Iterator[tuple[str, QuantLayout]]:
-    """The layouts in a header; other layouts are inferred from shapes, see match.py."""
+    """The quantisation layouts in a header; others are inferred from shapes, see match.py."""
     metadata = header.metadata
     for name in header.tensors:
         kind = metadata.get(f"{name}.quant_type") or metadata.get("quant_type") or ""

@@ -1,4 +1,4 @@
-"""The header of a safetensors file. The library reads it and checks it against the file's size.
+"""The header of a safetensors file. The library checks it against the file's size.
 
 The library's own errors have neither the tensor nor its bytes; `fault_of` returns both.
 """

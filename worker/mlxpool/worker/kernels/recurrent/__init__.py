@@ -1,6 +1,6 @@
-"""Kernels of recurrent layers, and the plan from which they read the places of states.
+"""Kernels of recurrent layers, and the plan with the locations of states.
 
-They write into no array that another operation uses. A pass writes the states of its sequences
-into new arrays, so a failed pass changes no state, and a sequence can go back to the state before
-a pass while something refers to the array of that state.
+The kernels write into no array that another operation uses. A pass writes the states of its
+sequences into new arrays. So a failed pass changes no state, and a sequence can return to the state
+before a pass while the array of this state is referenced.
 """

@@ -1,12 +1,12 @@
 """The gated delta net of one layer, for all spans of a pass: see layers/delta_rule.py.
 
 One kernel computes the convolution, silu, the norms of queries and keys, decays, rates and the
-delta rule. If no span has more than WHOLE_HEAD_TOKENS tokens, a thread block has a whole head, and
-also computes the gated norm after the rule. Otherwise each has COLUMNS columns of a head, so that
-more of the GPU computes a long chunk, and a second kernel computes the gated norm.
+delta rule. If no span has more than WHOLE_HEAD_TOKENS tokens, a thread block computes a whole head,
+and the gated norm after the rule. Otherwise a thread block computes COLUMNS columns of a head, so
+that more of the GPU computes a long chunk, and a second kernel computes the gated norm.
 
-All is computed in float32. The sums of a token are in one order, whichever spans and launches its
-sequence is divided into: from equal inputs, a chunk gives the same bits as its tokens one by one.
+All numbers are float32. The sums of a token have a fixed order, for any division of its sequence
+into spans and launches: from equal inputs, a chunk gives the same bits as its tokens one by one.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from mlxpool.worker.kernels.recurrent.span_states import MAX_SOURCES, SpanStates
 log = logging.getLogger("mlxpool.worker")
 
 MAX_SIZE = 256  # numbers of a key or a value of a head
-MAX_WHOLE_SIZE = 128  # the same if a thread block has a whole head: registers bound it
+MAX_WHOLE_SIZE = 128  # size of a key if a thread block has a whole head: bounded by registers
 MAX_WIDTH = 8  # tokens of the convolution
 WHOLE_HEAD_TOKENS = 4  # the most tokens of spans for thread blocks with a whole head
-COLUMNS = 32  # of the state in any other thread block
+COLUMNS = 32  # columns of the state in any other thread block
 COLUMNS_PER_WARP = 8
 # Warps of a thread block that make the inputs of the next tokens: of a whole head, and otherwise.
 WHOLE_PREPARERS, PREPARERS = 4, 6
-LONG_TILE, SHORT_TILE = 16, 8  # tokens whose inputs are made at a time: shared memory bounds them
+LONG_TILE, SHORT_TILE = 16, 8  # tokens whose inputs are made together: bounded by shared memory
 LONG_TILE_KEYS = 128  # the most numbers of a key with tiles of LONG_TILE
 GROUP = 4  # tokens of a tile whose inputs a warp makes together, if chunks are long
 L2_EPS = 1e-6  # added to the squared norm of a query or key
-NORM_THREADS = 256  # of a thread block of the gated norm alone
+NORM_THREADS = 256  # threads of a thread block of the separate gated norm
 
 
 class DeltaNetWeights(NamedTuple):
-    """Weights of a layer in float32, contiguous."""
+    """The weights of a layer: contiguous float32 arrays."""
 
     conv: mx.array  # [width, channels]
     log_speed: mx.array  # [heads]
     bias: mx.array  # [heads]
-    gain: mx.array  # [value_dim], of the gated norm
+    gain: mx.array  # gain [value_dim] of the gated norm
 
 
 class DeltaNetShape(Struct, frozen=True):
     """The sizes of a gated delta net.
 
-    Lines of inputs have queries, keys, values (the `channels`), gates, rates and decays, each of
-    all heads. `heads` have values, and groups of them share one of `key_heads`. `eps` belongs to
-    the gated norm.
+    A line (the inputs of a token) has queries, keys, values (the `channels`), gates, rates and
+    decays, each of all heads. `heads` have values; groups of these heads share one of `key_heads`.
+    `eps` is the gated norm's.
     """
 
     key_heads: int
@@ -70,23 +70,23 @@ class DeltaNetShape(Struct, frozen=True):
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution."""
+        """The number of channels of the convolution."""
         return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
 
     @property
     def line(self) -> int:
-        """Numbers of a line of inputs."""
+        """The size of a line (the inputs of a token)."""
         return self.channels + self.heads * (self.value_dim + 2)
 
     @property
     def state(self) -> int:
-        """Numbers of a state: the last inputs of the convolution, then the matrix of each head."""
+        """The size of a state: the last inputs of the convolution, then the matrix of each head."""
         matrices = self.heads * self.key_dim * self.value_dim
         return (self.width - 1) * self.channels + matrices
 
 
 def refusal(shape: DeltaNetShape, dtype: mx.Dtype) -> str:
-    """Returns why the kernel does not serve such layers; "" if it does."""
+    """Returns why the kernel does not support layers of `shape`; "" if it does."""
     for what, size in (("keys", shape.key_dim), ("values", shape.value_dim)):
         if size % WARP_SIZE or not 0 < size <= MAX_SIZE:
             return (
@@ -139,7 +139,7 @@ def _gated_norm(shape: DeltaNetShape, x: mx.array, lines: mx.array, gain: mx.arr
 
 
 def block_of(shape: DeltaNetShape, *, whole: bool) -> tuple[int, int]:
-    """Returns the columns of the state of a thread block, and its threads."""
+    """Returns the state columns of a thread block, and the number of its threads."""
     columns, preparers = (shape.value_dim, WHOLE_PREPARERS) if whole else (COLUMNS, PREPARERS)
     return columns, (columns // COLUMNS_PER_WARP + preparers) * WARP_SIZE
 

@@ -1,4 +1,4 @@
-"""The recurrent states of a pass: the places of each span's old state and of the new states."""
+"""The recurrent states of a pass: the locations of each span's old and new states."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import TypeAlias
 import mlx.core as mx
 from msgspec import Struct
 
-MAX_SOURCES = 4  # arrays that a kernel reads states from
+MAX_SOURCES = 4  # the most arrays from which a kernel reads states
 NO_SOURCE = -1  # the source of a span that begins with a state of zeros
-# A line of the plan, for one span: its first token in the pass, its number of tokens, the source
-# of its state (or NO_SOURCE) and the index of the state in the source, the index of its first
-# written state, and whether the state after each token is written (1) or only the last (0).
+# A row of the plan, for one span: its first token in the pass, its number of tokens, the source of
+# its state (or NO_SOURCE) and the index of the state in the source, the index of its first written
+# state, and whether the state after each token (1) or only the last state (0) is written.
 PlanLine: TypeAlias = tuple[int, int, int, int, int, int]
 
 
-# not frozen: a pass makes one for each row and layer
+# not frozen, to save time: a pass makes an object for each row and layer
 class StateSlice(Struct, eq=False):
-    """The state of one sequence in one layer: line `index` of `whole` [R, size] in float32.
+    """The state of one sequence in one layer: row `index` of `whole` [R, size] in float32.
 
-    A line has the numbers of all arrays of the state, one array after the other. `whole` has a line
-    for each sequence that decoded in the pass that wrote it, or one line for a chunk of a prompt.
-    It is freed when no sequence refers to it any more.
+    A row has the numbers of all arrays of the state, one array after the other. A pass writes
+    `whole` with a row for each decoding sequence, or with one row for a chunk of a prompt. `whole`
+    is freed when no sequence refers to it.
     """
 
     whole: mx.array
@@ -36,8 +36,8 @@ class StateSlice(Struct, eq=False):
         return StateSlice(mx.contiguous(self.whole[self.index : self.index + 1]), 0)
 
     def arrays(self, shapes: tuple[tuple[int, ...], ...]) -> tuple[mx.array, ...]:
-        """Returns views of the arrays of the state, which have these shapes."""
-        line = self.whole[self.index : self.index + 1]  # an index alone would copy
+        """Returns views of the arrays of the state, with these shapes."""
+        line = self.whole[self.index : self.index + 1]  # indexing alone would copy
         ends = [*accumulate(map(math.prod, shapes))]
         starts = [0, *ends[:-1]]
         return tuple(

@@ -92,7 +92,7 @@ class Architecture(Struct, frozen=True):
     ignored: tuple[str, ...] = ()
 
     def name_of(self, stored: str) -> str | None:
-        """Our name for a tensor; None if it is not used. An unknown tensor keeps its name."""
+        """Our name for a tensor; None: unused tensor. An unknown tensor keeps its name."""
         if stored == ROPE_FREQS or stored.startswith(self.ignored):
             return None
         if stored in _WHOLE:
@@ -197,7 +197,7 @@ def llama3_scaling(fields: Fields, factors: Sequence[float], config: Config) -> 
 
 
 def _with_heads(fields: Fields, config: Config) -> Config:
-    """Adds the size of a head. Raises ModelLoadFailed if a head is not rotated as a whole."""
+    """Adds the head size. Raises ModelLoadFailed if only a part of a head is rotated."""
     size = fields.integer(
         "attention.key_length", config["hidden_size"] // config["num_attention_heads"]
     )

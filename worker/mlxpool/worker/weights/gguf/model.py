@@ -102,7 +102,7 @@ def open_gguf(files: Sequence[Path]) -> ModelFiles:
     architecture = architecture_of(fields)
     config = _config(headers, fields, architecture)
 
-    # Removed from `header`, because a large vocabulary takes memory.
+    # Headers are dropped after their first use, because a large vocabulary takes memory.
     read = {header.file: header for header in headers}
     tensors = {header.file: header.tensors for header in headers}
 
