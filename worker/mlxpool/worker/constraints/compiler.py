@@ -46,7 +46,7 @@ class Compiler:
         self._ends = EndTokens.of(ends, words_of(range(vocab_size), vocab_size) & ~ends)
         self._tokenizer: LLTokenizer | None = None
         self._numbers: NumberTokens | None = None
-        self._grammars: OrderedDict[str, str] = OrderedDict()  # by digest
+        self._grammars: OrderedDict[str, str] = OrderedDict()  # texts by digest
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 

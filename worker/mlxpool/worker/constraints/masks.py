@@ -38,7 +38,7 @@ IDLE_WAIT = 0.02  # seconds of a wait for a mask if there is nothing else to do
 BEGIN_WAIT = 0.001  # seconds of a wait for another thread to begin
 THREADS = 4
 FEW = 2  # quick masks made in the calling thread; or the number of cores
-LEAST_LINES = 8  # of a table
+LEAST_LINES = 8  # the fewest lines of a table
 
 
 class Masks:

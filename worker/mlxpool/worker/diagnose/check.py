@@ -77,7 +77,7 @@ NICENESS = 10  # niceness of a check in the background, so that served requests 
 MAX_BACKGROUND_BYTES = 8 * 2**30  # memory of a check in the background, which reads any config
 
 Tell: TypeAlias = Callable[[Mapping[str, Any]], None]
-CACHE_FIELDS = ("token", "fixed", "sequence", "all_sequences", "least")  # of a MemoryEstimate
+CACHE_FIELDS = ("token", "fixed", "sequence", "all_sequences", "least")  # of MemoryEstimate
 
 
 def check(

@@ -51,7 +51,7 @@ class EncoderFolder(Struct, frozen=True):
     plan: EncoderPlan
     vectors: VectorSettings
     task: Task
-    labels: tuple[str, ...]  # for classify
+    labels: tuple[str, ...]  # names of classes
     activation: Activation
     source: EncoderTextSource
     digest: str  # hex digest of all files and settings that determine the results

@@ -101,7 +101,7 @@ class CompiledPasses(Generic[P, R]):
         try:
             return self._passes[kind](*args, **kwargs)
         except BaseException:
-            del self._passes[kind]  # the next call compiles it anew, and is the first of its kind
+            del self._passes[kind]  # the next call compiles again, and is the first of its kind
             self._begun.discard(kind)
             raise
 

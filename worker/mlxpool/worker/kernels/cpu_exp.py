@@ -144,7 +144,7 @@ def _exp_polynomial(x: mx.array) -> mx.array:
 
 
 def _swiglu_formula(gate: mx.array, up: mx.array) -> mx.array:
-    """Computes sigmoid(gate) as 1 / (1 + small) for a gate above 0, else small / (1 + small)."""
+    """Returns gate * sigmoid(gate) * up, with exp only of numbers up to 0."""
     small = _exp_polynomial(-mx.abs(gate))
     return gate * up * mx.maximum(small, gate > 0) / (1 + small)
 

@@ -23,7 +23,7 @@ SLOW_CHUNK = 64  # prefill chunk with the reference BLAS: a chunk of 512 may exc
 DEFAULT_MEMORY_SHARE = 0.8  # of the device's memory: the default limit of a worker
 MMAP_THRESHOLD = 2**20  # bytes; an array of this size or more has its own pages
 _M_MMAP_THRESHOLD = -3  # parameter number of mallopt
-_MULTIPROCESSOR_COUNT, _MPS_ENABLED = 16, 133  # of cuDeviceGetAttribute
+_MULTIPROCESSOR_COUNT, _MPS_ENABLED = 16, 133  # arguments of cuDeviceGetAttribute
 # Texts of errors that leave the device usable.
 _OUT_OF_MEMORY_TEXTS = ("out of memory", "unable to allocate")
 _PROBE_SIZE = 1024  # numbers that are summed to check the device
@@ -138,7 +138,7 @@ def trim_heap() -> None:
 
 
 def blas_of(platform: str, preload: str) -> str | None:
-    """Returns MLX's BLAS on a CPU: on Linux the file in $LD_PRELOAD; None: the slow reference."""
+    """Returns MLX's BLAS on a CPU: on Linux the $LD_PRELOAD file; None: the slow reference BLAS."""
     if platform != "linux":
         return "Accelerate"
     return next((path for path in re.split("[: ]", preload) if "blas" in path), None)
@@ -154,7 +154,7 @@ def worker_chunk(configured: int, sequences: int) -> int:
 
 
 def log_device() -> None:
-    """Logs the device, and a CPU's BLAS; on Linux without OpenBLAS how to install it."""
+    """Logs the device, and a CPU's BLAS (or, on Linux, how to install OpenBLAS)."""
     if on_gpu():
         log.info("computing on the GPU", extra={"device": mx.device_info().get("device_name")})
         return

@@ -15,7 +15,7 @@ from mlxpool.worker.kernels.kernel_builder import (
     include_line,
 )
 
-ROWS = 16  # of a fragment
+ROWS = 16  # rows of a fragment
 COLUMNS = 64
 THREADS = 256
 MAX_MXFP4_SCALE = 128  # E8M0; a larger exponent means 4 and more

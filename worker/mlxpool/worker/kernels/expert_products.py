@@ -46,8 +46,8 @@ MIN_STAGES = 3  # stages: the previous stage, the multiplied stage, and the next
 SHARED_ALIGNMENT = 1024  # bytes
 SUM_THREADS = 256  # threads of a thread block of `weighted_sum`
 NUMBERS_PER_THREAD = 8
-FEW_WARPS = 16  # of a thread block with few lines, alone on a multiprocessor
-FEW_SETS = 2  # of 8 lines
+FEW_WARPS = 16  # warps of a thread block with few lines, alone on a multiprocessor
+FEW_SETS = 2  # the most sets of 8 lines
 FEW_DEEP = 15  # steps of one strip that a warp reads ahead, as far as registers allow
 FEW_SHARED_BYTES = 220 * 1024
 FILES = {"EXPERT_ITEMS": "expert_items.cuh"}
@@ -154,7 +154,7 @@ def product(
     gated: bool,
     limit: float = 0.0,
 ) -> mx.array:
-    """Returns the products of lines with the weights of their experts, see expert_items.cuh."""
+    """Returns the products of token vectors and their experts' weights, see expert_items.cuh."""
     shared = shared_weight is not None
     lines = expert_routing.item_lines(tokens, routing)
     out = experts.rows // (1 + gated)
@@ -220,8 +220,8 @@ class PackedLayout(Struct, frozen=True):
     """How a thread block multiplies some lines (token vectors), see expert_product_packed.cu."""
 
     rows: int  # rows of a tile, with two threads each
-    stages: int  # in shared memory
-    blocks: int  # of a multiprocessor
+    stages: int  # stages in shared memory
+    blocks: int  # thread blocks of a multiprocessor
     shared: int  # shared memory of a thread block, in bytes
 
 
@@ -395,7 +395,7 @@ def _is_right(dtype: mx.Dtype, packed: PackedFormat | None) -> bool:
 
 
 def trial(tokens: int, dtype: mx.Dtype, packed: PackedFormat | None) -> tuple[mx.array, mx.array]:
-    """Returns a mixture, and the same by MLX: all tokens choose the second of three experts."""
+    """Returns a mixture by our kernels and MLX's: all tokens choose the second of three experts."""
     routing = RoutingParams(count=3, chosen=1, sigmoid=True, normed=False)
     hidden, width = 3 * COLUMNS, 2 * COLUMNS
 

@@ -6,10 +6,10 @@ the plan of T tokens with k choices each has the words
 - 0: the number of items; 1 to 3 are unused;
 - 4: the weights of the choices [T, k], as the bits of float32;
 - 4 + C: the experts of the choices [T, k];
-- 4 + 2 * C: the numbers of the choices in the order of their experts [C], then, with a shared
+- 4 + 2 * C: the indices of the choices in the order of their experts [C], then, with a shared
   expert, C + t for each token t [T];
-- at the next even word: items, each expert | lines << 16 and the position of its first line in that
-  order. The shared expert has the number E.
+- at the next even word: items, each expert | lines << 16 and the position of the first line in this
+  order. The shared expert has the index E.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from mlxpool.worker.kernels.kernel_builder import (
 )
 from mlxpool.worker.kernels.routing_params import RoutingParams
 
-LINES, MORE_LINES = 8, 16  # of a thread block
+LINES, MORE_LINES = 8, 16  # lines of a thread block
 MANY_BLOCKS = 132  # the most thread blocks of LINES lines; more blocks would wait for each other
 WARPS = 16
 THREADS = WARPS * WARP_SIZE
 MAX_EXPERTS = THREADS  # the kernel has a thread for each expert
-MAX_CHOICES = 1 << 16  # tokens of a pass: one thread block sorts their choices
+MAX_CHOICES = 1 << 16  # choices of a pass: one thread block sorts all
 MAX_GATE_BYTES = 1 << 20  # bytes of a router that each thread block reads completely
 MAX_NORM_SIZE = 8192  # numbers of a line (token vector) that a warp norms
 COLUMNS = 32  # columns of the router that a warp reads at a time
@@ -84,7 +84,7 @@ class LineNorm(Struct, frozen=True):
 
 
 def can_norm(x: mx.array) -> bool:
-    """Returns whether `plan_normed_tokens` supports x [T, d]: one thread block norms all of it."""
+    """Returns whether `plan_normed_tokens` supports x [T, d]: one thread block norms it."""
     return x.dtype in HALF_DTYPES and x.shape[0] <= LINES and x.shape[1] <= MAX_NORM_SIZE
 
 
@@ -229,7 +229,7 @@ def choice_constants(routing: RoutingParams, *, added: bool) -> dict[str, Consta
 
 @cache
 def _counters() -> Any:
-    """Yields zeros that count the finished thread blocks; concurrent kernels get others.
+    """Yields zeros to count finished thread blocks; concurrent kernels get other arrays.
 
     The kernel resets its counters to zero. Only one thread of a process computes.
     """

@@ -58,10 +58,7 @@ def supports(
     routing: RoutingParams,
     experts: ExpertWeights,
 ) -> bool:
-    """Returns whether a TokenMixture with these parts supports x [T, d].
-
-    The first call for a dtype and format tries the kernel.
-    """
+    """Returns whether a TokenMixture of these supports x [T, d]; the first call tries it."""
     weights, sizes = (experts.gate_up, experts.down), (x.shape[1], experts.width)
     biases = [weight.bias for weight in weights if weight.bias is not None]
     dense = [weight.weight for weight in weights if weight.packed is None]
@@ -84,7 +81,7 @@ def supports(
 def _shared_bytes(size: int, width: int, routing: RoutingParams, *, shared: bool) -> int:
     """Returns the shared memory of a thread block."""
     slots = routing.chosen + shared
-    sums = 16 * max(WARPS, routing.chosen)  # number of strips of downs, if weights are quantised
+    sums = 16 * max(WARPS, routing.chosen)  # sums of strips of downs, if weights are quantised
     words = routing.count + WARPS + 2 * routing.chosen + 1 + sums
     return 2 * max(size, slots * width) + 4 * words
 

@@ -100,7 +100,7 @@ class KernelText(Struct, frozen=True):
 
 
 class KernelJob(Struct, frozen=True):
-    """A kernel that is to be compiled for inputs and outputs of these kinds."""
+    """A kernel to compile for inputs and outputs of these dtypes."""
 
     text: KernelText
     inputs: tuple[InputKind, ...]
@@ -358,7 +358,7 @@ def log_mlx_kernels(seconds: float) -> None:
 
 
 def is_intact(path: Path) -> bool:
-    """Returns whether a stored file has its checksum: a damaged one would fail in every process."""
+    """Returns whether a stored file has its checksum: a damaged file fails in every process."""
     try:
         return path.with_suffix(".txt").read_bytes().endswith(_checksum_line(path.read_bytes()))
     except OSError:

@@ -92,7 +92,7 @@ def before_attention(
     *,
     gives_up: bool = False,
 ) -> mx.array:
-    """Returns the queries [1, H, R + D] of x [1, d], and writes its latent into slots[0] of a pool.
+    """Returns queries [1, H, R + D] of x [1, d], and writes the latent into slots[0] of `pool`.
 
     The pool is [blocks, 1, block, R + D]; with slot -1 nothing is written. Readers of the pool must
     depend on the result. `gives_up`: the result is NaN if thread blocks are not resident.

@@ -36,7 +36,7 @@ INTEGER_TOKENS = (1, 2)  # numbers of tokens with integer kernels
 INTEGER_BYTES = 128 * 1024  # the most shared memory for the integers of tokens
 WARPS = 16  # warps of a thread block for few tokens: instructions wait for each other
 FEW_BLOCKS = 1  # concurrent thread blocks of a multiprocessor, for few tokens
-MAX_STAGES = 6  # of a warp
+MAX_STAGES = 6  # stages of a warp
 FRAGMENT_ROWS = 16
 FRAGMENTS = (4, 2, 1)  # fragments of a strip; with more, tokens are read less often
 BUSY_BLOCKS = 96  # thread blocks that keep a large GPU busy
@@ -96,7 +96,7 @@ def fragments_of(rows: int, gated: bool) -> int:
 
 
 def integers_of(tokens: int, steps: int, group: int) -> tuple[int, int] | None:
-    """Returns the tokens that a kernel has as integers, and the steps of 64 columns of a warp.
+    """Returns how many tokens become integers, and the steps of 64 columns of a warp.
 
     None: numbers are multiplied without conversion, which is as fast for many tokens.
     """

@@ -88,7 +88,7 @@ class FusedOps(Struct, frozen=True):
 
     gated: bool = False  # the first half of the weight are gates -> silu(gate) * other
     gain: mx.array | None = None  # gain [in] of an RMS norm of x before the product
-    eps: float = 0.0  # of this norm
+    eps: float = 0.0  # epsilon of this norm
     beside: mx.array | None = None  # [T, out] is added to the product
     bias: mx.array | None = None  # [rows of the weight] is added to the unrounded sums
 

@@ -24,7 +24,7 @@ from mlxpool.worker.kernels.kernel_builder import (
 
 SETS = (3, 4, 6, 8, 12, 16)  # numbers of sets of 8 tokens with a kernel
 MAX_TOKENS = 8 * SETS[-1]
-MAX_WEIGHT_BYTES = 80_000_000  # numbers of a weight; for larger weights MLX's products are faster
+MAX_WEIGHT_BYTES = 80_000_000  # for larger weights, MLX's products are faster
 COLUMNS = 64  # columns of a weight that are multiplied at a time
 ROWS = 128  # rows of a weight in a thread block
 FEWER_ROWS = 64  # rows if the weight's rows are not a multiple of ROWS

@@ -69,7 +69,7 @@ class RaggedPlan(Struct, frozen=True):
 
 
 class FreshLines(Struct, frozen=True):
-    """Keys and values [T, KV, D] of lines, views or not, which `attend` writes into the pools.
+    """New keys and values [T, KV, D] (possibly views), which `attend` writes into the pools.
 
     `attend` rotates keys and queries by `turns`.
     """
@@ -88,7 +88,7 @@ def supports(
     *,
     quantised: bool = False,
 ) -> bool:
-    """Returns whether `attend` supports heads of these sizes; `quantised`: stored as integers."""
+    """Returns whether `attend` supports these heads; `quantised`: integer keys and values."""
     fits = key_dim == value_dim and key_dim in (QUANTISED_SIZES if quantised else HEAD_SIZES)
     return fits and heads % pairs == 0 and heads // pairs <= MAX_GROUP and dtype in HALF_DTYPES
 

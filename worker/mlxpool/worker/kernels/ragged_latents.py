@@ -70,7 +70,7 @@ def max_rows(line: int, rank: int) -> int:
 
 
 def shared_bytes(rows: int, line: int, rank: int) -> int:
-    """Returns the shared memory of a thread block: two tiles, queries and shares, or sums."""
+    """Returns the shared memory of a thread block: tiles, queries, probabilities; or sums."""
     tiles = 2 * PANEL * line * 2 + rows * line * 2 + rows * PANEL * 2
     beside = rows * 7 * 4  # scores of four warps, totals and ends of each row
     sums = rows * (rank + 4) * 4
@@ -158,7 +158,7 @@ def _works(dtype: mx.Dtype) -> bool:
 
 
 def _is_right(dtype: mx.Dtype) -> bool:
-    """Compares a token after many, and a chunk, with NumPy: MLX would compile its operations."""
+    """Compares a token after many, and a chunk, with NumPy: MLX would compile operations."""
     heads, line, rank, block, before, chunk = 20, 576, 512, 256, 300, 5
     tokens, lines, rng = before + chunk, chunk + 1, np.random.default_rng(1)
     q, latents = (

@@ -18,6 +18,6 @@ class RoutingParams(Struct, frozen=True):
     chosen: int
     sigmoid: bool
     normed: bool  # whether the weights of a token's experts are scaled to add up to `factor`
-    factor: float = 1.0  # of all weights
+    factor: float = 1.0  # multiplies all weights
     groups: int = 1
     chosen_groups: int = 1

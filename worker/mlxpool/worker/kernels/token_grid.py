@@ -15,12 +15,12 @@ import mlx.core as mx
 from mlxpool.worker.kernels import device
 from mlxpool.worker.kernels.kernel_builder import WARP_SIZE, Constant, build_kernel, include_line
 
-WARPS = 16  # of a thread block
+WARPS = 16  # warps of a thread block
 THREADS = WARPS * WARP_SIZE
 STATE_WORDS = 4  # words of memory for the barrier of the grid
 COLUMNS = 64  # a row of a weight has a multiple of this many numbers
 MIN_MULTIPROCESSORS = 64  # with fewer, the combined kernel is slower
-MAX_SHARED_BYTES = 128 * 1024  # of a thread block
+MAX_SHARED_BYTES = 128 * 1024  # shared memory of a thread block
 
 
 def is_resident() -> bool:

@@ -37,9 +37,9 @@ SHARES, NEAR = (1, 1.04, 1.1, 1.25, 1 / 2, 1 / 3, 1 / 4), 1.08
 LONG_SHARES = (2, 3, 4, 6, 8)  # also tried if it takes long to add up parts
 STILL_GOOD = 1.2  # a step keeps its share while it takes at most this times as long as the best
 WHOLE = 0.0  # in place of a fraction: no tile is divided
-KEPT_SHARES = 64  # of steps with chunks, which come again when the next prompt is read alone
+KEPT_SHARES = 64  # of steps with chunks, which recur when the next prompt is read alone
 WHOLE_KEYS = 1024  # the most keys of a tile that is not divided in a list for one pass
-STEPS_OF_PARTS = 32  # steps for which decoding rows keep their parts, and others the share
+STEPS_OF_PARTS = 32  # steps for which decoding rows keep parts, and chunks the Share
 # The columns of an item.
 FIRST_LINE, LINES, TABLE, LOW, HIGH, PART, PARTS, UNIT = range(8)
 
@@ -166,11 +166,11 @@ class WorkLists:
 
     @property
     def ends(self) -> int:
-        """The number of first items of the newest list of single lines that have the rows' ends."""
+        """The number of first items with the sequences' ends, in the newest list of lines."""
         return self._tiles.size
 
     def _parts(self, step: Division) -> Numbers:
-        """Returns the parts of a step by the share of an equal step, or while good the last one."""
+        """Returns the parts of a step: by an equal step's Share, or while good, the last Share."""
         key = step.key
         if (known := self._shares.get(key)) is not None:
             return step.parts(known.of_ideal * step.ideal)
@@ -187,7 +187,7 @@ class WorkLists:
 
 
 class Share(Struct, frozen=True):
-    """The keys of a part as a share of `Division.ideal`, or WHOLE; `ratio`: see that method."""
+    """A part's keys as a fraction of `Division.ideal`, or WHOLE; `ratio`: see Division.ratio."""
 
     of_ideal: float
     ratio: float
@@ -218,7 +218,7 @@ class Division(Struct, frozen=True):
         return int(self.keys.sum()) / self.places
 
     def parts(self, bound: float) -> Numbers:
-        """Returns the parts of tiles that have about `bound` keys at most; WHOLE: one a tile."""
+        """Returns how many parts of at most about `bound` keys tiles have; WHOLE: one part."""
         if bound == WHOLE:
             return np.ones_like(self.keys)
         parts = np.maximum(np.ceil(self.keys / np.maximum(bound, self.least)), 1).astype(np.int32)
@@ -355,7 +355,7 @@ def visible_ranges(spans: Spans, lines: int) -> tuple[Numbers, Numbers]:
 def shared_bytes(shape: TileShape, size: int, hopper: bool, quantised: bool = False) -> int:
     """Returns the shared memory of a thread block: two stages of keys and values, or warps' sums.
 
-    Queries have memory, too: their own memory, or the second stage's if they move to registers.
+    Queries have memory, too: after both stages, or after the first stage if they go to registers.
     `quantised`: keys and values are 8-bit integers, with their scales.
     """
     sums = warps_of(hopper) * shape.decode_rows * (size + 2) * 4

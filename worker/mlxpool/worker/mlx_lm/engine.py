@@ -59,7 +59,7 @@ from mlxpool.worker.weights.load import OnProgress
 from mlxpool.worker.weights.mlx_lm_models import cache_kinds_of
 
 TENSORS_PER_REPORT = 16  # tensors between two progress reports
-CODE_FIELD = "model_file"  # of config.json
+CODE_FIELD = "model_file"  # key of config.json
 # Tokens of the chunks that are measured at load.
 WARM_UP_CHUNKS = (KV_BLOCK_TOKENS, 2 * KV_BLOCK_TOKENS)
 

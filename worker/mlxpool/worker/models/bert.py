@@ -78,7 +78,7 @@ class Bert(Struct, frozen=True):
     rows: int  # rows of the table of positions
     first: int  # the table's row of the first position
     heads: Heads
-    width: int  # of the feed-forward
+    width: int  # width of the feed-forward
     layers: int
     eps: float
     activation: LayerFunction

@@ -147,7 +147,7 @@ class PrefixCache(Generic[R]):
 
 class _Entry(Struct, Generic[R], frozen=True):
     row: R
-    tokens: tuple[int, ...]  # of length row.offset
+    tokens: tuple[int, ...]  # the row's tokens, row.offset many
     scope: str
 
 

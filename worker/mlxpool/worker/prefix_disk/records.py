@@ -80,7 +80,7 @@ class ArrayPlace(msgspec.Struct, frozen=True):
     """An array of a record: `nbytes` bytes in C order, at `offset` in the record's arrays."""
 
     name: str
-    dtype: str  # in ITEM_BYTES
+    dtype: str  # a key of ITEM_BYTES
     shape: tuple[int, ...]
     offset: int
     nbytes: int
@@ -98,7 +98,7 @@ class RecordHeader(msgspec.Struct, frozen=True):
     ids: bytes
     arrays: tuple[ArrayPlace, ...]
     payload: int  # bytes of all arrays
-    checksum: bytes  # of the arrays
+    checksum: bytes  # checksum of the arrays
     size: int  # bytes of the header
 
     @property

@@ -196,7 +196,7 @@ class RecordWriter:
 
     def _write_unless_there(self, record: NewRecord, now: float) -> None:
         try:
-            if not self._index.has(record.kind, record.key):  # by another worker
+            if not self._index.has(record.kind, record.key):  # not written by another worker
                 self._write(record, now)
         except Exception:
             self._state.counters.count_dropped()

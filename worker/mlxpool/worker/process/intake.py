@@ -147,7 +147,7 @@ class Intake:
         self._works = 0  # `work` frames of this epoch
         self._draining = False
         self._numbers = count()  # counts calls: a later call may reuse the id of a cancelled call
-        self.tasks: dict[RunKey, Task] = {}  # by name
+        self.tasks: dict[RunKey, Task] = {}  # tasks by name
 
     def runs(self) -> list[Task]:
         """Returns the runs that have not ended."""

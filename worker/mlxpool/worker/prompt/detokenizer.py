@@ -105,7 +105,7 @@ class Detokenizer:
         self._texts = WholeTexts(piece) if texts is None else texts
         self._stops = _StopMatcher(stops) if stops else None
         self._between = not stops  # no text is withheld, and no stop string has to be found
-        self._state = 0  # of the matcher
+        self._state = 0  # state of the matcher
         self._undecoded = b""  # an incomplete UTF-8 sequence
         self._held = ""
         self.stopped = False  # a stop string was completed; no more text is released

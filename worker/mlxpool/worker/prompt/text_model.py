@@ -141,7 +141,7 @@ class Opened:
     no_format: str = ""
     no_prompt_logprobs: str = ""
     plain_contents: bool = False
-    texts: WholeTexts = field(init=False, repr=False, compare=False)  # for all completions
+    texts: WholeTexts = field(init=False, repr=False, compare=False)  # shared by all completions
 
     def __post_init__(self) -> None:
         pieces = self.text.pieces if isinstance(self.text, TokenTable) else ()

@@ -62,7 +62,7 @@ class BlockManager:
     def __init__(self, memory: BlockMemory, capacity: int = 0) -> None:
         self.capacity = capacity
         self._memory = memory
-        self._given: dict[Sequence, int] = {}  # of running sequences
+        self._given: dict[Sequence, int] = {}  # blocks of running sequences
 
     @property
     def available(self) -> int:

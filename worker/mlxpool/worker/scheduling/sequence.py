@@ -57,7 +57,7 @@ class Sequence(Struct, eq=False):
     shift: ContextShift | None = None  # shifts at a full context; None: an end there
     discarded: int = 0  # tokens of the stream that shifts have removed from the inputs
     media: tuple[MediaSpan, ...] = ()  # the images among the inputs
-    images: Mapping[ImageKey, PreparedImage] = field(default_factory=dict)  # of `media`
+    images: Mapping[ImageKey, PreparedImage] = field(default_factory=dict)  # images of `media`
     scored: tuple[int, ...] = ()  # tokens whose log-probabilities come with each drawn token
     shared: bool = False  # other sequences have this prompt: it is cached as soon as it is read
     awaits: Sequence | None = None  # the sequence whose prompt is awaited, see shared_prompts.py

@@ -32,7 +32,7 @@ class Load(Struct, frozen=True):
     """The load of a pass: inputs, keys that decode rows read, query-key pairs, and drawn tokens."""
 
     lines: int = 0
-    keys: int = 0  # of decode rows
+    keys: int = 0  # keys that decode rows read
     pairs: int = 0  # query-key pairs in chunks
     drawn: int = 0
 

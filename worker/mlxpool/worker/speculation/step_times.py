@@ -38,7 +38,7 @@ Predict = Callable[[int], float]  # inputs of a decode step -> seconds
 class Curve(Struct):
     """The times of steps with a similar number of rows, as multiples of a plain step, by drafts."""
 
-    newest: dict[int, deque[float]] = field(default_factory=dict)  # by kind, see `_kind`
+    newest: dict[int, deque[float]] = field(default_factory=dict)  # multiples by class, see `_kind`
     points: list[tuple[int, float]] = field(default_factory=lambda: [(0, 1.0)])  # drafts, multiple
 
     def observe(self, drafts: int, multiple: float) -> None:

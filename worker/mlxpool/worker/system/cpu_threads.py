@@ -129,7 +129,7 @@ class CpuThreads:
         self._fitting = self._usual  # threads that leave other processes their cores
         self._count = self._usual  # threads of this step
         self._growing_samples = 0  # consecutive samples with more free cores
-        self._lock = threading.Lock()  # of `_long_works`
+        self._lock = threading.Lock()  # guards `_long_works`
         self._long_works = 0  # long works that run now
         self._reduced_now = False  # the next product uses at most `_reduced` threads
         self._stepping = False

@@ -29,7 +29,7 @@ from mlxpool.common.process import private_temp
 from mlxpool.common.version import VERSION
 from mlxpool.worker.versions import version_of
 
-Key = Mapping[str, Any]  # of JSON's types
+Key = Mapping[str, Any]  # values of JSON's types
 
 FOLDER = "loads"  # in the temporary folder
 MAX_FILES = 64  # of all models and settings; the least recently used are removed

@@ -21,7 +21,7 @@ from mlxpool.common.trace import History
 from mlxpool.worker.weights.locate import COUNTING
 
 SLOW_SECONDS = 0.2
-LEAK_BYTES = 16 * 1024 * 1024  # of an allocation
+LEAK_BYTES = 16 * 1024 * 1024  # bytes of an allocation
 LEAK_INTERVAL = 0.01  # seconds
 NATIVE_SLEEP = 10**6  # seconds of a native call that does not return
 DEVICE = "device"  # no error here: every later computation raises DeviceGone

@@ -126,7 +126,7 @@ def delta_net(
 
 
 def _gated_norm(shape: DeltaNetShape, x: mx.array, lines: mx.array, gain: mx.array) -> mx.array:
-    """Returns the norm of each head of x [T, heads * value_dim] times silu of the lines' gates."""
+    """Returns the norm of each head of x [T, heads * value_dim] times silu(gates of `lines`)."""
     warps = x.shape[0] * shape.heads
     outputs: list[mx.array] = _norm_kernel(shape, lines.dtype)(
         inputs=[x, lines, gain],

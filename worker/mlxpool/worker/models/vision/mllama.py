@@ -55,7 +55,7 @@ class TiledEncoder(Struct, frozen=True):
     """Describes the encoder and the projection; `taken`: the layers of TAKEN."""
 
     hidden: int
-    width: int  # of the feed-forward
+    width: int  # width of the feed-forward
     heads: int
     local_layers: int
     global_layers: int  # layers after the local layers, with gates

@@ -79,7 +79,7 @@ class QwenTower(Struct, frozen=True):
     """
 
     hidden: int
-    width: int  # of the feed-forward
+    width: int  # width of the feed-forward
     heads: int
     layers: int
     patch: int  # side of a patch, in pixels

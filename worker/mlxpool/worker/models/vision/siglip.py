@@ -27,7 +27,7 @@ class Siglip(Struct, frozen=True):
     """Describes the encoder; its tensors begin with `vision_tower.`."""
 
     hidden: int
-    width: int  # of the feed-forward
+    width: int  # width of the feed-forward
     heads: Heads
     layers: int
     side: int  # side of an image, in pixels
