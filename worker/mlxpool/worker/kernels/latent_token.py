@@ -50,7 +50,7 @@ class LatentTokenWeights(Struct, frozen=True):
     inner_eps: float
 
     def arrays(self) -> tuple[mx.array, ...]:
-        """All weights."""
+        """Returns all weights."""
         return (
             self.gain, self.first, self.query_gain, self.latent_gain, self.second, self.keys,
             self.values, self.last,

@@ -1,4 +1,4 @@
-"""A row whose keys, values and states are in mlx-lm's own cache objects.
+"""A KV row whose keys, values and states are in mlx-lm's own cache objects.
 
 Objects of the classes in weights.mlx_lm_models.CACHE_KINDS can be copied to and from the prefix
 cache. A model with any other class has no prefix cache. Implements caches.kinds.RecurrentRow.
@@ -44,7 +44,7 @@ class MlxLmRow:
         return sum(array.nbytes for array in self.arrays())
 
     def arrays(self) -> list[mx.array]:
-        """Returns all arrays of the row, to evaluate them together."""
+        """Returns all arrays of the KV row, to evaluate them together."""
         arrays: list[mx.array] = []
         for cache in flatten(self.caches):
             arrays += (leaf for leaf in _leaves(vars(cache)) if isinstance(leaf, mx.array))
@@ -61,7 +61,7 @@ class MlxLmRow:
         return cache.keys[..., start:end, :], cache.values[..., start:end, :]
 
     def put(self, layer: int, parts: Sequence[Arrays], capacity: int) -> None:
-        """Writes parts from `part` into the KVCache of an empty row; the cache grows by itself."""
+        """Writes parts from `part` into an empty KV row's KVCache; the cache grows by itself."""
         cache = flatten(self.caches)[layer]
         keys, values = (mx.concatenate(list(side), axis=2) for side in zip(*parts, strict=True))
         cache.keys, cache.values, cache.offset = keys, values, keys.shape[2]
@@ -74,7 +74,7 @@ class MlxLmRow:
         return cache.keys, cache.values, mx.array([cache.offset, cache._idx])
 
     def put_state(self, layer: int, state: Arrays) -> None:
-        """Writes the arrays of `state` into the cache of an empty row."""
+        """Writes the arrays of `state` into the cache of an empty KV row."""
         cache = flatten(self.caches)[layer]
         if type(cache).__name__ == "ArraysCache":
             cache.cache = [None if array.size == 0 else array[...] for array in state]
@@ -91,12 +91,12 @@ class MlxLmRow:
             self.offset, self.logits = to, None
 
     def release(self) -> None:
-        """Empties the row; its arrays are freed with their last reference."""
+        """Empties the KV row; its arrays are freed with their last reference."""
         self.caches, self.offset, self.logits = self._make(), 0, None
 
 
 class MlxLmLayout:
-    """The RowLayout of such rows: each has its own arrays."""
+    """The RowLayout of such KV rows: each has its own arrays."""
 
     holds_prefixes = False
     blocks = 0
@@ -104,7 +104,7 @@ class MlxLmLayout:
 
     def __init__(self, store: RowStore[MlxLmRow]) -> None:
         self.store = store
-        self.fixed = 0  # bytes of a row besides its tokens
+        self.fixed = 0  # bytes of a KV row besides its tokens
 
     def blocks_of(self, row: MlxLmRow) -> int:
         """See RowLayout."""

@@ -1,7 +1,7 @@
 """The prefix cache: its interface, and the modes `off` and `single`; tree_cache.py is `tree`.
 
-Used by the compute thread. A row is the KV cache of one sequence, from `begin` to `close`. Imports
-no MLX: only the store knows the contents of a row.
+Used by the compute thread. A KV row is the KV cache of one sequence, from `begin` to `close`.
+Imports no MLX: only the store knows the contents of a row.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class PrefixCache(Generic[R]):
 
     Counters since the start: `hits` and `misses` of `begin`, cached `tokens` that it found,
     `evictions`, and `evicted_tokens`, which left all entries. `reason` explains the result of the
-    newest `begin`. `shares`: the tokens of a row in use can be cached for other sequences. `whole`:
-    a sequence then gets all of these tokens or none. `exclusive`: an entry is used by at most one
-    row. `by_owner`: a sequence finds only entries of sequences with the same owner.
+    newest `begin`. `shares`: the tokens of a KV row in use can be cached for other sequences.
+    `whole`: a sequence then gets all of these tokens or none. `exclusive`: an entry is used by at
+    most one row. `by_owner`: a sequence finds only entries of sequences with the same owner.
     """
 
     shares = False
@@ -97,7 +97,7 @@ class PrefixCache(Generic[R]):
         most: int | None = None,
         owner: str = "",
     ) -> tuple[R, int]:
-        """Returns a row for a non-empty `prompt`, and the number of prompt tokens in the row.
+        """Returns a KV row for a non-empty `prompt`, and the number of prompt tokens in the row.
 
         The row never has the last token, because the caller computes its logits. `restore_at`: a
         position where a later prompt is likely to branch off, such as the end of the conversation
@@ -113,13 +113,13 @@ class PrefixCache(Generic[R]):
         return None
 
     def keep(self, row: R, tokens: Sequence[int], *, restore_point: bool = False) -> None:
-        """Caches the tokens that the row has so far; the row stays in use.
+        """Caches the tokens that the KV row has so far; the row stays in use.
 
         `restore_point`: other sequences will begin here, even if it is not the next restore point.
         """
 
     def close(self, row: R, tokens: Sequence[int]) -> None:
-        """Ends the use of a row, and caches its tokens for later prompts. Allowed in any phase.
+        """Ends the use of a KV row, and caches its tokens for later prompts. Allowed in any phase.
 
         `tokens`: prompt and completion; the row may have only some of the first tokens. A row's
         tokens beyond `tokens`, such as a token in flight, are dropped.
@@ -131,7 +131,7 @@ class PrefixCache(Generic[R]):
         return 0
 
     def clear(self) -> int:
-        """Frees all entries and returns their bytes. Does not change rows in use."""
+        """Frees all entries and returns their bytes. Does not change KV rows in use."""
         return 0
 
     def _scope(self, owner: str) -> str:
@@ -147,12 +147,12 @@ class PrefixCache(Generic[R]):
 
 class _Entry(Struct, Generic[R], frozen=True):
     row: R
-    tokens: tuple[int, ...]  # the row's tokens, row.offset many
+    tokens: tuple[int, ...]  # the KV row's tokens, row.offset many
     scope: str
 
 
 class SingleCache(PrefixCache[R]):
-    """The mode `single`: one entry, the last sequence's row. The next prompt reuses the row."""
+    """The mode `single`: one entry, the last sequence's KV row. The next prompt reuses the row."""
 
     exclusive = True
 
@@ -160,11 +160,11 @@ class SingleCache(PrefixCache[R]):
         super().__init__(store, budget)
         self._rewind = store.rewind
         self._entry: _Entry[R] | None = None
-        self._scopes: dict[int, str] = {}  # scopes of rows in use, by id() of the row
+        self._scopes: dict[int, str] = {}  # scopes of KV rows in use, by id() of the row
 
     @property
     def nbytes(self) -> int:
-        """See PrefixCache: the allocated bytes of the row."""
+        """See PrefixCache: the allocated bytes of the KV row."""
         return self._entry.row.nbytes if self._entry else 0
 
     def begin(
@@ -193,7 +193,7 @@ class SingleCache(PrefixCache[R]):
         return row, 0
 
     def close(self, row: R, tokens: Sequence[int]) -> None:
-        """See PrefixCache. Replaces the entry, unless the row is empty or too large."""
+        """See PrefixCache. Replaces the entry, unless the KV row is empty or too large."""
         end = min(row.offset, len(tokens))
         scope = self._scopes.pop(id(row), "")
         if end > 0 and row.nbytes <= self._budget and self._rewind(row, end):

@@ -68,7 +68,7 @@ class BlockRow:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the row's blocks, including shared blocks."""
+        """Bytes of the KV row's blocks, including shared blocks."""
         return self.block_bytes * len(self.table)
 
 
@@ -84,7 +84,7 @@ class BlockStore:
     """A Store (prefix/store.py) of block tables. `copy(source, target)` copies one block.
 
     `nbytes` counts each block that the tree refers to once. `changes` counts the operations, except
-    `reserve`, that may have changed or shared the blocks of rows in use.
+    `reserve`, that may have changed or shared the blocks of KV rows in use.
     """
 
     stateful = False
@@ -111,14 +111,14 @@ class BlockStore:
         return self._bytes * len(blocks - self._kept.keys())
 
     def blocks_of(self, row: BlockRow) -> int:
-        """Returns the number of a row's blocks, without a block to copy before its next write."""
+        """Returns the number of a KV row's blocks, without a block to copy before a write."""
         at = row.offset // self._size
         writes = row.offset % self._size > 0 and at < len(row.table)
         return len(row.table) - (writes and self._pool.references(row.table[at]) > 1)
 
     @property
     def free_blocks(self) -> int:
-        """The number of blocks that neither a row nor the tree refers to."""
+        """The number of blocks that neither a KV row nor the tree refers to."""
         return self._pool.free
 
     def new_row(self) -> BlockRow:
@@ -128,7 +128,7 @@ class BlockStore:
     def reserve(self, row: BlockRow, tokens: int) -> None:
         """Allocates blocks for `tokens` tokens, and copies a shared block before writes.
 
-        Raises OutOfMemory; the row then keeps the blocks allocated so far.
+        Raises OutOfMemory; the KV row then keeps the blocks allocated so far.
         """
         table, size = row.table, self._size
         if row.offset % size and row.offset < tokens:
@@ -140,7 +140,7 @@ class BlockStore:
             table.append(self._pool.allocate())
 
     def short(self, rows: Sequence[BlockRow], ends: Sequence[int]) -> list[int]:
-        """Returns the indices of rows that need `reserve` to reach these `ends`.
+        """Returns the indices of KV rows that need `reserve` to reach these `ends`.
 
         A step calls it for all rows together, because most rows need no block.
         """
@@ -192,7 +192,7 @@ class BlockStore:
         return min(end, max(start, (start // self._size + free // self._bytes) * self._size))
 
     def keep(self, row: BlockRow, start: int, end: int) -> BlockRun:
-        """See Store. The row's last block is copied before its next write."""
+        """See Store. The KV row's last block is copied before its next write."""
         blocks = self._between(row, start, end)
         for block in blocks:
             self._hold(block)

@@ -1,4 +1,4 @@
-"""The interface between the prefix cache and the memory of rows: copies or shared blocks. Pure.
+"""The interface between the prefix cache and the memory of KV rows: copies or shared blocks. Pure.
 
 `R` is the KV row of a running sequence, `E` the cached content of a range of tokens, `S` a snapshot
 of the layers that cannot be divided by tokens. Positions count tokens from the start of the
@@ -12,11 +12,11 @@ from typing import Protocol, TypeVar
 
 
 class PrefixRow(Protocol):
-    """The attributes of a row that the prefix cache reads."""
+    """The attributes of a KV row that the prefix cache reads."""
 
     @property
     def offset(self) -> int:
-        """The number of tokens in the row."""
+        """The number of tokens in the KV row."""
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +54,7 @@ class PieceStore(Protocol[E, S_contra]):
 
 
 class Store(PieceStore[E, S], Protocol[R, E, S]):
-    """The store operations that the prefix cache uses: make rows, fill rows, cache their tokens."""
+    """The store operations of the prefix cache: make and fill KV rows, cache their tokens."""
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +64,7 @@ class Store(PieceStore[E, S], Protocol[R, E, S]):
         """Returns an empty KV row."""
 
     def release(self, row: R) -> None:
-        """Frees the row; contents cached from it stay."""
+        """Frees the KV row; contents cached from it stay."""
 
     def rewind(self, row: R, to: int) -> bool:
         """Removes the tokens from `to` on; if a layer cannot, does nothing and returns False."""
@@ -72,7 +72,7 @@ class Store(PieceStore[E, S], Protocol[R, E, S]):
     def fill(
         self, row: R, kept: Sequence[tuple[E, int]], state: S | None, tokens: int, capacity: int
     ) -> None:
-        """Fills an empty row with `tokens` tokens: the first n of each piece, and the state.
+        """Fills an empty KV row with `tokens` tokens: the first n of each piece, and the state.
 
         `capacity`: the number of tokens that the row will soon have.
         """
@@ -81,13 +81,13 @@ class Store(PieceStore[E, S], Protocol[R, E, S]):
         """Returns the position in [start, end] up to which `free` bytes suffice for `keep`."""
 
     def keep(self, row: R, start: int, end: int) -> E:
-        """Caches tokens [start, end) of a row; the result is independent of the row."""
+        """Caches tokens [start, end) of a KV row; the result is independent of the row."""
 
     def state_bytes(self, row: R) -> int:
         """Returns the bytes that `keep_state` would use."""
 
     def keep_state(self, row: R) -> S:
-        """Caches a snapshot at the offset of the row; the result is independent of the row."""
+        """Caches a snapshot at the offset of the KV row; the result is independent of the row."""
 
     def lowest(self, state: S) -> int:
         """Returns the fewest tokens to which the snapshot can be shortened."""

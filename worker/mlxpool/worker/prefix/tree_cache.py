@@ -1,7 +1,7 @@
 """The mode `tree` of the prefix cache: a radix tree of all closed sequences.
 
-Used by the compute thread. Imports no MLX: only the store knows the contents of a row (a sequence's
-KV cache).
+Used by the compute thread. Imports no MLX: only the store knows the contents of a KV row (a
+sequence's KV cache).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ RESTORE_POINT_INTERVAL = 8192
 
 
 class _ActiveRow(Struct, Generic[R, E, S]):
-    """A row in use; the reference to the row keeps id() of the row unique."""
+    """A KV row in use; the reference to the row keeps id() of the row unique."""
 
     row: R
-    node: Node[E, S]  # the deepest node that the row began from or was cached at
+    node: Node[E, S]  # the deepest node that the KV row began from or was cached at
     stops: list[int]  # the next restore points
     goal: int  # the end of the row's prefill; a row closed earlier gets a restore point at its end
     scope: str
@@ -66,7 +66,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         most: int | None = None,
         owner: str = "",
     ) -> tuple[R, int]:
-        """See PrefixCache. The path that the row began from is not evicted until `close`."""
+        """See PrefixCache. The path that the KV row began from is not evicted until `close`."""
         prompt = tuple(prompt)
         empty = not self.nbytes
         self._now += 1
@@ -101,7 +101,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         reader.stops = [stop for stop in reader.stops if stop > row.offset]
 
     def close(self, row: R, tokens: Sequence[int]) -> None:
-        """See PrefixCache. Caches only tokens that the tree lacks; ignores an unknown row."""
+        """See PrefixCache. Caches only tokens that the tree lacks; ignores an unknown KV row."""
         reader = self._readers.pop(id(row), None)
         if reader is None:
             return
@@ -116,7 +116,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
             self.shrink(self.nbytes - self._budget)
 
     def shrink(self, needed: int) -> int:
-        """See PrefixCache. Does not evict nodes that rows in use began from."""
+        """See PrefixCache. Does not evict nodes that KV rows in use began from."""
         before = self.nbytes
         while (
             before - self.nbytes < needed
@@ -164,7 +164,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
 
         `piece(start, end)` makes the piece of these tokens; `bytes_of(start, end)` is its size.
         `state` has the size of the snapshot at the end of the tokens, and a function that makes it.
-        `claim(bytes)` returns whether the memory is free: rows may own memory that they have not
+        `claim(bytes)` returns whether the memory is free: KV rows may own memory that they have not
         written yet. Returns the node at the end of the tokens, with one more reader until `leave`,
         and the number of added tokens. Returns None if the tokens do not fit, or if the tree lacks
         some of the first `least` tokens.
@@ -267,7 +267,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         return sorted(at for at in ends if cached < at < length)
 
     def _insert(self, row: R, tokens: tuple[int, ...], scope: str) -> Node[E, S] | None:
-        """Inserts a row's `tokens` that the tree lacks; returns the node at their end.
+        """Inserts a KV row's `tokens` that the tree lacks; returns the node at their end.
 
         Caches nothing beyond the budget and, if layers need a snapshot, nothing without a snapshot.
         Returns None if not all tokens could be cached.
@@ -291,7 +291,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
             self._leave(last)
 
     def _require_space(self, row: R, start: int, end: int, need_state: bool) -> int:
-        """Evicts least recently used entries; returns the end of the row's tokens that fit."""
+        """Evicts least recently used entries; returns the end of the KV row's tokens that fit."""
         store = self._store
         state = store.state_bytes(row) if need_state else 0
 

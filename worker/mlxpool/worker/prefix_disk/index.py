@@ -36,7 +36,7 @@ class Index:
         self._held: dict[Segment, dict[tuple[Kind, bytes], bytes]] = {}  # record -> previous key
 
     def __len__(self) -> int:
-        """The number of records."""
+        """Returns the number of records."""
         return sum(map(len, self._places.values()))
 
     def add(self, header: RecordHeader, place: Place) -> None:

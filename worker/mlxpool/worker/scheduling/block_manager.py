@@ -30,17 +30,17 @@ class BlockMemory(Protocol):
     def blocks_in_use(self) -> int:
         """Returns the blocks of cached prefixes.
 
-        If rows share blocks with prefixes, returns the blocks of rows and prefixes, each block
+        If KV rows share blocks with prefixes, returns the blocks of rows and prefixes, each block
         counted once.
         """
 
     def blocks_of(self, seq: Sequence) -> int:
-        """Returns the blocks of a sequence's row that are included in `blocks_in_use`."""
+        """Returns the blocks of a sequence's KV row that are included in `blocks_in_use`."""
 
     def shrink(self, blocks: int, *, in_use: bool = False) -> int:
         """Evicts prefix-cache entries to free `blocks` blocks; returns the number of freed blocks.
 
-        Entries that running rows began from are evicted only with `in_use`, after all other
+        Entries that running KV rows began from are evicted only with `in_use`, after all other
         entries.
         """
 
@@ -66,7 +66,7 @@ class BlockManager:
 
     @property
     def available(self) -> int:
-        """The free blocks. A block that rows and prefixes share counts as one used block."""
+        """The free blocks. A block that KV rows and prefixes share counts as one used block."""
         memory = self._memory
         unwritten = sum(max(0, own - memory.blocks_of(seq)) for seq, own in self._given.items())
         return self.capacity - memory.blocks_in_use() - unwritten
@@ -130,7 +130,7 @@ class BlockManager:
         self._given[seq] = blocks
 
     def free(self, seq: Sequence) -> None:
-        """Frees all blocks of a sequence that loses its row; ignores a sequence without blocks."""
+        """Frees all blocks of a sequence that loses its KV row; it may have no blocks."""
         self._given.pop(seq, None)
 
     def refusal(self, seq: Sequence) -> OutOfMemory:
@@ -150,7 +150,7 @@ class BlockManager:
         """Returns whether `blocks` blocks are free for a sequence, after the necessary evictions.
 
         Before blocks are refused, entries that waiting sequences got from the disk are evicted.
-        With `in_use`, entries that running rows began from are evicted last.
+        With `in_use`, entries that running KV rows began from are evicted last.
         """
         return (
             self._evicted(blocks)

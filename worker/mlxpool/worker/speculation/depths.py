@@ -1,4 +1,4 @@
-"""Chooses the number of drafts of each row that gives the most tokens a second. Pure."""
+"""Chooses the number of drafts of each sequence that gives the most tokens a second. Pure."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def choose_depths(
     seconds: Callable[[int, int, int], float],
     least_gain: float = MIN_GAIN,
 ) -> list[int]:
-    """Returns the number of drafts to check for each row that can have drafts.
+    """Returns the number of drafts to check for each sequence that can have drafts.
 
-    `chances`: for each of these rows, the probability of each draft to be right if the drafts
-    before it are right. `rows`: the number of all rows of the step, also without drafts. `most`:
-    the most drafts of all rows together. `plain`: seconds of the step without drafts.
-    `seconds(checking, drafts, deepest)`: seconds of a step in which `checking` rows have `drafts`
-    drafts together, and a row has at most `deepest`. All returned numbers are 0 if the step would
-    give less than `least_gain` times the tokens a second of a step without drafts.
+    `chances`: for each of these sequences, the probability of each draft to be right if the drafts
+    before it are right. `rows`: the number of all sequences of the step, also without drafts.
+    `most`: the most drafts of all sequences together. `plain`: seconds of the step without drafts.
+    `seconds(checking, drafts, deepest)`: seconds of a step in which `checking` sequences have
+    `drafts` drafts together, and a sequence has at most `deepest`. All returned numbers are 0 if
+    the step would give less than `least_gain` times the tokens a second of a step without drafts.
     """
     ranked = sorted(
         (
@@ -34,7 +34,7 @@ def choose_depths(
             for depth, chance in enumerate(accumulate(some, mul), start=1)
         ),
         key=itemgetter(0),
-        reverse=True,  # stable: the drafts of a row stay in order
+        reverse=True,  # stable: the drafts of a sequence stay in order
     )[:most]
     best, depths = least_gain * rows / plain, [0] * len(chances)
     gained, checked, deepest, chosen = 0.0, 0, 0, 0
@@ -42,7 +42,7 @@ def choose_depths(
         gained += chance
         checked += depth == 1
         deepest = max(deepest, depth)
-        lines = number + checked  # inputs of the rows with drafts
+        lines = number + checked  # inputs of the sequences with drafts
         if number & (number - 1) and lines & (lines - 1) and number < len(ranked):
             continue  # to save time, rates only powers of two (drafts or inputs) and the last
         rate = (rows + gained) / seconds(checked, number, deepest)

@@ -46,11 +46,11 @@ class DraftEngine(Protocol):
 
     @property
     def context(self) -> int:
-        """The most tokens of a row."""
+        """The most tokens of a KV row."""
 
     @property
     def max_rows(self) -> int:
-        """The most rows, and the most sequences of a pass."""
+        """The most KV rows, and the most sequences of a pass."""
 
     @property
     def max_lines(self) -> int:
@@ -65,13 +65,13 @@ class DraftEngine(Protocol):
         """Gives a sequence an empty KV row."""
 
     def holds(self, seq: Sequence) -> bool:
-        """Returns whether a sequence has a row; the row may be dropped between two calls."""
+        """Returns whether a sequence has a KV row; the row may be dropped between two calls."""
 
     def rewind(self, seq: Sequence, count: int) -> bool:
-        """Shortens a row to its first `count` inputs."""
+        """Shortens a KV row to its first `count` inputs."""
 
     def release(self, seq: Sequence) -> None:
-        """Frees the row of a sequence; ignores a sequence without a row."""
+        """Frees the KV row of a sequence; ignores a sequence without a row."""
 
     def read(self, spans: Many[Span]) -> None:
         """Computes a pass that draws nothing."""
@@ -84,28 +84,28 @@ class DraftEngine(Protocol):
         """
 
     def seconds(self, rows: int, lines: int) -> float:
-        """Predicts the seconds of a pass of `rows` rows and `lines` inputs, from the warm-up."""
+        """Predicts the seconds of a pass of `rows` KV rows and `lines` inputs, from the warm-up."""
 
     @property
     def held_bytes(self) -> int:
-        """The bytes reserved for weights, all rows and a step."""
+        """The bytes reserved for weights, all KV rows and a step."""
 
     @property
     def used_bytes(self) -> int:
-        """The allocated bytes of weights and rows."""
+        """The allocated bytes of weights and KV rows."""
 
     def warm_up(self, on_progress: Callable[[], None]) -> None:
         """Computes a pass of each compiled size once."""
 
     def make_room(self, size: int) -> None:
-        """Drops rows of `size` bytes, or all rows; dropped rows are computed again when needed."""
+        """Drops KV rows of `size` bytes, or all rows; they are computed again when needed."""
 
     def close(self) -> None:
-        """Frees all rows and arrays."""
+        """Frees all KV rows and arrays."""
 
 
 class _Stream(Struct):
-    """A sequence and its row in the draft model.
+    """A sequence and its KV row in the draft model.
 
     `proposed`: the newest drafts, each with its class (see BOUNDS), after the row's first `known`
     inputs.
@@ -146,8 +146,8 @@ class ModelDrafter(Struct):
         if stream.proposed:
             right = self._learn(stream, new)
             row.ids += new
-            # The row has read every draft except the last. It keeps the right drafts. At least the
-            # newest token is read again, with the next drafts.
+            # The KV row has read every draft except the last. It keeps the right drafts. At least
+            # the newest token is read again, with the next drafts.
             kept = min(stream.known + min(right, len(stream.proposed) - 1), row.length - 1)
             if self.engine.holds(row) and kept < row.submitted:
                 self.engine.rewind(row, kept)
@@ -256,7 +256,7 @@ class ModelDrafter(Struct):
         return tuple(classified)
 
     def _ready_row(self, seq: Sequence, depth: int, others: Mapping[Sequence, int]) -> Sequence:
-        """Returns the row of a sequence, with room for `depth` drafts."""
+        """Returns the KV row of a sequence, with room for `depth` drafts."""
         stream = self.streams[seq]
         row = stream.row
         if row.length + depth > self.engine.context:
@@ -270,7 +270,7 @@ class ModelDrafter(Struct):
         return row
 
     def _make_place(self, needed: Mapping[Sequence, int]) -> None:
-        """Frees a row if all rows are used, preferably of a stream that does not run."""
+        """Frees a KV row if all rows are used, preferably of a stream that does not run."""
         held = [
             (seq.phase is Phase.RUNNING, number, stream.row)
             for number, (seq, stream) in enumerate(self.streams.items())
@@ -281,7 +281,7 @@ class ModelDrafter(Struct):
             self.engine.release(min(held)[2])
 
     def _read(self, rows: Many[Sequence]) -> None:
-        """Reads rows with more than UNREAD_TOKENS unread tokens, in passes of bounded size."""
+        """Reads KV rows with more than UNREAD_TOKENS unread tokens, in passes of bounded size."""
         lacking = [row for row in rows if row.length - row.submitted > UNREAD_TOKENS]
         while lacking:
             left, spans = self.engine.max_lines, []
@@ -316,7 +316,7 @@ class ModelDrafter(Struct):
 
 
 def _row_of(seq: Sequence, context: int) -> Sequence:
-    """Returns the sequence of a row over a stream's newest tokens, at most half of `context`.
+    """Returns the sequence of a KV row over a stream's newest tokens, at most half of `context`.
 
     The row samples with the options and the noise of the stream, so that random choices of both
     models agree as often as possible, but without penalties, which need tokens that are not sampled

@@ -1,7 +1,7 @@
 """Chooses the sequences to examine for drafts before a step, within a budget of host time. Pure.
 
-Rows with drafts in the newest step are always examined. All other rows share the time budget for
-searches, so that requests whose drafts are never right lose nearly no time.
+Rows with drafts in the newest step are always examined. All other sequences share the time budget
+for searches, so that requests whose drafts are never right lose nearly no time.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ class Candidate(Struct, frozen=True):
 
 
 class RowSearch:
-    """The budget for searches, `saved` in seconds, and the rows that a drafter follows."""
+    """The budget for searches, `saved` in seconds, and the sequences that a drafter follows."""
 
     def __init__(self, drafter: Drafter, clock: Callable[[], float]) -> None:
         self._drafter, self._clock = drafter, clock
         self.saved = 0.0
         self._step = 0.0  # seconds of the newest measured step
-        self._needed = 0.0  # seconds of a search of all rows
-        self._next = 0  # index of the next row to examine
-        self._looked = 0  # rows examined in the newest search
+        self._needed = 0.0  # seconds of a search of all sequences
+        self._next = 0  # index of the next sequence to examine
+        self._looked = 0  # sequences examined in the newest search
         self._followed: set[Sequence] = set()
 
     @property
     def affordable(self) -> bool:
-        """Whether the budget suffices to examine all rows, or is MAX_SAVED."""
+        """Whether the budget suffices to examine all sequences, or is MAX_SAVED."""
         return self.saved > 0 and self.saved >= min(self._needed, MAX_SAVED)
 
     def earn(self, step: float, gained: float = 0.0) -> None:
@@ -79,7 +79,7 @@ class RowSearch:
         return ready
 
     def spend(self, seconds: float, others: int) -> None:
-        """Takes the time of the newest search from the budget; `others`: all rows to search."""
+        """Subtracts the newest search from the budget; `others`: number of sequences to search."""
         self.saved -= seconds
         if self._looked:
             self._needed = seconds / self._looked * others

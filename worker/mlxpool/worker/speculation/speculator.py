@@ -1,4 +1,4 @@
-"""Chooses the drafts of a step for all its decoding rows, and counts accepted drafts. Pure.
+"""Chooses the drafts of a step for all its decoding sequences, and counts accepted drafts. Pure.
 
 The policy:
 
@@ -6,7 +6,7 @@ The policy:
   by its number of drafts, from measured steps. The drafts that give the most tokens a second are
   checked; no drafts are checked if the gain is below MIN_GAIN (depths.py). A step has at most twice
   as many drafts as the largest measured step.
-- Search. Rows whose drafts gain no time are examined within a time budget (row_search.py).
+- Search. Sequences whose drafts gain no time are examined within a time budget (row_search.py).
 - Measurement. After PLAIN_INTERVAL steps with drafts, some steps without drafts are measured.
 - Trial. Drafts that gain time by the guessed cost are tried, even if they gain none by the measured
   cost, or nothing was measured. A trial may cost TRIAL_SHARE of the steps since drafts were
@@ -31,31 +31,31 @@ from mlxpool.worker.speculation.drafter import Drafter, Drafts
 from mlxpool.worker.speculation.row_search import Candidate, RowSearch
 from mlxpool.worker.speculation.step_times import StepTimes
 
-MAX_DRAFTS = 15  # the most drafts of a row in a step: 16 inputs with its newest token
-# If passes are not submitted ahead, each of more than FEW_ROWS rows has at most MAX_DRAFTS_OF_MANY
-# drafts, because all rows are padded to the row with the most drafts.
+MAX_DRAFTS = 15  # the most drafts of a sequence in a step: 16 inputs with its newest token
+# If passes are not submitted ahead, each of more than FEW_ROWS sequences has at most
+# MAX_DRAFTS_OF_MANY drafts, because all sequences are padded to the sequence with the most drafts.
 FEW_ROWS, MAX_DRAFTS_OF_MANY = 3, 3
-MAX_STEP_DRAFTS = 256  # the most drafts of all rows in a step
+MAX_STEP_DRAFTS = 256  # the most drafts of all sequences in a step
 MAX_LOGIT_BYTES = 128 * 1024 * 1024  # the most bytes of float32 logits of a step's drafts
-# Drafts of the first measured step: for each row, if all drafts cost the same; for all rows
-# together, if passes are submitted ahead, because then most of the cost is one wait.
+# Drafts of the first measured step: for each sequence, if all drafts cost the same; for all
+# sequences together, if passes are submitted ahead, because then most of the cost is one wait.
 FIRST_DRAFTS, FIRST_DRAFTS_AHEAD = 2, 8 * MAX_DRAFTS
 PLAIN_INTERVAL = 64  # steps with drafts between two measured steps without drafts: 2 % of the gain
 # A trial may cost this fraction of the time of steps since the last checked or useless drafts.
 # Before the first trial, FIRST_TRIAL steps count, so that it happens soon.
 TRIAL_SHARE, FIRST_TRIAL = 0.005, 256
 MAX_REST = 512  # the most steps of a rest: with steps of 4 ms, drafts rest for two seconds
-# Reading a row's unread tokens for drafts may cost this fraction of a plain step for each expected
-# further token: as many as the answer has so far, at least LEAST_REMAINING.
+# Reading a sequence's unread tokens for drafts may cost this fraction of a plain step for each
+# expected further token: as many as the answer has so far, at least LEAST_REMAINING.
 READING_SHARE, LEAST_REMAINING = 0.25, 16
 
-# (rows with drafts, drafts of all rows, most drafts of a row) -> seconds of a step.
+# (sequences with drafts, drafts of all sequences, most drafts of a sequence) -> seconds of a step.
 Seconds: TypeAlias = Callable[[int, int, int], float]
 
 
 class Choice(Struct):
-    """A step for which drafts are chosen: its rows, the keys that they read, the chances of each
-    row's drafts, and the number of checked drafts that were `right`.
+    """A step for which drafts are chosen: its sequences, the keys that they read, the chances of
+    each sequence's drafts, and the number of checked drafts that were `right`.
     """
 
     rows: int = 0
@@ -96,21 +96,21 @@ class Speculator:
     ) -> None:
         """`predict`: predicts the seconds of a pass. `clock`: returns seconds, the clock of steps.
         `ahead`: passes without drafts are submitted ahead. `most_drafts`: the most drafts of all
-        rows in a step, see `max_drafts_of_step`.
+        sequences in a step, see `max_drafts_of_step`.
         """
         self.drafter, self.clock = drafter, clock
-        self.checks = 0  # number of decode steps with drafts, counted per row
+        self.checks = 0  # number of decode steps with drafts, counted per sequence
         self.drafted = 0  # number of checked drafts
         self.accepted = 0  # number of checked drafts that were right
         self.times = StepTimes(ahead=ahead)
         self.search = RowSearch(drafter, clock)
         self._predict, self._ahead, self._most_drafts = predict, ahead, most_drafts
-        self._paying: set[Sequence] = set()  # rows with drafts in the newest step
+        self._paying: set[Sequence] = set()  # sequences with drafts in the newest step
         self._choice = Choice()
         self._rest = Rest()
         self._since_plain = 0  # steps with drafts since a step without drafts was measured
         self._without = FIRST_TRIAL  # steps since the last step with drafts
-        # Seconds that are subtracted from the time of the step: of the search, if no row had
+        # Seconds that are subtracted from the time of the step: of the search, if no sequence had
         # drafts, and of making drafts, if the drafter predicts this time.
         self._apart = 0.0
 
@@ -198,7 +198,7 @@ class Speculator:
         return {row.sequence: depth for row, depth in zip(ready, depths, strict=True) if depth}
 
     def _lines_seconds(self, lines: int) -> float:
-        """Predicts the seconds of a pass over `lines` inputs of the newest choice's rows."""
+        """Predicts the seconds of a pass over `lines` inputs of the newest choice's sequences."""
         return self._predict(Load(lines, self._choice.keys, 0, lines))
 
     def _may_try(
@@ -212,7 +212,7 @@ class Speculator:
         return more <= TRIAL_SHARE * self._without * plain
 
     def _worth_reading(self, ready: Many[Candidate], depths: list[int], plain: float) -> list[int]:
-        """Returns the depths; 0 for rows whose unread tokens cost more than drafts gain."""
+        """Returns the depths; 0 for sequences whose unread tokens cost more than drafts gain."""
         paying = []
         for row, depth in zip(ready, depths, strict=True):
             left = min(row.room, max(LEAST_REMAINING, len(row.sequence.ids)))
@@ -243,7 +243,7 @@ class Speculator:
         self.times.settle()  # no step is measured during a rest
 
     def _those_that_pay(self, drafts: Drafts) -> Drafts:
-        """Returns the drafts of each row whose check is expected to gain time.
+        """Returns the drafts of each sequence whose check is expected to gain time.
 
         The time to make the drafts does not count, because it is already spent.
         """
@@ -297,7 +297,7 @@ class Speculator:
 
 
 def max_drafts_of_step(vocabulary: int) -> int:
-    """Returns the most drafts of all rows of a step, by the memory bound of logits."""
+    """Returns the most drafts of all sequences of a step, by the memory bound of logits."""
     return min(MAX_STEP_DRAFTS, max(1, MAX_LOGIT_BYTES // (4 * vocabulary)))
 
 

@@ -6,8 +6,8 @@ for each other. Passes of a draft model are counted separately (Speculator.step_
 read prompts are not measured.
 
 The time of a step with drafts is stored as a multiple of a step without drafts, so that a slower
-machine changes nothing. Each power of two of the number of rows has a curve: the multiple by the
-number of drafts. The multiple is 1 without drafts, else the median of the newest steps with a
+machine changes nothing. Each power of two of the number of sequences has a curve: the multiple by
+the number of drafts. The multiple is 1 without drafts, else the median of the newest steps with a
 similar number.
 """
 
@@ -36,7 +36,7 @@ Predict = Callable[[int], float]  # inputs of a decode step -> seconds
 
 
 class Curve(Struct):
-    """The times of steps with a similar number of rows, as multiples of a plain step, by drafts."""
+    """Step times with similar numbers of sequences, as multiples of a plain step, by drafts."""
 
     newest: dict[int, deque[float]] = field(default_factory=dict)  # multiples by class, see `_kind`
     points: list[tuple[int, float]] = field(default_factory=lambda: [(0, 1.0)])  # drafts, multiple
@@ -68,12 +68,12 @@ class Unsettled(Struct):
 
 
 class StepTimes:
-    """The seconds of steps, by the numbers of decode rows and of their drafts together."""
+    """The seconds of steps, by the numbers of decode sequences and of their drafts together."""
 
     def __init__(self, *, ahead: bool = False) -> None:
         """`ahead`: whether passes without drafts are submitted ahead."""
         self._settling = SETTLING_STEPS if ahead else 0
-        self._newest: dict[int, deque[float]] = {}  # seconds of steps without drafts, by rows
+        self._newest: dict[int, deque[float]] = {}  # seconds of steps without drafts, by sequences
         self._plain: dict[int, float] = {}  # their medians
         self._sizes: list[int] = []  # the keys of `_plain`, sorted
         self._curves: dict[int, Curve] = {}
@@ -154,10 +154,10 @@ class StepTimes:
         return plain + wait + max(0.0, predict(rows + drafts) - predict(rows))
 
     def _plain_seconds(self, rows: int) -> float | None:
-        """Returns the measured seconds, or interpolates between the nearest numbers of rows.
+        """Returns the measured seconds, or interpolates between the nearest numbers of sequences.
 
-        The result is at most the time of more rows: if most steps have drafts, few plain steps are
-        measured, and one slow plain step would make drafts look free.
+        The result is at most the time of more sequences: if most steps have drafts, few plain steps
+        are measured, and one slow plain step would make drafts look free.
         """
         sizes = self._sizes
         if not sizes:

@@ -35,7 +35,7 @@ SAMPLING = {
 
 
 def licence(files: FileLookup) -> str | None:
-    """The text of the licence, or its name if the folder has only the name; None: no licence."""
+    """Returns the licence's text, or its name if the folder lacks the text; None: no licence."""
     for name in LICENCE_FILES:
         text = _start_of(files / name, MAX_LICENCE + 1)
         if text is not None and len(text.encode()) <= MAX_LICENCE:
@@ -45,7 +45,7 @@ def licence(files: FileLookup) -> str | None:
 
 
 def sampling(files: FileLookup) -> dict[str, float]:
-    """The sampling options recommended by generation_config.json, by the pool's names."""
+    """Returns the sampling options recommended by generation_config.json, by the pool's names."""
     try:
         content = json.loads(_start_of(files / "generation_config.json", MAX_SETTINGS) or "{}")
     except (ValueError, RecursionError):
@@ -59,7 +59,7 @@ def sampling(files: FileLookup) -> dict[str, float]:
 
 
 def _start_of(file: Path, size: int) -> str | None:
-    """The first `size` bytes of a regular file as text; None if it has no text or is missing."""
+    """Returns a regular file's first `size` bytes as text; None for a missing or binary file."""
     try:
         with open_regular(file) as opened:
             data = opened.read(size)

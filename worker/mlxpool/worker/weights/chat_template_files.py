@@ -27,13 +27,13 @@ class TemplateSources(Struct, frozen=True):
 
 
 def named_files(path: FileLookup) -> list[Path]:
-    """The files of additional templates, without hidden files (as macOS makes)."""
+    """Returns the files of additional templates, without hidden files (as macOS makes)."""
     files = sorted((path / JINJA_FOLDER).glob("*.jinja"))
     return [file for file in files if not file.name.startswith(".")]
 
 
 def find_sources(path: FileLookup) -> TemplateSources:
-    """The templates of the first file with templates, as transformers chooses; may be empty.
+    """Returns the templates of the first file with templates, as transformers; may be empty.
 
     Order of the files: chat_template.jinja with the folder of additional templates,
     tokenizer_config.json, chat_template.json. Raises ModelLoadFailed with the name of an unreadable
@@ -55,7 +55,7 @@ def find_sources(path: FileLookup) -> TemplateSources:
 def _of_jinja_files(
     path: FileLookup, files: Mapping[str, Path], settings: Mapping[str, str]
 ) -> TemplateSources:
-    """The templates of Jinja files.
+    """Returns the templates of Jinja files.
 
     `settings`: templates of tokenizer_config.json. Only its default template is used, if `files`
     lack a default.
@@ -96,7 +96,7 @@ def _has_name(entry: object) -> bool:
 
 
 def _parsed(file: Path, value: object) -> dict[str, str]:
-    """Templates by name, from a text, a list of {name, template}, or a map of name to template.
+    """Returns templates by name, from a text, a list of {name, template}, or a map.
 
     Raises ModelLoadFailed for any other value.
     """

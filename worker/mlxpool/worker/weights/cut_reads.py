@@ -60,7 +60,7 @@ class TensorPlaces:
         self._start = LENGTH_BYTES + length
 
     def find(self, name: str) -> Place | None:
-        """The position of a tensor; None if its name is missing or its dtype is unknown."""
+        """Returns the position of a tensor; None if its name is missing or its dtype is unknown."""
         entry = self._header.get(name) if name != "__metadata__" else None
         if entry is None or entry["dtype"] not in DTYPES:
             return None
@@ -81,7 +81,7 @@ class Runs(Struct, frozen=True):
 
     @classmethod
     def of(cls, place: Place, cut: Cut) -> Runs:
-        """The runs of bytes of a part of a tensor."""
+        """Returns the runs of bytes of a part of a tensor."""
         outer = math.prod(place.shape[: cut.axis])
         row = (place.end - place.begin) // outer
         each = row // place.shape[cut.axis]
@@ -121,7 +121,7 @@ class Runs(Struct, frozen=True):
 
 
 def read_to_host(descriptor: int, runs: Runs) -> mx.array:
-    """The bytes of `runs` as int32 numbers; the last number is padded with zeros.
+    """Returns the bytes of `runs` as int32 numbers; the last number is padded with zeros.
 
     Raises OSError, or EOFError if the file ends too early.
     """

@@ -19,13 +19,13 @@ class Cut(Struct, frozen=True):
     zeros: bool = False
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the part of a tensor."""
+        """Returns the shape of the part of a tensor."""
         if self.zeros:
             return shape
         return (*shape[: self.axis], self.end - self.begin, *shape[self.axis + 1 :])
 
     def of(self, array: mx.array) -> mx.array:
-        """The part of an array, not evaluated; it does not keep the whole array in memory."""
+        """Returns the unevaluated part of an array; it does not keep the array in memory."""
         import mlx.core as mx
 
         if self.zeros:

@@ -41,7 +41,7 @@ class ShardContent(Struct, frozen=True):
 
 
 def folder_contents(headers: Mapping[Path, Header]) -> dict[Path, ShardContent]:
-    """The contents of a folder's files, with MLX's names for the parts of packed weights.
+    """Returns the contents of a folder's files, with MLX's names for the parts of packed weights.
 
     Scales of weights that MLX has not packed belong to other formats and keep their names.
     """
@@ -64,7 +64,7 @@ def folder_contents(headers: Mapping[Path, Header]) -> dict[Path, ShardContent]:
 
 
 def listed_contents(headers: Mapping[Path, Header]) -> dict[Path, ShardContent]:
-    """The contents of files whose headers already have the model's names."""
+    """Returns the contents of files whose headers already have the model's names."""
     return {file: ShardContent(header.raw, header.tensors) for file, header in headers.items()}
 
 
@@ -110,11 +110,11 @@ class ModelFiles(Struct, frozen=True):
         return self.named.get(name, self.where / name)
 
     def contents(self) -> dict[Path, ShardContent]:
-        """The contents of each shard; raises ModelLoadFailed for an invalid header."""
+        """Returns the contents of each shard; raises ModelLoadFailed for an invalid header."""
         return self.read({shard: self.format.header(shard) for shard in self.shards})
 
     def stamps(self) -> tuple[tuple[str, int, int], ...]:
-        """The name, size and modification time (nanoseconds) of each shard without a digest.
+        """Returns name, size and modification time (nanoseconds) of each shard without a digest.
 
         Replaced weights have other stamps, even with the same contents. Raises ModelLoadFailed if a
         file is missing.
@@ -138,13 +138,13 @@ class ModelFiles(Struct, frozen=True):
 
 
 def sha256(file: Path) -> str:
-    """The SHA-256 of a whole file in hex; releases the GIL meanwhile."""
+    """Returns the SHA-256 of a whole file in hex; releases the GIL meanwhile."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def merge_tensors(contents: Mapping[Path, ShardContent]) -> dict[str, Tensor]:
-    """All tensors by name; raises ModelLoadFailed if two files have a tensor of the same name."""
+    """Returns all tensors by name; raises ModelLoadFailed if two files have a tensor."""
     merged: dict[str, Tensor] = {}
     for content in contents.values():
         for name, tensor in content.tensors.items():
@@ -157,7 +157,7 @@ def merge_tensors(contents: Mapping[Path, ShardContent]) -> dict[str, Tensor]:
 
 
 def folder_files(path: Path) -> ModelFiles:
-    """The files of a Hugging Face folder; raises ModelLoadFailed if `path` is something else."""
+    """Returns the files of a Hugging Face folder; raises ModelLoadFailed for other paths."""
     require_model_folder(path)
     shards = find_shards(path)
     require_finished((*shards, path / "config.json", path / "tokenizer.json"))
@@ -175,7 +175,7 @@ def require_model_folder(path: Path) -> None:
 
 
 def find_shards(path: Path) -> tuple[Path, ...]:
-    """The safetensors files of the weights; raises ModelLoadFailed with the names of missing files.
+    """Returns the weights' safetensors files; raises ModelLoadFailed with missing files.
 
     The shards are the files in the index, else model.safetensors, else the numbered files, else all
     model*.safetensors. All other files are omitted, because they may be copies.
@@ -192,7 +192,7 @@ def find_shards(path: Path) -> tuple[Path, ...]:
 
 
 def _numbered(path: Path, shards: Iterable[Path]) -> tuple[Path, ...]:
-    """The shards with names like model-1-of-2; raises ModelLoadFailed if a shard is missing."""
+    """Returns the shards named like model-1-of-2; raises ModelLoadFailed for a missing shard."""
     matches = {shard: match for shard in shards if (match := _NUMBERED.fullmatch(shard.name))}
     totals = sorted({int(match[2]) for match in matches.values()})
     if len(totals) > 1:
@@ -238,7 +238,7 @@ def _refuse_weightless(path: Path) -> None:
 
 
 def listing(kind: str, names: list[str]) -> str:
-    """The first of `names` (tensors or shards) and the number of all others, for an error."""
+    """Returns the first of `names` (tensors or shards) and how many follow, for an error."""
     shown = ", ".join(repr(name) for name in names[:_MAX_LISTED])
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return f"the {kind}{'s' if len(names) > 1 else ''} {shown}{more}"

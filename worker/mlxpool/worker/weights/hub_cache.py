@@ -52,7 +52,7 @@ def is_repository_name(path: str) -> bool:
 
 
 def cache_folder() -> Path:
-    """The cache folder of Hugging Face's tools, by their environment variables."""
+    """Returns the cache folder of Hugging Face's tools, by their environment variables."""
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if os.environ.get(variable):
             return expanded(os.environ[variable])
@@ -63,12 +63,12 @@ def cache_folder() -> Path:
 
 
 def repository_folder(repository: str) -> Path:
-    """The folder of a repository in the cache, whether it exists or not."""
+    """Returns the folder of a repository in the cache, whether it exists or not."""
     return cache_folder() / f"models--{repository.replace('/', '--')}"
 
 
 def find(model: HubModel) -> Path:
-    """The snapshot folder of a model's repository, or the model's GGUF file in the snapshot.
+    """Returns the snapshot folder of a model's repository, or the GGUF file in the snapshot.
 
     Raises ModelLoadFailed if the snapshot is missing or incomplete, or if a link leads out of the
     cache.
@@ -101,7 +101,7 @@ def _again(model: HubModel) -> str:
 
 
 def _revision(model: HubModel, repository: Path) -> str:
-    """The revision in refs/main, else the only snapshot."""
+    """Returns the revision in refs/main, else the only snapshot."""
     file = repository / "refs" / "main"
     if file.is_file():
         revision = file.read_text(encoding="utf-8", errors="replace").strip()

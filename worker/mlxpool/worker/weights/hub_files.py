@@ -22,7 +22,7 @@ _BESIDE = re.compile(  # settings, tokenizer, templates, the steps of sentence-t
 
 
 def needed_files(model: HubModel, names: Collection[str], indexed: Collection[str]) -> list[str]:
-    """The files that a model needs; `names` are all files of the repository.
+    """Returns the files that a model needs; `names` are all files of the repository.
 
     `indexed`: the shards in the repository's index; empty without an index. Weights in other
     formats and other GGUF models are omitted. Raises ModelLoadFailed if the repository has no
@@ -46,7 +46,7 @@ def needed_files(model: HubModel, names: Collection[str], indexed: Collection[st
 
 
 def gguf_models(names: Iterable[str]) -> list[str]:
-    """The GGUF models among `names`, each by the name of its first part, without image encoders."""
+    """Returns the GGUF models among `names`, by names of first parts, without image encoders."""
     files = [name for name in names if name.endswith(GGUF_SUFFIX)]
     return sorted(
         {split_names(name)[0] for name in files if not _plain(name).startswith(PROJECTOR)}
@@ -69,7 +69,7 @@ def _parts(model: HubModel, file: str, names: Collection[str]) -> list[str]:
 
 
 def _shards(names: Collection[str], indexed: Collection[str]) -> Collection[str]:
-    """The shards of the weights, chosen as by `files.find_shards` in a folder."""
+    """Returns the shards of the weights, chosen as by `files.find_shards` in a folder."""
     shards = indexed or [name for name in names if _SHARD.fullmatch(name)]
     return ("model.safetensors",) if not indexed and "model.safetensors" in shards else shards
 

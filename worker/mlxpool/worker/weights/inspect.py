@@ -144,7 +144,7 @@ def inspect(
 
 
 def find_vision(files: FileLookup, plan: ModelPlan, tensors: Iterable[str]) -> Vision | None:
-    """The model's image encoder; None if the checkpoint lacks the encoder or its settings.
+    """Returns the model's image encoder; None if the checkpoint lacks the encoder or its settings.
 
     Text-only conversions lack both. Raises ModelLoadFailed for unusable settings.
     """
@@ -155,7 +155,7 @@ def find_vision(files: FileLookup, plan: ModelPlan, tensors: Iterable[str]) -> V
 
 
 def _preprocessor(files: FileLookup) -> Mapping[str, Any] | None:
-    """The settings of the image encoder; newer folders have them in processor_config.json."""
+    """Returns the image encoder's settings; newer folders have processor_config.json."""
     if is_present(files / PREPROCESSOR):
         return read_json(files / PREPROCESSOR)
     inner = optional_json(files / PROCESSOR).get("image_processor")
@@ -172,7 +172,7 @@ def require_tokenizer(where: Path, files: FileLookup) -> None:
 def quant_config_of(
     files: ModelFiles, config: Mapping[str, Any], contents: Iterable[ShardContent]
 ) -> QuantConfig:
-    """The quantisation: from config.json, or from the weights of a store or a GGUF file."""
+    """Returns the quantisation: from config.json, or from the weights of a store or a GGUF file."""
     if not files.digests and files.format is SAFETENSORS:
         return quantisation.parse_quant_config(config)
     named = {module: layout for content in contents for module, layout in content.layouts.items()}
@@ -200,7 +200,7 @@ def digest_now(folder: ModelFolder) -> str:
 
 
 def _digest(files: ModelFiles, contents: Mapping[Path, ShardContent], *, forced: bool) -> str:
-    """The digest over all small files and each shard's digest, or its header, size and ends.
+    """Returns the digest of all small files and each shard's digest, or header, size and ends.
 
     `forced`: mlx-lm's code computes a model that our code could compute, with other last bits.
     """
@@ -229,7 +229,7 @@ def _add(digest: Any, label: str, content: bytes) -> None:
 
 
 def dequantised_growth(folder: ModelFolder, width: int, *, deterministic: bool = False) -> int:
-    """The additional bytes after dequantisation to numbers of `width` bytes.
+    """Returns the additional bytes after dequantisation to numbers of `width` bytes.
 
     Without `deterministic` these include the layers' copies for single rows, see byte_columns.py.
     """

@@ -49,7 +49,7 @@ def require_size(file: Path) -> None:
 
 
 def read_file(file: Path) -> bytes:
-    """The bytes of a small file.
+    """Returns the bytes of a small file.
 
     Raises ModelLoadFailed like `require_file` and `require_size`, and for wrong contents, see
     wrong_contents.py.
@@ -63,7 +63,7 @@ def read_file(file: Path) -> bytes:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; raises ModelLoadFailed naming the file."""
+    """Returns the object in a JSON file; raises ModelLoadFailed with the file."""
     value = _parsed(file)
     if not isinstance(value, dict):
         raise ModelLoadFailed(f"{file} holds a {type(value).__name__}, must be a map")
@@ -73,7 +73,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_json_list(file: Path) -> list[dict[str, Any]]:
-    """The list of objects in a JSON file; raises ModelLoadFailed naming the file."""
+    """Returns the list of objects in a JSON file; raises ModelLoadFailed with the file."""
     value = _parsed(file)
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise ModelLoadFailed(f"{file} must be a list of maps")
@@ -88,5 +88,5 @@ def _parsed(file: Path) -> Any:
 
 
 def optional_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file, as by `read_json`; empty if the file does not exist."""
+    """Returns the object in a JSON file, as by `read_json`; empty if the file does not exist."""
     return read_json(file) if is_present(file) else {}

@@ -39,7 +39,7 @@ def require_finished(files: Iterable[Path]) -> None:
 
 
 def unfinished(folder: Path) -> list[str]:
-    """The names of a folder's files whose download is not finished."""
+    """Returns the names of a folder's files whose download is not finished."""
     names = [file.name for file in _files(folder) if file.suffix.lower() in UNFINISHED]
     inside = folder / HUB_DOWNLOADS
     return sorted([*names, *(f"{HUB_DOWNLOADS}/{file.name}" for file in _incomplete(inside))])

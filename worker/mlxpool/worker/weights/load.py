@@ -104,7 +104,7 @@ def _log_weights(folder: ModelFolder) -> None:
 
 
 def device_dtype(folder: ModelFolder) -> mx.Dtype:
-    """float32 on the CPU, on which 16-bit floats are slower; else the dtype of most float bytes."""
+    """Returns float32 on a CPU (16-bit floats are slower), else the dtype of most float bytes."""
     import mlx.core as mx
 
     if mx.default_device().type == mx.DeviceType.cpu:
@@ -260,7 +260,7 @@ class _Reader:
 
 
 def _open(file: Path) -> dict[str, mx.array]:
-    """All tensors of a file, lazily: MLX reads a tensor when it is evaluated."""
+    """Returns all tensors of a file, lazily: MLX reads a tensor when it is evaluated."""
     import mlx.core as mx
 
     try:
@@ -299,7 +299,7 @@ def _evaluated(
 
 
 def _layers(folder: ModelFolder) -> Iterator[list[str]]:
-    """The names of the weights in the order of use, grouped by layer."""
+    """Returns the names of the weights in the order of use, grouped by layer."""
     for _, names in groupby(folder.match.weights, key=_layer_of):
         yield list(names)
 

@@ -24,7 +24,7 @@ FOLDERS = {
 
 
 def locate(config: ModelConfig) -> Path | ModelFiles:
-    """The location of a model: a folder, which need not exist, or the files of other forms.
+    """Returns the location of a model: a folder, which need not exist, or the files of other forms.
 
     `path` is a folder, a GGUF file, a folder with a GGUF file, `ollama:NAME`, or a model of the
     Hugging Face cache: `hf:ORG/NAME`, `hf:ORG/NAME:FILE.gguf` or, if no such folder exists,
@@ -48,7 +48,7 @@ def locate(config: ModelConfig) -> Path | ModelFiles:
 
 
 def places(config: ModelConfig) -> list[Path]:
-    """The possible paths of a model in a store, existing or not; empty for any other `path`."""
+    """Returns the possible paths of a model in a store; empty for any other `path`."""
     try:
         if config.path.startswith(ollama_store.PREFIX):
             return ollama_store.places(config.path.removeprefix(ollama_store.PREFIX))
@@ -65,7 +65,7 @@ def _is_of_hub(path: str) -> bool:
 
 
 def open_files(location: Path | ModelFiles) -> ModelFiles:
-    """The files at a location; raises ModelLoadFailed if the files are not a model."""
+    """Returns the files at a location; raises ModelLoadFailed if the files are not a model."""
     if isinstance(location, ModelFiles):
         return location
     gguf = find_gguf(location)
@@ -73,7 +73,7 @@ def open_files(location: Path | ModelFiles) -> ModelFiles:
 
 
 def find_files(path: str) -> ModelFiles:
-    """The files for a setting `path`; raises the errors of `locate` and `open_files`."""
+    """Returns the files for a setting `path`; raises the errors of `locate` and `open_files`."""
     return open_files(locate(ModelConfig(path=path)))
 
 

@@ -65,7 +65,7 @@ class _Matching:
         self._wanted: dict[str, tuple[Shape, tuple[str, ...]]] = {}
 
     def result(self) -> WeightMatch:
-        """The match; it is valid if `mismatches` yielded no error."""
+        """Returns the match; it is valid if `mismatches` yielded no error."""
         return WeightMatch(
             weights={name: self._available[name] for name in self._wanted},
             tensors={name: self._found[name] for name in _read(self._wanted, self._derived)},
@@ -143,7 +143,7 @@ class _Matching:
             self._wanted[factor] = (actual if math.prod(actual) == size else (size,), FLOAT_DTYPES)
 
     def _layout(self, module: str, shape: Shape) -> QuantLayout | None:
-        """The quantisation layout of a weight; None for a dense weight.
+        """Returns the quantisation layout of a weight; None for a dense weight.
 
         Raises ModelLoadFailed if the layout is not known or does not divide the rows.
         """
@@ -187,7 +187,7 @@ class _Matching:
             )
 
     def _counts(self, stored: Iterable[str]) -> str:
-        """The text to add to an error if plan and weights have different numbers of layers."""
+        """Returns a text for an error if plan and weights have different numbers of layers."""
         planned = _layers(self._plan.shapes)
         stored_layers = _layers(name for name in stored if not self._plan.ignored(name))
         if planned == stored_layers:
@@ -214,7 +214,7 @@ def _layers(names: Iterable[str]) -> int:
 
 
 def _read(names: Iterable[str], derived: Iterable[DerivedWeights]) -> Iterator[str]:
-    """The stored tensors from which the weights `names` are made, each tensor once."""
+    """Returns the stored tensors from which the weights `names` are made, each tensor once."""
     makers = {name: weights for weights in derived for name in weights.outputs}
     done: set[int] = set()
     for name in names:

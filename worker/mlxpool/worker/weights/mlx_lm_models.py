@@ -55,7 +55,7 @@ def is_available(config: Mapping[str, Any]) -> bool:
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """A plan with only context and vocabulary, because only mlx-lm knows caches and tensors.
+    """Returns a plan with only context and vocabulary: mlx-lm knows caches and tensors.
 
     Raises ModelLoadFailed with the missing or unusable key.
     """
@@ -85,7 +85,7 @@ def match_all(files: ModelFiles, tensors: Mapping[str, Tensor]) -> WeightMatch:
 
 
 def cache_kinds_of(classes: Iterable[str]) -> tuple[CacheKind, ...] | None:
-    """The CACHE_KINDS entry of each cache's class; None if a cache cannot be copied."""
+    """Returns the CACHE_KINDS entry of each cache's class; None if a cache cannot be copied."""
     kinds = []
     for layer, name in enumerate(classes):
         home, _, short = name.rpartition(".")
@@ -101,7 +101,7 @@ def _built_by_mlx_lm(builder: LayerBuilder) -> NoReturn:
 
 @cache
 def _home() -> Path | None:
-    """The folder of mlx-lm's package, found without an import; None if it is not installed."""
+    """Returns the folder of mlx-lm's package, without an import; None if not installed."""
     spec = find_spec("mlx_lm")
     places = spec.submodule_search_locations if spec is not None else None
     return Path(next(iter(places))) if places else None

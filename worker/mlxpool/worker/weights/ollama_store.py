@@ -56,7 +56,7 @@ class ManifestLayer(Struct, frozen=True):
 
 
 def stores() -> tuple[Path, ...]:
-    """The folders of Ollama's stores: OLLAMA_MODELS, or the user's, then the Linux service's."""
+    """Returns Ollama's stores: OLLAMA_MODELS, or the user's, then the Linux service's."""
     store = os.environ.get("OLLAMA_MODELS")
     if store:
         return (expanded(store),)
@@ -64,7 +64,7 @@ def stores() -> tuple[Path, ...]:
 
 
 def open_model(name: str) -> ModelFiles:
-    """The files of the model `name`, [[host/]namespace/]model[:tag].
+    """Returns the files of the model `name`, [[host/]namespace/]model[:tag].
 
     Checks the sizes of all blobs and the digests of small blobs; `ModelFiles.verify` checks the
     digests of weights. Raises ModelLoadFailed with the manifest or the blob, and the remedy.
@@ -98,7 +98,7 @@ def open_model(name: str) -> ModelFiles:
 
 
 def _open_gguf(name: str, manifest: Path, layers: Sequence[ManifestLayer]) -> ModelFiles:
-    """The model whose weights are GGUF files; of all other layers only licences are used."""
+    """Returns the model with GGUF files as weights; of other layers, only licences are used."""
     weights = {layer.blob: layer.digest for layer in layers if layer.kind == MODEL}
     licences = [("LICENSE", layer.blob) for layer in layers if layer.kind == LICENCE]
     files = open_gguf(tuple(weights))
@@ -112,7 +112,7 @@ def _open_gguf(name: str, manifest: Path, layers: Sequence[ManifestLayer]) -> Mo
 
 
 def places(name: str) -> list[Path]:
-    """The path of a model's manifest in each store, existing or not."""
+    """Returns the path of a model's manifest in each store, existing or not."""
     path, tag = name, "latest"
     if ":" in name.rpartition("/")[2]:
         path, _, tag = name.rpartition(":")
@@ -126,7 +126,7 @@ def places(name: str) -> list[Path]:
 
 
 def _manifest(name: str) -> tuple[Path, Path]:
-    """The store that has the model, and the manifest there."""
+    """Returns the store that has the model, and the manifest there."""
     manifests = places(name)
     for store, manifest in zip(stores(), manifests, strict=True):
         if manifest.is_file():
@@ -196,7 +196,7 @@ def _require_intact(name: str, layer: ManifestLayer) -> None:
 
 
 def _contents(headers: Mapping[Path, Header]) -> dict[Path, ShardContent]:
-    """The contents of each blob, with MLX's names."""
+    """Returns the contents of each blob, with MLX's names."""
     names = frozenset(name for header in headers.values() for name in header.tensors)
     renamed = mlx_names(names, names)
     return {
@@ -213,7 +213,7 @@ def _contents(headers: Mapping[Path, Header]) -> dict[Path, ShardContent]:
 
 
 def _layouts(header: Header, names: frozenset[str]) -> Iterator[tuple[str, QuantLayout]]:
-    """The quantisation layouts in a header; others are inferred from shapes, see match.py."""
+    """Returns the quantisation layouts in a header; match.py infers others from shapes."""
     metadata = header.metadata
     for name in header.tensors:
         kind = metadata.get(f"{name}.quant_type") or metadata.get("quant_type") or ""

@@ -52,7 +52,7 @@ class Header(Struct, frozen=True):
 
 
 def read_header(file: Path) -> Header:
-    """The header of a file; reads no tensor.
+    """Returns the header of a file; reads no tensor.
 
     Raises ModelLoadFailed, with the file and the tensor, if the header is invalid, contradicts the
     size of the file, or has a tensor whose dtype or number of axes MLX lacks.
@@ -77,7 +77,7 @@ def read_header(file: Path) -> Header:
 
 
 def _header_bytes(file: Path) -> bytes:
-    """The bytes of the header; raises ModelLoadFailed if the file ends within the header."""
+    """Returns the bytes of the header; raises ModelLoadFailed if the file ends in it."""
     require_file(file)
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -110,7 +110,7 @@ def _tensor(file: Path, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor
 
 
 def fault_of(raw: bytes, data_bytes: int) -> str:
-    """The fault of a header, followed by `data_bytes` bytes of tensors; "" for a valid header."""
+    """Returns the fault of a header before `data_bytes` bytes of tensors; "" if valid."""
     try:
         entries = json.loads(raw)
     except (ValueError, RecursionError) as error:

@@ -65,7 +65,7 @@ class _Tokenizer(Struct):
 
 
 def _vocabulary(file: Path) -> Mapping[str, Any]:
-    """The parts of tokenizer.json that TokenIds reads; the whole content of an unusual file."""
+    """Returns the parts of tokenizer.json for TokenIds; all parts of an unusual file."""
     if not is_present(file):
         return {}
     with suppress(ModelLoadFailed, msgspec.DecodeError, RecursionError):
@@ -95,7 +95,7 @@ def _texts(settings: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def texts_of(value: Any) -> list[str]:
-    """The texts of a token or a list of tokens; each token is a text or a map with `content`."""
+    """Returns the texts of one or several tokens, each a text or a map with `content`."""
     if isinstance(value, list):
         return [text for item in value for text in texts_of(item)]
     text = value.get("content") if isinstance(value, Mapping) else value
@@ -133,7 +133,7 @@ class TokenIds(Struct, frozen=True):
         return cls(added, words)
 
     def of(self, text: str) -> frozenset[int]:
-        """The ids (at most one) of the token with this text."""
+        """Returns the ids (at most one) of the token with this text."""
         token: Any = self.added.get(text, self.words.get(text))
         return frozenset({token}) if _is_id(token) else frozenset()
 
@@ -150,7 +150,7 @@ def _is_id(value: Any) -> bool:
 def _ends(
     path: FileLookup, config: Mapping[str, Any], tokenizer: TokenIds
 ) -> tuple[frozenset[int], list[str]]:
-    """The ids that end an answer, and notes about contradictions between the files.
+    """Returns the ids that end an answer, and notes about contradictions between the files.
 
     All ids of the first source with ids count: generation_config.json, config.json or its
     text_config. Of later sources only added tokens count, not words: a later file may be older and
@@ -188,7 +188,7 @@ def _ends(
 def _of_files(
     path: FileLookup, config: Mapping[str, Any]
 ) -> tuple[dict[str, frozenset[int]], list[str]]:
-    """The eos_token_id of each file with this key, in the order of precedence, and notes.
+    """Returns the eos_token_id of each file with this key, in the order of precedence, and notes.
 
     Raises ModelLoadFailed if the first id is invalid; a later invalid id only adds a note.
     """
@@ -214,7 +214,7 @@ def _of_files(
 
 
 def _ends_of_turns(path: FileLookup, tokenizer: TokenIds) -> list[str]:
-    """The texts of the tokens that end a turn in the chat templates."""
+    """Returns the texts of the tokens that end a turn in the chat templates."""
     try:
         sources = find_sources(path).texts.values()
     except ModelLoadFailed:

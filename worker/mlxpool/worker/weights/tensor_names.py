@@ -28,7 +28,7 @@ def is_quantised(weight: str, names: Collection[str]) -> bool:
 
 
 def mlx_names(names: Collection[str], weights: Collection[str]) -> Mapping[str, str]:
-    """MLX's name for each of a model's tensors; only parts of `weights` are renamed.
+    """Returns MLX's name for each of a model's tensors; only parts of `weights` are renamed.
 
     Raises ModelLoadFailed if two tensors get the same name.
     """

@@ -92,7 +92,7 @@ class Architecture(Struct, frozen=True):
     ignored: tuple[str, ...] = ()
 
     def name_of(self, stored: str) -> str | None:
-        """Our name for a tensor; None: unused tensor. An unknown tensor keeps its name."""
+        """Returns our name for a tensor; None: unused tensor. An unknown tensor keeps its name."""
         if stored == ROPE_FREQS or stored.startswith(self.ignored):
             return None
         if stored in _WHOLE:
@@ -109,7 +109,7 @@ class Architecture(Struct, frozen=True):
         return stored
 
     def heads_of(self, name: str, config: Mapping[str, Any]) -> int:
-        """The number of heads in the rows of our tensor `name`, if RoPE rotates it, else 0."""
+        """Returns the number of heads in our tensor `name`, if RoPE rotates it, else 0."""
         module, _, kind = name.rpartition(".")
         key = self.rotated.get(module.rpartition(".")[2]) if kind in ("weight", "bias") else None
         return int(config[key]) if key else 0
@@ -168,7 +168,7 @@ def _rope_scaling(fields: Fields) -> Config | None:
 
 
 def llama3_scaling(fields: Fields, factors: Sequence[float], config: Config) -> Config:
-    """The RoPE scaling of Llama 3 with these factors of wavelengths, one for each pair.
+    """Returns the RoPE scaling of Llama 3 with these factors of wavelengths, one for each pair.
 
     llama.cpp stores only the factors, as a tensor. All other numbers of the scaling have been the
     same in all releases. Raises ModelLoadFailed if these numbers lead to other factors.
@@ -327,7 +327,7 @@ ARCHITECTURES = {
 
 
 def as_checkpoint(header: GgufHeader, architecture: Architecture) -> Header:
-    """The header in the form of a checkpoint's, with the used and the unknown tensors of a file.
+    """Returns the header of a checkpoint, with a file's used and unknown tensors.
 
     A weight in blocks is listed as the tensors of its layout: `weight`, `scales` and `biases`. The
     `stored` name of a tensor is llama.cpp's name, a colon, and the name of the part.
@@ -345,7 +345,7 @@ def as_checkpoint(header: GgufHeader, architecture: Architecture) -> Header:
 
 
 def _parts(stored: StoredTensor, scales: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """The parts of a tensor, with the dtype and the shape of each part."""
+    """Returns the parts of a tensor, with the dtype and the shape of each part."""
     layout = stored.kind.layout
     if layout is None:
         yield NO_BLOCKS, stored.kind.dtype, stored.shape

@@ -41,7 +41,7 @@ class PackedRows(Struct, frozen=True):
 
 
 def packed_rows(kind: BlockType, raw: Bytes, columns: int) -> PackedRows:
-    """The rows of `columns` numbers in `raw`, converted to the MLX layout of `kind`."""
+    """Returns the rows of `columns` numbers in `raw`, converted to the MLX layout of `kind`."""
     assert kind.layout is not None
     bits, blocks = kind.layout.bits, raw.reshape(-1, kind.nbytes)
     groups = len(blocks) * kind.numbers // GROUP
@@ -102,18 +102,18 @@ def _groups(kind: BlockType, blocks: Bytes) -> Groups:
 
 
 def _half(blocks: Bytes, at: int) -> Floats:
-    """The float16 at byte `at` of each block."""
+    """Returns the float16 at byte `at` of each block."""
     pair: Bytes = np.ascontiguousarray(blocks[:, at : at + 2])
     return pair.view("<f2")[:, 0].astype(np.float32)
 
 
 def _halves(data: Bytes) -> Bytes:
-    """Bytes [n, 16] as 32 numbers: the low four bits of all bytes, then the high four bits."""
+    """Returns bytes [n, 16] as 32 numbers: the low four bits of all, then the high four."""
     return np.concatenate([data & _LOW, data >> _FOUR], axis=1)
 
 
 def _fifth_bits(data: Bytes) -> Bytes:
-    """The bits of bytes [n, 4] as 32 numbers, 0 or 16."""
+    """Returns the bits of bytes [n, 4] as 32 numbers, 0 or 16."""
     return np.unpackbits(data, axis=1, bitorder="little") << _FOUR
 
 
@@ -153,13 +153,13 @@ def _q5_k(blocks: Bytes) -> Groups:
 
 
 def _nibbles_k(data: Bytes) -> Bytes:
-    """Bytes [n, 128] as [n, 8, 32]: the low halves of 32 bytes are a group, and the high halves."""
+    """Returns bytes [n, 128] as [n, 8, 32]: low halves of 32 bytes are a group, high halves too."""
     parts = data.reshape(-1, 4, 1, 32)
     return np.concatenate([parts & _LOW, parts >> _FOUR], axis=2).reshape(-1, 8, 32)
 
 
 def _scales_k(blocks: Bytes) -> tuple[Floats, Floats]:
-    """The scales d * s and the biases -dmin * m of the 8 groups of each block, as flat arrays."""
+    """Returns scales d * s and biases -dmin * m of the 8 groups of each block, flat."""
     first, second, third = (blocks[:, at : at + 4] for at in (4, 8, 12))
     scale = np.concatenate([first & _SIX, (third & _LOW) | (first >> np.uint8(6)) << _FOUR], axis=1)
     least = np.concatenate(
@@ -199,7 +199,7 @@ def _q2_k(blocks: Bytes) -> Floats:
 
 
 def _pairs(data: Bytes) -> Bytes:
-    """Bytes [n, 64] as [n, 8, 32]: each 32 bytes hold 4 groups of numbers of two bits."""
+    """Returns bytes [n, 64] as [n, 8, 32]: each 32 bytes hold 4 groups of numbers of two bits."""
     parts = data.reshape(-1, 2, 1, 32) >> _PAIRS
     return parts.reshape(-1, 8, 32) & np.uint8(3)
 

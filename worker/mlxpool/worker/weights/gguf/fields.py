@@ -24,15 +24,15 @@ class Fields:
         self.architecture = self.text("general.architecture")
 
     def find(self, key: str) -> Any:
-        """The value of a key; None if the key is missing."""
+        """Returns the value of a key; None if the key is missing."""
         return self._metadata.get(self._full(key))
 
     def text(self, key: str) -> str:
-        """A text."""
+        """Returns the text of a key."""
         return str(self._checked(key, self.find(key), str, "a text"))
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """An integer; a list with an integer for each layer counts if all are equal."""
+        """Returns a key's integer; also of a list with equal integers for all layers."""
         found = self.find(key)
         if isinstance(found, list) and found and all(item == found[0] for item in found):
             found = found[0]
@@ -40,7 +40,7 @@ class Fields:
         return int(self._checked(key, value, int, "a whole number"))
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number, rounded to 7 digits, because files have 32-bit floats."""
+        """Returns the number of a key, rounded to 7 digits, because files have 32-bit floats."""
         found = self.find(key)
         value = default if found is None else found
         if not is_number(value):
@@ -48,20 +48,20 @@ class Fields:
         return float(f"{value:.7g}")
 
     def flag(self, key: str, default: bool) -> bool:
-        """A boolean."""
+        """Returns the boolean of a key."""
         found = self.find(key)
         return bool(self._checked(key, default if found is None else found, bool, "true or false"))
 
     def texts(self, key: str) -> list[str]:
-        """A list of texts."""
+        """Returns the list of texts of a key."""
         return [str(text) for text in self._list(key, str, "a list of texts")]
 
     def integers(self, key: str) -> list[int]:
-        """A list of integers."""
+        """Returns the list of integers of a key."""
         return [int(number) for number in self._list(key, int, "a list of whole numbers")]
 
     def numbers(self, key: str) -> list[float]:
-        """A list of numbers."""
+        """Returns the list of numbers of a key."""
         numbers = self.find(key)
         if not isinstance(numbers, list) or not all(
             isinstance(number, float | int) for number in numbers

@@ -63,7 +63,7 @@ class GgufHeader(Struct, frozen=True):
 
 
 def read_gguf_header(file: Path) -> GgufHeader:
-    """The header of a GGUF file; reads no tensor.
+    """Returns the header of a GGUF file; reads no tensor.
 
     Raises ModelLoadFailed with the file and the fault: another format or version, a truncated file,
     or a tensor of an unknown type.
@@ -106,7 +106,7 @@ def _read(file: Path, cursor: _Cursor) -> GgufHeader:
 
 
 def _tensor_info(cursor: _Cursor) -> tuple[str, int, tuple[int, ...], int]:
-    """The name, type, shape and offset of a tensor."""
+    """Returns the name, type, shape and offset of a tensor."""
     name, axes = cursor.text(), cursor.number("I")
     if not 1 <= axes <= MAX_AXES:
         raise ModelLoadFailed(
@@ -184,7 +184,7 @@ class _Cursor:
         return self.texts(1)[0]
 
     def texts(self, count: int) -> list[str]:
-        """The next `count` texts. A vocabulary has many texts, so the loop makes few calls."""
+        """Returns the next `count` texts. A vocabulary has many, so the loop makes few calls."""
         texts, data, size_at, at = [], self.data, _STRUCTS["Q"].unpack_from, self.at
         for _ in range(count):
             begin = at + 8

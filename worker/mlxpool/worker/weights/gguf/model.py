@@ -45,7 +45,7 @@ def is_gguf(file: Path) -> bool:
 
 
 def find_gguf(path: Path) -> tuple[Path, ...]:
-    """The GGUF files of a model, in order, from the path of a file or a folder.
+    """Returns the GGUF files of a model, in order, from the path of a file or a folder.
 
     Empty if the path is not a GGUF model, or is a folder with safetensors. Files of image encoders
     are omitted. Raises ModelLoadFailed if a folder has several models, or if parts of a split model
@@ -65,7 +65,7 @@ def find_gguf(path: Path) -> tuple[Path, ...]:
 
 
 def split_files(file: Path) -> tuple[Path, ...]:
-    """All files of the split model of which `file` is a part; only `file` if it is not split.
+    """Returns all files of the split model with the part `file`; only `file` if not split.
 
     Raises ModelLoadFailed if files are missing.
     """
@@ -80,7 +80,7 @@ def split_files(file: Path) -> tuple[Path, ...]:
 
 
 def split_names(name: str) -> tuple[str, ...]:
-    """The names of all parts of a split model, from the name of one part; else only `name`."""
+    """Returns the names of all parts of a split model with the part `name`; else only `name`."""
     match = _SPLIT.fullmatch(name)
     if match is None:
         return (name,)
@@ -89,7 +89,7 @@ def split_names(name: str) -> tuple[str, ...]:
 
 
 def open_gguf(files: Sequence[Path]) -> ModelFiles:
-    """The model in `files`, which must be all parts of the model.
+    """Returns the model in `files`, which must be all parts of the model.
 
     Raises ModelLoadFailed with the file and the fault: an unreadable header, an unknown
     architecture or vocabulary, or parts of different models.
@@ -126,7 +126,7 @@ def open_gguf(files: Sequence[Path]) -> ModelFiles:
 
 
 def stamp_of(file: Path) -> tuple[int, int, int] | None:
-    """The file's inode, size and modification time; None if the file is missing."""
+    """Returns the file's inode, size and modification time; None if the file is missing."""
     try:
         status = file.stat()
     except OSError:
@@ -158,7 +158,7 @@ def _config(headers: Sequence[GgufHeader], fields: Fields, architecture: Archite
 
 
 def _float32(file: Path, tensor: StoredTensor) -> tuple[float, ...]:
-    """The numbers of a small tensor of F32."""
+    """Returns the numbers of a small tensor of F32."""
     count = tensor.shape[-1]
     if tensor.kind.dtype != "F32" or len(tensor.shape) > 1 or count > _MAX_FACTORS:
         raise ModelLoadFailed(
@@ -171,7 +171,7 @@ def _float32(file: Path, tensor: StoredTensor) -> tuple[float, ...]:
 
 
 def _small_files(headers: Sequence[GgufHeader], fields: Fields, config: Config) -> dict[str, Path]:
-    """The paths of the files made from the metadata, by file name."""
+    """Returns the paths of the files made from the metadata, by file name."""
     digest = hashlib.sha256(FORM.encode())
     for header in headers:
         digest.update(header.raw)

@@ -81,7 +81,7 @@ class GgufReads:
         return raw
 
     def _order(self, name: str, tensor: StoredTensor) -> npt.NDArray[np.int64] | None:
-        """The order of a rotated weight's rows; None: as they are stored.
+        """Returns the order of a rotated weight's rows; None: as they are stored.
 
         llama.cpp's RoPE rotates pairs of neighbours in a head; our pairs have a number of each half
         of the head.

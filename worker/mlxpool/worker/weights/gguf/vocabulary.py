@@ -45,7 +45,7 @@ def _words(digits: str) -> str:
 
 
 def _cased_words(digits: str, contractions: str) -> str:
-    """A pattern of words: capital letters, then small letters."""
+    """Returns a pattern of words: capital letters, then small letters."""
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     begin = r"[^\r\n\p{L}\p{N}]?"
     return (
@@ -78,7 +78,7 @@ _NORMALISED = ("qwen2", "deepseek-r1-qwen")  # texts are normalised to NFC
 
 
 def tokenizer_files(fields: Fields) -> dict[str, Json]:
-    """The contents of tokenizer.json, tokenizer_config.json and generation_config.json by name.
+    """Returns contents of tokenizer.json, tokenizer_config.json, generation_config.json by name.
 
     Raises ModelLoadFailed, with the file and the key, if the vocabulary has another type or lacks
     parts. Ignores `add_eos_token`, because a prompt must not end with the end token.
@@ -135,7 +135,7 @@ class _Vocabulary:
                 yield role, token
 
     def tokenizer(self) -> Json:
-        """The content of tokenizer.json."""
+        """Returns the content of tokenizer.json."""
         ids: dict[str, int] = {}
         for token, (text, kind) in enumerate(zip(self._tokens, self._types, strict=True)):
             if kind != _UNUSED:
@@ -202,7 +202,7 @@ class _Vocabulary:
         }
 
     def settings(self) -> Json:
-        """The content of tokenizer_config.json."""
+        """Returns the content of tokenizer_config.json."""
         names = {
             f"{ours}_token": self._tokens[self._roles[theirs]]
             for ours, theirs in _ROLES.items()
@@ -231,7 +231,7 @@ class _Vocabulary:
         ]
 
     def end_ids(self) -> list[int]:
-        """The ids of the tokens that end an answer."""
+        """Returns the ids of the tokens that end an answer."""
         ends = {self._roles[role] for role in _END_ROLES if role in self._roles}
         texts = {*_END_TEXTS, *(_GLM_TURNS if self._pre in _GLM else ())}
         controls = {
