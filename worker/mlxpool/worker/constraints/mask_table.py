@@ -1,4 +1,4 @@
-"""A table of the masks of several batch rows, and the index of a row's mask in the table."""
+"""A table of the masks of several batch rows, and the line (index) of a row's mask in it."""
 
 from __future__ import annotations
 

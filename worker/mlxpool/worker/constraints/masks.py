@@ -1,4 +1,4 @@
-"""Makes the masks of a step, so that a slow constraint delays no other row.
+"""Makes the masks of a step, so that a slow constraint delays no other sequence.
 
 Constraints with quick masks take their tokens together, and their masks are made together on
 several cores. If these masks are few, the calling thread makes them; otherwise it goes on

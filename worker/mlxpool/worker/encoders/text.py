@@ -31,8 +31,8 @@ class EncoderTextSource(Struct, frozen=True):
     `sha256`: digest of the file `tokenizer`. `context`: the most tokens of an input. `prompts`:
     texts by name that are put before an input. `default_prompt`: the name of the default prompt;
     "": no prompt. `lower`: texts are lower-cased. `keeps_end`: truncation removes the beginning of
-    a text. `asks`: a pair becomes the question of Qwen3 rerankers. `types`: the second text of a
-    pair gets segment 1, if the tokenizer has segments.
+    a text. `asks`: a pair is converted to the question of Qwen3 rerankers. `types`: the second text
+    of a pair gets segment 1, if the tokenizer has segments.
     """
 
     tokenizer: str

@@ -24,7 +24,7 @@ PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.
 
 
 class Index:
-    """The places of all records. One thread changes it; other threads may look up keys.
+    """The locations of all records. One thread changes the index; other threads may look up keys.
 
     If several records have the same kind and key, the first record counts, while its segment
     exists.
@@ -61,7 +61,7 @@ class Index:
             self._drop(kind, key, self._held[place.segment].pop((kind, key)))
 
     def place(self, kind: Kind, key: bytes) -> Place | None:
-        """Returns the place of a record, or None; any thread may call it."""
+        """Returns the location of a record, or None; any thread may call it."""
         return self._places[kind].get(key)
 
     def behind(self, parent: bytes) -> Sequence[bytes]:

@@ -21,7 +21,7 @@ MIN_REST = 0.004  # seconds of the shortest pause; a shorter pause is added to t
 # The three values above while sequences run on the cores of this machine.
 SMALL_PIECE = 32 * 1024
 SMALL_MIN_REST = 0.001
-POLL = 0.02  # seconds between two checks whether the thread may go on
+POLL = 0.02  # seconds between two checks whether a pause may end
 
 
 class Pace:

@@ -158,7 +158,7 @@ def aligned(size: int) -> int:
 
 
 def places_of(arrays: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[ArrayPlace, ...]:
-    """Returns the places of arrays, given by name, dtype and shape.
+    """Returns the offsets and sizes (places) of arrays with these names, dtypes and shapes.
 
     Raises ValueError for a dtype that is not stored.
     """

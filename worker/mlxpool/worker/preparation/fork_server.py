@@ -33,7 +33,7 @@ REPLY = struct.Struct("!i")
 
 
 def main() -> int:
-    """Forks and ends lanes until the worker closes the socket. Returns the exit code."""
+    """Forks and ends lane processes until the worker closes the socket. Returns the exit code."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is for the broker
     os.nice(NICENESS)
@@ -49,7 +49,7 @@ def main() -> int:
         limits = Limits(**first.pop("limits"))
         text = text_functions(first)
         worker.sendall(REPLY.pack(os.getpid()))
-        killed: set[int] = set()  # to reap: lanes of the lowest priority end slowly
+        killed: set[int] = set()  # to reap: lane processes of the lowest priority end slowly
         while True:
             data, descriptors, _, _ = socket.recv_fds(worker, REQUEST.size, 1)
             if not data:
@@ -81,7 +81,7 @@ def text_functions(source: dict[str, Any]) -> TextFunctions:
 
     text = ChatTokenizer.from_source(TextSource.from_map(source))
     if text.images is not None:
-        import mlxpool.worker.media.decode  # noqa: F401  # lanes share its memory
+        import mlxpool.worker.media.decode  # noqa: F401  # lane processes share its memory
     return text
 
 

@@ -47,7 +47,7 @@ from mlxpool.worker.preparation.service import Deliver, InlineService, Load, Ser
 from mlxpool.worker.prompt.text_model import Opened, RenderedChat, TokenTable
 from mlxpool.worker.system.cpu_threads import CpuThreads, process_cpu_threads
 
-MAX_TRIES = 2  # tries of a job: if a lane was ended from outside, the job is not the cause
+MAX_TRIES = 2  # tries of a job: if a lane process was ended from outside, the job is not the cause
 MEMORY_INTERVAL = 0.1  # seconds between two readings of lanes' memory during a long job
 
 log = logging.getLogger("mlxpool.worker")
@@ -59,7 +59,7 @@ def end_process() -> None:
 
 
 class Running(Struct, eq=False):
-    """A job in a lane. `long`: short jobs do not wait for it. `tries`: lanes used so far.
+    """A job in a lane process. `long`: short jobs do not wait for it. `tries`: lanes used so far.
 
     `announced`: steps leave a core to the job.
     """
@@ -110,7 +110,7 @@ class LaneService(threading.Thread):
             FairQueue(),
         )
         self._running: dict[Hashable, Running] = {}
-        self._idle: Lane | None = None  # an idle lane for the next short job
+        self._idle: Lane | None = None  # an idle lane process for the next short job
         self._watch_at = math.inf  # when to read the lanes' memory next
         self._closing = False
         self.load = Load()
@@ -256,7 +256,7 @@ class LaneService(threading.Thread):
         try:
             message = pack(waiting.job)
             lane = lane or self._new_lane()
-        except Exception as error:  # the job cannot be sent, or there is no lane
+        except Exception as error:  # the job cannot be sent, or there is no lane process
             self._idle = lane or self._idle
             failed = Internal(f"the prompt could not be prepared: {error!r}")
             self._deliver(waiting.key, error if isinstance(error, PoolError) else failed)
@@ -320,7 +320,7 @@ class LaneService(threading.Thread):
         return lane
 
     def _watch(self, lane: Lane) -> None:
-        """Registers the lane with the selector, for reads and pending writes."""
+        """Registers the lane process with the selector, for reads and pending writes."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if lane.has_unsent else 0)
         self._selector.modify(lane, events, partial(self._on_lane, lane))
 
@@ -329,7 +329,7 @@ class LaneService(threading.Thread):
         lane.kill()
 
     def _on_lane(self, lane: Lane) -> None:
-        """Handles a lane that has sent bytes, can receive more, or has ended."""
+        """Handles a lane process that has sent bytes, can receive more, or has ended."""
         running = next((each for each in self._running.values() if each.lane is lane), None)
         if lane.has_unsent:
             lane.flush()
@@ -372,7 +372,7 @@ class LaneService(threading.Thread):
             self._deliver(running.waiting.key, ended_too_often(running.tries, code))
 
     def _watch_memory(self, now: float) -> None:
-        """Ends lanes stopped from outside, and the largest lane if memory is short."""
+        """Ends lane processes stopped from outside, and the largest lane if memory is short."""
         for running in [each for each in self._running.values() if each.lane.is_stopped()]:
             self._kill(running.lane)
             self._remove(running)

@@ -72,7 +72,7 @@ class ForkServer:
             process.close()
 
     def memory(self) -> int:
-        """Returns the server's resident bytes, shared by lanes; 0 if it does not run."""
+        """Returns the server's resident bytes, shared by lane processes; 0 if it does not run."""
         return 0 if self._process is None else _resident(self._process.pid)
 
 

@@ -89,7 +89,7 @@ class InlineService(threading.Thread):
 
 
 def encoding_of(waiting: Waiting, chat: RenderedChat) -> Waiting:
-    """Returns the job that encodes a rendered chat, in place of the job that rendered it."""
+    """Returns the job that encodes a rendered chat; it replaces the job that rendered the chat."""
     assert isinstance(waiting.job, Render)
     job = encode_of(waiting.job, chat)
     return replace(waiting, size=max(len(chat.text), SHORT_TEXT + 1), job=job)

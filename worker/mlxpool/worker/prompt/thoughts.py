@@ -100,7 +100,7 @@ class Thoughts:
         return max(0, min(self._bounds) - self.count) if self._bounds else None
 
     def _bound(self, most: int, closing: Sequence[int]) -> int:
-        """Returns the drawn tokens before `closing`, so that `most` tokens precede its mark."""
+        """Returns how many sampled tokens precede `closing`, so that `most` precede its mark."""
         sizes = [len(self._piece(token)) for token in closing]
         text = b"".join(map(self._piece, closing))
         begin = min(text.find(end) for end in self._marks.ends if end in text)

@@ -46,7 +46,7 @@ _new_token: Callable[[tuple[Sequence, int, None]], SampledToken] = partial(
 
 
 class SampleRequest(Struct, frozen=True):
-    """The sampler input of one row.
+    """The sampler input of one batch row.
 
     `position` counts the completion tokens before this token. `history` is prompt and completion so
     far, or at least the tokens that penalties count; it is unused without penalties. `scored`: see
@@ -81,7 +81,7 @@ def last_token(seq: Sequence) -> int:
 
 
 def has_penalties(options: Options) -> bool:
-    """Returns whether a row with these options needs its token history."""
+    """Returns whether a request with these options needs its token history."""
     changed = options.repeat_penalty != 1 or options.presence_penalty or options.frequency_penalty
     return options.repeat_last_n != 0 and bool(changed)
 
@@ -91,7 +91,7 @@ def has_top_p(options: Options) -> bool:
 
 
 class SamplingBatch:
-    """The options and seeds of R rows; `size` is the size of the vocabulary.
+    """The options and seeds of R batch rows; `size` is the size of the vocabulary.
 
     Columns are [R, 1], to broadcast over the vocabulary. `top_p_of_best`: some row has a top-p and
     some row a top-k, after which top-p is cheap. `top_p_of_all`: some row has a top-p but no top-k.
@@ -146,7 +146,7 @@ class SamplingBatch:
 
     @cached_property
     def greedy(self) -> mx.array:
-        """[R] bool: the row takes its most likely token."""
+        """[R] bool: whether the row takes its most likely token."""
         return self._column(lambda o: o.temperature == 0)[:, 0] > 0
 
     @cached_property
@@ -179,7 +179,7 @@ class SamplingBatch:
 
     @cached_property
     def penalised_rows(self) -> mx.array:
-        """[R] bool: the row has penalties, which need token counts."""
+        """[R] bool: whether the row has penalties, which need token counts."""
         return self._column(has_penalties)[:, 0] > 0
 
     @cached_property
@@ -230,17 +230,17 @@ class SamplingBatch:
 
 
 def _heat(options: Options) -> float:
-    """Returns the temperature; 0 for greedy options."""
+    """Returns the temperature; 0 for greedy sampling."""
     return max(options.temperature, MIN_TEMPERATURE) if options.temperature else 0.0
 
 
 def _top_k(options: Options, size: int) -> int:
-    """Returns the top-k of a row; 0 if it filters nothing."""
+    """Returns the effective top-k; 0 if it filters nothing."""
     return options.top_k if options.temperature > 0 and options.top_k < size else 0
 
 
 class TokenMasks(Struct, frozen=True):
-    """The masks of R rows: the tokens that each row may draw.
+    """The masks of R batch rows: the tokens that each row may draw.
 
     `numbers` int32 begin with each row's line (index of its mask), see constraints/mask_table.py.
     Then follow the masks: [K, ceil(vocabulary / 32)] words with a bit for each token. Line -1: the
@@ -265,7 +265,7 @@ class TokenMasks(Struct, frozen=True):
 
 
 class SamplerOutput(Struct, frozen=True):
-    """The R sampled tokens, not evaluated yet, and log-probabilities if some row requests them."""
+    """The sampled tokens of R rows, not evaluated yet, and requested log-probabilities."""
 
     tokens: mx.array  # [R] int32; NO_TOKEN for rows with NaN logits
     logprobs: mx.array | None = None  # [R] float32
@@ -286,7 +286,7 @@ class SamplerOutput(Struct, frozen=True):
 
 
 class SampledNumbers(Struct, frozen=True):
-    """A SamplerOutput on the host, as lists of its rows."""
+    """A SamplerOutput on the host, as lists with an item for each row."""
 
     tokens: list[int]
     logprobs: list[float] | None = None

@@ -1,4 +1,4 @@
-"""Samples tokens from logits, in one vectorised call for rows with any options.
+"""Samples tokens from logits, in one vectorised call for batch rows with any options.
 
 Order: logit_bias, penalties, mask, top-k, temperature, softmax, top-p, min-p, random choice.
 Filters are value thresholds, so ties at a threshold stay and no vocabulary is sorted. The choice is

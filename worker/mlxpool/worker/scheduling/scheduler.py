@@ -164,7 +164,7 @@ def _with_drafts(span: Span, drafts: tuple[int, ...]) -> Span:
 def _spare_lines(rows: int, limits: StepLimits) -> int:
     """Returns the additional unread completion tokens of a pass, besides one for each row.
 
-    The number is small, so that these inputs hardly delay prompts and other rows.
+    The number is small, so that these inputs hardly delay prompts and other sequences.
     """
     spare = min(MAX_RUN_LINES, max(0, limits.lines - rows) // 2)
     return min(spare, max(0, limits.run_lines - rows)) if limits.run_lines else spare

@@ -126,7 +126,7 @@ class Sequence(Struct, eq=False):
 
     @property
     def has_unread(self) -> bool:
-        """Whether `unread` is not 0; used for many rows in every step."""
+        """Whether `unread` is not 0; used for many sequences in every step."""
         return len(self.prompt) + len(self.ids) - self.discarded > self.submitted
 
     @property
@@ -197,7 +197,7 @@ class Sequence(Struct, eq=False):
         self.preempted = True
 
     def shift_context(self) -> None:
-        """Discards inputs of a full context; all kept inputs are read again, in a new row."""
+        """Discards inputs of a full context; the kept inputs are read again, in a new KV row."""
         assert self.shift is not None
         before = self.discarded
         self.discarded = self.shift.discarded(len(self.prompt) + len(self.ids))

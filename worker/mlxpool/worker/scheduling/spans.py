@@ -44,7 +44,7 @@ class Span(Struct):
 
 
 class Step(Struct, frozen=True):
-    """The spans of one pass: first `rows` decode spans, then chunks of prompts.
+    """The spans of one pass: first `rows` decode steps, then chunks of prompts.
 
     A decode step may have several inputs, see Sequence.reads_run. `alone`: the step reads a prompt
     that failed before, so no other pass may be in flight.

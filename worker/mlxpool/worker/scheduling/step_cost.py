@@ -29,10 +29,10 @@ Floats = npt.NDArray[np.float64]
 
 
 class Load(Struct, frozen=True):
-    """The load of a pass: inputs, keys that decode rows read, query-key pairs, and drawn tokens."""
+    """The load of a pass: inputs, keys read by decode steps, query-key pairs, and drawn tokens."""
 
     lines: int = 0
-    keys: int = 0  # keys that decode rows read
+    keys: int = 0  # keys read by decode steps
     pairs: int = 0  # query-key pairs in chunks
     drawn: int = 0
 
@@ -63,7 +63,7 @@ class Load(Struct, frozen=True):
 class StepTarget(Struct, frozen=True):
     """The target for the seconds of a pass while sequences decode.
 
-    The target is the time of `steps` decode steps of one row, between `least` and `most`.
+    The target is the time of `steps` decode steps of one sequence, between `least` and `most`.
     """
 
     least: float

@@ -38,7 +38,7 @@ class DeviceGone(RuntimeError):
 
 
 class Faults:
-    """The fault of the settings. `site`: the place of its injection; "": no fault."""
+    """The fault of the settings. `site`: where the fault is injected; "": no fault."""
 
     def __init__(self, settings: Counting, history: History | None = None) -> None:
         self._settings = settings

@@ -104,7 +104,7 @@ def open_source(
 
 
 class FaultyGeneration(Generation, eq=False):
-    """Injects the fault of the site `end` when its last row is made."""
+    """Injects the fault of the site `end` when the generation makes its last row."""
 
     faults: Faults = NO_FAULTS
 

@@ -22,7 +22,7 @@ def fixed_size(
 ) -> ImageSettings:
     """Returns the settings of a model whose images all have `side` * `side` pixels.
 
-    Raises ModelLoadFailed naming the key that cannot be used.
+    Raises ModelLoadFailed with the unusable key.
     """
     size = config.get("size")
     sides = (size.get("height"), size.get("width")) if isinstance(size, Mapping) else size
@@ -36,7 +36,7 @@ def fixed_size(
 def tiled(config: Mapping[str, Any], side: int, patch: int, tiles: int) -> ImageSettings:
     """Returns the settings of a model with images on up to `tiles` squares of the side `side`.
 
-    Raises ModelLoadFailed naming the key that cannot be used.
+    Raises ModelLoadFailed with the unusable key.
     """
     if config.get("max_image_tiles") not in (None, tiles):
         raise ModelLoadFailed(
@@ -53,7 +53,7 @@ def free_size(
 ) -> ImageSettings:
     """Returns the settings of a model with images of any proportions, within bounds of the area.
 
-    Raises ModelLoadFailed naming the key that cannot be used.
+    Raises ModelLoadFailed with the unusable key.
     """
     for key, number in (("patch_size", patch), ("merge_size", merge)):
         if config.get(key) not in (None, number):

@@ -19,7 +19,7 @@ from mlxpool.worker.weights.special_tokens import token_names
 if TYPE_CHECKING:
     from mlxpool.worker.prompt.chat_template.sandbox import Template
 
-DEVELOPER = "developer"  # a role that not every template knows
+DEVELOPER = "developer"  # a role that some templates lack
 MAX_TEMPLATE_CHARS = 2**18  # characters of a template; real templates have 20,000
 NO_TOOLS = "the chat template of this model has no place for tools: leave `tools` out"
 
