@@ -346,7 +346,7 @@ def _kept(
 def few() -> int:
     """Returns the most quick masks that the calling thread makes.
 
-    It is at most the number of threads, so that the calling thread waits for one mask of each
-    thread.
+    It is at least the number of threads: for as many masks, the calling thread waits only for one
+    mask of each thread.
     """
     return max(FEW, mask_batch.threads())

@@ -10,7 +10,7 @@ MIN_BLOCKS = 2  # a block for a prompt and a block for its completion
 
 
 class MemoryBudget(Struct, frozen=True, kw_only=True):
-    """The bytes of each use of memory, 0 until measured; `rows` is a number of sequences."""
+    """The bytes of each use of memory, 0 until measured; `rows` is a number of KV rows."""
 
     limit: int  # the memory limit of the process
     weights: int
@@ -24,7 +24,7 @@ class MemoryBudget(Struct, frozen=True, kw_only=True):
     disk: int = 0  # data read from the disk, and data to write to the disk
     images: int = 0  # outputs of image encoders
     reserved: int = 0  # reserved for other processes of the worker
-    block: int  # a block of tokens
+    block: int  # a KV block
     head_block: int = 0  # a KV block of an MTP head
 
     @property

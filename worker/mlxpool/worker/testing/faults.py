@@ -52,7 +52,7 @@ class Faults:
 
     @classmethod
     def armed_by(cls, settings: Counting, incarnation: int, history: History) -> Faults:
-        """Returns the settings' fault, unless `incarnation` exceeds `fault_times`."""
+        """Returns the settings' fault if `incarnation` is below `fault_times`; 0 times: always."""
         times = settings.fault_times
         return cls(settings, history) if not times or incarnation < times else NO_FAULTS
 
