@@ -99,6 +99,20 @@ def make(
     return report(plan.last, mean)
 
 
+def mean(folder: Path, shape: Shape, first: Path, second: Path, share: float) -> dict[str, Any]:
+    """Saves the mean of the weights of two models, the second weighted by `share`.
+
+    Returns the report of the second. The mean of a model and of what a further training made of it
+    keeps what either does well.
+    """
+    tokenizer, weights = load(first)
+    _, others = load(second)
+    mixed = {name: (1 - share) * one + share * others[name] for name, one in weights.items()}
+    save(folder, shape, tokenizer, mixed)
+    report: dict[str, Any] = json.loads((second / "training.json").read_text("utf-8"))
+    return {**report, "share_of_last_run": share}
+
+
 def configuration(shape: Shape) -> dict[str, Any]:
     """Returns config.json, as other programs that read Llama folders expect it."""
     return {
@@ -201,6 +215,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=plan.seed)
     parser.add_argument("--new-tokenizer", action="store_true", help="else that of the demo")
     parser.add_argument("--drawers", type=int, default=0, help="processes that draw conversations")
+    parser.add_argument(
+        "--mean-with", type=Path, help="train nothing; the mean of --start and this"
+    )
+    parser.add_argument("--share", type=float, default=0.5, help="of the second model in the mean")
     parser.add_argument("--judge-only", action="store_true", help="train nothing")
     parser.add_argument("--conversations", type=int, default=400, help="of each test; 0: none")
     parser.add_argument("--misses", type=int, default=10, help="wrong answers to print")
@@ -214,6 +232,9 @@ def main() -> None:
     plan = Plan(args.steps, args.end, args.tokens, peak=args.peak, seed=args.seed)
     if args.judge_only:
         made = json.loads(report.read_text("utf-8"))
+    elif args.mean_with:
+        made = mean(args.out, shape, args.start, args.mean_with, args.share)
+        write_json(report, made)
     else:
         new = args.new_tokenizer
         tokenizer = tokenizer_of(shape) if new else Tokenizer.from_file(str(TOKENIZER))

@@ -94,7 +94,7 @@ def _of(block: Block) -> Iterator[Command]:
         yield from (Command(line, None, block.line) for line in lines)
     elif block.kind == "python":
         name, text = "block.py", block.text
-        if "\ndef test_" in text:
+        if re.search(r"^(?:def |\w+, )test_", text, re.MULTILINE):
             name, run = "test_block.py", "pytest -q -p no:cacheprovider"
         else:
             run = "python"

@@ -1,4 +1,4 @@
-"""A drafter that uses the best of several drafters for each sequence. Pure."""
+"""A drafter that uses the best of several drafters for each row. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMPARED = 6
 
 
 class BestDrafter:
-    """A Drafter that chooses the drafter with the most expected right drafts for each sequence.
+    """A Drafter that chooses, for each row, the drafter with the most drafts expected to be right.
 
     If several drafters are equal, it chooses the first.
     """
@@ -58,8 +58,8 @@ class BestDrafter:
             self._counts[number] -= 1
 
     def seconds(self, rows: int, depth: int) -> float:
-        """See Drafter. Adds the times of all drafters, each for the sequences that use it."""
-        pairs = zip(self._drafters, self._counts, strict=True)
+        """See Drafter. Adds the times of all drafters, each for the rows that chose it."""
+        pairs = zip(self.drafters, self._counts, strict=True)
         return sum(drafter.seconds(min(rows, count), depth) for drafter, count in pairs if count)
 
     def reading_seconds(self, seq: Sequence, depth: int) -> float:

@@ -19,7 +19,7 @@ SETTINGS = "tokenizer_config.json"
 
 
 class TemplateSources(Struct, frozen=True):
-    """A model's chat templates by name, where they are, and notes on contradictions."""
+    """A model's chat templates by name, their file or folder, and notes on contradictions."""
 
     where: Path
     texts: Mapping[str, str]
@@ -27,13 +27,19 @@ class TemplateSources(Struct, frozen=True):
 
 
 def named_files(path: FileLookup) -> list[Path]:
-    """Returns the files of additional templates, without hidden files (as macOS makes)."""
+    """The files of further templates, without hidden files such as macOS leaves beside each."""
     files = sorted((path / JINJA_FOLDER).glob("*.jinja"))
     return [file for file in files if not file.name.startswith(".")]
 
 
+def all_regular(path: FileLookup) -> bool:
+    """Returns whether no file of templates is a dangling link, a folder, a pipe or a device."""
+    files = (path / JINJA_FILE, path / JSON_FILE, *named_files(path))
+    return all(file.is_file() or not os.path.lexists(file) for file in files)
+
+
 def find_sources(path: FileLookup) -> TemplateSources:
-    """Returns the templates of the first file with templates, as transformers; may be empty.
+    """The templates of the first file with templates, as transformers chooses; may be empty.
 
     Order of the files: chat_template.jinja with the folder of additional templates,
     tokenizer_config.json, chat_template.json. Raises ModelLoadFailed with the name of an unreadable
@@ -55,7 +61,7 @@ def find_sources(path: FileLookup) -> TemplateSources:
 def _of_jinja_files(
     path: FileLookup, files: Mapping[str, Path], settings: Mapping[str, str]
 ) -> TemplateSources:
-    """Returns the templates of Jinja files.
+    """The templates of Jinja files.
 
     `settings`: templates of tokenizer_config.json. Only its default template is used, if `files`
     lack a default.
@@ -96,7 +102,7 @@ def _has_name(entry: object) -> bool:
 
 
 def _parsed(file: Path, value: object) -> dict[str, str]:
-    """Returns templates by name, from a text, a list of {name, template}, or a map.
+    """Templates by name, from a text, a list of {name, template}, or a map of name to template.
 
     Raises ModelLoadFailed for any other value.
     """
