@@ -34,14 +34,14 @@ class Pace(Struct, frozen=True):
 
     ping: float = 1.0  # between two pings while a stream or a call is open
     tick: float = 0.25  # between two checks for due work
-    gap: float = 0.5  # the most time that counts between two readings of the clock
-    silence: float = 3.0  # without any frame, before the connection is replaced
-    answer: tuple[float, ...] = (2.0, 4.0, 8.0)  # without `accepted` or `fate`, before a retry
-    pause: tuple[float, ...] = (0.0, 0.0, 2.0, 4.0, 8.0)  # before a retry, if no new id came
-    overdue: float = 1.0  # after a deadline, before the client itself ends the stream
-    broker_grace: float = BROKER_GRACE  # without any frame, before the client ends its streams
-    connect_grace: float = CONNECT_GRACE  # as `broker_grace`, but if no broker ever answered
-    handshake_grace: float = math.inf  # as `broker_grace`, but if there never was a connection
+    gap: float = 0.5  # the most that the client's clock advances between two readings
+    silence: float = 3.0  # time without frames before the connection is replaced
+    answer: tuple[float, ...] = (2.0, 4.0, 8.0)  # the wait for `accepted` or `fate`, before a retry
+    pause: tuple[float, ...] = (0.0, 0.0, 2.0, 4.0, 8.0)  # wait before a retry, if no new id came
+    overdue: float = 1.0  # the wait after a deadline before the client ends the stream
+    broker_grace: float = BROKER_GRACE  # time without frames before the client ends its streams
+    connect_grace: float = CONNECT_GRACE  # as `broker_grace`, if no broker ever answered
+    handshake_grace: float = math.inf  # as `broker_grace`, if there never was a connection
 
 
 class Action(Enum):

@@ -171,7 +171,7 @@ def median(bounds: Sequence[float], counts: Sequence[int]) -> float | None:
 def _medians(before: Snapshot, now: Snapshot) -> dict[str, float | None]:
     """Returns the median seconds to the first token of requests between two snapshots, by model.
 
-    If both are the only snapshot, it is the median of all requests.
+    If both are the same snapshot, these are the medians of all requests.
     """
     models = () if before is now else before["models"]
     old = {model["name"]: model["first_token"]["counts"] for model in models}

@@ -78,8 +78,8 @@ class JobMethods(Closing):
         the loss of its connection or broker; its end does not cancel the job. With a `start` above
         0 pass `gen`, the generation of the ids before it (`Job.gen`): JobRestarted is raised if the
         job restarted because its model has changed. The first delta may begin before `start`, at
-        the beginning of a step. With `steps` each delta has `steps`: its ids and characters up to
-        the end of each step, and (0, 0) for each retry after an error. The reader raises the errors
+        the beginning of a step. With `steps` each delta has `steps`, a pair for each step: its ids
+        and characters up to there. A retry after an error is (0, 0). The reader raises the errors
         of the job, and UnknownJob if there is no such job.
         """
         return Stream(self._connection, jobs.fetch(job, start, gen, steps))
@@ -96,7 +96,7 @@ class JobMethods(Closing):
         """Returns this user's jobs, the newest first, each a map (docs/protocol.md, `jobs`).
 
         `state` selects jobs in a state, `batch` the jobs of a batch's lines; `limit` 0 means all.
-        `after` selects jobs that ended after the end with this number, in the order of their ends:
+        `after` selects jobs with a greater `end_seq` (the number of an end), in this order:
         pass 0 at first, then the last `end_seq` of each answer. `before` selects jobs that were
         submitted before the job with this `seq`.
         """
@@ -108,7 +108,7 @@ class JobMethods(Closing):
     def follow_jobs(self, after: int = 0, *, interval: float = 1.0) -> Iterator[dict[str, Any]]:
         """Yields this user's jobs as they end, in this order, without end.
 
-        Begins after the end with the number `after`: store the last `end_seq` to continue there,
+        Begins with the first `end_seq` above `after`: store the last `end_seq` to continue there,
         also in another program. `interval` is the number of seconds between two requests for new
         ends.
         """

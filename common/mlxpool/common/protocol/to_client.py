@@ -55,9 +55,9 @@ class StreamDelta(Content):
     The broker adds step by step to this object, because an object for each step would slow the hot
     path. `pos` is sent in the header; `size` (bytes of text, ids and log-probabilities) is not
     sent. `facts` are sent with the first ids of a worker, as the worker made them. If a reader of a
-    job asked for `steps`, it has the numbers of ids and characters up to the end of each step.
-    Before these it has (0, 0) for each time that the job ended with an error at `pos` and was
-    retried.
+    job asked for `steps`, `steps` has a pair for each step: the numbers of ids and characters
+    up to its end. Before these it has (0, 0) for each time that the job ended with an error at
+    `pos` and was retried.
     """
 
     kind: ClassVar[str] = "delta"

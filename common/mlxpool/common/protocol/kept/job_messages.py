@@ -243,7 +243,7 @@ class Fetch(Content, Struct, frozen=True):
 
 
 class ListJobs(Content, Struct, frozen=True):
-    """Asks for jobs. With `after`: the jobs that ended after the end with this number.
+    """Asks for jobs. With `after`: the jobs with a greater `end_seq`, the number of an end.
 
     Without `after`: all jobs, or all jobs in one `state`, the newest first. With `before`: only
     jobs that were submitted before the job with this number. With `batch`: the jobs of the batch
