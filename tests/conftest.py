@@ -117,7 +117,7 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was collected lives to the end: no search for garbage looks at its million objects."""
+    """Takes the collected tests, a million objects, out of garbage collection."""
     gc.collect()
     gc.freeze()
 
@@ -130,7 +130,7 @@ def seed_mlx() -> None:
 
 
 def processor_seconds() -> float:
-    """Of this process, and of those that it has waited for."""
+    """Returns the CPU time of this process and its ended children."""
     spent = os.times()
     return spent.user + spent.system + spent.children_user + spent.children_system
 

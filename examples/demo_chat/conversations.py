@@ -213,7 +213,7 @@ def beyond(words: Words) -> str:
 
 
 def names_of_tools(words: Words, tools: Sequence[Tool]) -> Round:
-    """Returns a question for the tools of the conversation."""
+    """Returns a round: the user asks for the tools, the answer lists them."""
     names = [tool.name for tool in tools]
     listed = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
     answer = f"I have {listed}." if names else "I have no tools here."

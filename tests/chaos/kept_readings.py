@@ -171,7 +171,7 @@ class ResponseReading(HttpReading):
 
 
 def end_of_response(truth: Truth, known: Known, body: dict[str, Any]) -> str:
-    """Compares a response that has ended; returns its text."""
+    """Compares an ended response with `known`; returns its text."""
     status = body["status"]
     truth.count(f"response {status}")
     whole = "".join(part["text"] for item in body["output"] for part in item.get("content", ()))

@@ -105,7 +105,7 @@ def frame(kind: str, body: dict[str, Any], *blobs: bytes, pos: int = 0) -> Frame
 
 
 def piece(begin: int, end: int, *ids: int, pos: int = 0, size: int = 6) -> Frame:
-    """Returns a report of tokens [begin, end) of a prompt of `size` tokens, with ids after it."""
+    """Returns a delta: a report of tokens [begin, end) of a prompt of `size` tokens, then `ids`."""
     entries: list[dict[str, Any]] = [
         {"prompt": n, "id": n, "token": "x"} for n in range(begin, end)
     ]

@@ -65,7 +65,7 @@ def only(words: Sequence[str], *known: str) -> None:
 
 
 def placed(path: str) -> Path:
-    """Returns the path in the page's root folder; the runner may already have added the prefix."""
+    """Returns the path, put into the page's root folder if absolute and not yet inside."""
     root = os.environ[ROOT_VARIABLE]
     return Path(path) if not path.startswith("/") or path.startswith(root) else Path(root + path)
 

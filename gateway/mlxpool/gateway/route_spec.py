@@ -144,7 +144,7 @@ class Routes(Struct, frozen=True):
         answer: str,
         **more: Any,
     ) -> RouteSpec:
-        """Makes a route of GET whose method needs a part of the request."""
+        """Makes a route of GET; `serve` gets the Call, with the request."""
         return RouteSpec("GET", path, self.interface, summary, serve, answer, **more)
 
     def delete(
@@ -161,7 +161,7 @@ class Routes(Struct, frozen=True):
         answer: str,
         **more: Any,
     ) -> RouteSpec:
-        """Makes a route of POST whose method needs a part of the request, or reads no body."""
+        """Makes a route of POST; `serve` gets the Call: the request, and its body if read."""
         return RouteSpec("POST", path, self.interface, summary, serve, answer, **more)
 
     def post(

@@ -613,7 +613,7 @@ def test_jobs_that_have_to_run_alone_and_have_waited_take_turns_with_the_others(
 
 
 def test_suspects_of_several_priorities_leave_the_others_a_turn_together() -> None:
-    """Otherwise suspects of one priority would run in the time that another priority leaves."""
+    """Otherwise a suspect of one priority would run in the pause after one of another."""
     keys = [f"bad {number}" for number in range(8)]
     story = JobStory()
     for number, key in enumerate(keys):

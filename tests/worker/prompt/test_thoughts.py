@@ -64,7 +64,7 @@ def test_brackets() -> None:
 
 
 def test_channels_are_left_for_the_next_message() -> None:
-    """Beside tools the model chooses its channel once; if it thinks again, it has to answer."""
+    """With tools the first bound lets the model choose a channel; the second forces an answer."""
     choose, reply = [STOP, START, ASSISTANT], [STOP, START, ASSISTANT, CHANNEL, FINAL, MESSAGE]
     begin = [CHANNEL, ANALYSIS, MESSAGE]
 

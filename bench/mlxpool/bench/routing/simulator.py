@@ -18,7 +18,7 @@ COMES, STEPS = 0, 1
 class Outcome(Struct, frozen=True):
     """The outcome of a load. `read`: the number of prompt tokens that the workers computed.
 
-    `unique`: this number for one endless cache. Times of first tokens are milliseconds since a
+    `unique`: the same with one endless cache. Times of first tokens are milliseconds since a
     request came. `processor_s` is the processor time of the workers; a simulated worker uses it
     while it computes a step.
     """

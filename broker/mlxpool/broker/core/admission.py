@@ -256,7 +256,7 @@ def _new_reader(event: ev.ClientGenerate, message: Generate) -> Reader:
 def _bounded(state: State, message: Generate) -> Generate:
     """Returns the message, with the default max_tokens of the settings if it has none.
 
-    Facts that a stream got from its first worker stay, see Facts.
+    A resumed stream keeps the `max_tokens` of its Facts.
     """
     if message.options.max_tokens >= 0:
         return message

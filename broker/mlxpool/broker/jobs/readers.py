@@ -276,7 +276,7 @@ class Readers:
         self._outbox.send(reader.link, delta, reader.id, reader.attempt, chunk.pos)
 
     def _tell_retries(self, reader: Reader, job: JobView) -> None:
-        """Send the retries after the last id of a job, before its end: no other delta has them."""
+        """Send the retries after a job's last id, in a delta without ids, before the job's end."""
         retries = job.retries_at(reader.sent)
         if reader.fetch.steps and retries:
             delta = StreamDelta(reader.sent, steps=retries * RETRIED)

@@ -83,7 +83,7 @@ class Line(Generation, eq=False, kw_only=True):
         )
 
     def become(self, call: DecideState, index: int, branch: Path) -> None:
-        """Become another line of the call, whose text the row already has."""
+        """Become another line of the call; the KV row keeps the call's text."""
         question, sequence = call.message.questions[index], self.sequence
         sequence.prompt = (*question.prompt, *branch)
         sequence.scored = question.branches[branch]

@@ -135,7 +135,7 @@ class Generation(Struct, eq=False):
         )
 
     def begin_report(self) -> list[Delta]:
-        """Returns the deltas of the prompt's report that can be sent before the prompt is read."""
+        """Returns deltas with the prompt's tokens that are reported before the prompt is read."""
         return [] if self.report is None else self._reported(self.report.begin())
 
     def add_to_report(self, prompt: PromptLogprobs) -> list[Delta]:

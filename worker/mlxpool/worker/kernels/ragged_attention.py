@@ -111,7 +111,7 @@ def _tile_shape(group: int, pairs: int, size: int, hopper: bool) -> TileShape:
 
 
 def tile_rows(size: int) -> int:
-    """Returns the query rows of a chunk's tile, unless the tile is Hopper's."""
+    """Returns the query rows of a chunk's tile. Hopper's tiles have HOPPER_ROWS."""
     return TILE_ROWS
 
 

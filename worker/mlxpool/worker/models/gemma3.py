@@ -131,7 +131,7 @@ def _types(text: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _rope(text: Mapping[str, Any], kind: str, dims: int) -> Rope:
-    """Returns the RoPE of a layer type; older files have only a base for layers with windows."""
+    """Returns the RoPE of a layer type. Older files have only a base for windowed layers."""
     named = text.get("rope_parameters") or {}
     if kind in named:
         return parse_rope({**text, "rope_parameters": named[kind]}, dims)

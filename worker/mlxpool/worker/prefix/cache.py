@@ -42,7 +42,7 @@ def reason_of(cached: int, matched: int, length: int) -> str:
 
 
 def usable(prompt: Sequence[int], most: int | None) -> int:
-    """Returns the most tokens of a prompt to take from the cache: not the last, at most `most`."""
+    """Returns how many of a prompt's tokens the cache may give: not the last, at most `most`."""
     return len(prompt) - 1 if most is None else min(most, len(prompt) - 1)
 
 

@@ -83,7 +83,7 @@ class BlockRun(Struct, frozen=True):
 class BlockStore:
     """A Store (prefix/store.py) of block tables. `copy(source, target)` copies one block.
 
-    `nbytes` counts each block that the tree refers to once. `changes` counts the operations, except
+    `nbytes` counts the tree's blocks, each block once. `changes` counts the operations, except
     `reserve`, that may have changed or shared the blocks of KV rows in use.
     """
 

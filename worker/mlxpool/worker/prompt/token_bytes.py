@@ -99,7 +99,7 @@ class TokenBytes:
 
 
 def _steps_of(tokenizer: Tokenizer) -> list[Mapping[str, Any]] | None:
-    """Returns the decoder's steps, or without a decoder steps that undo the pre-tokenizer."""
+    """Returns the decoder's steps. Without a decoder: steps that undo the pre-tokenizer."""
     if tokenizer.decoder is not None:
         return list(_flat(_settings(tokenizer.decoder), "decoders"))
     if tokenizer.pre_tokenizer is not None:

@@ -119,7 +119,7 @@ def _contents(file: Path) -> bytes:
 
 
 def _remove_oldest(folder: Path) -> None:
-    """Leaves MAX_FILES. A file of a time to come was used before the clock was set back."""
+    """Leaves the newest MAX_FILES. A time in the future, from a wrong clock, counts as oldest."""
     now, used = time.time(), []
     for file in folder.iterdir():
         with contextlib.suppress(OSError):  # another process has removed it

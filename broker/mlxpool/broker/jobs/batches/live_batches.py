@@ -335,7 +335,7 @@ class Batches:
     # ---- watchers --------------------------------------------------------------------------------
 
     def watch(self, view: BatchView, watcher: Watcher, now: float) -> None:
-        """Answer once the mark of the batch differs from `watcher.seen`, now or later."""
+        """Answer when the batch's mark differs from `watcher.seen`, or at `watcher.until`."""
         question = watcher.question
         batch = self.live.get(view.id)
         if batch is None or watcher.seen != mark_of(view) or watcher.until <= now:

@@ -56,10 +56,10 @@ OnePass: TypeAlias = Callable[[mx.array, mx.array], tuple[list[mx.array], list[m
 class DecodingRows(Struct):
     """The common state of passes over the same `spans`, all single tokens with logits.
 
-    `lines`: the lines of the rows in the block tables. `seen`: the tokens that the spans see; its
-    ends are from the newest pass whose numbers were written one by one. `numbers`: the numbers of
-    the newest pass. `counting`: the parts of `numbers` that count tokens and grow by 1 in each
-    pass. `bounds` [R]: the number of tokens at which each row's last block is full; no row exceeds
+    `lines`: the lines of the rows in the block tables. `seen`: the tokens that the spans see;
+    passes that only increment `counting` leave its ends stale. `numbers`: the numbers of the newest
+    pass. `counting`: the parts of `numbers` that count tokens and grow by 1 in each pass.
+    `bounds` [R]: the number of tokens at which each row's last block is full; no row exceeds
     its bound in the next `left` passes. The fields are valid while `changes` equals the store's
     `changes`; before the second pass `changes` is -1.
     """
