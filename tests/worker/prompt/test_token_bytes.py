@@ -141,7 +141,7 @@ def test_byte_level_is_inferred_from_the_pre_tokenizer() -> None:
     [
         (decoders.CTC(), "not supported.*CTC"),
         (decoders.BPEDecoder(), "not supported.*BPEDecoder"),
-        (decoders.Replace(Regex("a+"), "b"), "no plain text.*Regex"),
+        (decoders.Replace(Regex("a+"), "b"), "only plain text.*Regex"),
         (decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]), "not supported.*Strip"),
         (decoders.Sequence([decoders.Fuse(), decoders.Replace("a", "b")]), "supported.*Replace"),
     ],

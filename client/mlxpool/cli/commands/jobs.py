@@ -117,7 +117,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "--after",
         metavar="END_SEQ",
         type=int,
-        help="jobs that ended after the end with this number, in order; 0: all ended jobs",
+        help="jobs whose end has a higher number than this, in order; 0: all ended jobs",
     )
     sub.add_argument(
         "--limit", metavar="N", type=count, default=100, help="the most rows (default 100)"
