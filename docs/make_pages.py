@@ -147,7 +147,7 @@ and each read of its streams raises BadRequest. Make a client in each process, a
 | celery, prefork pool | a function that `celery.signals.worker_process_init` calls |
 | multiprocessing, start method `fork` | the pool's `initializer`, or the target |
 
-A module may make its client at import with `spawn`, with `forkserver`, and with gunicorn without `--preload`.
+With `spawn`, `forkserver`, or gunicorn without `--preload`, a module may make its client at import.
 """
 OPTIONS = """
 ## Options
