@@ -17,7 +17,7 @@ import pytest
 
 import mlxpool.client
 from mlxpool.cli import request_flags
-from mlxpool.cli.admin import check_socket
+from mlxpool.cli.admin import alive, check_socket
 from mlxpool.cli.commands import pool as pool_commands
 from mlxpool.cli.main import UNREACHABLE, USAGE, main
 from mlxpool.client.connection import Connection
@@ -220,3 +220,11 @@ def test_options_are_checked_before_a_broker_is_asked(
 def test_a_malformed_endpoint(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--endpoint", "foo"]) == USAGE
     assert "must be tcp://HOST:PORT or ipc://PATH, got 'foo'" in capsys.readouterr().err
+
+
+def test_a_process_that_has_ended_runs_no_longer_though_nobody_has_waited_for_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert alive(process.pid)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert alive(process.pid) is (not Path("/proc").is_dir())

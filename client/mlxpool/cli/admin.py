@@ -95,14 +95,21 @@ def lock_pid(run_dir: Path) -> int | None:
 
 
 def alive(pid: int) -> bool:
-    """Returns whether a process with this id exists, whoever owns it."""
+    """Returns whether a process with this id runs, whoever owns it.
+
+    A process that has ended runs no longer, even if its parent has not waited for it yet.
+    """
     try:
         os.kill(pid, 0)
     except PermissionError:
         return True
     except (OSError, OverflowError):
         return False
-    return True
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return True  # a system without /proc
+    return state != "Z"
 
 
 def ask(
