@@ -99,11 +99,10 @@ def make(
     return report(plan.last, mean)
 
 
-def mean(folder: Path, shape: Shape, first: Path, second: Path, share: float) -> dict[str, Any]:
-    """Saves the mean of the weights of two models, the second weighted by `share`.
+def average(folder: Path, shape: Shape, first: Path, second: Path, share: float) -> dict[str, Any]:
+    """Saves the average of two models' weights, the second model weighted by `share` (0 to 1).
 
-    Returns the report of the second. The mean of a model and of what a further training made of it
-    keeps what either does well.
+    Uses the tokenizer of the first model. Returns the report of the second with the share.
     """
     tokenizer, weights = load(first)
     _, others = load(second)
@@ -215,14 +214,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=plan.seed)
     parser.add_argument("--new-tokenizer", action="store_true", help="else that of the demo")
     parser.add_argument("--drawers", type=int, default=0, help="processes that draw conversations")
-    parser.add_argument(
-        "--mean-with", type=Path, help="train nothing; the mean of --start and this"
-    )
-    parser.add_argument("--share", type=float, default=0.5, help="of the second model in the mean")
+    parser.add_argument("--average-with", type=Path, help="average --start with it; train nothing")
+    parser.add_argument("--share", type=float, default=0.5, help="weight of --average-with, 0 to 1")
     parser.add_argument("--judge-only", action="store_true", help="train nothing")
     parser.add_argument("--conversations", type=int, default=400, help="of each test; 0: none")
     parser.add_argument("--misses", type=int, default=10, help="wrong answers to print")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.average_with and not options.start:
+        parser.error("--average-with needs --start, the model that it is averaged with")
+    return options
 
 
 def main() -> None:
@@ -232,8 +232,8 @@ def main() -> None:
     plan = Plan(args.steps, args.end, args.tokens, peak=args.peak, seed=args.seed)
     if args.judge_only:
         made = json.loads(report.read_text("utf-8"))
-    elif args.mean_with:
-        made = mean(args.out, shape, args.start, args.mean_with, args.share)
+    elif args.average_with:
+        made = average(args.out, shape, args.start, args.average_with, args.share)
         write_json(report, made)
     else:
         new = args.new_tokenizer

@@ -21,14 +21,8 @@ from mlxpool.common.paths import expanded, home
 from mlxpool.common.records import as_map
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
-MADE = (
-    "run_dir",
-    "front",
-    "back",
-    "admin",
-    "secret_key",
-    "local_workers",
-)  # settings of [pool] that `up` makes
+# Settings of [pool] that `up` makes.
+MADE = ("run_dir", "front", "back", "admin", "secret_key", "local_workers")
 COUNTING = f"{BUILTIN_PREFIX}counting"
 FRONT_PORT, BACK_PORT = 7200, 7201
 

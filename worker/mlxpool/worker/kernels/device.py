@@ -102,9 +102,9 @@ def has_own_memory() -> bool:
 
 
 def evaluate_in_own_memory(arrays: Sequence[mx.array]) -> None:
-    """Evaluates operations whose outputs must be in the device's own memory, above 8 bytes each.
+    """Evaluates arrays of more than 8 bytes each, with their outputs in the device's own memory.
 
-    An output may otherwise get managed memory from MLX's cache. In managed memory, each increment
+    Otherwise an output may get managed memory from MLX's cache. In managed memory, each increment
     of a counter and each wait for a counter takes a thread block microseconds:
     docs/notes/mlx-cuda-buffers.md.
     """

@@ -45,7 +45,7 @@ def text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource, tuple[str, ...
     kept = _decoded(file) if all_regular(folder.files) else None
     if kept is None:
         kept = _read(folder)
-        # Files that changed since they were checked were read; nothing is kept of these.
+        # If the files have changed since they were checked, nothing is kept.
         if file.path is not None and key == key_of(replace(folder, digest=digest_now(folder))):
             with suppress(UnicodeEncodeError):  # a template has half a surrogate pair
                 file.write(msgspec.msgpack.encode(kept))

@@ -33,7 +33,7 @@ Key = Mapping[str, Any]  # values of JSON's types
 
 FOLDER = "loads"  # in the temporary folder
 MAX_FILES = 64  # of all models and settings; the least recently used are removed
-MAX_BYTES = 64 * 2**20  # of a file that is read
+MAX_BYTES = 64 * 2**20  # largest file that is read
 MAX_AHEAD = 60.0  # seconds by which the clock of a file server may be ahead of this one
 MAGIC = b"mlxpool kept 1\n"  # with the version of the file format
 _DIGEST_BYTES = 32
@@ -111,10 +111,13 @@ class KeptFile:
 
 
 def _contents(file: Path) -> bytes:
-    """Returns the bytes of a regular file; a read of a pipe may never return. Raises OSError."""
+    """Returns the bytes of a file.
+
+    Raises OSError if it is larger than MAX_BYTES or not a regular file: reading a pipe may block.
+    """
     status = file.lstat()
     if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
-        raise OSError(f"{file} is no regular file of at most {MAX_BYTES} bytes")
+        raise OSError(f"{file} is not a regular file of at most {MAX_BYTES} bytes")
     return file.read_bytes()
 
 
