@@ -11,18 +11,18 @@ mx = pytest.importorskip("mlx.core", reason="no MLX back end can be imported her
 from mlxpool.worker.kernels import matmul_tiled, token_grid  # noqa: E402
 
 FREED = 2**20  # bytes
-MADE = {
+ALLOCATIONS: dict[str, Any] = {
     "barrier of a grid": lambda: token_grid.memory.__wrapped__("test", 100),
     "counters of a product": lambda: matmul_tiled.counters.__wrapped__(),
 }
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_it_is_made_from_an_emptied_cache(name: str) -> None:
+@pytest.mark.parametrize("name", ALLOCATIONS)
+def test_the_cache_is_emptied_before_an_allocation(name: str) -> None:
     freed = mx.zeros((FREED // 4,), dtype=mx.int32)
     mx.eval(freed)
     del freed
     assert mx.get_cache_memory() >= FREED
-    made: Any = MADE[name]()
+    arrays: Any = ALLOCATIONS[name]()
     assert mx.get_cache_memory() < FREED
-    del made
+    del arrays
