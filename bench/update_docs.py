@@ -106,7 +106,7 @@ def line_of(run: str, name: str, group: str = "") -> Measurement:
 
 
 def figure(line: Measurement, side: str) -> str:
-    """Returns the median of a side as tables and sentences show it.
+    """Returns the median of a contestant (`side`), formatted for tables and sentences.
 
     Raises ValueError for an unknown side.
     """
@@ -202,7 +202,8 @@ def _conditions(rows: Sequence[Row]) -> Iterator[str]:
 def whole(mark: str) -> str:
     """Returns the content of `<!-- figures: MARK -->`. Raises ValueError for an unknown group.
 
-    Tests run the commands of pages with a stub for `mlxpool bench`, and skip other commands.
+    Tests run the commands of pages with a stub for `mlxpool bench`. A command that the stub cannot
+    replace gets a comment, and the tests skip it.
     """
     name, *groups = (part.strip() for part in mark.split(";"))
     run = run_of(name)

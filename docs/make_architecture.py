@@ -84,7 +84,8 @@ def states() -> str:
 def state_diagram(transitions: Transitions) -> str:
     """Returns the drawing of a state table. The table's first state is the initial one.
 
-    An event from many states to one state is a line below the drawing, without arrows.
+    An event that leads from many states to one state is a line of text below the drawing instead of
+    many arrows.
     """
     first, *_ = transitions
     common = {found: froms for found, froms in _ways(transitions).items() if len(froms) >= MANY}
@@ -106,7 +107,7 @@ def state_diagram(transitions: Transitions) -> str:
 
 
 def _ways(transitions: Transitions) -> dict[tuple[str, Enum], list[Enum]]:
-    """Returns the source states of each event, by event and target state."""
+    """Returns the transitions as a map from (event, target state) to the list of source states."""
     found: dict[tuple[str, Enum], list[Enum]] = {}
     for state, events in transitions.items():
         for event, after in events.items():
@@ -116,7 +117,7 @@ def _ways(transitions: Transitions) -> dict[tuple[str, Enum], list[Enum]]:
 
 
 def _listed(froms: Sequence[Enum], transitions: Transitions, after: Enum) -> str:
-    """Returns the names of the states `froms`, or of all other states if these are fewer."""
+    """Returns the names of the states `froms`, or "every other state but …" if that is shorter."""
     others = [state.value for state in transitions if state is not after and state not in froms]
     if not others:
         return "every other state"

@@ -126,7 +126,7 @@ class Watch:
                     self.ready.setdefault(pid, now)
 
     def wait_for_another(self, pid: int) -> None:
-        """Waits for a worker with another pid, which a busy machine may show late."""
+        """Waits at most START_TIMEOUT seconds until a worker with another pid was seen."""
         end = time.monotonic() + START_TIMEOUT
         while not {*self.seen} - {pid} and time.monotonic() < end:
             time.sleep(POLL)
@@ -181,7 +181,7 @@ def _asked(prompt: str) -> list[dict[str, str]]:
 
 
 def faults(measured: Measured) -> list[str]:
-    """Returns the pool's faults; empty if the stream equals the stream without a kill."""
+    """Returns a message for each difference from the stream without a kill."""
     found = []
     if [token.position for token in measured.tokens] != list(range(len(measured.tokens))):
         found.append("positions are lost, doubled or out of order")
@@ -239,7 +239,7 @@ class Drawing:
         self._parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.2" fill="{colour}"/>')
 
     def svg(self, title: str) -> str:
-        """Returns the file's text, on a light card that is legible on any background."""
+        """Returns the SVG file's text. A white card behind the drawing fits any background."""
         body = "\n".join(self._parts)
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"'

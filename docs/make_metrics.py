@@ -25,7 +25,7 @@ GROUPS = {  # name of the part -> labels of all its families, families
 
 
 def table(common: tuple[str, ...], families: Iterable[Family[Snapshot]]) -> str:
-    """Returns a row for each metric: name, labels beside the common labels, help text."""
+    """Returns a row for each metric: name, labels except the common labels, help text."""
     return "| name | is |\n|---|---|\n" + "".join(_row(common, family) for family in families)
 
 

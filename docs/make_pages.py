@@ -73,7 +73,7 @@ def _row(section: str, match: re.Match[str]) -> str:
 
 
 def _bounds(kind: type, key: str) -> str:
-    """Returns a text with the bounds of a number; empty if they only refuse nonsense."""
+    """Returns a text with the bounds of a number; empty if the only bound is a minimum of 0."""
     for check in declarations(kind)[key].checks:
         if isinstance(check, Within) and check.high >= NO_BOUND:
             return f"; at least {check.low:,.16g}" if check.low else ""
@@ -338,7 +338,7 @@ def _members(kind: type[Any]) -> dict[str, Any]:
 
 
 def _is_documented(key: str, value: object) -> bool:
-    """Returns whether a member is public; `ask` is not, as its questions are private."""
+    """Returns whether a member is documented: public, with a docstring, and not `ask`."""
     is_member = isinstance(value, property) or inspect.isfunction(value)
     return is_member and not key.startswith("_") and key != "ask" and bool(inspect.getdoc(value))
 
@@ -357,9 +357,9 @@ OF_REQUESTS = (  # the arguments of all requests: `stream` shows them
 
 
 def _short(annotation: str) -> str:
-    """Returns a type or default without quotes; a type of JSON without its members' types.
+    """Returns a type or default without quotes, with plain Mapping and dict for JSON objects.
 
-    A default of None means that None is of the type.
+    Leaves out `| None` before a default of None.
     """
     for long, short in SHORTER.items():
         annotation = annotation.replace(long, short)

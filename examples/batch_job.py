@@ -3,9 +3,9 @@
     python examples/batch_job.py MODEL PROMPTS.jsonl ANSWERS.jsonl [--run-dir DIR] [--at-once 16]
 
 A line of PROMPTS is {"prompt": "…"}, optionally with options of docs/protocol.md. A line of ANSWERS
-is {"line": 0, "text": "…", "reason": "…", "tokens": 12}, or {"line": 0, "error": "…"}, in the order
-of their ends. A restart computes the lines whose answer is missing or an error. Line n has the seed
-SEED + n unless it names a seed, so the answers do not depend on interruptions.
+is {"line": 0, "text": "…", "reason": "…", "tokens": 12}, or {"line": 0, "error": "…"}. Completions
+that end first are written first. A restart computes the lines whose answer is missing or an error.
+Line n has the seed SEED + n unless it names a seed, so the answers do not depend on interruptions.
 
 Exit code 0: every line is answered; 1: some lines failed; 130: interrupted.
 """

@@ -86,7 +86,7 @@ def kill_worker(folder: Path) -> None:
 
 
 def written(folder: Path, tokens: int, kills: int) -> Result:
-    """Returns the completion; kills its worker `kills` times at equal distances."""
+    """Returns a completion of `tokens` tokens; kills its worker `kills` times, evenly spaced."""
     due = [tokens * (number + 1) // (kills + 1) for number in range(kills)]
     with (
         Client(folder) as client,

@@ -47,7 +47,7 @@ def say(*arguments: str) -> None:
 
 @contextlib.contextmanager
 def note_on_delay(run_dir: Path) -> Iterator[None]:
-    """Prints once why loading takes long. On a terminal `mlxpool run` does so itself."""
+    """Prints the progress of a slow load once, unless `mlxpool run` shows it (on a terminal)."""
 
     def note() -> None:
         with contextlib.suppress(PoolError):

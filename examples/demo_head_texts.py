@@ -1,4 +1,4 @@
-"""The training texts of the demo model's head, mostly written by the demo model itself."""
+"""Training texts for the demo model's draft head (MTP), mostly written by the demo model itself."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def function_begins(texts: dict[str, str]) -> Iterator[str]:
 
 
 def prompts_of(tokenizer: Tokenizer, texts: dict[str, str]) -> Tokens:
-    """Returns begins [N, LONGEST] of functions, with END before each."""
+    """Returns the first LONGEST tokens of N functions as prompts [N, LONGEST], each after END."""
     sources = [source[: 8 * LONGEST] for source in function_begins(texts)]
     all_ids = (encoding.ids[:LONGEST] for encoding in tokenizer.encode_batch(sources))
     return np.array([ids for ids in all_ids if len(ids) == LONGEST], dtype=np.int32)
@@ -83,9 +83,9 @@ def places_of(tokens: Tokens, count: int, size: int, draw: np.random.Generator) 
 
 
 def written(model: Llama, prompts: Tokens, size: int, temperatures: mx.array) -> Texts:
-    """Returns texts of the model after prompts [R, P], with at most WINDOW tokens.
+    """Returns texts [R, WINDOW] that begin with prompts [R, P] and are continued by the model.
 
-    `size`: the number of tokens of each prompt that are used. `temperatures` [R, 1].
+    `size`: the number of tokens of each prompt that are used. `temperatures` [R, 1]: 0 is greedy.
     """
     attention = model.model.layers[0].self_attn
     shape: Shape = attention._shape
@@ -118,7 +118,7 @@ def written(model: Llama, prompts: Tokens, size: int, temperatures: mx.array) ->
 def decoded(
     model: Llama, ids: mx.array, at: int, caches: list[list[mx.array]], shape: Shape
 ) -> mx.array:
-    """Returns the states [R, hidden] of token number `at` of each row; writes its keys, values."""
+    """Returns the states [R, hidden] of the tokens at position `at`; also fills the KV caches."""
     x = model.model.embed_tokens(ids, model._dtype)
     for layer, cache in zip(model.model.layers, caches, strict=True):
         attention, normed = layer.self_attn, layer.input_layernorm(x)
@@ -142,7 +142,7 @@ def decoded(
 
 
 def read(model: Llama, ids: Tokens, rows: int) -> Texts:
-    """Returns given texts [N, WINDOW] with the model's states, `rows` texts at a time."""
+    """Computes choices and states of the given texts [N, WINDOW], `rows` texts at a time."""
     parts = []
     for first in range(0, len(ids), rows):
         some = mx.array(ids[first : first + rows])

@@ -60,7 +60,7 @@ def make(
     drawers: int,
     tokenizer: Tokenizer,
 ) -> dict[str, Any]:
-    """Trains a new model, or the model and tokenizer in `start`; saves it, returns the report."""
+    """Trains a new model, or the model in `start`; saves it in `folder` and returns the report."""
     train: Train = importlib.import_module(f"demo_chat.training_{backend}").train
     before: list[Any] = []
     if start is None:
@@ -100,9 +100,9 @@ def make(
 
 
 def average(folder: Path, shape: Shape, first: Path, second: Path, share: float) -> dict[str, Any]:
-    """Saves the average of two models' weights, the second model weighted by `share` (0 to 1).
+    """Saves the average of two models' weights; the second model has the weight `share` (0 to 1).
 
-    Uses the tokenizer of the first model. Returns the report of the second with the share.
+    Uses the tokenizer of the first model. Returns the second model's report, with `share` added.
     """
     tokenizer, weights = load(first)
     _, others = load(second)

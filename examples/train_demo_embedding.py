@@ -7,10 +7,11 @@ functions are the test, which compares the model with TF-IDF.
 
     python examples/train_demo_embedding.py --packages .venv/lib/python3.11/site-packages
 
-The model is a BERT without layers: a vector for each piece of a word, normed, and the mean of them.
-The norm makes all vectors equally long, then removes the first few numbers, which hold most of a
-piece with little meaning. Gradients are written out in NumPy: training takes minutes of one
-processor core. The same seed and packages give the same result.
+The model is a BERT without layers: the mean of the layer-normalised vectors of the word pieces. The
+norm scales all vectors to the same length. Its weights then set the first few components to 0. In
+the vector of a frequent piece these components are large, so the piece adds little to the mean. The
+gradients are written out in NumPy: training takes minutes of one processor core. The same seed and
+packages give the same result.
 """
 
 from __future__ import annotations
@@ -216,7 +217,7 @@ def batches(items: Sequence[Item], size: int, seed: int) -> Iterator[list[tuple[
 
 
 def train_tokenizer(items: Iterable[Item], vocab: int) -> Tokenizer:
-    """Trains WordPiece of lower-case words; CamelCase and under_scores are split into words."""
+    """Trains a lower-case WordPiece tokenizer, which splits CamelCase and under_scores."""
     tokenizer = Tokenizer(models.WordPiece(unk_token=UNKNOWN, max_input_chars_per_word=40))
     tokenizer.normalizer = normalizers.Sequence(
         [
@@ -256,10 +257,10 @@ def token_ids(tokenizer: Tokenizer, texts: Sequence[str], most: int) -> list[lis
 
 
 class Words:
-    """The vector of each token, the weights of their norm, and Adam's moments of both."""
+    """The trained model: a vector for each token, the layer norm's weights, and Adam's moments."""
 
     def __init__(self, shape: Shape, weights: Array, seed: int) -> None:
-        """`weights`: the weight of each token in a vector, 0 to 1, at the start."""
+        """`weights`: the initial weight of each token in the vector of a text, 0 to 1."""
         size, rng = shape.hidden, np.random.default_rng(seed)
         words = rng.standard_normal((shape.vocab, size)).astype(np.float32)
         words[:, :DUMPED] = 0
@@ -275,7 +276,7 @@ class Words:
         self.steps = 0
 
     def update(self, slopes: Mapping[str, Array], rate: float) -> None:
-        """Runs a step of Adam. The numbers that the norm removes stay removed."""
+        """Runs a step of Adam with these gradients. The components that the norm removes stay 0."""
         self.steps += 1
         for name, slope in slopes.items():
             mean, square = self.means[name], self.squares[name]
@@ -307,7 +308,10 @@ Backward = Callable[[Array], dict[str, Array]]
 
 
 def forward(model: Words, rows: Sequence[Sequence[int]]) -> tuple[Array, Backward]:
-    """Returns the vectors [n, d] of texts, and a function from their gradients to the model's."""
+    """Returns the vectors [n, d] of texts, and the backward pass.
+
+    The backward pass is a function from the gradients of the vectors to those of the model.
+    """
     values = model.values
     used, at = np.unique(np.concatenate([np.array(row) for row in rows]), return_inverse=True)
     of_row = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
@@ -337,7 +341,7 @@ def forward(model: Words, rows: Sequence[Sequence[int]]) -> tuple[Array, Backwar
 
 
 def token_weights(tokenizer: Tokenizer, items: Sequence[Item]) -> Array:
-    """Returns a weight of each token by the number of items with it: 1 for the rarest tokens."""
+    """Returns a weight of each token, 0.02 to 0.99: the fewer items have it, the higher."""
     counts = np.ones(tokenizer.get_vocab_size())
     texts = [f"{item.name} {item.summary} {item.rest}" for item in items]
     for row in tokenizer.encode_batch_fast(texts):
@@ -355,9 +359,10 @@ def softmax(scores: Array) -> Array:
 
 
 def cost(left: Array, right: Array, temperature: float) -> tuple[float, Array, Array]:
-    """Measures how far queries are from finding their passages among all, and the reverse.
+    """Returns the contrastive loss of queries and passages [n, d], and its gradients for both.
 
-    Returns the mean of both cross entropies and its gradients for the vectors [n, d] of both sides.
+    The loss is the mean of two cross entropies: each query must find its passage among all
+    passages, and each passage its query.
     """
     scores, targets = left @ right.T / temperature, np.eye(len(left), dtype=np.float32)
     rows, columns = softmax(scores), softmax(scores.T).T
@@ -403,7 +408,7 @@ def held_out_items(library: Path, modules: Sequence[str] = HELD_OUT) -> list[Ite
 
 
 def tests_of(items: Sequence[Item]) -> dict[str, list[str]]:
-    """Returns the queries of each test; a query's passage is the code of the item at its index."""
+    """Returns the queries of each test by its name; query i should find the code of item i."""
     rng = random.Random(1)
     return {
         "descriptions": [item.summary for item in items],
@@ -412,7 +417,10 @@ def tests_of(items: Sequence[Item]) -> dict[str, list[str]]:
 
 
 def rank_figures(scores: npt.NDArray[Any]) -> dict[str, float]:
-    """Returns the share of first ranks and the mean 1 / rank of the diagonal of scores [n, n]."""
+    """Returns recall at 1 and mean reciprocal rank for scores [n, n] of queries and passages.
+
+    The passage of query i is passage i.
+    """
     ranks = (scores > np.diag(scores)[:, None]).sum(1) + 1
     return {
         "first": round(float((ranks == 1).mean()), 4),
@@ -426,7 +434,7 @@ def words_of(text: str) -> list[str]:
 
 
 def tf_idf(queries: Sequence[str], passages: Sequence[str]) -> npt.NDArray[Any]:
-    """Returns cosines [n, m] of texts as logarithmic counts of words times the rarity of a word."""
+    """Returns the cosines [n, m] of TF-IDF vectors: log(1 + count of a word) times its rarity."""
     bags = [words_of(passage) for passage in passages]
     places = {word: index for index, word in enumerate(sorted({w for bag in bags for w in bag}))}
     rarity = np.zeros(len(places))
@@ -534,7 +542,7 @@ def digest(items: Sequence[Item]) -> str:
 
 
 def stored_test(items: Sequence[Item]) -> dict[str, Any]:
-    """Returns a third of the test as a file: both lists of queries, and the passages."""
+    """Returns a third of the test as JSON for a file: both lists of queries, and the passages."""
     queries = {name: some[::THIRD] for name, some in tests_of(items).items()}
     return {
         "text": f"CPython {platform.python_version()}, licence PSF-2.0",

@@ -1,10 +1,10 @@
 """Train the head of the demo model that predicts further tokens (MTP), for speculation.
 
-The head reads the demo model's last state and the token after this state. It gives the next token,
-and a state from which the head continues by itself. The head learns to make the demo model's
-choices. Most of the training text is written by the demo model, at several temperatures, after the
-begin of functions and other parts of that model's training text. States and choices of the demo
-model are computed once.
+The head reads the demo model's last hidden state and the token that follows. It predicts the next
+token, and a state from which it continues by itself. The head learns to predict the demo model's
+choices. The demo model itself writes most of the training text: at several temperatures it
+continues beginnings of functions and other parts of its own training text. The demo model's states
+and choices are computed once.
 
     python examples/train_demo_head.py --seconds 130
 
@@ -64,7 +64,7 @@ SAVED = 30.0  # seconds between two savings
 
 
 class HeadLayer(nn.Module):
-    """A gated feed-forward with a norm before it, added to its input; it sees only one token."""
+    """A layer without attention: a norm and a gated feed-forward, added to the layer's input."""
 
     def __init__(self, shape: Shape, width: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class HeadLayer(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU of any width."""
+    """A SwiGLU feed-forward layer of any width."""
 
     def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
@@ -137,9 +137,9 @@ class Head(nn.Module):
 
 
 def drafts_of(head: Head, words: Vocabulary, ids: mx.array, states: mx.array) -> Iterator[mx.array]:
-    """Yields the logits [R, WINDOW - DEPTH, N] of each depth, if all earlier drafts are right.
+    """Yields the logits [R, WINDOW - DEPTH, N] of each depth, given the correct earlier tokens.
 
-    `ids` [R, WINDOW] and `states` [R, WINDOW, hidden] belong to texts.
+    `ids` [R, WINDOW] and `states` [R, WINDOW, hidden]: see Texts.
     """
     count = WINDOW - DEPTH
     states = states[:, :count]
@@ -164,7 +164,7 @@ def loss_of(
 
 
 def right_shares(head: Head, words: Vocabulary, texts: Texts) -> list[float]:
-    """Returns the share of right drafts of each depth, where all earlier drafts are right."""
+    """Returns the share of right drafts at each depth, given that all earlier drafts are right."""
     count, shares = WINDOW - DEPTH, []
     right, before = [0] * DEPTH, [0] * DEPTH
     for first in range(0, len(texts), 32):
@@ -184,7 +184,7 @@ def right_shares(head: Head, words: Vocabulary, texts: Texts) -> list[float]:
 def train(
     head: Head, words: Vocabulary, texts: Texts, held_out: Texts, args: argparse.Namespace
 ) -> int:
-    """Trains for `args.seconds`, saves the head from time to time, and returns the steps."""
+    """Trains for `args.seconds` and saves the head at intervals. Returns the number of steps."""
     draw = np.random.default_rng(args.seed)
     optimizer = optim.AdamW(args.peak, betas=[0.9, 0.95], weight_decay=0.02)
     optimizer.init(head.trainable_parameters())
@@ -220,9 +220,9 @@ def train(
 
 
 def save(folder: Path, head: Head, words: Vocabulary) -> None:
-    """Writes the head, and the index of the tensors of both files.
+    """Writes the head's file, and the index of the tensors in this file and the demo model's file.
 
-    Tokens are stored as float32 numbers, because weights are.
+    The token ids that the head can draft are stored as a float32 tensor.
     """
     folder.mkdir(parents=True, exist_ok=True)
     flat = tree_flatten(head.parameters())

@@ -211,7 +211,7 @@ def encode_train(corpus: Corpus, tokenizer: Tokenizer, seed: int) -> mx.array:
 
 
 def batches(tokens: mx.array, context: int, plan: Plan) -> Iterator[mx.array]:
-    """Yields [batch, context + 1] without end; each epoch divides the text at other places."""
+    """Yields batches of ids [batch, context + 1] without end. Each epoch has other offsets."""
     span = mx.arange(context + 1)
     rng = random.Random(plan.seed)
     while True:
@@ -226,7 +226,7 @@ def batches(tokens: mx.array, context: int, plan: Plan) -> Iterator[mx.array]:
 
 
 class Linear(nn.Module):
-    """A matrix without a bias."""
+    """A linear layer without a bias."""
 
     def __init__(self, inputs: int, outputs: int, scale: float = 1.0) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """A SwiGLU feed-forward layer."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -346,7 +346,7 @@ class Llama(nn.Module):
 
 
 def residual_scale(shape: Shape) -> float:
-    """Returns the scale at which all layers' outputs together start as large as one output."""
+    """Returns the initial scale of each layer's output: their sum is as large as one unscaled."""
     return 1.0 / math.sqrt(2 * shape.layers)
 
 
@@ -354,7 +354,7 @@ def residual_scale(shape: Shape) -> float:
 
 
 def nats(model: Llama, ids: mx.array) -> mx.array:
-    """Returns the float32 loss of each token of `ids` but the first, given the earlier ones."""
+    """Returns the loss in nats of each token of `ids` except the first, given the tokens before."""
     logits = model(ids[:, :-1]).astype(mx.float32)
     return nn.losses.cross_entropy(logits, ids[:, 1:])
 
@@ -429,10 +429,10 @@ def steps_in(seconds: float, shape: Shape, plan: Plan, tokens: mx.array) -> int:
 
 
 def windows(ids: list[int], context: int) -> Iterator[tuple[list[int], list[float]]]:
-    """Divides a document into overlapping windows, with a 1 at each target that counts.
+    """Yields overlapping windows of a document's ids, and a mask of the targets to evaluate.
 
-    After the first window only the second half counts. Every token is thus evaluated once, with at
-    least half a context before it if the document has that much.
+    In all windows except the first, only the second half is evaluated. Every token is thus
+    evaluated once, with at least half a context before it if the document has that much.
     """
     half = context // 2
     for start in range(0, max(len(ids) - 1 - half, 1), half):
@@ -616,7 +616,7 @@ def judge(folder: Path, corpus: Corpus) -> dict[str, Any]:
 
 
 def sizes_from(config: dict[str, Any]) -> dict[str, int]:
-    """Returns the sizes in a config.json that a run may choose."""
+    """Returns the sizes in a config.json that options of this program can set."""
     return {"layers": config["num_hidden_layers"], "feed_forward": config["intermediate_size"]}
 
 

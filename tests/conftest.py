@@ -1,4 +1,4 @@
-"""What is set once for every test."""
+"""Pytest hooks and settings for all tests: environment, collection, random seeds."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves files that `make test` has no test of unread."""
+    """Skips a file of which `make test` runs no test, unless the whole file was requested."""
     left_out = tiers.tiers().leaves_out(tiers.relative(collection_path))
     return True if left_out and not runs_whole(collection_path, config) else None
 
@@ -66,11 +66,11 @@ def runs_whole(path: Path, config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sets what the processes of a run of tests share.
+    """Sets the environment of the processes that run tests, and of the processes that tests start.
 
-    Processes that tests start wait for a busy broker, see support/patient; those that run tests do
-    not: there the defaults of users hold. Pools that keep jobs by default do so in a temporary
-    folder, that of the first process for those that it starts.
+    Processes that tests start wait longer for a busy broker, see support/patient; the processes
+    that run tests keep the usual limits. Pools that keep jobs by default do so in a temporary
+    folder, which all processes of the run share.
     """
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(ClosingLines(tiers.tiers()))
@@ -85,10 +85,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Selects the tests of `make test`, see tests/tiers.toml.
+    """Selects the tests of `make test`, see tests/tiers.toml, and orders them for parallel runs.
 
-    Then mixes files that compute with files that wait, so that processes beside each other use all
-    cores; without such processes the files stay in the order of their names.
+    In a parallel run, files that compute alternate with files that wait, so that all cores are
+    used. Otherwise the files stay in the order of their names.
     """
     select(config, items)
     if not hasattr(config, "workerinput"):

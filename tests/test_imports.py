@@ -1,6 +1,6 @@
 """Imports of the product: no two modules import each other, directly or through others.
 
-What takes long to import, a process imports when it needs it.
+A process imports a module that takes long to import only when it needs the module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OF_NAMESPACE = {ROOT / "client" / "mlxpool" / "__main__.py"}  # modules that no 
 
 
 def cycle_in(graph: grimp.ImportGraph) -> list[str]:
-    """The modules of one import cycle, or none."""
+    """Returns the modules of one import cycle; [] without a cycle."""
     imported = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     try:
         TopologicalSorter(imported).prepare()
@@ -34,7 +34,7 @@ def cycle_in(graph: grimp.ImportGraph) -> list[str]:
 
 @pytest.fixture(scope="module")
 def graph() -> grimp.ImportGraph:
-    """Every import of the product, those for type checkers and inside functions included."""
+    """Returns the graph of the product's imports, also those in functions and for type checks."""
     first, *others = (f"mlxpool.{name}" for name in PACKAGES)
     return grimp.build_graph(first, *others, cache_dir=None)
 
@@ -68,7 +68,7 @@ def test_a_package_says_what_it_is_for(folder: Path) -> None:
 
 
 def test_every_folder_with_modules_is_a_package() -> None:
-    """A folder without `__init__` would be a namespace that says nothing."""
+    """A folder without `__init__.py` would be a namespace package without a docstring."""
     for folder in SOURCES:
         for path in {*(ROOT / folder / "mlxpool").rglob("*.py")} - OF_NAMESPACE:
             assert (path.parent / "__init__.py").exists(), path
@@ -90,7 +90,7 @@ STARTS = {
 
 
 def imported_at_start(path: Path) -> set[str]:
-    """The modules that a module imports, and those of its functions that no condition keeps out."""
+    """Returns the imports of a module and of its functions, without those under a condition."""
     found: set[str] = set()
     unread: list[ast.AST] = [ast.parse(path.read_text("utf-8"))]
     while unread:

@@ -1,4 +1,4 @@
-"""Names that others rely on, and what an import may pull in."""
+"""Public names that users rely on, and libraries that an import must not load."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_public_names_of_its_classes(of: str, names: str) -> None:
 
 
 def test_the_namespace_has_no_init() -> None:
-    """One would hide the other source roots (PEP 420); common/package/build_hook.py has more."""
+    """An `__init__` would hide other source roots (PEP 420), see common/package/build_hook.py."""
     assert not [root for root in SOURCE_ROOTS if (ROOT / root / "mlxpool" / "__init__.py").exists()]
     assert not list(ROOT.glob("tests/**/__init__.py"))
 
@@ -87,7 +87,7 @@ def test_the_version() -> None:
 
 
 def imported(module: str) -> set[str]:
-    """Top-level packages in a fresh interpreter that has imported a module."""
+    """Returns the top-level packages that are loaded after an import of a module."""
     code = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True
@@ -123,7 +123,7 @@ def imports(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("root", SOURCE_ROOTS)
 def test_nothing_pickles(root: str) -> None:
-    """Whoever unpickles what came over a socket runs it."""
+    """To unpickle data from a socket would run code that the sender chooses."""
     found = list(modules(root))
     assert found
     for path in found:

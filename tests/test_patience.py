@@ -1,4 +1,4 @@
-"""No test gives up sooner than a machine that is ten times slower needs."""
+"""Time limits of tests also suit a machine that is ten times slower."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HTTPX = REQUESTS | {"request", "stream", "Client", "AsyncClient"}
 
 
 def unbounded(source: str) -> Iterator[int]:
-    """The lines of the calls of httpx without `timeout`."""
+    """Yields the lines of httpx calls without the argument `timeout`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             module, name = node.func.value, node.func.attr
@@ -59,7 +59,7 @@ print(*defaults, asked, *graces, *waits, server.Connections().max_seconds)
 
 
 def test_processes_that_tests_start_wait_for_a_busy_broker() -> None:
-    """See support/patient/sitecustomize.py."""
+    """The longer time limits come from support/patient/sitecustomize.py."""
     done = subprocess.run([sys.executable, "-c", NUMBERS], capture_output=True, text=True)
     *waits, of_connections = done.stdout.split()
     assert waits == ["60.0"] * 9 and float(of_connections) > 60, done.stderr

@@ -1,4 +1,4 @@
-"""What `make test` runs of the tests, and what it spends."""
+"""The tests that `make test` selects, and its budget of processor time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_keys_of_no_test_are_named() -> None:
 
 
 def collected(*words: str) -> list[tuple[str, str]]:
-    """Returns what pytest collects with these words, as (file, name), without running it."""
+    """Returns the tests, as (file, name), that pytest collects with these arguments."""
     environment = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *words],
@@ -57,7 +57,7 @@ def collected(*words: str) -> list[tuple[str, str]]:
 
 
 def test_each_function_has_a_case_in_make_test_but_for_those_of_the_table() -> None:
-    """And each line of the table belongs to a test that there is."""
+    """Also, each line of the table belongs to an existing test."""
     everything = collected("--full")
     assert tiers().unknown(everything) == []
     kept = tiers().kept(everything)
@@ -86,7 +86,7 @@ def test_seconds_are_charged_to_the_innermost_folder() -> None:
 
 
 def record(tmp_path: Path, seconds: float) -> Path:
-    """A record of one test that took so much processor time."""
+    """Writes a report of one test with this processor time, in seconds; returns its path."""
     file = tmp_path / "seconds.xml"
     file.write_text(
         '<testsuites><testsuite><testcase classname="tests.broker.test_x" name="test_y" time="1">'
@@ -114,7 +114,7 @@ def test_a_run_above_the_budget_fails(
 def test_steady_counts_the_runs_that_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A stand-in for make fails in its second run, as pytest does where a test has failed."""
+    """A fake `make` fails in its second run and names a failed test, as pytest does."""
     program = tmp_path / "make"
     program.write_text(
         f'#!/bin/sh\n[ -e {tmp_path}/again ] && echo "FAILED tests/t.py::test_x" && exit 2\n'

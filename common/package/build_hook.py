@@ -3,8 +3,8 @@
 In the checkout `mlxpool` is a namespace package over several source roots. An `__init__.py` in one
 root would make the other roots invisible to type checkers, editors and the import rules. A wheel
 has all packages in one folder, so its `mlxpool` gets an ordinary `__init__.py`. An editable install
-has the source roots on its path; a line of a .pth file, which Python runs at its start, sets the
-attribute.
+has the source roots on its path. There a line in a .pth file, which Python runs when it starts,
+sets `__version__`.
 """
 
 from __future__ import annotations

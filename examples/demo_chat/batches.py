@@ -32,7 +32,10 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch: `ids` [rows, tokens]; `counted`: flat input positions before each trained token."""
+    """A training batch: `ids` [rows, tokens]. Only the assistant's tokens in it are trained.
+
+    `targets`: the trained tokens. `counted`: the position before each of them in the flat `ids`.
+    """
 
     ids: npt.NDArray[np.int32]
     counted: npt.NDArray[np.int32]

@@ -86,12 +86,12 @@ def _written(value: Any) -> str:
 
 
 def forced(words: Words, tools: Sequence[Tool]) -> Round:
-    """Returns a call that a request forces (`tool_choice`), whatever the user says.
+    """Returns a tool call that a request forces (`tool_choice`), whatever the user says.
 
-    The assistant does not write its beginning. If the user asks for one of the tools, and the
-    request names no other tool, the call is the user's. Otherwise it calls the named tool, or the
-    first tool. Its texts are then those that the user says for another tool, or the user's last
-    word. Its numbers are the numbers in the user's text, or 0.
+    The assistant does not write the beginning of the call. If the user asks for one of the tools,
+    and the request names no other tool, the call fulfils the user's request. Otherwise the call is
+    of the named tool, or of the first tool. Its string arguments are then texts that the user gives
+    for another tool, or the user's last word. Its numbers are those in the user's text, or 0.
     """
     pick = words.rng.choice
     named = pick(tools) if len(tools) == 1 or words.chance(0.6) else None
@@ -128,10 +128,10 @@ def forced(words: Words, tools: Sequence[Tool]) -> Round:
 
 
 def _begun(words: Words, call: tuple[str, Mapping[str, Any]], *, named: bool) -> tuple[str, ...]:
-    """Returns the parts of a call that leave the model no choice.
+    """Returns the parts of a forced call that the model does not write.
 
-    They end where a grammar leaves a choice of tokens: after the first argument's name if it is
-    required.
+    A part ends where a grammar first allows several tokens, such as after the name of the first
+    argument if the argument is required. `named`: the request names the tool.
     """
     name, arguments = call
     begin = '<tool_call>\n{"name": "'
@@ -142,7 +142,7 @@ def _begun(words: Words, call: tuple[str, Mapping[str, Any]], *, named: bool) ->
 
 
 def _filled(parameters: Sequence[Parameter], user: str, texts: Sequence[str]) -> dict[str, Any]:
-    """Returns the arguments of a tool for which the user does not ask."""
+    """Returns arguments for a forced call of a tool that the user has not asked for."""
     numbers = [int(found) for found in re.findall(r"(?<![\w.:-])\d{1,5}(?![\w:-])", user)]
     last = re.findall(r"[^\W_][\w'@.-]*", user)[-1:] or ["none"]
     strings = [*texts] or [last[0].rstrip(".'-")]
@@ -162,7 +162,7 @@ def _filled(parameters: Sequence[Parameter], user: str, texts: Sequence[str]) ->
 
 
 def altered(words: Words, text: str) -> str:
-    """Returns a request as users type it: with a greeting, or without capital or end mark."""
+    """Returns the text, sometimes with a greeting, a small first letter or no final punctuation."""
     if words.chance(0.06):
         return f"{words.rng.choice(('Hi, ', 'Hello! ', 'Please: ', 'ok, ', 'Now: '))}{text}"
     if words.chance(0.1):
@@ -266,7 +266,7 @@ def talk(words: Words) -> Round:
 
 
 def said(words: Words) -> str:
-    """Returns a text for the assistant to repeat: English, or values."""
+    """Returns a text for the assistant to repeat: English words, or one to three values."""
     if words.chance(0.6):
         text = words.english()
         return f"{text} {words.english()}" if words.chance(0.1) else text
@@ -324,10 +324,10 @@ def as_json(words: Words) -> Round:
 
 
 def in_object(words: Words) -> Round:
-    """Returns an answer in a JSON object; a schema, not the user's text, asks for its members.
+    """Returns a round whose answer is in a JSON object, as a schema of the request demands.
 
-    From such answers the model learns to end texts in objects by itself. All texts of an object are
-    equal.
+    The user's text does not mention the object. From such answers the model learns where a string
+    in an object ends. All strings of an object have the same text.
     """
     inner = words.rng.choice((talk, talk, repeat, repeat, count, nameless))(words)
     if words.chance(0.4):
@@ -492,7 +492,7 @@ def _unfit_beside(words: Words, tools: Sequence[Tool]) -> Round:
 
 
 def thought_over(words: Words, made: Conversation) -> Conversation:
-    """Returns the conversation with a choice of answers that have thoughts: mostly all or none."""
+    """Returns the conversation with random `thinks`: mostly all answers have thoughts, or none."""
     kind = words.rng.random()
     share = 0.0 if kind < 0.4 else 1.0 if kind < 0.75 else 0.5
     thinks = tuple(words.chance(share) for _ in made.rounds)

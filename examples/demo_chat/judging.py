@@ -34,7 +34,7 @@ SETS: dict[str, tuple[int, Callable[[Words], Conversation]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A wrong answer: what the model writes if it continues each correct beginning."""
+    """A wrong answer. `written`: the likeliest token after each beginning of the wanted answer."""
 
     kind: str
     user: str
@@ -48,7 +48,7 @@ Results = dict[str, dict[str, list[int]]]  # set -> kind of answer -> [right, al
 def judge(
     expected: Expected, tokenizer: Tokenizer, count: int, longest: int
 ) -> tuple[Results, list[Miss]]:
-    """Returns [right, all] answers by set and kind, and the wrong answers.
+    """Returns counts [right answers, all answers] by set and kind, and the wrong answers.
 
     An answer is right if each of its tokens, with its thought and end mark, is the most likely
     token after the tokens before it. Then the model writes this answer at temperature 0.
@@ -79,7 +79,7 @@ def _drawn(seed: int, draw: Callable[[Words], Conversation], count: int) -> Iter
 def _answers(
     expected: Expected, tokenizer: Tokenizer, conversation: Conversation, longest: int
 ) -> Iterator[tuple[str, Miss | None]]:
-    """Yields the kind of each answer, and the miss; None if the answer is right."""
+    """Yields (kind, wrong answer) of each judged answer; None instead of a right answer."""
     encoded = encode(tokenizer, conversation)
     if len(encoded.ids) > longest:
         return

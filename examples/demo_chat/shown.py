@@ -41,7 +41,7 @@ def repeated(text: str, form: str = "Say: {}") -> Round:
 
 
 def in_object(one: Round, member: str) -> Round:
-    """Returns a round whose answer is in an object, for which a schema asks."""
+    """Returns the round with its answer in a JSON object, as a schema of the request demands."""
     begun = f'{{"{member}' + ('": "' if member == "name" else "")
     return Round("JSON", one.user, one.thought, dumped({member: one.answer}), given=(begun,))
 

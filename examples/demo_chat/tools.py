@@ -31,7 +31,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A user's request for one tool. `subject` begins the answer; it ends in a colon or a verb."""
+    """A user's request for one tool. `subject`: the answer's first words, up to a colon or verb."""
 
     user: str
     task: str  # the request in the words of a thought: the weather in Lisbon
@@ -487,7 +487,7 @@ def _enumerated(parts: Sequence[str]) -> str:
 
 
 def command(words: Words) -> str:
-    """Returns a request that no tool of the conversation fits, from its words."""
+    """Returns a user's request of random words, which fits no tool of the conversation."""
     verb, noun = words.rng.choice(VERBS), words.noun()
     return words.rng.choice(
         (f"{verb} the {noun} of {words.text()}", f"What is the {noun} of {words.text()}?")

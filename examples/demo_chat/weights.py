@@ -45,7 +45,7 @@ class Shape:
 
 
 def initial(shape: Shape, seed: int) -> Weights:
-    """Returns random weights, but see `copying_heads` for four heads of the first two layers."""
+    """Returns random weights; `copying_heads` makes four heads of the first two layers."""
     rng = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int, scale: float = 1.0) -> Array:
@@ -133,7 +133,7 @@ def save_weights(folder: Path, weights: Weights) -> None:
 
 
 def load(folder: Path) -> tuple[Tokenizer, Weights]:
-    """Returns the tokenizer in a folder, and the unscaled weights in float32."""
+    """Returns a folder's tokenizer and float32 weights; divides the last norm by SHARPER."""
     weights = {name: one.astype(np.float32) for name, one in load_file(folder / FILE).items()}
     weights[NORM] /= SHARPER
     return Tokenizer.from_file(str(folder / "tokenizer.json")), weights

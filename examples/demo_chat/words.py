@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def words_of(text: str) -> tuple[str, ...]:
-    """Returns the words of a text: a short form of a list of literals."""
+    """Returns the words of a text: a short way to write a long tuple of words in the source."""
     return tuple(text.split())
 
 
@@ -133,7 +133,7 @@ CODAS = ("", "", "", *words_of("l m n r s t x nd rk st ck"))
 
 
 class Words:
-    """Draws random words and values. `unseen`: from lists that only tests use."""
+    """Draws random words and values for conversations. `unseen`: words that only tests use."""
 
     def __init__(self, rng: random.Random, *, unseen: bool = False) -> None:
         self.rng = rng
@@ -155,7 +155,7 @@ class Words:
                 return word
 
     def either(self, words: Sequence[str], share: float = 0.4) -> str:
-        """Returns one of the words; with probability `share`, in tests always, an invented one."""
+        """Returns one of `words`, or an invented word: with probability `share`, or if `unseen`."""
         if self._unseen or self.rng.random() < share:
             return self.invented()
         return self.rng.choice(words)

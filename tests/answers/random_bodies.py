@@ -1,6 +1,6 @@
-"""A thousand random bodies of messages, HTTP requests and settings, and what is answered to each.
+"""A thousand random bodies of messages, HTTP requests and settings, and the result of parsing each.
 
-`answers` gives the answers of this tree, one a line; answers.txt has those that were recorded. In
+`answers` yields the answers of this tree, one per line; answers.txt has the recorded answers. In
 the folder tests, `python -m answers.random_bodies > answers/answers.txt` records them again.
 """
 
@@ -55,7 +55,10 @@ ODD = (*NUMBERS, 2**70, *OTHERS, *CONTAINERS, {"-1": 5}, {1: 2.5}, b"", ID, [[ID
 
 
 class Reader(NamedTuple):
-    """What reads a body: `good` has a value that is taken for each key, `always` what has to be."""
+    """A parser of bodies. `good`: a valid value for each key. `always`: the required keys.
+
+    `bodies`: the number of random bodies for this parser.
+    """
 
     read: Callable[[dict[str, Any]], object]
     good: Mapping[str, Any]
@@ -118,7 +121,7 @@ def _kept(kind: str) -> Callable[[dict[str, Any]], object]:
 
 
 def _settings(body: dict[str, Any]) -> object:
-    """The settings of a file. A name has dots between its tables and its key."""
+    """Writes `body` as TOML with dotted keys, and reads it as a settings file."""
     text = "".join(f"{name} = {json.dumps(value, default=repr)}\n" for name, value in body.items())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "pool.toml")
@@ -333,7 +336,7 @@ READERS: dict[str, Reader] = {
 
 
 def bodies(reader: Reader, seed: str) -> Iterator[dict[str, Any]]:
-    """Random bodies: of values that are taken, with up to two that are odd, or have odd names."""
+    """Yields random bodies: valid values, up to two odd values, and seldom an unknown name."""
     draw = random.Random(seed)
     names = [*reader.good, *reader.always]
     for _ in range(reader.bodies):
@@ -347,7 +350,7 @@ def bodies(reader: Reader, seed: str) -> Iterator[dict[str, Any]]:
 
 
 def plain(value: object) -> object:
-    """A value by its type, fields and elements, however its type is declared."""
+    """Returns a value as lists of type, fields and elements; struct and dataclass look alike."""
     names = getattr(type(value), "__match_args__", None)
     if names is not None and not isinstance(value, tuple):
         return [type(value).__name__, *(plain(getattr(value, name)) for name in names)]
@@ -361,7 +364,7 @@ def plain(value: object) -> object:
 
 
 def answer(reader: Reader, body: dict[str, Any]) -> str:
-    """The error's text with its code and field, or a digest of what was read."""
+    """Returns an error's text with its code and field, or a digest of the parsed value."""
     try:
         found = json.dumps(plain(reader.read(body)))
     except HttpError as error:
@@ -372,7 +375,7 @@ def answer(reader: Reader, body: dict[str, Any]) -> str:
 
 
 def answers() -> Iterator[str]:
-    """A line for each body: which one, and the answer to it."""
+    """Yields a line for each body: the parser's name, the number of the body, and the answer."""
     kept = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("MLXPOOL_")}
     try:
         for name, reader in READERS.items():

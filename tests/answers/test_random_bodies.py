@@ -1,4 +1,4 @@
-"""What this tree answers to random bodies is what was recorded, word by word."""
+"""The answers to random bodies equal the recorded answers, word by word."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RECORDED = Path(__file__).with_name("answers.txt")
 
 
 def test_a_thousand_random_bodies_get_the_recorded_answers() -> None:
-    """Errors are compared by text, code and field, what is read by a digest of its fields."""
+    """Errors are compared by text, code and field. Parsed values are compared by a digest."""
     recorded = RECORDED.read_text("utf-8").splitlines()
     found = list(answers())
     changed = [f"{old}\n{new}" for old, new in zip(recorded, found, strict=True) if old != new]

@@ -1,4 +1,4 @@
-"""The effects of faults on streams: moved ones, wrong ones, and how long they waited."""
+"""The effects of faults on streams: the streams that moved, wrong output, and waiting times."""
 
 from __future__ import annotations
 

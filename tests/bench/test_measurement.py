@@ -1,4 +1,4 @@
-"""Figures: ratios, order of contestants, tables, files."""
+"""The figures of benchmarks: ratios, the order of the compared programs, tables, files."""
 
 from __future__ import annotations
 

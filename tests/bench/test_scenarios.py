@@ -1,4 +1,4 @@
-"""Each scenario of `mlxpool bench` in its smallest form: its figures, not their values."""
+"""Each scenario of `mlxpool bench` at its smallest: which figures it returns, not their values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(name: str, *words: str) -> list[Measurement]:
-    """Returns the measurements of a command line, in this process."""
+    """Runs a command line of `mlxpool bench` in this process, and returns its measurements."""
     options = parsed(["bench", name, *words])
     scenario = import_module(f"mlxpool.bench.{MODULES.get(name, name.replace('-', '_'))}")
     assert scenario.about(options).endswith(".")

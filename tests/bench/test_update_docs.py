@@ -39,7 +39,7 @@ def unmarked(page: str) -> str:
 
 
 def rare_figures(run: Figures, least: float) -> Iterator[str]:
-    """Returns the medians of a run from `least` on, as pages show them, but not round ones."""
+    """Yields the medians of a run that are at least `least` and not round, as pages show them."""
     for line in run.lines:
         for side in line.sides:
             if line.median(side) >= least and line.median(side) % 100:
@@ -118,7 +118,7 @@ RUN = Figures(
 
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The file of RUN, in its own folder."""
+    """Writes the figures of RUN into a folder of the test, in place of bench/figures/."""
     (tmp_path / "here").mkdir()
     file = tmp_path / "here" / "run.json"
     report.write(file, RUN)

@@ -1,7 +1,7 @@
 """Checks the traces of all processes after a run.
 
 A stream is sound if its client got every id at its position, once, with the expected value, and one
-end. The lines of broker and workers have the time from a fault to its detection.
+end. The traces of the broker and the workers give the time from a fault to its detection.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TraceLine = Mapping[str, Any]
 
 @dataclass(slots=True)
 class Findings:
-    """Ids of streams (hexadecimal) by kind of error, and counts."""
+    """The result of `check`: ids (hexadecimal) of faulty streams by kind of error, and counts."""
 
     lost: list[str] = field(default_factory=list)  # a gap in the positions
     doubled: list[str] = field(default_factory=list)  # a position, or the end, came twice
@@ -73,7 +73,10 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def check(lines: Sequence[TraceLine], expected: Mapping[str, Sequence[int]]) -> Findings:
-    """Checks all streams. `expected`: a stream's id -> all its token ids if it ends with `done`."""
+    """Checks all streams, and returns the findings.
+
+    `expected` maps the id of a stream to all token ids that it has if it ends with `done`.
+    """
     findings = Findings(streams=len(expected))
     streams: dict[str, list[TraceLine]] = defaultdict(list)
     for line in lines:
@@ -130,7 +133,7 @@ def _check_position(
 
 
 def _count_hits(lines: Iterable[TraceLine], findings: Findings) -> None:
-    """Counts how often a stream was dispatched again."""
+    """Counts the dispatches of each stream after its first one."""
     for line in lines:
         if line["who"] == "broker" and line["what"] == "work":
             findings.hits[line["id"]] += 1
@@ -139,7 +142,7 @@ def _count_hits(lines: Iterable[TraceLine], findings: Findings) -> None:
 
 
 def detection(lines: Sequence[TraceLine]) -> list[float]:
-    """Returns seconds from each deadly fault of a worker to the broker's reaction."""
+    """Returns the seconds from each deadly fault of a worker to the broker's reaction."""
     ended = [
         (line["t"], line["slot"]) for line in lines
         if line["who"] == "broker" and line["what"] == "exited"

@@ -1,4 +1,4 @@
-"""Fixtures of several tests of faults."""
+"""Fixtures that several tests of faults share."""
 
 from __future__ import annotations
 

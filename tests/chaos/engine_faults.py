@@ -1,4 +1,4 @@
-"""Faults inside a class of a worker process, installed at its interpreter's start."""
+"""Installs faults in a class of a worker process, when its Python interpreter starts."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ WEIGHTS_LIMITS = re.sub("(load|fresh)_limit = .*", r"\1_limit = 60", LIMITS)
 
 
 def model(name: str = "m", *, replicas: int = 1, extra: str = "", **counting: Any) -> str:
-    """A counting model as TOML."""
+    """Returns the config section (TOML) of a counting model, whose token ids are predictable."""
     settings = {"step_us": 2000, **counting}
     lines = [f"{key} = {_toml(value)}" for key, value in settings.items()]
     head = [f"[models.{name}]", 'path = "builtin:counting"', f"replicas = {replicas}", extra]
@@ -55,7 +55,7 @@ def _toml(value: Any) -> str:
 
 @dataclass(eq=False)
 class ChaosStream:
-    """A request and its outcome."""
+    """The request of a stream, and its outcome after its end."""
 
     prompt: str
     seed: int
@@ -69,7 +69,7 @@ class ChaosStream:
 
     @property
     def wanted(self) -> list[int]:
-        """The expected ids."""
+        """The token ids that this request must get."""
         return expected_ids(self.prompt, self.seed, self.count)
 
 
@@ -205,7 +205,7 @@ class Chaos(Closing):
         return self.assert_sound()
 
     def assert_sound(self) -> Findings:
-        """Asserts that no id is lost, doubled or wrong and no stream is stuck, with any ends."""
+        """Asserts that no id is lost, doubled or wrong, and that each stream has some end."""
         findings = self.check()
         assert findings.sound, findings.summary()
         self.assert_idle()

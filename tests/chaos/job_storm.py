@@ -1,8 +1,8 @@
 """Runs many jobs under random faults: of their clients, workers and brokers, and of all at once.
 
-Each job must be done exactly once in result: every reader, at any time and from any place, gets the
-ids of an undisturbed run, and the feed of ends has the job once. The same holds for the lines of a
-batch, which is sent and processed during the storm.
+Each job must look as if it ran exactly once: every reader, at any time and from any position, gets
+the ids of an undisturbed run, and the feed of ended jobs lists the job once. The same holds for the
+lines of a batch, which is sent and processed during the storm.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BATCH, CALLS = "storm batch", "storm calls"  # keys of batches
 
 
 class JobStorm(Storm):
-    """A storm of jobs; `run` may be called once. `streams` of the plan are jobs."""
+    """Runs jobs under random faults; `run` may be called once. `Plan.streams` counts the jobs."""
 
     weights = WEIGHTS
 
@@ -85,7 +85,7 @@ class JobStorm(Storm):
     def _submit_batch(
         self, client: Client, key: str, model: str, lines: list[dict[str, Any]]
     ) -> None:
-        """Sends a batch until it is accepted: the same key and lines are the same batch."""
+        """Sends a batch until it is accepted or refused; its key makes repetitions harmless."""
         while self.injector_error is None:
             try:
                 client.submit_batch(lines, model, key=key)
@@ -98,9 +98,9 @@ class JobStorm(Storm):
                 time.sleep(PAUSE)
 
     def _ended_batch(self, key: str) -> list[LineResult]:
-        """Returns the results of a batch, which has every line done, once.
+        """Returns the results of a batch, after a check that every line is done exactly once.
 
-        The result is empty if the batch was refused.
+        Returns [] if the batch was refused.
         """
         if (client := self.clients.pop(key, None)) is None:
             self.wrong.append(f"{key} was not accepted")
@@ -114,7 +114,7 @@ class JobStorm(Storm):
         return found
 
     def check_batches(self) -> None:
-        """Checks that every line is done, once, with its ids."""
+        """Checks that every line of the batch is done exactly once, with the expected ids."""
         for result in self._ended_batch(BATCH):
             n = result.line
             wanted = expected_ids(f"line {n}", 10_000 + n, self._count(n))
@@ -122,7 +122,11 @@ class JobStorm(Storm):
                 self.wrong.append(f"line {n}: {result.state} {result.error}")
 
     def _submit(self, client: Client, key: str, number: int, count: int) -> bool:
-        """Submits until it is accepted: the same key is the same job. False: refused finally."""
+        """Submits a job until it is accepted; its key makes repetitions harmless.
+
+        Returns False after an error that is not retryable, or if the injection of faults has
+        failed.
+        """
         while self.injector_error is None:
             try:
                 client.submit("m", key, key=key, max_tokens=count, seed=10_000 + number)
@@ -157,7 +161,7 @@ class JobStorm(Storm):
             self.errors[f"{error.code}: {error.message}"] += 1
 
     def _finish(self) -> None:
-        """Waits for all jobs; each has one end, and its ids."""
+        """Waits until all jobs have ended; checks that each ended once, with the right ids."""
         self.check_batches()
         end = time.monotonic() + 5 * PATIENCE
         while time.monotonic() < end:
@@ -187,7 +191,7 @@ class JobStorm(Storm):
 
     @property
     def done_once(self) -> bool:
-        """Whether every job was done, once, with its ids, and every reader got them."""
+        """Whether every job was done exactly once, and every reader got the expected ids."""
         all_done = self.states == {"done": len(self.counts)}
         return all_done and not self.wrong and not self.errors
 
@@ -202,14 +206,14 @@ class JobStorm(Storm):
 
 
 def started_alone(lines: Sequence[TraceLine]) -> set[str]:
-    """Returns the jobs that a broker ran alone, because brokers had ended after it was started."""
+    """Returns ids of jobs that ran without others, because brokers had ended while they ran."""
     return {line["id"] for line in lines if line["what"] == "start_job" and line["alone"]}
 
 
 def rerun_waits(lines: Sequence[TraceLine]) -> list[tuple[str, float]]:
-    """Returns, by job id, seconds from a broker's death to the next token of each job it ran.
+    """Returns (job id, seconds from a broker's death to the job's next token) of interrupted jobs.
 
-    If the job's next broker dies, too, before the job has a token, the wait counts from the first
+    If the job's next broker dies, too, before the job has a token, the time counts from the first
     death.
     """
     running: set[str] = set()

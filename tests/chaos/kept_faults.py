@@ -53,7 +53,7 @@ if offset:
 
 
 class Faults:
-    """Strikes at random; each fault returns after its processes run again."""
+    """Causes random faults in a pool; each fault's call returns when its processes run again."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Faults:
         self._weights = {name: weight for name, weight in WEIGHTS.items() if name not in others}
 
     def strike(self, count: int, pause: float) -> None:
-        """Strikes `count` times, `pause` seconds apart in the mean."""
+        """Causes `count` random faults, with a mean pause of `pause` seconds before each."""
         names, weights = [*self._weights], [*self._weights.values()]
         while self.counts.total() < count and not self._over.is_set():
             self._over.wait(self._random.expovariate(1 / pause))
@@ -139,7 +139,7 @@ class Faults:
         self._start_broker()
 
     def _start_broker(self) -> None:
-        """Starts the broker on a disk that works; otherwise it reports its reason and ends."""
+        """Starts the broker on a disk without faults; with a fault it would report it and end."""
         if isinstance(self._disk, ShimmedDisk):
             self._disk.fail_syncs(0)
         self._pool.start()
@@ -172,7 +172,7 @@ class Faults:
             time.sleep(self._between(0.5, 2.0) if bound == SMALL else 0.0)
 
     def _set_clock(self) -> None:
-        """The next broker has another day."""
+        """Sets the clock to another day, and replaces the broker by a broker with this clock."""
         self._clock.write_text(str(self._between(-2 * DAY, 2 * DAY)))
         self._kill_broker()
 
@@ -189,7 +189,7 @@ class Faults:
         self._freeze(process.pid, self._between(0.1, 3.0))
 
     def _kill_client(self) -> None:
-        """A client submits jobs and dies: jobs whose keys it has printed are accepted."""
+        """Kills a client while it submits jobs; each job whose key it has printed must exist."""
         self.clients += 1
         name = f"local-killed{self.clients}"
         words = [str(self._pool.run_dir), name, str(CLIENT_JOBS)]
@@ -239,7 +239,7 @@ class Faults:
         self._disk.start()
 
     def _end_sessions(self) -> None:
-        """The server ends the session of the broker, and so its lock."""
+        """Makes the PostgreSQL server end the broker's session, and with it the broker's lock."""
         assert isinstance(self._disk, PostgresServer)
         self._disk.end_sessions()
 

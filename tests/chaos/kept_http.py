@@ -31,7 +31,10 @@ TOO_OFTEN = 20  # repetitions of a key that exceed the context of the model `sma
 
 
 class HttpOwner:
-    """One thread of an owner; `act` does one action at random. `name` begins all its keys."""
+    """One thread that uses the HTTP API for an owner; each `act` does one random action.
+
+    The keys of all its jobs, responses and batches begin with `name`.
+    """
 
     def __init__(
         self, owner: str, name: str, url: str, bearer: str, truth: Truth, seed: int, lines: int
@@ -61,7 +64,7 @@ class HttpOwner:
         }
 
     def act(self) -> None:
-        """Begins with one submission of each kind."""
+        """Does one random action; the first calls submit one batch, one job and one response."""
         if self._first:
             return self._first.pop()()
         actions, weights = [*self._actions], [*self._actions.values()]
@@ -96,9 +99,9 @@ class HttpOwner:
         return f"{self.name}-{self.number}"
 
     def _one(self, last: int = 60, *, live: bool = True) -> Known | None:
-        """Returns one of the last jobs of this thread at random.
+        """Returns one of the last `last` jobs of this thread at random; None without a job.
 
-        `live`: a job that is not released.
+        `live`: only jobs that are not released.
         """
         found = [one for one in self.mine if not (live and one.released)][-last:]
         return self.random.choice(found) if found else None
@@ -131,7 +134,7 @@ class HttpOwner:
     def respond(self) -> None:
         """Makes a response in the background.
 
-        Its id follows from its key, so it is known if it dies.
+        Its id is derived from its idempotency key, so a repeated request gets the same response.
         """
         key = self._key()
         body = {
@@ -166,13 +169,16 @@ class HttpOwner:
             self.read_job(known, self.random.choice((0, 0, 1, count_of(known.key) // 2)), stop)
 
     def read_job(self, known: Known, start: int = 0, stop: int = ALL) -> int:
-        """Reads up to `stop` events from an id on; returns the number of ids that it then has."""
+        """Reads up to `stop` events of a job, from the id at position `start` on.
+
+        Returns the position after the last id that was read.
+        """
         reading = JobReading(self.http, self.truth, known, start)
         reading.run(stop)
         return reading.had
 
     def read_response(self, known: Known, after: int = -1, stop: int = ALL) -> None:
-        """Reads up to `stop` events after a number."""
+        """Reads up to `stop` events of a response that follow event number `after`."""
         ResponseReading(self.http, self.truth, known, after).run(stop)
 
     def _gone(self, known: Known) -> None:
@@ -180,7 +186,7 @@ class HttpOwner:
             self.truth.error(f"{known.key}: is gone, and nobody has released it")
 
     def look(self) -> None:
-        """Looks a job up."""
+        """Looks up a random job or response, and checks what the gateway returns."""
         known = self._one(live=False)
         if known is None:
             return
@@ -251,7 +257,7 @@ class HttpOwner:
     # ---- other owners' jobs ----------------------------------------------------------------------
 
     def list_jobs(self) -> None:
-        """Checks that lists have only this owner's jobs, and that others' are unknown."""
+        """Checks that lists have only this owner's jobs, and that others' jobs are unknown."""
         for row in self.fine("GET", "/v1/jobs", params={"limit": 50})["data"]:
             if not row["key"].startswith((self.owner, "resp_")):
                 self.truth.error(f"{self.owner} sees {row['key']}")
@@ -308,7 +314,7 @@ class HttpOwner:
             self.truth.count("batches cancelled", int(self.batches[id]))
 
     def check_batch(self, id: str) -> None:
-        """Waits for the end of a batch: its counts are those of its lines, each with one result."""
+        """Waits for the end of a batch; checks its counts, and that each line has one result."""
         end = time.monotonic() + LONG
         while (batch := self.fine("GET", f"/v1/batches/{id}"))["status"] not in (
             "completed", "failed", "expired", "cancelled",

@@ -18,7 +18,10 @@ Answer = TypeVar("Answer")
 
 
 class NativeOwner:
-    """One thread of an owner; `act` does one action at random. `name` begins all its keys."""
+    """One thread that uses the Python client for an owner; each `act` does one random action.
+
+    The keys of all its jobs and batches begin with `name`.
+    """
 
     def __init__(
         self, owner: str, name: str, run_dir: Path, truth: Truth, seed: int, lines: int
@@ -43,7 +46,7 @@ class NativeOwner:
         }
 
     def act(self) -> None:
-        """Begins with one submission of each kind."""
+        """Does one random action; the first two calls submit one batch and one job."""
         if self._first:
             return self._first.pop()()
         actions, weights = [*self._actions], [*self._actions.values()]
@@ -53,9 +56,9 @@ class NativeOwner:
         self.client.close()
 
     def fine(self, ask: Callable[[], Answer]) -> Answer:
-        """Returns the answer to a question, repeated until the pool accepts it.
+        """Returns the answer to a question, which is repeated until the pool accepts it.
 
-        Raises final PoolErrors.
+        Raises a PoolError that is not retryable.
         """
         end = time.monotonic() + LONG
         while True:
@@ -92,7 +95,7 @@ class NativeOwner:
             self.read_job(known, start, self.random.choice((1, 3, 10, ALL)))
 
     def read_job(self, known: Known, start: int = 0, stop: int = ALL) -> None:
-        """Reads up to `stop` deltas from an id on."""
+        """Reads up to `stop` deltas of a job, from the id at position `start` on."""
         NativeReading(self.client, self.truth, known, start).run(stop)
 
     def look(self) -> None:
@@ -148,7 +151,7 @@ class NativeOwner:
         self.truth.count("batches")
 
     def check_batch(self, name: str) -> None:
-        """Waits for the end of a batch: lines have their ids, counts are those of lines."""
+        """Waits for the end of a batch; checks that every line is done, with the expected ids."""
         batch = self.fine(lambda: self.client.batch(name))
         row = self.fine(batch.wait)
         found = self.fine(lambda: list(batch.results()))

@@ -63,7 +63,7 @@ class HttpReading:
                 time.sleep(PAUSE)
 
     def _copy(self, response: httpx.Response) -> bool:
-        """Takes the events of one connection; returns whether the reading is over."""
+        """Checks the events of one connection; returns whether the reading is over."""
         for ident, event in events(response):
             self._left -= 1
             if not self._take(ident, event):
@@ -78,11 +78,11 @@ class HttpReading:
         raise NotImplementedError
 
     def _is_behind_end(self) -> bool:
-        """Whether a connection may end without an event that ends the reading."""
+        """Returns whether the reading began after the last event, so that it gets no end event."""
         return False
 
     def _take(self, ident: str, event: dict[str, Any]) -> bool:
-        """Takes an event; False: this connection ends, and the job goes on."""
+        """Checks one event; returns False if this connection ends, but the job continues."""
         raise NotImplementedError
 
     def refused(self, response: httpx.Response) -> None:
@@ -190,7 +190,7 @@ def end_of_response(truth: Truth, known: Known, body: dict[str, Any]) -> str:
 
 
 class NativeReading:
-    """A reading with the Python client; its stream goes on by itself in the next broker."""
+    """Reads a job with the Python client, whose stream continues by itself in the next broker."""
 
     def __init__(self, client: Client, truth: Truth, known: Known, start: int = 0) -> None:
         self._client, self._truth, self._known = client, truth, known

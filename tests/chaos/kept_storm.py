@@ -1,9 +1,9 @@
-"""Keeps jobs for two owners over HTTP and one with the client, while all processes are killed.
+"""Keeps jobs for two owners over HTTP and for one with the Python client, while processes die.
 
-Threads with their own seeds submit jobs, responses in the background and batches, read them from
-any place, cancel, retry and delete them. Workers, broker, gateways, clients and the disk fail
-meanwhile. Afterwards each accepted job is read once more, and compared with the counting model's
-answer and with earlier readings. Then the store is audited.
+Threads with their own seeds submit jobs, background responses and batches, read them from any
+position, cancel, retry and delete them. Meanwhile workers, broker, gateways, clients and the disk
+fail. Afterwards each accepted job is read once more, and compared with the counting model's answer
+and with earlier readings. Then the store is audited.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class KeptStorm:
     """A storm; `run` may be called once, and returns its figures."""
 
     def __init__(self, plan: Plan, tmp_path: Path, server: PostgresServer | None = None) -> None:
-        """`server` has the store in place of a folder; it is killed, too."""
+        """`server` has the store, in place of a folder; faults then kill the server, too."""
         self.plan = plan
         self.truth = Truth()
         self._folder = tmp_path
@@ -81,7 +81,7 @@ class KeptStorm:
         self._striking = threading.Event()
 
     def run(self) -> dict[str, Any]:
-        """Runs the storm, then the checks; `truth` has the faults that were found."""
+        """Runs the storm, then the checks; returns figures. `truth` collects the errors found."""
         began = time.monotonic()
         try:
             self._run()
@@ -147,7 +147,7 @@ class KeptStorm:
             thread.join()
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """Notes an error that ends a thread; then the storm ends."""
+        """Runs `work`; an exception is recorded as an error, after which the storm ends."""
         try:
             work()
         except StormOver:
@@ -165,7 +165,7 @@ class KeptStorm:
             owner.act()
 
     def _follow(self, owner: HttpOwner) -> None:
-        """Follows the feed of ends: no number goes back, no end comes twice."""
+        """Follows the feed of ended jobs; checks that its numbers increase and none repeats."""
         after, seen = 0, 0
         while self._striking.is_set():
             page = owner.fine("GET", "/v1/jobs", params={"after": after, "limit": 100})

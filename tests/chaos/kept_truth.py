@@ -1,4 +1,4 @@
-"""The states that owners were shown of their jobs, and their consistency. Pure but for a lock.
+"""The states of jobs that owners have seen, and their consistency. Pure logic, except for a lock.
 
 The answer of a job follows from its key: the prompt is the key, the seed is SEED, and the number of
 ids is `count_of(key)`. So every reading, from any id on, can be compared.
@@ -23,7 +23,7 @@ MAX_COUNT = 160  # ids of most jobs
 
 
 class StormOver(Exception):
-    """Something is wrong, so that all threads end."""
+    """Raised in every thread after an error was found, so that the storm ends."""
 
 
 @cache
@@ -40,7 +40,7 @@ def ids_of(prompt: str, count: int) -> tuple[int, ...]:
 
 
 def prompt_of(key: str, kind: str) -> str:
-    """Returns the text that the model reads: a response is a chat of one message."""
+    """Returns the text that the model reads: the key, or a chat of one message for a response."""
     return f"user: {key}\n" if kind == "response" else key
 
 
@@ -92,7 +92,10 @@ class Truth:
             self.counts[what] += number
 
     def accepted(self, known: Known) -> Known:
-        """Notes that a job was accepted; a second time under its key it has to be the same job."""
+        """Records that a job was accepted; returns the first job with its owner and key.
+
+        An error is recorded if the first job has another id.
+        """
         with self._lock:
             first = self.jobs.setdefault((known.owner, known.key), known)
             self.counts[f"accepted {known.kind}"] += first is known
@@ -108,7 +111,10 @@ class Truth:
     # ---------------------------------------------------------------------------
 
     def row(self, known: Known, row: dict[str, Any]) -> None:
-        """Notes a row of a job. Called by one thread at a time for each job, or after its end."""
+        """Compares a row of a job, as the pool returned it, with what is known of the job.
+
+        Only one thread at a time may call this for a job that has not ended.
+        """
         state, ids = str(row["state"]), int(row["ids"])
         self.count("rows")
         if row["key"] != known.key or row.get("gen"):
@@ -118,7 +124,7 @@ class Truth:
         self.told(known, state)
 
     def told(self, known: Known, state: str) -> None:
-        """Notes a reported state of a job."""
+        """Checks a state of a job that was reported to its owner."""
         if known.released and state != "gone":
             self.error(f"{known.key}: was released, is {state}")
         if known.cancelled and state not in ("cancelled", "gone"):
@@ -136,7 +142,7 @@ class Truth:
     # ----------------------------------------------------------------------------------
 
     def ids(self, known: Known, pos: int, ids: Sequence[int], had: int) -> int:
-        """Notes ids at a position, for a reader that had `had`; returns how many it has now."""
+        """Checks ids from `pos` on, for a reader with `had` ids; returns its new number of ids."""
         self.count("ids", len(ids))
         if pos != had:
             self.error(f"{known.key}: ids from {pos} on came to a reader that has {had}")
@@ -145,7 +151,7 @@ class Truth:
         return pos + len(ids)
 
     def read(self, known: Known, had: int, reason: str) -> None:
-        """Notes that a reader came to the end with ids up to `had`."""
+        """Checks the end of a reading, with this reason and `had` ids in total."""
         self.count(f"read to {reason}")
         if reason in WHOLE and had != len(known.ids):
             self.error(f"{known.key}: {reason} after {had} of {len(known.ids)} ids")
@@ -155,7 +161,10 @@ class Truth:
             self.told(known, "done")
 
     def event(self, known: Known, event: dict[str, Any], after: int) -> int:
-        """Notes an event of a response after the number `after`; returns its own number."""
+        """Checks an event of a response that follows event `after`; returns the event's number.
+
+        Returns `after` for an event `error`, which has no number of its own.
+        """
         number, kind = int(event["sequence_number"]), str(event["type"])
         if kind == "error":
             return after  # it does not count

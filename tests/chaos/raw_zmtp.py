@@ -119,7 +119,7 @@ class RawZmtp(Closing):
                 return frames.decode(parts)
 
     def is_cut(self, patience: float = PATIENCE) -> bool:
-        """Whether the other side closes the connection within this time; drops its data."""
+        """Returns whether the other side closes the connection in time; discards its data."""
         end = time.monotonic() + patience
         while (left := end - time.monotonic()) > 0:
             if not select.select([self.socket], [], [], left)[0]:

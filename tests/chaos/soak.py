@@ -77,7 +77,10 @@ class Soak(Storm):
 
 
 def growth(samples: Sequence[Mapping[str, Any]], name: str) -> str:
-    """Returns medians of quarters three and four of the last broker's samples, and their change."""
+    """Returns, as text, a value's growth from the third to the fourth quarter of the samples.
+
+    Compares the medians of both quarters, for samples of the last broker only.
+    """
     own = [s for s in samples if s["pid"] == samples[-1]["pid"]]
     half = own[len(own) // 2 :]
     early, late = half[: len(half) // 2], half[len(half) // 2 :]

@@ -137,7 +137,7 @@ class Storm:
                 client.close()
 
     def _finish(self) -> None:
-        """Does the remaining work after the last fault."""
+        """Work that a kind of storm does after the last fault; none by default."""
 
     # ---- streams -------------------------------------------------------------------------------
 
@@ -178,10 +178,7 @@ class Storm:
         }
 
     def _inject_faults(self, relay: Relay) -> None:
-        """Strikes until all faults have happened.
-
-        An error ends the storm and is raised by `run`.
-        """
+        """Injects faults until all have happened; `run` raises an error that ends this early."""
         try:
             self._strike(relay)
         except BaseException as error:
@@ -199,7 +196,7 @@ class Storm:
                 self.faults[name] += 1
 
     def _random_worker(self) -> tuple[str, int]:
-        """Returns slot and pid of a random worker; of a ready one if possible."""
+        """Returns the slot and pid of a random worker, which is ready if any worker is."""
         rows = [w for w in self.pool.ask("ps")["workers"] if w["pid"]]
         ready = [w for w in rows if w["state"] == "ready"] or rows
         row = ready[self.random.randrange(len(ready))]
@@ -221,7 +218,7 @@ class Storm:
         self.pool.ask("restart", slot=self._random_worker()[0])
 
     def _send_large_prompts(self) -> None:
-        """Sends eight at once; each ends `context_exceeded`, even if workers die meanwhile."""
+        """Sends eight large prompts at once; each must end with `context_exceeded`."""
         with self.pool.client() as client:
             streams = [client.stream("m", LARGE_PROMPT, max_tokens=1) for _ in range(8)]
             for stream in streams:
@@ -263,7 +260,7 @@ class Storm:
         return outcome
 
     def _further_figures(self, lines: Sequence[TraceLine]) -> Mapping[str, Any]:
-        """Returns further figures of a kind of storm."""
+        """Returns figures that a subclass adds to those of every storm."""
         return {}
 
 
@@ -277,10 +274,10 @@ def _failed_after_few_losses(lines: Sequence[TraceLine], findings: Findings) -> 
 
 
 def resumptions(lines: Sequence[TraceLine]) -> list[float]:
-    """Returns seconds from the end of a worker to the next token of each of its runs.
+    """Returns the seconds from a worker's end to the next token of each run that it had.
 
-    Runs that end meanwhile, with their broker or an error, have no time. A job that is run again
-    after that, or a stream that its client sends again, is a new run, which may wait for others.
+    A run that ends in the meantime, with its broker or an error, is not counted. A job or stream
+    that starts again afterwards is a new run, because it may have to wait in the queue.
     """
     running: dict[Any, str] = {}
     waiting: dict[Any, float] = {}

@@ -1,4 +1,4 @@
-"""Choices and reports of prompts under faults: equal to those of an undisturbed run."""
+"""Several choices, and log-probabilities of prompts, under faults: as in an undisturbed run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def eight(pool: Pool) -> Choices:
 
 @pytest.fixture(scope="module")
 def report(slow_pool: Pool) -> Result:
-    """Returns the report of an undisturbed run."""
+    """Returns the result, with log-probabilities of the prompt, of an undisturbed run."""
     with slow_pool.client() as client:
         whole: Result = client.generate("slow", REPORTED, **REPORT)
     return whole
@@ -93,7 +93,7 @@ def apart(fault: Callable[[], None]) -> None:
 
 
 def read(client: Client, at: int, fault: Callable[[], None], **options: Any) -> Choices:
-    """Reads all choices, with a fault after `at` ids in all."""
+    """Reads all choices of a stream; causes the fault after `at` ids of all choices together."""
     stream: ChoicesStream
     with client.stream_choices("demo", PROMPT, **options) as stream:
         had, struck = 0, False
@@ -131,7 +131,7 @@ def test_a_restarted_broker_changes_no_choice(pool: Pool, client: Client) -> Non
 def test_no_token_of_a_prompt_is_reported_twice_or_lost(
     slow_pool: Pool, report: Result, fault: str, at: int
 ) -> None:
-    """The worker is killed after the report of `at` of 150 tokens, chunk by chunk."""
+    """The fault comes when log-probabilities of `at` of the prompt's 150 tokens have arrived."""
     found: list[int] = []
     text, struck = "", False
     with (

@@ -53,7 +53,7 @@ def wanted(streams: int = 3, count: int = 300) -> list[str]:
 
 
 def test_a_frozen_client_gets_everything(tmp_path: Path, monkeypatch: Patch) -> None:
-    """It was stopped longer than its grace: its streams were cancelled, and it resumes them."""
+    """The client is stopped until the broker cancels its streams; then it resumes them."""
     with Chaos(tmp_path, monkeypatch, model(step_us=5000), SHORT_GRACE) as chaos:
         (bystander,) = chaos.start(400)
         with process(chaos, count=1400) as child:

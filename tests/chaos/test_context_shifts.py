@@ -1,4 +1,4 @@
-"""Faults in streams that go on at a full context: their ids are those without a fault."""
+"""Faults in streams that continue by context shifts: their ids are those without a fault."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ READING: dict[str, Any] = {"fault": "kill", "fault_in": "prefill", "fault_at": 1
 
 @pytest.fixture(scope="module")
 def dying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chaos]:
-    """A pool with a model for each death."""
+    """A pool with a model for each fault of DEATHS, and a model whose worker dies in a prefill."""
     models = [model(name, **fault) for name, fault in DEATHS.items()]
     config = "".join([*models, model("reading", **READING)])
     with Patch.context() as patch, Chaos(tmp_path_factory.mktemp("dying"), patch, config) as chaos:

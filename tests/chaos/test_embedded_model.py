@@ -83,9 +83,9 @@ def kill_the_broker(pool: Pool) -> None:
 def read(
     client: Client, asked: Sequence[dict[str, Any]], at: int, fault: Callable[[], None]
 ) -> list[Result]:
-    """Reads concurrent completions; the fault comes when the first has `at` ids and each has one.
+    """Reads concurrent completions; causes the fault once the first stream has `at` ids.
 
-    Their windows keep the client from having all ids before the fault.
+    Every stream has at least one id by then. Its small window keeps it unfinished until the fault.
     """
     with ExitStack() as stack:
         streams = [
@@ -103,7 +103,7 @@ def read(
 
 @pytest.fixture(scope="module")
 def client(pool: Pool) -> Iterator[Client]:
-    """A client that acknowledges its deltas soon, so that its windows open."""
+    """A client that acknowledges deltas often, so that small windows do not stop its streams."""
     with pool.client(pace=Pace(ping=0.05)) as connected:
         yield connected
 

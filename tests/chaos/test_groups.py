@@ -88,7 +88,7 @@ def client(pool: Pool) -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def expected(client: Client) -> list[list[int]]:
-    """Returns the tokens of one device."""
+    """Returns the token ids that the model generates on a single device."""
     return [_ids(client, "one", number) for number in range(len(PROMPTS))]
 
 
@@ -101,7 +101,7 @@ def _ids(client: Client, model: str, number: int) -> list[int]:
 
 
 def _rank(pool: Pool) -> int:
-    """Returns the process of rank 1 of the worker that is ready now."""
+    """Returns the process id of rank 1, once the worker of two ranks is ready."""
 
     def found() -> int:
         worker = pool.worker("two/0")

@@ -31,7 +31,7 @@ HANGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def hung(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chaos]:
-    """A pool that has found a hang of each kind, each in its own model, all at once."""
+    """A pool in which each model hung in another way; all hangs have been detected."""
     config = "".join(model(name, **fault) for name, fault in HANGS.items())
     folder = tmp_path_factory.mktemp("hung")
     with Patch.context() as patch, Chaos(folder, patch, config, SHORT_LOADS) as chaos:
@@ -67,7 +67,7 @@ def test_a_stopped_worker_is_replaced(tmp_path: Path, monkeypatch: Patch) -> Non
 
 
 def test_a_short_stop_is_tolerated(tmp_path: Path, monkeypatch: Patch) -> None:
-    """Between the suspicion and the end are five seconds, for a busy machine."""
+    """The limits leave five seconds between the suspicion and the kill, for a busy machine."""
     limits = re.sub("(beat|step)_limit = .*", r"\1_limit = 5", LIMITS)
     with Chaos(tmp_path, monkeypatch, model(step_us=5000), limits) as chaos:
         streams = chaos.start(200, 3)
@@ -82,7 +82,7 @@ def test_a_short_stop_is_tolerated(tmp_path: Path, monkeypatch: Patch) -> None:
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chaos]:
-    """A pool whose models were slow in one phase each, all at once.
+    """A pool whose models were slow in one phase each, all at the same time.
 
     Every step takes 200 ms; five of them stay below three quarters of the limit.
     """

@@ -72,7 +72,7 @@ def target(tmp_path: Path, monkeypatch: Patch) -> Iterator[Target]:
 
 @pytest.fixture(scope="module")
 def tcp() -> str:
-    """The shared pool's front over tcp."""
+    """The tcp endpoint at which clients reach the shared pool."""
     return f"tcp://127.0.0.1:{free_port()}"
 
 
@@ -144,7 +144,7 @@ def test_a_peer_cannot_take_over_an_identity(front_endpoint: tuple[Target, str],
 
 
 def test_another_protocol_has_no_effect(front_endpoint: tuple[Target, str]) -> None:
-    """libzmq takes this for ZMTP 1.0, and the connection for an idle one."""
+    """libzmq takes the HTTP requests for ZMTP 1.0, and the broker sees an idle connection."""
     target, endpoint = front_endpoint
     with RawZmtp(endpoint) as peer:
         peer.send(b"GET / HTTP/1.1\r\nHost: pool\r\n\r\n" * 1000)
@@ -192,7 +192,7 @@ def test_the_sender_of_an_unfinished_message_is_disconnected(target: Target, nam
 
 
 def test_a_peer_that_reconnects_at_once_cannot_fill_the_memory(target: Target) -> None:
-    """Four connections; other streams may be resumed, and stay correct."""
+    """Four such connections are cut; other streams may have to resume, and stay correct."""
     streams = target.start(1500, 2)
     target.reach(streams, 10)
     cuts = 0
@@ -296,9 +296,9 @@ FLOODS: dict[str, Callable[[], bytes]] = {
 
 @contextmanager
 def flood(endpoint: str, data: Callable[[], bytes], reads: bool) -> Iterator[RawZmtp]:
-    """Runs a thread that sends without end inside the context.
+    """Runs a thread that sends data without end to an endpoint, inside the context.
 
-    `reads`: another one reads answers.
+    With `reads` a second thread reads the answers.
     """
     stopping = threading.Event()
 
@@ -397,7 +397,7 @@ def connect_and_vanish(endpoint: str) -> None:
 
 
 def test_a_thousand_clients_come_and_vanish(target: Target) -> None:
-    """It happens three times: descriptors, links and memory return, and a stream continues."""
+    """After each of three rounds descriptors, links and memory are freed, and streams go on."""
     streams = target.start(1000, 2)
     target.reach(streams, 10)
     descriptors = target.broker.num_fds()
@@ -433,7 +433,7 @@ def test_a_crowd_that_is_reset(tmp_path: Path, monkeypatch: Patch) -> None:
 
 
 def test_a_forged_worker_has_no_effect(shared: Target) -> None:
-    """It knows ids and epochs but has no token: its frames are fenced."""
+    """The forger knows request ids and epochs, but has no token: its frames are rejected."""
     streams = shared.start(400, 2)
     shared.reach(streams, 10)
     epoch = int(shared.pool.worker("m/0")["epoch"])

@@ -1,4 +1,4 @@
-"""A worker that is killed at an image: the answer equals that of an undisturbed run."""
+"""A worker is killed while it processes an image: the answer equals that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def arm(engine):
 
 @pytest.fixture(scope="module")
 def armed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the file with the place where the next worker ends."""
+    """Returns the file in which a test writes the phase where the next worker ends."""
     return tmp_path_factory.mktemp("armed") / "site"
 
 

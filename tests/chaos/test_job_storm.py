@@ -24,7 +24,7 @@ def test_a_storm_of_jobs(tmp_path: Path) -> None:
 
 
 def test_a_storm_over_a_batch_of_embed_lines(tmp_path: Path) -> None:
-    """Two models are loaded again and again, by two brokers or more: 10 s of a processor."""
+    """The test takes 10 s of processor time, because two models are loaded again and again."""
     encoder = write(tmp_path / "encoder", CASES["bert"])
     plan = Plan(streams=120, faults=12, seed=3, at_once=6, replicas=1)
     storm = CallStorm(plan, tmp_path, encoder)

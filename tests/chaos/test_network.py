@@ -46,7 +46,7 @@ def test_resets_at_the_front(tmp_path: Path, monkeypatch: Patch) -> None:
 
 
 def test_a_half_open_link_at_the_front(tmp_path: Path, monkeypatch: Patch) -> None:
-    """The client detects it only by the missing heartbeats."""
+    """The client can detect the half-open connection only by missing heartbeats."""
     with front_relay(tmp_path, monkeypatch, 5000) as (chaos, relay):
         client = Client(endpoint=relay.endpoint, connect_timeout=PATIENCE)
         streams = chaos.start(200, 3, client=client)
@@ -112,7 +112,7 @@ def test_resets_at_the_back(tmp_path: Path, monkeypatch: Patch) -> None:
 
 
 def _connected_again(chaos: Chaos) -> dict[str, Any]:
-    """Returns the row of the worker after two further connections; {} before."""
+    """Returns the row of the worker once it has connected two more times; {} before."""
     worker = chaos.pool.worker("m/0")
     return worker if worker["epoch"] >= 3 else {}
 

@@ -85,7 +85,7 @@ def test_prompts_over_the_context_are_refused_unread(pool: Pool) -> None:
 
 
 def processor_time(worker: psutil.Process) -> float:
-    """Returns the time of a worker and of the processes that prepare its requests."""
+    """Returns the CPU seconds of a worker and of the processes that prepare its requests."""
     spent = 0.0
     for one in (worker, *worker.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):  # a preparing process may have ended
@@ -132,7 +132,7 @@ Client(sys.argv[1], connect_timeout=200).tokenize("m", ("x" * 20 + " ") * 10**5)
 
 
 def test_the_call_of_a_killed_client_is_not_prepared_to_its_end(patient_pool: Pool) -> None:
-    """Its text would occupy a lane for 20 minutes."""
+    """Otherwise its text would occupy a tokenizing process for 20 minutes."""
     pool = patient_pool
     with pool.client() as client:
         assert completes(client)

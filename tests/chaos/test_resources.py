@@ -56,10 +56,10 @@ def crowd(chaos: Chaos, count: int) -> Iterator[None]:
 
 
 def descriptors_were_short(chaos: Chaos) -> bool:
-    """Whether the front was shut, or idle connections were ended MANY_ENDS times.
+    """Returns whether clients were shut out, or idle connections were ended MANY_ENDS times.
 
-    A crowd that gets little processor time comes so slowly that ending idle connections is enough.
-    Before the front is shut, operators may get no descriptor either.
+    If the clients connect slowly, ending idle connections is enough. Before clients are shut out,
+    operators may get no descriptor either.
     """
     if chaos.pool.log().count("idle connections ended") >= MANY_ENDS:
         return True
@@ -70,9 +70,9 @@ def descriptors_were_short(chaos: Chaos) -> bool:
 
 
 def test_a_crowd_of_clients_and_few_descriptors(tmp_path: Path, monkeypatch: Patch) -> None:
-    """Idle connections are ended, or the front shuts; its clients are disconnected and resume.
+    """The broker ends idle connections, or shuts all clients out for a while; streams resume.
 
-    The speed of the crowd decides between these.
+    Which of the two it does depends on how fast the clients connect.
     """
     with Chaos(tmp_path, monkeypatch, model(), prefix=with_descriptors(DESCRIPTORS)) as chaos:
         streams = chaos.start(200, 3)
@@ -87,7 +87,7 @@ def test_a_crowd_of_clients_and_few_descriptors(tmp_path: Path, monkeypatch: Pat
 
 
 def test_idle_connections_make_way_for_live_streams(tmp_path: Path, monkeypatch: Patch) -> None:
-    """Clients without a request redial for ever; four streams never stop."""
+    """Idle clients reconnect again and again; the four running streams still complete."""
     with Chaos(tmp_path, monkeypatch, model(), prefix=with_descriptors(DESCRIPTORS)) as chaos:
         streams = chaos.start(2000, 4)
         chaos.reach(streams, 10)

@@ -15,7 +15,7 @@ from support.pool import PATIENCE, Pool, until
 
 
 def test_a_pool_whose_run_directory_is_removed(tmp_path: Path) -> None:
-    """Its worker dies as well, so that another one has to connect; at last `stop` reaches it."""
+    """The worker is killed, too, so that another has to connect; finally `stop` still works."""
     config = '[models.m]\npath = "builtin:counting"\n'
     expected = [token_at(list(b"x"), 7, i, 50_000) for i in range(3)]
 

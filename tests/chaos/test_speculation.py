@@ -82,7 +82,7 @@ def of_demo(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
 def test_a_kill_in_a_step_with_drafts_changes_nothing(
     tmp_path: Path, of_demo: list[Result], setting: str
 ) -> None:
-    """With "mtp" the model's rows have recurrent states, and its head is mostly right.
+    """With "mtp" the model has recurrent layers, and an MTP head whose drafts are mostly right.
 
     With "auto" the drafts come from n-grams and from the draft model.
     """

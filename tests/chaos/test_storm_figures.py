@@ -37,13 +37,13 @@ def test_a_run_waits_from_its_workers_end_to_its_next_token() -> None:
 
 @pytest.mark.parametrize("what", ["done", "error"])
 def test_a_run_that_ended_waits_no_longer(what: str) -> None:
-    """Its job is run again when it is due, so that time is not the time of a move."""
+    """The job's next run starts when its retry is due; that wait does not count as a resumption."""
     lines = [work(0), killed(1), broker(2, what, id="a"), work(90), taken(99)]
     assert resumptions(lines) == []
 
 
 def test_a_run_ends_with_its_broker() -> None:
-    """Work that the next broker runs, and loses, is another run."""
+    """A request that the next broker starts, and whose worker dies again, is another run."""
     again = [broker_killed(5), work(9, "b"), killed(10), taken(40), taken(41, "b")]
     assert resumptions([work(0), killed(1), *again]) == [31]
 

@@ -74,7 +74,7 @@ def test_a_kill_at_any_id_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_storm_of_constrained_streams(tmp_path: Path) -> None:
-    """Workers are killed under many streams, constrained ones and others, in batches."""
+    """Workers are killed while they run batches of constrained and unconstrained streams."""
     demo = '[models.demo]\npath = "builtin:demo"\nreplicas = 2\nsequences = 8\n'
     seeds = range(24)
 

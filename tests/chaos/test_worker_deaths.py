@@ -37,7 +37,7 @@ DEATHS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def dying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chaos]:
-    """A pool with a model for each death; the first worker of each dies."""
+    """A pool with a model for each fault of DEATHS, which ends the model's first worker."""
     config = "".join(model(name, **fault, fault_times=1) for name, fault in DEATHS.items())
     with Patch.context() as patch, Chaos(tmp_path_factory.mktemp("dying"), patch, config) as chaos:
         yield chaos
@@ -58,7 +58,7 @@ def test_other_causes_of_death(dying: Chaos, name: str) -> None:
 
 @pytest.mark.parametrize("phase", [phase for phase in PHASES if phase != "load"])
 def test_a_lost_device_everywhere(dying: Chaos, phase: str) -> None:
-    """The model is retried although its worker died at the third token."""
+    """A worker that loses its device at the third token is replaced, and all streams complete."""
     name = f"lost-{phase}"
     dying.assert_all_done(dying.start(30, 4, model=name))
     if phase not in ("end", "after_end"):  # no request may be left to compute
@@ -66,7 +66,7 @@ def test_a_lost_device_everywhere(dying: Chaos, phase: str) -> None:
 
 
 def test_a_kill_with_text_held_back(tmp_path: Path, monkeypatch: Patch) -> None:
-    """Text that is held back as half of a stop string is recovered from the ids."""
+    """Text that is held back because it may begin a stop string is recovered from the ids."""
     config = model(fault="kill", fault_in="decode", fault_at=12, fault_times=1)
     with Chaos(tmp_path, monkeypatch, config) as chaos:
         (probe,) = chaos.start(8)

@@ -13,7 +13,7 @@ from support.pool import PATIENCE
 
 
 def run_in_shell(folder: Path, arguments: str, closed: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a run directory without a broker, with a redirection such as `>&-`."""
+    """Runs `mlxpool` in a folder without a broker; `closed` is a redirection such as `>&-`."""
     line = f'exec "$0" -m mlxpool.cli.main --run-dir "$1" {arguments} {closed}'
     return subprocess.run(
         ["sh", "-c", line, sys.executable, str(folder)],

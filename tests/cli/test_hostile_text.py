@@ -50,7 +50,7 @@ Answer = Callable[..., Mapping[str, Any]]
 
 
 def answering(answer: Mapping[str, Any] | PoolError) -> Answer:
-    """Replaces the admin socket: returns a function that answers its questions."""
+    """Returns a replacement of the admin socket's function, which gives this answer or error."""
 
     def ask(*_: Any, timeout: float = 0) -> Mapping[str, Any]:
         if isinstance(answer, PoolError):

@@ -73,7 +73,7 @@ def test_without_a_socket_nothing_is_waited_for(
 def test_a_run_directory_in_which_no_broker_starts_is_named(
     arguments: list[str], empty: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A broker in the background has the reason only in its log."""
+    """The error names the folder's wrong mode; a broker in the background would only log it."""
     empty.chmod(0o777)
     assert main([*arguments, "--run-dir", str(empty)]) == UNREACHABLE
     said = capsys.readouterr().err
@@ -114,7 +114,7 @@ def test_a_socket_that_a_killed_broker_left_is_not_waited_for(
 
 
 def test_a_broker_of_another_container_is_no_killed_one(empty: Path) -> None:
-    """Its process id is unknown in this container, but it listens."""
+    """The broker's process id is unknown in this container, but the broker listens."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     (empty / "lock").write_text(f"{ended.pid}\n")

@@ -1,4 +1,4 @@
-"""Every command of a user id without a name and a home folder, as containers run: no traceback.
+"""Every command, run by a user id without a name and a home folder, as in containers: no traceback.
 
 Such a user's errors are one line, or errors of the parser; they name the missing variable or flag.
 """
@@ -62,7 +62,7 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 @pytest.mark.parametrize("home", [None, "x" * 300], ids=["no home", "a closed home"])
 def test_every_command(nobody: None, command: list[str], home: str | None) -> None:
-    """A name that is too long stands for a folder that is closed: both raise OSError."""
+    """A home folder with a too long name replaces a closed one, as both raise OSError."""
     environment = {"PATH": "/usr/bin:/bin"} | ({} if home is None else {"HOME": home})
     with patch.dict(ask.__kwdefaults__, {"timeout": 0.01}):  # no broker answers
         done = run_here(command, environment)

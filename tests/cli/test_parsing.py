@@ -276,7 +276,7 @@ def test_exit_codes_of_cancel(
 
 
 def test_a_closed_pipe_prints_no_error() -> None:
-    """`mlxpool stats | head -0`: no traceback, no message."""
+    """Tests `mlxpool stats | head -0`: no traceback, no message."""
     code = (
         "import sys\nfrom mlxpool.cli.commands import stats as ops\n"
         "from mlxpool.cli.main import main\n"

@@ -24,7 +24,7 @@ def answer(uptime: float = 100.0, boot: int = 1, generated: int = 5000, **more: 
 
 
 def told(*answers: Any) -> dict[str, list[str]]:
-    """Returns the words of each line, by its first words."""
+    """Returns the words of each line of `mlxpool stats`, by the label at the line's start."""
     found = lines(answers, 200, plain)
     return {line[:17].strip(): line[17:].split() for line in found if line.startswith("  ")}
 

@@ -1,4 +1,4 @@
-"""A broker that a test of the client controls."""
+"""Fixtures for a broker that a test of the client controls."""
 
 from __future__ import annotations
 

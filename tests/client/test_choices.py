@@ -1,4 +1,4 @@
-"""Choices in the client: their requests, and the prompt's report in a stream."""
+"""Several choices in the client: their requests, and log-probabilities of the prompt."""
 
 from __future__ import annotations
 
@@ -105,7 +105,10 @@ def frame(kind: str, body: dict[str, Any], *blobs: bytes, pos: int = 0) -> Frame
 
 
 def piece(begin: int, end: int, *ids: int, pos: int = 0, size: int = 6) -> Frame:
-    """Returns a delta: a report of tokens [begin, end) of a prompt of `size` tokens, then `ids`."""
+    """Returns a delta with log-probabilities of prompt tokens [begin, end), and then of `ids`.
+
+    `size` is the number of tokens of the whole prompt.
+    """
     entries: list[dict[str, Any]] = [
         {"prompt": n, "id": n, "token": "x"} for n in range(begin, end)
     ]

@@ -156,7 +156,7 @@ def test_a_call_given_up_long_ago_does_not_end_the_next_one(broker: FakeBroker) 
 
 
 async def answered(broker: FakeBroker, call: asyncio.Future[Any]) -> Any:
-    """Answer the newest `models` call, unless it has ended before."""
+    """Answers the newest `models` call, unless it has ended before."""
     while not call.done():
         assert broker.socket is not None
         if not await asyncio.to_thread(broker.socket.poll, 20):
@@ -593,7 +593,7 @@ def test_a_call_that_nobody_waits_for_is_cancelled(broker: FakeBroker) -> None:
 
 
 def test_a_call_that_the_broker_has_dropped_with_its_link_is_sent_again(broker: FakeBroker) -> None:
-    """This happens if the client stood still for `client_grace`, before another `pong` comes."""
+    """A new link number in the next `pong` tells the client that the broker forgot its calls."""
     broker.open()
     pace = replace(NO_RESEND_PACE, ping=NEVER)
     with (

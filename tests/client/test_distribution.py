@@ -1,4 +1,4 @@
-"""mlxpool-client, the small distribution: what it contains, and a stream without anything else."""
+"""The small distribution mlxpool-client: its contents, and a stream with no other package."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def project(folder: Path) -> dict[str, Any]:
 
 
 def build(folder: Path, kind: str, source: Path = ROOT / "client") -> Path:
-    """Build a wheel or an sdist into an empty folder. Returns its path."""
+    """Builds a wheel or an sdist into an empty folder. Returns its path."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(folder)]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
@@ -54,7 +54,7 @@ def packages(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(packages: Path, code: str, *arguments: str) -> str:
-    """Run code that can import only the standard library and these packages."""
+    """Runs code that can import only the standard library and these packages."""
     begin = f"import sys; sys.path.append({str(packages)!r})\n"
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", begin + code, *arguments],

@@ -119,7 +119,7 @@ def test_a_request_without_accepted_is_sent_again(broker: FakeBroker) -> None:
 
 
 def test_silence_replaces_the_connection(broker: FakeBroker) -> None:
-    """The old connection stays open on our side, like a half-open one."""
+    """The fake broker keeps the old connection open, as if it were half-open."""
     with client_of(broker, silence=2.0) as client, ThreadPoolExecutor(1) as pool:
         stream, request = broker.stream_of(client)
         broker.tokens(request, 0, 2)
@@ -245,7 +245,7 @@ def test_a_cancel_is_sent_on_the_new_connection_and_the_stream_is_not(
 
 
 def settled(stream: Stream) -> Stream:
-    """Wait for the end of a stream whose reader has left."""
+    """Waits for the end of a stream whose reader has left."""
 
     def ended() -> bool:
         with contextlib.suppress(RuntimeError):  # before the end

@@ -1,4 +1,4 @@
-"""A client in a fork of the process that made it raises at once; the parent's client goes on."""
+"""A client that is used in a forked child raises at once; the parent's client still works."""
 
 from __future__ import annotations
 
@@ -79,7 +79,11 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 
 def ran(pool: Pool, made: str, done: str, after: str) -> dict[str, Any]:
-    """Returns a program's output; MADE and AFTER are statements of the parent, DONE a callable."""
+    """Returns the JSON output of a program that forks.
+
+    `made` and `after` are the parent's statements before and after the fork. `done` is a callable,
+    which the child calls.
+    """
     text = PROGRAM.replace("MADE", f"    {made}").replace("AFTER", f"    {after}")
     process = subprocess.run(
         [sys.executable, "-c", text.replace("DONE", done), str(pool.run_dir),

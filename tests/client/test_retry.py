@@ -21,7 +21,7 @@ HEARD = math.inf  # the time of a frame that came just now
 
 
 class Story:
-    """A stream and its broker; `at` is the time."""
+    """Simulates a stream and its broker; `at` is the time in seconds."""
 
     def __init__(self, **given: Any) -> None:
         self.at = 10.0
@@ -346,7 +346,7 @@ def test_after_the_deadline_a_stream_is_given_up_and_not_sent_again() -> None:
 
 
 def run(timer: SilenceTimer, wall: float, seconds: float) -> float:
-    """Advance the timer in the steps of a healthy loop. Returns the monotonic time."""
+    """Advances the timer in the steps of a healthy loop. Returns the monotonic time."""
     for _ in range(round(seconds / 0.25)):
         wall += 0.25
         timer.advance(wall)

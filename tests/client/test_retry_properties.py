@@ -79,7 +79,7 @@ class ModelBroker:
         self.out.append(Message(Header(kind, ident, self.boot, self.attempt, pos), body, blobs))
 
     def relink(self) -> None:
-        """Lose the frames that are in flight."""
+        """Loses the frames that are in flight."""
         self.link += 1
         self.open = True
         self.out.clear()
@@ -95,7 +95,7 @@ class ModelBroker:
 
 
 class Reader:
-    """The client: a stream, its retries, its timer, and the deltas delivered to the reader."""
+    """Simulates the client: a stream, its retries, its timer, and deltas that the reader got."""
 
     def __init__(self, broker: ModelBroker) -> None:
         self.broker = broker
@@ -117,7 +117,7 @@ class Reader:
         self._send(kinds.GENERATE, draft.body(), *draft.blobs())
 
     def turn(self, seconds: float = TICK) -> None:
-        """Make one turn of the connection: read everything, then do the due work."""
+        """Makes one turn of the connection: reads everything, then does the due work."""
         self.wall += seconds
         self.timer.advance(self.wall)
         while self.broker.open and self.broker.out:

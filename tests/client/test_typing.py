@@ -84,7 +84,7 @@ FOUND = {  # line of WRONG: the error that mypy reports
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment with our wheel and msgspec, which types its records."""
+    """Returns the Python of an environment with our wheel and msgspec, for the types of records."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=2 * PATIENCE)

@@ -133,7 +133,7 @@ def running(pool: RayPool) -> dict[str, Any]:
 
 
 class Storm:
-    """Streams whose every token is checked, and actions on the pool after numbers of streams."""
+    """Runs streams, checks every token, and acts on the pool after given numbers of streams."""
 
     def __init__(self, pool: RayPool, found: dict[str, Any]) -> None:
         self.pool, self.found = pool, found
@@ -185,7 +185,7 @@ class Storm:
                 await deeds
 
     async def perform(self) -> None:
-        """Runs each action when its number of streams has ended."""
+        """Performs each action once its number of streams has ended."""
         for count, (name, deed) in self.deeds.items():
             while self.done + len(self.wrong) < count:
                 await asyncio.sleep(0.02)

@@ -68,7 +68,7 @@ def test_its_command_can_be_killed() -> None:
 
 
 def test_a_killed_starter_takes_the_command_with_it() -> None:
-    """The process at the other end of its standard input was killed."""
+    """The killed process held the other end of the command's standard input."""
     holder = subprocess.Popen(
         [
             sys.executable,

@@ -1,4 +1,4 @@
-"""The tree of errors and their bodies."""
+"""The hierarchy of errors, and the bodies of error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies become records; the error of a value of a wrong type names its field."""
+"""Message bodies are parsed into records; an error about a wrong type names the field."""
 
 from __future__ import annotations
 

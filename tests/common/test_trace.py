@@ -1,4 +1,4 @@
-"""Histories for checkers: off by default, one write a line, errors ignored."""
+"""Trace files for checkers (off by default, errors ignored), and trace contexts of requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The locked versions: all requirements of pyproject.toml, as installed, with licences."""
+"""The locked versions: they cover pyproject.toml, match the installation, and have licences."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def environment(python: str, system: str) -> dict[str, str]:
 
 
 def pinned(python: str, system: str) -> dict[str, str]:
-    """Returns the version of each package on such a machine."""
+    """Returns the locked version of each package for this version of Python and this system."""
     where = environment(python, system)
     found: dict[str, str] = {}
     for pin in PINS:
@@ -77,7 +77,7 @@ def test_the_file_names_no_host() -> None:
 
 
 def test_what_is_installed_here_has_the_locked_versions() -> None:
-    """This suite passes in that environment."""
+    """So a run of this suite tests the locked versions."""
     locked = {pin.name: set[str]() for pin in PINS}
     for pin in PINS:
         locked[pin.name] |= {spec.version for spec in pin.specifier}
@@ -103,7 +103,7 @@ def test_make_installs_with_the_constraints() -> None:
 
 
 def listed() -> dict[str, tuple[str, str, str]]:
-    """Returns version, licence and images of each package of the page."""
+    """Returns the version, licence and images of each package on the page of licences."""
     rows = re.findall(
         r"^\| ([\w.-]+) \| (\d[\w.]*) \| ([^|]+) \| ([\w, ]+) \|$",
         make_licences.PAGE.read_text("utf-8"),

@@ -28,9 +28,9 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubeApi]:
 
 
 def made(api: KubeApi, place: Path) -> list[dict[str, Any]]:
-    """Returns the output of `kubectl kustomize`; its namespaces exist afterwards.
+    """Returns the documents that `kubectl kustomize` makes, and creates their namespaces.
 
-    Skips the test if the server does not know a kind.
+    Skips the test if the server lacks the definition of a document's kind.
     """
     documents = list(yaml.safe_load_all(api.checked("kustomize", str(place))))
     lacking = {document["kind"] for document in documents} - api.kinds()
@@ -51,7 +51,7 @@ def test_the_server_accepts_each_manifest(api: KubeApi, place: Path) -> None:
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: str(place.relative_to(FOLDER)))
 def test_pods_meet_the_security_standard_of_their_namespace(api: KubeApi, place: Path) -> None:
-    """Nothing makes a Deployment's pods here, so they are given to the server separately."""
+    """No controller makes a Deployment's pods here, so the test submits them to the server."""
     templates = [
         (document["metadata"]["namespace"], document["spec"]["template"])
         for document in made(api, place)

@@ -30,7 +30,7 @@ TYPES = {
 
 @pytest.fixture
 def agent() -> dict[str, object]:
-    """Returns the agent as it is installed."""
+    """Returns the LaunchAgent's property list as it is installed."""
     return dict(plistlib.loads(FILE.read_bytes().replace(b"@HOME@", HOME.encode())))
 
 

@@ -1,4 +1,4 @@
-"""Dashboard, alerts and runbook: each query parses and names metrics of broker or gateway."""
+"""Dashboard, alerts and runbook: each query parses, and names metrics of broker or gateway."""
 
 from __future__ import annotations
 
@@ -415,7 +415,7 @@ def test_every_alert_has_a_scenario() -> None:
 
 
 def test_alerts_fire_in_their_scenarios_only(tmp_path: Path) -> None:
-    """promtool evaluates the rules over one hour; each scenario is an instance."""
+    """promtool evaluates the rules over one hour; the label `instance` is the scenario's name."""
     series, checks = [], []
     for name, stories in STORIES.items():
         for mood, story in zip(("loud", "calm"), stories, strict=True):

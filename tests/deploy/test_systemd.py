@@ -70,7 +70,10 @@ def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def placed(unit: str, folder: Path, text: str | None = None) -> str:
-    """Writes a copy of a unit, with /bin/true as its program. A template gets an instance."""
+    """Writes a copy of a unit, with /bin/true as its program; returns the path.
+
+    The copy of a template unit is its instance `demo`.
+    """
     text = (FOLDER / unit).read_text("utf-8") if text is None else text
     path = folder / unit.replace("@.", "@demo.")
     path.write_text(text.replace(PROGRAM, "/bin/true"))

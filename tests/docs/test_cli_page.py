@@ -44,13 +44,16 @@ LIST_OF = re.compile(r"the options of `([\w ]+)`(?: but ((?:`--[\w-]+`(?:,\s)?)+
 
 
 def options_of(name: str) -> set[str]:
-    """Returns the long options of a command, except those of every command."""
+    """Returns the long options of a command, except those that every command has."""
     own = {text for action in options(COMMANDS[name]) for text in action.option_strings}
     return {text for text in own if text.startswith("--")} - set(OF_ALL)
 
 
 def commands_of(cell: str, above: str) -> set[str]:
-    """Returns the commands that a table names; `config` stands for all that begin so."""
+    """Returns the commands that a table's cell names; `config` names all commands of its group.
+
+    For a cell with "all but", returns the other commands. `above` is the beginning of all names.
+    """
     named = {f"{above} {word}" for word in re.findall(r"`([\w -]+)`", cell)}
     found = {name for name in COMMANDS if name in named or name.rpartition(" ")[0] in named}
     assert all(any(f"{name} ".startswith(f"{one} ") for name in found) for one in named), cell
@@ -58,7 +61,7 @@ def commands_of(cell: str, above: str) -> set[str]:
 
 
 def shared_options() -> dict[str, set[str]]:
-    """Returns the options that two tables give to several commands, by command."""
+    """Returns, for each command, the options that the two tables of shared options give it."""
     found: dict[str, set[str]] = {name: set() for name in COMMANDS}
     first = BENCH.partition("\n## ")[0]
     for text, above in ((SECTIONS["Shared options"], "mlxpool"), (first, "mlxpool bench")):
@@ -73,7 +76,11 @@ SHARED = shared_options()
 
 
 def told_options(name: str) -> set[str]:
-    """Returns a command's options by the page: its section's, lists of others', shared ones."""
+    """Returns a command's options according to the page.
+
+    They are in the command's section, in sections to which it refers, and in the tables of shared
+    options. Options of all commands are left out.
+    """
     text = SECTIONS[name]
     told = set(OPTION.findall(LIST_OF.sub("", text))) | SHARED[name]
     for other, without in LIST_OF.findall(text):
@@ -161,7 +168,7 @@ TRIED: tuple[tuple[str, ...], ...] = (
 
 
 def encoders(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Returns the sections of three small models of texts."""
+    """Writes three small encoder models; returns their config sections (TOML)."""
     root = tmp_path_factory.mktemp("models")
     cases = {"embed": "bert", "rerank": "bert, rerank", "classify": "bert, classify"}
     return "".join(

@@ -72,7 +72,7 @@ def test_every_public_name_is_on_the_page() -> None:
 
 
 def test_every_public_member_is_on_the_page() -> None:
-    """A member of AsyncX is in its own section, or in that of X."""
+    """A member of AsyncX is in the section of AsyncX, or in the section of X."""
     page = sections()
     seen = set()
     for name in mlxpool.client.__all__:

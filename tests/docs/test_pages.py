@@ -1,7 +1,7 @@
 """Every block of every page is run, and does what the page promises.
 
-tests/support/doc_blocks.py runs them; tests/support/program_stubs.py has the programs that no test
-may run, with the reasons.
+tests/support/doc_blocks.py runs the blocks; tests/support/program_stubs.py replaces the programs
+that no test may run, and has the reasons.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ PLACES = re.compile(r"(?<![\w./$@~-])/(?=(?:data|etc|home|opt|path|run|var)/)")
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The preparations that a page needs, and the texts that are replaced in it.
+    """What a page of docs/ needs in a test, and the texts that the test replaces in it.
 
-    Folders that begin with `/` are in a folder of the test, ports are free ones.
+    Absolute folders are moved into a folder of the test, and ports are replaced by free ports.
     """
 
     before: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class Page:
 
 
 def unquoted(words: str) -> str:
-    """Returns words that the shell evaluates within a text in single quotes."""
+    """Quotes words so that the shell evaluates them inside a text in single quotes."""
     return f"'\"{words}\"'"
 
 
@@ -58,7 +58,7 @@ def public(name: str) -> str:
 
 
 def section(name: str, role: str) -> tuple[str, str]:
-    """Returns a section of the allow-list as on the page, and the same with its key."""
+    """Returns a section of the allow-list: as on the page, with `…`, and with the real key."""
     text = f'[keys.{name}]\nrole = "{role}"\npublic = '
     return f'{text}"…"', f'{text}"{unquoted(public(name))}"'
 
@@ -147,7 +147,7 @@ def ports_of_pages() -> dict[str, int]:
 
 
 def placed(page: Page, command: Command, root: Path, ports: Mapping[str, int]) -> Command:
-    """Returns a command with the paths and ports of the test."""
+    """Returns a command with the test's paths and ports in place of the page's."""
 
     def here(text: str) -> str:
         for theirs, ours in page.instead.items():

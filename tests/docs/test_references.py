@@ -1,4 +1,4 @@
-"""Files and names on pages exist, and links read as words."""
+"""Files and names that pages mention exist, and the texts of links are words."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def names_in_tests() -> frozenset[str]:
 
 
 def exists(path: str) -> bool:
-    """Whether it is a file of the repository, or of a package as architecture.md shortens it."""
+    """Returns whether a file exists; the path may be shortened as in architecture.md."""
     top, _, rest = path.partition("/")
     short = top in make_architecture.SOURCES and make_architecture.folder_of(top) / rest
     return (ROOT / path).is_file() or bool(short and short.is_file())
@@ -55,5 +55,5 @@ def test_every_test_that_a_page_names_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_text_of_a_link_to_a_page_is_its_subject(page: Path) -> None:
-    """The text is not the name of its file, which a reader of the site does not know."""
+    """The text must not be the name of a file, which readers of the site do not know."""
     assert re.findall(r"\[([a-z-]+\.md)\]\(", page.read_text("utf-8")) == []

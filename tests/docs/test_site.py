@@ -51,7 +51,7 @@ def test_every_page_is_in_the_site(site: Path) -> None:
 
 
 def test_titles_and_links_are_those_of_readers(site: Path) -> None:
-    """No title repeats the site's name, and no link shows the name of a page's file."""
+    """No page's title repeats the site's name, and no link's text is the name of a file."""
     pages = {path.name: path.read_text("utf-8") for path in site.glob("*.html")}
     titles = {name: re.findall(r"<title>(.*?)</title>", html)[0] for name, html in pages.items()}
     assert [name for name, title in titles.items() if title == "mlxpool - mlxpool"] == []

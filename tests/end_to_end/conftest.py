@@ -1,4 +1,4 @@
-"""Fixtures of several tests that run processes."""
+"""Fixtures that several end-to-end tests share."""
 
 from __future__ import annotations
 

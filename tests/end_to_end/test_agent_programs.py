@@ -36,7 +36,7 @@ TEMPLATE = (
 
 
 def program(name: str) -> str:
-    """Returns the path of a program; skips the test if it is not available."""
+    """Returns the path of an npm program; skips the test if it is not available."""
     found = shutil.which(name)
     if found is not None:
         return found
@@ -68,7 +68,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 
 def answer_of(command: list[str], folder: Path, **variables: str) -> str:
-    """Returns the output of a program in its own empty folder and home."""
+    """Returns the output of a program that runs in its own empty folder and home folder."""
     (folder / "work").mkdir()
     done = subprocess.run(
         command,

@@ -57,7 +57,7 @@ def peer(secure: SecurePool, name: str, socket: str) -> zmq.Socket[bytes]:
 
 
 def say(socket: zmq.Socket[bytes], parts: list[bytes]) -> None:
-    """Sends unless libzmq has given up the connection, which makes sending impossible."""
+    """Sends a message, or does nothing if libzmq has given up the connection."""
     with contextlib.suppress(zmq.Again):
         socket.send_multipart(parts, zmq.NOBLOCK)
 
@@ -312,7 +312,7 @@ def test_a_worker_cannot_take_the_slot_of_a_local_one(
 def test_a_worker_that_forges_rows_affects_only_itself(
     secure: SecurePool, bystander: Bystander
 ) -> None:
-    """Rows of requests that were not dispatched to it are dropped."""
+    """Rows of requests that were not dispatched to the forging worker are dropped."""
     raw = peer(secure, "hand", "back")
     hello = {"slot": "", "model": "other", "pid": 1, "digest": "x", "context": 100}
     raw.send_multipart(frames.encode(Header(kinds.HELLO), hello))

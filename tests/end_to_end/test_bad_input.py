@@ -94,7 +94,10 @@ def test_bad_input_gets_one_clear_error(pool: Pool, name: str) -> None:
 
 
 def error_beside(peer: RawPeer, ident: bytes) -> frames.Message:
-    """Returns the error beside a long stream of the seed 1, which goes on and is cancelled."""
+    """Returns an error that arrives while the stream `ident` runs, which must not be affected.
+
+    The stream has the seed 1, and is cancelled at the end.
+    """
     error: frames.Message | None = None
     ids: list[int] = []
     behind = 0  # deltas that came after the error
@@ -115,7 +118,7 @@ def error_beside(peer: RawPeer, ident: bytes) -> frames.Message:
 
 
 def read_ids(peer: RawPeer, least: int) -> None:
-    """Waits for `count` ids of a stream; on a busy machine one message has several."""
+    """Waits until a stream has sent `least` ids; on a busy machine one message has several."""
     had = 0
     while had < least:
         had += len(token_ids.unpack_ids(peer.receive_kind(kinds.DELTA).blobs[0]))
@@ -175,7 +178,7 @@ def test_a_second_attempt_resumes_at_the_clients_position(pool: Pool) -> None:
 def test_a_resume_that_does_not_fit_the_stream(
     pool: Pool, resume: dict[str, object], ids: list[int], words: str
 ) -> None:
-    """Its stream ends with the error; others are not affected."""
+    """The resumed stream gets an error; streams of other clients are not affected."""
     ident = os.urandom(16)
     body = {"model": "slow", "prompt": "x", "options": {"max_tokens": 2000, "seed": 1}}
     with RawPeer(pool.run_dir) as peer:
@@ -202,7 +205,7 @@ def test_a_resume_that_does_not_fit_the_stream(
 def test_a_resume_that_no_worker_can_take(
     pool: Pool, resume: dict[str, object], ids: list[int], code: str, words: str
 ) -> None:
-    """The resume is as after a broker's death, with ids or facts of no stream."""
+    """A resume without a running stream, as after a broker's death, with wrong ids or facts."""
     body = {"model": "slow", "prompt": "x", "options": {"seed": 1}, "resume": resume}
     with RawPeer(pool.run_dir) as peer:
         peer.say(Header(kinds.GENERATE, os.urandom(16), 0, 2), body, token_ids.pack_ids(ids))

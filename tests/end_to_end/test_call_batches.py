@@ -220,7 +220,7 @@ def test_lines_have_many_texts_and_results_come_over_pages(client: Client) -> No
 def test_workers_and_brokers_die_and_no_line_is_lost_doubled_or_mixed(
     tmp_path: Path, folders: dict[str, Path]
 ) -> None:
-    """The feed of ends has each line once, and each vector belongs to its text."""
+    """The feed of ended jobs has each line once, and each vector belongs to its line's text."""
     count = 600
     with make_pool(tmp_path, folders) as pool, pool.client(broker_grace=PATIENCE) as client:
         batch = client.submit_batch(lines(count), "embed", key="killed")

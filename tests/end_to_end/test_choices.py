@@ -54,7 +54,7 @@ def rows_of(pool: Pool, model: str) -> list[int]:
 @pytest.mark.parametrize("extra", ["", " and more", " and some more of it"])
 @pytest.mark.parametrize("n", [3, 16])
 def test_a_prompt_is_read_once_on_one_of_two_replicas(client: Client, n: int, extra: str) -> None:
-    """Its length is not a multiple of the block size, and there are more choices than rows."""
+    """The prompt does not fill its last block; with 16 choices some must wait for a free row."""
     prompt = f"{n}{extra} {WORDS}"
     choices = client.choices("demo", prompt, n=n, max_tokens=8, seed=100)
     size = choices.usage["prompt_tokens"]
@@ -161,7 +161,7 @@ def test_an_error_of_one_choice_ends_all(pool: Pool, client: Client) -> None:
 
 
 def test_others_go_past_choices_that_wait_for_their_worker(pool: Pool, client: Client) -> None:
-    """One replica has 8 rows and 12 choices; the other takes the requests after them."""
+    """One replica runs 8 of the 12 choices; the other replica takes the requests after them."""
     ask: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "window": 1}
     with client.stream_choices("demo", "one " + WORDS, n=12, **ask) as stream:
         deltas = iter(stream)

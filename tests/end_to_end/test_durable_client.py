@@ -39,7 +39,7 @@ def accepted(pool: Pool) -> int:
 
 
 def whole(stream: Stream, seed: int) -> None:
-    """Asserts every id once and in order, with their text."""
+    """Asserts that a stream has every id once and in order, and the text of these ids."""
     deltas = list(stream)
     ids = [token for delta in deltas for token in delta.ids]
     assert ids == list(stream.result.ids) == expected_ids("hello", seed, COUNT)

@@ -96,7 +96,7 @@ made_at_import.close()
 def running(
     command: list[str], folder: Path, environment: dict[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A server in its own process group, which SIGTERM ends and SIGKILL clears away."""
+    """Runs a server in its own process group; ends it by SIGTERM, then kills the whole group."""
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", *command],

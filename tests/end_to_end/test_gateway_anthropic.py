@@ -1,4 +1,4 @@
-"""Anthropic's Messages, by its own client: the built-in chat model, and scripted answers."""
+"""Anthropic's Messages API, called by its own client: the built-in model, and scripted answers."""
 
 from __future__ import annotations
 

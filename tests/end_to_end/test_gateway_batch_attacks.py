@@ -39,7 +39,7 @@ TOKENS = 3
 
 
 def lines(count: int, model: str = "m", padding: int = 0) -> bytes:
-    """Returns lines whose texts have their numbers."""
+    """Returns the lines of a batch; the prompt of each line has the line's number."""
     return "\n".join(
         json.dumps(
             {
@@ -130,7 +130,7 @@ def test_a_broker_that_is_killed_while_results_are_read(
 
 
 def test_a_cancel_that_meets_the_end(api: openai.OpenAI) -> None:
-    """In any order of the two the batch ends once, and keeps its answers."""
+    """Whichever comes first, the cancel or the end: the batch ends once and keeps its answers."""
     file = upload(api, lines(40))
     states = Counter[str]()
     for done in (0, 1, 20, 38, 39, 40):
@@ -186,7 +186,7 @@ def test_two_batches_of_a_file_that_is_deleted_while_they_run(api: openai.OpenAI
 def test_a_client_that_leaves_while_its_batch_is_made(
     url: str, api: openai.OpenAI, client: Client
 ) -> None:
-    """The batch was made before, or no file is left of it."""
+    """Afterwards either the batch exists, or the files made for it are deleted."""
     file, before = upload(api, lines(5000, padding=1000)), written(client)
     listed = [batch.id for batch in api.batches.list()]
     body = {"input_file_id": file, "endpoint": COMPLETIONS, "completion_window": "24h"}

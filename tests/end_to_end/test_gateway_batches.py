@@ -102,7 +102,7 @@ def test_every_line_is_answered(api: openai.OpenAI, endpoint: str, url: str) -> 
 
 
 def test_files_of_results_are_deleted_one_by_one(api: openai.OpenAI, url: str) -> None:
-    """As with OpenAI, such a file is deleted like any other, and its batch stays."""
+    """As with OpenAI, such a file can be deleted like any other, and its batch remains."""
     lines = [line("a"), line("long", model="small", prompt="x" * 100), line("b")]
     batch = over(api, begin(api, sent(api, lines)).id)
     output, error = batch.output_file_id, batch.error_file_id
@@ -211,7 +211,7 @@ def test_sent_twice_it_is_one_batch(api: openai.OpenAI, pool: Pool) -> None:
 
 
 def test_sent_twice_at_once_it_is_one_batch(api: openai.OpenAI, pool: Pool, url: str) -> None:
-    """Only one file of lines is left."""
+    """Four concurrent requests with one key make one batch, and leave one file of its lines."""
     file = sent(api, [line(f"{number}") for number in range(2000)])
     headers = {"Idempotency-Key": "twice"}
 
@@ -228,7 +228,7 @@ def test_sent_twice_at_once_it_is_one_batch(api: openai.OpenAI, pool: Pool, url:
 
 
 def lines_files(native: Client, size: int) -> list[str]:
-    """Returns the keys of the files that were written for batches, with more bytes than `size`."""
+    """Returns the keys of the files of batch lines that have more than `size` bytes."""
     return [row["key"] for row in native.files(purpose="batch_lines") if row["size"] > size]
 
 

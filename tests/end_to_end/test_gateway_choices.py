@@ -30,7 +30,7 @@ PROMPT = "def walk(top, topdown=True):\n    for name in os.listdir(top):\n"
 
 
 def completion(client: openai.OpenAI, prompt: Any, **body: Any) -> dict[str, Any]:
-    """Returns the answer as plain values; `extra` are fields that OpenAI's client does not know."""
+    """Returns the answer as plain values; the keyword `extra` has fields unknown to the client."""
     extra = body.pop("extra", None)
     asked = {"model": "demo", "temperature": 0, "max_tokens": 6, **body}
     found: dict[str, Any] = client.completions.create(
@@ -77,9 +77,10 @@ def test_streamed_choices_are_interleaved_by_index(api: openai.OpenAI) -> None:
 
 
 def test_the_prompt_is_read_once(api: openai.OpenAI, client: Client) -> None:
-    """The usage of HTTP has the cached tokens of choice 0: all but one if another choice was first.
+    """One choice prefills the prompt, and the other three choices find it cached.
 
-    A stream of the pool's client has the text of choice 2 and finds the whole prompt cached.
+    HTTP reports the cached tokens of choice 0: all but one token, if another choice came first. The
+    pool's own client, with the seed of choice 2, gets its text and finds the whole prompt cached.
     """
     found = completion(api, PROMPT * 12, n=4, temperature=1, seed=9)
     size = found["usage"]["prompt_tokens"]
@@ -131,7 +132,7 @@ def test_formats_stops_and_log_probabilities_hold_for_each_choice(api: openai.Op
 
 
 def test_choices_over_the_queue_are_refused_together(pool: Pool, api: openai.OpenAI) -> None:
-    """One of two choices runs and the other waits, so 64 more do not fit."""
+    """One of two choices runs and the other waits, so that 64 more do not fit into the queue."""
     with api.completions.create(
         model="slow", prompt="x", max_tokens=10**6, n=2, stream=True
     ) as held:
@@ -159,9 +160,9 @@ def check(logprobs: dict[str, Any], ids: list[int], begin: int) -> None:
 
 
 def test_an_evaluation_of_token_ids(api: openai.OpenAI, client: Client) -> None:
-    """As in lm-evaluation-harness: several lists of ids, echo, logprobs and one token more.
+    """Evaluates lists of token ids as lm-evaluation-harness does: echo, logprobs, one new token.
 
-    After the first list the model ends the text, which is that token.
+    After the first list the new token is the token that ends the text.
     """
     contexts = ["def add(a, b):\n", "class Stack:\n    def push(self, item):\n"]
     rest = ["    return a + b\n", "        self.items.append(item)\n"]

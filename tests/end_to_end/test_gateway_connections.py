@@ -83,7 +83,7 @@ def test_a_connection_without_a_request_ends_after_the_idle_time(
 
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_connection_that_was_idle_takes_a_request(tmp_path: Path, asks: bool) -> None:
-    """Load balancers open connections early: this one is a second older than header_time."""
+    """As with a load balancer, the connection is idle for longer than header_time at first."""
     with GatewayThread(tmp_path, header_time=0.1) as gateway, contextlib.ExitStack() as stack:
         connection = connect(gateway.url, stack)
         if asks:

@@ -1,4 +1,4 @@
-"""The gateway's embeddings, rerank, score and classify, with the official clients of both kinds."""
+"""The gateway's embeddings, rerank, score and classify, called by OpenAI's and Ollama's clients."""
 
 from __future__ import annotations
 

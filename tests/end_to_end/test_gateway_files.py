@@ -52,7 +52,7 @@ def alice(gateway: GatewayThread) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def native(pool: Pool) -> Iterator[Client]:
-    """Returns alice's files from the pool, incomplete files included."""
+    """A client that reads alice's files from the pool, incomplete files included."""
     with pool.client() as client:
         yield client.for_owner("alice")
 
@@ -156,7 +156,7 @@ def test_uploads_at_once_do_not_pass_the_bound_together(
 
 
 def test_the_lines_of_a_batch_count(alice: openai.OpenAI, native: Client) -> None:
-    """Lines that are written for a batch that cannot be made are deleted."""
+    """If the quota refuses a batch, the file of its lines, which counts as well, is deleted."""
     line = (
         b'{"custom_id": "a", "method": "POST", "url": "/v1/completions",'
         b' "body": {"model": "m", "prompt": "%s"}}\n' % (b"x" * 600_000)
@@ -219,7 +219,7 @@ def test_a_content_length_that_is_not_true(pool: Pool, native: Client, tmp_path:
 
 
 def test_a_broker_that_is_killed_in_the_middle(tmp_path: Path) -> None:
-    """The upload goes on in the next broker, and is counted once."""
+    """The upload continues with the next broker, and the file has each byte once."""
     flags = ("--state-dir", str(tmp_path / "jobs"))
     with Pool(tmp_path, CONFIG, arguments=flags) as pool, GatewayThread(pool.run_dir) as gateway:
         with pool.client() as native:

@@ -34,14 +34,14 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 @pytest.fixture(scope="module")
 def wanted(pool: Pool) -> list[str]:
-    """Returns transformers' texts of the first tokens, by prompt."""
+    """Returns, for each prompt, the text of the first tokens that transformers generates."""
     stored = np.load(seeing.EXPECTED / "gemma3_images.npz")
     with pool.client() as client:
         return [client.detokenize("eyes", stored[f"ids_{n}"].tolist()) for n in range(2)]
 
 
 def content(number: int) -> list[Any]:
-    """Returns a prompt of seeing_models as OpenAI's parts."""
+    """Returns prompt `number` of support/seeing_models.py as parts of an OpenAI message."""
     return [
         {"type": "text", "text": part}
         if isinstance(part, str)

@@ -94,7 +94,7 @@ def test_every_reading_has_the_same_events(api: openai.OpenAI) -> None:
 def test_a_response_that_failed_and_went_on_loses_and_doubles_no_event(
     api: openai.OpenAI, url: str
 ) -> None:
-    """Its model ends two workers at token 20, like a poisonous request."""
+    """The response fails because its job ends two workers at token 20; then it is retried."""
     first: list[Any] = list(begin(api, "cut", 40, model="cut", stream=True))
     assert [event.sequence_number for event in first] == list(range(len(first)))
     assert first[-1].type == "response.failed"
@@ -219,7 +219,7 @@ def test_a_client_that_leaves_before_it_was_told_the_id(
     submit = AsyncClient.submit
 
     async def slow(client: AsyncClient, *given: Any, **more: Any) -> Job:
-        """The job is on the disk, and its answer is on its way."""
+        """Submits the job, but holds back the answer until `told` is set."""
         job = await submit(client, *given, **more)
         submitted.set()
         await asyncio.to_thread(told.wait)
@@ -309,9 +309,9 @@ def test_a_key_sees_its_own_responses_alone(pool: Pool, tmp_path: Path) -> None:
 
 
 def through_text(stream: Any) -> list[Any]:
-    """Returns the next events up to a piece of text, which has many tokens on a busy machine.
+    """Returns the next events up to one with text, or all remaining events.
 
-    They are the last events if no text is left.
+    On a busy machine one event has the text of many tokens.
     """
     events = []
     while (event := next(stream, None)) is not None:

@@ -1,4 +1,4 @@
-"""A gateway's keys that are removed, doubled, or without operator's rights; and paths."""
+"""A gateway's keys: removed, two in a request, without operator's rights; no folders in errors."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def events(stream: httpx.Response) -> Iterator[str]:
 
 
 def test_a_key_that_is_taken_away_ends_its_requests(pool: Pool, tmp_path: Path) -> None:
-    """Its streams end with an error, requests without an answer with 401.
+    """Streams of the key end with an error; its other unanswered requests get status 401.
 
-    Other keys' requests go on.
+    Requests of other keys continue.
     """
     gone, stays = "g" * 32, "s" * 32
     keys = secret_file(tmp_path / "keys", f"gone {gone}\nstays {stays}\nrenamed {KEY}\n")

@@ -98,7 +98,7 @@ def test_ps_has_what_a_model_holds_now(client: ollama.Client, pool: Pool) -> Non
     disk = next(model.size for model in client.list().models if model.model == "bare")
 
     def shown_total() -> int | None:
-        """Returns its size, once ps of the pool and of the gateway show the same heartbeat."""
+        """Returns the model's size if `ps` of pool and gateway show the same size, else None."""
         total = pool.worker("bare/0")["memory"].get("total")
         size = next(model.size for model in client.ps().models if model.model == "bare")
         return total if size == total else None
@@ -126,7 +126,7 @@ def test_the_lists_of_models(client: ollama.Client) -> None:
 
 
 def test_thinking_is_split_from_the_answer(client: ollama.Client) -> None:
-    """The prompt opens the thoughts, and random weights never close them."""
+    """The prompt begins the model's thoughts, and random weights never end them."""
     until(lambda: info(client, "thinker"), "the model was looked at")
     options = {"num_predict": 12, "seed": 3}
     for think in (True, None, "low"):
@@ -229,7 +229,7 @@ def loaded(client: ollama.Client, name: str) -> Any:
 
 
 def seconds_left(client: ollama.Client, name: str) -> float:
-    """Returns the seconds that a model stays, from ps."""
+    """Returns the seconds until a model is unloaded, according to Ollama's ps."""
     entry = loaded(client, name)
     assert entry is not None and entry.expires_at is not None
     return float((entry.expires_at - datetime.now(UTC)).total_seconds())

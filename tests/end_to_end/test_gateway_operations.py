@@ -292,7 +292,7 @@ def test_metrics_count_requests_tokens_and_what_is_in_flight(http: httpx.Client)
     route, prefix = "/v1/completions", "mlxpool_gateway_"
 
     def at_rest() -> dict[tuple[str, str, str], float]:
-        """Returns the metrics when no stream of another test runs."""
+        """Returns the metrics, or {} while a request to the route is in flight."""
         found = values(http.get("/metrics").text)
         return {} if found.get((prefix + "requests_in_flight", route, "")) else found
 

@@ -98,7 +98,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pool, ...]
 
 @pytest.fixture(scope="module")
 def both(three: tuple[Pool, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Returns the URL of a gateway for all of them."""
+    """Returns the URL of one gateway for the three pools."""
     brokers = tuple(Broker(sockets.ipc(pool.run_dir, "front")) for pool in three)
     folder = tmp_path_factory.mktemp("gateway")
     with GatewayThread(folder, remote=brokers, broker_grace=5.0) as gateway:
@@ -234,7 +234,7 @@ def test_what_a_dead_pool_keeps_is_not_said_to_be_unknown(
 
 
 def check_new_keys(client: openai.OpenAI, url: str) -> None:
-    """Asserts that a running pool takes jobs under a new key, though another pool may have it."""
+    """Asserts that jobs with new keys are accepted, although a silent pool might have them."""
     header, body = {"Idempotency-Key": "while silent"}, {"prompt": "x", "key": "while silent"}
 
     def taken() -> bool:

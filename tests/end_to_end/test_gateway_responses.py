@@ -1,4 +1,4 @@
-"""OpenAI's Responses, by its own client: the built-in chat model, and scripted answers."""
+"""OpenAI's Responses API, called by its own client: the built-in model, and scripted answers."""
 
 from __future__ import annotations
 

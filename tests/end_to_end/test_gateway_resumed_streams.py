@@ -43,7 +43,7 @@ Event = dict[str, Any]
 
 
 def of_choices(event: Event) -> str:
-    """Returns the text of the first choice in an event."""
+    """Returns the text of the first choice in an event of a completion or a chat."""
     first = [one for one in event.get("choices", ()) if one["index"] == 0]
     return "".join(one.get("text") or one.get("delta", {}).get("content") or "" for one in first)
 
@@ -127,14 +127,14 @@ class Stream:
 
     @property
     def last(self) -> str:
-        """Returns the client's Last-Event-ID: the id, or the number of complete lines."""
+        """Returns the client's Last-Event-ID: the last id, or the number of complete lines."""
         if self.end == b"\n":
             return str(self.events.count(b"\n"))
         return self.events.rpartition(b"id: ")[2].partition(b"\n")[0].decode()
 
 
 def values(data: bytes) -> list[Event]:
-    """Returns the values of events or lines; ids must be consecutive."""
+    """Returns the values of server-sent events or JSON lines; event ids must be consecutive."""
     lines = data.decode().splitlines()
     ids = [int(line.removeprefix("id: ")) for line in lines if line.startswith("id: ")]
     assert ids == list(range(1, len(ids) + 1))
@@ -156,7 +156,7 @@ def gateway(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ga
 
 
 def kill_gateway(pool: Pool) -> None:
-    """Kills it, and waits until the broker has seen its end."""
+    """Kills the pool's gateway, and waits until the broker has counted its restart."""
     row = pool.gateway(state="ready")
     os.kill(row["pid"], signal.SIGKILL)
     pool.gateway(restarts=row["restarts"] + 1)

@@ -31,9 +31,10 @@ RUN = ("--temperature", "0", "--max-tokens", str(len(TEXT.encode())))
 
 
 def chain_weights(ids: Sequence[int], starts: Sequence[int]) -> dict[str, np.ndarray]:
-    """Weights of a model that goes from each id to the next, and from `starts` to the first.
+    """Returns weights of a model that follows each id of `ids` by the next one.
 
-    Attention and MLP add nothing, so the next token depends only on the last one.
+    It follows each id of `starts` by the first one. Attention and MLP add nothing, so the next
+    token depends only on the last one.
     """
     weights = {
         name: np.ones_like(array) if "norm" in name else np.zeros_like(array)

@@ -48,7 +48,7 @@ def message(prompt: Sequence[str | int], files: Sequence[bytes] = FILES) -> dict
 
 
 def encoded(pool: Pool, client: Client) -> int:
-    """Counts the encoded images, after a heartbeat of the worker that follows a new request."""
+    """Returns the worker's count of encoded images, once it is idle after a new request."""
     sent = time.monotonic()
     client.generate("eyes", "warm", **OPTIONS)
 
@@ -185,7 +185,7 @@ def test_a_prompt_that_is_kept_whole_is_never_cut(client: Client, model: str) ->
 
 
 def test_a_long_prompt_names_its_images(client: Client) -> None:
-    """It travels as a blob, which the broker does not read."""
+    """The prompt is sent as a blob, in which the broker does not look for names of images."""
     long = "x" * 100_000
     asked: dict[str, Any] = {"images": FILES[:1], "truncate": True}
     assert "[img-0] into" in refusal(client, prompt=long, **asked)

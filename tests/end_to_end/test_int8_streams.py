@@ -31,7 +31,7 @@ ASKED: GenerateOptions = {"max_tokens": 60, "seed": 5, "temperature": 0.8, "igno
 
 
 def test_a_stream_goes_on_with_the_same_ids(pool: Pool, client: Client) -> None:
-    """A new worker reads prompt and ids at once; random choices are the same, too."""
+    """The new worker prefills prompt and ids together; sampled ids stay the same, too."""
     prompt = "def main(arguments):\n    " * 8
     whole = client.generate("exact", prompt, **ASKED)
     ids: list[int] = []
@@ -47,8 +47,9 @@ def test_a_stream_goes_on_with_the_same_ids(pool: Pool, client: Client) -> None:
 
 
 def test_streams_that_may_go_on_with_other_ids_have_no_gap(pool: Pool, client: Client) -> None:
-    """Without `deterministic` the ids that were taken are prompt of the next worker, whatever it
-    would have drawn in their place: each position has one id, and the text is that of the ids.
+    """Without `deterministic` a new worker continues after the ids that the client already has.
+
+    It might have sampled other ids, but each position has one id, and the text is that of the ids.
     """
     prompts = ["def main(arguments):\n    " * 8, "import os\n", "class Reader:\n    " * 30]
 
@@ -81,7 +82,7 @@ def test_streams_that_may_go_on_with_other_ids_have_no_gap(pool: Pool, client: C
 
 
 def test_it_never_goes_on_with_another_kind_of_cache(pool: Pool, client: Client) -> None:
-    """The stream's facts have the digest of a model, which includes the kind."""
+    """A stream resumes only with the same model digest, which depends on the kind of KV cache."""
     client.generate("exact", "x", max_tokens=1)
     client.generate("plain", "x", max_tokens=1)
     models = {one["name"]: one for one in pool.ask("models")["models"]}

@@ -334,7 +334,7 @@ def test_a_wrong_secret_is_told_at_the_start(tmp_path: Path) -> None:
 
 
 def test_streams_go_on_while_the_disk_of_jobs_stalls(tmp_path: Path) -> None:
-    """The disk waits for as long as the test wants: streams begin and end meanwhile."""
+    """The disk of the job store blocks until the test frees it; streams begin and end meanwhile."""
     root = tmp_path / "disk"
     with ShimmedDisk(root) as disk:
         state = str(root / "jobs")

@@ -247,7 +247,7 @@ def test_a_reading_goes_on_in_the_next_broker(tmp_path: Path) -> None:
 
 
 def _begun(client: Client, key: str) -> str:
-    """Returns the state of a job that does not wait; "" if it does."""
+    """Returns the state of a job that has left the queue; "" while it waits."""
     state = client.job(key)["state"]
     return "" if state == "waiting" else str(state)
 

@@ -26,7 +26,7 @@ os.environ.pop("HOME", None)
 
 @pytest.fixture
 def states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns the user's folder of states."""
+    """Sets and returns the folder for the user's state (XDG_STATE_HOME)."""
     folder = tmp_path / "states"
     monkeypatch.setenv("XDG_STATE_HOME", str(folder))
     return folder
@@ -39,7 +39,7 @@ def serving(tmp_path: Path, *arguments: str, config: str = "") -> Pool:
 
 @pytest.fixture
 def blocked(tmp_path: Path, states: Path) -> Iterator[Pool]:
-    """A pool whose user's folder of states is a file, where not even root can write."""
+    """A pool that cannot use the user's folder of states, because its path is a file."""
     states.write_text("")
     with serving(tmp_path, "--metrics", "127.0.0.1:0") as pool:
         yield pool

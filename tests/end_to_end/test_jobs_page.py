@@ -1,4 +1,4 @@
-"""The jobs on the status page, in a real browser: counts for all, list and jobs for operators."""
+"""Jobs on the status page, in a real browser: counts for everyone, lists only for operators."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ print(urllib.request.urlopen(asked, timeout=60).read().decode())
 
 
 def place(name: str, namespace: str, manifest: Path) -> PodPlace:
-    """Returns a pod of a manifest's workload, in this namespace."""
+    """Returns a pod with this name and namespace, and a workload's labels and ports."""
     (workload,) = yaml.safe_load_all(manifest.read_text("utf-8"))
     template = workload["spec"]["template"]
     (container,) = template["spec"]["containers"]
@@ -99,7 +99,7 @@ def here(text: str, folder: Path) -> str:
 
 
 def policies() -> Iterator[dict[str, Any]]:
-    """Returns all policies of the two namespaces; the gateway's own is not in the second."""
+    """Yields all policies of the two namespaces; the second has no policy of a gateway."""
     for file, namespace in (
         (BASE / "network.yaml", "mlxpool"),
         (POOLS / "network.yaml", "mlxpool"),
@@ -148,7 +148,7 @@ class Deployed:
         return int(json.loads(stats)["requests"]["accepted"])
 
     def complete(self) -> None:
-        """Sends a request of the program through the gateway."""
+        """Sends a completion request from the pod `program` through the gateway, and checks it."""
         body = {"model": "demo", "prompt": "def", "max_tokens": 4, "ignore_eos": True}
         url = "http://mlxpool-http.mlxpool.svc:11434/v1/completions"
         answer = self.fetch("program", url, body)
@@ -156,7 +156,7 @@ class Deployed:
         assert json.loads(answer)["choices"][0]["finish_reason"] == "length"
 
     def generate(self) -> subprocess.Popen[str]:
-        """Opens a long stream of the program, from the first broker."""
+        """Starts a long stream from the pod `program` at the first broker, without the gateway."""
         words = [
             *("run", "demo", "def", "--max-tokens", "600", "--seed", "1", "--json"),
             *("--endpoint", "tcp://mlxpool.mlxpool.svc:7200"),

@@ -1,6 +1,6 @@
-"""Tools of models whose template has no place for them, in every interface.
+"""Tools for models whose chat template does not support tools, in every interface.
 
-A forced call is made all the same, and with the setting `always` so is any call. Other tools are
+A forced call works all the same; with the setting `always` all calls do. Otherwise tools are
 refused by name.
 """
 

@@ -1,6 +1,6 @@
 """Owners that a gateway names have their own rights, turns and quotas.
 
-Others may not name owners.
+Other clients may not name owners.
 """
 
 from __future__ import annotations

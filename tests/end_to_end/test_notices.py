@@ -193,7 +193,7 @@ def test_openais_client_reads_the_notice_of_its_batch(running: tuple[Pool, Hooks
 def test_a_batch_over_http_that_fails_is_told_to_the_url_of_the_pool(
     running: tuple[Pool, Hooks],
 ) -> None:
-    """Lines have faults, or name a receiver themselves, which lines may not do."""
+    """A line must not name a receiver, so the batch fails; the pool's own URL is notified."""
     pool, hooks = running
     with GatewayThread(pool.run_dir) as gateway, openai_client(gateway.url) as client:
         batch = begin(client, [line("x", notify=f"{hooks.url}/line")])

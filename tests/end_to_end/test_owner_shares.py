@@ -1,4 +1,4 @@
-"""One owner fills a model with endless streams: others get places, and no stream loses a token."""
+"""One owner fills a model with endless streams: others get sequences, and no token is lost."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Reader(Closing):
 
 @pytest.fixture
 def flood(client: Client) -> Iterator[list[Reader]]:
-    """Starts five endless streams of one owner on three places; three of them run."""
+    """Starts five endless streams of one owner, of which the model can run only three at once."""
     readers = [Reader(client, "greedy", number) for number in range(5)]
     try:
         until(lambda: sum(bool(one.ids) for one in readers) == 3, "three of them run")
@@ -69,7 +69,7 @@ def flood(client: Client) -> Iterator[list[Reader]]:
 
 
 def running(pool: Pool, owner: str) -> int:
-    """Returns the number of an owner's streams that have a place."""
+    """Returns the number of an owner's streams that are running, not queued."""
     rows = pool.ask("requests")["requests"]
     return sum(row["owner"] == f"for:{owner}" and row["state"] != "queued" for row in rows)
 
@@ -108,7 +108,7 @@ def test_more_owners_than_places_all_go_on(pool: Pool, client: Client, flood: li
 def test_streams_that_gave_way_survive_the_death_of_their_worker(
     pool: Pool, client: Client, flood: list[Reader]
 ) -> None:
-    """It is killed while one of them waits and another owner has its place."""
+    """The worker is killed while a preempted stream waits and another owner has its sequence."""
     with Reader(client, "modest", 1) as other:
         other.goes_on()
         until(lambda: running(pool, "greedy") == 2, "one of them waits")

@@ -130,7 +130,7 @@ def test_kills_at_any_moment_lose_no_token(
 ) -> None:
     """Two workers share one folder, and one of them is killed in each turn.
 
-    The killed worker reads prompts or the disk, computes, or saves.
+    The killed worker is reading a prompt or the disk, computing, or saving.
     """
     prompts = [prompt_of(number, 1800) for number in range(10, 14)]
     more = "replicas = 2\nsequences = 2\npin = true\n"

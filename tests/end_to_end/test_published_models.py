@@ -1,9 +1,9 @@
 """Models of other makers through a pool: SmolLM2, Gemma 3 (in `make test-all`) and MiniLM.
 
-Greedy ids and perplexities are those of mlx-lm in float32 on the numbers that llama.cpp's package
-reads (support/published_answers.json, which worker/weights/gguf/test_published.py compares with
-mlx-lm). The logits of the two likeliest ids of each step are at least 0.05 apart. Each model is
-loaded twice, because one of its workers is killed.
+Greedy ids and perplexities must equal those of mlx-lm in float32, with weights as llama.cpp's
+package reads them (support/published_answers.json, which worker/weights/gguf/test_published.py
+compares with mlx-lm). At each step the logits of the two likeliest ids are at least 0.05 apart.
+Each model is loaded twice, because one of its workers is killed.
 """
 
 from __future__ import annotations

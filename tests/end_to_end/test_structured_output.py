@@ -78,7 +78,7 @@ def test_what_cannot_be_is_a_bad_request(
 
 
 def test_a_format_that_takes_for_ever_ends_alone(client: Client) -> None:
-    """Other requests with formats go on while it is tried."""
+    """Other requests with formats continue while the slow format is compiled."""
 
     def ask(schema: dict[str, Any], seed: int = 0) -> Any:
         return client.generate("demo", PROMPT, format=schema, seed=seed, max_tokens=80)

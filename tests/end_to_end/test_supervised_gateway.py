@@ -138,7 +138,7 @@ def test_a_killed_gateway_is_replaced_and_no_connection_is_refused(pool: Pool) -
     metrics = f"{pool.ask('ps')['broker']['metrics']}/metrics"
 
     def told() -> bool:
-        """Whether the figures are those after the last restart."""
+        """Returns whether the metrics show a running gateway after its third restart."""
         text = httpx.get(metrics, timeout=PATIENCE).text
         return "\nmlxpool_gateway_up 1.0\n" in text and (
             "\nmlxpool_gateway_restarts_total 3.0\n" in text
@@ -216,7 +216,7 @@ def test_a_second_signal_ends_answers_with_the_error_of_their_interface(
 def test_streams_over_http_outlive_the_broker(
     tmp_path: Path, completions: list[Completion]
 ) -> None:
-    """The gateway gives its address to the next broker's one, and ends after its last stream."""
+    """The old gateway gives up its address to the new one, and ends after its last stream."""
     address = f"127.0.0.1:{free_port()}"
     with Pool(tmp_path, settings(address, step=SLOW)) as pool:
         first = pool.gateway(state="ready")

@@ -1,4 +1,4 @@
-"""Two brokers on one store in PostgreSQL: one holds it, the other is refused, and takes it over."""
+"""Two brokers on one store in PostgreSQL: the second is refused until the first has ended."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def ask(client: Client, model: str, seed: int, count: int) -> Stream:
 
 
 def whole(stream: Stream, seed: int, count: int) -> None:
-    """Asserts every id once and in order, with their text."""
+    """Asserts that a stream has every id once and in order, and the text of these ids."""
     deltas = list(stream)
     ids = [token for delta in deltas for token in delta.ids]
     assert ids == list(stream.result.ids) == expected_ids("hello", seed, count)

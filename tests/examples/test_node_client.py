@@ -103,7 +103,7 @@ def test_ctrl_c_ends_it_and_the_stream(main: list[str], pool: Pool) -> None:
 
 
 def test_it_gives_up_without_a_broker(main: list[str], tmp_path: Path) -> None:
-    """It gives up after 5 s, not after the 60 s that a broker has to come back."""
+    """The client gives up after 5 s; its limit of 60 s is for a broker that answered before."""
     done = subprocess.run(
         [*main, str(tmp_path), "m", "x"], capture_output=True, text=True, timeout=PATIENCE / 2
     )

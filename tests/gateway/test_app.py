@@ -24,7 +24,7 @@ async def disconnected() -> dict[str, Any]:
 
 
 def messages_sent(error: Exception, *, started: bool) -> list[dict[str, Any]]:
-    """Returns the ASGI messages for a handler that raises `error`, before or after the start."""
+    """Returns the ASGI messages of a handler that raises `error`, maybe after it has `started`."""
     sent: list[dict[str, Any]] = []
 
     async def send(message: Any) -> None:

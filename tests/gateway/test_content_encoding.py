@@ -23,7 +23,7 @@ def raw_deflate(data: bytes) -> bytes:
 
 
 def streamed_zstd(data: bytes) -> bytes:
-    """Compresses as programs do that do not know the size beforehand."""
+    """Compresses data as a stream, so that the frame lacks the size of the data."""
     made = zstandard.ZstdCompressor().compressobj()
     return made.compress(data) + made.flush()
 

@@ -56,7 +56,7 @@ def test_the_description_names_every_field_that_has_no_effect() -> None:
 
 
 def test_the_description_names_every_field_that_is_refused() -> None:
-    """The description has the values that request nothing, and advice."""
+    """The description lists the accepted values, which request nothing, and gives advice."""
     for route, body in BODIES:
         properties = body.schema()["properties"]
         for name, (neutral, advice) in body.refused.items():

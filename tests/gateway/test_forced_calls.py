@@ -94,7 +94,7 @@ def test_what_is_forced_is_read_as_a_call(tool_format: str, name: str) -> None:
 
 
 def drawn(format: Mapping[str, Any], draw: Any, size: int) -> str | None:
-    """Draws a text of a format, byte by byte; None if it is not complete after `most` bytes."""
+    """Draws a random text of a format, byte by byte; None if it is not complete in `size` bytes."""
     made, found = matcher(format), bytearray()
     while not made.is_stopped():
         mask = made.compute_bitmask()
@@ -227,7 +227,7 @@ def test_parameters_that_tags_cannot_hold_are_named(
 
 
 def test_values_between_tags_keep_their_text() -> None:
-    """White space, other marks, and a text that would be JSON."""
+    """Values with white space, marks of other parts, or text like JSON stay as they are."""
     parameters = {"properties": {"a": {"type": "string", "minLength": 2}}, "required": ["a"]}
     tools: Any = [{"function": {"name": "f", "parameters": parameters}}]
     for value in ("\n a\n", "</tool_call>", "12", "é</", "<parameter=a>"):

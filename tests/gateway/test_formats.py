@@ -246,7 +246,7 @@ SAMPLES: list[tuple[str | None, str | None, str, list[Event]]] = [
 
 
 def thinks(text: str) -> bool:
-    """Whether a sample begins within thoughts."""
+    """Returns whether a sample of a model's output begins inside thoughts."""
     return text.startswith("Hm.")
 
 
@@ -296,7 +296,7 @@ def test_the_split_of_a_text_changes_no_event(
 
 
 def assert_sound(events: list[Event]) -> None:
-    """Calls do not overlap, arguments come within calls, and no piece is empty."""
+    """Asserts that calls do not overlap, arguments are within calls, and no piece is empty."""
     within = False
     for event in events:
         if isinstance(event, CallBegin | CallEnd):

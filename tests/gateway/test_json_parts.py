@@ -91,7 +91,7 @@ LAYOUTS = st.sampled_from([None, 1])  # indents
 
 @pytest.fixture(params=[4, 16, 64])
 def small_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Sets bounds with which a small text has many parts."""
+    """Sets the size of parts so low that a small text has many; returns the size."""
     monkeypatch.setattr(json_parts, "PART", request.param)
     return int(request.param)
 

@@ -1,4 +1,4 @@
-"""Second paths of routes, and the answers of every path to HEAD and OPTIONS."""
+"""Alternative paths of routes, and the answers of every path to HEAD and OPTIONS."""
 
 from __future__ import annotations
 

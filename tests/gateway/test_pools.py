@@ -22,9 +22,9 @@ Answer = TypeVar("Answer")
 
 
 class OnePool(AsyncClient):
-    """Answers `models` with its rows; raises BrokerLost while it is down.
+    """A client of one pool: answers `models` with `rows`; raises BrokerLost while it is `down`.
 
-    `jobs`: the keys of the jobs that it keeps; None: it keeps no jobs.
+    `jobs`: the keys of the jobs that the pool keeps; with None the pool keeps no jobs.
     """
 
     def __init__(self, *rows: Mapping[str, Any], jobs: Sequence[str] | None = ()) -> None:
@@ -65,7 +65,7 @@ def made(*clients: OnePool) -> Pools:
 
 
 async def chosen(found: Pools, name: str) -> AsyncClient:
-    """Returns the client that a request for this model gets; a request is a task."""
+    """Returns the client that a new request for this model gets, run as a task of its own."""
 
     async def request() -> AsyncClient:
         await found.get(name)

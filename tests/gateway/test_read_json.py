@@ -1,4 +1,4 @@
-"""Bodies with half a surrogate pair are refused with its place, on every route that takes JSON."""
+"""JSON with an unpaired surrogate is refused on every route; the error names the place."""
 
 from __future__ import annotations
 

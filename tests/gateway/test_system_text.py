@@ -1,4 +1,4 @@
-"""Lines at the begin of a system's message that do not make the prefix cache useless."""
+"""Changing lines, such as dates, leave the start of a system's message, for the prefix cache."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class BatchStory(JobStory):
     """A simulation with batches. `submit_batch` sends a file and its batch under one key."""
 
     def put(self, key: str, data: bytes, *, owner: str = OWNER, tenant: str = "") -> None:
-        """Send a whole file."""
+        """Sends a whole file."""
         starts = range(0, max(1, len(data)), files.PART_BYTES)
         for start in starts:
             part = data[start : start + files.PART_BYTES]
@@ -67,7 +67,7 @@ class BatchStory(JobStory):
         return self.about_batch(messages.READ, key)
 
     def wait_for(self, key: str, seen: str = "", *, link: int = 1) -> bytes:
-        """Ask for the progress of a batch; returns the id of the request."""
+        """Asks for the progress of a batch; returns the id of the request."""
         return self.ask(WaitForProgress(KeyName(key), seen), link)
 
     def answered(self, ident: bytes) -> bool:
@@ -86,7 +86,7 @@ class BatchStory(JobStory):
                 return outcomes
 
     def pass_time(self, seconds: float) -> None:
-        """Let time pass, and do all work that becomes due."""
+        """Advances the clock, and does all work that becomes due."""
         end = self.now + seconds
         while self.now < end:
             super().pass_time(min(0.1, end - self.now))
@@ -95,7 +95,7 @@ class BatchStory(JobStory):
                 self.settle()
 
     def work_off(self, worker: FakeWorker, seconds: float = 60.0) -> None:
-        """Let a worker end all its runs with two tokens each, until no new run comes."""
+        """Makes a worker end all its runs, each with two tokens, until no new run comes."""
         end = self.now + seconds
         quiet = 0
         while quiet < 3 and self.now < end:

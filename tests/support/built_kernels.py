@@ -17,10 +17,10 @@ from support import simt
 
 @contextmanager
 def built_kernels(*, right: bool = True) -> Iterator[list[str]]:
-    """Replaces CUDA kernels by kernels that return zeros; `right`: every trial accepts them.
+    """Replaces CUDA kernels by kernels that return zeros, and makes MLX report a CUDA GPU.
 
-    Yields the names of the called kernels, one name for each call. MLX compiles forward passes, and
-    reports a CUDA GPU.
+    `right`: every trial run of a kernel succeeds in spite of the zeros. Yields the names of the
+    called kernels, one name for each call. MLX compiles forward passes.
     """
     called: list[str] = []
 

@@ -44,12 +44,12 @@ class Bystander(Closing):
             self.error = error
 
     def check_unaffected(self) -> None:
-        """Assert that more ids arrive, all ids are right, and the connection never ended."""
+        """Asserts that more ids arrive, all ids are right, and the connection never ended."""
         self.check_ids(MORE_IDS)
         assert self.attempts == {1}
 
     def check_ids(self, more: int) -> None:
-        """Assert that `more` further token ids arrive, and that all ids are right."""
+        """Asserts that `more` further token ids arrive, and that all ids are right."""
         had = len(self.ids)
         until(lambda: self.error or len(self.ids) >= had + more, "the bystander goes on")
         assert self.error is None

@@ -53,7 +53,7 @@ class Chromium(Closing):
         self.driver.set_script_timeout(PATIENCE)
 
     def open(self, url: str, *, dark: bool = False, width: int = 1280, height: int = 900) -> None:
-        """Open a URL with this colour scheme and window size in pixels."""
+        """Opens a URL with this colour scheme and window size in pixels."""
         self.command("Emulation.setEmulatedMedia", media="", features=[
             {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         ])  # fmt: skip
@@ -62,11 +62,11 @@ class Chromium(Closing):
         self.driver.get(url)
 
     def command(self, name: str, **arguments: Any) -> Any:
-        """Run a command of the DevTools protocol."""
+        """Runs a command of the DevTools protocol."""
         return self.driver.execute_cdp_cmd(name, arguments)
 
     def run(self, script: str) -> Any:
-        """Run a script; returns its value."""
+        """Runs a script; returns its value."""
         return self.driver.execute_script(script)
 
     def text(self, selector: str) -> str:
@@ -80,20 +80,20 @@ class Chromium(Closing):
         return list(self.run(f"return Array.from({nodes}, (node) => node.innerText)"))
 
     def wait_for_text(self, selector: str, text: str) -> None:
-        """Wait until the first match contains the text."""
+        """Waits until the first match contains the text."""
         until(lambda: text in self.text(selector), f"{selector} says {text!r}")
 
     def point_at(self, selector: str) -> None:
-        """Move the mouse to the middle of the first match."""
+        """Moves the mouse to the middle of the first match."""
         element = self.driver.find_element("css selector", selector)
         ActionChains(self.driver).move_to_element(element).perform()
 
     def click(self, selector: str) -> None:
-        """Click on the first match."""
+        """Clicks on the first match."""
         self.driver.find_element("css selector", selector).click()
 
     def write(self, selector: str, text: str) -> None:
-        """Replace the text of the first match."""
+        """Replaces the text of the first match."""
         element = self.driver.find_element("css selector", selector)
         element.clear()
         element.send_keys(text)

@@ -29,13 +29,13 @@ class ClosingLines:
         self._left_out += len(items)
 
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        """Takes the count from a process of xdist; each process has collected all tests."""
+        """Reads the count of deselected cases from an xdist process; all count the same."""
         self._left_out = max(self._left_out, getattr(node, "workeroutput", {}).get(LEFT_OUT, 0))
 
     def pytest_terminal_summary(
         self, terminalreporter: TerminalReporter, config: pytest.Config
     ) -> None:
-        """Prints the lines."""
+        """Prints the time of the run, and how many more tests `make test-all` runs."""
         took = _minutes(time.monotonic() - self._started)
         terminalreporter.write_line(
             f"took {took}, {_minutes(_processor_seconds())} of processor time"

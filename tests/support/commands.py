@@ -29,12 +29,12 @@ def is_server(arguments: Sequence[str]) -> bool:
 def run_here(
     arguments: Sequence[str], environment: Mapping[str, str], stdin: str | None = None
 ) -> CompletedProcess[str]:
-    """Run the `mlxpool` command."""
+    """Runs the `mlxpool` command."""
     return _captured(lambda: main([*arguments]), arguments, environment, stdin)
 
 
 def run_script_here(path: Path, *arguments: str) -> CompletedProcess[str]:
-    """Run a Python file as a program."""
+    """Runs a Python file as a program."""
     with patch.object(sys, "argv", [str(path), *arguments]):
         return _captured(lambda: _script(path), sys.argv, os.environ.copy())
 
@@ -50,7 +50,7 @@ def _captured(
     environment: Mapping[str, str],
     stdin: str | None = None,
 ) -> CompletedProcess[str]:
-    """Run `work` with files as the standard streams. Only one thread at a time may use it."""
+    """Runs `work` with files as the standard streams. Only one thread at a time may use it."""
     with ExitStack() as stack:
         stdin_file, out, err = (_stream(stack) for _ in range(3))
         stdin_file.write(stdin or "")
@@ -66,7 +66,7 @@ def _captured(
 
 
 def _stream(stack: ExitStack) -> IO[str]:
-    """Returns a file with a descriptor, for a stream that is no terminal, as in a pipeline."""
+    """Returns a temporary file that replaces a standard stream, as in a pipeline."""
     return stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8"))
 
 

@@ -105,7 +105,7 @@ class ComputeHarness:
         self.compute.send(Admit(sequence, facts, text, now, now + left))
 
     def drop(self, name: int) -> None:
-        """Cancel a sequence."""
+        """Cancels the sequence of this number."""
         self.compute.send(Drop((bytes([name] * 16), 1)))
 
     def deltas(self) -> Iterator[Delta]:

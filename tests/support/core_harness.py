@@ -1,8 +1,9 @@
 """Simulates clients, workers and a clock around the broker's core, without sockets.
 
-Every action is checked immediately: it fits the protocol, and `pos` continues without a gap. Each
-accepted (id, attempt) gets an end and no frame after it. Work goes only to a READY worker with free
-sequences. A fake worker's token at position i is i, so that a client can check its tokens.
+Every action is checked immediately: its message fits the protocol, and positions continue without a
+gap. Each accepted (id, attempt) gets an end and no frame after it. Work goes only to a READY worker
+with free sequences. A fake worker's token at position i is i, so that a client can check its
+tokens.
 """
 
 from __future__ import annotations
@@ -118,14 +119,14 @@ class FakeWorker:
         return self
 
     def credit(self, capacity: int | None = None) -> FakeWorker:
-        """Report the free sequences of `capacity`."""
+        """Reports the worker's free sequences: `capacity` minus the number of its runs."""
         self.capacity = self.capacity if capacity is None else capacity
         free = max(0, self.capacity - len(self.runs))
         self.story.do(make.credit(self.epoch, {"sequences": free, "works": self.works}))
         return self
 
     def row(self, request: bytes, count: int = 0, **parts: Any) -> Delta:
-        """Returns the next `count` tokens of a run as a row of `deltas`; ids are positions."""
+        """Returns the next `count` tokens of a run as one row of a `deltas` message."""
         run = self.runs[request]
         ids = range(run.pos, run.pos + count)
         row = Delta(
@@ -147,13 +148,13 @@ class FakeWorker:
         return self.story.do(ev.WorkerDeltas(self.epoch if epoch is None else epoch, rows))
 
     def tokens(self, request: bytes, count: int = 1, **parts: Any) -> list[act.Action]:
-        """Send a `deltas` frame with one row."""
+        """Sends a `deltas` frame with one row."""
         return self.say(self.row(request, count, **parts))
 
     def end(
         self, request: bytes, reason: str = "stop", count: int = 0, rest: str = ""
     ) -> list[act.Action]:
-        """Send the last `count` tokens and the end in one row; `rest` is text held back."""
+        """Sends the last `count` tokens and the end in one row; `rest` is text held back."""
         end = {"reason": reason, "text": rest, "usage": {"completion_tokens": count}}
         return self.tokens(request, count, end=end)
 
@@ -161,7 +162,7 @@ class FakeWorker:
         return self.tokens(request, end={"code": code, "message": message}, count=0, text="")
 
     def confirm(self, request: bytes) -> None:
-        """Report the end of a cancelled run."""
+        """Reports to the broker that a cancelled run has ended."""
         self.end(request, "cancelled")
 
     def bye(self, code: str, message: str) -> None:
@@ -175,19 +176,19 @@ class FakeWorker:
         return self.story.do(ev.WorkerExited(self.slot, cause, own, prefill))
 
     def give_back(self, *requests: bytes) -> list[act.Action]:
-        """Return runs to the broker, as at a drain; without arguments all runs."""
+        """Gives these runs, or all, back to the broker, as a worker does at a drain."""
         named = requests or tuple(self.runs)
         runs = [[request, self.runs.pop(request).attempt] for request in named]
         return self.story.do(make.handed_back(self.epoch, runs))
 
     def look(self, look: ProgressReading | None = None, **sample: Any) -> list[act.Action]:
-        """Let the supervisor observe the worker, as it does every second."""
+        """Sends the core one observation of the worker, as the supervisor does every second."""
         return self.story.do(
             ev.Looked(self.slot, Sample(look or ProgressReading("idle"), **sample), 1.0)
         )
 
     def watched(self, seconds: int, look: ProgressReading, **sample: Any) -> None:
-        """Let the supervisor observe the same for `seconds`; all clients send pings meanwhile."""
+        """Sends the core the same observation each second for `seconds`; clients send pings."""
         for _ in range(seconds):
             for link in list(self.story.core.state.links):
                 self.story.hear(link)
@@ -232,14 +233,14 @@ class Story:
     # ---- events --------------------------------------------------------------------------------
 
     def do(self, event: ev.Event) -> list[act.Action]:
-        """Perform an event at the present time."""
+        """Performs an event at the present time."""
         self.last = list(self.core.handle(event, self.now))
         for action in self.last:
             self.check_action(action)
         return self.last
 
     def later(self, seconds: float) -> list[act.Action]:
-        """Let time pass, with the core's scheduled wake-ups."""
+        """Advances the clock, and wakes the core whenever it is due."""
         end, actions = self.now + seconds, []
         while self.core.next_wake() <= end:
             self.now = max(self.now, self.core.next_wake())
@@ -259,7 +260,7 @@ class Story:
         options: Any = None,
         **body: Any,
     ) -> bytes:
-        """Let a client send `generate`; returns its id, by default a new id."""
+        """Sends a client's `generate` to the core; returns its id, by default a new id."""
         if request is None:
             self.requests_made += 1
             request = request_id(self.requests_made)
@@ -298,7 +299,7 @@ class Story:
         return self.workers[slot].hello(**hello).credit(sequences)
 
     def _wait_out(self, name: str, slot: str) -> None:
-        """Wait for the restart of a slot's lost worker."""
+        """Waits for the restart of a slot's lost worker."""
         model = self.core.state.registry.models[name]
         restarts = model.state in DEMANDED or ("restart", name) in self.core.state.timers
         while (
@@ -326,7 +327,7 @@ class Story:
         return self.core.state.registry.models[name]
 
     def to_client(self, kind: str | None = None, link: int | None = None) -> list[act.ToClient]:
-        """Returns the messages to clients of the last call."""
+        """Returns the last call's messages to clients, of one kind and one link if given."""
         return [
             action
             for action in self.last
@@ -343,7 +344,7 @@ class Story:
         return [action.slot for action in self.last if isinstance(action, act.StopWorker)]
 
     def assert_sent(self, link: int, kind: str, /, **fields: Any) -> act.ToClient:
-        """Assert that the last call sent exactly one such frame; fields are of body or header."""
+        """Asserts that the last call sent exactly one frame with these fields of body or header."""
         frames = self.to_client(kind, link)
         shown = [(a.link, a.header.kind, body_of(a)) for a in self.to_client()]
         assert len(frames) == 1, f"not one {kind} to {link} in {shown}"
@@ -355,7 +356,7 @@ class Story:
         return frame
 
     def assert_refused(self, code: str, *words: str, link: int = 1) -> act.ToClient:
-        """Assert that the last call answered with an error and accepted no request."""
+        """Asserts that the last call answered with an error and accepted no request."""
         frame = self.assert_sent(link, kinds.ERROR, code=code)
         assert not self.to_client(kinds.ACCEPTED)
         for word in words:
@@ -363,14 +364,14 @@ class Story:
         return frame
 
     def assert_ended(self, request: bytes, outcome: str, attempt: int = 1) -> act.ToClient:
-        """Assert that the stream has its end: a `reason` or an error's `code`."""
+        """Asserts that the stream has its end: a `reason` or an error's `code`."""
         ended = self.heard[request, attempt].ended
         assert ended is not None, "the stream has not ended"
         assert outcome in (body_of(ended).get("reason"), body_of(ended).get("code")), body_of(ended)
         return ended
 
     def assert_conserved(self) -> None:
-        """Assert that accepted requests have ended or are live, by model and in total."""
+        """Asserts that accepted requests have ended or are live, by model and in total."""
         counters = self.core.state.counters
         ended = counters.done + counters.failed + counters.cancelled
         assert counters.accepted == ended + len(self.core.state.requests)
@@ -382,7 +383,7 @@ class Story:
             assert by_model == getattr(counters, key), key
 
     def assert_idle(self) -> None:
-        """Assert that only tombstones of requests remain."""
+        """Asserts that only tombstones of requests remain."""
         core = self.core
         assert not core.state.requests and not core.state.calls
         for owner_model in core.state.registry.models.values():
@@ -483,7 +484,7 @@ class Story:
 
 
 def wake_until_idle(story: Story) -> list[int]:
-    """Wake the core for due events; returns the numbers of streams that the events ended."""
+    """Wakes the core for due events; returns the numbers of streams that the events ended."""
     left = [len(story.core.state.requests)]
     while story.core.next_wake() <= story.now:
         story.do(ev.Wake())
@@ -497,5 +498,5 @@ def body_of(action: act.ToClient | act.ToWorker) -> dict[str, Any]:
 
 
 def owed(worker: Worker) -> int:
-    """Returns the worker's reported free sequences minus the work it has not seen, at least 0."""
+    """Returns the worker's reported free sequences minus the work that it had not seen then."""
     return worker.sequences - (worker.works_sent - worker.works_seen)

@@ -36,7 +36,7 @@ def arguments(manifest: Path) -> list[str]:
 
 
 def make_keys(folder: Path, roles: Mapping[str, str], bearer: str) -> dict[str, str]:
-    """Write the key files of the Secrets and the brokers' public keys; returns the public keys."""
+    """Writes the key files of the Secrets and the brokers' public keys; returns the public keys."""
     public_keys = {}
     for name, role in roles.items():
         flags = ("keygen", name, "--role", role, "--folder", str(folder), "--json")
@@ -64,7 +64,7 @@ def running(
     prefix: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[None]:
-    """Run `mlxpool` with these arguments in the `with` block, with its own run directory.
+    """Runs `mlxpool` with these arguments in the `with` block, with its own run directory.
 
     `prefix` is a command that runs `mlxpool`, such as `ip netns exec NAME`. `variables` are set in
     its environment.

@@ -69,7 +69,7 @@ class Disk:
     _changes: list[tuple[str, str, int]] = field(default_factory=list)  # unsynced name changes
 
     def play(self, record: Record) -> None:
-        """Apply one record."""
+        """Applies one record."""
         text = record.data.decode(errors="replace")
         match record.what:
             case "O":
@@ -110,7 +110,7 @@ class Disk:
         return self._files[self._of_inode[inode]]
 
     def _sync_names(self, folder: str) -> None:
-        """Put every name change in this folder on the disk."""
+        """Puts every name change in this folder on the disk."""
         kept = []
         for change in self._changes:
             if all(str(Path(path).parent) == folder for path in change[1].split("\0")):
@@ -120,7 +120,7 @@ class Disk:
         self._changes = kept
 
     def image(self, target: Path, draw: random.Random) -> None:
-        """Write a possible state of `root` after a loss of power now into `target`."""
+        """Writes into `target` a state that `root` may have after a loss of power at this point."""
         names, folders = dict(self._names), set(self._folders)
         for change in self._changes[: draw.randint(0, len(self._changes))]:
             _rename(names, folders, change)

@@ -1,6 +1,6 @@
-"""Records of the disk tier of the prefix cache, with arrays that follow from the inputs.
+"""Records of the disk tier of the prefix cache, with arrays that are computed from the inputs.
 
-So a test detects a wrong array.
+A test can therefore detect an array that belongs to other inputs.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ def records_of(
 def record_of(
     part: tuple[int, ...], start: int, parent: bytes, *, states: Sequence[int] = ()
 ) -> list[NewRecord]:
-    """Returns the record of a block after the blocks of a key, with its snapshot if requested.
+    """Returns the record of a block that follows the block with the key `parent`.
 
-    A snapshot inside the block also has a record of the inputs before the snapshot.
+    `states` are positions of snapshots. A snapshot at the block's end adds its own record; a
+    snapshot inside the block also adds a record of the inputs before it.
     """
     key = block_key(parent, packed(part))
     arrays = (NamedArray("0.0", "bfloat16", (cells(part, start),)),)
@@ -83,7 +84,7 @@ def tier_at(
     model: str = "m",
     records: int = 0,
 ) -> Iterator[DiskTier]:
-    """Runs a disk tier in a folder; it first finds at least `records` records."""
+    """Runs a disk tier in a folder; waits until it has found at least `records` records."""
     folder = ModelFolder(path, model, budget)
     folder.prepare(digest)
     tier = DiskTier(TierState(folder, digest, ABOUT, ROOM, True, lambda: None))
@@ -104,7 +105,7 @@ def write_all(tier: DiskTier, records: Sequence[NewRecord]) -> None:
 
 
 def write_until_killed(path: Path, number: int) -> None:
-    """Writes records until it is killed; the first input is `number * 1,000,000`."""
+    """Writes records until the process is killed; the first input is `number * 1,000,000`."""
     with tier_at(path, budget=2**32) as tier:  # a large budget, so that no record is deleted
         for count in range(10_000):
             base = number * 1_000_000 + count * 1000

@@ -46,7 +46,7 @@ def library() -> Path:
 
 
 class ShimmedDisk(Closing):
-    """The library's control of the folder `root`, for processes that have `environment`."""
+    """Controls the faults of the disk below `root`, for processes that have `environment`."""
 
     def __init__(self, root: Path, log: Path | None = None, room: int = NO_BOUND) -> None:
         root.mkdir(exist_ok=True)
@@ -69,19 +69,19 @@ class ShimmedDisk(Closing):
         return int(struct.unpack("<q", self._control[8 * index : 8 * index + 8])[0])
 
     def stall(self, on: bool) -> None:
-        """Block every write and sync, or unblock them."""
+        """Blocks every write and sync, or unblocks them."""
         self._set(0, int(on))
 
     def until_stalled(self) -> None:
-        """Wait until a call is blocked."""
+        """Waits until a call is blocked."""
         until(lambda: self._get(3) > 0, "a call waits for the disk")
 
     def leave(self, room: int) -> None:
-        """Set the free bytes of the disk; NO_BOUND: no bound."""
+        """Sets the number of free bytes of the disk; NO_BOUND removes the limit."""
         self._set(1, room)
 
     def fail_syncs(self, count: int) -> None:
-        """Let the next `count` syncs fail with EIO."""
+        """Makes the next `count` syncs fail with EIO."""
         self._set(2, count)
 
     def close(self) -> None:
@@ -115,22 +115,22 @@ class ShimmedProcess(ShimmedDisk):
         return self.process.stdout.readline().rstrip("\n")
 
     def tell(self, text: str) -> None:
-        """Write a line to its input."""
+        """Writes a line to the program's input."""
         assert self.process.stdin is not None
         self.process.stdin.write(text + "\n")
         self.process.stdin.flush()
 
     def ask(self, text: str) -> str:
-        """Write a line to its input; returns the line that it prints."""
+        """Writes a line to the program's input; returns the line that the program prints."""
         self.tell(text)
         return self.line()
 
     def wait(self) -> int:
-        """Wait for its end; returns the exit status."""
+        """Waits for the end of the program; returns the exit status."""
         return self.process.wait(PATIENCE)
 
     def kill(self) -> None:
-        """Send SIGKILL."""
+        """Sends SIGKILL to the program."""
         self.process.kill()
         self.process.wait(PATIENCE)
 

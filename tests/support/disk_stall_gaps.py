@@ -42,7 +42,7 @@ class Phases:
 
 
 def read(client: Client, number: int, phases: Phases, over: threading.Event) -> None:
-    """Read one stream after the other until `over`."""
+    """Reads one stream after the other until `over`."""
     while not over.is_set():
         last = 0.0
         with client.stream("m", f"stream {number}", max_tokens=100_000) as stream:
@@ -56,7 +56,7 @@ def read(client: Client, number: int, phases: Phases, over: threading.Event) -> 
 
 
 def submit(client: Client, over: threading.Event) -> None:
-    """Submit jobs one after the other; a job waits while the disk stalls."""
+    """Submits jobs one after the other; a job waits while the disk stalls."""
     while not over.is_set():
         try:
             client.submit("m", "a job", max_tokens=50)

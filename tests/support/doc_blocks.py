@@ -130,7 +130,7 @@ def _of_console(block: Block) -> Iterator[Command]:
 def run(
     page_commands: Sequence[Command], folder: Path, environment: Mapping[str, str]
 ) -> list[tuple[Command, int, str]]:
-    """Run commands in one shell; returns each command with its exit code and its output.
+    """Runs commands in one shell; returns each command with its exit code and its output.
 
     Ends the background processes that the commands started.
     """

@@ -15,7 +15,10 @@ BFLOAT16_BYTES, LENGTH_BYTES = 2, 8
 
 
 def write_draft(folder: Path) -> Path:
-    """Writes the draft model to a new folder, and returns it; some of its drafts are right."""
+    """Writes the draft model to a new folder, and returns the folder.
+
+    Some of the model's drafts are right.
+    """
     folder.mkdir(parents=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(DEMO_FOLDER / name, folder)

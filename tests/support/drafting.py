@@ -64,7 +64,7 @@ class OracleDrafter:
 
 
 class EagerSpeculator(Speculator):
-    """Checks a random number of the available drafts of every row with room, also if it is slow."""
+    """Checks drafts of every row with room even if that is slow: all, or a random number."""
 
     def __init__(self, drafter: Drafter | None = None, draw: random.Random | None = None) -> None:
         """Without `draw` all available drafts are checked."""

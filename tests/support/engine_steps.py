@@ -1,4 +1,4 @@
-"""Steps of an engine without the compute thread: spans that prefill prompts and decode rows.
+"""Computes an engine's forward passes without the compute thread of a worker.
 
 Tokens are appended to their sequences when they are collected.
 """
@@ -15,10 +15,10 @@ from mlxpool.worker.scheduling.spans import Span
 
 
 def chunk_of(engine: Engine, seq: Sequence, tokens: int | None = None) -> Span | None:
-    """Returns the next chunk of a prompt, up to `tokens` long; None before the decode step.
+    """Returns the next prefill chunk of a prompt, at most `tokens` long; None after the last one.
 
-    A chunk ends before the input of the decode step, and at restore points if the engine needs
-    them.
+    A chunk ends before the last input, which the decode step reads, and at restore points if the
+    engine needs them.
     """
     limits = engine.limits
     most = min(seq.unread - 1, limits.lines, longest_chunk(seq.submitted, limits.pairs))
@@ -31,7 +31,7 @@ def chunk_of(engine: Engine, seq: Sequence, tokens: int | None = None) -> Span |
 def read_chunk(engine: Engine, seq: Sequence, tokens: int | None = None) -> int:
     """Computes the next chunk of a prompt in a separate pass; returns its length, 0 at the end.
 
-    It also collects the passes in flight.
+    Passes that are in flight are collected as well.
     """
     span = chunk_of(engine, seq, tokens)
     if span is None:
@@ -58,8 +58,8 @@ def enter(engine: Engine, seq: Sequence, tokens: int | None = None) -> list[int]
 def decode(engine: Engine, rows: Many[Sequence], steps: int = 1) -> list[SampledToken]:
     """Decodes until each row has `steps` more tokens; returns all generated tokens.
 
-    If the engine looks ahead, a pass over the rows that may continue stays in flight. Rows outside
-    `rows` get the token of their pass in flight. Raises the first SequenceFailed.
+    If the engine works ahead, the next pass over the rows that may continue stays in flight.
+    Sequences outside `rows` get their tokens of passes in flight. Raises the first SequenceFailed.
     """
     target = {seq: len(seq.ids) + steps for seq in rows}
     ahead = engine.limits.ahead
@@ -74,7 +74,10 @@ def decode(engine: Engine, rows: Many[Sequence], steps: int = 1) -> list[Sampled
 
 
 def step(engine: Engine, spans: Iterable[Span]) -> list[SampledToken]:
-    """Computes one pass while none is in flight; the tokens are not appended to sequences."""
+    """Computes one forward pass; returns its tokens, without appending them to sequences.
+
+    No other pass may be in flight. Raises the first failure of a sequence.
+    """
     assert not engine.in_flight
     engine.submit(list(spans))
     found = engine.collect()
@@ -113,7 +116,7 @@ def drain(engine: Engine) -> list[SampledToken]:
 
 
 def _submit(engine: Engine, rows: Many[Sequence], ahead: int) -> list[SampledToken]:
-    """Submits a decode step; returns the tokens of a pass that had to be collected first."""
+    """Submits a decode step; returns the tokens of a pass that had to be collected before."""
     if rows:
         engine.submit(decode_spans(rows))
     drawn: list[SampledToken] = []

@@ -56,7 +56,7 @@ class FakeBroker:
         return Client(self.run_dir, **{**WAITS, **options})
 
     def async_client(self, **options: Any) -> AsyncClient:
-        """See `client`."""
+        """Returns an AsyncClient that waits for this broker without end, and never retries."""
         return AsyncClient(self.run_dir, **{**WAITS, **options})
 
     def receive(self, kind: str, *, pongs: bool = True) -> Message:
@@ -101,7 +101,7 @@ class FakeBroker:
         self.say(kinds.PONG, None, {"boot": self.boot, "link": self.number, "version": 1})
 
     def accept(self) -> bytes:
-        """Accept the next `generate`; returns its id."""
+        """Accepts the next `generate`; returns its id."""
         request = self.receive(kinds.GENERATE).header.id
         assert request is not None
         self.accepted(request)
@@ -119,7 +119,7 @@ class FakeBroker:
         self.say(kinds.ACCEPTED, request, body, attempt=attempt)
 
     def tokens(self, request: bytes, pos: int, count: int = 1, **body: Any) -> None:
-        """Send token ids that equal their positions."""
+        """Sends token ids that equal their positions."""
         ids = range(pos, pos + count)
         fields = {"text": "x" * count, "n": count, **body}
         self.say(kinds.DELTA, request, fields, pack_ids(ids), pos=pos)

@@ -17,7 +17,7 @@ given: set[int] = set()  # ports given in this process
 
 
 def free_port() -> int:
-    """See free_ports."""
+    """Returns a port without a listener, see free_ports."""
     (port,) = free_ports(1)
     return port
 
@@ -25,9 +25,9 @@ def free_port() -> int:
 def free_ports(count: int) -> list[int]:
     """Returns `count` ports without a listener; a process gets each port once.
 
-    They stay free until the server starts: the kernel gives other ports to sockets that ask for
-    any, and so do the other test processes of the run. If the kernel's range leaves no room below
-    it, the ports are from that range.
+    Until the server starts, no other socket gets the ports: they are outside the range from which
+    the kernel assigns ports, and each test process of the run has its own ports. If too few ports
+    are below the kernel's range, the ports are from that range.
     """
     limit = highest_port()
     if limit - LOWEST < MIN_CHOICE:
@@ -45,13 +45,13 @@ def free_ports(count: int) -> list[int]:
 
 
 def _share(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Returns the number of this process in a run of the tests, and the number of processes."""
+    """Returns the index of this process in a run of the tests, and the number of processes."""
     name = environment.get("PYTEST_XDIST_WORKER", "gw0")
     return int(name.removeprefix("gw")), int(environment.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 
 def highest_port() -> int:
-    """Returns the first port that the kernel gives to a socket that asks for any."""
+    """Returns the lowest port that the kernel gives to a socket that asks for any port."""
     try:
         return int(RANGE.read_text().split()[0])
     except OSError:

@@ -36,7 +36,7 @@ class Parser(NamedTuple):
     least: dict[str, Any]
 
     def __call__(self, /, **more: Any) -> Any:
-        """Parse the minimal body with additional fields."""
+        """Parses the minimal body with additional fields."""
         return self.read({**self.least, **more})
 
 

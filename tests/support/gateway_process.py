@@ -31,7 +31,7 @@ class GatewayProcess(Closing):
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start the gateway if it does not run, and wait until it accepts connections."""
+        """Starts the gateway if it does not run, and waits until it accepts connections."""
         if self.process is None:
             with self.log_path.open("ab") as log:
                 self.process = subprocess.Popen(
@@ -48,14 +48,14 @@ class GatewayProcess(Closing):
         return True
 
     def kill(self) -> None:
-        """Send SIGKILL."""
+        """Sends SIGKILL to the gateway."""
         if self.process is not None:
             self.process.kill()
             self.process.wait(PATIENCE)
             self.process = None
 
     def close(self) -> None:
-        """Send SIGTERM; fails if the process does not end."""
+        """Sends SIGTERM to the gateway; fails if the process does not end."""
         process, self.process = self.process, None
         if process is None:
             return
@@ -70,7 +70,7 @@ class GatewayProcess(Closing):
 
 @contextmanager
 def serving(pool: Pool, log: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run `mlxpool gateway` for a pool on a free port; yields the process and its URL."""
+    """Runs `mlxpool gateway` for a pool on a free port; yields the process and its URL."""
     with log.open("wb") as stderr:
         process = subprocess.Popen(
             [*pool.command(), "gateway", "--port", "0", *arguments],

@@ -32,7 +32,7 @@ class GatewayThread(Closing):
         return listening.url_of(self._bound[0])
 
     def drain(self) -> None:
-        """Drain, as SIGTERM does."""
+        """Starts the gateway's drain, as SIGTERM does."""
         self._server.handle_exit(signal.SIGTERM, None)
 
     @property

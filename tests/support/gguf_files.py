@@ -75,7 +75,7 @@ def llama_cpp_name(name: str, architecture: str = "llama") -> str:
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Returns the rows of query or key weights in llama.cpp's order for rotation."""
+    """Returns query or key weights in llama.cpp's order: rows of a rotated pair are adjacent."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 

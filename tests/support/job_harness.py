@@ -32,7 +32,7 @@ WALL = 1_000_000.0  # wall time at the start of a simulation
 
 @dataclass
 class Reading:
-    """The answers to one send of a fetch."""
+    """The answers to one `fetch` message of a client, which reads a job's output."""
 
     start: int = 0
     accepted: dict[str, Any] | None = None
@@ -43,7 +43,7 @@ class Reading:
 
 
 class JobStory(Story):
-    """A simulation with jobs. `settle` lets core, manager and store finish all present work."""
+    """A simulation with jobs. `settle` runs core, manager and store until no work is left."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class JobStory(Story):
                 self.do(action.event)
 
     def drain(self) -> None:
-        """Pass the core's events and the store's results to the manager."""
+        """Passes the core's events and the store's results to the manager."""
         while self.inbox or self.store.results:
             while self.inbox:
                 event = job_event(self.inbox.pop(0), lambda slot: f"stacks of {slot}")
@@ -109,7 +109,7 @@ class JobStory(Story):
             self.drain()
 
     def pass_time(self, seconds: float) -> None:
-        """Let time pass, with all due work; connections stay alive."""
+        """Advances the clock and does all work that is due; connections stay alive."""
         end = self.now + seconds
         while self.now < end:
             for link in list(self.core.state.links):
@@ -120,7 +120,7 @@ class JobStory(Story):
             self.settle()
 
     def restart(self) -> Self:
-        """Let the broker die, and a new broker open the same store."""
+        """Returns a simulation of a new broker on the same store, after the old broker's death."""
         self.store.crash()
         following = type(self)(self.store, self.policy)
         following.now, following.offset = self.now, self.offset
@@ -130,7 +130,7 @@ class JobStory(Story):
     # ---- clients ---------------------------------------------------------------------------------
 
     def ask(self, message: Any, link: int = 1, *, owner: str = OWNER, attempt: int = 1) -> bytes:  # type: ignore[override]
-        """Send a client's message about jobs; returns its id."""
+        """Sends a client's message about jobs; returns its id."""
         self.requests_made += 1
         ident = request_id(10_000 + self.requests_made)
         self.hear(link)

@@ -67,22 +67,22 @@ class OpenedStore:
         self.open()
 
     def open(self, boot: int = BOOT, **settings: Any) -> None:
-        """Close the store and open it again, as a broker that starts at `now` does."""
+        """Closes the store and opens it again, as a broker that starts at `now` does."""
         self.close()
         self.opener = self._make_opener(**settings)
         self.store: SqlStore = self.opener.open()
         self.store.begin(boot, self.now)
 
     def do(self, *operations: Operation) -> list[Result]:
-        """Perform operations in one transaction."""
+        """Performs operations in one transaction."""
         return self.store.transaction(operations, self.now)
 
     def one(self, operation: Operation) -> Any:
-        """Perform an operation; returns its result."""
+        """Performs an operation; returns its result."""
         return self.do(operation)[0]
 
     def submitted(self, number: int, **fields: Any) -> JobView:
-        """Submit a job, which must be accepted."""
+        """Submits a job, which must be accepted."""
         result = self.one(submit(number, **fields))
         assert isinstance(result, Submitted), result
         return result.job

@@ -79,7 +79,7 @@ def _shape(tokens: list[str]) -> tuple[Any, list[str]]:
 
 
 def _object(rest: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Returns the keys up to the closing brace; keys with commas between share the next type."""
+    """Returns the object's keys up to the closing brace; in `a, b: TYPE` both have the type."""
     members: dict[str, Any] = {}
     while rest[0] != "}":
         end = rest.index(":")

@@ -99,7 +99,7 @@ class KubeApi(Closing):
             return False
 
     def _define(self) -> None:
-        """Add the definitions of the folder in the environment variable, if it is set."""
+        """Adds the definitions of the folder in the environment variable, if it is set."""
         folder = os.environ.get(DEFINITIONS)
         if folder is None:
             return
@@ -108,7 +108,7 @@ class KubeApi(Closing):
         self.checked("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
 
     def kubectl(self, *words: str, given: str = "") -> subprocess.CompletedProcess[str]:
-        """Run kubectl against the server; `given` is its standard input."""
+        """Runs kubectl against the server; `given` is its standard input."""
         access = ("--server", self._url, "--token", TOKEN, "--insecure-skip-tls-verify")
         return subprocess.run(
             [self._kubectl, "--kubeconfig=/dev/null", *access, *words],
@@ -119,7 +119,7 @@ class KubeApi(Closing):
         )
 
     def checked(self, *words: str, given: str = "") -> str:
-        """Run a command, which must succeed; returns its output."""
+        """Runs a command, which must succeed; returns its output."""
         done = self.kubectl(*words, given=given)
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -130,7 +130,7 @@ class KubeApi(Closing):
         return {line.split()[-1] for line in table.splitlines()}
 
     def close(self) -> None:
-        """End the processes, the store last."""
+        """Ends the processes, the store last."""
         for process in reversed(self._processes):
             process.terminate()
             try:

@@ -15,7 +15,7 @@ LEAST_COMPARED = 20  # the fewest compared log-probabilities, so that an empty c
 def assert_near(
     ours: Sequence[Sequence[SampledToken]], others: Sequence[Sequence[SampledToken]]
 ) -> None:
-    """Compares the most likely tokens of rows, each row up to the first token that differs."""
+    """Asserts that log-probabilities are near, in each row up to the first token that differs."""
     errors: list[float] = []
     for row, other in zip(ours, others, strict=True):
         for mine, theirs in zip(row, other, strict=True):

@@ -18,7 +18,7 @@ from typing import Any
 
 
 def ask(job: Mapping[str, Any], program: str = "support.mlx_lm_peer") -> None:
-    """Has a peer program, named by its module, do a job.
+    """Gives a job to a peer program, which is named by its module, and waits for its end.
 
     The program keeps running for later jobs, because its imports are slow, and ends with this
     process. Skips the test if mlx-lm is not installed.

@@ -31,9 +31,9 @@ _RANGE = re.compile(r"bytes=(\d+)-")
 class Repository:
     """The files of a repository by name, and the faults of their downloads.
 
-    `cuts` are bytes of a file after which the connection ends, once. `sent` are bytes to send in
-    place of a file's contents. `status` is the HTTP status for each file. `gated`: only TOKEN may
-    read it.
+    `cuts` maps a file to the number of bytes after which the connection ends, once. `sent` maps a
+    file to bytes that are sent in place of its contents. `status` is the HTTP status for each file.
+    `gated`: only TOKEN may read it.
     """
 
     files: Mapping[str, bytes]
@@ -71,9 +71,11 @@ def _lfs(content: bytes) -> dict[str, Any]:
 
 
 class ModelHub(ThreadingHTTPServer):
-    """The server; `repositories` are by ORG/NAME. `asked` has (method, path, Range, Authorization).
+    """The HTTP server of the hub.
 
-    `held` has events: the contents of a file are sent after its event is set.
+    `repositories` maps ORG/NAME to files. `asked` has each request: method, path, Range,
+    Authorization. `held` maps a file to an event; the server sends the contents after the event is
+    set.
     """
 
     daemon_threads = True
@@ -86,7 +88,7 @@ class ModelHub(ThreadingHTTPServer):
         self.asked: list[tuple[str, str, str, str]] = []
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore clients that disconnect during an answer."""
+        """Ignores clients that disconnect during an answer."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 

@@ -16,7 +16,10 @@ for line in sys.stdin:
 
 
 def program(deed: str = "pass") -> tuple[str, ...]:
-    """Returns the command of a process that runs `deed`, and then reports each model as sound."""
+    """Returns a command that replaces the inspection of models, and reports each model as sound.
+
+    `deed` is a Python statement that it performs before each report.
+    """
     return (sys.executable, "-c", ECHO.format(deed=deed))
 
 

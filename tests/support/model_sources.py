@@ -1,4 +1,4 @@
-"""Sources of checkpoints for a compute thread, with engines of given settings."""
+"""Opens checkpoints for a compute thread, with engines of given settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def source_of(
     deterministic: bool = False,
     **settings: Any,
 ) -> Callable[[ModelConfig], ModelSource]:
-    """Returns a function that opens a folder with such an engine, without the slow warm-up."""
+    """Returns a function that opens a folder with an engine of this class and these settings.
+
+    The engine leaves out the slow warm-up.
+    """
 
     def open_source(config: ModelConfig) -> ModelSource:
         files = inspect(folder)

@@ -11,7 +11,7 @@ NAMESPACE = "kubernetes.io/metadata.name"  # the label that each namespace has
 
 @dataclass(frozen=True, slots=True)
 class PodPlace:
-    """A pod as policies see it."""
+    """The data of a pod by which NetworkPolicies select it."""
 
     name: str
     namespace: str

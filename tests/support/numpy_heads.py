@@ -54,14 +54,20 @@ def glm_head(
 def feed_head(
     weights: Weights, config: Mapping[str, Any], tokens: list[int], states: Array
 ) -> tuple[Array, Array]:
-    """See glm_head. The layer is a feed-forward layer; the output head is the model's head."""
+    """Returns states [T, d] and logits [T, vocabulary] of a head with a feed-forward layer.
+
+    The arguments are those of glm_head. The output head is the model's head.
+    """
     return _mtp_head(weights, config, tokens, states, _feed_layer)
 
 
 def qwen_head(
     weights: Weights, config: Mapping[str, Any], tokens: list[int], states: Array
 ) -> tuple[Array, Array]:
-    """See glm_head."""
+    """Returns states [T, d] and logits [T, vocabulary] of Qwen's head.
+
+    The arguments are those of glm_head.
+    """
     return _mtp_head(weights, config, tokens, states, qwen_layer)
 
 
@@ -169,7 +175,10 @@ def _attend(q: Array, k: Array, v: Array) -> Array:
 
 
 def _rope(x: Array, base: float, *, pairs: bool = False) -> Array:
-    """Returns x [T, H, D] rotated by positions. A pair is two neighbours (`pairs`), else halves."""
+    """Returns x [T, H, D] rotated by positions (RoPE).
+
+    `pairs`: two neighbouring numbers are a pair; otherwise those at one index of both halves.
+    """
     return rotated(x, rope_angles(len(x), x.shape[2], base), traditional=pairs)
 
 

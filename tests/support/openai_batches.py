@@ -14,7 +14,7 @@ OVER = ("completed", "failed", "expired", "cancelled")
 
 
 def sent(client: openai.OpenAI, lines: list[Any], name: str = "in.jsonl") -> str:
-    """Upload a file with these lines; returns its id."""
+    """Uploads a file with these lines; returns its id."""
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     data = "\n".join(texts).encode()
     return client.files.create(file=(name, data), purpose="batch").id
@@ -26,7 +26,7 @@ def begin(client: openai.OpenAI, file: str, endpoint: str = COMPLETIONS, **more:
 
 
 def over(client: openai.OpenAI, id: str) -> Any:
-    """Wait for the end of a batch; returns the batch."""
+    """Waits for the end of a batch; returns the batch."""
 
     def ended() -> Any:
         batch = client.batches.retrieve(id)

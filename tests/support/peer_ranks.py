@@ -33,52 +33,52 @@ class FakePeerMemory:
     def __init__(
         self, *, exports: bool = True, opens: bool = True, identity: int = 1, nvlink: bool = False
     ) -> None:
-        """`exports` and `opens`: these calls succeed; `identity` 0: the call for it fails, too."""
+        """`exports`, `opens`: whether these calls succeed. Identity 0: `identity()` fails."""
         self.exports, self.opens, self.number, self.nvlink = exports, opens, identity, nvlink
         self.allocated: dict[int, np.ndarray] = {}
         self.opened: list[int] = []
 
     def identity(self) -> bytes:
-        """See PeerMemory."""
+        """Returns the bytes of the simulated GPU's number. Raises PeerMemoryError if it is 0."""
         if not self.number:
             raise PeerMemoryError("cuDeviceGetUuid_v2 failed: CUDA_ERROR_NOT_SUPPORTED")
         return self.number.to_bytes(IDENTITY_BYTES, "little")
 
     def over_nvlink(self, identity: bytes) -> bool:
-        """See PeerMemory."""
+        """Returns whether the simulation has NVLink and the identity is another GPU's."""
         return self.nvlink and identity != self.identity()
 
     def allocate(self, size: int) -> int:
-        """See PeerMemory."""
+        """Allocates `size` bytes of zeros, aligned to LINE_BYTES; returns their address."""
         whole = np.zeros(size + LINE_BYTES, dtype=np.uint8)
         address = -(-whole.ctypes.data // LINE_BYTES) * LINE_BYTES
         self.allocated[address] = whole
         return address
 
     def export(self, address: int) -> bytes:
-        """See PeerMemory."""
+        """Returns a handle that contains the address. Raises PeerMemoryError unless `exports`."""
         if not self.exports:
             raise PeerMemoryError("cuIpcGetMemHandle failed: CUDA_ERROR_NOT_SUPPORTED")
         return address.to_bytes(HANDLE_BYTES, "little")
 
     def open(self, handle: bytes) -> int:
-        """See PeerMemory."""
+        """Returns the address in a handle. Raises PeerMemoryError unless `opens`."""
         if not self.opens:
             raise PeerMemoryError("cuIpcOpenMemHandle_v2 failed: CUDA_ERROR_INVALID_HANDLE")
         self.opened.append(int.from_bytes(handle, "little"))
         return self.opened[-1]
 
     def close(self, address: int) -> None:
-        """See PeerMemory."""
+        """Removes an address that `open` returned from the list of open mappings."""
         self.opened.remove(address)
 
     def free(self, address: int) -> None:
-        """See PeerMemory."""
+        """Frees memory that `allocate` returned."""
         del self.allocated[address]
 
 
 class SimulatedRanks:
-    """The sums of all ranks of a group. `memory` holds their buffers."""
+    """The all-reduce objects (PeerSums) of a group's simulated ranks, with their buffers."""
 
     def __init__(
         self, ranks: int, limits: Limits, bound: float = BOUND, *, lines: bool = False
@@ -92,7 +92,7 @@ class SimulatedRanks:
             rank_sums.set_bound(bound)
 
     def begin_at(self, epoch: int) -> None:
-        """Set the number of sums so far."""
+        """Sets, in every rank's buffer, the number of all-reduces so far."""
         for address in self._addresses:
             ctypes.c_int64.from_address(address).value = epoch
 
@@ -103,33 +103,36 @@ class MappedPeerMemory:
     _kept: ClassVar[list[tuple[int, mmap.mmap]]] = []  # open until the process ends
 
     def identity(self) -> bytes:
-        """See PeerMemory."""
+        """Returns the process id as the identity of a simulated GPU."""
         return os.getpid().to_bytes(IDENTITY_BYTES, "little")
 
     def over_nvlink(self, identity: bytes) -> bool:
-        """See PeerMemory. Lines arrive whole, in simt.h."""
+        """Returns whether an environment variable requests NVLink.
+
+        The simulation (simt.h) writes lines of memory whole, as NVLink does.
+        """
         return os.environ.get(NVLINK) == "yes"
 
     def allocate(self, size: int) -> int:
-        """See PeerMemory."""
+        """Allocates `size` bytes of zeros that processes can share; returns their address."""
         descriptor = os.memfd_create("buffer")
         os.ftruncate(descriptor, size)
         return self._map(descriptor)
 
     def export(self, address: int) -> bytes:
-        """See PeerMemory."""
+        """Returns a handle for other processes: the path of the memory's file in /proc."""
         descriptor = next(fd for fd, memory in self._kept if _address(memory) == address)
         return f"/proc/{os.getpid()}/fd/{descriptor}".encode().ljust(HANDLE_BYTES, b"\0")
 
     def open(self, handle: bytes) -> int:
-        """See PeerMemory."""
+        """Maps the file that another process exported; returns the address."""
         return self._map(os.open(handle.rstrip(b"\0"), os.O_RDWR))
 
     def close(self, address: int) -> None:
-        """See PeerMemory. The process keeps it."""
+        """Does nothing: the mapping stays until the process ends."""
 
     def free(self, address: int) -> None:
-        """See PeerMemory. The process keeps it."""
+        """Does nothing: the memory stays until the process ends."""
 
     def _map(self, descriptor: int) -> int:
         self._kept.append((descriptor, mmap.mmap(descriptor, 0)))
@@ -142,9 +145,10 @@ def _address(memory: mmap.mmap) -> int:
 
 @contextmanager
 def peer_sums(collectives: Collectives) -> Iterator[set[str]]:
-    """Lets this process's rank add up by simulated kernels; yields the kernels' names.
+    """Makes this process's rank compute all-reduces by simulated kernels, inside the context.
 
-    Other tests compile the same kernels with NVIDIA's compiler.
+    Yields the names of the kernels that ran. Other tests compile the same kernels with NVIDIA's
+    compiler.
     """
     with simt.simulated() as called, pytest.MonkeyPatch.context() as patch:
         patch.setattr(simt, "compiled", lambda *given: 0)

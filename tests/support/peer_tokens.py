@@ -1,6 +1,6 @@
-"""Tokens of two ranks that add up by kernels on simulated GPUs, with a process for each rank.
+"""Generates tokens on two ranks, one process each, with all-reduce kernels on simulated GPUs.
 
-`python -m support.peer_tokens MODEL` prints JSON: the tokens without and with a pass ahead, and the
+`python -m support.peer_tokens MODEL` prints JSON: the tokens without and with lookahead, and the
 kernels that ran in rank 0. A process can join only one group, so this is a separate program.
 """
 
@@ -34,7 +34,7 @@ def tokens(engine: Engine) -> list[list[int]]:
 
 
 def main(model: Path) -> None:
-    """Print the JSON that the module describes."""
+    """Prints the JSON that the module describes."""
     results: list[list[list[int]]] = []
     with RankPair(by_kernels=True) as pair:
         pair.kernels.clear()

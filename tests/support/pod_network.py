@@ -91,7 +91,7 @@ class PodNetwork(Closing):
         (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
 
     def enforce(self, connections: Iterable[Allowed]) -> None:
-        """Lets only these connections into the pods; all others are refused immediately."""
+        """Accepts only these connections between pods; all others are refused immediately."""
         accepted: dict[str, list[str]] = {pod: [] for pod in self.addresses}
         for source, target, port in connections:
             rule = f"ip saddr {self.addresses[source]} tcp dport {port} accept"
@@ -113,11 +113,11 @@ class PodNetwork(Closing):
         return done.returncode == 0
 
     def link(self, pod: str, state: str) -> None:
-        """Set a pod's link `up` or `down`."""
+        """Sets a pod's link `up` or `down`."""
         _run("ip", "-n", self.space(pod), "link", "set", "eth0", state)
 
     def close(self) -> None:
-        """Remove the namespaces and their files."""
+        """Removes the namespaces and their files."""
         self._cleanup.close()
 
 
@@ -127,7 +127,7 @@ def _run(*words: str, given: str = "") -> None:
 
 
 def _remove_left() -> None:
-    """Remove the namespaces of killed test processes, and end the processes in them."""
+    """Removes the namespaces of killed test processes, and ends the processes in them."""
     listing = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     for space in (line.split()[0] for line in listing.splitlines() if line.startswith(PREFIX)):
         maker = space.removeprefix(PREFIX).partition("-")[0]

@@ -34,7 +34,7 @@ QUESTIONS = frozenset({"batches", "job", "jobs", "models", "notices", "ps", "req
 
 
 def connection_of(client: Client | AsyncClient) -> Connection:
-    """Returns the connection of a client that speaks for itself, not for an owner."""
+    """Returns the connection of a client that acts for itself, not for another owner."""
     connection = client._connection
     assert isinstance(connection, Connection)
     return connection
@@ -46,7 +46,7 @@ def reconnects(client: Client) -> int:
 
 
 def until(check: Callable[[], Any], what: str, patience: float = PATIENCE) -> Any:
-    """Wait for a true value of `check` and return it; fails with `what` after `patience` s."""
+    """Waits for a true value of `check` and returns it; fails with `what` after `patience` s."""
     end = time.monotonic() + patience
     while time.monotonic() < end:
         value = check()
@@ -57,7 +57,7 @@ def until(check: Callable[[], Any], what: str, patience: float = PATIENCE) -> An
 
 
 def gone(process: psutil.Process) -> bool:
-    """Returns whether a process has ended; a zombie has."""
+    """Returns whether a process has ended; a zombie counts as ended."""
     try:
         return not process.is_running() or bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -71,9 +71,10 @@ def with_path(folder: Path) -> str:
 
 @contextmanager
 def patient_commands() -> Iterator[None]:
-    """Let commands in this process wait for a busy broker, as support/patient does in others.
+    """Makes commands in this process wait longer for a busy broker, inside the context.
 
     A command that gives up after 2 s may have been performed anyway, so a second run would fail.
+    Commands in other processes use support/patient.
     """
     with (
         patch.dict(ask.__kwdefaults__, {"timeout": PATIENCE}),
@@ -120,7 +121,7 @@ class Pool(Closing):
         return self
 
     def start(self) -> None:
-        """Start the broker and wait until it answers."""
+        """Starts the broker and waits until it answers."""
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 [
@@ -158,14 +159,14 @@ class Pool(Closing):
             return False
 
     def close(self) -> None:
-        """End the broker and remove its folder."""
+        """Ends the broker and removes its folder."""
         try:
             self.stop()
         finally:
             self._folder.cleanup()
 
     def stop(self) -> int:
-        """Send SIGTERM; returns the exit code. Kills a broker that does not end, and fails."""
+        """Sends SIGTERM; returns the exit code. Kills a broker that does not end, and fails."""
         process, self.process = self.process, None
         if process is None:
             return 0
@@ -178,7 +179,7 @@ class Pool(Closing):
             raise AssertionError(f"the broker did not end:\n{self.log()}") from None
 
     def kill(self) -> None:
-        """Send SIGKILL to the broker."""
+        """Sends SIGKILL to the broker."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()
@@ -192,11 +193,11 @@ class Pool(Closing):
         return Client(self.run_dir, **{"connect_timeout": PATIENCE, **options})
 
     def async_client(self, **options: Any) -> AsyncClient:
-        """See `client`."""
+        """Returns an AsyncClient that by default waits for a busy broker."""
         return AsyncClient(self.run_dir, **{"connect_timeout": PATIENCE, **options})
 
     def ask(self, kind: str, **body: Any) -> dict[str, Any]:
-        """Run an admin command; waits for a broker without processor time."""
+        """Runs an admin command; also waits for a broker that gets no processor time."""
         end = time.monotonic() + PATIENCE
         timeout = admin.ANSWER_TIMEOUT if kind in QUESTIONS else PATIENCE
         while True:
@@ -213,7 +214,7 @@ class Pool(Closing):
         return dict(rows[0]) if rows else {}
 
     def gateway(self, **wanted: Any) -> dict[str, Any]:
-        """Wait until the row of its gateway in `ps` has these values; returns the row."""
+        """Waits until the row of the pool's gateway in `ps` has these values; returns the row."""
 
         def check() -> dict[str, Any] | None:
             row = self.ask("ps").get("gateway", {})
@@ -222,7 +223,7 @@ class Pool(Closing):
         return dict(until(check, f"the gateway has {wanted}"))
 
     def in_state(self, slot: str, **wanted: Any) -> dict[str, Any]:
-        """Wait until a worker's row has these values; returns the row."""
+        """Waits until a worker's row has these values; returns the row."""
 
         def check() -> dict[str, Any] | None:
             row = self.worker(slot)
@@ -237,9 +238,9 @@ class Pool(Closing):
         *,
         over: Callable[[], bool] = lambda: False,
     ) -> int | None:
-        """Send a signal to the worker of a slot, once it has one; returns its pid.
+        """Sends a signal to the worker of a slot as soon as it has a process; returns its pid.
 
-        Returns None if its work is `over` before: a broker without work starts no worker.
+        Returns None if `over` becomes true before: a broker without work starts no worker.
         """
         pids: list[int | None] = []
 
@@ -261,7 +262,7 @@ class Pool(Closing):
     def cli(
         self, *arguments: str, stdin: str | None = None, process: bool = False
     ) -> subprocess.CompletedProcess[str]:
-        """Run the `mlxpool` command against this pool: here, or in its own `process`.
+        """Runs the `mlxpool` command against this pool: here, or in its own `process`.
 
         The command waits for a broker without processor time. It is run again if it gave up on a
         broker that still runs.
@@ -299,7 +300,7 @@ class Pool(Closing):
         )
 
     def cli_json(self, *arguments: str) -> Any:
-        """Run the command with --json; returns its parsed output."""
+        """Runs the command with --json; returns its parsed output."""
         done = self.cli(*arguments, "--json")
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)

@@ -80,7 +80,7 @@ class PostgresServer(Closing):
         assert done.returncode == 0, done.stderr.decode()
 
     def start(self) -> None:
-        """Start the server and wait until it answers."""
+        """Starts the server and waits until it answers."""
         flags = [
             flag for name, value in self._settings.items() for flag in ("-c", f"{name}={value}")
         ]
@@ -106,13 +106,13 @@ class PostgresServer(Closing):
         return True
 
     def kill(self) -> None:
-        """Kill the server as a loss of power does, without ending transactions."""
+        """Kills the server as a loss of power does, without ending transactions."""
         assert self.process is not None
         self.process.send_signal(signal.SIGQUIT)  # `immediate` shutdown, children too
         self.process.wait(PATIENCE)
 
     def end_sessions(self) -> None:
-        """End every session of a broker, as an administrator can."""
+        """Ends every session of a broker, as an administrator can."""
         import psycopg
 
         with psycopg.connect(self.url("public"), autocommit=True) as connection:
@@ -127,7 +127,7 @@ class PostgresServer(Closing):
         return f"postgresql://{USER}@/postgres?host={self.folder}&options={options}"
 
     def new_url(self) -> str:
-        """Make an empty schema; returns its URL."""
+        """Makes an empty schema; returns its URL."""
         import psycopg
 
         schema = f"test_{next(self._schemas)}"

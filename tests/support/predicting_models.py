@@ -53,7 +53,7 @@ def settings(family: str, **changes: Any) -> dict[str, Any]:
 def weights_with_head(
     family: str, seed: int = 0, *, own: bool = False, **changes: Any
 ) -> dict[str, np.ndarray]:
-    """Returns random weights of a model and its head. `own`: the head has the tensors OWN."""
+    """Returns random weights of a model and its head. `own`: the head also has the tensors OWN."""
     whole = settings(family, **changes)
     prediction = models.plan(whole).prediction
     assert prediction is not None
@@ -69,10 +69,10 @@ def weights_with_head(
 
 
 def likely_right(weights: Mapping[str, np.ndarray], share: float = 0.002) -> dict[str, np.ndarray]:
-    """Returns the weights with layers scaled by `share`, and a head that only reads its token.
+    """Returns the weights, changed so that most drafts of the MTP head are right, at any depth.
 
-    The next token then depends almost only on the newest token. The head predicts the most likely
-    token after its input token, so most of its drafts are right at any depth.
+    Layers are scaled by `share`, so the next token depends almost only on the newest token. The
+    head reads only its input token, and predicts the most likely token after it.
     """
     joint = next(name for name in weights if name.endswith(("eh_proj.weight", "mtp.fc.weight")))
     head = joint.removesuffix("eh_proj.weight").removesuffix("fc.weight")

@@ -46,7 +46,10 @@ class ListRow:
         return CELL * len(self.cells)
 
     def feed(self, tokens: Sequence[int]) -> None:
-        """Computes the next cells; a row with a state uses the state, like a recurrent layer."""
+        """Computes the cells of the next tokens, and appends them to the row.
+
+        A row with a state computes them from the state, like a recurrent layer.
+        """
         for token in tokens:
             before = self.state if self.stateful else self.cells[-1] if self.cells else 0
             self.cells.append(chain(before, token))
@@ -131,7 +134,7 @@ class ListStore:
 
 
 class PagedMemory:
-    """The cells of all blocks, as the memory of a GPU's block pool has them."""
+    """The cells of all blocks: replaces the GPU memory of a pool of blocks."""
 
     def __init__(self, blocks: int, size: int) -> None:
         self.cells = [[-1] * size for _ in range(blocks)]
@@ -196,9 +199,9 @@ def serve(
     stop_at: int | None = None,
     restore_at: int = 0,
 ) -> int:
-    """Serve a request, completely or cancelled at `stop_at`; returns the number of cached tokens.
+    """Serves a request, completely or cancelled at `stop_at`; returns the number of cached tokens.
 
-    The last generated token is never computed. Chunks of the prefill end at the stops.
+    The last generated token is never computed. Prefill chunks end at restore points of the cache.
     """
     row, cached = cache.begin(list(prompt), restore_at)
     assert row.cells == cells_of(prompt)[:cached] and row.offset == cached

@@ -59,7 +59,7 @@ def need(truth: object, words: str) -> None:
 
 
 def only(words: Sequence[str], *known: str) -> None:
-    """Fail if a flag is not in `known`."""
+    """Fails if a flag is not in `known`."""
     for word in words:
         need(not word.startswith("-") or word.partition("=")[0] in known, f"no flag {word}")
 
@@ -83,7 +83,7 @@ class ArgumentsParsed(Exception):
 
 
 def parse_only(program: str, words: Sequence[str]) -> None:
-    """Run a Python program only until it has parsed its command line."""
+    """Runs a Python program only until it has parsed its command line."""
 
     def parsed(
         self: argparse.ArgumentParser, args: object = None, namespace: object = None
@@ -114,7 +114,7 @@ def python(words: Sequence[str]) -> None:
 
 
 def make_environment(folder: Path) -> None:
-    """Make the part of an environment of `python3 -m venv` and `pip install` that a page uses."""
+    """Makes `bin/pip` and `bin/mlxpool`, the parts of a virtual environment that a page uses."""
     (folder / "bin").mkdir(parents=True)
     for name in ("pip", "mlxpool"):
         (folder / "bin" / name).symlink_to(str(shutil.which(name)))
@@ -281,7 +281,7 @@ def service_variables(text: str, *, files: bool) -> dict[str, str]:
 
 
 def start(name: str, command: Sequence[str]) -> None:
-    """Start a service, or restart it, and wait until it answers, as for Type=notify."""
+    """Starts a service, or restarts it, and waits until it answers, as for Type=notify."""
     placed("/run/mlxpool").mkdir(mode=0o700, parents=True, exist_ok=True)
     pid_file = placed(f"/run/{name}.pid")
     if pid_file.exists():
@@ -342,7 +342,7 @@ STUBBED_ARGUMENTS = {
 
 
 def put_into(folder: Path) -> None:
-    """Write the executables into a new folder for the PATH."""
+    """Writes the executables into a new folder for the PATH."""
     folder.mkdir()
     programs = Path(sys.executable).parent
     for name in STUBS:

@@ -17,7 +17,7 @@ ANY = 2**30  # tokens of context
 
 @dataclass(frozen=True, slots=True)
 class ChatIds:
-    """See jobs.Encoded."""
+    """The token ids of a chat; the fields are those of jobs.Encoded."""
 
     ids: list[int]
     restore_at: int

@@ -55,7 +55,7 @@ class RankPair(Closing):
     """Rank 0, with a child process that is rank 1. A process can only have one RankPair."""
 
     def __init__(self, *, by_kernels: bool = False) -> None:
-        """`by_kernels`: sums use simulated kernels, see peer_ranks.peer_sums; else a ring.
+        """`by_kernels`: sums use simulated kernels (peer_ranks.peer_sums) in place of a ring.
 
         `kernels` has the names of the kernels that ran in this process.
         """
@@ -107,7 +107,7 @@ class RankPair(Closing):
             os.write(self._writer, END)
 
     def close(self) -> None:
-        """End the child."""
+        """Ends the child process."""
         self._peers.close()
         os.close(self._writer)
         self._child.communicate()

@@ -1,7 +1,7 @@
 """Several nodes of a Ray cluster on this machine, whose processes can be killed.
 
-A node is `ray start --block` with all its descendants. For the other nodes, killing all of them is
-the same as the loss of a machine.
+A node is `ray start --block` with all its descendants. If all of them are killed, the other nodes
+see the same as after the loss of a machine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RayNode:
     """A `ray start` with its descendants. They are recorded: their parents may end first."""
 
     def __init__(self, log: Path, temp: Path, *arguments: str) -> None:
-        """`temp` is the folder of the folders that killed hosts leave."""
+        """`temp` is the node's TMPDIR: hosts that are killed leave temporary folders there."""
         program = str(Path(sys.executable).parent / "ray")
         with log.open("ab") as out:
             self.process = subprocess.Popen(
@@ -58,7 +58,7 @@ class RayNode:
         self.seen: dict[int, psutil.Process] = {}
 
     def note(self) -> list[psutil.Process]:
-        """Record the node's running processes, and return them."""
+        """Records the node's running processes, and returns them."""
         processes = descendants(self.process.pid)
         self.seen.update((process.pid, process) for process in processes)
         return processes
@@ -67,7 +67,7 @@ class RayNode:
         return any(process.pid == pid for process in self.note())
 
     def kill(self) -> None:
-        """Send SIGKILL to all its processes, parents first."""
+        """Sends SIGKILL to all its processes, parents first."""
         self.note()
         for process in self.seen.values():
             with contextlib.suppress(psutil.NoSuchProcess):  # psutil compares start times
@@ -101,7 +101,7 @@ class RayNodes(Closing):
         until(listens, "the head listens", PATIENCE)
 
     def add(self) -> RayNode:
-        """Start a node of two CPUs, which joins the cluster later."""
+        """Starts a node of two CPUs, which joins the cluster later."""
         node = RayNode(
             self.log,
             self.temp,
@@ -116,7 +116,7 @@ class RayNodes(Closing):
         node.kill()
 
     def close(self) -> None:
-        """Kill all nodes, and remove their files."""
+        """Kills all nodes, and removes their files."""
         for node in (*self.nodes, self.head):
             node.kill()
         shutil.rmtree(self.temp, ignore_errors=True)

@@ -79,27 +79,27 @@ class Relay(Closing):
     # ---- controls ------------------------------------------------------------------------------
 
     def cut(self) -> None:
-        """Reset every connection; new connections are accepted as before."""
+        """Resets every connection; new connections are accepted as before."""
         self._do(self._reset_all)
 
     def freeze(self) -> None:
-        """Stop moving bytes without closing: connections are half-open."""
+        """Stops moving bytes without closing connections, as if they were half-open."""
         self._do(lambda: setattr(self, "_frozen", True))
 
     def thaw(self) -> None:
-        """Continue after `freeze`."""
+        """Continues after `freeze`."""
         self._do(lambda: setattr(self, "_frozen", False))
 
     def delay(self, seconds: float) -> None:
-        """Delay every chunk that arrives from now on."""
+        """Delays every chunk that arrives from now on."""
         self._do(lambda: setattr(self, "_delay", seconds))
 
     def drip(self, bytes_per_second: float) -> None:
-        """Limit the rate of each direction; 0: no limit."""
+        """Limits the rate of each direction; 0: no limit."""
         self._do(lambda: setattr(self, "_rate", bytes_per_second))
 
     def close(self) -> None:
-        """Reset all connections and end the thread."""
+        """Resets all connections and ends the thread."""
         if self._closing:
             return
         self._do(lambda: setattr(self, "_closing", True))
@@ -109,7 +109,7 @@ class Relay(Closing):
             socket_.close()
 
     def _do(self, command: Callable[[], None]) -> None:
-        """Run a command in the relay's thread and wait for it."""
+        """Runs a command in the relay's thread and waits for it."""
         done = threading.Event()
         self._commands.append((command, done))
         self._wake_end.send(b"\0")
@@ -144,7 +144,7 @@ class Relay(Closing):
                 self._move(pipe, ready)
 
     def _register(self, selector: selectors.BaseSelector, now: float) -> float | None:
-        """Register the sockets to wait for; returns the timeout in seconds, or None."""
+        """Registers the sockets to wait for; returns the timeout in seconds, or None."""
         selector.register(self._listener, selectors.EVENT_READ)
         masks: dict[socket.socket, int] = {}
         soon: list[float] = []
@@ -202,7 +202,7 @@ class Relay(Closing):
             self._drop(pipe)
 
     def _drop(self, pipe: Pipe) -> None:
-        """Reset both sides of a connection."""
+        """Resets both sides of a connection."""
         for connection in (pipe.source, pipe.sink):
             _reset(connection)
         self._pipes = [

@@ -11,9 +11,10 @@ from support.fake_broker import FACTS, PATIENCE, FakeBroker, fake_broker
 
 
 def output_over_every_loss(command: Sequence[str]) -> str:
-    """Returns the output of a client that is started with the run directory, a model and a prompt.
+    """Runs a client against the losses of `play_every_loss`; returns the client's output.
 
-    The output is six `x` if no token is lost. Fails unless the client ends with exit code 0.
+    `command` is continued by the run directory, a model and a prompt. The output is six `x` if no
+    token is lost. Fails unless the client ends with exit code 0.
     """
     with fake_broker() as broker:
         program = subprocess.Popen(
@@ -30,7 +31,7 @@ def output_over_every_loss(command: Sequence[str]) -> str:
 
 
 def play_every_loss(broker: FakeBroker) -> None:
-    """Lose in turn: the broker, the connection, a frame, the admission to the queue, all pongs.
+    """Loses in turn: the broker, the connection, a frame, the admission to the queue, all pongs.
 
     A slow machine may lose more: resumes with fewer ids are skipped.
     """
@@ -52,7 +53,7 @@ def play_every_loss(broker: FakeBroker) -> None:
 
 
 def expect_resume(broker: FakeBroker, request: bytes, have: int) -> None:
-    """Wait for the resume with `have` ids, accept it, and send one more token id."""
+    """Waits for the resume with `have` ids, accepts it, and sends one more token id."""
     while (again := broker.receive(kinds.GENERATE)).body["resume"]["count"] != have:
         pass
     assert again.header.id == request and again.body["prompt"] == "hello"

@@ -79,10 +79,10 @@ class Served:
         reason: str | None = "stop",
         calls: int = 0,
     ) -> str:
-        """Start a broker and its gateway; returns the gateway's URL.
+        """Starts a broker and its gateway; returns the gateway's URL.
 
-        `reason` is the reason of the answer's end; None: the worker is lost. `calls` is the number
-        of times that the gateway asks for the text of the answer's ids.
+        `reason` is the reason of the answer's end; with None the worker is lost. `calls` is the
+        number of times that the gateway detokenises the answer's ids.
         """
         run_dir = Path(self._folder.name)
         self._model = Model(run_dir, chat, pieces, thinks=thinks, reason=reason, calls=calls)

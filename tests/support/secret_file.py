@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def secret_file(path: Path, text: str) -> Path:
-    """Write a file that other users can read at no moment."""
+    """Writes a file that other users cannot read at any moment; returns its path."""
     path.touch(0o600)
     path.write_text(text)
     return path

@@ -68,7 +68,7 @@ class SecurePool(Pool):
         self.write("alice", "bob", "hand", "chief")
 
     def write(self, *names: str, pool: str | None = None, models: str | None = None) -> None:
-        """Write the config with the keys `names` in its allow-list."""
+        """Writes the config with the keys `names` in its allow-list."""
         self.config.write_text(
             "[pool]\n"
             'front = ["tcp://127.0.0.1:*"]\n'
@@ -109,11 +109,11 @@ class SecurePool(Pool):
         )
 
     def is_asked(self, arguments: Sequence[str]) -> bool:
-        """See Pool; it also recognises the admin endpoint over tcp."""
+        """Returns whether a command contacts this pool's broker, also at its admin tcp endpoint."""
         return super().is_asked(arguments) or not self._admin_endpoints.isdisjoint(arguments)
 
     def reload(self) -> None:
-        """Reload the settings, and wait until they are applied or refused."""
+        """Reloads the settings, and waits until they are applied or refused."""
         before = self.reload_outcomes()
         self.ask("reload")
         until(lambda: self.ended() or self.reload_outcomes() > before, f"reloaded:\n{self.log()}")
@@ -159,7 +159,7 @@ class RemoteWorker(Closing):
         return self.log_path.read_text()
 
     def wait(self) -> int:
-        """Wait until the process ends by itself; returns its exit code."""
+        """Waits until the process ends by itself; returns its exit code."""
         return self.process.wait(timeout=PATIENCE)
 
     def close(self) -> None:

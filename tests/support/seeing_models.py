@@ -224,7 +224,7 @@ class Weights(dict[str, np.ndarray]):
         self._draw = np.random.default_rng(seed)
 
     def add(self, name: str, *shape: int, scale: float = 0.0) -> None:
-        """Adds numbers around 0; with `scale` 0 they fit a matrix with columns of this length."""
+        """Adds normal random numbers times `scale`; 0 stands for 1.4 / sqrt(last dimension)."""
         scale = scale or 1.4 * shape[-1] ** -0.5
         self[name] = self._draw.standard_normal(shape, dtype=np.float32) * np.float32(scale)
 

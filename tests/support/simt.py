@@ -79,7 +79,11 @@ def simulated() -> Iterator[set[str]]:
 
 @contextmanager
 def token_grid_machine() -> Iterator[set[str]]:
-    """Gives a GPU, or a simulated GPU with three multiprocessors that has kernels for one token."""
+    """Provides a GPU: the real one, or a simulated one with three multiprocessors.
+
+    The simulated GPU also runs the kernels for one token. Yields the names of the simulated kernels
+    that ran.
+    """
     if mx.cuda.is_available():
         yield set()
         return
@@ -205,9 +209,10 @@ _together: Ranks | None = None
 
 @contextmanager
 def together(count: int) -> Iterator[Ranks]:
-    """Launches the kernels that are called in the block at its end, on `count` GPUs in parallel.
+    """Launches the kernels called in the block at its end, on `count` GPUs at the same time.
 
-    The results of a call have their numbers after the block; before, only kernels may read them.
+    The results of a call have no numbers before the block's end; until then only kernels may use
+    them.
     """
     global _together
     _together = Ranks(count)

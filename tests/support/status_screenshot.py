@@ -41,7 +41,7 @@ counting.fault_in = "load"
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """The load of a pool: `readers` of each model at the same time; `kills` are workers to kill."""
+    """The load of a pool in a screenshot: concurrent `readers` per model, and workers to kill."""
 
     readers: Mapping[str, int]
     mean_pause: float  # seconds between two requests of a reader
@@ -57,7 +57,7 @@ SCENES = {
 
 
 async def read(client: AsyncClient, model: str, random: Random, mean_pause: float) -> None:
-    """Send one request after the other without end."""
+    """Sends one request after the other without end."""
     while True:
         prompt = "hello " * random.randint(1, 200)
         with contextlib.suppress(PoolError):
@@ -66,7 +66,7 @@ async def read(client: AsyncClient, model: str, random: Random, mean_pause: floa
 
 
 async def work(run_dir: Path, scene: Scene) -> None:
-    """Run all readers without end."""
+    """Runs all readers without end."""
     names = [name for name, count in scene.readers.items() for _ in range(count)]
     async with AsyncClient(run_dir=run_dir) as client, asyncio.TaskGroup() as group:
         for number, name in enumerate(names):
@@ -74,7 +74,7 @@ async def work(run_dir: Path, scene: Scene) -> None:
 
 
 async def kill(pool: Pool, slots: tuple[str, ...], seconds: float) -> None:
-    """Kill these workers one after another, within `seconds`."""
+    """Kills these workers one after another, within `seconds`."""
     for slot in slots:
         await asyncio.sleep(seconds / (len(slots) + 1))
         await asyncio.to_thread(pool.in_state, slot, state="ready")

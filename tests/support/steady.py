@@ -24,7 +24,7 @@ FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """Lets `count` processes compute without end during the block."""
+    """Runs `count` processes that compute without end during the block."""
     started = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
     try:
         yield

@@ -39,7 +39,7 @@ def operation_of(command: str, numbers: list[int]) -> Operation:
 
 
 def shown(operation: Operation, result: Result) -> str:
-    """Returns a word for an operation and one or two words for its result."""
+    """Returns the line that the program prints for an operation and its result."""
     what = result.code if isinstance(result, Refused) else type(result).__name__
     return f"{type(operation).__name__} {what} {getattr(result, 'pos', '')}".rstrip()
 

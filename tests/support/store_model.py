@@ -54,7 +54,7 @@ class StoreModel:
         self._end_seq = itertools.count(1)
 
     def follow(self, clock: Callable[[], float]) -> None:
-        """Use the clock of another simulation from now on."""
+        """Uses the clock of another simulation from now on."""
         self._clock = clock
 
     @property
@@ -68,7 +68,7 @@ class StoreModel:
         self.inbox.append(operation)
 
     def commit(self, count: int | None = None) -> None:
-        """Perform the next `count` operations of the inbox, by default all."""
+        """Performs the next `count` operations of the inbox, by default all."""
         group = self.inbox[:count]
         del self.inbox[: len(group)]
         for operation in group:
@@ -436,7 +436,7 @@ class StoreModel:
 
 
 def _from_border(chunk: Chunk, pos: int) -> Chunk:
-    """Returns the chunk from its last step border at or before `pos`."""
+    """Returns the part of a chunk that begins at its last step boundary at or before `pos`."""
     cut = max((b for b in chunk.borders if chunk.pos + b[0] <= pos), default=(0, 0))
     borders = tuple((n - cut[0], c - cut[1]) for n, c in chunk.borders if n > cut[0])
     return Chunk(chunk.pos + cut[0], chunk.ids[4 * cut[0] :], chunk.text[cut[1] :], borders)

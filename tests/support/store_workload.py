@@ -29,7 +29,7 @@ MUTANTS = ("none", "normal", "off", "early", "parent")
 
 
 def break_a_rule(mutant: str) -> None:
-    """Break a rule of the store, so that it loses acknowledged operations."""
+    """Breaks a rule of the store, so that it loses acknowledged operations."""
     if mutant in ("normal", "off"):
         sqlite_store.PRAGMAS["synchronous"] = mutant.upper()
     elif mutant == "early":  # results are reported before the commit
@@ -59,7 +59,7 @@ class Workload:
         self._in_flight = 0
 
     def run(self, woken: threading.Event, told: Callable[[str], None]) -> None:
-        """Run until every job has ended and every result is known."""
+        """Runs until every job has ended and every result is known."""
         while self._left or self._running or self._in_flight:
             while self._in_flight < IN_FLIGHT and self._next():
                 pass
@@ -70,7 +70,7 @@ class Workload:
                 self._note(operation, result, told)
 
     def _next(self) -> bool:
-        """Offer one operation; returns whether there was an operation to offer."""
+        """Offers one operation; returns whether there was an operation to offer."""
         idle = [number for number in self._running if number not in self._busy]
         if self._left and (not idle or self._draw.random() < 0.4):
             number = self._left.pop()

@@ -11,7 +11,7 @@ Store = Callable[[Weights], Mapping[str, np.ndarray]]
 
 
 def after(first: Store, then: Store) -> Store:
-    """Returns a form that applies `first`, and `then` to its result."""
+    """Returns a conversion of weights that applies `first`, and `then` to the result."""
     return lambda weights: then(dict(first(weights)))
 
 
@@ -24,7 +24,7 @@ def converted(weights: Mapping[str, np.ndarray]) -> Weights:
 
 
 def inside(weights: Weights) -> Weights:
-    """Returns weights by the names in conversions of multimodal checkpoints."""
+    """Returns weights named as in conversions of multimodal checkpoints: in `language_model`."""
     return {f"language_model.{name}": array for name, array in weights.items()}
 
 

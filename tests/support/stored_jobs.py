@@ -29,7 +29,7 @@ class StoredJobs:
         self.most_waiting = 0  # the most operations in the inbox so far
 
     def follow(self, clock: Callable[[], float]) -> None:
-        """Use the clock of another simulation from now on; the time never goes back."""
+        """Uses the clock of another simulation from now on; the time never goes back."""
         self._clock = clock
 
     @property
@@ -54,7 +54,7 @@ class StoredJobs:
         return taken
 
     def crash(self) -> None:
-        """Lose waiting operations and results that were not taken; a new broker starts."""
+        """Loses waiting operations and results that were not taken; a new broker starts."""
         self.inbox, self.results = [], []
         self._boot += 1
         self._store.begin(self._boot, self.now)
@@ -66,7 +66,7 @@ class StoredJobs:
     # ---- the state ---------------------------------------------------------------------------
 
     def ask(self, operation: Operation) -> Result:
-        """Perform an operation directly on the store."""
+        """Performs an operation directly on the store."""
         return self._store.transaction([operation], self.now)[0]
 
     def lines(self, batch: bytes) -> list[JobView]:
@@ -94,5 +94,5 @@ class StoredJobs:
         return self._store.database.number("SELECT COUNT(*) FROM outbox")
 
     def ask_cancel_some(self, key: str, owner: str = "uid:1") -> None:
-        """Cancel a batch directly on the store, and only a few of its jobs."""
+        """Cancels a batch directly in the store, with at most 10 of its jobs."""
         self.ask(CancelBatch(Scope(owner, "", key), count=10))

@@ -61,7 +61,7 @@ class Terminal(Closing):
             os.close(its)
 
     def until(self, text: str, *, after: int = 0) -> int:
-        """Read until `text` is shown after position `after`; returns the position after `text`."""
+        """Reads until `text` is shown after position `after`; returns the position after `text`."""
         end = time.monotonic() + PATIENCE
         while (at := self.shown.find(text, after)) < 0:
             assert time.monotonic() < end, f"never shown: {text!r}; shown: {self.shown[-2000:]!r}"
@@ -69,7 +69,7 @@ class Terminal(Closing):
         return at + len(text)
 
     def _read(self, seconds: float) -> bool:
-        """Read some output; returns False at the end."""
+        """Reads some output; returns False at the end."""
         if not select.select([self._mine], [], [], seconds)[0]:
             return True
         try:
@@ -81,7 +81,7 @@ class Terminal(Closing):
         return bool(new)
 
     def interrupt(self, text: str, *, after: int) -> int:
-        """Send Ctrl-C repeatedly until `text` is shown; returns the position after `text`.
+        """Sends Ctrl-C repeatedly until `text` is shown; returns the position after `text`.
 
         Python drops a Ctrl-C that arrives between the prompt and the wait for input.
         """
@@ -99,7 +99,7 @@ class Terminal(Closing):
         os.write(self._mine, keys.encode())
 
     def ended(self) -> int:
-        """Read to the end of the output; returns the exit code."""
+        """Reads to the end of the output; returns the exit code."""
         end = time.monotonic() + PATIENCE
         while self._read(0.1):
             assert time.monotonic() < end, f"it goes on; shown: {self.shown[-2000:]!r}"

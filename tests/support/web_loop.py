@@ -1,4 +1,4 @@
-"""A stub of the broker's loop that puts snapshots for the HTTP server; a test can stop it."""
+"""Replaces the broker's loop: publishes snapshots for the HTTP server until a test stops it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Loop(Closing):
 
     @turning.setter
     def turning(self, on: bool) -> None:
-        """Set `turning`; after False no more snapshots are published."""
+        """Starts or stops the loop: with False no more snapshots are published."""
         with self._turn:
             self._turning = on
 

@@ -18,7 +18,7 @@ Serve = Callable[[socket.socket, bytes], None]
 def receiver(
     serve: Serve, context: ssl.SSLContext | None = None
 ) -> Iterator[tuple[int, list[bytes]]]:
-    """Run a server; yields its port and the bytes of the requests, which `serve` answers."""
+    """Runs a server; yields its port and the bytes of the requests, which `serve` answers."""
     requests: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 

@@ -135,7 +135,7 @@ class WorkerProcess(Closing):
         self.router.send_multipart([self.peer, *frames.encode(header, body or {}, blobs)])
 
     def welcome(self, epoch: int, token: str = "") -> Message:
-        """Wait for `hello`, send `welcome`, and wait for the first credit; returns the `hello`."""
+        """Waits for `hello`, answers `welcome`, waits for the first credit; returns `hello`."""
         hello = self.receive(kinds.HELLO)
         self.epoch = epoch
         self.say(kinds.WELCOME, {"boot": 1, "token": token or f"token-{epoch}"})
@@ -163,7 +163,7 @@ class WorkerProcess(Closing):
     # ---- ends ----------------------------------------------------------------------------------
 
     def ended(self) -> int:
-        """Wait for the end; returns the exit code."""
+        """Waits for the end; returns the exit code."""
         return self.process.wait(timeout=PATIENCE)
 
     def signal(self, number: signal.Signals) -> None:

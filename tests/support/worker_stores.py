@@ -55,7 +55,10 @@ class Store:
         }
 
     def layers(self, folder: Path, *, stated: bool = True) -> list[dict[str, Any]]:
-        """Returns manifest entries of files and tensors; `stated`: headers have a quantisation."""
+        """Writes a folder's files and tensors as blobs; returns their manifest entries.
+
+        `stated`: the headers of quantised tensors state the quantisation.
+        """
         files = sorted(folder.glob("*.json"))
         json_files = [file for file in files if file.name != "model.safetensors.index.json"]
         layers = [self.layer(JSON, file.name, file.read_bytes()) for file in json_files]

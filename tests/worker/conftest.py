@@ -1,4 +1,4 @@
-"""What is set for the tests of the worker."""
+"""Fixtures for all tests of the worker: memory limits, simulated kernels, freed engines."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pytest
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt(3)
 MAX_INT = 2**31 - 1
-MAX_PREFIX_BYTES = 2**25  # of an engine that is not told how many: a pool has that memory at once
+MAX_PREFIX_BYTES = 2**25  # default of an engine: a pool allocates it at once
 
 
 @pytest.fixture(scope="session", autouse=True)
 def freed_memory_is_kept() -> None:
-    """Lets arrays of this process reuse memory.
+    """Makes the C library keep freed memory for later arrays of this process.
 
-    By default the C library gives that of a large array back, and the kernel clears each page of
-    the next one, which takes longer than the computation of a small model.
+    By default the C library returns a large array's memory to the kernel. The kernel then clears
+    each page for the next array, which takes longer than the computation of a small model.
     """
     if sys.platform == "linux":
         library = ctypes.CDLL(None)
@@ -81,7 +81,7 @@ def no_engine_outlives_its_test(on_cuda: bool) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def simulated_kernels(on_cuda: bool) -> Iterator[set[str]]:
-    """Runs CUDA kernels, on the GPU or simulated where there is none, for the tests of a module.
+    """Runs CUDA kernels for a module's tests, on the GPU or simulated if there is no GPU.
 
     Yields the names of the kernels that were simulated.
     """
@@ -96,7 +96,7 @@ def simulated_kernels(on_cuda: bool) -> Iterator[set[str]]:
 
 @pytest.fixture
 def machine(on_cuda: bool) -> Iterator[None]:
-    """Runs CUDA kernels for a test alone; see `simulated_kernels`."""
+    """Runs CUDA kernels for a single test, as `simulated_kernels` does for a module."""
     if on_cuda:
         yield
         return
@@ -108,7 +108,7 @@ def machine(on_cuda: bool) -> Iterator[None]:
 
 @pytest.fixture
 def token_grid_machine() -> Iterator[None]:
-    """See simt.token_grid_machine."""
+    """Runs kernels for one token in a test, on a GPU or on a simulated GPU."""
     from support import simt
 
     with simt.token_grid_machine():

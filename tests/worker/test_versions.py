@@ -1,4 +1,4 @@
-"""The digest that a resume compares names the model's files and our own rules."""
+"""The digest that a resume compares covers the model's files and our own rules."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Batch:
 
     @property
     def running(self) -> int:
-        """The rows whose requests have not ended."""
+        """The number of rows whose requests have not ended."""
         return len(self._generations)
 
     def step(self) -> None:

@@ -1,7 +1,7 @@
-"""The broker without a model: what does it cost, beside a bare relay of the same frames?
+"""The broker without a model: what does it cost, compared with a bare relay of the same frames?
 
-A worker without a model (firehose.py) sends tokens to clients that only count them. The peer
-(relay.py) only forwards frames.
+A worker without a model (firehose.py) sends tokens to clients that only count them. The relay
+(relay.py) is the peer: it only forwards frames.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ BATCHED = Flood(streams=16, rows=16, tokens=60_000)
 
 
 class Cost(Struct, frozen=True):
-    """The cost of one round: tokens/s, processor time per token, share of a core, delays."""
+    """The cost of one round of token traffic, and the delays of its tokens.
+
+    `per_s`: tokens/s. `cpu_us`: processor time per token. `share`: used share of a core.
+    """
 
     per_s: float
     cpu_us: float
@@ -102,7 +105,10 @@ class CountingClient:
 
 
 def through_broker(flood: Flood, clients: int, *, batch: bool, delays: bool = False) -> Cost:
-    """Runs a round through the broker. `batch`: a frame has tokens of all streams of a client."""
+    """Measures one round of traffic through the broker.
+
+    `batch`: each frame carries tokens of all streams of its client, instead of one stream.
+    """
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_run_dir())
         broker = stack.enter_context(serving(folder, SETTINGS, environment(folder, flood)))

@@ -1,6 +1,7 @@
-"""The bytes that a decode step must read. They and the memory's bandwidth bound the tokens/s.
+"""Computes the bytes that a decode step must read, which bound the tokens/s.
 
-`mlxpool bench engine --memory-rate` prints measured shares of the bound.
+No engine can decode faster than the memory delivers these bytes. `mlxpool bench engine
+--memory-rate` prints the measured tokens/s as a share of this bound.
 """
 
 from __future__ import annotations

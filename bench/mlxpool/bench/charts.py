@@ -1,4 +1,8 @@
-"""Draws measured figures: a PNG for each table over streams or tokens, and one PNG for a load."""
+"""Draws measured figures as PNG files.
+
+A table with several numbers of streams or tokens becomes one file; all figures of `bench load`
+become a single file.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +51,10 @@ def _load_picture(figures: Figures, file: Path) -> Path:
 
 
 def _panel(axes: Any, lines: Sequence[Measurement]) -> None:
-    """Draws one quantity over the request rate; "all at once" is the last position on the axis."""
+    """Draws one metric against the request rate.
+
+    The last position on the axis is "all at once": the load whose requests all start together.
+    """
     ordered = sorted(lines, key=lambda line: line.at or float("inf"))
     places = range(len(ordered))
     for side in ordered[0].sides:

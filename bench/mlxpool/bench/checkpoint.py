@@ -38,7 +38,7 @@ def write(
 
 
 def write_settings(folder: Path, config: Mapping[str, Any], dtype: str) -> None:
-    """Writes a folder's files other than the weights; `dtype`: the type of the weights."""
+    """Writes all files of a model folder except the weights. `dtype`: the type of the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", {**config, "torch_dtype": dtype})
     last = config["vocab_size"] - 1
@@ -106,7 +106,7 @@ def _weights(config: Mapping[str, Any], dtype: Any) -> Iterator[tuple[str, Any]]
 
 
 def _save(folder: Path, files: list[dict[str, Any]]) -> None:
-    """Writes the last file of `files` and frees its arrays."""
+    """Writes the last map of `files`, tensor name -> array, to a file, and frees the arrays."""
     import mlx.core as mx
 
     names = dict.fromkeys(files[-1])
@@ -116,12 +116,12 @@ def _save(folder: Path, files: list[dict[str, Any]]) -> None:
 
 
 def file_name(number: int) -> str:
-    """Returns the name of a file of weights, counted from 0."""
+    """Returns the name of the weights file with this number, counted from 0."""
     return f"model-{number + 1:05}.safetensors"
 
 
 def _write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """Writes a tokenizer with ids of 256 bytes, of invented words, and of two special tokens."""
+    """Writes a tokenizer whose vocabulary is 256 bytes, invented words and two special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
 

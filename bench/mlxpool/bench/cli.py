@@ -456,7 +456,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def command_line() -> str:
-    """Returns the command line without keys, and without the flags for the output's place."""
+    """Returns this command line without the flags --api-key and --out and their values."""
     words, shown = iter(sys.argv[1:]), ["mlxpool"]
     for word in words:
         flag, _, value = word.partition("=")

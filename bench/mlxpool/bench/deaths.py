@@ -1,10 +1,11 @@
 """Deaths: how long do streams wait after a fault, and does each stream get all its tokens?
 
-In a round each kind of fault comes once while all streams run. A fault is SIGKILL or SIGSTOP of a
-worker process (of each rank of a group), during prefill and during decode, or SIGKILL of the
-broker, which is restarted immediately. The answer of a stream is compared with the answer to the
-same request without a fault. The measured times are the waits for a token after the fault, of the
-streams that had to move. If there are fewer GPUs than ranks, groups share GPUs.
+In each round every kind of fault happens once while all streams run. The faults are SIGKILL or
+SIGSTOP of a worker process (of each rank of a group), during prefill and during decode, and SIGKILL
+of the broker, which is restarted immediately. The answer of each stream is compared with the answer
+to the same request without a fault. The figures are the longest waits for a token after the fault,
+of the streams that lost their worker or the broker. If there are fewer GPUs than ranks, groups
+share GPUs.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class Watched(Struct):
     def wait_after(self, fault: float) -> float | None:
         """Returns the longest wait for a token since the fault, in seconds.
 
-        Returns None if no token came after the fault. Tokens that were in transit arrive first.
+        Returns None if no token came after the fault. The first wait may be short, because tokens
+        that were sent before the fault can still arrive.
         """
         times = [fault, *(time for time in self.times if time > fault)]
         return max((after - before for before, after in pairwise(times)), default=None)
@@ -179,7 +181,7 @@ def lines(outcomes: Sequence[Outcome]) -> Iterator[Measurement]:
 
 
 class Pool:
-    """A pool whose processes get faults, and a client with streams."""
+    """Runs a pool and a client with streams, and causes faults in the pool's processes."""
 
     def __init__(self, run_dir: Path, options: argparse.Namespace) -> None:
         self._run_dir, self._options = run_dir, options
@@ -239,7 +241,7 @@ class Pool:
                 stream.error = f"stuck: no end after {STUCK:.0f} s"
 
     def fault(self, kind: Kind, texts: Sequence[str]) -> Outcome:
-        """Starts streams and makes a fault; returns its outcome when all streams have ended."""
+        """Starts streams, causes a fault, and returns the outcome once all streams have ended."""
         streams = self.streams()
         if kind.moment == DECODE:
             _wait(

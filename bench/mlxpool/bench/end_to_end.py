@@ -1,7 +1,7 @@
 """Streams through broker, worker and client: how much do they reduce the engine's tokens/s?
 
-Peers are the engine alone, in this process, and `mlx_lm.server`; all get the same prompts. A note
-has the number of streams whose tokens equal the tokens of the engine alone.
+The peers are the engine alone, in this process, and `mlx_lm.server`. All get the same prompts. A
+note below the table counts the streams that got exactly the tokens of the engine alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The engine in one process: how many tokens/s do decode and prefill have, beside a peer's?
+"""The engine in one process: how many tokens/s do decode and prefill reach, compared with a peer?
 
-The peer is mlx-lm, llama.cpp or the engine of another checkout (`--beside`). Also measured are
-sampling, the second turn of a chat, and the share of the tokens/s that the memory's bandwidth
-allows.
+The peer is mlx-lm, llama.cpp or the engine of another checkout (`--beside`). The scenario also
+measures sampling and the second turn of a chat, and compares the tokens/s with the bound that the
+memory's bandwidth sets.
 """
 
 from __future__ import annotations
@@ -113,14 +113,23 @@ class Peer(Protocol):
     """An engine that is measured beside ours, through one or more named interfaces."""
 
     def decodes(self, lengths: Sequence[int]) -> Mapping[str, Burst]:
-        """Returns decode steps by interface: a token per row, after prompts of these lengths."""
+        """Returns functions that time decode steps, by the name of the peer's interface.
+
+        `lengths`: tokens of the prompts, one prompt per row. A step decodes one token of each row.
+        """
 
     def prefills(self, tokens: int) -> Mapping[str, Burst]:
-        """Returns prefills by interface: a prompt up to its first token."""
+        """Returns functions that time prefills, by the name of the peer's interface.
+
+        A prefill reads a prompt of `tokens` tokens and draws its first token.
+        """
 
 
 def _peers(folder: Path, options: argparse.Namespace) -> list[Peer]:
-    """Returns mlx-lm for a folder; for `--deterministic`, our engine without this mode."""
+    """Returns the peers of our engine: mlx-lm, if it is installed and can read the folder.
+
+    With `--deterministic` the peer is our engine without the deterministic mode.
+    """
     if options.deterministic:
         return [OurEngine(folder, name="not deterministic")]
     if options.no_peers or not mlx_lm.installed() or not folder.is_dir():
@@ -131,7 +140,7 @@ def _peers(folder: Path, options: argparse.Namespace) -> list[Peer]:
 
 
 def _tokens(options: argparse.Namespace) -> int:
-    """Returns a bound of the tokens that a row decodes, with a margin."""
+    """Returns the most tokens that one row decodes in all rounds, plus a margin."""
     steps: int = options.steps * (options.rounds + 2)
     return WARMUP_STEPS + steps + SPARE_TOKENS
 
@@ -147,7 +156,10 @@ def _decode(
     streams: int,
     sampling: Mapping[str, Any] | None = None,
 ) -> Measurement:
-    """Measures decode steps of each contestant; `sampling`: for contestants that take options."""
+    """Measures the tokens/s of decode steps of each contestant.
+
+    `sampling`: sampling options for all contestants; None if they accept no options.
+    """
     lengths = lengths_of(streams, options.prompt)
     extra = () if sampling is None else (sampling,)
     bursts: dict[str, Burst] = {}
@@ -181,7 +193,7 @@ def _rate(work: Burst, steps: int, tokens: int) -> float:
 
 
 def _sampled(ours: OurEngine, options: argparse.Namespace, name: str, streams: int) -> Measurement:
-    """Measures our decode with these sampling options, beside our greedy decode."""
+    """Measures our decode with these sampling options, compared with our greedy decode."""
     lengths = lengths_of(streams, options.prompt)
     sampled, greedy = (ours.decodes(lengths, extra)[OURS] for extra in (SAMPLINGS[name], GREEDY))
     bursts = {OURS: sampled, "greedy": greedy}
@@ -213,7 +225,10 @@ def _turn(ours: OurEngine, options: argparse.Namespace) -> Measurement:
 
 
 def _reading(line: Measurement, weight_bytes: int, bandwidth: tuple[float, ...]) -> Measurement:
-    """Computes GB/s of weights that decode of one stream reads, beside the bandwidth of a copy."""
+    """Measures how many GB/s of weights our engine reads while it decodes one stream.
+
+    The result is compared with `bandwidth`, the GB/s of a copy of an array.
+    """
     read = tuple(rate * weight_bytes / 1e9 for rate in line.sides[OURS])
     sides = {OURS: read, "copy of an array": bandwidth}
     note = f"{weight_bytes:,} bytes of weights in memory"
@@ -223,7 +238,10 @@ def _reading(line: Measurement, weight_bytes: int, bandwidth: tuple[float, ...])
 def _share_of_bound(
     line: Measurement, step_bytes: float, streams: int, memory_rate: float
 ) -> Measurement:
-    """Computes each contestant's share of the tokens/s that reading these bytes allows."""
+    """Returns the tokens/s of each contestant as a share of the bound that the memory sets.
+
+    A step reads `step_bytes`; the bandwidth of the memory is `memory_rate` bytes/s.
+    """
     bound = streams * memory_rate / step_bytes
     sides = {name: tuple(rate / bound for rate in rates) for name, rates in line.sides.items()}
     note = (

@@ -23,10 +23,10 @@ ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 
 
 class EngineProcess:
-    """An engine in its own process, with the protocol of step_server.
+    """An engine in its own process, which obeys the protocol of step_server.
 
-    `processor`: the figures are processor seconds, which depend less on other programs than seconds
-    of the clock.
+    `processor`: steps are timed in processor seconds instead of clock seconds, because other
+    programs disturb processor time less.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class EngineProcess:
     def decodes(
         self, lengths: Sequence[int], options: Mapping[str, Any] = GREEDY
     ) -> Mapping[str, Burst]:
-        """See engine.Peer."""
+        """Returns a function that times decode steps in the process, see engine.Peer."""
         job = {"decode": list(lengths), "options": dict(options)}
         return {self._name: partial(self._burst, job)}
 
     def prefills(self, tokens: int) -> Mapping[str, Burst]:
-        """See engine.Peer."""
+        """Returns a function that times prefills in the process, see engine.Peer."""
         return {self._name: partial(self._burst, {"prefill": tokens})}
 
     def _burst(self, job: Mapping[str, Any], steps: int) -> float:

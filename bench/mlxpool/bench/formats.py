@@ -1,4 +1,4 @@
-"""Formats of answers: what do requests with a format cost a batch, and its other requests?
+"""Formats of answers: how much do they slow a batch, and its requests without a format?
 
 Batches run in turn on one engine in this process: no request, all requests, or one request has a
 format. Prompts are short, and their prefill is not measured.
@@ -48,7 +48,7 @@ NONE, ALL, ONE = "no row", "all rows", "one row"  # rows that have a format
 
 
 class Bench:
-    """An engine with a model, and the grammars of its vocabulary."""
+    """An engine with a loaded model, and the compiler of answer formats for its vocabulary."""
 
     def __init__(self, path: Path, rows: int, clock: Callable[[], float]) -> None:
         """`clock` returns seconds: of the wall clock, or of processor time of this process."""
@@ -67,7 +67,8 @@ class Bench:
     def tokens_per_second(self, rows: int, tokens: int, kind: str) -> float:
         """Measures tokens/s of a batch while all rows decode.
 
-        For the kind ONE only tokens of rows without a format count.
+        `kind` selects the rows that have a format. For ONE only the tokens of the other rows are
+        counted, and the result is scaled to all rows.
         """
         batch, prompt = Batch(self._engine), self._text.encode(PROMPT)
         for number in range(rows):

@@ -1,8 +1,9 @@
-"""One model on several devices: is a group faster than replicas, and than one device?
+"""One model on several devices: is a group faster than replicas, or than one device?
 
-Each `--setup WORKERSxDEVICES` is a pool with this number of workers, and this number of devices of
-each worker. The pools run one after the other, and each pool has a column. Measured are streams
-that start together, the first token of a long prompt, and with `--rate` a mixed load.
+Each `--setup WORKERSxDEVICES` is a pool with this number of workers, each of which uses this number
+of devices. The pools run one after the other, and each pool has a column in the tables. The
+scenario measures streams that start together and the first token of a long prompt, with `--rate`
+also a mixed load.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ This module needs an environment with the package llama-cpp-python, and no MLX:
 
     PYTHONPATH=bench PYTHON -P -m mlxpool.bench.llama_cpp FILE.gguf   # answers as step_server does
 
-It has $OPENBLAS_NUM_THREADS threads, as our engine; without the variable a thread for each
-processor.
+llama.cpp runs on $OPENBLAS_NUM_THREADS threads, the number that our engine uses. Without the
+variable it runs on a thread for each processor.
 """
 
 from __future__ import annotations

@@ -98,7 +98,10 @@ def in_turn(
 
 
 def merged(runs: Mapping[str, Sequence[Measurement]]) -> Iterator[Measurement]:
-    """Yields the measurements of several runs, each with the contestants of all runs."""
+    """Yields the measurements of several runs; measurements with equal names are merged into one.
+
+    A merged measurement has the contestants of all runs.
+    """
     by_name: dict[tuple[str, str], Measurement] = {}
     for line in (line for lines in runs.values() for line in lines):
         known = by_name.setdefault((line.group, line.name), line)

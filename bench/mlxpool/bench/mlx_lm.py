@@ -1,4 +1,4 @@
-"""mlx-lm, used as its own server uses it: the peer of the engine.
+"""mlx-lm, called as its own server calls it: a peer of the engine.
 
 mlx-lm runs in this process with this process's BLAS, or in its own process, see `in_process`:
 
@@ -48,15 +48,21 @@ class MlxLm:
         self._vocabulary = int(self._model.args.vocab_size)
 
     def decodes(self, lengths: Sequence[int]) -> Mapping[str, Burst]:
-        """Returns decode steps, see engine.Peer; one row by both of mlx-lm's interfaces."""
+        """Returns functions that time decode steps, see engine.Peer.
+
+        A single prompt is decoded by both interfaces of mlx-lm, several prompts by BatchGenerator.
+        """
         return {f"{NAME} {way}": partial(burst, step) for way, step in self.steps(lengths).items()}
 
     def prefills(self, tokens: int) -> Mapping[str, Burst]:
-        """See engine.Peer."""
+        """Returns a function that times prefills by generate_step, see engine.Peer."""
         return {f"{NAME} generate_step": partial(burst, self.prefill(tokens))}
 
     def steps(self, lengths: Sequence[int]) -> Mapping[str, Step]:
-        """Returns decode steps of rows with prompts of these lengths, by interface."""
+        """Returns functions that decode one token of each row, by the name of mlx-lm's interface.
+
+        `lengths`: tokens of the prompts, one prompt per row.
+        """
         prompts = [prompt(n, self._vocabulary, number) for number, n in enumerate(lengths)]
         ways = {"BatchGenerator": self._batch(prompts)}
         if len(prompts) == 1:
@@ -103,7 +109,10 @@ def in_process(folder: Path, *, as_installed: bool = False) -> EngineProcess:
 
 
 def main() -> None:
-    """Serves in the process that `in_process` starts, with weights in the type of the files."""
+    """Runs the process that `in_process` starts: times steps as step_server does.
+
+    The weights keep the type that they have in the files.
+    """
     model = MlxLm(Path(sys.argv[1]), as_stored=True)
 
     def begin(job: Mapping[str, Any]) -> Sequence[Step]:

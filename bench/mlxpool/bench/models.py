@@ -16,9 +16,9 @@ from mlxpool.bench.measurement import Progress
 def folder(
     options: argparse.Namespace, progress: Progress, *, gguf: bool = False
 ) -> Iterator[Path]:
-    """Yields the model's folder, a temporary folder for a shape. `gguf`: a GGUF file is allowed.
+    """Yields the folder of the model. A shape is first written to a temporary folder.
 
-    Raises ValueError for a model without a folder.
+    `gguf`: a GGUF file is allowed. Raises ValueError for a model without a folder.
     """
     if options.shape:
         with tempfile.TemporaryDirectory(prefix="mlxpool-bench-") as temporary:

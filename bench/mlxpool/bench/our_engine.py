@@ -45,7 +45,7 @@ def prompt(tokens: int, vocabulary: int, seed: int = 0) -> list[int]:
 
 
 class OurEngine:
-    """A loaded model; each measurement gets its own engine for it."""
+    """Our engine with a loaded model. Each measurement makes a new ModelEngine of this model."""
 
     def __init__(
         self, folder: Path, *, deterministic: bool = False, spare: int = SPARE, name: str = OURS
@@ -86,7 +86,10 @@ class OurEngine:
     def engine(
         self, streams: int, context: int, prefix: str = "off", kv: str = AUTO
     ) -> ModelEngine:
-        """Makes an engine for at most `streams` rows; `kv`: a value of the setting `kv`."""
+        """Makes an engine for at most `streams` rows of `context` tokens.
+
+        `prefix` and `kv` are values of the settings `prefix_cache` and `kv`.
+        """
         context = min(context, self.longest)
         settings = EngineSettings(prefix=prefix, context=context, max_sequences=streams, kv=kv)
         return ModelEngine(self._loaded, None, settings)
@@ -125,11 +128,11 @@ class OurEngine:
     def decodes(
         self, lengths: Sequence[int], options: Mapping[str, Any] = GREEDY
     ) -> Mapping[str, Burst]:
-        """See engine.Peer."""
+        """Returns a function that times decode steps, see engine.Peer."""
         return {self._name: partial(burst, self.steps(lengths, options))}
 
     def prefills(self, tokens: int) -> Mapping[str, Burst]:
-        """See engine.Peer."""
+        """Returns a function that times prefills, see engine.Peer."""
         return {self._name: partial(burst, self.prefill(tokens))}
 
     def turn(self, tokens: int, answer_tokens: int = 32) -> Callable[[], tuple[float, float]]:
@@ -169,9 +172,9 @@ def admit(engine: Engine, sequence: EngineSequence) -> None:
 
 
 def enter(engine: Engine, sequence: EngineSequence, chunk: int = UNLIMITED_TOKENS) -> None:
-    """Admits a sequence and prefills it in chunks, up to the input of its first decode step.
+    """Admits a sequence and prefills its prompt in chunks, except for the last token.
 
-    Also collects the passes in flight.
+    Waits for the results of all submitted forward passes.
     """
     admit(engine, sequence)
     limits = engine.limits
@@ -186,8 +189,8 @@ def enter(engine: Engine, sequence: EngineSequence, chunk: int = UNLIMITED_TOKEN
 def decode(engine: Engine, rows: Sequence[EngineSequence]) -> list[SampledToken]:
     """Runs scheduled steps until each row has another token; returns all drawn tokens.
 
-    The tokens are appended to the rows. If the engine looks ahead, a pass stays in flight, so a row
-    may get a second token while a new row gets its first.
+    The tokens are appended to the rows. If the engine submits a forward pass before the previous
+    pass has its results, a row may get a second token while a new row gets its first.
     """
     lengths = [len(row.ids) for row in rows]
     drawn: list[SampledToken] = []

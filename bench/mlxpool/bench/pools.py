@@ -97,9 +97,9 @@ def temporary_run_dir() -> Iterator[Path]:
 def serving(
     run_dir: Path, settings: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a broker with this TOML inside the context, which begins when the broker answers.
+    """Runs a broker with these TOML settings for a `with` block; waits until the broker answers.
 
-    The broker keeps no jobs unless the TOML has a folder for jobs.
+    The broker keeps no jobs unless the settings name a folder for jobs.
     """
     file = run_dir / "mlxpool.toml"
     file.write_text(settings, encoding="utf-8")

@@ -1,13 +1,13 @@
-"""The prefix cache: how many tokens of a prompt are cached, beside mlx-lm's server cache?
+"""The prefix cache: how many tokens of a prompt are cached, compared with mlx-lm's server?
 
 `--disk` measures first tokens after a restart and the cost for other streams, see prefix_disk.
 
-Conversations take turns. Each conversation has its own history after a common system prompt, and
-each answer is part of the next prompt. Each request goes to the contestants one after the other,
-with the same model: our cache as a tree, our cache of a single entry, and mlx-lm. mlx-lm's
-LRUPromptCache is used as in its server: nearest entry, generate, insert. Reusable tokens are the
-longest common prefix with an earlier sequence of the same contestant, without the last token of the
-prompt. Stored bytes are compared with the bytes of the unique tokens.
+Several conversations take turns. They share a system prompt, and each answer is part of the next
+prompt. Each request goes to three contestants with the same model, one after the other: our cache
+as a tree, our cache with a single entry, and mlx-lm. mlx-lm's LRUPromptCache is used as in its
+server: fetch the nearest entry, generate, insert. Reusable tokens are the longest common prefix
+with an earlier sequence of the same contestant, without the last token of the prompt. Stored bytes
+are compared with the bytes of the unique tokens.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class OurCache:
         decode(self.engine, [seq])
 
     def ask(self, prompt: list[int]) -> tuple[int, list[int], float]:
-        """See Contestant."""
+        """Returns the number of cached tokens, the answer, and the seconds to its first token."""
         started = time.perf_counter()
         seq = self.begin(prompt)
         self.step(seq)
@@ -85,7 +85,7 @@ class OurCache:
         return seq.cached, list(seq.ids), first
 
     def stored(self) -> int:
-        """See Contestant."""
+        """Returns the bytes in the cache."""
         return self.engine.memory().prefix
 
 
@@ -102,7 +102,7 @@ class MlxLmCache:
         self._cache = LRUPromptCache(10)
 
     def ask(self, prompt: list[int]) -> tuple[int, list[int], float]:
-        """See Contestant."""
+        """Returns the number of cached tokens, the answer, and the seconds to its first token."""
         from mlx_lm.generate import generate_step
         from mlx_lm.models.cache import make_prompt_cache
 
@@ -119,7 +119,7 @@ class MlxLmCache:
         return len(prompt) - len(rest), answer, first
 
     def stored(self) -> int:
-        """See Contestant."""
+        """Returns the bytes in the cache."""
         return int(self._cache.nbytes)
 
 

@@ -61,7 +61,7 @@ def measure(folder: Path, options: argparse.Namespace, progress: Progress) -> It
 def _token_bytes(folder: Path) -> int:
     """Returns the bytes of a token's keys and values in float32.
 
-    On a GPU the same bytes keep twice the number of tokens.
+    A GPU stores them in 16 bits, so the same memory holds twice as many tokens there.
     """
     import mlx.core as mx
 
@@ -121,7 +121,7 @@ def _first_token(client: Client, ids: Sequence[int]) -> tuple[float, int, list[i
 def _gaps(
     folder: Path, prompts: Sequence[Sequence[int]], rounds: int, memory: int
 ) -> dict[str, tuple[float, ...]]:
-    """Returns the p99 of gaps of each round, in ms, with a disk and without; round 0 warms up."""
+    """Returns the p99 gap of each round in ms, with a disk and without; round 0 is the warm-up."""
     limits = {"prefix_bytes": memory}
     with ExitStack() as stack:
         prefixes = stack.enter_context(temporary_run_dir())

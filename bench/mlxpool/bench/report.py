@@ -60,7 +60,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def markdown(figures: Figures) -> str:
-    """Returns the command, its conditions, and a table for each group."""
+    """Returns figures as Markdown: the command, its conditions, and a table for each group."""
     parts = [
         f"```sh\n{figures.command}\n```",
         f"{figures.about}\n{_conditions(figures)}.{_how_to_read(figures.lines)}",

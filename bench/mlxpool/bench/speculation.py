@@ -1,14 +1,14 @@
-"""Speculative decoding: how many tokens/s do drafts gain, or cost if hardly any draft is right?
+"""Speculative decoding: how many tokens/s do drafts gain, and cost if hardly any draft is right?
 
 Batches of requests run on an engine in this process with drafts and without, in turn. Prefill is
 not measured, and all requests have the same number of tokens. With `--acceptance` each draft is
-accepted with this probability, independently of the model, so that random weights show the gain of
-a shape. The loads are of text that every installation has:
+accepted with this probability, independently of the model. So random weights also show the gain for
+a shape. The loads consist of text that every installation has:
 
-    edits        a function of the standard library, and its begin again under another name:
-                 the model repeats the function, as far as it does
-    completions  the begin of a function of the standard library, greedy
-    sampled      the same with temperature 1, so that hardly any draft is right
+    edits        a function of the standard library, then its beginning under another name:
+                 the model is to repeat the function
+    completions  the beginning of a function of the standard library, greedy
+    sampled      like completions, with temperature 1, so that hardly any draft is right
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class GivenAcceptance:
 
 
 class Way(Struct):
-    """Computes batches with drafts or without, and keeps their results."""
+    """A contestant, with drafts or without: it computes batches and keeps their results."""
 
     engine: ModelEngine
     text: ChatTokenizer

@@ -1,10 +1,10 @@
-"""An engine in its own process, whose steps are timed on request of another process.
+"""Runs an engine in its own process, and times its steps at the request of another process.
 
-    python step_server.py FOLDER   # with the modules of a checkout in PYTHONPATH, also those of 0.1
+    python step_server.py FOLDER   # PYTHONPATH: the modules of a checkout, version 0.1 or later
 
-In: a job as JSON in each line, {"decode": [length of each prompt], "options": {…}, "steps": 24} or
-{"prefill": tokens, "steps": 1}. Out: the mean seconds of a step, in clock time and in processor
-time of this process. A repeated job continues with its sequences.
+Input: a job as JSON in each line, {"decode": [length of each prompt], "options": {…}, "steps": 24}
+or {"prefill": tokens, "steps": 1}. Output: the mean seconds of a step, in clock time and in
+processor time of this process. A job that equals the previous job continues with its sequences.
 """
 
 from __future__ import annotations

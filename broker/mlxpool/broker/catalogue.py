@@ -33,7 +33,10 @@ MAX_SECONDS = 60.0  # most seconds for a model; after them the disk hangs, or a 
 
 
 class InspectionError(Exception):
-    """Raised if the inspecting process is unusable; the message becomes the model's problem."""
+    """Raised if the inspecting process is unusable.
+
+    The message is shown as a problem of the model.
+    """
 
 
 class Inspector(Closing):
@@ -57,9 +60,9 @@ class Inspector(Closing):
     def inspect(
         self, name: str, model: ModelConfig, on_early: Callable[[Mapping[str, Any]], None]
     ) -> dict[str, Any]:
-        """Returns the report on a model.
+        """Returns the report on a model: the description of its files, and their problems.
 
-        `on_early` gets the first part, before the tokenizer is read.
+        `on_early` is called with the part of the report that is known before the tokenizer is read.
 
         Raises InspectionError if the process ended or was too slow.
         """
@@ -100,7 +103,7 @@ class Inspector(Closing):
         return line
 
     def kill(self) -> None:
-        """Kill the process and its inspection. Any thread may call it."""
+        """Kills the process and its inspection. Any thread may call it."""
         self._process.kill()
 
     def close(self) -> None:
@@ -149,7 +152,11 @@ class Scanner(threading.Thread):
     # ---- on the broker's thread ------------------------------------------------------------
 
     def request_scan(self) -> int:
-        """Request a scan unless the last scan is fresh. `done` will reach the returned number."""
+        """Requests a scan, unless the last scan is fresh.
+
+        Returns the number of the scan to wait for: that scan is complete once `done` has this
+        value.
+        """
         with self._changed:
             idle = self._begun == self._done
             fresh = idle and time.monotonic() - self._done_at < self._fresh
@@ -159,7 +166,7 @@ class Scanner(threading.Thread):
             return self._requested
 
     def reload(self, models: Mapping[str, ModelConfig]) -> None:
-        """Replace the settings of the models and request a scan."""
+        """Replaces the settings of the models and requests a scan."""
         with self._changed:
             self._new_models = models
             self._requested += 1
@@ -181,7 +188,7 @@ class Scanner(threading.Thread):
         return self._inspector is not None
 
     def close(self) -> None:
-        """Kill the inspecting process. The thread ends by itself."""
+        """Kills the inspecting process. The thread ends by itself."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -209,7 +216,7 @@ class Scanner(threading.Thread):
             self._on_scanned()
 
     def _scan(self) -> None:
-        """Find new models, and enqueue every model whose files changed since its inspection."""
+        """Finds new models, and enqueues every model whose files changed since its inspection."""
         with self._changed:
             models, self._new_models = self._new_models, None
         if models is not None:
@@ -225,7 +232,7 @@ class Scanner(threading.Thread):
                 self._uninspected.append(name)
 
     def _inspect(self) -> None:
-        """Inspect the enqueued models in one process, until the process fails."""
+        """Inspects the enqueued models in one process, until the process fails."""
         try:
             inspector = Inspector(self._command, self._max_seconds)
         except InspectionError as error:
@@ -273,14 +280,17 @@ class Scanner(threading.Thread):
         self._on_described(name, about)
 
     def _log_problem(self, name: str, problem: str) -> None:
-        """Log a problem of a model once, so that the log shows it too."""
+        """Logs a problem of a model, unless the model's last logged problem was the same."""
         if problem and self._logged.get(name) != problem:
             log.warning("a model has a problem", extra={"model": name, "why": problem})
         self._logged[name] = problem
 
 
 def _unread(error: InspectionError) -> dict[str, Any]:
-    """Returns the report on files that could not be inspected: a worker may still load them."""
+    """Returns the report on a model whose files could not be inspected.
+
+    The report does not call the model unusable, because a worker may still load the files.
+    """
     return {"problems": [str(error)], "unread": True}
 
 
@@ -324,14 +334,15 @@ def _stored_bytes(path: str) -> int:
 
 
 def all_weights_bytes(config: PoolConfig) -> dict[str, int]:
-    """Returns the bytes of each model's weights: the least memory of a worker. 0 if unknown."""
+    """Returns the bytes of each model's weights, which a worker needs at least; 0 if unknown."""
     return {name: weights_bytes(model) for name, model in config.models.items()}
 
 
 def location(model: ModelConfig) -> str:
-    """Returns the folder or reference of a model; "" if it cannot share workers with other names.
+    """Returns the folder or reference of a model. Names with equal locations may share workers.
 
-    Models without files, or with a link out of the models folder, cannot.
+    Returns "" for a model that shares no workers: it has no files, or a link out of the models
+    folder.
     """
     if model.path == f"{BUILTIN_PREFIX}counting" or (
         model.within and outside_target(Path(model.path), Path(model.within)) is not None
@@ -404,17 +415,17 @@ class Catalogue(Closing):
         )
 
     def start(self, *, scan: bool) -> None:
-        """Start the thread. With `scan` it immediately scans all models."""
+        """Starts the thread. With `scan` it immediately scans all models."""
         self._scanner.start()
         if scan:
             self._scanner.request_scan()
 
     def reload(self, models: Mapping[str, ModelConfig]) -> None:
-        """Replace the settings of the models."""
+        """Replaces the settings of the models."""
         self._scanner.reload(models)
 
     def after_scan(self, answer: Callable[[float], None], now: float) -> None:
-        """Call `answer` with the time once a fresh scan is done, or after MAX_WAIT."""
+        """Calls `answer` with the time once a fresh scan is done, or after MAX_WAIT."""
         scan = self._scanner.request_scan()
         if scan <= self._scanner.done or len(self._waiting) >= MAX_WAITING:
             answer(now)
@@ -422,13 +433,13 @@ class Catalogue(Closing):
             self._waiting.append(Waiting(scan, now + MAX_WAIT, answer))
 
     def on_results(self, now: float) -> None:
-        """Pass the scanner's results since the last call to the core."""
+        """Passes to the core all results of the scanner that came since the last call."""
         self.waker.drain()
         while self._events:
             self._perform(self._events.popleft(), now)
 
     def answer_waiting(self, now: float) -> None:
-        """Call the callbacks that are due, after the results for which they waited."""
+        """Calls the callbacks that are due; the core first gets the results of their scans."""
         if not self._waiting:
             return
         done = self._scanner.done
@@ -443,7 +454,7 @@ class Catalogue(Closing):
         return min((waiting.until for waiting in self._waiting), default=math.inf)
 
     def close(self) -> None:
-        """Stop the scanner and its process."""
+        """Stops the scanner and its process."""
         self._scanner.close()
         self.waker.close()
 

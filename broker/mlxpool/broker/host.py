@@ -1,7 +1,7 @@
 """Queries to the operating system about processes and this machine.
 
-Each function that only Linux supports has a portable variant. No function raises for an ended
-process: it returns its value for unknown.
+Each function that only Linux supports has a portable variant. No function raises if the process has
+ended: it then returns the value that stands for unknown.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def trim_heap() -> None:
-    """Return free memory of the C library to the operating system, if possible."""
+    """Returns free memory of the C library to the operating system, if possible."""
     if LINUX:
         with contextlib.suppress(AttributeError, OSError):  # another C library
             ctypes.CDLL(None).malloc_trim(0)
@@ -66,7 +66,7 @@ def start_time(pid: int) -> float | None:
 
 
 def oom_kills() -> int:
-    """Returns the number of out-of-memory kills in this control group and machine."""
+    """Returns the out-of-memory kills of this control group plus all kills of this machine."""
     if not LINUX:
         return 0
     return sum(oom_kills_in(path) for path in (*_memory_event_files(), Path("/proc/vmstat")))
@@ -84,7 +84,7 @@ def _memory_event_files() -> list[Path]:
 
 
 def oom_kills_in(path: Path) -> int:
-    """Returns the number of processes killed for memory that a file of the kernel reports."""
+    """Returns the out-of-memory kills that a file of the kernel counts; 0 if it has no count."""
     for line in _read(path).splitlines():
         name, _, value = line.partition(" ")
         if name == "oom_kill" and value.strip().isdigit():

@@ -53,17 +53,17 @@ class Counters:
         self.of(request.model).accepted += 1
 
     def resume(self, request: Request) -> None:
-        """Count a resume: a request that is queued again with its ids."""
+        """Counts a resume: a request that is queued again with its ids."""
         self.resumed += 1
         self.of(request.model).resumed += 1
 
     def preempt(self, request: Request) -> None:
-        """Count a preemption: a request is queued again with its ids in favour of another owner."""
+        """Counts a preemption: a request is queued again in favour of another owner."""
         self.preempted += 1
         self.of(request.message.model).preempted += 1
 
     def end(self, request: Request, outcome: str, now: float) -> None:
-        """Count an ended request once. `outcome` is its reason or the code of its error."""
+        """Counts an ended request once. `outcome` is its reason or the code of its error."""
         run = request.run
         self.of(request.model).ended(request, outcome, now)
         if request.state is RequestState.DONE:
@@ -108,8 +108,9 @@ OUTCOMES = frozenset({"stop", "length", "cancelled", *BY_CODE})
 class Figures:
     """Counts and histograms of a model since the broker's start. Times are seconds.
 
-    No value decreases, and no data of single requests is kept. The bounds are vLLM's, so that its
-    dashboards and alerts fit. `INTER_TOKEN` has three lower bounds more, for small models.
+    No value decreases, and no data of single requests is kept. The bucket bounds are vLLM's, so
+    that its dashboards and alerts fit. `INTER_TOKEN` has three additional low bounds, for small
+    models.
     """
 
     def __init__(self) -> None:
@@ -130,11 +131,11 @@ class Figures:
         self.completions = Histogram(TOKENS)  # tokens of requests that got a token
 
     def assigned(self, request: Request, now: float) -> None:
-        """Record the waiting time of a request that was assigned to its first worker."""
+        """Records the waiting time of a request that was assigned to its first worker."""
         self.queue.observe(now - request.accepted_at)
 
     def tokens_came(self, request: Request, now: float) -> None:
-        """Record the intervals of new ids of a run, which may come from several steps.
+        """Records the intervals of new ids of a run, which may come from several steps.
 
         Steps that are read together have one time, so their ids share the interval before them.
         """
@@ -151,7 +152,7 @@ class Figures:
         run.measured_at = now
 
     def ended(self, request: Request, outcome: str, now: float) -> None:
-        """Record the figures of a request whose stream has its terminal message."""
+        """Records the figures of a request whose stream has its terminal message."""
         run = request.run
         self.outcomes[outcome if outcome in OUTCOMES else OTHER] += 1
         self.prompt_tokens += run.prompt_tokens

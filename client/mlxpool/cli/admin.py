@@ -71,7 +71,7 @@ def _fault(run_dir: Path) -> str:
 
 
 def explained(run_dir: Path, error: BrokerLost) -> BrokerLost:
-    """Returns a client's error; the error of `ps` if the run directory has a living broker."""
+    """Returns the error, or a more exact error if the local broker is alive but silent."""
     pid = lock_pid(run_dir)
     local = error.message.startswith(f"no broker answers at ipc://{run_dir}/")
     if not local or pid is None or not alive(pid):

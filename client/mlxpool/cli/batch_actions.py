@@ -56,7 +56,10 @@ def sent_text(sent: int, whole: int | None) -> str:
 
 
 def follow(rows: Iterable[Mapping[str, Any]], clock: Callable[[], float] = time.monotonic) -> None:
-    """Show the maps of a batch until it ends; on a terminal as a progress bar."""
+    """Shows the progress of a batch from its maps, until it ends.
+
+    A terminal shows it as a progress bar.
+    """
     from mlxpool.client.batches.outcome import count_ended
 
     line, first, begun = StatusLine(), 0, None
@@ -142,7 +145,10 @@ def _see_to_its_end(options: argparse.Namespace, batch: Batch) -> int:
 
 @contextlib.contextmanager
 def _opened(name: str) -> Iterator[TextIO]:
-    """Open a file that gets its name when it is complete; "-" is standard output."""
+    """Opens a file for writing, under a temporary name until it is complete.
+
+    "-" is standard output.
+    """
     if name == "-":
         yield sys.stdout
         sys.stdout.flush()
@@ -229,7 +235,7 @@ def change(options: argparse.Namespace, key: str, what: str) -> int:
 
 
 def tell_of_notice(row: Mapping[str, Any]) -> None:
-    """Print a line if the notice of a released job or batch is not delivered yet."""
+    """Prints a line if the notice (POST) about a released job or batch is not delivered yet."""
     if row["notice"] == "waiting":
         text = f"mlxpool: {row['key']}: the notice of its end was not delivered yet;"
         print(escape_line(f"{text} the pool still sends it, with its state"), file=sys.stderr)

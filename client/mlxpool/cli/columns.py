@@ -18,8 +18,8 @@ DETAIL = 5  # columns of this rank or more are left out before texts are shorter
 class Column(Struct, frozen=True):
     """A column of a table. A narrow terminal leaves out the columns with the highest `rank` first.
 
-    A column of kind `text` is shortened in the middle, of kind `id` to a unique prefix. Numbers and
-    their units are never shortened.
+    `shortens` is "text" for cells that may lose their middle, and "id" for ids that may be cut to a
+    unique prefix. Numbers and their units are never shortened.
     """
 
     name: str

@@ -208,7 +208,7 @@ NOTICES = (
 
 
 def list_notices(target: Target, owner: str, *, as_json: bool) -> int:
-    """Print the notices that are not delivered yet, or failed finally."""
+    """Prints the notices (POSTs about ended jobs and batches) that are undelivered or given up."""
     rows: list[dict[str, Any]] = []
     after: int | None = 0
     while after is not None:

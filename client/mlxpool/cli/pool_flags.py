@@ -80,7 +80,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(options: argparse.Namespace) -> PoolConfig:
-    """Returns the pool's settings, from flags, the environment and the file, in this order.
+    """Returns the pool's settings. Precedence: flags, then the environment, then the file.
 
     Raises ConfigError, and ValueError if a --model is not NAME=PATH.
     """

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def prompt_of(text: str, images: Sequence[Path], *, chat: bool) -> dict[str, Any]:
-    """Returns the prompt arguments of `stream`. Images that the text does not name come first."""
+    """Returns the prompt arguments of `stream`.
+
+    Images that the text does not name by `[img-n]` are put before the text.
+    """
     if chat:
         parts = [{"type": "image", "image": file} for file in images]
         content = [*parts, {"type": "text", "text": text}] if images else text
@@ -85,7 +88,10 @@ def result_as_json(result: Result, choices: int = 1) -> dict[str, Any]:
 
 
 def answer_as_json(result: Result) -> dict[str, Any]:
-    """Returns the answer of a job that is a call: its fields, and its numbers as `vectors`."""
+    """Returns the answer of a job whose request is a call, such as `embed`.
+
+    It has the fields of the answer, and the numbers as `vectors`.
+    """
     from mlxpool.client import Vectors
 
     answer = result.answer

@@ -88,7 +88,10 @@ def seconds(text: str) -> float:
 
 
 def format_of(text: str) -> dict[str, Any]:
-    """Returns the option `format` in a file. Raises ArgumentTypeError if it is not a format."""
+    """Returns the option `format`: of the text "json", or from the JSON file of this name.
+
+    Raises ArgumentTypeError if the file cannot be read or is not a format.
+    """
     if text == "json":
         return {"type": "json"}
     try:

@@ -96,7 +96,7 @@ class View(Protocol):
     def take(self, snapshot: Mapping[str, Any]) -> None: ...
 
     def page(self, columns: int, height: int, *, keys: bool, paint: Paint) -> str:
-        """Returns the page; "" if there is none yet. `keys`: it names the keys to press."""
+        """Returns the page; "" if there is none yet. With `keys` it names the keys to press."""
 
 
 def show_pages(target: Target, count: int, view: View) -> None:

@@ -61,7 +61,7 @@ class Calls:
 
     @property
     def peer_known(self) -> bool:
-        """True if the broker has sent its boot number and link on this connection."""
+        """True if the broker has sent its boot number and its number of this connection."""
         return self._peer != UNKNOWN_PEER
 
     def ask(self, ident: bytes, call: Call, on_reply: OnReply, now: float) -> None:
@@ -93,7 +93,10 @@ class Calls:
             reply(answer)
 
     def identified(self, peer: Peer, now: float) -> None:
-        """Handle the broker's boot number and link. Calls to another peer are sent again."""
+        """Handles the broker's boot number and its number (link) of this connection.
+
+        Calls that were sent to another broker process or connection are sent again.
+        """
         self._peer = peer
         for call in self._open.values():
             if call.peer not in (UNKNOWN_PEER, peer):

@@ -252,7 +252,10 @@ class Connection:
             self._history.close()
 
     def _turn(self) -> None:
-        """Wait, read everything, then do the due work: a delay may have been our own."""
+        """Waits, reads everything, then does the due work.
+
+        Reading comes first, because a silence may be a delay of this process, not of the broker.
+        """
         waiting = self.waits()
         due_in = min(self._ping_at, self._tick_at) - time.monotonic()
         self._dealer.wait(due_in if waiting else None)
@@ -358,7 +361,7 @@ class Connection:
             self._calls.answer(message, self.timer.now)
 
     def _error_of_sending(self, message: Message) -> None:
-        """Handle an error about one of our messages, such as `duplicate_id`; no stream's end."""
+        """Handles an error about a sent message, such as `duplicate_id`; it may end the stream."""
         stream = self._streams.get(message.body.get("about") or b"")
         if stream is not None:
             error, attempt = from_body(message.body), message.header.attempt
@@ -367,7 +370,10 @@ class Connection:
                 self._end(stream)
 
     def _identified(self, peer: Peer) -> None:
-        """Handle the broker's boot number and link. Messages to another peer are lost."""
+        """Handles the broker's boot number and its number (link) of this connection.
+
+        Messages that were sent to another broker process or connection are lost.
+        """
         for stream in list(self._streams.values()):
             stream.retry.identified(peer, self.timer.now)
             self._retry(stream)

@@ -160,7 +160,7 @@ def _named(options: JobOptions) -> str:
 
 
 def _settings(options: JobOptions) -> dict[str, Any]:
-    """Returns the options that are set, as the keys of a `submit` about its job."""
+    """Returns the given options of a job, as keys of the `submit` message."""
     settings: dict[str, Any] = {}
     if (keep := options.get("keep")) is not None:
         settings["keep_ms"] = milliseconds("keep", keep)

@@ -85,7 +85,10 @@ def _named(part: Any, images: list[Image]) -> Any:
 
 
 def _read(where: str, image: object) -> bytes:
-    """Returns the bytes of an image; of a too large file MAX_IMAGE + 1, which are refused."""
+    """Returns the bytes of an image: of a file, at most its first MAX_IMAGE + 1 bytes.
+
+    A longer file is refused later as too large. Raises BadRequest if the image cannot be read.
+    """
     if isinstance(image, bytes | bytearray | memoryview):
         return bytes(image)
     if not isinstance(image, os.PathLike):
@@ -212,7 +215,7 @@ def resumed(draft: GenerateDraft, state: StreamState, left: float | None) -> Gen
 
 
 def reports_prompt(draft: GenerateDraft) -> bool:
-    """Returns whether a request reports the tokens of its prompt; its options may be invalid."""
+    """Returns whether a request asks for the tokens of its prompt. Accepts invalid options."""
     alternatives = draft.options.get("prompt_logprobs")
     asks = type(alternatives) is int and alternatives >= 0
     return draft.options.get("echo") is True or asks
@@ -270,7 +273,7 @@ def describe(model: str) -> Question[dict[str, Any]]:
 
 
 def keep(model: str, seconds: float) -> Question[float]:
-    """Returns the call that keeps a model loaded. Its answer is the time in force, in seconds.
+    """Returns the call that keeps a model loaded. Its answer is the applied time in seconds.
 
     Raises BadRequest if the seconds are out of bounds.
     """

@@ -79,7 +79,10 @@ class SilenceTimer:
         self._waiting_since = self._connected_at = 0.0
 
     def advance(self, wall: float) -> None:
-        """Advance the clock to `wall`, by at most `gap`: else the process had been stopped."""
+        """Advances the clock to `wall`, but by at most `gap` seconds.
+
+        During a longer interval the process was stopped: this time does not count as waiting.
+        """
         self.now += min(max(0.0, wall - self._wall), self.pace.gap)
         self._wall = wall
 
@@ -122,7 +125,10 @@ class SilenceTimer:
 
 
 class StreamRetry(Struct, eq=False):
-    """The attempts (sendings) of one stream. The next one is at `due`, for the reason `why`."""
+    """The attempts to send one stream's request. `due` is the time of the next attempt.
+
+    `why` is the reason for the next attempt.
+    """
 
     state: StreamState
     pace: Pace
@@ -202,7 +208,10 @@ class StreamRetry(Struct, eq=False):
         return True
 
     def identified(self, peer: Peer, now: float) -> None:
-        """Handle the broker's boot number and link. Messages to another peer are lost."""
+        """Handles the broker's boot number and its number (link) of this connection.
+
+        If they have changed since the newest attempt was accepted, the attempt is lost.
+        """
         before, self.peer = self.peer, peer
         state = self.state
         if self.cancelled:
@@ -228,7 +237,11 @@ class StreamRetry(Struct, eq=False):
         self.due, self.why = min(self.due, max(now, self.sent_at + pause)), why
 
     def fate(self, state: str, now: float) -> None:
-        """Handle the answer to `cancel`: the stream's end will come, was lost, or never existed."""
+        """Handles the answer to `cancel`: the state of the stream at the broker.
+
+        An unknown stream ends now. If the stream has ended at the broker, the message of its end
+        may still arrive; if it does not, `tick` ends the stream.
+        """
         if not self.cancelled or self.state.over:
             return
         self.ended_at_broker = state in ENDED
@@ -238,7 +251,10 @@ class StreamRetry(Struct, eq=False):
             self.due = now + nth(self.pace.answer, 0)
 
     def error_of_sending(self, error: PoolError, attempt: int) -> PoolError | None:
-        """Returns the error that ends the stream, if an error about a message does; else None."""
+        """Returns `error` if it ends the stream, else None. It is an error about a sent message.
+
+        `attempt` is the attempt that the error answers.
+        """
         state = self.state
         if error.code == DuplicateId.code:
             return error if attempt == state.attempt else None

@@ -258,7 +258,10 @@ class StreamState(Struct, eq=False):
         return Delta(piece.text, piece.ids, pos, piece.logprobs, piece.prompt, self.index, steps)
 
     def _takes_report(self, piece: Piece) -> bool:
-        """Returns whether a piece continues the report of the prompt, which precedes all ids."""
+        """Returns whether a piece continues the reported tokens of the prompt without a gap.
+
+        All tokens of the prompt must be reported before the first token id.
+        """
         if piece.prompt and piece.prompt[0].get(PROMPT_KEY) != len(self.prompt):
             return False
         facts = self.facts or piece.facts

@@ -57,7 +57,7 @@ class Ranking(list[Ranked]):
 
 
 class _SequenceRecord(StructMeta, ABCMeta):
-    """The metaclass of records that are a Sequence, too."""
+    """The metaclass of records that are also a Sequence."""
 
 
 class Vectors(Sequence["list[float]"], Struct, frozen=True, metaclass=_SequenceRecord):
@@ -132,9 +132,10 @@ def embed(
     prompt: str | None = None,
     deadline_ms: int | None = None,
 ) -> list[Question[Vectors]]:
-    """Returns the calls for these inputs, a batch of inputs each; `task` may also be "classify".
+    """Returns the calls that compute these inputs. Each call has some of the inputs.
 
-    Raises BadRequest if inputs cannot be sent. The worker checks everything else.
+    `task` may also be "classify". Raises BadRequest if inputs cannot be sent. The worker checks
+    everything else.
     """
     settings = {
         "truncate": truncate,
@@ -165,7 +166,7 @@ def rerank(
     prompt: str | None = None,
     deadline_ms: int | None = None,
 ) -> list[Question[Vectors]]:
-    """Returns the calls that score documents for a query, a batch of documents each.
+    """Returns the calls that score documents for a query. Each call has some of the documents.
 
     `top` is only checked here; `ranked` applies it. Raises BadRequest as `embed` does.
     """
@@ -268,12 +269,18 @@ def _divided(
 
 
 def _begin(first: int) -> dict[str, int]:
-    """Returns the key with the number of the first input; no key for 0, as older pools need."""
+    """Returns {"first": number of the first input}; {} if this number is 0.
+
+    Older pools do not know this key.
+    """
     return {"first": first} if first else {}
 
 
 def _packed(name: str, batch: Texts) -> tuple[dict[str, Any], tuple[bytes, ...]]:
-    """Returns the key and the blob of a batch. Raises BadRequest if a text is not Unicode."""
+    """Returns the texts of a call under the key `name`; long texts are in a blob.
+
+    Raises BadRequest if a text is not Unicode.
+    """
     try:
         data = pack_texts(batch)
     except UnicodeEncodeError as error:

@@ -59,7 +59,7 @@ class Cluster(Protocol):
         """Returns the machines that are alive."""
 
     def worker_ids(self, pool: str) -> set[str]:
-        """Returns the workers that have an actor on any machine, or wait for resources."""
+        """Returns the ids of workers that have an actor on any machine, or wait for resources."""
 
     def start_worker(self, order: WorkerOrder) -> None:
         """Starts a worker host on a machine with free resources, now or later."""
@@ -87,7 +87,10 @@ def store_fault(spec: PoolSpec, folder: Path, pool_id: str) -> str:
 
 
 class BrokerHost:
-    """An actor of Ray with several threads; any thread may call its methods."""
+    """The Ray actor that runs the broker of a pool, and starts and ends its worker hosts.
+
+    The actor has several threads; any thread may call its methods.
+    """
 
     def __init__(
         self, cluster: Cluster, spec: PoolSpec, pool_id: str, *, started_again: bool

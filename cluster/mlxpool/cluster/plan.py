@@ -25,7 +25,10 @@ class WorkerView(Struct, frozen=True):
 
 
 class Changes(Struct, frozen=True):
-    """`start`: names of models, one entry for each new worker. `end`: ids of workers."""
+    """The workers to start and to end.
+
+    `start` has a model's name for each new worker, `end` the ids of workers.
+    """
 
     start: tuple[str, ...] = ()
     end: tuple[str, ...] = ()

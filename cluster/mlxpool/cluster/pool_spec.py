@@ -51,7 +51,7 @@ class PoolSpec(Struct, frozen=True):
     back_port: int = BACK_PORT
 
     def folder_path(self) -> Path:
-        """Returns the pool's folder on the broker's machine. Runs on that machine."""
+        """Returns the pool's folder on the broker's machine. Call it on that machine."""
         if self.folder:
             return expanded(self.folder)
         return home() / ".mlxpool" / "ray" / self.name

@@ -1,7 +1,8 @@
 """Runs a command that ends with its starter: `python -m mlxpool.cluster.tied_process COMMAND…`.
 
-Ray can kill an actor without a signal that it handles, and the actor's children would go on. The
-starter of this process holds its standard input: at the end of input the command ends.
+Ray can kill an actor by a signal that the actor cannot handle; its children would continue to run.
+So the starter holds the other end of this process's standard input: when the starter ends, the
+input ends, and this process ends the command.
 """
 
 from __future__ import annotations

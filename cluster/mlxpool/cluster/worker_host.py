@@ -57,7 +57,10 @@ def make_folder(parent: Path) -> tuple[Path, int]:
 
 
 class WorkerHost:
-    """An actor of Ray with two threads: its own thread and a thread for the methods."""
+    """The Ray actor that runs one `mlxpool worker`.
+
+    It has two threads: one runs the worker, the other runs the methods that Ray calls.
+    """
 
     def __init__(self, pool: Pool, order: WorkerOrder) -> None:
         self._pool = pool

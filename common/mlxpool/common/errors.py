@@ -44,7 +44,10 @@ MAX_MESSAGE = 2000  # characters
 
 
 def sendable(text: str) -> str:
-    """Returns a message as valid Unicode, cut to MAX_MESSAGE. File names may not be Unicode."""
+    """Returns a message as valid Unicode, cut to MAX_MESSAGE characters.
+
+    It may contain file names, which are not always valid Unicode.
+    """
     return text[:MAX_MESSAGE].encode(errors="backslashreplace").decode()[:MAX_MESSAGE]
 
 

@@ -60,7 +60,7 @@ Rows = Iterable[tuple[tuple[str, ...], Value]]  # values of the labels, and the 
 
 
 class Family(Struct, Generic[Source], frozen=True):
-    """A metric family. `rows` reads its values from the writer's source.
+    """A metric family. `rows` returns its labels and values from a source, such as a snapshot.
 
     If each row of values has a number for every value of the last label, `last_label_values` are
     the values of this label.
@@ -124,7 +124,10 @@ def _head(family: Family[Any], name: str) -> bytes:
 
 
 def _template(family: Family[Any], labels: tuple[str, ...], value: Value) -> str:
-    """Returns one line, a line for each value of the last label, or all lines of a histogram."""
+    """Returns the text of a row, in which each number is a %-placeholder.
+
+    It has one line, a line for each value of the last label, or all lines of a histogram.
+    """
     name = family.name
     if isinstance(value, Frozen):
         text = _labels(family, labels)

@@ -15,7 +15,10 @@ def home() -> Path:
 
 
 def expanded(path: str | Path) -> Path:
-    """Returns a path with the home folder for a leading ~; ~NAME of an unknown user stays."""
+    """Returns a path whose leading ~ is replaced by the home folder.
+
+    ~NAME is not replaced if the user NAME is unknown.
+    """
     try:
         return Path(path).expanduser()
     except RuntimeError:

@@ -17,7 +17,7 @@ VARIABLE = "MLXPOOL_HISTORY"
 
 
 class History:
-    """An append-only file of events. A line is one system call, so a kill cuts no line."""
+    """An append-only file of events. One system call writes a line, so a kill cuts no line."""
 
     def __init__(self, who: str, folder: str | None = None) -> None:
         self._who = who

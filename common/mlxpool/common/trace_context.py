@@ -19,7 +19,7 @@ class ParentSpan(NamedTuple):
 
 
 def parent_of(header: object) -> ParentSpan | None:
-    """Returns the span that a header names; None for a header that the standard says to ignore."""
+    """Returns the span in a header; None for a header that is invalid by the standard."""
     match = None
     if isinstance(header, str) and len(header) <= MAX_LENGTH:
         match = _FORM.fullmatch(header.strip(" \t"))

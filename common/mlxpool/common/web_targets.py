@@ -1,8 +1,8 @@
-"""The allowed forms of URLs to which the broker posts notices. Pure.
+"""The allowed forms of URLs to which the broker posts notices of ended jobs (webhooks). Pure.
 
-A URL must have a form that every program reads alike. Refused are hosts that a resolver takes for
-another address than a person does (decimal or octal numbers), a user before the host, and odd
-characters.
+A URL must have a form that every program reads alike. These are refused: a host in decimal or octal
+numbers, which resolvers take for another address than people do; a user before the host; and
+unusual characters.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Origin(Struct, frozen=True):
 
 
 class Target(Struct, frozen=True):
-    """A URL to which a notice is posted: `path` begins with a slash and includes the query."""
+    """A webhook's URL, to which a notice is posted. `path` starts with / and includes the query."""
 
     origin: Origin
     path: str
@@ -106,7 +106,7 @@ def parse_origin(text: str) -> Origin:
 
 
 class Allowed(Struct, frozen=True):
-    """The allowed targets of notices: these origins, at public addresses or in `networks`."""
+    """The allowed webhooks: URLs of these origins whose address is public or in `networks`."""
 
     origins: frozenset[Origin] = frozenset()
     networks: tuple[IpNetwork, ...] = ()
@@ -146,7 +146,7 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def is_public(address: IpAddress) -> bool:
-    """Returns whether an address is public: not of this machine, its links or its site.
+    """Returns whether an address is public: not loopback, link-local, multicast or private.
 
     An IPv6 address that encodes an IPv4 address counts as this IPv4 address.
     """

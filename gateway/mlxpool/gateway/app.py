@@ -1,4 +1,4 @@
-"""The ASGI application: serves all routes, also under their second paths, with a pool's client."""
+"""The ASGI application: serves all routes, also under alternative paths (such as without /v1)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ OTHER_PATHS: Mapping[str, str] = {
 
 
 class Gateway:
-    """The application, the keys that it accepts, its drain, and its clients of the pools."""
+    """The ASGI application with its state: API keys, running requests, metrics, pool clients."""
 
     def __init__(self, settings: Settings) -> None:
         """Raises ValueError for a file of keys that cannot be used."""
@@ -148,7 +148,7 @@ class Gateway:
         ]
 
     def _served(self, specs: Sequence[RouteSpec], services: Services) -> ByMethod:
-        """Returns the application of a path with these routes."""
+        """Returns the ASGI application of one path; `specs`: the path's routes, one per method."""
         methods = tuple(name for spec in specs for name in methods_of(spec))
         endpoints: dict[str, Endpoint] = {}
         for spec in specs:
@@ -193,10 +193,10 @@ class Gateway:
         return Route(path, Endpoint(self.surroundings, OTHER_ROUTE, None, refuse, interface))
 
     def _middleware(self) -> list[Middleware]:
-        """Returns the middleware: second paths of routes, and CORS if origins are allowed.
+        """Returns the middleware: alternative paths of routes, and CORS if origins are allowed.
 
-        With CORS, pages of these origins may use the gateway from a browser, with a key that the
-        pages send.
+        With CORS, a page of an allowed origin may use the gateway from a browser. The page itself
+        sends the API key.
         """
         canonical = canonical_paths(spec.path for spec in ROUTES)
         paths = Middleware(CanonicalPaths, canonical=canonical)
@@ -265,7 +265,7 @@ def canonical_paths(routes: Iterable[str]) -> Callable[[str], str]:
 
 
 class CanonicalPaths:
-    """An ASGI middleware that replaces a second path of a route by the route's path."""
+    """An ASGI middleware that replaces an alternative path of a route by the route's path."""
 
     def __init__(self, app: ASGIApp, canonical: Callable[[str], str]) -> None:
         self._app = app

@@ -32,7 +32,10 @@ LOCAL_ENDS = (".localhost", ".local", ".internal")  # top-level names of private
 
 
 class Owner(Struct, frozen=True):
-    """The owner of a key: the key's digest, and its name in logs (None without keys)."""
+    """The owner of an API key: the key's digest, and the owner's name in logs (None without keys).
+
+    `operator`: the owner may read the metrics.
+    """
 
     digest: bytes
     name: str | None
@@ -45,12 +48,12 @@ current_owner: contextvars.ContextVar[str] = contextvars.ContextVar("current_own
 
 
 def is_local_host(host: str, machine: str, *, from_page: bool) -> bool:
-    """Whether a Host header names this machine or a machine of its network, by Ollama's list.
+    """Whether a Host header names this machine or its private network, by Ollama's rules.
 
-    `machine`: this machine's name. `from_page`: the request has the Origin of a page. A page on the
-    internet cannot have such a host: DNS cannot rebind an IP address, and nobody can register these
-    top-level names. A neighbour in the network can answer for the names, so requests of pages may
-    not use them.
+    `machine`: this machine's name. `from_page`: the request has the Origin header of a web page. A
+    page on the internet cannot have such a host: DNS rebinding does not work for an IP address, and
+    nobody can register the top-level names in LOCAL_ENDS. Another machine of the network can answer
+    for such a name, so requests of pages may not use one.
     """
     host = host.removesuffix(".")
     if host in LOOPBACK:
@@ -119,13 +122,13 @@ class ConcurrencyLimit:
     """Counts the requests in flight of each owner."""
 
     def __init__(self, max_requests: int | None) -> None:
-        """`max_requests`: the most requests of an owner at once; None: no bound."""
+        """`max_requests`: the number of requests that an owner may have at once; None: no bound."""
         self._max_requests = max_requests
         self._in_flight: Counter[bytes] = Counter()
 
     @contextlib.contextmanager
     def request(self, owner: bytes) -> Iterator[None]:
-        """Counts one request inside the context. Raises HttpError at the bound."""
+        """Counts a request inside the context. Raises HttpError if the owner has too many."""
         if self._max_requests is not None and self._in_flight[owner] >= self._max_requests:
             message = (
                 f"{self._max_requests} requests of this key are under way, which is all it may have"

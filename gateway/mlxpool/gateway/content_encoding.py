@@ -25,7 +25,7 @@ class Decoder(Protocol):
     """
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yields the decoded next bytes, in pieces of bounded size."""
+        """Decodes the next bytes of the body; yields the result in pieces of bounded size."""
         ...
 
     def finish(self) -> None:

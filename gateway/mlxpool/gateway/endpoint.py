@@ -1,4 +1,4 @@
-"""Serves one route: method, access, drain, log and metrics around the work of its handler.
+"""Serves one route: checks method, key and drain, runs the handler, logs and counts the request.
 
 Also logs and counts requests that reach no route: preflights, and bytes that are not HTTP.
 """
@@ -62,7 +62,7 @@ class Surroundings(Struct, frozen=True):
     logged: bool = True
 
     def exchange_of(self, scope: Scope, route: str) -> Exchange:
-        """Returns the record of a request that begins now; with OTHER_ROUTE it has the path."""
+        """Returns the record of a new request, with its path if `route` is OTHER_ROUTE."""
         method, client, headers = scope["method"], scope.get("client"), Headers(scope=scope)
         traceparent = headers.get(HEADER)
         return Exchange(
@@ -76,7 +76,7 @@ class Surroundings(Struct, frozen=True):
         )
 
     def unparsable(self, client: str | None) -> Exchange:
-        """Counts and logs bytes that are not a request and were answered 400."""
+        """Counts and logs a response 400 to bytes that are not HTTP. Returns its record."""
         exchange = Exchange(
             id=uuid.uuid4().hex, method=OTHER_METHOD, route=UNPARSABLE, started=time.monotonic(),
             client=client, status=400, failure=NOT_HTTP,
@@ -196,7 +196,10 @@ class Endpoint:
             return await self._handler(request, response)
 
     async def _end(self, response: ResponseWriter, error: HttpError) -> None:
-        """Answers with an error, or ends the open stream with the error; the work has ended."""
+        """Sends an error as the response, or as the last event of an open stream.
+
+        Called when the handler has ended.
+        """
         with contextlib.suppress(TimeoutError):  # the client does not read
             async with asyncio.timeout(ABORT_TIME):
                 await self._fail(response, error)
@@ -213,9 +216,9 @@ class Endpoint:
 
 
 class ByMethod:
-    """The ASGI application of a path: an endpoint for each method.
+    """The ASGI application of a path, with an endpoint for each method.
 
-    One endpoint answers all other methods.
+    For all other methods, the first endpoint answers with the list of allowed methods.
     """
 
     def __init__(self, endpoints: Mapping[str, Endpoint]) -> None:
@@ -234,10 +237,10 @@ def _note_disconnect(response: ResponseWriter) -> None:
 
 
 def check_length(headers: Headers) -> None:
-    """Raises HttpError for a body with two lengths, which also closes the connection.
+    """Raises an HttpError, which closes the connection, for a body with two lengths.
 
-    This is the first check, against request smuggling: the next request could be bytes that a proxy
-    takes for the body.
+    This check precedes all others, against request smuggling: a proxy may take for the body what
+    this server takes for the next request.
     """
     if "transfer-encoding" in headers and "content-length" in headers:
         message = "Transfer-Encoding and Content-Length are both there; send one of them"
@@ -253,7 +256,7 @@ def is_preflight(scope: Scope) -> bool:
 
 
 class PreflightRecords:
-    """An ASGI middleware that gives answers of the CORS middleware a log line and an id."""
+    """An ASGI middleware that logs each preflight, and adds a request id to the response to it."""
 
     def __init__(self, app: ASGIApp, surroundings: Surroundings) -> None:
         self._app = app

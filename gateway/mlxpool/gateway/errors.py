@@ -60,8 +60,8 @@ class HttpError(Exception):
 
     `param`: the request field that caused the error. `retry`: whether the client may send the
     request again. `close`: the connection is closed after the response. `details`: figures of the
-    pool's error. `more_headers`: headers of the response. `passing`: the error ends this reading of
-    a kept answer, which goes on.
+    pool's error. `more_headers`: headers of the response. `passing`: the error ends only this
+    response; the pool continues the answer as a job.
     """
 
     status: int

@@ -1,8 +1,8 @@
 """Checks of a request's fields: each field is honoured, accepted by name, or refused by name.
 
-null counts as absent, and so does an empty text, list or map in a field of that type: clients send
-fields that nobody has set. Fields that only describe a request are accepted by the form of their
-names. Everything else is refused, so that no option is ignored unnoticed.
+null counts as absent, and so does an empty text, list or map in a field of that type, because some
+clients send fields that nobody has set. Fields that only describe a request are recognised by a
+pattern of names and accepted. Everything else is refused, so that no option is ignored unnoticed.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _logged: set[tuple[str, str]] = set()
 class Body(Struct, frozen=True):
     """The fields of a JSON map in a request, for its check and for its schema in openapi.json.
 
-    Fields are names with schemas. `accepted` fields have no effect. `refused` fields must have a
-    value that requests nothing. `open`: unknown fields are accepted and have no effect.
+    Fields are names with schemas. `accepted` fields have no effect. `refused` fields are refused
+    unless they have a value without effect. `open`: unknown fields are accepted, without effect.
     """
 
     honoured: Mapping[str, Schema]
@@ -139,10 +139,10 @@ def check_names(
     prefix: str = "",
     elsewhere: Mapping[str, str] = NOWHERE,
 ) -> None:
-    """Checks that every field is in one of the tables; a field that is null counts as absent.
+    """Raises HttpError for an unknown field, and for a refused field that would have an effect.
 
-    `prefix` goes before the names in messages. `elsewhere`: the right places of fields that clients
-    often misplace. Raises HttpError.
+    A field that is null counts as absent. `prefix` precedes the names in error messages.
+    `elsewhere` maps fields that clients often misplace to the right place, for the message.
     """
     for name, value in body.items():
         if value is None or name in honoured or name in accepted:
@@ -167,7 +167,7 @@ def _same(value: Any, neutral: Any) -> bool:
 def option(name: str, value: Any, target: str, checks: Mapping[str, Check] = CHECKS) -> Any:
     """Returns the checked value of the pool's option `target`. Raises HttpError naming the field.
 
-    Empty stop texts are left out: clients send the empty field of a form.
+    Empty stop strings are left out, because some clients send them if the user has set none.
     """
     if target == "stop" and isinstance(value, str | list):
         value = [stop for stop in ([value] if isinstance(value, str) else value) if stop != ""]
@@ -183,7 +183,7 @@ def options(
     prefix: str = "",
     checks: Mapping[str, Check] = CHECKS,
 ) -> dict[str, Any]:
-    """Returns the pool's options that the fields of `body` set; `names`: field -> option."""
+    """Returns the pool's options that `body` sets. `names` maps each field to its option."""
     return {
         target: option(prefix + name, body[name], target, checks)
         for name, target in names.items()
@@ -192,7 +192,7 @@ def options(
 
 
 def text(body: Mapping[str, Any], name: str, default: str | None = None) -> str:
-    """Returns a field of text. Without a default it must be there, not empty. Raises HttpError."""
+    """Returns a text field, which may be absent or empty if it has a default. Raises HttpError."""
     value = body.get(name)
     if value is None and default is not None:
         return default
@@ -240,9 +240,10 @@ def integer(body: Mapping[str, Any], name: str, low: int, high: int | None = Non
 def tools_of_kind(
     body: Mapping[str, Any], kinds: Collection[str | None]
 ) -> list[tuple[int, dict[str, Any]]]:
-    """Returns the checked `tools` whose type is one of `kinds` (None: absent), with their numbers.
+    """Returns (index in `tools`, tool) of the checked tools whose type is one of `kinds`.
 
-    Tools of other types run on other servers, and are left out. Raises HttpError.
+    None in `kinds` allows an absent type. Tools of other types run on other servers, and are left
+    out. Raises HttpError.
     """
     tools = body.get("tools")
     if tools is None:

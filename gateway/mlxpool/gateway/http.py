@@ -35,11 +35,11 @@ RAISE_BOUND = (
 
 
 class HeadersOnly(Exception):
-    """Raised after the headers of an answer to HEAD, whose stream is not sent."""
+    """Raised in the answer to HEAD after the headers, because the stream is not sent."""
 
 
 class ResponseWriter:
-    """Sends one JSON value or a stream of pieces, and counts what it sent in the exchange."""
+    """Sends a response, as one JSON value or a stream of pieces, and records it in the exchange."""
 
     def __init__(self, send: Send, exchange: Exchange, id_header: str | None = None) -> None:
         """`id_header`: the name of a second header for the id of the request."""
@@ -60,7 +60,7 @@ class ResponseWriter:
         await self.data(data, JSON, status, headers)
 
     async def listing(self, value: Mapping[str, Any]) -> None:
-        """Sends a list of OpenAI's, some items at a time: other requests are served in between."""
+        """Sends a list in OpenAI's form. Encodes it in slices; serves other requests after each."""
         rows: list[bytes] = []
         for start in range(0, len(value["data"]), LISTED_AT_ONCE):
             part = value["data"][start : start + LISTED_AT_ONCE]
@@ -110,7 +110,7 @@ class ResponseWriter:
             await self.write_aside(data)
 
     async def write_aside(self, data: bytes) -> None:
-        """Sends data outside the answer: a keep-alive, or an error of this reading."""
+        """Sends stream data that is not part of the answer: a keep-alive, or an error event."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def close(self) -> None:
@@ -206,9 +206,9 @@ def _check_size(size: int, max_bytes: int) -> None:
 
 
 async def serve_others() -> None:
-    """Lets the event loop run other tasks for some iterations: an answer needs several callbacks.
+    """Runs other tasks of the event loop for some iterations: another request needs several.
 
-    Work that is done in slices calls this function. Without other tasks it takes microseconds.
+    Long work calls this function between its slices. Without other tasks it takes microseconds.
     """
     for _ in range(TURNS):
         await asyncio.sleep(0)

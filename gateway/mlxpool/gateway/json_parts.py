@@ -136,10 +136,10 @@ class _Reader:
         return None
 
     def _run(self, place: int, brackets: str) -> tuple[Any, int] | None:
-        """Reads the values up to a comma near the end of a part in one call of the decoder.
+        """Reads a run: the list items or members up to a late comma, in one call of the decoder.
 
-        Returns None without such a comma. The text before the comma must be whole values, so a
-        comma inside a value is not taken.
+        The comma is in the next PART characters. Returns None without a comma that ends a value.
+        Otherwise returns the values and the position after the comma.
         """
         if place - self._tried_from >= PART:
             self._tried_from, self._no_runs = place, 0
@@ -164,7 +164,7 @@ class _Reader:
         return None
 
     def _runs(self, place: int, brackets: str, add: Callable[[Any], None]) -> int:
-        """Adds the values of all successive runs from a position on.
+        """Reads runs (see `_run`) from a position on, and passes the values of each to `add`.
 
         Returns the position after the runs.
         """

@@ -51,5 +51,5 @@ class OperationRoutes:
         await response.json(self._document)
 
     async def index(self, response: ResponseWriter) -> None:
-        """GET /: Ollama's clients look for this sentence to see whether a server is there."""
+        """GET /: answers "Ollama is running", by which Ollama's clients recognise a server."""
         await response.data(b"Ollama is running", TEXT)

@@ -1,8 +1,8 @@
 """The pools of a gateway: which of them serves a request's model, and which keeps jobs and files.
 
-A request goes to the pool where requests for its model wait least, and stays in that pool. A pool
-that does not answer is left out until it answers again. Jobs, files and batches are kept in one
-pool that has a store, and a request looks for them in all pools.
+A request goes to the pool with the fewest requests per worker for its model, and stays there. A
+pool that does not answer is left out until it answers again. Each job, file or batch is kept in one
+pool that has a store, and a request looks for it in all pools.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Pool:
         self._given: Counter[str] = Counter()  # requests by model since the list was read
 
     def load(self, model: ModelInfo) -> tuple[bool, float]:
-        """Returns this pool's rank for a request for a model of its list: the lowest is the best.
+        """Returns the load of a model in this pool; the pool with the lowest load is the best.
 
-        The rank is whether the model is closed, then its number of requests per worker: requests in
-        the list, and requests sent since.
+        The load is (whether the model takes no requests, requests per worker). It counts the
+        requests in the pool's last report, and the requests sent to the pool since then.
         """
         requests = model.requests + self._given[model.name]
         return model.state in CLOSED, (requests + 1) / max(1, model.workers)
@@ -100,7 +100,7 @@ class Pools:
     """All pools of a gateway as one: the models of each, by name."""
 
     def __init__(self, pools: Sequence[Pool]) -> None:
-        """`pools`: at least one. The first pool answers requests that belong to no other pool."""
+        """`pools`: at least one. The first pool gets requests for which no pool was chosen."""
         self.pools = list(pools)
         self._probe: asyncio.Task[None] | None = None
 
@@ -116,15 +116,15 @@ class Pools:
 
     @property
     def client(self) -> AsyncClient:
-        """The client of the pool that this request's model, or its job or file, was found in.
+        """The client of the pool that was chosen for this request.
 
-        Otherwise it is the client of the first pool.
+        It is the pool with the request's model, job or file; the first pool if none was chosen.
         """
         return self.chosen.client
 
     @property
     def chosen(self) -> Pool:
-        """The pool of `client`."""
+        """The pool that was chosen for this request; the first pool if none was chosen."""
         return _chosen.get(self.pools[0])
 
     # ---- models --------------------------------------------------------------------------------
@@ -144,11 +144,11 @@ class Pools:
         return [model for _, model in best.values()]
 
     async def get(self, name: str, *, keeps: bool = False, key: str = "") -> ModelInfo:
-        """Returns a model; its pool becomes the pool of the present request.
+        """Returns a model, and chooses the pool with the lowest load for the present request.
 
         `keeps`: only pools with a store of jobs are allowed. With a `key` the pool depends on the
-        key, not on the load: a key has the same pool as long as the same pools have the model.
-        Raises the errors of ModelList, and JobsOff if only pools without a store have the model.
+        key, not on the load: it is the same as long as the same pools have the model. Raises the
+        errors of ModelList, and JobsOff if only pools without a store have the model.
         """
         pool = await self._choose(name, keeps=keeps, key=key)
         model = await pool.models.get(name)
@@ -224,8 +224,8 @@ class Pools:
         That pool becomes the pool of the request. All pools are asked concurrently, so that a slow
         pool does not delay the answer. Raises the error of `ask` (UnknownJob, Gone, JobsOff) if no
         pool keeps the object, and BrokerLost if a pool that does not answer may keep it.
-        `despite_silent`: the answer of one pool that keeps jobs is enough, as for a key under which
-        a job is submitted.
+        `despite_silent`: raises UnknownJob instead if at least one pool that keeps jobs answers, as
+        for a key under which a job is then submitted.
         """
         if len(self.pools) == 1:
             return await ask(self.pools[0].client)

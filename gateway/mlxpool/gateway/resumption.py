@@ -52,11 +52,10 @@ def _digest(path: str, body: Mapping[str, Any]) -> bytes:
 
 
 class EventNumbers:
-    """The numbers of the events of one reading, from 1 on.
+    """Numbers the events of one HTTP response, from 1 on. Omits events that the client has.
 
-    All readings of an answer have the same events. If the model has changed since the first reading
-    and the answer was begun again, the answer is of another generation (`gen`), with higher
-    numbers.
+    All responses with the same answer have the same numbers. If the answer was computed anew, after
+    a change of the model, it has another generation (`gen`) and its numbers are higher.
     """
 
     def __init__(self, gen: int, after: int | None) -> None:
@@ -77,7 +76,7 @@ class EventNumbers:
             )
 
     def skip(self, count: int) -> None:
-        """Counts events that this reading omits: an earlier reading had them."""
+        """Skips the numbers of events that only an earlier response had: errors of the job."""
         self._number += count
 
     def of_events(self, data: bytes) -> bytes:

@@ -93,8 +93,8 @@ class RouteSpec(Struct, frozen=True):
     `stream`: the content type of a streamed response, whose events or lines have the schema
     `event`. `public`: the route needs no key. `operator`: the route needs the key of an operator.
     `in_drain`: the route answers while the gateway drains. `reads_body`: the method reads the body
-    itself, as a form. `watched`: the work ends when its client is gone, as the work of all streams
-    and of requests with a JSON body.
+    itself, as a form. `watched`: the handler is cancelled when its client disconnects. This holds
+    without `watched` for all streams and for requests with a JSON body.
     """
 
     method: str  # GET, which answers HEAD too, POST or DELETE
@@ -161,7 +161,7 @@ class Routes(Struct, frozen=True):
         answer: str,
         **more: Any,
     ) -> RouteSpec:
-        """Makes a route of POST; `serve` gets the Call: the request, and its body if read."""
+        """Makes a route of POST; `serve` gets the Call, with request and body (empty if unread)."""
         return RouteSpec("POST", path, self.interface, summary, serve, answer, **more)
 
     def post(

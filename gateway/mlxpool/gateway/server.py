@@ -155,7 +155,7 @@ class SupervisedServer(DrainingServer):
     def __init__(
         self, config: uvicorn.Config, gateway: Gateway, notify_fd: int, beat_interval: float
     ) -> None:
-        """`beat_interval`: seconds between two bytes."""
+        """`beat_interval`: seconds between two heartbeats, each a byte written to `notify_fd`."""
         super().__init__(config, gateway)
         self._notify_fd = notify_fd
         self._beat_interval = beat_interval

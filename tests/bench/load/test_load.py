@@ -122,7 +122,7 @@ def test_bad_input_is_one_line(
 
 
 def senders(parent: psutil.Process) -> list[psutil.Process]:
-    """Returns its processes that send."""
+    """Returns the descendants of a process that send the requests of a load test."""
     return [
         child
         for child in parent.children(recursive=True)

@@ -1,4 +1,4 @@
-"""The draw of a load: lengths, ids and arrivals."""
+"""The random requests of a load test: lengths, ids and times of arrival."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The admin socket: its answers, subscribers, and the effects of a bug in a command."""
+"""The admin socket: answers, subscribers, and commands that raise an unexpected exception."""
 
 from __future__ import annotations
 

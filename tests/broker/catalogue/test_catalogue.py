@@ -1,4 +1,4 @@
-"""Answers wait for a scan of the models for a bounded time; the scan's results come first."""
+"""Answers about models wait a bounded time for a scan; the core gets the scan's results first."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ ENDED = "the process that looked at its files ended while it did"
 
 @dataclass
 class Reports:
-    """The reports of a scanner."""
+    """Collects the reports of a scanner: the models that it has found and inspected."""
 
     found: list[tuple[Any, ...]] = field(default_factory=list)
     described: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
@@ -264,7 +264,7 @@ def test_copies_and_adapters_beside_the_weights_need_no_memory(tmp_path: Path) -
 
 
 def test_a_model_that_a_link_takes_from_elsewhere_has_its_own_location(tmp_path: Path) -> None:
-    """Otherwise the workers of an allowed name would serve a refused model."""
+    """Models of one location share workers, so an allowed name would serve a refused model."""
     border, outside = tmp_path / "models", model_folder(tmp_path / "outside")
     inside = model_folder(border / "inside")
     (border / "linked").symlink_to(outside)

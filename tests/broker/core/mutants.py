@@ -30,7 +30,10 @@ TIME = 300.0  # time limit of one layer, in seconds
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A fault: a patch of `old`, which `file` has once. `tests` are more files that may see it."""
+    """A fault: in `file`, `new` replaces `old`, which occurs once there.
+
+    `tests`: files with further tests that may detect the fault.
+    """
 
     name: str
     file: str

@@ -326,7 +326,7 @@ class Client:
             self._step(stream, now)
 
     def tick(self, now: float) -> None:
-        """Do the client's due work, without a frame."""
+        """Runs the client's due timers: reconnects, retries, acknowledgements and pings."""
         self.turn(now)
         if self.timer.lost:
             raise Violation("a client gives up on its broker")

@@ -47,7 +47,10 @@ CONFIG = PoolConfig(
 
 @dataclass(eq=False)
 class Conn:
-    """A connection; its frames in transit are lost with it. `number` is its link in the broker."""
+    """A simulated connection. If it is lost, its frames in transit are lost, too.
+
+    `number`: the broker's number (link) of the connection.
+    """
 
     number: int = 0
     alive: bool = True
@@ -253,7 +256,10 @@ class World:
         self.at(conn.there, self.at_back, worker, conn, kind, body)
 
     def at_back(self, worker: Worker, conn: Conn, kind: str, body: Any) -> None:
-        """Take a worker's frame. It counts only on the connection with its epoch's welcome."""
+        """Passes a worker's frame to the core. `hello` starts or replaces a worker's session.
+
+        Other frames need a connection on which the broker has sent `welcome`; else it sends `who`.
+        """
         if not conn.alive or self.core is None:
             return
         if self.frozen(self.at_back, worker, conn, kind, body):
@@ -341,7 +347,7 @@ class World:
             self.after(CONFIG.stop_grace if stuck else 0.05, self.die, worker, "stopped", False)
 
     def die(self, worker: Worker, cause: str, own: bool) -> None:
-        """Receive all frames of its connection, then report its end."""
+        """Ends a worker. The broker gets its frames in transit before it learns of the exit."""
         if not worker.alive:
             return
         worker.alive = False

@@ -222,7 +222,10 @@ def test_a_stream_whose_end_raises_costs_no_other_its_end(
 def test_a_stream_that_is_sent_again_after_its_end_is_not_of_the_bulk_that_ended_it(
     story: Story,
 ) -> None:
-    """The running stream ends first; the model is opened before its queue is ended."""
+    """A drain has ended the running stream and still ends the queue when the model is loaded again.
+
+    Then the running stream is sent again, and must be accepted.
+    """
     worker = story.ready_worker(sequences=1)
     streams(story)
     running = story.generate(priority=2)
@@ -313,7 +316,7 @@ def test_a_stream_of_other_weights_ends_though_its_worker_was_suspect_in_between
 def test_waiting_streams_are_compared_once_with_the_workers_of_a_model(
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Thousands of streams may wait while each report of a worker lets more be assigned."""
+    """Thousands of streams may wait, and each report of a worker makes the core assign streams."""
     worker = story.ready_worker(sequences=0, digest="new")
     compared: list[bytes] = []
     fits = placement.fits_facts

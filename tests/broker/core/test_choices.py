@@ -1,4 +1,7 @@
-"""Choices of one prompt run on one worker and are refused together; prompt reports keep order."""
+"""Choices of one prompt run on one worker and are refused together.
+
+The log-probabilities of the prompt reach the client in order.
+"""
 
 from __future__ import annotations
 

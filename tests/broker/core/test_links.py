@@ -89,7 +89,7 @@ def test_a_silent_client_with_many_streams_is_ended_in_portions(story: Story) ->
 
 
 def test_whether_somebody_waits_is_looked_up_once_for_each_model(story: Story) -> None:
-    """It is not looked up for each stream of a silent client: there may be thousands of both."""
+    """The queue is not searched for each stream of a silent client: both may be thousands."""
     story.running(sequences=8)
     for _ in range(7 + 100):
         story.generate()
@@ -173,7 +173,7 @@ def test_many_links_that_are_lost_at_once_end_in_portions_together(story: Story)
 
 
 def test_streams_that_have_a_place_are_the_first_of_a_lost_link(story: Story) -> None:
-    """Other requests wait for the sequences of these streams."""
+    """These streams occupy sequences of a worker, for which other requests wait."""
     waiting = plain_streams(story, 2 * MAX_ENDED)
     resume = {"count": 1}  # another broker ran them, so they precede other requests
     running = [
@@ -226,7 +226,7 @@ def test_a_client_that_comes_back_keeps_the_streams_that_have_not_ended(story: S
 
 
 def test_what_a_lost_link_still_has_may_end_otherwise_and_ends_once(story: Story) -> None:
-    """Its worker ends a stream and dies with another, a deadline passes, then the broker ends."""
+    """Its streams end by their worker, by the worker's death, by a deadline, or with the broker."""
     worker, done = story.running(sequences=2, durable=False)
     late = story.generate(durable=False, deadline_ms=1)
     plain = plain_streams(story, 4 * MAX_ENDED)

@@ -101,7 +101,7 @@ def test_one_owner_has_no_turns() -> None:
 
 
 def test_the_place_goes_to_those_for_whom_it_was_given_up() -> None:
-    """This holds even if resumed streams wait, which normally precede all other requests."""
+    """A run was preempted for another owner. That owner precedes even resumed streams here."""
     story = Story({"m": model(replicas=2)})
     first, second = (story.ready_worker("m", 2, replica=n) for n in (0, 1))
     requests = [story.generate() for _ in range(4)]
@@ -144,7 +144,7 @@ def test_places_are_taken_where_the_request_may_run() -> None:
 
 
 def test_twenty_owners_have_turns_on_eight_places() -> None:
-    """Each owner gets a place within three rounds, again and again, and one token each time."""
+    """Each owner repeatedly gets one of a worker's 8 sequences, and a fair number of tokens."""
     story = Story()
     worker = story.ready_worker(sequences=8)
     owners = [f"uid:{n}" for n in range(20)]
@@ -230,7 +230,7 @@ def test_a_stream_that_gave_up_its_place_can_be_sent_again_and_cancelled() -> No
 
 
 def test_a_kept_place_is_free_for_others_when_its_time_is_over() -> None:
-    """This holds even if the owner of the reservation has no requests left."""
+    """A worker's sequence (place) was reserved for an owner that has no requests left."""
     story, worker, requests = flooded(more=0)
     waits = bob(story)
     patient(story)

@@ -1,4 +1,4 @@
-"""Requests that end their workers are found; requests that ran beside them are cleared."""
+"""Requests that crash workers are identified; requests that ran beside them are not blamed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_charge_of_one_is_retried_alone(story: Story) -> None:
 
 
 def test_a_solo_retry_gets_its_worker_though_others_come_and_go() -> None:
-    """The worker with the least work is kept free for it; the other worker serves all others."""
+    """One worker gets no other requests before the solo retry; the other worker serves them."""
     story = Story({"m": model(replicas=2)})
     first = story.ready_worker(sequences=2)
     second = story.ready_worker(sequences=2, replica=1)
@@ -211,7 +211,7 @@ def test_the_second_hang_by_one_request_is_no_failure_of_its_model(story: Story)
 
 @pytest.mark.parametrize("places", [(40,), (0, 1), (0, 1, 2), (5, 6, 50)])
 def test_poison_in_a_pass_of_many_prompts_ends_alone(places: tuple[int, ...]) -> None:
-    """The first death names no request; then the suspects are prefilled one by one."""
+    """After the first death all 64 requests are suspects, which the worker prefills one by one."""
     story = Story()
     worker, requests = company(story, 64)
     bad = [requests[place] for place in places]

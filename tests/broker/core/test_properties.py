@@ -96,7 +96,7 @@ class Pool(RuleBasedStateMachine):
         )
 
     def busy(self, replica: int) -> FakeWorker | None:
-        """Returns a worker that has work, preferably this worker."""
+        """Returns a worker with runs, preferably the worker of `replica`; None without one."""
         for number in (replica, 1 - replica):
             worker = self.pick(number)
             if worker is not None and worker.runs:

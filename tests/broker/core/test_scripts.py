@@ -162,7 +162,7 @@ class Play:
         worker.credit()
 
     def reads(self, words: list[str]) -> bytes | None:
-        """Returns the stream of `in prefill of a`, whose prompt it was reading."""
+        """Returns the stream whose prompt the worker was reading ("in prefill of a"), or None."""
         return self.ids[words[-1]] if "prefill" in words else None
 
     def stands_still(self, worker: FakeWorker, rest: str, words: list[str]) -> None:

@@ -56,7 +56,10 @@ def test_every_fault_happens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_simulator_notices_a_wrong_resume(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A core that resumes from the sent ids repeats ids that wait because a window is full."""
+    """The faulty core resumes after the ids that were sent to the client.
+
+    It thus computes ids again that were held back because the client's window was full.
+    """
     make_work = dispatcher.work_of
 
     def from_sent(request: Request, deadline_ms: int) -> Work:

@@ -17,7 +17,7 @@ CONFIG = PoolConfig(
 
 
 class FakeProcess:
-    """A fake process. `news` is the next result of `beats`; None: it has ended."""
+    """A fake gateway process. `news`: the next number of heartbeats; None: it has ended."""
 
     url = "http://127.0.0.1:1"
 
@@ -55,7 +55,7 @@ class FakeProcess:
 
 
 class Supervised:
-    """A supervised gateway at a given time; it also replaces the loop's sources."""
+    """A supervised gateway with a fake process. It also replaces the event loop."""
 
     def __init__(self) -> None:
         self.process = FakeProcess()

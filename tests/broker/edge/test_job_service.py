@@ -61,7 +61,10 @@ class FakeWriter:
 
 @dataclass
 class Front:
-    """The clients' connections; records sent messages and forgotten links."""
+    """A fake of the clients' connections, which records the sent messages.
+
+    Sending to a connection in `gone` fails.
+    """
 
     sent: list[tuple[int, Any]] = field(default_factory=list)
     gone: set[int] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""The cancels of the status page: how a prefix finds its request."""
+"""Cancels from the status page: a request is found by the first digits of its id."""
 
 from __future__ import annotations
 

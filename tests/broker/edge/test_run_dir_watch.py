@@ -1,4 +1,4 @@
-"""Removed files of the run directory are made again, or the log has the reason why not."""
+"""Removed files of the run directory are made again; otherwise the log shows the reason."""
 
 from __future__ import annotations
 

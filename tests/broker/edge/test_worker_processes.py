@@ -85,7 +85,10 @@ class FakeLoop:
 
 
 class Workers:
-    """A welcomed worker. `on_read` is called at each read of the workers' socket."""
+    """A WorkerProcesses with fakes and one worker that has got `welcome`.
+
+    `on_read` is called at each read of the workers' socket.
+    """
 
     def __init__(self) -> None:
         self.supervisor, self.loop = FakeSupervisor(), FakeLoop()

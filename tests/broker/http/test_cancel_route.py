@@ -39,7 +39,10 @@ def server() -> Iterator[HttpServer]:
 
 @pytest.fixture
 def cancelled(server: HttpServer) -> Iterator[list[str]]:
-    """Returns the prefixes that the loop was asked to cancel; "0" * 8 has ended."""
+    """Runs a thread in place of the broker's loop; yields the prefixes that it was asked to cancel.
+
+    The request with the prefix "0" * 8 has ended.
+    """
     found: list[str] = []
     over, queue = Event(), server.cancels
     assert queue is not None

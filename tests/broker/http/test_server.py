@@ -209,7 +209,7 @@ def test_a_connection_that_does_not_read_its_answer_is_closed(
 def test_while_all_wait_for_the_loop_a_further_one_is_turned_away(
     server: HttpServer, loop: Loop
 ) -> None:
-    """These connections end by themselves, in PATIENCE."""
+    """The waiting connections are not closed for it: each ends within PATIENCE seconds."""
     server.latest.max_wait = PATIENCE
     loop.turning = False
     with ExitStack() as waiting:

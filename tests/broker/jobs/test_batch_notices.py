@@ -1,4 +1,4 @@
-"""Notices of batches: one for each end, with the outcome, the counts and the files of results."""
+"""Webhook notices of batches: one for each end, with outcome, counts and files of results."""
 
 from __future__ import annotations
 

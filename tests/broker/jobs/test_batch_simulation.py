@@ -1,9 +1,9 @@
 """Random histories of batches: late commits, deaths of workers and brokers, lost stores, cancels.
 
 In every history each line of an accepted batch becomes one job or one failed line. Each job ends
-once, with the ids of an undisturbed run, or with the complete answer of a single run: here two runs
-answer a call differently. The counts of a batch match its jobs, and a program that follows the
-batch sees its end.
+once, with the ids of an undisturbed run; a call ends with the complete answer of a single run. Here
+every run of a call answers differently. The counts of a batch match its jobs, and a program that
+follows the batch sees its end.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class World:
             worker.end(id, count=2 - pos)
 
     def answer(self, worker: FakeWorker, id: bytes) -> None:
-        """Answer a call with the number of its run, many times, or with an error."""
+        """Answers a call with a vector that is unique to this run, with an error, or not at all."""
         draw, state = self.random.random(), self.story.core.state
         if draw < 0.3 or id not in state.calls:
             return

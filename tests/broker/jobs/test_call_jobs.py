@@ -297,7 +297,7 @@ def test_the_call_of_a_client_takes_turns_with_those_of_jobs(story: JobStory) ->
 def test_answers_that_may_come_are_bounded_in_bytes(
     story: JobStory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The core only gets as many lines of many texts as the memory for answers allows."""
+    """The total size of answers to the calls in the core is at most MAX_ANSWERS bytes."""
     monkeypatch.setattr(feeding, "MAX_ANSWERS", 5 * 4 * 1024 * 1024)
     for number in range(12):
         texts = [f"text {number}"] * 256

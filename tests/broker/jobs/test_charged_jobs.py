@@ -1,4 +1,4 @@
-"""Jobs charged with the end of a worker run alone, but must not delay streams."""
+"""Jobs that are suspected to have ended a worker run alone, but must not delay streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLACES = 3
 
 
 def charged_in_the_next_broker(priority: int = 0) -> tuple[JobStory, JobView]:
-    """Makes a restarted broker with a job "a" that is charged with the end of a worker."""
+    """Makes a restarted broker with a job "a" that is suspected to have ended a worker."""
     story = JobStory()
     worker = story.ready_worker(sequences=PLACES)
     story.submit("a", priority=priority)
@@ -51,7 +51,7 @@ def tokens(story: JobStory, worker: FakeWorker, job: JobView, count: int) -> Non
 
 
 def busy(story: JobStory, worker: FakeWorker, seconds: float) -> None:
-    """Let streams come and go for `seconds`: always one in the worker and one that arrives."""
+    """Lets streams come and go for `seconds`: one always runs, and one arrives each second."""
     end = story.now + seconds
     while story.now < end:
         story.generate()
@@ -63,7 +63,7 @@ def busy(story: JobStory, worker: FakeWorker, seconds: float) -> None:
 
 
 def test_a_charged_job_runs_alone_in_the_next_broker_as_well() -> None:
-    """So only this job is charged with the next end of a worker, and others lose nothing."""
+    """Thus only this job is blamed if a worker ends again, and other jobs lose nothing."""
     story, job = charged_in_the_next_broker()
     for key in ("b", "c"):
         story.submit(key)
@@ -103,7 +103,7 @@ def test_a_charged_job_lets_streams_go_first_for_a_time(priority: int, wait: flo
 
 
 def test_a_charged_job_gets_a_worker_that_others_leave() -> None:
-    """Its worker gets no new requests of the same priority until it has run; no stream waits."""
+    """The worker gets no new jobs until it is empty and has run the charged job."""
     story, job = charged_in_the_next_broker()
     worker = story.ready_worker(sequences=PLACES)
     first = story.generate()

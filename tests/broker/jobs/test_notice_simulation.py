@@ -1,8 +1,8 @@
-"""Random histories of notices: receivers that fail in every way, kills at any moment, releases.
+"""Random histories of webhook notices: failing receivers, kills at any moment, deleted jobs.
 
-In every history the receiver of each notice accepts it at least once, or the notice is given up. It
-is never sent before the commit of its job's end, and always with the same bytes and id. A notice to
-one host does not wait for another host, and nothing is left over.
+In every history the receiver of a notice accepts it at least once, or the broker gives it up. A
+notice is never sent before the commit of its job's end, and always with the same bytes and id. It
+does not wait for notices to other hosts. In the end no notice is left.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Notices of ended jobs: posted after the commit, retried after a failure, in each job's order."""
+"""Webhook notices of ended jobs: posted after the commit, in each job's order, and retried."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def restarted(story: JobStory) -> JobStory:
 
 
 def ended_job(story: JobStory, key: str = "a", **body: Any) -> Post:
-    """End a job. Returns its posted notices."""
+    """Ends a job. Returns the action that posts its notice."""
     worker = story.ready_worker()
     story.submit(key, **{"notify": NOTIFY, **body})
     story.settle()
@@ -271,7 +271,7 @@ def under_way(story: JobStory, done: set[int]) -> list[Post]:
 
 
 def test_a_host_that_answers_slowly_delays_no_other_one() -> None:
-    """10,000 notices to it wait, a few are in progress; another host's notice is not delayed."""
+    """Many notices to the slow host wait, but only PER_ORIGIN are posted to it at the same time."""
     story, (slow, quick) = many_hosts(2)
     end_jobs(story, 40, slow, "slow")
     assert [post.url for post in story.posts] == [slow] * PER_ORIGIN
@@ -284,7 +284,7 @@ def test_a_host_that_answers_slowly_delays_no_other_one() -> None:
 
 
 def test_a_host_has_its_turn_though_others_have_older_notices_and_every_place() -> None:
-    """Eight hosts that accept connections but do not answer use all posts again and again."""
+    """Notices to silent hosts use all concurrent posts; the next free post goes to another host."""
     story, urls = many_hosts(MAX_UNDER_WAY // PER_ORIGIN + 1)
     *silent, quick = urls
     for number, url in enumerate(silent):

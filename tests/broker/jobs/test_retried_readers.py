@@ -43,7 +43,7 @@ def read(story: JobStory, start: int = 0, *, steps: bool = True) -> bytes:
 
 
 def deltas(story: JobStory, reading: bytes) -> list[tuple[int, int, int]]:
-    """Returns for each delta of a reading: position, failures before it, number of ids."""
+    """Returns (position, failures before it, number of ids) of each delta that a reader got."""
     sent = [tell for tell in story.told if tell.header.id == reading]
     found = []
     for tell in sent:

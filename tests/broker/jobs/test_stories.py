@@ -588,7 +588,7 @@ def test_a_model_that_always_has_other_jobs_does_not_hold_up_one_that_has_to_run
 
 
 def test_jobs_that_have_to_run_alone_and_have_waited_take_turns_with_the_others() -> None:
-    """One suspect per SUSPECT_WAIT would be too few: a restarted broker may have many."""
+    """One such job per SUSPECT_WAIT would be too slow: a restarted broker may have many of them."""
     keys = [f"bad {number}" for number in range(3)]
     story = blamed_story(*keys)
     for number in range(200):
@@ -613,7 +613,7 @@ def test_jobs_that_have_to_run_alone_and_have_waited_take_turns_with_the_others(
 
 
 def test_suspects_of_several_priorities_leave_the_others_a_turn_together() -> None:
-    """Otherwise a suspect of one priority would run in the pause after one of another."""
+    """Otherwise a suspect of another priority would run in the turn of the other jobs."""
     keys = [f"bad {number}" for number in range(8)]
     story = JobStory()
     for number, key in enumerate(keys):
@@ -753,7 +753,7 @@ def test_other_jobs_go_on_once_an_id_of_the_one_that_had_to_run_alone_is_on_the_
 
 
 def test_a_job_that_has_to_run_alone_waits_for_others_only_until_they_have_ids() -> None:
-    """A job with an id on the disk since its start is not charged with the next broker's end."""
+    """If the broker ends, jobs that have stored an id since their start are not blamed for it."""
     story = blamed_story()
     story.submit("good", prompt="other")
     story.settle()
@@ -934,7 +934,7 @@ def test_a_lost_store_ends_runs_and_what_was_durable_goes_on_later() -> None:
 
 
 def test_an_end_that_is_committed_as_the_store_is_lost_reaches_readers() -> None:
-    """The run is dropped before the result arrives; the reader has all ids and waits."""
+    """The manager learns of the lost store before it learns that the commit has succeeded."""
     story = JobStory()
     worker, job = started(story)
     reading = story.fetch("a")
@@ -978,7 +978,7 @@ def test_idle_jobs_run_when_nothing_waits_and_give_way_to_others() -> None:
 
 
 def test_output_of_an_idle_job_that_has_given_way_costs_no_other_job_an_id() -> None:
-    """Output in progress at its preemption arrives in one event with the output of other jobs."""
+    """Late output of the preempted run arrives in one event with output of another job."""
     story = JobStory()
     worker, idle = started(story, sequences=2, priority=-1)
     story.submit("b", prompt="b")

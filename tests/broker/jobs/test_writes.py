@@ -1,4 +1,4 @@
-"""When outputs and ends are written: soon if a reader waits, in groups for other jobs."""
+"""When the store writes jobs' output and ends: soon if a reader waits, otherwise in groups."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_output_waits_again_when_the_last_reader_has_left() -> None:
 
 
 def test_a_job_that_was_started_in_vain_has_its_first_ids_written_soon() -> None:
-    """Otherwise a broker that ends often would count starts of a job that does make progress."""
+    """Stored token ids reset the job's count of starts, even if the broker ends soon afterwards."""
     story, worker, job = running_job()
     worker.tokens(job.id, 2)
     story.drain()
@@ -255,7 +255,7 @@ def test_a_few_places_are_filled_when_some_time_is_over() -> None:
 
 
 def test_a_place_that_is_reported_after_the_end_is_filled_soon() -> None:
-    """A worker reports its free sequences after the end of a run."""
+    """Once a worker reports a free sequence, the next job is read before the usual poll."""
     story, worker = running_jobs(1, 20)
     worker.end(next(iter(worker.runs)), count=1)
     story.drain()
@@ -280,7 +280,7 @@ def test_a_place_is_free_before_the_end_of_its_job_is_on_the_disk() -> None:
 
 
 class Places:
-    """A PoolView of one model with a given number of free sequences."""
+    """Replaces the feeder's view of the pool: one model with a fixed number of free sequences."""
 
     admits = True
 
@@ -301,7 +301,7 @@ class Places:
 
 
 def planned(feeder: Feeder, view: Any, now: float) -> int:
-    """Returns the jobs that the next read takes, and finds; 0 without a read."""
+    """Simulates the next read of jobs, which finds all; returns their number, 0 without a read."""
     for plan in feeder.plan(view, (), now):
         found = tuple(
             cast(FedJob, SimpleNamespace(request=b"", blobs=())) for _ in range(plan.count)
@@ -314,7 +314,7 @@ def planned(feeder: Feeder, view: Any, now: float) -> int:
 
 
 def test_so_many_ends_may_wait_for_the_disk_and_no_more() -> None:
-    """Otherwise a disk that is slower than the pool would fill the memory with ends."""
+    """While many results wait for a slow disk, the feeder reads no more jobs into memory."""
     feeder, view, group = Feeder(AnswerRoom()), Places(100), ("m", 0)
     feeder.came(group, 0.0)
     assert planned(feeder, view, 0.0) == 200
@@ -336,7 +336,7 @@ def test_so_many_ends_may_wait_for_the_disk_and_no_more() -> None:
 
 
 def perform_and_refuse(story: JobStory | BatchStory) -> None:
-    """Perform the commit of waiting operations, but lose its result with the connection."""
+    """Performs the waiting operations, but reports each as refused, as after a lost connection."""
     group = list(story.store.inbox)
     story.store.commit()
     story.store.results = [

@@ -1,4 +1,4 @@
-"""Counts by model add up to the counts of the pool, whichever names requests use."""
+"""Metrics per model add up to the pool's totals; a model may be requested under several names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def story() -> Story:
 
 
 def by_model(snapshot: Snapshot, name: str, label: str | None = None) -> Counter[str]:
-    """Returns the values of a metric by its first label; of several values the last."""
+    """Returns a metric's value for each model; `label` selects one value of the last label."""
     (family,) = (each for each in MODELS if each.name == name)
     found: Counter[str] = Counter()
     for labels, value in family.rows(snapshot):

@@ -31,7 +31,7 @@ def count(histogram: Histogram) -> int:
 
 
 def bucket(histogram: Histogram, bound: float) -> int:
-    """Returns the number of values up to `bound` and above the bound before it."""
+    """Returns the number of values in the bucket with this upper bound."""
     return histogram.counts[histogram.bounds.index(bound)]
 
 
@@ -66,7 +66,7 @@ def test_a_frozen_histogram_stays_as_it_was() -> None:
 
 
 def served(story: Story) -> FakeWorker:
-    """Serves a request: 2 s in the queue, 1 s prefill, four tokens in 4 s, the end after 1 s."""
+    """Serves one request: 2 s in the queue, 1 s of prefill, then four tokens and the end in 4 s."""
     request = story.generate()
     story.later(2)
     worker = story.ready_worker()

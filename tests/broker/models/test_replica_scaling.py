@@ -56,7 +56,7 @@ def test_a_short_queue_adds_none() -> None:
 
 
 def test_workers_that_are_starting_count_as_there() -> None:
-    """Workers that still load their model count for the same queue, so no more are started."""
+    """Workers that still load the model count, so a constant queue starts no more of them."""
     scale = ReplicaScale(3)
     for second in range(60):
         scale = next_scale(scale, queue(2500), RULES, float(second))

@@ -155,7 +155,7 @@ def test_a_server_that_sends_a_byte_now_and_then_is_left() -> None:
 
 
 def left_unanswered(port: int) -> None:
-    """Assert that a post is given up without an answer; a busy machine may need a second post."""
+    """Asserts that a post is given up without an answer; a busy machine may need a second post."""
     unconnected = f"no connection to http://127.0.0.1:{port} in"
     for seconds in (0.8, 8.0, 80.0):
         outcome = post(port, timeout=seconds)
@@ -179,7 +179,7 @@ def test_a_server_that_does_not_answer_is_left() -> None:
 
 
 def named(answers: list[list[IpAddress]]) -> Callable[[str, int], list[IpAddress]]:
-    """Makes a resolver that gives a different answer each time."""
+    """Makes a resolver that returns these answers one after the other."""
     return lambda host, port: answers.pop(0)
 
 
@@ -305,7 +305,7 @@ def hanging_resolver() -> Iterator[tuple[Callable[[str, int], Sequence[IpAddress
 
 
 def test_a_resolver_that_hangs_ends_no_other_notice_and_is_asked_once() -> None:
-    """Posts to the hanging name end at their time limit and share one look-up; others continue."""
+    """Posts to a host whose look-up hangs time out and share one look-up; other posts succeed."""
 
     async def run(port: int) -> list[Outcome]:
         rules = Allowed.of(

@@ -24,7 +24,7 @@ from support.pool import PATIENCE, until
 
 @dataclass
 class Office:
-    """Replaces the poster; `held` blocks every post until it is set."""
+    """Replaces the poster of notices: records posts, each of which waits until `held` is set."""
 
     posts: list[tuple[str, bytes, dict[str, str]]] = field(default_factory=list)
     held: threading.Event = field(default_factory=threading.Event)
@@ -90,7 +90,7 @@ def test_notices_are_posted_beside_each_other_and_wake_the_loop(parts: Parts) ->
 
 
 def test_the_end_waits_for_no_try(parts: Parts) -> None:
-    """Posts in progress and queued posts are dropped; they have no outcome."""
+    """On close, running and queued posts are cancelled, and no outcome is reported for them."""
     parts.sender.post(posting(1))
     until(lambda: len(parts.office.posts) == 1, "one is under way")
     parts.sender.close()

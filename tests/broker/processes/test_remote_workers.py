@@ -1,4 +1,4 @@
-"""Heartbeats of remote workers, which replace observations by a supervisor."""
+"""Samples made from remote workers' heartbeats, and gateways whose address is in use."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def config(run_dir: Path, port: int = 0) -> PoolConfig:
 def test_a_gateway_that_has_just_ended_frees_its_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gateway ended between the attempt to listen and the check whether it runs."""
+    """The first attempt to listen fails, but the gateway has ended by then: the second succeeds."""
     tries, listen = [0], listening.listen
 
     def busy_once(host: str, port: int) -> list[socket.socket]:

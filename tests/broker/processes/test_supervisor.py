@@ -61,7 +61,7 @@ class Nursery:
     def start(
         self, code: str = SLEEP, slot: str = "m/0", model: ModelConfig | None = None
     ) -> Child:
-        """Start a worker and wait until it reports that it is up."""
+        """Starts a worker and waits until it reports that it is up."""
         program = self.folder / "python"
         program.write_text(f'#!/bin/sh\nexec "{PYTHON}" -c "{code}"\n')
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -111,7 +111,7 @@ def test_an_exit_is_noticed(nursery: Nursery) -> None:
 
 
 def test_a_worker_that_cannot_begin_is_told_with_its_last_line(nursery: Nursery) -> None:
-    """The line is not a line of an earlier worker."""
+    """The cause has the last line that this worker printed, never a line of an earlier worker."""
     child = nursery.start(
         "import sys; print('lib.so: cannot open\\x1b[1m'); print(); sys.exit(127)"
     )
@@ -392,7 +392,7 @@ RANK = (
 
 
 def test_a_group_is_observed_rank_by_rank(nursery: Nursery) -> None:
-    """Here rank 0's process also writes the block of rank 1."""
+    """In this test the process of rank 0 also writes the progress block of rank 1."""
     nursery.config = replace(
         nursery.config, models={"m": ModelConfig(path="builtin:counting", devices=2)}
     )
@@ -428,7 +428,7 @@ def test_a_pid_outside_of_the_worker_is_no_rank(nursery: Nursery) -> None:
     ids=["load", "fresh", "prefill", "step"],
 )
 def test_a_rank_waits_longer_than_the_broker_lets_it_stand_still(config: PoolConfig) -> None:
-    """So the broker ends the group first, and can name the rank that hangs."""
+    """The broker thus ends the group before a rank gives up, and can name the rank that hangs."""
     assert rank_wait_limit(PoolConfig()) == WAIT_LIMIT
     assert rank_wait_limit(config) > 2 * 1000.0
 

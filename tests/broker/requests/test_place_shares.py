@@ -1,4 +1,4 @@
-"""Runs that are preempted for waiting owners: shares, rounds, priorities, no thrashing."""
+"""Preemption of running requests for waiting owners: shares, turns, priorities, no thrashing."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_owners_that_wait_for_more_get_equal_shares() -> None:
 def test_nobody_at_or_below_an_equal_share_gives_up_a_place(
     held_of: list[int], wanted_of: list[int]
 ) -> None:
-    """And no waiting owner has two sequences less than another owner, from any start."""
+    """No waiting owner is left with two or more sequences fewer than another owner."""
     held = [run for n, count in enumerate(held_of) for run in runs(f"{n}", count, first=20 * n)]
     wanted = [want for n, count in enumerate(wanted_of) for want in waits(f"{n}", count)]
     decision = decided(held, wanted)
@@ -189,7 +189,7 @@ def test_a_job_takes_no_place_of_a_stream_and_an_idle_one_gives_up_first() -> No
 
 @pytest.fixture
 def places() -> Places:
-    """Makes sequences (places): owner a has three, and a fourth was taken from a for b."""
+    """Makes a table of sequences: owner a has three, and a fourth was taken from a for owner b."""
     made = Places()
     for _ in range(4):
         made.get("a")

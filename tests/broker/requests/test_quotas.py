@@ -1,4 +1,4 @@
-"""Rate limits: bursts, debts and owners that are dropped."""
+"""Rate limits: bursts, debts after large messages, and accounts that owe nothing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_accounts_that_owe_nothing_are_dropped() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 2), st.integers(1, 50)), max_size=60))
 def test_no_owner_gets_more_than_its_rate(spendings: list[tuple[float, int]]) -> None:
-    """At most one burst, the rate times the time, and the last message's excess pass."""
+    """At most a burst, the rate times the elapsed time, and one more message pass the limit."""
     limit, now, passed, largest, rates = 20, 0.0, 0, 0, Rates()
     for pause, amount in spendings:
         now += pause

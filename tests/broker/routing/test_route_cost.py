@@ -118,7 +118,7 @@ def test_newer_steps_weigh_more() -> None:
 
 
 def test_a_few_observations_of_a_worker_say_little_beside_those_of_all() -> None:
-    """A worker with slow first steps still gets requests; otherwise its speed stays unknown."""
+    """A few slow steps count little: the worker still gets requests, so its speed becomes known."""
     model, slow = WorkerSpeed(), WorkerSpeed()
     for _ in range(200):
         model.observe_prompt(1.0)
@@ -148,10 +148,10 @@ def test_what_was_observed_of_a_worker_grows_old_while_it_rests() -> None:
 
 
 def test_the_more_requests_wait_the_more_it_costs_to_read_again() -> None:
-    """A single request goes to an idle worker, which prefills it immediately.
+    """A single request goes to an idle worker; many requests go to the worker with their cache.
 
-    Many requests go to their cache. The prompt has 250 tokens. One worker has all of them cached,
-    but first prefills 400 other tokens.
+    The prompt has 250 tokens. One worker has all of them cached, but must first prefill 400 other
+    tokens. The other worker is idle.
     """
     cached, idle = route(1.0, (1, 10.0)), route(1.0, (1, 10.0))
     cached.index.add(demand(250).pieces)

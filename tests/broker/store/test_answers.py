@@ -1,4 +1,4 @@
-"""Answers of jobs that are calls: stored with the end, checked, counted, exported, deleted."""
+"""Answers of jobs that are calls, such as `embed`: stored, checked, counted, exported, deleted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def used(store: OpenedStore, owner: str = "a") -> int:
 
 
 def damage(store: OpenedStore, data: bytes) -> None:
-    """Change one bit of a blob in the database, without the store."""
+    """Changes one bit of a blob in the database, without the store."""
     changed = bytes([data[0] ^ 4]) + data[1:]
     with store.store.database.transaction():
         assert store.store.database.change("UPDATE blob SET data = ? WHERE data = ?", changed, data)

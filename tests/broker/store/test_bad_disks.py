@@ -19,7 +19,7 @@ Console = Callable[..., ShimmedProcess]
 
 @pytest.fixture
 def console(tmp_path: Path) -> Iterator[Console]:
-    """Starts the program in the folder tmp_path / "disk"."""
+    """Returns a function that starts support/store_console.py on a disk in the test's folder."""
     started: list[ShimmedProcess] = []
 
     def start(*flags: str) -> ShimmedProcess:
@@ -33,7 +33,7 @@ def console(tmp_path: Path) -> Iterator[Console]:
 
 
 def perform(program: ShimmedProcess, command: str) -> str:
-    """Offer an operation and wait for its result."""
+    """Offers an operation and waits for its result."""
     assert program.ask(command) == "offered"
     return program.ask("result")
 

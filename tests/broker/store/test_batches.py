@@ -1,4 +1,4 @@
-"""Files and batches in both stores: parts of a file, lines that become jobs, outcomes of lines."""
+"""Files and batches in both stores: file parts, jobs made of a batch's lines, and their results."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def lines(store: OpenedStore, **fields: Any) -> Lines:
 
 
 def of_line(line: int, **fields: Any) -> Submit:
-    """Returns the job of a line."""
+    """Returns the operation that submits the job of a line of the batch."""
     scope = Scope("a", "", f"batch/{line}")
     return submit(100 + line, scope=scope, batch=BATCH, line=line, label=f"l{line}", **fields)
 
 
 def add(store: OpenedStore, found: Lines, failed: tuple[int, ...] = ()) -> Any:
-    """Make jobs of lines, except for the failed lines."""
+    """Adds the jobs of a batch's lines; lines in `failed` get an error in place of a job."""
     jobs = tuple(of_line(number) for number, _, _ in found.lines if number not in failed)
     bad = tuple((number, f"l{number}", "not JSON") for number in failed)
     first = found.batch.next_line
@@ -156,7 +156,7 @@ def test_lines_that_a_gateway_wrote_stay_as_long_as_the_results(store: OpenedSto
 def test_lines_that_a_gateway_wrote_go_with_the_results(
     store: OpenedStore, forget: float | None
 ) -> None:
-    """This holds for any keep time of the file; the file then counts against no bound."""
+    """The file is deleted even before its keep time ends, and no longer uses its owner's quota."""
     new_batch(store)
     store.store.database.change("UPDATE file SET forget = ?, purpose = ?", forget, LINES_PURPOSE)
     add(store, lines(store))

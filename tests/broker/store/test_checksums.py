@@ -37,7 +37,7 @@ from support.job_store import OpenedStore, chunk, finish, job_id, progress
 
 
 def flip(store: OpenedStore, table: str, column: str, where: str = "1 = 1") -> None:
-    """Change one bit in a column of the first row, without the store."""
+    """Changes one bit in a column of the first row, without the store."""
     database = store.store.database
     (value,) = database.execute(f"SELECT {column} FROM {table} WHERE {where} LIMIT 1")[0]
     changed = bytes([value[0] ^ 4]) + bytes(value[1:])

@@ -1,4 +1,4 @@
-"""Random histories have the same results in both stores."""
+"""Random sequences of operations give the same results in both stores."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def operation(draw: random.Random) -> Operation:
 
 
 def comparable(value: Any) -> Any:
-    """Returns a result without arrival numbers: PostgreSQL skips the numbers of refused jobs."""
+    """Returns a result without arrival numbers, because PostgreSQL skips those of refused jobs."""
     if isinstance(value, JobView):
         return replace(value, seq=0)
     if isinstance(value, tuple):

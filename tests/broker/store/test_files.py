@@ -57,7 +57,7 @@ def test_files_are_listed_in_pages_of_a_purpose(store: OpenedStore, oldest_first
 
 
 def test_a_page_of_many_files_reads_no_others(sqlite_store: OpenedStore) -> None:
-    """The index has the order of the list, so the database sorts nothing."""
+    """The query needs no sort, because an index has the files in the order of the list."""
     for purpose in ("", " AND purpose = 'p'"):
         for order in ("ASC", "DESC"):
             plan = sqlite_store.store.database.execute(

@@ -1,4 +1,4 @@
-"""The life of a job in both stores: submit, feed to the pool, progress, ends, retry, release."""
+"""The life of a job in both stores: submit, feed to the pool, progress, end, retry, release."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def test_jobs_that_were_started_often_are_found_among_all_that_are_due(store: Op
 
 
 def test_a_search_for_jobs_that_were_started_often_reads_no_others(tmp_path: Path) -> None:
-    """A separate index answers these queries; the index of waiting jobs answers other queries."""
+    """The query for jobs with many starts uses its own index, not the index of waiting jobs."""
     with SqliteOpener(tmp_path, MAX_BYTES) as opener:
         opener.open().close()
         with opener.open() as store:  # indices are in the order of the database file

@@ -94,7 +94,7 @@ def notices_of(store: OpenedStore, **asked: Any) -> Counter[str]:
 
 
 def test_origins_take_turns_and_have_their_room(store: OpenedStore) -> None:
-    """10,000 notices of one host do not delay notices of other hosts."""
+    """Many notices to one host do not delay notices to other hosts; each host has its own limit."""
     for number in range(1, 301):
         store.do(submit(number, notify="http://dead/x"), finish(number))
     store.now += 1.0
@@ -130,7 +130,7 @@ def test_a_host_that_cannot_be_reached_gives_up_what_is_too_old(store: OpenedSto
 def test_a_clock_that_jumps_between_two_brokers_neither_ends_nor_delays_a_notice(
     store: OpenedStore, jump: float
 ) -> None:
-    """The time without a broker does not count, and the store's clock never goes back."""
+    """The time between two brokers does not count, and the store's clock never goes back."""
     store.submitted(1, notify="http://there/x")
     store.do(finish(1), NoticeFailed(1, 30.0, "refused"))
     store.now += 10.0

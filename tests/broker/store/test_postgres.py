@@ -32,7 +32,7 @@ Start = Callable[..., StoreWriter]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts writers, which are closed at the end."""
+    """Returns a function that starts store writers; the fixture closes them at the end."""
     started: list[StoreWriter] = []
 
     def start(url: str, boot: int = 7) -> StoreWriter:
@@ -62,7 +62,7 @@ def perform(writer: StoreWriter, operation: Any) -> Any:
 
 
 def end_sessions(server: PostgresServer) -> None:
-    """End every session except the test's own, as a lost connection does."""
+    """Ends every session except the test's own, as a lost connection does."""
     with psycopg.connect(server.url("public")) as connection:
         connection.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"

@@ -25,7 +25,7 @@ from support.job_store import BOOT, MAX_BYTES, job_id, token
 
 @dataclass(slots=True)
 class Acknowledged:
-    """What the store has acknowledged: jobs, their durable ids, their ends."""
+    """The data that the store has acknowledged: the jobs, their durable ids and their ends."""
 
     ids: dict[int, int] = field(default_factory=dict)
     ends: dict[int, tuple[JobState, int]] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Acknowledged:
 
 
 def losses(state: Path, told: Acknowledged) -> list[str]:
-    """Returns the acknowledged data that an image lacks; the image must open as a store."""
+    """Opens a disk image as a store; returns its faults, and acknowledged data that is missing."""
     try:
         with SqliteOpener(state, MAX_BYTES, reserve_bytes=1) as opener, opener.open() as store:
             store.begin(BOOT + 1, store.wall_seen)
@@ -114,7 +114,7 @@ def lost_in_images(
 
 @pytest.fixture
 def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skips syncs, because images are only read."""
+    """Turns off the state folder's syncs, which images that are only read do not need."""
     monkeypatch.setattr(state_dir, "sync", lambda path: None)
 
 

@@ -1,4 +1,4 @@
-"""Reads in both stores: pages of output, lists, lists of ends, statistics, export."""
+"""Reads in both stores: pages of output, lists of jobs, lists of ended jobs, statistics, export."""
 
 from __future__ import annotations
 

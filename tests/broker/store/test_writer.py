@@ -1,4 +1,4 @@
-"""The store's thread: one commit for many operations, bounds, ends, fences, kills."""
+"""The store's thread: group commits, bounds, shutdown, a newer broker on the store, kills."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLOSED = Refused("store_closed", "closed")
 
 
 class Watched(SqliteOpener):
-    """Records the groups of operations in its transactions, which wait until `gate` is set."""
+    """Opens stores that record the operations of each transaction, and wait until `gate` is set."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, MAX_BYTES, reserve_bytes=RESERVE)
@@ -51,7 +51,7 @@ class Watched(SqliteOpener):
 
 
 class Running:
-    """A writer with its opener; `results` waits for a given number of results."""
+    """A started StoreWriter; `results` waits until this number of operations has a result."""
 
     def __init__(self, path: Path) -> None:
         self.opener = Watched(path)
@@ -238,7 +238,7 @@ def test_an_error_of_ours_leaves_nothing_without_an_answer(
 
 
 def killed_workload(folder: Path, lines: int, seed: int) -> dict[int, int]:
-    """Kill the program after `lines` acknowledgements. Returns the durable ids of each job."""
+    """Kills the program after `lines` acknowledgements. Returns the durable ids of each job."""
     command = [sys.executable, "-m", "support.store_workload", str(folder), "--print"]
     program = subprocess.Popen(
         [*command, "--jobs", "20000", "--seed", str(seed)],  # it cannot end before its kill

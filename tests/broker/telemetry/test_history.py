@@ -24,7 +24,7 @@ from support.core_harness import Story
 
 
 def recorded(story: Story, *seconds: float) -> RecentHistory:
-    """Makes a history of one snapshot that is recorded at these times."""
+    """Makes a history that recorded the simulation's snapshot at each of these times."""
     ring = RecentHistory()
     for at in seconds:
         ring.record(snapshots.of(story), at)
@@ -105,7 +105,7 @@ def test_a_second_record_at_the_same_time_makes_no_point(story: Story) -> None:
 
 
 def columns(*points: tuple[float, str, int]) -> list[RateColumn]:
-    """Returns time, model and tokens of points that are two seconds long."""
+    """Returns the columns of a history to which points (time, model, tokens) of 2 s are added."""
     ring = RecentHistory()
     for at, name, made in points:
         ring.add_to_column(at, 2.0, {name: made})

@@ -31,7 +31,7 @@ def found(snapshot: Snapshot, **recent: Counter[str] | int) -> list[Problem]:
 
 
 def failed(story: Story, name: str, why: str) -> None:
-    """Let the worker of a model report that it cannot load the model."""
+    """Makes the worker of a model report that it cannot load the model."""
     story.generate(name=name)
     worker = story.workers[f"{name}/0"].hello()
     worker.bye("model_load_failed", why)

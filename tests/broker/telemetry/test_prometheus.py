@@ -214,7 +214,7 @@ def test_every_shown_state_of_a_worker_has_a_series() -> None:
 
 
 def test_what_happens_to_requests_adds_no_series(story: Story) -> None:
-    """Labels are models, slots and codes, but not owners, ids or texts of workers."""
+    """New owners, ids and error texts add no series: labels are models, slots and codes."""
     busy(story)
     writer = MetricsWriter(FAMILIES)
     before = {name: len(metric.samples) for name, metric in read(story, writer).items()}

@@ -1,4 +1,4 @@
-"""The data of a worker in `mlxpool ps` and `top`."""
+"""The fraction of a worker's checked drafts that were right, in `mlxpool ps` and `top`."""
 
 from __future__ import annotations
 

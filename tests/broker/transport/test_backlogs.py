@@ -1,4 +1,4 @@
-"""Retries of peers with a backlog, and the sizes of backlogs that count."""
+"""Backlogs of slow peers: the times of their send retries, and the memory that they count as."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlxpool.broker.transport.peers import FIRST_RETRY, MAX_RETRY, PART_BYTES, B
 
 
 def tries(backlogs: Backlogs, end: float) -> list[float]:
-    """Returns the times until `end` at which a full peer that reads nothing is tried."""
+    """Returns the times, up to `end`, of the send retries for a peer that reads nothing."""
     found = []
     now = 0.0
     while (now := max(now, backlogs.next_wake())) < end:
@@ -42,7 +42,7 @@ def test_a_frame_of_a_peer_makes_its_next_try_due() -> None:
 
 
 def test_a_peer_that_sends_often_keeps_its_turn() -> None:
-    """Its frames must not move its retry behind the overdue retries of all other peers."""
+    """Its incoming frames must not postpone its own send retry after those of all other peers."""
     backlogs = Backlogs()
     for number in range(1, 101):
         backlogs.add(number, 10)

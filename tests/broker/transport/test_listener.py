@@ -95,7 +95,7 @@ def test_the_front_is_unbound_when_ending_idle_connections_does_not_suffice(
 
 
 def test_a_descriptor_that_is_anothers_by_now_is_left_alone(tmp_path: Path) -> None:
-    """The end of a connection is not reported, and the next connection may get its descriptor."""
+    """The descriptor number may already belong to a newer connection, which must stay open."""
     path = str(tmp_path / "s")
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as peer:
         listener.bind(path)

@@ -1,4 +1,4 @@
-"""Memory that the guard can explain, and the connections that it does not close."""
+"""The memory whose use the guard can explain, and the connections that it does not close."""
 
 from __future__ import annotations
 

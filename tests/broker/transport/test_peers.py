@@ -52,7 +52,7 @@ class Wire:
         return peer
 
     def met_as(self, name: bytes) -> tuple[zmq.Socket[bytes], Peer]:
-        """Connects a DEALER of this name; libzmq ignores it while an ended DEALER has the name."""
+        """Connects a DEALER with this identity; retries until libzmq has dropped an older one."""
         for _ in range(10 * PATIENCE):
             dealer = self.dealer(name=name)
             dealer.send_multipart([b"hi"])
@@ -135,7 +135,7 @@ def test_a_peer_that_closed_is_reported_gone_and_forgotten(wires: Wire) -> None:
 
 @pytest.mark.parametrize("keep_gone", [False, True])
 def test_the_last_messages_of_a_peer_found_gone_are_received(keep_gone: bool) -> None:
-    """A worker that is sent work after its end has sent the cause of its end before."""
+    """If gone peers are kept, messages that the peer sent before its end are still received."""
     with made(keep_gone=keep_gone) as wires:
         dealer = wires.dealer()
         peer = wires.met(dealer)
@@ -160,7 +160,7 @@ def test_a_number_is_never_used_again(wires: Wire) -> None:
 
 
 def fill(wires: Wire, peer: Peer, size: int = 4096) -> int:
-    """Send numbered messages until the peer is full. Returns their number."""
+    """Sends numbered messages until the peer is full. Returns their number."""
     count = 0
     while not peer.backlog:
         assert wires.peers.send(peer.number, [str(count).encode(), bytes(size)])
@@ -298,7 +298,7 @@ def test_backlogs_of_others_end_no_peer_for_which_little_waits() -> None:
 
 
 def test_a_long_backlog_is_sent_in_portions() -> None:
-    """So a peer that reads its backlog quickly does not delay other peers."""
+    """A peer that reads its long backlog quickly must not delay other peers."""
     crowd = Crowd(2, messages=3 * MAX_SENDS)
     crowd.reading |= {1, 2}
     now, turns = FIRST_RETRY, 0

@@ -1,4 +1,4 @@
-"""Busy or hung: the time limit of each phase, and the causes that are charged to no request."""
+"""Busy or hung: the time limit of each phase, and causes that are not blamed on a request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECOND = 10**9
 
 
 def watched(looks: list[tuple[float, Sample]], beats: bool = True, tick: float = 1.0) -> Watch:
-    """Returns a watch after samples at these times, with or without a beat before each sample."""
+    """Returns a watch that observed these samples, each at its time, with or without heartbeats."""
     watch = Watch()
     for at, sample in looks:
         watch.observe(sample, at if beats else 1.0, at, tick)
@@ -97,7 +97,7 @@ def test_time_on_the_run_queue_does_not_count() -> None:
 
 
 def test_a_wait_counts_when_it_is_over_for_the_time_it_took() -> None:
-    """The kernel counts a wait only at its end, many samples after its start."""
+    """The kernel adds a wait for the CPU to its counter only when the wait ends."""
     look = ProgressReading("boot")
     waited = [(100.0 + n, Sample(look, compute_wait_ns=(n // 10) * 10 * SECOND)) for n in range(41)]
     assert watched(waited).still == 0.0
@@ -157,7 +157,7 @@ def group(seconds: int, first: ProgressReading, other: Sample) -> Watch:
 
 
 def test_a_group_hangs_with_any_of_its_ranks() -> None:
-    """Rank 0 is idle, so its limit is infinite: rank 1 hangs."""
+    """Rank 0 is idle and has no limit; rank 1 decodes without progress, so the group hangs."""
     look = ProgressReading("decode", count=3)
     verdict = judge(group(10, ProgressReading("idle"), Sample(look)), CONFIG, welcomed=True)
     assert verdict.hung and verdict.own and verdict.dump
@@ -173,7 +173,7 @@ def test_a_stopped_rank_is_the_cause_of_what_others_wait_for() -> None:
 
 
 def test_a_rank_that_is_stopped_between_two_passes_is_the_cause_too() -> None:
-    """Its limit is infinite between passes, and rank 0 waits for it in the next pass."""
+    """An idle rank has no time limit, but rank 0 waits for it in the next forward pass."""
     rests = ProgressReading("idle", orders=7)
     first = ProgressReading("decode", count=3, orders=8)
     verdict = judge(group(10, first, Sample(rests, stopped=True)), CONFIG, welcomed=True)
@@ -205,7 +205,7 @@ def test_a_rank_that_is_stopped_after_the_others_hang_is_not_the_cause() -> None
     ],
 )
 def test_the_rank_that_is_behind_is_the_cause(done: tuple[int, ...], cause: str) -> None:
-    """The other ranks stand still too, because they wait for this rank in a sum."""
+    """The other ranks also make no progress, because they wait for this rank in an all-reduce."""
     first, *others = (ProgressReading("decode", count=3, orders=number) for number in done)
     watch = still(10, first, others=tuple(map(Sample, others)))
     assert judge(watch, CONFIG, welcomed=True).cause == cause

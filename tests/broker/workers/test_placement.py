@@ -32,7 +32,7 @@ def worker_for(workers: list[Worker], request: Request) -> Worker | None:
 
 
 def send(worker: Worker, request: Request, run: int = 1) -> None:
-    """Send the worker a request, which ends immediately."""
+    """Sends the worker a request, which ends immediately."""
     worker.route.sent(run, demand_of(request, 100))
     worker.route.ended(run)
 

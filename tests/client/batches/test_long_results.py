@@ -1,4 +1,4 @@
-"""Results that are too long for a page, whose readings end early."""
+"""Batch results that are too long for a page: a separate stream reads them, and may fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROW = {"line": 3, "id": "x", "state": "done", "key": "k", "job": bytes(16), "who
 
 
 class EndedReading:
-    """A stream, for both kinds of `with`, whose `read` raises an error."""
+    """Replaces a stream: works with `with` and `async with`, and its `read` raises an error."""
 
     def __init__(self, error: PoolError) -> None:
         self.error = error
@@ -44,14 +44,14 @@ class EndedReading:
 
 
 class Connected:
-    """Replaces the object with which a batch calls the pool."""
+    """Replaces the client with which a batch calls the pool."""
 
     connection = None
 
 
 @pytest.fixture(params=["sync", "asyncio", "gateway"])
 def read_whole(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Reads the result of ROW, whose reading ends with an error."""
+    """Returns a function that reads the result of ROW while its stream raises a given error."""
     caller = cast(Any, Connected())
 
     def read(error: PoolError) -> Any:

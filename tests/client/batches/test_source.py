@@ -23,7 +23,7 @@ def prompts(count: int, size: int = 1) -> list[dict[str, Any]]:
 
 
 def whole(parts: list[Part]) -> bytes:
-    """Returns the bytes of parts, which must fit together."""
+    """Returns the joined bytes of parts, which must be contiguous and end with the last part."""
     data = b""
     for part in parts:
         assert part.start == len(data)

@@ -1,4 +1,4 @@
-"""The steps of clients with batches, with answers from the test."""
+"""The requests with which a client submits and reads a batch, with answers from the test."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {"priority": 1}
 
 
 class Broker:
-    """Answers questions by their kind; `put` has the answers to `file_put`, in their order."""
+    """Answers a client's requests by their type; `put` has the answers to `file_put`, in order."""
 
     def __init__(self, *put: Any, complete: bool = False) -> None:
         self.put = list(put)

@@ -265,7 +265,7 @@ public = "short"
 
 
 def test_all_that_is_wrong_is_told_at_once(file: Path) -> None:
-    """Each error reads as if it were alone, and no error only follows from another error."""
+    """Each error is reported as if it were the only one, and none is a mere consequence."""
     file.write_text(SEVERAL)
     with pytest.raises(ConfigError) as caught:
         load(file)
@@ -291,7 +291,7 @@ def test_all_that_is_wrong_is_told_at_once(file: Path) -> None:
 
 
 def test_a_batch_without_a_place_for_prompts_is_refused_before_a_worker_loads(file: Path) -> None:
-    """A reload of this setting would end the running workers."""
+    """If this were found only at a worker's load, a reload would have ended running workers."""
     model = '[models.a]\npath = "builtin:demo"\n'
     for settings in ("batch = 8", "batch = 12\nsequences = 12"):
         file.write_text(f"{model}{settings}")

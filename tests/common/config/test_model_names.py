@@ -67,7 +67,7 @@ def test_a_models_own_folders_are_no_models(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_a_name_hides_nothing_else(tmp_path: Path) -> None:
-    """A name that is not UTF-8 could not be listed, and the list of all models would fail."""
+    """A folder whose name cannot be a model's is skipped, so the list has the other models."""
     model(tmp_path / "good")
     for name in (b"bad\xff", b"bad\n", b"bad\\"):
         model(Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)))

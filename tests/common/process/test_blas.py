@@ -16,7 +16,7 @@ from mlxpool.common.process import blas
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A system whose only folder of libraries is empty."""
+    """Simulates a system whose only folder of libraries is empty."""
     monkeypatch.delenv("MLXPOOL_OPENBLAS", raising=False)
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     monkeypatch.setattr(blas, "FOLDERS", (str(tmp_path),))
@@ -71,7 +71,7 @@ def test_an_empty_or_missing_path_turns_the_preload_off(
 
 @pytest.fixture
 def cached(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A system without OpenBLAS, but with the package. Returns its folder of caches."""
+    """Simulates a system with the package, but without OpenBLAS; returns the folder of caches."""
     if not (sys.platform == "linux" and importlib.util.find_spec("scipy_openblas32")):
         pytest.skip("scipy-openblas32 is not installed")
     monkeypatch.undo()

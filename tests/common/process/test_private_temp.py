@@ -79,7 +79,7 @@ def test_a_folder_that_is_private_already_is_kept(
 def test_a_user_without_a_home_has_a_folder_in_the_temporary_one(
     without_home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its lock excludes a cleaner's lock, so nobody else can take its name meanwhile."""
+    """A lock on the folder keeps cleaners from removing it, so nobody else can take its name."""
     with caplog.at_level(logging.WARNING):
         folder = private_temp.use()
     assert folder == without_home / f"mlxpool-{os.getuid()}" and mode_of(folder) == 0o700
@@ -126,7 +126,7 @@ def test_a_tmpdir_that_does_not_exist_is_left_out(
 def test_where_no_folder_is_safe_a_fresh_one_is_made_and_inherited(
     without_home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Another user has taken the name in the temporary folder."""
+    """In this test another user has taken the name of the folder in the temporary folder."""
     taken = without_home / f"mlxpool-{os.getuid()}"
     taken.mkdir()
     taken.chmod(0o777)
@@ -224,7 +224,7 @@ def computing(program: str, temporary: Path) -> None:
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Returns the paths of the libraries that MLX makes for COMPUTE."""
+    """Returns relative paths of the shared libraries that MLX compiles for the code COMPUTE."""
     if sys.platform != "linux" or not shutil.which("g++"):
         pytest.skip("MLX compiles on a CPU under Linux, with g++")
     folder = tmp_path_factory.mktemp("names")
@@ -234,7 +234,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture
 def planted(shared: Path, names: list[str]) -> Iterator[Path]:
-    """Returns the file that the planted libraries write when they are loaded."""
+    """Plants foreign libraries; returns the path of the file that they write when loaded."""
     mark = shared.parent / "mark"
     source = shared.parent / "planted.cpp"
     source.write_text(PLANTED.replace("MARK", f'"{mark}"'))

@@ -74,7 +74,7 @@ def corpus() -> list[list[bytes]]:
 
 
 def digest(parts: Sequence[bytes]) -> str:
-    """Run the parts through every decoder that they reach. Returns the outcome as a word."""
+    """Runs the parts through every decoder that they reach. Returns the outcome as a word."""
     try:
         message = frames.decode(parts)
     except Garbage as garbage:
@@ -123,7 +123,7 @@ TELLING = bytes([0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, *range(0xC0, 0xE0), 0x00, 0
 
 
 def bend(parts: list[bytes], rng: random.Random) -> list[bytes]:
-    """Returns the parts with one to four small mutations."""
+    """Returns the parts with one to four small random changes."""
     parts = list(parts)
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(parts))
@@ -152,7 +152,7 @@ def bend(parts: list[bytes], rng: random.Random) -> list[bytes]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_mutated_messages_raise_pool_errors_alone(seed: int) -> None:
-    """Some mutations are decoded, and some fail, so they are neither too small nor too large."""
+    """Some mutated messages are decoded and some fail, so the test covers both outcomes."""
     rng, legal = random.Random(seed), corpus()
     seen = {"garbage": 0}
     for number in range(MUTATIONS // 4):
@@ -230,7 +230,7 @@ def test_nesting_is_refused_before_it_hurts(opener: bytes) -> None:
 
 
 def test_sizes_are_checked_before_anything_is_read() -> None:
-    """A body over its limit is not msgpack here, but the error is about its size."""
+    """The body is too large and no valid msgpack, and the error must be about its size."""
     head = frames.encode(Header(kinds.PING))[0]
     with pytest.raises(Garbage) as caught:
         frames.decode([head, b"\xc1" * (frames.MAX_BODY + 1)])

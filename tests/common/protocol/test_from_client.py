@@ -1,4 +1,4 @@
-"""Keys of a generate that nobody reads are refused, or have a warning."""
+"""Unknown keys of a `generate` message are refused, or cause a warning."""
 
 from __future__ import annotations
 

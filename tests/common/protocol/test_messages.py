@@ -97,7 +97,7 @@ def test_work_travels(prompt: Prompt) -> None:
 
 
 def test_empty_facts_state_nothing() -> None:
-    """The facts of the first worker hold, as if the client had sent none."""
+    """An empty `facts` map in a resume is the same as no `facts`."""
     assert Resume.from_client({"count": 0, "facts": {}}, []) == Resume()
 
 

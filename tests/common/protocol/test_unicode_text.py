@@ -1,4 +1,4 @@
-"""Half a surrogate pair is found at any place, and the error names the place."""
+"""An unpaired surrogate is found at any place in a value, and the error names the place."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def dialled(endpoint: str, credentials: Credentials | None = None) -> Iterator[H
 
 
 def follow(handshake: Handshake, until: Callable[[], bool]) -> bool:
-    """Read the monitor until the condition holds or a handshake succeeds. True if one did."""
+    """Reads the monitor until the condition holds (False) or a handshake succeeds (True)."""
     while not until():
         assert handshake.monitor.poll(MILLISECONDS), "the handshake reports nothing more"
         if handshake.succeeded():
@@ -73,7 +73,7 @@ def follow(handshake: Handshake, until: Callable[[], bool]) -> bool:
 
 @contextlib.contextmanager
 def answering(listener: socket.socket, answers: list[bytes]) -> Iterator[None]:
-    """Accept connections one after the other: answer and hang up; the last stays open."""
+    """Accepts one connection for each answer, sends it, and closes all but the last one."""
     leave = threading.Event()
 
     def serve() -> None:
@@ -111,7 +111,7 @@ def keys() -> tuple[str, str]:
 
 
 def test_a_handshake_cut_at_any_byte_is_no_refusal(listener: socket.socket) -> None:
-    """A greeting that is cut proves nothing; the next greeting may come whole."""
+    """A greeting that is cut off is no refusal, because the next greeting may be complete."""
     cuts = [ANSWER[:size] for size in range(len(ANSWER))]
     cuts += [SECURE_GREETING[:size] for size in range(len(GREETING))]
     with answering(listener, [*cuts, ANSWER]), dialled(endpoint_of(listener)) as handshake:
@@ -141,7 +141,7 @@ def test_a_broker_and_a_client_of_which_one_has_keys(secure: bool) -> None:
 
 
 def test_connections_closed_in_a_row_make_keys_doubtful(listener: socket.socket) -> None:
-    """A broker closes connections in this way for a wrong server key. On ipc keys do not exist."""
+    """A broker closes connections in this way for a wrong server key; ipc uses no keys."""
     if listener.family == socket.AF_UNIX:
         pytest.skip("keys are for tcp")
     with (

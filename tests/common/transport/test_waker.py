@@ -1,4 +1,4 @@
-"""A waker ends another thread's poll, and keeps the bytes that ended it until they are drained."""
+"""A waker ends another thread's poll by bytes, which stay readable until they are drained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The events of calls in a streamed message."""
+"""The events of tool calls in a streamed message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The messages of a chat that are left out, from none to all but the last."""
+"""Chat messages that are left out to fit a context, from none to all but the last."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mlxpool.gateway.generation.token_counts import cuts
 
 
 def chat(roles: str) -> list[dict[str, Any]]:
-    """Returns messages whose contents are their places; s, u, a, t are their roles."""
+    """Returns messages with these roles (s, u, a or t); the content of each is its index."""
     names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
     return [{"role": names[one], "content": str(place)} for place, one in enumerate(roles)]
 

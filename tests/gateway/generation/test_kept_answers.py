@@ -1,4 +1,4 @@
-"""Answers that are kept: their steps, and the ids of their calls."""
+"""Stored answers: the steps into which they are divided, and the ids of their tool calls."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_instructions_are_no_part_of_what_goes_on() -> None:
 
 
 class DeadJob:
-    """Stands for a client: every job that it is asked for is dead, with 5 ids."""
+    """Replaces a client: every job that it returns is dead, and has 5 ids."""
 
     async def job(self, name: str) -> dict[str, Any]:
         return {"key": name, "state": "dead", "gen": 0, "ids": 5}
@@ -78,7 +78,7 @@ class DeadJob:
     ],
 )
 def test_a_reading_that_ends_early_is_no_end_of_a_dead_job(code: str, failed: bool) -> None:
-    """Otherwise its reader would stop, and miss the ids after it."""
+    """An error of the reading is not the end of the job: its reader may still get more ids."""
     client = cast(Any, DeadJob())
     assert asyncio.run(has_failed(client, "j", code, 0, 5)) is failed
 
@@ -100,7 +100,7 @@ def test_only_the_error_behind_the_last_id_is_the_end_of_a_dead_job(
 
 
 class Pages:
-    """Stands for a stream with these pages of deltas."""
+    """Replaces a stream by one that yields these pages of deltas."""
 
     facts: dict[str, Any] = {}  # noqa: RUF012  # of a test
     result = None
@@ -146,7 +146,7 @@ def test_failures_after_which_a_job_went_on_are_told_once() -> None:
 
 
 class PageStream:
-    """Stands for a stream whose first page has 1,000 steps, all of them ready at once."""
+    """Replaces a stream by one whose first page has 1,000 steps, all of them ready at once."""
 
     facts: dict[str, Any] = {}  # noqa: RUF012  # of a test
     result = None

@@ -1,4 +1,4 @@
-"""Tokens of thoughts, counted with the texts of an answer's tokens."""
+"""The number of tokens in an answer's thoughts, counted by the texts of its tokens."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ LONG = 3600.0
 
 
 async def begin(drain: Drain, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """A request that counts in the drain; its cancellation ends it."""
+    """Starts a request that the drain counts as running; cancelling the task ends it."""
 
     async def request() -> None:
         with drain.request():

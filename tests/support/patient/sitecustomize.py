@@ -60,7 +60,7 @@ class Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See importlib.abc.MetaPathFinder."""
+        """Returns a spec whose loader also changes the module; None for other modules."""
         change = CHANGED.get(name)
         if change is None:
             return None

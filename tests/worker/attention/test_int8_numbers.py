@@ -35,7 +35,7 @@ def quantised(numbers: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 @settings(max_examples=200, deadline=None)
 @given(HEADS)
 def test_a_number_is_read_within_half_a_scale(numbers: list[float]) -> None:
-    """The scale is the greatest number / 127, within the precision of bfloat16."""
+    """The scale is the greatest absolute number / 127, within the precision of bfloat16."""
     integers, scales, read = quantised([numbers])
     exact = np.array([numbers], np.float32).astype(np.float64)
     most = np.abs(exact).max()
@@ -67,7 +67,7 @@ def test_ties_are_rounded_to_even() -> None:
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_no_number_is_read_as_none(number: float) -> None:
-    """NaN stays NaN, in its head alone, so a failed model is noticed as without quantisation."""
+    """The error stays in one head, as NaN or infinity, so a failed model is still noticed."""
     read = quantised([[1.0, number, 2.0], [1.0, 2.0, 3.0]])[2]
     assert not np.isfinite(read[0]).all() and np.isfinite(read[1]).all()
 

@@ -1,4 +1,4 @@
-"""Rows of 8-bit keys and values: attention reads the same numbers, written in any way."""
+"""Rows of 8-bit keys and values: attention reads the same numbers, however they were written."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ OPERATIONS = st.lists(
 def test_every_pass_reads_the_same_bits_of_a_token(
     name: str, operations: list[tuple[str, int]]
 ) -> None:
-    """A pass reads its own tokens as later passes do: a prompt as its answer reads it later."""
+    """A pass reads the keys and values of its own tokens as all later passes read them."""
     row = ROWS[name]()
     for what, tokens in operations:
         if what == "trim":
@@ -173,7 +173,7 @@ def test_blocks_of_a_pool_are_copied_with_their_scales() -> None:
 
 @pytest.mark.usefixtures("machine")
 def test_kernels_write_integers_and_scales_into_blocks() -> None:
-    """Passes with images need such writes, as no kernel rotates for them; checks the trial, too."""
+    """Passes with images need this kernel, because no kernel that rotates writes for them."""
     assert kernel_trials.kernels_write(FULL)
     row = PagedStore(KVPool(FULL, 3, in_place=True)).new_row()
     for count in (250, 20, 1):

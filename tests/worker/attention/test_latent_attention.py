@@ -28,7 +28,7 @@ FLOAT = 4  # bytes
 
 
 class Bent(LatentAttentionProjections, frozen=True):
-    """Projections in the form that a test chooses."""
+    """Projections that decompress the latent vectors if `way` is true, whatever their number."""
 
     way: bool
 
@@ -67,7 +67,7 @@ def new_tokens(count: int) -> tuple[mx.array, mx.array]:
 
 
 def attend(length: int, count: int, way: bool) -> mx.array:
-    """Returns attention of `count` tokens after `length` others."""
+    """Returns the attention of `count` new tokens after `length` cached tokens."""
     q, line = new_tokens(count)
     step = RowBatch([RowSpan(row_of(length), count)], None)
     return step.attend_latent(0, q, line, SCALE, heads(way))
@@ -159,7 +159,7 @@ def test_a_long_chunk_never_holds_all_its_scores(
 
 
 def peak(length: int, count: int, way: bool) -> int:
-    """Returns the peak bytes of a chunk's attention beyond those before it."""
+    """Returns the peak bytes of a chunk's attention, without the memory in use before."""
     row, (q, line) = row_of(length - count), new_tokens(count)
     both = heads(way)
     mx.synchronize()

@@ -1,4 +1,4 @@
-"""Engines whose recurrent layers our kernel computes, against engines without it."""
+"""Compares engines that compute recurrent layers by our kernel with engines without the kernel."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def predicting(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Runs the kernel, simulated without a GPU. Yields the number of spans of each launch."""
+    """Runs the recurrent kernel, simulated if there is no GPU; yields each launch's span count."""
     launches: list[int] = []
     recur = row_states.PassStates.recur
 
@@ -95,9 +95,10 @@ def plain_answer(loaded: LoadedModel, seq: Sequence) -> list[int]:
 def test_requests_in_random_order_get_the_tokens_of_mlx_operations(
     loaded: LoadedModel, kernel: list[int]
 ) -> None:
-    """The requests have prefix hits, preemptions, cancels, resumes, chunks beside decoding rows.
+    """Serves requests with prefix hits, preemptions, cancels and resumes, in random order.
 
-    Passes that ran ahead are taken back.
+    Chunks of prompts share passes with decoding rows. Some passes are submitted ahead and
+    discarded.
     """
     engine = engine_of(loaded, lookahead=True)
     workload = RandomWorkload(engine, seed=2)
@@ -186,7 +187,7 @@ def held_bytes(engine: ModelEngine, rows: Iterable[Sequence]) -> int:
 def test_a_row_that_sits_out_keeps_its_own_states_alone(
     loaded: LoadedModel, kernel: list[int]
 ) -> None:
-    """Rows that decode meanwhile have other arrays; a prompt that is read alone copies no state."""
+    """A row outside a pass shares no array with the pass; a prompt read alone copies no state."""
     engine = engine_of(loaded, prefix="off")
     rows = [sequence(prompt_of(9 + salt, salt)) for salt in range(3)]
     for seq in rows:
@@ -209,7 +210,7 @@ def test_a_row_that_sits_out_keeps_its_own_states_alone(
 def test_a_row_that_is_kept_for_the_next_prompt_keeps_its_newest_states_alone(
     loaded: LoadedModel, kernel: list[int]
 ) -> None:
-    """A cache of one entry counts one state for a row, and the next prompt goes on from it."""
+    """A cache of one entry counts one state for a kept row; the next prompt continues from it."""
     engine = engine_of(loaded, prefix="single")
     rows = [sequence(prompt_of(9 + salt, salt)) for salt in range(3)]
     for seq in rows:
@@ -230,7 +231,7 @@ def test_a_row_that_is_kept_for_the_next_prompt_keeps_its_newest_states_alone(
 def test_a_row_without_drafts_keeps_no_states_behind_those_of_others(
     predicting: LoadedModel, kernel: list[int]
 ) -> None:
-    """Rows hold the bytes that `_set_row_sizes` counts, with any division of the drafts."""
+    """However drafts are divided among rows, rows hold at most the bytes of `_set_row_sizes`."""
     options = Options.parse({"temperature": 0.0, "ignore_eos": True})
     rows = [Sequence(bytes([n] * 16), 1, prompt_of(9, n), options, n, 24) for n in range(4)]
     answers = {seq: plain_answer(predicting, seq) for seq in rows}
@@ -251,7 +252,7 @@ def test_a_row_without_drafts_keeps_no_states_behind_those_of_others(
 
 
 def test_states_of_many_arrays_are_copied_into_one() -> None:
-    """A kernel reads MAX_SOURCES arrays; a row without a state reads none."""
+    """A kernel reads at most MAX_SOURCES arrays of states; a row without a state reads none."""
     wholes = [mx.full((2, 3), n) for n in range(MAX_SOURCES + 2)]
     few = [StateSlice(wholes[n], 1) for n in (1, 0, 1, 2, 3)]
     sources, places = sources_of([*few, None])
@@ -294,7 +295,7 @@ def test_a_row_goes_back_to_the_state_before_a_pass() -> None:
 def test_in_bfloat16_it_works_beside_the_other_kernels(
     tmp_path: Path, kernel: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Products include the norm before a gated delta net and the addition after it."""
+    """The fused products compute the norm before a gated delta net and the addition after it."""
     changes = {**QWEN3_NEXT, **SIZES, "num_hidden_layers": 2, "hidden_size": 128}
     folder = inspect(write_checkpoint(tmp_path, **changes))
     options = Options.parse({"temperature": 0.0, "logprobs": True, "top_logprobs": 4})

@@ -1,4 +1,4 @@
-"""The layer kinds of a row return the tokens that were written, in any order of operations."""
+"""Each kind of layer cache returns the tokens written to it, after any order of operations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def row_of(*caches: CacheSpec, capacity: int = 4000) -> RowCache:
 
 
 def lines(start: int, count: int, heads: int, size: int) -> Any:
-    """Returns [1, heads, count, size]; each number encodes its token."""
+    """Returns an array [1, heads, count, size]; each number is the number of its token."""
     tokens = mx.arange(start, start + count).astype(mx.float32)
     return mx.broadcast_to(tokens[None, None, :, None], (1, heads, count, size))
 
@@ -49,7 +49,7 @@ STEPS = st.lists(st.one_of(st.integers(1, CHUNK), st.just(-1)), max_size=60)
 @given(STEPS, st.sampled_from([1, 2, 7, 300]))
 @settings(max_examples=60)
 def test_a_window_returns_the_tokens_that_are_visible(steps: list[int], window: int) -> None:
-    """A step of -1 removes one token, like a token in flight."""
+    """A step of -1 removes the newest token, as if a token in flight were discarded."""
     row, before = row_of(KeyValueSpec(2, 3, 5, window)), 0
     for step in steps:
         if step < 0:
@@ -163,7 +163,7 @@ def test_attention_in_parts_equals_attention_at_once(
 
 @pytest.mark.parametrize("count", [1, 9])
 def test_unfused_attention_equals_the_fused_kernel(count: int) -> None:
-    """A softcap too large to have an effect selects the unfused operations; with sinks."""
+    """Tests with and without sinks; a huge softcap has no effect but selects unfused operations."""
     mx.random.seed(4)
     q = mx.random.normal((count, 4, 8))
     keys, values = mx.random.normal((1, 2, 30, 8)), mx.random.normal((1, 2, 30, 8))

@@ -1,4 +1,4 @@
-"""Copies between rows and the tree, with arrays of all layer kinds and rows of a model."""
+"""Tests copies between rows and the prefix tree, for all kinds of layer caches and a real model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,11 @@ Arrays = tuple[Any, ...]
 
 
 class KindsRow:
-    """A row of synthetic layers, one for each kind; layer l keeps the cells times l + 1."""
+    """A row of synthetic layers, one for each kind of cache.
+
+    A cell is a number computed from all tokens up to a token; layer l stores (l + 1) times the
+    cell.
+    """
 
     def __init__(self, kinds: Sequence[CacheKind]) -> None:
         self.kinds = kinds
@@ -95,7 +99,7 @@ class KindsRow:
             self.offset += 1
 
     def _feed(self, kind: CacheKind, token: int) -> None:
-        """Computes new cells from the memory of this layer."""
+        """Appends the cell of a token, computed from the layer's newest cell, to a layer."""
         held, factor = self.layers.get(kind.layer), kind.layer + 1
         before = 0 if held is None else int(held.reshape(-1)[-1].item()) // factor
         cell = mx.array([chain(before, token) * factor], dtype=mx.int64)
@@ -176,7 +180,7 @@ def test_a_restored_prefix_equals_a_computed_one(
 
 
 def test_a_snapshot_is_restored_at_its_own_length_only() -> None:
-    """'Recurrent restore 5/15/10 of snap 10: only 10', 'restore after wrap'."""
+    """Covers reference cases: restores of a snapshot of 10 at 5 and 15 tokens, and after a wrap."""
     for kind in (StateCache(0), WindowCache(0, 4)):
         cache = cache_of((kind,))
         serve(cache, (kind,), ([*range(10)], [], 10, 0))
@@ -185,7 +189,10 @@ def test_a_snapshot_is_restored_at_its_own_length_only() -> None:
 
 
 def test_only_layers_that_need_snapshots_have_them() -> None:
-    """HasAllSnapshots, MergeSkipsStatelessLayers: states belong to the layers that need them."""
+    """Covers the reference cases HasAllSnapshots and MergeSkipsStatelessLayers.
+
+    Only a layer with a window or a state stores a snapshot.
+    """
     kinds = COMPANIES["full+window"]
     cache = cache_of(kinds)
     serve(cache, kinds, ([*range(9)], [], 9, 0))
@@ -207,7 +214,7 @@ def row_store(shape: RowShape = SHAPE) -> RowStore[RowCache]:
 
 
 def write(row: RowCache, tokens: Sequence[int]) -> None:
-    """Writes keys and values computed from the cells, different in each layer."""
+    """Writes keys and values, which depend on all earlier tokens and differ in each layer."""
     shape = row.shape
     cells = mx.array(cells_of(tokens)[row.offset :]).astype(mx.float32) / 2**31
     for layer, cache in enumerate(shape.caches):
@@ -237,7 +244,10 @@ def same_rows(one: RowCache, other: RowCache) -> bool:
 
 @pytest.mark.parametrize("cut", [1, 255, 256, 257, 511])
 def test_snapshot_free_restore_then_split_and_merge(cut: int) -> None:
-    """'KV snapshot, free, restore; split then merge': bit for bit, at any position."""
+    """A freed and restored row has the same bits after its prefix is split and merged at `cut`.
+
+    Covers the reference case 'KV snapshot, free, restore; split then merge'.
+    """
     cache = TreeCache(row_store(), ROOMY)
     prompt, whole = [*range(512)], RowCache(SHAPE)
     write(whole, prompt)
@@ -306,7 +316,7 @@ def test_a_kept_prefix_keeps_no_row_in_memory(kv_heads: int) -> None:
 
 
 def test_stored_bytes_are_those_of_unique_tokens() -> None:
-    """Stored bytes, as MLX counts them, within 5 % of unique tokens x bytes of a token.
+    """MLX allocates at most 5 % more than the unique tokens' bytes.
 
     On CUDA MLX counts a small array as the next power of two.
     """

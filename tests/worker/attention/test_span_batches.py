@@ -1,6 +1,6 @@
-"""A pass over any mixture of spans gives the logits of passes of one span, in every layout.
+"""Compares passes over any mixture of spans with passes over one span each, in every layout.
 
-With `deterministic` it gives the same bits.
+The logits agree. With `deterministic` they have the same bits.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "recurrent, last recurrent": ({**QWEN3_NEXT, "num_hidden_layers": 3}, ("rows",)),
 }
 CASES = [(name, layout) for name, (_, layouts) in MODELS.items() for layout in layouts]
-# For each pass the tokens of each of up to six rows, mostly none or one; then the rows with logits.
+# For each pass: six rows' numbers of tokens, the order of the rows, and the most rows with logits.
 PASSES = st.lists(
     st.tuples(
         st.lists(
@@ -108,7 +108,7 @@ def logits_of(
 
 
 def compare(mixed: Layout, alone: Layout, passes: Any, tolerance: float) -> None:
-    """Computes all passes in both layouts: mixed, and with one span in each pass."""
+    """Compares passes over several spans in `mixed` with passes over one span in `alone`."""
     rows, others = ([one.store.new_row() for _ in range(6)] for one in (mixed, alone))
     draw = np.random.default_rng(5)
     for counts, order, logits in passes:
@@ -191,7 +191,7 @@ def test_only_the_tokens_with_logits_pass_the_last_layer(layout: str) -> None:
 
 @pytest.mark.skipif(ON_GPU, reason="slabs are for a CPU")
 def test_a_mixed_pass_copies_no_slab() -> None:
-    """MLX copies an array that is written before all views of it are read."""
+    """A slab is an array with many rows' keys; MLX copies it if it is written before it is read."""
     model = Attention(2, 4, 64)
     shape = RowShape((KeyValueSpec(2, 64, 64),) * 2, mx.float32, CONTEXT)
     slabs = make_layout("slabs", shape, model, 0, rows=32, deterministic=False, on_gpu=False)

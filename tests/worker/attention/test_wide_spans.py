@@ -1,7 +1,7 @@
-"""Spans that give logits of several tokens, or hidden states, in every layout.
+"""Tests spans that give the logits of several tokens, or hidden states, in every layout.
 
-They are compared with a model that reads token by token and gives the logits of each. The inputs of
-its head are the hidden states.
+The results are compared with a model that reads token by token and gives the logits of each token.
+The hidden states are compared with the inputs of that model's head.
 """
 
 from __future__ import annotations
@@ -187,9 +187,9 @@ def ragged(
 ) -> Iterator[tuple[Any, LoadedModel, Callable[[], None]]]:
     """Yields a pool with ragged passes of our kernels, simulated without a GPU, and its model.
 
-    Also yields the function that begins the uploads of a pass. Two variants also give states for a
-    model's own head: the states of the logits, or all states. In the second MLX copies the numbers
-    of a pass.
+    Also yields the function that begins the uploads of a pass. Two variants also return hidden
+    states for a model's own head: the states of the drawn tokens (`keeps_drawn`), or of all inputs
+    (`keeps_states`). In the latter variant MLX copies a pass's plan to the device.
     """
     sizes: dict[str, Any] = {
         "hidden_size": 256,
@@ -222,9 +222,9 @@ def ragged(
 def test_ragged_passes_give_what_reading_one_by_one_gives(
     ragged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compares bfloat16 with float32; in some passes more lines than rows have results.
+    """Compares bfloat16 passes with float32; some passes give more results than they have rows.
 
-    Passes over chunks begin with the attention of the first of two layers.
+    A pass with chunks is submitted in parts, the first of which ends with the first of two layers.
     """
     layout, exact, begins = ragged
     monkeypatch.setattr(ragged_batch, "ends_part", lambda layer: layer == 0)
@@ -258,7 +258,10 @@ def spans_of(layout: Layout, kind: PassKind) -> tuple[list[RowSpan], list[int]]:
 def test_passes_with_prompts_were_compiled_at_load(
     ragged: Any, rows: int, counts: list[int]
 ) -> None:
-    """The passes have rows that decode or not, and prompts that end or not."""
+    """Every pass over `rows` decoding rows and some chunks of prompts was compiled at load.
+
+    Any number of the prompts may end in the pass.
+    """
     layout, *_ = ragged
     runner = layout.ragged
     kinds = compiled_kinds(runner.sizes, 8, runner.sizes[-1], 0)
@@ -280,9 +283,9 @@ def test_passes_with_prompts_were_compiled_at_load(
 def test_passes_that_check_drafts_were_compiled_at_load(
     ragged: Any, depths: list[int], unread: int, one_kernel: bool
 ) -> None:
-    """The passes have any number of rows, with or without prompts, up to the expected drafts.
+    """Passes have any number of rows, with or without prompts, and at most the expected drafts.
 
-    Passes that only check drafts are compiled apart if one kernel computes them.
+    If one kernel computes passes that only check drafts, these passes are compiled separately.
     """
     layout, *_ = ragged
     drafts, runner = 48, layout.ragged

@@ -1,4 +1,4 @@
-"""How far the cache of a layer can be cut back. No MLX."""
+"""Tests how far the cache of a layer can be trimmed. No MLX."""
 
 from __future__ import annotations
 

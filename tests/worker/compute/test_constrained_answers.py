@@ -1,4 +1,4 @@
-"""Answers with a format in batches of the demo model, with and without a pass in flight."""
+"""Tests answers with a format in batches of the demo model, with and without a pass in flight."""
 
 from __future__ import annotations
 

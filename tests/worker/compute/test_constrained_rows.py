@@ -1,4 +1,4 @@
-"""The least number of forced tokens that rows with a format append together."""
+"""Tests the smallest number of forced tokens that constrained rows append at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlxpool.worker.compute.constrained_rows import (
 
 
 class Rows:
-    """A stand-in for generations: their number, and the number with a constraint."""
+    """A stand-in for Generations: has a number of rows, and a number of rows with a constraint."""
 
     def __init__(self, rows: int, constrained: int) -> None:
         self._rows, self.constrained_count = rows, constrained

@@ -1,4 +1,4 @@
-"""Streams that go on at a full context: the tokens that a model reads, and reads on a resume."""
+"""Tests streams that continue when their context is full: the tokens read by passes and resumes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SHIFT = {"shift": True, "num_ctx": CONTEXT, "num_keep": KEEP, "ignore_eos": True
 
 
 class Recording(CountingEngine):
-    """Records for each request the positions in its stream that passes read."""
+    """A counting engine that records which positions of a stream each pass reads, by request."""
 
     read: ClassVar[dict[int, list[list[int]]]] = {}
 
@@ -113,7 +113,7 @@ def test_a_resume_reads_no_more_than_the_context(recorded: dict[int, list[list[i
 
 
 def test_everything_but_one_token_may_be_kept(recorded: dict[int, list[list[int]]]) -> None:
-    """Then every token causes a shift, which reads the context again."""
+    """A context that keeps all but one token shifts at every token, and is read again each time."""
     harness = ComputeHarness().ready()
     harness.admit(1, prompt="x" * 7, count=30, shift=True, num_ctx=8, num_keep=-1)
     harness.admit(2, prompt="x" * 7, count=30, shift=True, num_ctx=8, num_keep=7)
@@ -200,7 +200,7 @@ def prompt_of(size: int, salt: int) -> list[int]:
 
 
 class Reference:
-    """Computes each context from the start in an empty row, once."""
+    """Computes the likeliest tokens after each context from an empty row; remembers the results."""
 
     def __init__(self, loaded: LoadedModel, kv: str) -> None:
         self._engine = model_engine(loaded, prefix="off", lookahead=False, kv=kv)
@@ -272,7 +272,7 @@ def test_a_shifted_stream_is_that_of_its_context_read_again(
     ("had", "kv"), [*((had, "auto") for had in (1, 14, 15, 30, 74)), (15, "int8"), (40, "int8")]
 )
 def test_a_resume_of_a_shifted_stream_is_exact(had: int, kv: str, tmp_path: Path) -> None:
-    """Also with sampling, and with penalties whose window is longer than the context."""
+    """Tests sampled streams whose penalty window is longer than the context."""
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 16}
     folder = inspect(write_checkpoint(tmp_path, **sizes))
     options = {

@@ -1,4 +1,7 @@
-"""`decide` in the compute thread: compared with full passes, in every layout, beside streams."""
+"""Tests `decide` calls in the compute thread, in every layout, beside streams.
+
+The results are compared with full passes.
+"""
 
 from __future__ import annotations
 
@@ -267,7 +270,7 @@ def test_calls_of_several_owners_have_turns(models: dict[str, LoadedModel]) -> N
 def test_a_call_of_another_owner_gets_a_row_of_one_that_has_all(
     models: dict[str, LoadedModel],
 ) -> None:
-    """The preempted stream goes on with the same tokens."""
+    """The call preempts a stream, which later continues with the same tokens."""
     loaded = models["full attention"]
     alone = started(loaded, sequences=2)
     for name in (1, 2):
@@ -401,7 +404,7 @@ def test_a_temperature_changes_the_labels_alone(models: dict[str, LoadedModel]) 
 def test_scored_tokens_beside_log_probabilities_of_a_stream(
     models: dict[str, LoadedModel],
 ) -> None:
-    """One pass draws for a stream with log-probabilities and for questions."""
+    """One pass draws tokens for streams and scores the answers of `decide` questions."""
     loaded = models["full attention"]
     engine = model_engine(loaded, prefix="off", lookahead=False)
     prompt = tuple(range(40, 60))

@@ -1,4 +1,4 @@
-"""The queue of deltas between the compute thread and the main thread."""
+"""Tests the queue of deltas between the compute thread and the main thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of `speculation` that an engine can serve; errors name the others."""
+"""Tests the values of `speculation` that an engine supports, and the errors for the others."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def drafting(loaded: LoadedModel, draft: LoadedModel | None = None) -> ModelEngi
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_what_checks_no_drafts_is_refused_by_name(setting: str, tmp_path: Path) -> None:
-    """With "auto" the engine serves without drafts."""
+    """With "off" and "auto" an engine that cannot check drafts serves without drafts."""
     exact = load(demo()[0], deterministic=True)
     states = {**QWEN3_NEXT, "num_hidden_layers": 2}
     recurrent = load(inspect(write_checkpoint(tmp_path, **states)))
@@ -144,7 +144,7 @@ def test_room_is_left_for_the_draft_model(loaded: LoadedModel, draft: LoadedMode
 def test_a_draft_model_is_warmed_up_in_the_room_that_a_small_pool_leaves(
     loaded: LoadedModel, draft: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pool takes all free memory, but the need of the draft model's passes is not known yet."""
+    """The pool shrinks for the draft model's warm-up, and grows again after it."""
     drafts = DraftModelEngine(draft, demo()[2], rows=1, limit=0)
     made = model_engine(
         loaded,

@@ -1,4 +1,4 @@
-"""Steps with drafts: the blocks that rows need before them, and times that do not count."""
+"""Tests steps with drafts: how their rows get KV blocks, and which times are not measured."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class LosingEngine(CopyingEngine):
 class LosingDrafter(OracleDrafter):
     """Records the phase of each call of `drafts`, and makes no drafts.
 
-    If `losing` is not None, the device is lost meanwhile.
+    If `losing` is not None, a call makes that engine's device fail and raises an error.
     """
 
     def __init__(self, progress: Progress) -> None:

@@ -1,4 +1,4 @@
-"""The loop of an encoder model: passes of several calls, owners' turns, failures, cancels."""
+"""Tests the loop of an encoder model: passes of several calls, owners' turns, failures, cancels."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Harness:
         return key
 
     def run(self) -> dict[int, CallAnswer]:
-        """Runs to the end; returns the answers by the number of the call."""
+        """Runs the loop until its inbox is empty; returns the answers by the number of the call."""
         with pytest.raises(Ended):
             self.loop.run()
         return {one.key.number: one.content for one in self.posted if isinstance(one, Answer)}
@@ -222,7 +222,7 @@ def test_dimensions_and_length_are_those_of_the_call() -> None:
 
 
 def test_the_first_pass_may_take_as_long_as_a_new_shape() -> None:
-    """The usual time of a token, which bounds later passes, is known after the first pass."""
+    """The normal time of a token, which limits later passes, is known only after the first pass."""
     harness, seen = Harness(), []
     encode = harness.encoder.encode
 

@@ -1,4 +1,4 @@
-"""The progress of a rank after the first, from before a pass is built until it ends."""
+"""Tests the progress of a rank after the first, from before a pass is built until it ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DECODE, PREFILL = ("decode", 0), ("prefill", 4)
 
 
 class FakeCollectives:
-    """The collectives of a group whose ranks all compute."""
+    """Stands for the collectives of a group, all of whose ranks compute."""
 
     rank = 1
 

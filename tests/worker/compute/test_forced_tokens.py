@@ -61,7 +61,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes forced tokens be computed from the first token on, however busy the machine is."""
+    """Makes each constraint count as quick at once, so that its forced tokens are computed."""
     monkeypatch.setattr(masks, "QUICK_MASKS", 0)
 
 
@@ -121,7 +121,7 @@ def test_an_answer_is_that_of_single_tokens(
     ahead: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rows with a format, beside rows without one, with all options; they take fewer passes."""
+    """Constrained and free rows give the answers of single-token draws, in fewer passes."""
     passes: list[int] = []
     true = ModelEngine.collect
 
@@ -169,7 +169,7 @@ def test_any_schema_gives_the_answer_of_single_tokens(
 @settings(max_examples=30)
 @given(schema=SCHEMAS, draw=st.randoms(use_true_random=False))
 def test_forced_tokens_are_those_that_masks_allow_alone(schema: Any, draw: Any) -> None:
-    """Also if the tokens before them are replayed, as in a resume."""
+    """Forced tokens are also the same if the tokens before them are replayed, as in a resume."""
     format = {"type": "json_schema", "schema": schema}
     rule, single = constraint(format), constraint(format)
     single._canonical = False  # it makes each mask
@@ -192,7 +192,7 @@ def test_forced_tokens_are_those_that_masks_allow_alone(schema: Any, draw: Any) 
 def test_the_end_may_come_inside_forced_tokens(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The end by `max_tokens` at each position, and by stop strings."""
+    """Tests ends by `max_tokens` at each position, and ends by stop strings."""
     requests: list[dict[str, Any]] = [
         {**OPTIONS[0], "format": FORMAT, "max_tokens": count} for count in CUTS
     ]
@@ -263,7 +263,7 @@ def test_a_full_context_shifts_beside_forced_tokens(
 def test_a_long_forced_text_is_found_once(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The time of a call of the library grows with the length of the text."""
+    """A search for forced tokens takes longer for longer texts, so it must not be repeated."""
     asked: list[int] = []
     true = Constraint._find_forced
     text = "lorem ipsum dolor sit amet " * 25

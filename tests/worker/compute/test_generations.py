@@ -1,4 +1,4 @@
-"""The table of generations: deadlines end them, with a simulated clock."""
+"""Tests the table of generations: deadlines end generations, with a simulated clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images that are encoded between steps, with an engine that does not really compute them."""
+"""Tests the encoding of images between steps, with an engine that only counts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FEATURES = 100  # bytes of the features of an image
 
 
 def small(items: Many[int]) -> list[int]:
-    """Inputs as numbers that a blob of token ids could hold."""
+    """Returns the items modulo 2**32, so that each fits an id in a blob of token ids."""
     return [item % 2**32 for item in items]
 
 
@@ -255,7 +255,7 @@ def test_a_stream_keeps_the_images_that_it_attends_to() -> None:
 def test_crossed_images_side_by_side_in_two_sequences_do_not_wait_for_each_other(
     budget: int,
 ) -> None:
-    """Each sequence needs three images at once, and the images of two sequences do not fit."""
+    """Each sequence needs three images at once; the images of two sequences exceed the budget."""
     run = Run(SeeingEngine(budget))
     keys = [bytes([number]) * 32 for number in range(6)]
     seqs = [crossed(run, 2, *keys[at : at + 3], 2, name=bytes([65 + at])) for at in range(4)]
@@ -318,7 +318,7 @@ class SlowEngine(SeeingEngine):
 
 
 def test_the_time_of_an_image_is_not_that_of_a_step() -> None:
-    """The measured times of steps without drafts do not include the time of an image."""
+    """The measured times of steps without drafts exclude the time to encode images."""
     engine = SlowEngine()
     engine.speculator = ClockedSpeculator()
     run = Run(engine, engine.speculator)
@@ -362,7 +362,7 @@ class AheadEngine(SeeingEngine):
 
 @pytest.mark.parametrize("damaged", [b"", A])
 def test_the_step_in_flight_is_awaited_again_behind_an_image(damaged: bytes) -> None:
-    """Also after a failed image: the step is neither shown nor measured as an image."""
+    """The step is neither shown nor measured as an image, not even if the encoding failed."""
     engine = AheadEngine()
     engine.damaged = damaged
     run = Run(engine)

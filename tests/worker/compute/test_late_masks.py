@@ -1,4 +1,4 @@
-"""Steps leave out a row whose mask is late: the others go on, and its answer is the same."""
+"""Tests rows with late masks: steps skip them, other rows continue, and answers are the same."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WAYS = [("slabs", False), ("pool", True)]
 
 
 class Gate:
-    """Blocks the mask number `number` of the constraint `held` until `opened` is set."""
+    """Blocks the making of mask number `number` of the constraint `held` until `opened` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
         self.held: Constraint | None = None
@@ -92,7 +92,7 @@ def batch_of(loaded: LoadedModel, layout: str, *, ahead: bool) -> Answers:
 
 @pytest.fixture(scope="module")
 def undelayed(loaded: LoadedModel) -> Callable[[str, bool], dict[int, Answer]]:
-    """The answers to OTHERS and, as number 9, to SLOW, without late masks."""
+    """Returns a function that computes the answers to OTHERS and to SLOW (number 9) undelayed."""
 
     @functools.cache
     def found(layout: str, ahead: bool) -> dict[int, Answer]:

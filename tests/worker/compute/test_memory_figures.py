@@ -1,4 +1,4 @@
-"""The figures of heartbeats: parts that add up, and peaks since the last heartbeat."""
+"""Tests the memory figures of heartbeats: parts of a total, and peaks since the last one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker's side of the progress block, with a simulated clock."""
+"""Tests the worker's side of the progress block, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Clock:
 
 
 class Scene:
-    """A progress whose block is read through a second mapping, as by the broker."""
+    """A Progress with a simulated clock; its block is read through a second mapping."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -41,7 +41,7 @@ class Scene:
     def pass_over(
         self, tokens: int, seconds: float, *, rows: int = 1, fresh: bool = False
     ) -> ProgressReading:
-        """Runs a pass over `tokens` prompt tokens, 0: a decode step; returns the reading within."""
+        """Runs a pass and returns the progress shown during it; 0 `tokens`: a decode step."""
         self.progress.awaits(ID if tokens else None, tokens, rows)
         if fresh:
             self.progress.compiles()
@@ -88,7 +88,7 @@ def test_a_decode_step_is_shown_without_request_and_tokens() -> None:
 
 
 def test_the_next_pass_in_flight_is_shown_with_a_start_of_its_own() -> None:
-    """Its time runs from the end of the previous pass."""
+    """The time of a queued pass starts at the end of the previous pass."""
     scene = Scene()
     scene.progress.awaits(None, 0, 2)
     scene.clock.now += 0.5
@@ -103,7 +103,7 @@ def test_the_next_pass_in_flight_is_shown_with_a_start_of_its_own() -> None:
 
 
 def test_drafts_that_compile_are_shown_until_the_next_pass_is_awaited() -> None:
-    """Then the time of that pass begins, without the time of the drafts."""
+    """The time of the awaited pass excludes the time in which drafts were made."""
     scene = Scene()
     scene.pass_over(0, 0.5)
     scene.progress.drafts()
@@ -131,7 +131,7 @@ def test_usual_times_ignore_fresh_passes() -> None:
 
 
 def test_a_short_chunk_says_little_of_the_usual_time_of_a_token() -> None:
-    """Most of its time is the fixed time of a step. Prompts' ends and warm-ups are such chunks."""
+    """The fixed time of a step dominates a chunk of few tokens, so the chunk counts little."""
     scene = Scene()
     for _ in range(10):
         scene.pass_over(8, 0.08)
@@ -164,7 +164,7 @@ def test_the_block_holds_both_thread_ids() -> None:
 
 
 def test_drafts_that_compile_are_not_shown_by_an_idle_worker() -> None:
-    """No step followed the drafts. The next drafts compile nothing and have the shorter limit."""
+    """The compilation ends with the phase "idle"; the next drafts have the shorter time limit."""
     scene = Scene()
     scene.progress.drafts()
     scene.progress.compiles()
@@ -176,7 +176,7 @@ def test_drafts_that_compile_are_not_shown_by_an_idle_worker() -> None:
 
 @pytest.mark.parametrize("tokens", [0, 40])
 def test_a_pass_while_which_something_compiles_is_no_measure(tokens: int) -> None:
-    """Also if the waiting code does not know of it, as in a rank or an encoder's loop."""
+    """The time does not count even if `fresh` is False, as in a rank or an encoder's loop."""
     scene = Scene()
     scene.pass_over(tokens, 0.5)
     before, step_ms = scene.look(), scene.progress.step_ms

@@ -1,4 +1,4 @@
-"""The compute thread reads a prompt once, for any number of sequences with this prompt."""
+"""The compute thread reads a prompt once for all sequences that have it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def prompt_of(size: int) -> list[int]:
 def answers(
     folder: Path, prompts: list[list[int]], shared: bool = True, **settings: Any
 ) -> tuple[list[list[int]], list[int]]:
-    """The ids of sequences that arrive together, and their cached tokens."""
+    """Serves prompts that arrive together; returns the ids and each one's cached token count."""
     harness = ComputeHarness(source=source_of(folder, Counted, **settings)).ready()
     names = range(1, len(prompts) + 1)
     for name, prompt in zip(names, prompts, strict=True):
@@ -85,7 +85,7 @@ def test_a_prompt_is_read_once_by_all_that_arrive_together(
 
 @pytest.mark.parametrize("layout", ["rows", "slabs", "pool"])
 def test_equal_prompts_share_without_being_told(folders: dict[str, Path], layout: str) -> None:
-    """Prompts with a long common beginning share it, too, and read the rest themselves."""
+    """Prompts with a long common beginning share it without `shared`; each reads its own end."""
     common = prompt_of(400)
     prompts = [[*common, number, *prompt_of(20 + number)] for number in range(4)]
     ids, cached = answers(folders["plain"], prompts, shared=False, layout=layout)
@@ -104,7 +104,7 @@ def test_without_a_tree_nobody_waits(folders: dict[str, Path], prefix: str) -> N
 @pytest.mark.parametrize("layout", ["rows", "slabs", "pool"])
 @pytest.mark.parametrize("blocks", [4, 5, 6, 7, 9, 12, 14])
 def test_little_memory_ends_no_sequence(folders: dict[str, Path], layout: str, blocks: int) -> None:
-    """If rows share the last block of a prompt, each copies it before its next write."""
+    """Rows that share the last block of a prompt copy the block before they write to it."""
     prompt = prompt_of(300)
     alone, _ = answers(folders["plain"], [prompt] * 6, layout=layout, prefix="off")
     ids, _ = answers(folders["plain"], [prompt] * 6, layout=layout, blocks=blocks)

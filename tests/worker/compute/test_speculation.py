@@ -1,7 +1,7 @@
-"""Answers are the same with drafts as without: ids, text, log-probabilities, ends.
+"""Answers are the same with drafts as without: ids, text, log-probabilities and end.
 
-For every drafter, with random depths. The oracle's drafts are right ones mixed with wrong ones, see
-support/drafting.py.
+Tests every drafter with random numbers of drafts. An oracle drafter mixes right and wrong drafts,
+see support/drafting.py.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def engine(
     drafter: str = "",
     lookahead: bool = False,
 ) -> ModelEngine:
-    """An engine for a drafter; a draft model has fewer rows than the test has requests."""
+    """Returns an engine with a drafter; its draft model has fewer rows than there are requests."""
     draft = None
     if drafter in ("draft", "auto"):
         draft = DraftModelEngine(models[DRAFT_MODEL], demo()[2], rows=5, limit=0)
@@ -177,7 +177,7 @@ def engine(
 
 
 def eager(name: str, made: ModelEngine, draw: random.Random | None = None) -> EagerSpeculator:
-    """A speculator that makes every row check drafts, whether they pay or not."""
+    """Returns a speculator that makes every row check drafts, even if they save no time."""
     return EagerSpeculator(make_drafter(name, made, monotonic), draw)
 
 
@@ -310,7 +310,7 @@ def run(batch: Answers, requests: list[dict[str, Any]]) -> tuple[dict[int, Answe
 
 @pytest.mark.parametrize(("layout", "lookahead"), [("slabs", False), ("pool", True)])
 def test_right_drafts_save_steps(models: Models, layout: str, lookahead: bool) -> None:
-    """In rows with and without a format; a step with drafts is the only step in flight."""
+    """Tests rows with and without a format; a step with drafts is the only step in flight."""
     requests = [requested(number) for number in range(len(REQUESTED))]
     wanted, plain_steps = run(Answers(engine(models, layout, lookahead=lookahead)), requests)
     known = {bytes([number] * 16): answer.ids for number, answer in wanted.items()}

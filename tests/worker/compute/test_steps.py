@@ -1,6 +1,7 @@
-"""Steps that fail, also with a step in flight: requests that end, are read again or are charged.
+"""Tests failing steps, alone or with a step in flight: which requests end or are read again.
 
-The engine is the counting model, whose right tokens are known; `fails` selects passes that raise.
+The engine is the counting model, whose right tokens are known. The condition `fails` selects the
+passes that raise an error.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ CHUNK = 20  # inputs of a pass
 
 
 class PipelinedEngine(CountingEngine):
-    """The counting engine with passes ahead, which may fail when submitted or collected.
+    """The counting engine with passes submitted ahead; passes that `fails` selects raise an error.
 
-    `shares`: a failed pass loses all rows, not only its own.
+    `at`: the call that raises. `shares`: a failed pass loses all rows, not only its own.
     """
 
     def __init__(self, ahead: int, *, shares: bool = False) -> None:
@@ -173,7 +174,7 @@ class Scene:
         return seq
 
     def step(self) -> None:
-        """One turn of the compute loop."""
+        """Performs one turn of the compute loop: admits waiting sequences, then runs a step."""
         for seq in self.generations.sequences():
             if seq.phase is Phase.WAITING:
                 self._take(self.steps.admit(seq))
@@ -220,7 +221,7 @@ def reads(name: int) -> Callable[[Pass], bool]:
 
 
 def once(fails: Callable[[Pass], bool]) -> Callable[[Pass], bool]:
-    """A condition like `fails`, but only the first time."""
+    """Returns a condition that is true only the first time that `fails` is true."""
     left = [True]
 
     def failing(spans: Pass) -> bool:
@@ -258,7 +259,10 @@ def test_a_step_is_submitted_while_the_one_before_is_computed() -> None:
 
 
 def looks(ahead: int, *compiles: int) -> list[tuple[str, int, bool]]:
-    """The progress shown during a stream of four tokens; passes in `compiles` compile something."""
+    """Returns the progress shown while a stream of four tokens runs.
+
+    `compiles`: the numbers of the passes that compile something.
+    """
     scene = Scene(ahead, engine=CompilingEngine)
     assert isinstance(scene.engine, CompilingEngine)
     scene.engine.compiles, scene.engine.block = compiles, scene.progress.block
@@ -282,7 +286,7 @@ def test_a_pass_that_compiles_is_shown_before_it_is_built() -> None:
 
 
 def test_a_pass_that_compiles_behind_another_is_shown_until_it_ends() -> None:
-    """The first pass is not awaited during the build of the second: it ends meanwhile."""
+    """The first pass may end while the second is built, so the second is shown as compiling."""
     assert looks(1, 1) == [
         ("submit", 0, False),
         ("submit", 1, True),
@@ -353,7 +357,7 @@ def test_a_prompt_that_fails_beside_others_is_read_again_alone_and_ends(
 
 @AT
 def test_a_step_fails_while_another_is_in_flight(at: str) -> None:
-    """Both steps lose their rows; the prompts of both are suspects, but only one is the cause."""
+    """Both steps lose their rows, and each prompt is read again alone; only the bad one ends."""
     scene = Scene(ahead=1)
     scene.engine.at, scene.engine.fails = at, reads(2)
     scene.admit(1, "p" * 18)
@@ -406,7 +410,7 @@ def test_nothing_is_in_flight_around_a_prompt_that_is_read_alone(ahead: int) -> 
 @AHEAD
 @AT
 def test_a_prompt_that_fails_alone_ends(ahead: int, at: str) -> None:
-    """It ends at once if it was alone from the start. It does not count as a failed joint step."""
+    """A prompt read alone ends at once, and does not count as a failed joint step."""
     scene = Scene(ahead)
     scene.engine.at = at
     for name in range(1, MAX_FAILED_JOINT_STEPS + 2):
@@ -458,7 +462,7 @@ def test_prompts_are_read_one_by_one_after_joint_failures_that_none_explains(ahe
 @AHEAD
 @AT
 def test_a_decode_step_that_fails_ends_its_rows_and_no_other(ahead: int, at: str) -> None:
-    """A prompt outside the step loses its row, too, and is read again."""
+    """The failure also loses the row of a prompt outside the step; the prompt is read again."""
     scene = Scene(ahead, shares=True)
     scene.engine.at = at
     for name in (1, 2):
@@ -480,7 +484,7 @@ def test_a_decode_step_that_fails_ends_its_rows_and_no_other(ahead: int, at: str
 
 
 def test_a_pass_in_flight_ends_with_the_step_of_one_that_is_refused() -> None:
-    """The engine does not lose the pass in flight. Later steps get their own tokens."""
+    """A refused span also ends the pass in flight; later steps get their own tokens."""
 
     class RefusingEngine(PipelinedEngine):
         def submit(self, spans: Many[Span]) -> bool:
@@ -520,7 +524,7 @@ def test_rows_that_a_failed_pass_lost_are_read_again(ahead: int) -> None:
 
 @AT
 def test_a_prompt_that_was_cancelled_ends_no_stream_beside_it(at: str) -> None:
-    """Its chunk is in flight when it is cancelled, and fails: the streams are read again."""
+    """A cancelled prompt's chunk fails in flight; the streams beside it are read again."""
     scene = Scene(ahead=1)
     scene.admit(1, count=20)
     for _ in range(3):
@@ -603,7 +607,7 @@ def test_a_failed_submission_leaves_nothing_in_the_progress() -> None:
 
 
 def test_a_step_may_give_several_tokens_of_a_row() -> None:
-    """Tokens after the end of a completion are dropped."""
+    """The tokens after the end of a completion are dropped."""
     scene = Scene(engine=DraftingEngine)
     for name, count in ((1, 6), (2, 5), (3, 1)):
         scene.admit(name, "x" * name, count)

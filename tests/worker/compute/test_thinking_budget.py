@@ -1,6 +1,6 @@
-"""A bound of thoughts: that many tokens, the end mark, and then an answer as without a bound.
+"""Tests the token bound of thoughts: the thoughts, the end mark, then a normal answer.
 
-The demo model knows no thoughts: its prompt counts as their beginning, and it never ends them.
+The demo model has no thoughts. Here its answers begin as thoughts, which it never ends by itself.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def test_drafts_end_at_the_bound(loaded: LoadedModel, alone: list[Answer]) -> No
 def test_a_resumed_answer_is_bounded_as_before(
     loaded: LoadedModel, alone: list[Answer], request_number: int
 ) -> None:
-    """A resume before the bound, inside the end mark, and after it."""
+    """Tests resumes before the bound, inside the end mark, and after it."""
     request, whole = REQUESTS[request_number], alone[request_number].ids
     most = request["thinking_budget"]
     for had in (1, most, most + 1, most + len(end_of_thoughts()), MAX_TOKENS - 1):

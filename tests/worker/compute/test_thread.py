@@ -1,4 +1,4 @@
-"""The compute thread with the counting model, whose tokens are all known."""
+"""Tests the compute thread with the counting model, all of whose tokens are known."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_failed_row_ends_its_own_request_only() -> None:
 
 
 def entering(harness: ComputeHarness, prompts: dict[int, str], count: int = 5) -> None:
-    """Admit all prompts during the read of another prompt, which waits until all are admitted."""
+    """Admits all prompts while another prompt is read, so that they enter one step together."""
     reading, admitted = threading.Event(), threading.Event()
     awaits = harness.progress.awaits
 
@@ -333,7 +333,7 @@ def test_a_failed_load_reports_its_reason(changes: dict[str, Any], words: str) -
 
 
 class Narrow(CountingEngine):
-    """Has few blocks, some of them taken by cached prefixes, and checks the use of both."""
+    """A counting engine with few blocks; records the most blocks used by rows and prefixes."""
 
     capacity = 6
     left = 3
@@ -391,7 +391,7 @@ def test_an_owner_that_waits_for_memory_gets_that_of_an_owner_that_has_most() ->
 
 
 def test_a_short_prompt_waits_for_one_pass_of_another_owner() -> None:
-    """Three prompts of ten passes each arrived before it."""
+    """The other owner's three prompts of ten passes each arrived before the short prompt."""
     harness = ComputeHarness(prefill_us=20).ready()
     for name in range(3):
         harness.admit(name, prompt="y" * 20_000, count=1, owner="many")
@@ -465,7 +465,7 @@ def test_a_failed_allocation_ends_the_requests_of_its_step_only() -> None:
 
 
 class Losing(CountingEngine):
-    """Raises at `place` in every pass with sequence 2."""
+    """A counting engine that raises `error` in every call of kind `place` with sequence 2."""
 
     place = ""
     well = False
@@ -524,7 +524,7 @@ def test_a_lost_device_ends_no_request(monkeypatch: pytest.MonkeyPatch, place: s
 def test_an_error_on_a_working_device_ends_the_requests_of_its_pass(
     monkeypatch: pytest.MonkeyPatch, place: str, known: bool
 ) -> None:
-    """After an error raised by this program, the device is not tested."""
+    """The device is tested only if the error did not come from this program."""
     changes = {"error": OutOfMemory("too long")} if known else {"well": True}
     harness = losing(monkeypatch, place, **changes)
     found = harness.until_ended({1, 2, 3})
@@ -536,7 +536,7 @@ def test_an_error_on_a_working_device_ends_the_requests_of_its_pass(
 
 
 def test_the_disk_tier_is_told_that_nothing_runs_also_where_all_is_saved() -> None:
-    """Else its threads would still rest between pieces of their work."""
+    """Otherwise the tier's threads would still pause between pieces of work for running steps."""
     told: list[bool] = []
     disk = SimpleNamespace(may_save=False, turn=lambda now, *, busy: told.append(busy))
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()

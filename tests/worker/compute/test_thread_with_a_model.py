@@ -1,4 +1,4 @@
-"""The compute thread with real weights: preemptions, races, failed steps and odd sizes."""
+"""Tests the compute thread with real weights: preemptions, races, failed steps and odd sizes."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_sizes_that_just_fit(
 
 
 class Growing(ModelEngine):
-    """Has CAPACITY blocks; from the step in which a row has GROWN tokens on, LEFT blocks."""
+    """An engine with CAPACITY blocks; only LEFT blocks remain after a row reaches GROWN tokens."""
 
     CAPACITY, LEFT, GROWN = 7, 2, 3 * KV_BLOCK_TOKENS
     outside = 0  # simulated bytes of the process outside of MLX
@@ -315,7 +315,7 @@ def test_running_rows_keep_their_promised_blocks_when_capacity_shrinks(
 
 
 class Books(ModelEngine):
-    """Keeps the newest engine, to check its memory when all sequences have ended."""
+    """A ModelEngine class that keeps its newest instance in `last`, for checks of its memory."""
 
     last: Books
 

@@ -1,4 +1,4 @@
-"""Constraints that take drawn tokens before these are committed."""
+"""Tests constraints that advance by drawn tokens before the tokens are committed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(params=["runs", "single tokens"])
 def taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Makes the tokens of each pass be ready in time; counts the tokens taken ahead."""
+    """Makes drawn tokens available early; yields each call's number of tokens taken ahead."""
 
     def drawn(engine: ModelEngine) -> list[SampledToken] | None:
         flight = engine.inspect().flights[0]
@@ -124,7 +124,7 @@ def test_a_pass_that_fails_gives_the_tokens_back(
     fails: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If the pass read prompts, no row ends: all are read again and give the same answers."""
+    """If the failed pass read prompts, all rows are read again and give the same answers."""
     rows = batch(loaded)
     for number, options in enumerate(REQUESTS[:3]):
         rows.admit(number, **options)

@@ -1,4 +1,4 @@
-"""Masks on the vocabulary of the demo model, and what a constraint makes of tokens."""
+"""Tests masks over the demo model's vocabulary, and the states of constraints after tokens."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_ids_that_may_not_follow_are_refused() -> None:
 
 
 def test_a_vocabulary_that_cannot_write_a_text_is_an_error() -> None:
-    """No mask is empty: there would be nothing to draw."""
+    """A mask without any allowed token raises BadRequest, because nothing could be drawn."""
     pieces = [b"a", b"b", b""]
     vocabulary = make_vocabulary(pieces, {2}, [], lambda text: ["ab".index(one) for one in text])
     format = {"type": "regex", "pattern": "a[x-z]"}
@@ -114,7 +114,7 @@ def test_every_end_token_ends_an_answer_and_a_model_may_have_none() -> None:
 
 
 def test_the_tokenizer_of_forced_bytes_may_be_of_another_text() -> None:
-    """A tokenizer that begins each text with a space: the longest tokens are taken."""
+    """If a tokenizer begins each text with a space, the longest tokens are forced instead."""
     pieces = [b"a", b"b", b"ab", b" ab", b"c"]
     vocabulary = make_vocabulary(pieces, {}, [], lambda text: [3])
     format = {"type": "choice", "choices": ["abc"]}
@@ -136,7 +136,7 @@ def test_a_text_that_names_a_special_token_is_written_as_text() -> None:
 
 
 def test_answers_share_no_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that ends at the bound of the states leaves those of others alone."""
+    """An answer that exceeds the limit of lexer states does not affect other answers' states."""
     _, _, table = demo()
     limits = LLParserLimits(step_lexer_fuel=400_000, max_lexer_states=200, verbose_errors=False)
     monkeypatch.setattr(grammar, "LIMITS", limits)
@@ -196,7 +196,7 @@ BEHIND: list[dict[str, Any]] = [
 def test_masks_behind_drafts_are_those_of_single_tokens(
     format: dict[str, Any], had: int, count: int, seed: int, wrong: bool, thinks: bool
 ) -> None:
-    """The constraint itself is as it was; behind what may not follow nothing may be drawn."""
+    """`masks_behind` leaves the constraint unchanged; after a wrong draft no token is allowed."""
     folder, _, table = demo()
     draw = random.Random(seed)
     asked, single = constraint(format), constraint(format)

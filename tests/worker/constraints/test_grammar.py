@@ -1,4 +1,4 @@
-"""Formats become grammars: what they allow, what is refused and by which name."""
+"""Tests the grammars of formats: the texts they allow, and the names in refusals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlxpool.worker.constraints import grammar
 
 
 def takes(format: dict[str, Any], text: str) -> bool:
-    """Whether a text is a complete answer of this format."""
+    """Returns whether a text is a complete answer of this format."""
     bytes_only = LLTokenizer("byte")
     matcher = LLMatcher(bytes_only, grammar.grammar_of(format), limits=grammar.LIMITS, log_level=0)
     tokens = list(text.encode())

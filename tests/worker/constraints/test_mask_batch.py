@@ -1,4 +1,4 @@
-"""Masks that are made together equal those that are made one by one."""
+"""Tests that masks made in one batch equal masks made one by one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NO_RUN = 99  # forced tokens
 
 
 def masks_of(constraints: list[Constraint]) -> list[Words | Exception]:
-    """The masks that are made together, or why one could not be."""
+    """Returns the masks that are made together; in place of a failed mask, its exception."""
     table = new_table(len(constraints), words_of_mask(constraints[0].tokens))
     filled = fill_table(constraints, table)
     made = MadeMasks(table, filled.used, dict(zip(constraints, filled.lines, strict=True)))
@@ -39,7 +39,7 @@ def masks_of(constraints: list[Constraint]) -> list[Words | Exception]:
 
 
 def mask_in(made: MadeMasks, one: Constraint) -> Words:
-    """The mask [1, words] that was made of a constraint."""
+    """Returns the mask [1, words] of one constraint in a batch of masks."""
     line = made.lines[one]
     token = only_token(line)
     if token is not None:
@@ -81,7 +81,7 @@ def test_a_mask_that_fails_is_an_error_of_its_own_row() -> None:
 def test_tokens_taken_ahead_are_those_taken_one_by_one(
     many: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the library's threads or by one, before the constraints are told, or `ahead` of that."""
+    """One thread or several take the tokens, in `take` or already in `take_ahead`."""
     monkeypatch.setattr(mask_batch, "MANY", many)
     monkeypatch.setattr(masks, "few", lambda: 0)
     monkeypatch.setattr(masks, "MAX_WAIT", 60.0)
@@ -123,7 +123,7 @@ def test_a_token_that_may_not_follow_is_refused_when_it_is_taken() -> None:
 
 
 class Panic(BaseException):
-    """As the library raises: no Exception."""
+    """Stands for a panic of the grammar library, which is not an Exception in Python."""
 
 
 def broken(*args: Any) -> Any:
@@ -134,7 +134,7 @@ def broken(*args: Any) -> Any:
 def test_a_library_that_fails_ends_the_answers_whose_tokens_it_had(
     many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of tokens that it takes in one call, all answers fail, for which it took is not known."""
+    """If one call takes the tokens of several answers and fails, all of these answers fail."""
     monkeypatch.setattr(mask_batch, "MANY", many)
     rows, maker = quick_rows(monkeypatch)
     token = tokens_of(rows[0].copy().mask())[0]
@@ -176,7 +176,7 @@ def quick_rows(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Constraint], Masks
 
 
 def test_a_mask_that_is_not_asked_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of the table is used again, and the mask is the same when it is asked for."""
+    """An unused mask stays valid for a later batch, although the table's memory is reused."""
     rows, maker = quick_rows(monkeypatch)
     wanted = [constraint(FORMATS[1]).mask()]
     first = maker.make(rows)
@@ -194,7 +194,7 @@ def test_a_mask_that_is_not_asked_for_is_kept(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_tokens_that_are_given_back_were_never_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the other thread has begun to take them, or not."""
+    """Constraints stay unchanged, whether the other thread has begun to take the tokens or not."""
     rows, maker = quick_rows(monkeypatch)
     wanted = rows[0].mask()
     for helps in (True, False):
@@ -212,7 +212,7 @@ def test_tokens_that_are_given_back_were_never_taken(monkeypatch: pytest.MonkeyP
 
 
 def test_masks_of_answers_that_ended_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer may end with the token behind which its mask was begun: nobody asks for that."""
+    """A mask begun for a token that ends its answer is never used; its memory is freed."""
     rows, maker = quick_rows(monkeypatch)
     (table,) = maker._free
     left = weakref.ref(rows[0])
@@ -251,7 +251,7 @@ def test_forced_tokens_are_found_again_when_one_is_given_back() -> None:
 
 
 def test_an_answer_may_be_cancelled_when_its_token_was_given_back() -> None:
-    """Its end says whether it is complete, also while another thread makes its next mask."""
+    """A constraint knows whether its answer is complete while another thread uses its matcher."""
     one = constraint({"type": "choice", "choices": ["yes", "yes and no"]})
     while not one.accepts:
         token = tokens_of(one.mask())[0]
@@ -266,7 +266,7 @@ def test_an_answer_may_be_cancelled_when_its_token_was_given_back() -> None:
 
 
 def test_masks_of_several_makers_come_in_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a batch, of a later one, and one that a constraint made by itself; in any room."""
+    """One batch joins masks begun early, masks begun later, and a mask that a constraint made."""
     rows, maker = quick_rows(monkeypatch)
     slow = constraint(FORMATS[0])
     forced = constraint({"type": "choice", "choices": ["nothing else"]})

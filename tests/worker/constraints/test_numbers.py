@@ -1,4 +1,4 @@
-"""A model that writes digits for ever ends its numbers; texts and what a schema wants are whole."""
+"""Tests the limit of digits: endless numbers end; strings and required digits are not cut."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ def schema(**given: Any) -> dict[str, Any]:
 
 
 def greedy(rule: Constraint, *wishes: str, most: int = 300) -> str:
-    """The answer of a model that draws the first wish that is allowed, else what ends soonest."""
+    """Returns the text of a model that draws the first allowed token of `wishes`.
+
+    If no wish is allowed, it draws the token that ends the text soonest. Raises AssertionError
+    after `most` tokens.
+    """
     text = b""
     for _ in range(most):
         allowed = tokens_of(rule.mask())

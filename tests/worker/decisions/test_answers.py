@@ -1,4 +1,4 @@
-"""Probabilities of answers from those of tokens, compared with all texts of a small language."""
+"""Tests the probabilities of answers, computed from token probabilities, on a small language."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ END = 9
 
 
 def shares(branch: Path) -> dict[int, float]:
-    """The probability of each token 0 to 9 after a branch: another one for each."""
+    """Returns a probability for each token 0 to 9 after a branch; branches have different ones."""
     weights = [1 + (sum(branch) * 7 + len(branch) * 3 + token * token) % 11 for token in range(10)]
     return {token: weight / sum(weights) for token, weight in enumerate(weights)}
 
@@ -36,7 +36,7 @@ def test_branches_are_the_beginnings_of_answers() -> None:
 
 
 def test_masses_are_those_of_all_texts_that_begin_with_an_answer() -> None:
-    """A text of three tokens counts for the longest answer that it begins with."""
+    """Each text of three tokens counts for the longest answer with which it begins."""
     answers = Answers((((1,),), ((1, 0),), ((2,), (5, 2)), ((7, 7, 7),)))
     labels = {path: index for index, paths in enumerate(answers.paths) for path in paths}
     masses = [0.0] * len(answers.paths)

@@ -1,4 +1,4 @@
-"""Prompts of questions: the same as those of whole texts, with answers where a prompt ends."""
+"""Tests the ids of questions' prompts, and of answers after them, against those of whole texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which passes one kernel computes, and that an engine draws the same tokens by it."""
+"""Tests which models a single kernel serves, and that engines draw the same tokens with it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def model_folder(path: Path, **changes: Any) -> ModelFolder:
 
 
 def drawn(engine: ModelEngine) -> list[list[SampledToken]]:
-    """Returns the tokens of rows that begin to decode one after the other."""
+    """Decodes rows that enter the batch one after the other; returns the tokens of each."""
     options = Options(temperature=0.0, logprobs=True, top_logprobs=4)
     rows = [Sequence(b"", 1, prompt, options, 11, 9) for prompt in PROMPTS]
     found: dict[int, list[SampledToken]] = {id(seq): [] for seq in rows}
@@ -86,7 +86,7 @@ def drawn(engine: ModelEngine) -> list[list[SampledToken]]:
 def test_an_engine_draws_the_same_tokens(
     tmp_path: Path, called: set[str], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """Logprobs equal those of float32 but for rounding, while the tokens before are equal."""
+    """Log-probabilities equal those of float32 up to rounding, until a drawn token differs."""
     caplog.set_level(logging.INFO, "mlxpool.worker")
     folder = model_folder(tmp_path)
     plain = drawn(model_engine(load(folder), layout="rows", lookahead=False))
@@ -103,7 +103,7 @@ def test_an_engine_draws_the_same_tokens(
 def test_an_engine_checks_drafts_by_it(
     tmp_path: Path, called: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lines of drafts follow each other in their rows, beside rows without, in any order."""
+    """Rows that check drafts have several consecutive lines, beside rows with one line."""
     folder = model_folder(tmp_path)
     plain = model_engine(load(folder), layout="rows", lookahead=False)
     for module in (builder, dense_weights):
@@ -149,7 +149,7 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_which_models_it_serves(name: str, tmp_path: Path) -> None:
-    """On a CPU weights are float32, and the dtype is what is asked last."""
+    """Each model is refused for its own reason; the dtype, float32 on a CPU, is checked last."""
     changes, why = KINDS[name]
     model = load(inspect(write_checkpoint(tmp_path, **changes)), dtype=mx.float32).model
     found = model_weights.weights_of(model, mx.float32)
@@ -183,7 +183,7 @@ def test_which_shapes_it_serves(changes: dict[str, Any], why: str) -> None:
 
 
 def test_a_kernel_has_the_shared_memory_that_it_needs() -> None:
-    """At most what a multiprocessor of Hopper has; three stages of products at least."""
+    """Every kernel has at least four product stages, within the memory of a Hopper GPU."""
     for size, group in ((64, 4), (64, 16), (128, 2), (128, 16)):
         for layers in (16, 64):
             shape = replace(SHAPE, size=size, group=group, kv_heads=2, layers=layers)

@@ -64,10 +64,10 @@ pytestmark = pytest.mark.usefixtures("simulated_kernels")
 
 @dataclass
 class Rows:
-    """Rows that decode in a pool of blocks that lie anywhere; what no row uses is NaN.
+    """Decoding rows in a pool with scattered blocks; unused memory is NaN.
 
-    `lengths`: the keys of each row with those that the pass writes, which are `counts` lines of
-    it, one each by default. A row sees those from `begins` on.
+    `lengths`: the number of keys of each row, including new keys. `counts`: the number of lines
+    (new tokens) of each row, by default 1. `begins`: the first key that each row sees.
     """
 
     shape: PassShape
@@ -80,7 +80,7 @@ class Rows:
     def __post_init__(self) -> None:
         shape, rng = self.shape, np.random.default_rng(self.seed)
         self.counts = self.counts or [1] * len(self.lengths)
-        # Of each line its row, and the keys that it sees with its own.
+        # The row of each line, and its number of visible keys, its own included.
         self.line_rows = np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.counts)
         every = zip(self.lengths, self.counts, strict=True)
         ends = [end for length, n in every for end in range(length - n + 1, length + 1)]
@@ -140,7 +140,7 @@ class Rows:
         return PassWeights(shape, embedding, tuple(layers), norm(shape.hidden))
 
     def plan(self, lines: int, ids: list[int]) -> Any:
-        """Returns the numbers of a pass of so many lines, padding included."""
+        """Returns the plan of a pass of `lines` lines, padding included: an int32 array."""
         used, ends, rows = len(self.line_ends), self.line_ends, self.line_rows
         begins = np.array(self.begins, dtype=np.int32)[rows]
         first = np.arange(used, dtype=np.int32)
@@ -153,7 +153,7 @@ class Rows:
         return mx.array(np.concatenate([of_lines.reshape(-1), items.reshape(-1)]))
 
     def run(self, lines: int) -> Any:
-        """Returns what the kernel makes of the lines [T, hidden]; the first line's id is drawn."""
+        """Returns the kernel's outputs [T, hidden]; the first line's id is a token in flight."""
         drawn = mx.array([0, self.ids[0]], dtype=mx.int32)
         follow = len(self.line_ends) > len(self.lengths)
         found = self.kernel(self.plan(lines, [-2, *self.ids[1:]]), drawn, lines, follow=follow)
@@ -162,7 +162,10 @@ class Rows:
         return numbers(found)[: len(self.line_ends)]
 
     def expected(self) -> Any:
-        """Returns hidden states [T, hidden] in float64; `self.known` gets keys and values."""
+        """Returns the expected hidden states [T, hidden] in float64.
+
+        Stores the expected keys and values in `self.known`.
+        """
         shape, weights = self.shape, self.weights
         self.known = [[numbers(pool) for pool in layer] for layer in self.pools]
         x = numbers(weights.embedding)[self.ids]
@@ -201,7 +204,7 @@ class Rows:
 
 
 def check(rows: Rows, lines: int) -> None:
-    """Compares hidden states and what was written to the pools with float64."""
+    """Compares the hidden states, and the keys and values in the pools, with float64."""
     expected = rows.expected()
     found = rows.run(lines)
     assert np.abs(found - expected).max() < 0.06 * np.abs(expected).max()
@@ -214,7 +217,7 @@ def check(rows: Rows, lines: int) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_pass_equals_float64(name: str) -> None:
-    """Rows of one key, of a full block and of several parts, with padding lines behind them."""
+    """Tests rows of one key, of a full block and of several parts, followed by padding lines."""
     shape = SHAPES[name]
     lengths = [1, BLOCK, BLOCK + 1, 2 * BLOCK + 40, 77]
     check(Rows(shape, lengths, [0] * 5, [0] * shape.layers), 8)
@@ -233,7 +236,7 @@ def test_random_rows_begins_and_windows(seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_lines_that_follow_each_other_in_a_row(name: str) -> None:
-    """A row's lines see those before them, also behind the end of a block and inside a window."""
+    """A line sees the earlier lines of its row, also across two blocks and inside a window."""
     shape = SHAPES[name]
     lengths, counts = [4, BLOCK + 2, 2 * BLOCK + 40, 9], [4, 3, 1, 2]
     check(Rows(shape, lengths, [0] * 4, [3] * shape.layers, counts=counts), 12)
@@ -241,13 +244,13 @@ def test_lines_that_follow_each_other_in_a_row(name: str) -> None:
 
 
 def test_a_barrier_counts_on_from_launch_to_launch() -> None:
-    """Launches of other grids follow each other, also where the counter overflows."""
+    """Launches with different grids alternate; the counter may overflow."""
     rows = Rows(SHAPE, [5, 3], [0, 0], [0, 0])
     first = rows.run(2)
     count = arrivals(rows.kernel, mx.zeros((3,), dtype=mx.int32), rows)
     assert count == BLOCKS * (
         7 * SHAPE.layers
-    )  # one behind the embedding, none behind the last sum
+    )  # one barrier after the embedding, none after the last sum
     state = mx.zeros((3,), dtype=mx.int32)
     fewer = DecodePass(rows.weights, rows.memory, BLOCKS - 1)
     total = 0
@@ -263,7 +266,7 @@ def test_a_barrier_counts_on_from_launch_to_launch() -> None:
 
 
 def arrivals(kernel: DecodePass, state: Any, rows: Rows) -> int:
-    """Launches the kernel with this state of its barrier; returns the counter after the launch."""
+    """Launches the kernel with its barrier's counter in `state`; returns the new counter."""
     kernel._arrays = replace(kernel._arrays, state=state)
     rows.kernel = kernel
     rows.run(2)

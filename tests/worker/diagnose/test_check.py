@@ -1,4 +1,4 @@
-"""`check` reports what a model is and needs, and all its problems, in one run."""
+"""Tests `check`, which reports a model's properties, needs and problems in one run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def problems(path: Path) -> list[str]:
 
 
 def refused_with(folder: Path) -> str:
-    """The error of a worker."""
+    """Returns the message of the error with which a worker refuses a folder."""
     with pytest.raises(ModelLoadFailed) as caught:
         open_source(ModelConfig(path=str(folder)))
     return str(caught.value)
@@ -403,7 +403,7 @@ def reckoned(folder: Path, **changes: Any) -> MemoryEstimate:
 
 
 def test_keys_and_values_of_8_bits_take_a_quarter_of_32(good: Path) -> None:
-    """And a report says so."""
+    """The report names the dtype of keys and values, and counts fewer bytes for a token."""
     heads, layers = 2 * 2, 2  # keys and values
     assert reckoned(good, kv="int8").token == heads * layers * (8 + 2)  # width, and a scale
     report = check("name", ModelConfig(path=str(good), kv="int8"), machine=True)
@@ -413,7 +413,7 @@ def test_keys_and_values_of_8_bits_take_a_quarter_of_32(good: Path) -> None:
 
 
 def test_memory_of_a_draft_model_is_needed_beside_that_of_its_model(tmp_path: Path) -> None:
-    """Its weights, and the rows of all sequences; the broker reserves its weights as well."""
+    """The estimate has the draft model's weights and rows; the broker reserves the weights too."""
     plain = ModelConfig(path="builtin:demo", sequences=4)
     path = write_draft(tmp_path / "draft")
     drafting = replace(plain, draft=str(path), speculation="draft")

@@ -1,4 +1,4 @@
-"""Draws of the draft model: the likeliest token of each row, and how far it is from the second."""
+"""Tests draws of a draft model: each row's likeliest token, and its distance to the second."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlxpool.worker.sampling.batch import NO_TOKEN  # noqa: E402
 @pytest.mark.parametrize("size", [GROUP, 3 * GROUP, 3 * GROUP + 1])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_row_without_numbers_has_no_token(size: int, dtype: str) -> None:
-    """Else its drafts would be taken for sure ones."""
+    """Logits with a NaN or an infinite number give NO_TOKEN, not a draft that seems certain."""
     logits = np.zeros((4, size), np.float32)
     logits[0, size - 1], logits[0, 0] = 5.0, 2.0
     logits[1] = np.nan

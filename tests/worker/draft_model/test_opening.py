@@ -1,4 +1,4 @@
-"""Which models may draft for another: those with its tokenizer, whose rows can go back."""
+"""Tests the models allowed as draft models: the same tokenizer, and rows that can be trimmed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_model_with_the_tokenizer_of_the_demo_may_draft_for_it(draft: str) -> 
 
 
 def test_a_draft_model_tells_what_it_compiles_and_each_pass(draft: str) -> None:
-    """The compute thread shows both: a draft may follow a long text, which is read first."""
+    """A draft may follow a long text, which takes several passes; each pass counts as progress."""
     folder = inspect_draft(draft, inspect(DEMO_FOLDER))
     engine = load_draft(folder, lambda tensors, size: None, rows=1, limit=0)
     seen: list[str] = []
@@ -142,7 +142,10 @@ def test_the_settings_name_the_draft_model(draft: str) -> None:
 
 
 def test_a_token_that_the_draft_model_has_no_row_for_is_read_as_another(draft: str) -> None:
-    """Models of one family are padded differently: the larger one may have more tokens."""
+    """A token beyond the draft model's embedding is read as NO_TOKEN.
+
+    Models of one family have vocabularies of different padded sizes.
+    """
     folder = inspect_draft(draft, inspect(DEMO_FOLDER))
     engine = load_draft(folder, lambda tensors, size: None, rows=2, limit=0)
     beyond, known = ((5, 6, token, 7, 8) for token in (folder.plan.embedding_rows, NO_TOKEN))

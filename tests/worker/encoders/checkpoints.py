@@ -1,4 +1,4 @@
-"""Small random checkpoints of encoder models: the same numbers wherever they are made.
+"""Writes small random checkpoints of encoder models, with the same numbers on every machine.
 
 test_encoder_models.py computes them with the engine and in plain NumPy.
 """
@@ -40,7 +40,7 @@ PAIRS = (
     ("vector search", "the dog " * 60),  # longer than the models read
     ("quick fox", "vector search over a passage"),
 )
-MAX_TOKENS = 48  # of the models, but those that are asked a question
+MAX_TOKENS = 48  # of all models but the rerankers with a question
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -55,11 +55,13 @@ SEARCH = {"prompts": {"query": "search | query: ", "document": "title: none | te
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint. `config`: config.json; `tokenizer`: a key of TOKENIZERS.
+    """A checkpoint to write and test.
 
-    `poolings`: of modules.json, which there is none of without them; `dense`: outputs of each;
-    `activation`: of a cross-encoder; `prompts`: of config_sentence_transformers.json. `head`: the
-    prefix of all names but those of the head. `answers`: it is a language model that rates.
+    `config`: the content of config.json. `tokenizer`: a key of TOKENIZERS. `poolings`: the poolings
+    in modules.json, which is missing without them. `dense`: the output sizes of its dense layers.
+    `prompts`: the prompts in config_sentence_transformers.json. `prefix`: the prefix of the names
+    of all tensors but the head's. `answers`: the model is a language model that rates pairs by its
+    answer.
     """
 
     config: Mapping[str, Any]
@@ -297,7 +299,7 @@ def write_json(file: Path, value: Any) -> None:
 # ---- tokenizers --------------------------------------------------------------------------------
 
 SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
-ROBERTA_SPECIAL = ("[CLS]", "[PAD]", "[SEP]", "[UNK]")  # positions begin behind the padding's id
+ROBERTA_SPECIAL = ("[CLS]", "[PAD]", "[SEP]", "[UNK]")  # positions begin after the padding's id
 LETTERS = [chr(code) for code in range(33, 127)]
 
 

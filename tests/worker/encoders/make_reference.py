@@ -1,15 +1,14 @@
-"""Writes reference.json: what sentence-transformers and transformers compute for CASES.
+"""Writes reference.json: the results of sentence-transformers and transformers for CASES.
 
     python -m venv reference && reference/bin/pip install torch sentence-transformers
     PYTHONPATH=common:worker:tests reference/bin/python tests/worker/encoders/make_reference.py
 
-The checkpoints of checkpoints.py are the same wherever they are written, so the file keeps only the
-rows that are expected, a digest of each checkpoint, and the versions. Texts are embedded and pairs
-rated by sentence-transformers itself (its `encode` with the prompt, truncate_dim and
-normalize_embeddings of a case, its CrossEncoder's `predict`), all texts in one batch; texts are
-classified by transformers' text-classification. All models, nomic-bert too, are those of
-transformers, so no code comes with a checkpoint. A Qwen3 that is asked gets the question as a chat
-template, as sentence-transformers has it.
+checkpoints.py writes the same checkpoints on every machine. So the file contains only the expected
+rows, a digest of each checkpoint, and the versions. sentence-transformers itself embeds texts
+(`encode` with a case's prompt, truncate_dim and normalize_embeddings) and rates pairs (`predict` of
+CrossEncoder), all texts in one batch. The text-classification pipeline of transformers classifies
+texts. All models, nomic-bert too, are classes of transformers, so checkpoints contain no code. A
+Qwen3 reranker gets its question in a chat template, as in sentence-transformers.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def asked(case: Case) -> str:
 
 
 def rows(folder: Path, case: Case) -> Any:
-    """The rows of a case: of TEXTS, or of PAIRS for a model that rates."""
+    """Returns the expected rows of a case: for each of TEXTS, or of PAIRS for a reranker."""
     kind = asked(case)
     return {"embed": _vectors, "rerank": _scores, "classify": _probabilities}[kind](folder, case)
 
@@ -82,7 +81,7 @@ def _scores(folder: Path, case: Case) -> Any:
 
 
 def _chat_template() -> str:
-    """The question of a Qwen3 reranker as a template of messages from a query and a document."""
+    """Returns the chat template of a Qwen3 reranker: a question with a query and a document."""
     turns = {
         role: f"{{{{ (messages | selectattr('role', 'eq', '{role}') | first).content }}}}"
         for role in ("query", "document")
@@ -108,7 +107,7 @@ def _probabilities(folder: Path, case: Case) -> Any:
 
 
 def reference(folder: Path) -> Mapping[str, Any]:
-    """The whole file; checkpoints are written below `folder`."""
+    """Returns the content of reference.json; writes the checkpoints below `folder`."""
     found = {}
     for index, (name, case) in enumerate(CASES.items()):
         checkpoint = write(folder / str(index), case)

@@ -1,6 +1,6 @@
-"""Encoder architectures in plain NumPy and float64, text by text: what the engine has to equal.
+"""Computes encoder architectures in plain NumPy and float64, as the reference for the engine.
 
-It reads the stored tensors by the names that released checkpoints have, and knows no batches.
+Each text is computed alone. Tensors have the names of released checkpoints.
 """
 
 from __future__ import annotations
@@ -36,13 +36,16 @@ def layer_norm(w: Tensors, name: str, x: Array, eps: float) -> Array:
 
 
 def rotated(x: Array, base: float) -> Array:
-    """x [L, H, D], the halves of a head rotated against each other."""
+    """Returns x [L, H, D] after rotary embedding, which pairs the halves of each head."""
     angles = float64.rope_angles(len(x), x.shape[-1], base)
     return np.asarray(float64.rotated(x, angles, traditional=False))
 
 
 def attention(q: Array, k: Array, v: Array, window: int = 0, *, causal: bool = False) -> Array:
-    """q [L, H, D], k, v [L, KV, D] -> [L, H * D]; scores are divided by the root of D."""
+    """Returns attention [L, H * D] of q [L, H, D], k and v [L, KV, D], with scale 1 / sqrt(D).
+
+    `window`: a token sees only tokens less than `window` away; 0: all.
+    """
     length = len(q)
     distance = np.arange(length)[:, None] - np.arange(length)
     seen = (distance >= 0) if causal else np.ones_like(distance, bool)
@@ -147,7 +150,7 @@ POOLS: Mapping[str, Callable[[Array], Array]] = {
 
 
 def head(config: Mapping[str, Any], w: Tensors, states: Array) -> Array:
-    """The logits of a text."""
+    """Returns the classification logits of a text from its hidden states [L, hidden]."""
     if config["model_type"] == "bert":
         return linear(w, "classifier", np.tanh(linear(w, "pooler.dense", states[0])))
     if config["model_type"] == "modernbert":

@@ -1,4 +1,4 @@
-"""Encoder models of all architectures against the same computation in plain NumPy."""
+"""Compares encoder models of all architectures with the same computation in plain NumPy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def opened(folder: Path, case: Case) -> tuple[EncoderFolder, EncoderEngine, list
 
 
 def expected(folder: Path, case: Case, encoder: EncoderFolder, given: EncoderInput) -> Array:
-    """The row of one input, without normalisation."""
+    """Returns the expected vector, score or probabilities of one input, without normalisation."""
     config = json.loads((folder / "config.json").read_text())
     stored = load_file(str(folder / "model.safetensors"))
     tensors = {
@@ -124,7 +124,7 @@ def test_a_text_alone_has_the_vector_that_it_has_among_others(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", CHECKED)
 def test_threads_give_the_same_rows(name: str, tmp_path: Path) -> None:
-    """Many passes at once in three threads, which a race would show."""
+    """Computes many passes in three threads at once, so that a race would change rows."""
     _, engine, inputs = opened(write(tmp_path / "model", CASES[name]), CASES[name])
     many = (inputs * 12)[:40]
     alone = engine.encode(many)

@@ -1,4 +1,4 @@
-"""Folders of encoder models: what their files say, and what is refused by name."""
+"""Tests encoder model folders: the settings read from their files, and the named refusals."""
 
 from __future__ import annotations
 

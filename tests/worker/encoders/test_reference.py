@@ -1,4 +1,4 @@
-"""Encoder models of all architectures beside sentence-transformers, see make_reference.py."""
+"""Compares encoder models with stored results of sentence-transformers, see make_reference.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vectors as a request wants them."""
+"""Tests the options of requested vectors: dimensions and normalisation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The counting model: its formula is public, for checkers in any language."""
+"""Tests the counting model: the formula of its tokens is public, for checkers in any language."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded embedding model is complete and small, and finds more than TF-IDF."""
+"""The embedded embedding model is complete and small, and finds more texts than TF-IDF."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PROGRAM = Path(__file__).parents[3] / "examples" / "train_demo_embedding.py"
 
 @pytest.fixture(scope="module")
 def program() -> ModuleType:
-    """Returns the training program, which has TF-IDF and the figures of a test."""
+    """Returns the training program's module, which has the TF-IDF baseline and the test figures."""
     spec = importlib.util.spec_from_file_location("train_demo_embedding", PROGRAM)
     assert spec is not None and spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)

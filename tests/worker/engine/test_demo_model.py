@@ -1,4 +1,7 @@
-"""The embedded model is complete, small, consistent and as good as its card. Needs no MLX."""
+"""The embedded model is complete, small, consistent and as good as its model card states.
+
+Needs no MLX.
+"""
 
 from __future__ import annotations
 

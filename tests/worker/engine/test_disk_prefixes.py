@@ -1,7 +1,7 @@
-"""The disk tier in an engine: a new engine goes on where another ended, with the same tokens.
+"""Tests the disk tier in an engine: a new engine continues with the prefixes of an ended one.
 
-Each layout and each kind of cache: keys and values, a sliding window, a recurrent state, latent
-vectors. Answers are compared with those of an engine without a cache.
+Tests each layout and each kind of cache: keys and values, a sliding window, a recurrent state,
+latent vectors. Answers are compared with the answers of an engine without a cache.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def opened(
 
 
 def closed(engine: ModelEngine) -> None:
-    """Ends an engine as a worker ends, after all is written."""
+    """Closes an engine after all its prefixes are written, as a worker does when it ends."""
     assert engine.disk is not None
     engine.disk.save_all(time.monotonic() + 60)
     assert engine.disk.counters.dropped == 0
@@ -126,7 +126,7 @@ def reopened(model: LoadedModel, path: Path, **settings: Any) -> ModelEngine:
 
 
 def fetch(engine: ModelEngine, seq: Sequence, *, busy: bool = False) -> None:
-    """Waits until a sequence no longer waits for the disk."""
+    """Reads a sequence's prefix from the disk, and waits until the prefix is restored."""
     disk = disk_of(engine)
     disk.begin(seq, time.monotonic())
 

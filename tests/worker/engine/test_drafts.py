@@ -1,4 +1,4 @@
-"""Checks of drafts: one pass gives a row the tokens that passes of one token give."""
+"""Tests checks of drafts: one pass gives a row the same tokens as passes of one token each."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def sequence(number: int, size: int = 250) -> Sequence:
 
 
 def answers(loaded: LoadedModel, layout: str) -> list[list[Any]]:
-    """Returns each sequence's tokens of passes of one token, with their log-probabilities."""
+    """Returns each sequence's tokens, with log-probabilities, from passes of one token each."""
     engine = model_engine(loaded, layout=layout, prefix="off", lookahead=False)
     found = []
     for number in range(len(OPTIONS)):
@@ -182,7 +182,7 @@ def test_the_memory_of_draws_with_drafts_is_counted(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_row_that_leaves_during_a_check_keeps_no_draft(loaded: LoadedModel, layout: str) -> None:
-    """The prefix cache keeps only its tokens, and a row beside it loses nothing."""
+    """The prefix cache keeps none of the drafts, and the other row gets its tokens."""
     engine = model_engine(loaded, layout=layout, lookahead=False)
     leaving, beside = sequence(0, 60), sequence(1, 60)
     for seq in (leaving, beside):
@@ -199,7 +199,7 @@ def test_a_row_that_leaves_during_a_check_keeps_no_draft(loaded: LoadedModel, la
 
 
 def test_passes_ahead_take_tokens_beside_a_check(loaded: LoadedModel) -> None:
-    """The next pass takes the token in flight of a row that followed a check in its pass."""
+    """A pass submitted during a check takes its input tokens from the pass in flight."""
     expected = answers(loaded, "pool")
     engine = model_engine(loaded, layout="pool", prefix="off", lookahead=True)
     rows = [sequence(number) for number in (0, 1, 3)]
@@ -275,7 +275,7 @@ def test_engines_that_check_no_drafts_say_so(tmp_path: Any) -> None:
 
 
 def test_the_time_of_a_pass_that_is_compiled_says_nothing_of_others(loaded: LoadedModel) -> None:
-    """On a CPU a row gets a new compiled pass with every 64 tokens."""
+    """Every 64 tokens a row on a CPU needs a newly compiled pass, whose time must not count."""
     engine = model_engine(loaded, layout="slabs", prefix="off", lookahead=False)
     rows = [sequence(0, 62), sequence(1, 62)]
     for seq in rows:
@@ -410,7 +410,7 @@ def test_a_pass_that_failed_has_compiled_nothing(
 
 
 def test_the_pass_in_flight_waits_for_one_that_compiles(loaded: LoadedModel) -> None:
-    """The times of both passes are not representative."""
+    """Both passes are marked `fresh`: their times do not count."""
     engine = model_engine(loaded, layout="slabs", prefix="off", lookahead=True)
     rows = [sequence(0, 30), sequence(1, 40)]
     for seq in rows:

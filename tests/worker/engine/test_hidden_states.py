@@ -60,7 +60,7 @@ def states_of(loaded: LoadedModel, seq: Sequence) -> np.ndarray:
 def test_hidden_states_are_what_the_head_takes(
     models: dict[str, LoadedModel], name: str, layout: str
 ) -> None:
-    """Prompts are read in chunks, several in one pass; tokens of streams beside do not change."""
+    """Prompts are read in chunks, several in one pass; a stream beside them keeps its tokens."""
     loaded = models[name]
     texts = [sequence(1, 37), sequence(2, 1), sequence(3, 12)]
     expected = [states_of(loaded, seq) for seq in texts]

@@ -104,7 +104,7 @@ def test_a_resumed_stream_goes_on_with_the_same_tokens(
 
 
 def test_deterministic_answers_have_the_same_bits_alone_and_resumed(tmp_path: Path) -> None:
-    """Rounding may move a number to the next integer; here no bit depends on the pass."""
+    """The bits of quantised keys and values do not depend on the batch or on a resume."""
     loaded = load(inspect(write_checkpoint(tmp_path)), deterministic=True)
     engine = model_engine(loaded, kv="int8", prefix="off")
     options = {"logprobs": True, "top_logprobs": 5}
@@ -237,7 +237,7 @@ def test_an_operator_is_told_that_resumed_answers_may_differ(
 def test_a_model_of_images_has_memory_for_rows_that_operations_read(
     models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels read a pool's integers, but not in passes with images."""
+    """A model with images needs memory for dequantised rows, as its image passes have no kernel."""
     runner, probe = SimpleNamespace(kinds=ComputedKinds()), SimpleNamespace(supported=True)
     monkeypatch.setattr(paged_layout, "RaggedRunner", lambda *_, **__: runner)
     monkeypatch.setattr(paged_layout, "attention_of", lambda *_, **__: probe)

@@ -1,4 +1,4 @@
-"""A load first builds each pass once, and lists all its kernels, before it computes."""
+"""A load builds each pass once and lists its kernels, before it computes anything."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_each_pass_is_built_once_and_stays_compiled(
 def test_kernels_of_trials_are_compiled_together_before_they_are_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any]
 ) -> None:
-    """No kernel is called, and no cache keeps a result of the rehearsal."""
+    """The compilation calls no kernel, and no cache keeps the results of the trial run."""
     given: list[list[KernelJob]] = []
     monkeypatch.setattr(kernel_cache, "compile_together", lambda jobs, _: given.append([*jobs]))
     loaded = load(inspect(write_checkpoint(tmp_path, **sizes)), dtype=mx.bfloat16)

@@ -1,4 +1,4 @@
-"""Draws that happen one round of the host after their forward pass, with masks known by then."""
+"""Tests draws that are submitted later than their forward pass, with masks made meanwhile."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def commit(engine: ModelEngine) -> None:
 
 @pytest.mark.parametrize("order", ["no pass ahead", "collected before", "collected behind"])
 def test_a_late_draw_gives_the_tokens_of_an_immediate_one(loaded: LoadedModel, order: str) -> None:
-    """The pass before is collected between forward and draw, or still in flight at the draw."""
+    """The previous pass is collected before the late draw, or is still in flight."""
     plain = model_engine(loaded, prefix="off", lookahead=False)
     expected = running(plain)
     for seq in expected:
@@ -103,9 +103,9 @@ def test_a_late_draw_gives_the_tokens_of_an_immediate_one(loaded: LoadedModel, o
 def test_masks_exclude_tokens_before_all_filters(
     loaded: LoadedModel, lookahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Row 0 takes its likeliest allowed token; rows without a mask draw as before.
+    """Row 0 draws its likeliest allowed token; rows without a mask draw as before.
 
-    The mask of each draw depends on the token before, which is known one round later.
+    The mask of each draw depends on the previous token, which is collected before the draw.
     """
     plain = model_engine(loaded, prefix="off", lookahead=False)
     free = running(plain)
@@ -193,7 +193,7 @@ def test_a_failed_draw_loses_the_rows_of_its_pass(
 
 
 def test_masks_hold_for_each_draft(tmp_path: Any) -> None:
-    """Each line of a check has its own mask; a draft that is not allowed is wrong."""
+    """A row that checks drafts has a mask for each position; a forbidden draft is rejected."""
     loaded = load(inspect(write_checkpoint(tmp_path)))
     plain = model_engine(loaded, prefix="off", lookahead=False)
     expected = running(plain)[0]
@@ -214,7 +214,7 @@ def test_masks_hold_for_each_draft(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("again", [True, False])
 def test_a_row_that_is_withdrawn_gives_up_its_drafts(tmp_path: Any, again: bool) -> None:
-    """With `again` it gives up its last token as well: the next pass reads that token again."""
+    """With `again` the row also gives up its last input, which the next pass reads again."""
     loaded = load(inspect(write_checkpoint(tmp_path)))
     plain = model_engine(loaded, prefix="off", lookahead=False)
     expected = running(plain)

@@ -1,6 +1,6 @@
-"""Passes in flight change no token: sequences end, are cancelled or preempted beside them.
+"""Tests that passes in flight change no token while sequences end, or are cancelled or preempted.
 
-Every answer is compared with the answer of an engine without look-ahead that serves it alone.
+Each answer is compared with the answer of an engine without look-ahead that serves it alone.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def test_ends_cancels_and_preemptions_beside_passes_in_flight_change_no_token(
 def test_the_last_chunk_of_a_prompt_draws_its_first_token(
     loaded: LoadedModel, text: ChatTokenizer
 ) -> None:
-    """A model with states reads the last input of a prompt by itself."""
+    """If the model has recurrent states, the last input of a prompt is read in its own step."""
     engine, seq = model_engine(loaded, text, lookahead=False), sequence(0, 70, 3)
     steps = ScheduledSteps(engine)
     steps.admit(seq)

@@ -1,4 +1,4 @@
-"""Figures of a warm-up on a CPU that a later load of the same model takes instead of measuring."""
+"""Tests warm-up figures that are stored on a CPU, so that a later load need not measure them."""
 
 from __future__ import annotations
 

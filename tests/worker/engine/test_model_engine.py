@@ -1,4 +1,4 @@
-"""The engine: chunks, lookahead, batching and cancels change no token."""
+"""Tests the engine: chunks, look-ahead, batches and cancels change no token."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_lookahead_gives_the_same_log_probabilities(
 
 
 def staggered(engine: ModelEngine) -> list[list[int]]:
-    """Admits, pauses, releases and finishes rows at different steps."""
+    """Returns the tokens of rows that enter, pause, are preempted and end at different steps."""
     rows = mixture(max_tokens=14)
     running: list[Sequence] = []
     for step in range(40):
@@ -414,9 +414,11 @@ def test_capacity_is_what_the_limit_leaves(
 def test_passes_of_a_small_model_in_which_nothing_decodes_are_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, mebibytes: int, prefill: int
 ) -> None:
-    """Long passes take twice `seconds`, and new requests must wait for at most 40 ms.
+    """A pass that only reads prompts may be longer if its time and memory permit.
 
-    They take twice the `mebibytes` of other passes, of 256, and must leave most of the blocks.
+    `prefill`: the expected longest pass in tokens; 0: no longer pass. It takes twice `seconds`, and
+    new requests must wait for at most 40 ms. It needs twice the `mebibytes`, of 256 MiB, and must
+    leave most of the blocks.
     """
     made: list[bool] = []
 
@@ -427,7 +429,7 @@ def test_passes_of_a_small_model_in_which_nothing_decodes_are_long(
         return ShortContexts(shape, model, blocks, long=long_passes)
 
     class ShortContexts(PagedLayout):
-        """A pool on the CPU that declares compiled passes."""
+        """A pool layout on the CPU that pretends to have passes compiled for these sizes."""
 
         def __init__(self, shape: RowShape, model: Any, blocks: int, *, long: bool) -> None:
             super().__init__(shape, model, blocks, rows=4, deterministic=False, in_place=False)
@@ -457,7 +459,7 @@ def test_passes_of_a_small_model_in_which_nothing_decodes_are_long(
 def test_passes_that_are_longer_than_a_small_pool_are_not_computed_at_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int
 ) -> None:
-    """Two rows of a pass may have a block each that is nearly empty."""
+    """Each row of a pass may need one more block, which is nearly empty."""
     sizes, lines = (1, 2, 4, 255, 256, 512, 1024), set[int]()
     monkeypatch.setattr(PagedLayout, "sizes", property(lambda _: sizes))
     loaded = load(inspect(write_checkpoint(tmp_path, max_position_embeddings=4096)))
@@ -684,7 +686,7 @@ def test_warm_up_leaves_nothing_behind(
 def test_the_time_of_a_step_is_chosen_once(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It follows from the time of some decode steps, within bounds, or from the settings."""
+    """The target time of a step is measured from decode steps, within bounds, or is a setting."""
     assert model_engine(loaded, text, step_target=0.033).limits.seconds == 0.033
     monkeypatch.setattr(StepTarget, "of_device", lambda **_: StepTarget(1e-9, 1e9))
     for lookahead in (False, True):
@@ -764,9 +766,9 @@ def test_a_pass_without_blocks_waits_for_those_that_it_discards(
     error: Exception,
     waits: int,
 ) -> None:
-    """New passes write their numbers into memory that discarded passes read.
+    """It waits because a new pass writes into memory that the discarded passes still read.
 
-    Without a device discarded passes never end.
+    If the device is lost, it does not wait: discarded passes never end.
     """
     engine = model_engine(loaded, text, layout="pool", lookahead=True)
     seq, waited = sequence(prompt_of(20)), list[Flight]()

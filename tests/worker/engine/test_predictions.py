@@ -1,4 +1,4 @@
-"""Drafts of a model's own head (MTP) equal the drafts of the whole history, after any passes."""
+"""Compares drafts of a model's own head (MTP) with drafts computed from the whole history."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_states_that_wait_are_read_when_they_are_many(
 def test_a_row_begins_anew_behind_a_cached_prefix(
     models: dict[str, LoadedModel], family: str
 ) -> None:
-    """The prefix cache keeps no states, so drafts depend on the inputs after the prefix alone."""
+    """The prefix cache keeps no states, so drafts depend only on the inputs after the prefix."""
     loaded = models[family]
     engine = engine_of(loaded, prefix="tree")
     head, first = head_of(engine), sequence(4, 300)

@@ -1,4 +1,7 @@
-"""Log-probabilities of prompts equal those of one whole forward pass, in any division of it."""
+"""Compares log-probabilities of prompts with those of one forward pass over the whole prompt.
+
+The prompts are read in chunks of any sizes.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ def plain(prompt: tuple[int, ...], **more: Any) -> Sequence:
 
 
 class Reports(ScheduledSteps):
-    """Takes the reports of passes as well, as the compute thread does."""
+    """Runs scheduled steps, and collects the log-probabilities of prompts by sequence."""
 
     def __init__(self, engine: ModelEngine) -> None:
         super().__init__(engine)
@@ -192,7 +195,7 @@ def test_after_a_preemption_nothing_is_reported_twice(
 def test_logits_are_made_of_few_lines_at_a_time(
     demo: LoadedModel, engines: Any, expected: Numbers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number of lines need not be a multiple of the lines of a part."""
+    """Logits are computed for 13 tokens at a time; the number of tokens need not be a multiple."""
     monkeypatch.setattr(prompt_logprobs, "LOGIT_BYTES", 4 * 4096 * 13)
     sizes: list[int] = []
     logits_of = demo.model.logits_of

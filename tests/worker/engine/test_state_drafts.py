@@ -1,4 +1,4 @@
-"""Drafts of a head without a cache follow from the newest state, after any passes of the rows."""
+"""Tests that drafts of a head without a cache depend only on the newest state of a row."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_chain_of_drafts_is_told_before_it_is_compiled(
 def test_on_a_gpu_all_chains_are_compiled_at_load(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    """Chains of all numbers of rows are compiled. Drafts do not depend on the number of rows."""
+    """At load, the passes that draft are compiled for each number of rows and the full depth."""
     monkeypatch.setattr(HostHead, "of", lambda head: None)
     engine = engine_of(loaded, max_sequences=6)
     head, rows = head_of(engine), [sequence(number, 20 + number) for number in range(count)]
@@ -188,7 +188,7 @@ def test_a_chain_whose_evaluation_failed_is_told_again(
 
 
 def test_a_sequence_whose_state_is_not_known_has_no_drafts(loaded: LoadedModel) -> None:
-    """Forced tokens were appended, or nothing was computed yet."""
+    """The newest state is missing before the first pass, and after forced tokens are appended."""
     engine = engine_of(loaded)
     head, seq = head_of(engine), sequence(5, 9)
     enter(engine, seq)
@@ -224,7 +224,7 @@ def test_a_failed_pass_costs_drafts_and_nothing_else(
 
 
 def test_the_states_of_the_newest_pass_are_counted(loaded: LoadedModel) -> None:
-    """A row has one state, and one for each draft that it checks, after any passes."""
+    """The head keeps one state for each row, and one more for each draft that the row checks."""
     engine = engine_of(loaded, max_sequences=3, limit=2**32)
     head, width = head_of(engine), loaded.folder.plan.shapes["model.norm.weight"][0]
     state = width * loaded.dtype.size
@@ -292,7 +292,7 @@ def _as_on_a_gpu(*args: Any, on_gpu: bool, **others: Any) -> Any:
 
 
 def test_passes_over_blocks_of_a_pool_give_the_newest_states(pooled: ModelEngine) -> None:
-    """They do so also while a pass is in flight. Drafts are mostly right, answers are the same."""
+    """Drafts are mostly right, also while a pass is in flight, and the tokens do not change."""
     head, plain = head_of(pooled), [sequence(number, 30 + number) for number in range(2)]
     for seq in plain:
         enter(pooled, seq)

@@ -1,4 +1,4 @@
-"""What a rank adds up by itself, by the kernels over peers' memory, and what it does without."""
+"""Tests the sums of a rank: by our kernels over peers' memory, and by MLX without them."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ class Peers:
         self.bound = 0.0
 
     def set_bound(self, seconds: float) -> None:
-        """See PeerSums."""
+        """Records the seconds after which a peer counts as lost."""
         self.bound = seconds
 
     def takes(self, size: int, dtype: Any) -> bool:
-        """See PeerSums."""
+        """Returns whether `sum` supports arrays of `size` bytes of this dtype."""
         return size <= SHAPE.limits.large
 
     def sum(self, x: Any, residual: Any = None) -> Any:
-        """See PeerSums."""
+        """Returns the sum of both ranks' arrays, which are equal here, and of `residual`."""
         if not self.takes(x.nbytes, x.dtype):
             return None
         return 2 * x if residual is None else 2 * x + residual
 
     def joined(self, x: Any) -> Any:
-        """See PeerSums."""
+        """Returns the joined arrays [T, 2 * n] of both ranks, which are equal here."""
         return mx.concatenate([x, x], axis=1) if self.takes(x.nbytes, x.dtype) else None
 
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Collectives:
-    """A rank whose back end adds up by itself: three times what it is given."""
+    """A group of two ranks with a fake back end: a sum returns three times its input."""
     monkeypatch.setattr(mx.distributed, "all_sum", lambda x, group: 3 * x)
     monkeypatch.setattr(mx.distributed, "all_gather", lambda x, group: mx.concatenate([x, x + 1]))
     return Collectives(cast(Any, SimpleNamespace(rank=lambda: 0, size=lambda: 2)))
@@ -66,7 +66,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Collectives:
 
 @pytest.fixture
 def peers(group: Collectives, monkeypatch: pytest.MonkeyPatch) -> Peers:
-    """The kernels of the group, which are connected."""
+    """The fake kernels over peers' memory, connected to the group."""
     found = Peers()
     monkeypatch.setattr(peer_exchange, "connect", lambda *given: found)
     group.connect_gpus(30.0)
@@ -125,7 +125,10 @@ def test_a_summed_product_is_added_to_the_residual_where_a_kernel_does_it(
 
 
 class FailingPipeline:
-    """Two passes in flight, which the next one discards: it fails once `orders` have it."""
+    """A pipeline of two passes in flight; `start` discards both and raises OutOfMemory.
+
+    `sent`: the number of passes that `orders` has sent before the error.
+    """
 
     def __init__(self, orders: Orders, sent: int) -> None:
         self.orders, self.sent = orders, sent
@@ -163,7 +166,7 @@ def test_a_lost_rank_ends_the_pass_before_its_numbers_are_used(
 def test_passes_in_flight_end_on_all_ranks_when_a_pass_fails_before_it_is_sent(
     group: Collectives, sent: int
 ) -> None:
-    """As where no block is left. When it was sent, the group cannot go on."""
+    """The other ranks end the passes; if the failing pass was already sent, the group ends."""
     orders, told = orders_of(2)
     with pytest.raises(OutOfMemory):
         passes = GroupPasses(cast(Any, FailingPipeline(orders, sent)), orders, group)
@@ -173,7 +176,7 @@ def test_passes_in_flight_end_on_all_ranks_when_a_pass_fails_before_it_is_sent(
 
 
 def test_a_rank_that_got_no_message_ends_the_group(group: Collectives) -> None:
-    """Whatever the message was: with no pass in flight, no request is to blame."""
+    """The group ends after any failed message, even without a pass in flight."""
     assert not Group(orders_of(0, broken=True)[0], group).work()
     assert Group(orders_of(0)[0], group).work()
 
@@ -182,7 +185,7 @@ def test_a_rank_that_got_no_message_ends_the_group(group: Collectives) -> None:
 def test_a_pass_of_a_group_has_the_pairs_of_all_ranks(
     group: Collectives, sizes: tuple[int, ...], second: int
 ) -> None:
-    """So that a long prompt is read in chunks of equal length, where passes are compiled."""
+    """If passes are compiled, a long prompt is read in chunks of equal length."""
     layout = SimpleNamespace(sizes=sizes, store=SimpleNamespace(stateful=False))
     parts = SimpleNamespace(
         loaded=SimpleNamespace(deterministic=True),
@@ -196,7 +199,7 @@ def test_a_pass_of_a_group_has_the_pairs_of_all_ranks(
 
 
 def test_a_rank_whose_port_is_taken_names_it() -> None:
-    """Another program listens there, without the options with which MLX's sockets share ports."""
+    """Another program listens on the port without the option to share it."""
     with socket.create_server((LOOPBACK, 0), reuse_port=False) as taken:
         port = taken.getsockname()[1]
         hosts = hosts_file([port, 1])

@@ -1,4 +1,4 @@
-"""Which part of a model each rank has, and what is refused by name. No MLX."""
+"""Tests which part of a model each rank loads, and the named refusals. No MLX."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_division_is_of_a_supported_architecture() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parts_are_those_of_the_divided_config(tmp_path: Path, name: str) -> None:
-    """The table of tensors agrees with the sizes of the model that a rank builds."""
+    """The shapes of a rank's tensors are those of a model with the divided sizes."""
     whole = folder_of(tmp_path, **FAMILIES[name])
     parts = [part_of(whole, rank, 2) for rank in range(2)]
     plan = models.plan({**whole.config, **_divided(parts[0].folder, whole)})
@@ -67,7 +67,7 @@ def test_parts_are_those_of_the_divided_config(tmp_path: Path, name: str) -> Non
 
 
 def _divided(part: ModelFolder, whole: ModelFolder) -> dict[str, Any]:
-    """The keys of config.json whose half the part has; heads keep their size."""
+    """Returns the config.json numbers that are halved in a part; heads keep their size."""
     numbers = DIVISIONS[whole.model_type].numbers
     halves = {key: whole.config[key] // 2 for key in numbers if key in whole.config}
     cache = whole.plan.caches[0]

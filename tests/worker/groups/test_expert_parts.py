@@ -1,4 +1,4 @@
-"""The kernels of experts compute the parts of ranks, which add up to the layer of one device."""
+"""The expert kernels compute each rank's part; the parts add up to the layer of one device."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 class SumsLater:
-    """Collectives of a rank alone: the test adds up what all ranks have."""
+    """Stands for a rank's collectives without other ranks: the test adds up all ranks' results."""
 
     def all_sum(self, x: Any) -> Any:
-        """What this rank has."""
+        """Returns this rank's part of the sum unchanged."""
         return x
 
 

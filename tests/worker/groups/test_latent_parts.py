@@ -21,18 +21,18 @@ RANKS = 2
 
 
 class SumsLater:
-    """Collectives of a rank alone: the test adds up what all ranks have."""
+    """Stands for a rank's collectives without other ranks: the test adds up all ranks' results."""
 
     def all_sum(self, x: Any) -> Any:
-        """What this rank has."""
+        """Returns this rank's part of the sum unchanged."""
         return x
 
     def adds(self, size: int, dtype: Any) -> bool:
-        """Every array."""
+        """Returns True: every array is added up."""
         return True
 
     def sum_onto(self, residual: Any, x: Any) -> Any:
-        """What this rank has, added to the residual."""
+        """Returns this rank's part of the sum, added to the residual."""
         return residual + x
 
 

@@ -91,7 +91,7 @@ def test_a_pass_that_is_only_built_is_not_awaited(pipe: tuple[int, int]) -> None
 def test_a_rank_that_has_ended_is_noticed(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of whatever message: no pass need be in flight. The rank's end is awaited first."""
+    """A send to an ended rank raises BrokenPipeError, after a short wait for the rank's end."""
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
     os.close(pipe[0])

@@ -76,7 +76,7 @@ def weights_of(name: str, changes: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _single_experts(weights: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
-    """As released checkpoints have experts: each by itself."""
+    """Yields the weights in the form of released checkpoints, with a tensor for each expert."""
     for name, array in weights.items():
         if ".switch_mlp." not in name:
             yield name, array
@@ -123,7 +123,7 @@ def engines(
 
 
 def test_a_rank_that_has_joined_leaves_no_variables_to_processes_it_starts(pair: RankPair) -> None:
-    """A program with MLX would take them for its own, and wait for ranks that are not there."""
+    """Otherwise a child process with MLX would join the group and wait for other ranks."""
     assert pair.collectives.ranks == 2
     assert not {"MLX_RANK", "MLX_WORLD_SIZE", "MLX_HOSTFILE", "NCCL_PORT"} & os.environ.keys()
 
@@ -162,7 +162,7 @@ def test_it_draws_the_tokens_of_one_device(engines: tuple[ModelEngine, ModelEngi
 def test_rows_that_only_decode_are_sent_once(
     engines: tuple[ModelEngine, ModelEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Passes that follow say what has changed: ids, and the blocks that rows begin."""
+    """Later passes send only the changes: new ids, and the blocks that rows begin."""
     sent, long = _sent(monkeypatch), engines[0].context > KV_BLOCK_TOKENS
     found = []
     for engine in engines:
@@ -183,7 +183,7 @@ def test_rows_that_only_decode_are_sent_once(
 
 
 def _sent(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
-    """What rank 0 tells the other from now on."""
+    """Returns a list that gets every message which rank 0 sends from now on."""
     sent: list[Message] = []
     send = Orders.send
 
@@ -196,7 +196,7 @@ def _sent(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
 
 
 def test_a_prompt_is_found_in_the_prefix_cache(engines: tuple[ModelEngine, ModelEngine]) -> None:
-    """Its blocks are shared on all ranks, and copied where two rows go on differently."""
+    """On each rank two rows share the prompt's blocks; a block is copied before they differ."""
     found = []
     for engine in engines:
         first, again = sequence(9, 45, temperature=0.0), sequence(9, 45, temperature=0.9)
@@ -233,7 +233,7 @@ def test_log_probabilities_of_a_prompt_agree(engines: tuple[ModelEngine, ModelEn
 def test_a_rank_has_its_part_of_weights_and_cache(
     engines: tuple[ModelEngine, ModelEngine],
 ) -> None:
-    """Figures of a group are those of all its ranks."""
+    """The memory figures of a group are the sums over all its ranks."""
     group, whole = engines
     mine, all_of_it = group.memory().weights / 2, whole.memory().weights
     assert 0.49 < mine / all_of_it < 0.6

@@ -1,4 +1,4 @@
-"""How the ranks of a group connect their GPUs, or all of them do not."""
+"""Tests how ranks connect their GPUs; if one rank fails, no rank uses peer memory."""
 
 from __future__ import annotations
 
@@ -37,26 +37,29 @@ def shape_of(lines: bool) -> BufferShape:
 
 
 class Others:
-    """An Agreement with rank 1, whose buffer and answers are given, and of rank 0's answers."""
+    """An Agreement of rank 0 with a simulated rank 1, which has a given buffer and given answers.
+
+    Records rank 0's messages in `told`.
+    """
 
     rank, ranks = 0, 2
 
     def __init__(
         self, handle: bytes, answers: Sequence[int] = (1, 1), identity: bytes = IDENTITY
     ) -> None:
-        """`answers`: those of rank 1 behind that on NVLink; it agrees to what is asked later."""
+        """`answers`: rank 1's answers after the first (NVLink: 1); later answers are 1 (yes)."""
         self._handle, self.answers, self._identity = handle, [1, *answers], identity
         self.told: list[bytes | int] = []
         self.memory: FakePeerMemory | None = None  # of rank 0
         self.held: list[tuple[int, int]] = []  # buffers that it had and mapped at each question
 
     def gathered(self, own: bytes) -> list[bytes]:
-        """See Agreement."""
+        """Returns the bytes of both ranks: `own` and rank 1's identity or handle."""
         self.told.append(own)
         return [own, self._identity if len(own) == IDENTITY_BYTES else self._handle]
 
     def least(self, number: int) -> int:
-        """See Agreement."""
+        """Returns the lesser of both ranks' numbers; rank 1 has the next of `answers`."""
         self.told.append(number)
         if self.memory is not None:
             self.held.append((len(self.memory.allocated), len(self.memory.opened)))
@@ -64,7 +67,7 @@ class Others:
 
 
 def right(sums: PeerSums) -> bool:
-    """A trial that succeeds."""
+    """A trial of the sums on a rank that always succeeds."""
     return True
 
 
@@ -133,9 +136,9 @@ def test_what_fails_on_one_rank_fails_on_all(
     told: Sequence[int],
     why: str,
 ) -> None:
-    """Each rank takes part in every exchange up to the one that fails, and frees what it has.
+    """Each rank takes part in every exchange up to the failing one, and then frees its memory.
 
-    It frees its memory when no rank maps it any more, which all ranks say by one more answer.
+    It frees the memory after one more answer of all ranks: then no rank maps the memory any more.
     """
     others = Others(other if handle is None else handle, answers)
     others.memory = memory
@@ -174,7 +177,7 @@ def test_sums_that_fail_here_are_used_nowhere(other: bytes, trial: Any, why: str
 def test_a_rank_whose_arrays_have_no_room_says_so_to_the_others(
     other: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else they would wait for its answer until they are ended."""
+    """Otherwise the other ranks would wait for its answer without end."""
 
     def fails(*given: Any) -> Any:
         raise RuntimeError("[malloc] Unable to allocate 4096 bytes")
@@ -207,7 +210,7 @@ def value_at(reference: Any, kind: type[Any]) -> Any:
 
 
 class Driver:
-    """Stands for libcuda and NVML: notes its calls; the one named `fails` returns an error."""
+    """Stands for the libraries libcuda and NVML: records its calls; the call `fails` fails."""
 
     def __init__(self, fails: str = "") -> None:
         self.fails, self.calls, self.named = fails, list[str](), list[str]()
@@ -321,7 +324,7 @@ def test_a_machine_without_a_driver_has_no_peer_memory(monkeypatch: pytest.Monke
 
 
 def test_a_link_that_the_driver_does_not_know_is_none() -> None:
-    """The other ranks wait for the answer, whatever fails here."""
+    """A rank answers 0 if the driver fails, because the other ranks wait for its answer."""
 
     def fails(identity: bytes) -> bool:
         raise PeerMemoryError("cuDeviceGetUuid_v2 failed")

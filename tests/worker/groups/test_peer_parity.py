@@ -1,6 +1,7 @@
-"""Two ranks that add up by our kernels, each in a process, give the tokens of one device.
+"""Two ranks, each a process that adds up by our kernels, draw the tokens of one device.
 
-The kernels run on simulated GPUs that write each other's memory; all else is MLX on the CPU.
+The kernels run on simulated GPUs with access to each other's memory. Everything else is MLX on the
+CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from support.worker_checkpoints import write_checkpoint  # noqa: E402
 @pytest.mark.skipif(COMPILER is None, reason="a C++ compiler builds the simulated GPUs")
 @pytest.mark.parametrize("nvlink", ["yes", "no"])
 def test_they_draw_the_tokens_of_one_device(tmp_path: Path, nvlink: str) -> None:
-    """Also where a pass begins before rank 0 has read the tokens of the last, as on a GPU."""
+    """As on a GPU, a pass may begin before rank 0 has read the tokens of the previous pass."""
     folder = write_checkpoint(tmp_path / "model")
     command = [sys.executable, "-m", "support.peer_tokens", str(folder)]
     path = os.pathsep.join(filter(None, sys.path))

@@ -37,7 +37,7 @@ def gpus() -> Iterator[set[str]]:
 
 
 def parts(ranks: int, shape: Sequence[int], dtype: Any, seed: int) -> list[Any]:
-    """What each rank has."""
+    """Returns random parts of a sum, one array for each rank."""
     if dtype == mx.int32:
         return [
             mx.array(np.random.default_rng([seed, n]).integers(0, 2**30, shape, np.int32))
@@ -79,7 +79,7 @@ def summed(group: SimulatedRanks, given: Sequence[Any], residual: Any = None) ->
 def test_all_ranks_get_the_sum_in_the_order_of_ranks(
     ranks: int, dtype: str, *, by_lines: bool
 ) -> None:
-    """Many sums one after another, of both kernels in turns: their epochs go on."""
+    """Sums of several shapes follow each other, by both kernels in turn."""
     group = SimulatedRanks(ranks, FEW, lines=by_lines)
     for seed, shape in enumerate(
         [(1, 64), (7, 64), (64, 64), (5,), (1, 64), (1, 1), (3, 4, 64), (2, 64), (129, 64)]
@@ -131,7 +131,7 @@ def test_columns_are_joined_in_the_order_of_ranks(
 
 @both_kernels
 def test_many_sums_follow_each_other_without_the_host(*, by_lines: bool) -> None:
-    """A rank may be a sum ahead: what a peer has not read yet is not overwritten."""
+    """A rank may begin a sum while a peer still reads the previous sum, without overwriting it."""
     group = SimulatedRanks(2, FEW, lines=by_lines)
     given = parts(2, (3, 64), mx.float32, 6)
     long = parts(2, (70, 64), mx.float32, 7)
@@ -168,7 +168,7 @@ def test_many_sums_follow_each_other_without_the_host(*, by_lines: bool) -> None
 def test_any_row_of_operations_is_right(
     operations: list[tuple[str, int]], epoch: int, by_lines: bool
 ) -> None:
-    """Whatever follows what, from whatever epoch on: one exchange keeps the ranks in step."""
+    """Any sequence of operations is right from any epoch on; the ranks stay in step."""
     group = SimulatedRanks(2, FEW, lines=by_lines)
     given = [parts(2, (lines, 64), mx.bfloat16, n) for n, (_, lines) in enumerate(operations)]
     found: list[list[Any]] = [[], []]
@@ -208,7 +208,7 @@ def test_a_peer_that_never_comes_is_lost_and_nothing_hangs(lines: int, *, by_lin
 @pytest.mark.parametrize("lines", [2, 40])
 @both_kernels
 def test_unlike_sums_never_match(lines: int, *, by_lines: bool) -> None:
-    """Ranks that are out of step get an error, not numbers of another sum."""
+    """Ranks that run different operations get an error, not the numbers of another operation."""
     group = SimulatedRanks(2, FEW, bound=0.01, lines=by_lines)
     given = parts(2, (lines, 64), mx.bfloat16, 9)
     with simt.together(2) as gpus:
@@ -242,7 +242,7 @@ def test_buffers_have_room_for_what_peers_write() -> None:
 
 
 def test_flags_of_all_launches_have_the_same_places() -> None:
-    """A flag may come while one of the sum before, of another launch, is still read."""
+    """A flag of one launch may arrive while a peer reads flags of a launch of another size."""
     shape = BufferShape(2, Limits(0, 2**20), (Launch(2**18, 1, 4), Launch(2**20, 4, 2)))
     assert shape.chunks == 2**20 // (512 * 16)
     assert [shape.launch_of(size).unroll for size in (1, 2**18, 2**18 + 1, 2**30)] == [1, 1, 4, 4]

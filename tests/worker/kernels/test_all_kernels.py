@@ -115,11 +115,11 @@ def halved(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def steadied(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns weights with smaller scores of attention and of routers.
+    """Returns weights with smaller attention scores and router scores.
 
-    With random weights as they are, rounding all weights of GLM's shape to bfloat16 changes
-    log-probabilities by up to 1.4 nats in float32: the scores of two latents or two experts are
-    close. With these it changes them by less than 0.4.
+    With unchanged random weights of GLM's shape, the scores of two latents or two experts can be
+    close. Then rounding all weights to bfloat16 changes log-probabilities by up to 1.4 nats in
+    float32. With the smaller scores the change is less than 0.4 nats.
     """
     factors = {"self_attn": 0.5, "mlp.gate.weight": 0.25}
     return {
@@ -148,7 +148,7 @@ def quantised(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def drawn(engine: ModelEngine, called: set[str], *, fused: bool) -> list[list[SampledToken]]:
-    """Returns the tokens of three rows, and of one with a prefix that the tree has by then."""
+    """Returns the tokens of three rows, and of a fourth row whose prefix is then in the cache."""
     options = Options(temperature=0.0, logprobs=True, top_logprobs=4)
     rows = [Sequence(b"", 1, prompt, options, 11, STEPS) for prompt in PROMPTS]
     for seq in rows:
@@ -176,7 +176,7 @@ def drawn(engine: ModelEngine, called: set[str], *, fused: bool) -> list[list[Sa
 def test_kernels_do_not_change_the_tokens_of_an_engine(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logprobs equal those of float32 but for rounding, while the tokens before are equal."""
+    """Log-probabilities equal those of float32 up to rounding, until a drawn token differs."""
     changes, packed, expected = MODELS[name]
     weights = random_weights(config(**changes))
     if name == "glm":
@@ -202,7 +202,7 @@ def test_kernels_do_not_change_the_tokens_of_an_engine(
 
 
 def test_kernels_are_listed_without_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All kernels of all compiled passes; the engine is as it was, and the passes are still new."""
+    """All kernels of all compiled passes are listed; the engine stays as it was, uncompiled."""
     folder = inspect(
         write_checkpoint(tmp_path, weights=halved(random_weights(config(**SIZES))), **SIZES)
     )
@@ -240,7 +240,7 @@ def test_kernels_are_listed_without_a_pass(tmp_path: Path, monkeypatch: pytest.M
 def expected_tokens(
     engine: ModelEngine, salts: int = 400
 ) -> list[tuple[tuple[int, ...], list[int]]]:
-    """Returns two prompts with their next tokens; three of them are likelier by far than others."""
+    """Returns two prompts, each with its next tokens; the first three tokens are clear winners."""
     options, found = Options(temperature=0.0, logprobs=True, top_logprobs=2), []
     for salt in range(salts):
         prompt = tuple((7 * n + n * n + salt) % 256 for n in range(20))
@@ -267,7 +267,7 @@ def take(engine: ModelEngine) -> StepResult:
 def test_ragged_passes_check_drafts_give_hidden_states_and_draw_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three rows: a pass with a check draws more tokens than there are rows."""
+    """In a batch of three rows, a pass that checks drafts draws more tokens than it has rows."""
     weights = halved(random_weights(config(**SIZES)))
     folder = inspect(write_checkpoint(tmp_path, weights=weights, **SIZES))
     exact = load(folder)

@@ -1,4 +1,4 @@
-"""Compiled functions: one for each kind of arguments, few of them, none of a call that failed."""
+"""Tests the cache of compiled functions: its keys, its bound, and its entries after a failure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlxpool.worker.kernels.compiled_passes import CompiledPasses, ComputedKinds
 
 
 def test_the_kind_that_was_used_longest_ago_is_compiled_again() -> None:
-    """The notice comes before a function is traced, which is the first that takes time."""
+    """`notice` is called before a function is traced, because tracing already takes time."""
     seen: list[str] = []
 
     def double(x: Any) -> Any:
@@ -33,7 +33,7 @@ def test_the_kind_that_was_used_longest_ago_is_compiled_again() -> None:
 
 
 def test_a_call_that_failed_has_compiled_nothing() -> None:
-    """The next one of its kind compiles, and says so: it may take as long as a first one."""
+    """The next call of the same kind gives notice and compiles, as if it were the first call."""
     fails = True
 
     def double(x: Any) -> Any:
@@ -52,7 +52,7 @@ def test_a_call_that_failed_has_compiled_nothing() -> None:
 
 
 def test_a_call_whose_evaluation_failed_has_compiled_nothing() -> None:
-    """What was evaluated before stays compiled, and what was freed meanwhile is not looked for."""
+    """Evaluated kinds stay compiled; kinds evicted before the failure are ignored."""
     notices: list[None] = []
     passes = CompiledPasses(lambda x: 2 * x, lambda: notices.append(None), max_passes=2)
     mx.eval(passes("old", mx.ones(1)))
@@ -70,7 +70,7 @@ def test_a_call_whose_evaluation_failed_has_compiled_nothing() -> None:
 
 
 def test_a_kind_is_new_until_a_pass_of_it_was_evaluated() -> None:
-    """Only a failure tells: passes that begin while the first is in flight are not new."""
+    """A kind counts as known while its first pass is in flight; after a failure it is new again."""
     kinds = ComputedKinds()
     assert [kinds.is_new(kind) for kind in ("a", "a", "b")] == [True, False, True]
     kinds.evaluated()

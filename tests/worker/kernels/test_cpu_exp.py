@@ -1,4 +1,4 @@
-"""exp by sums and products, gelu and softmax by NumPy, compared with float64."""
+"""Compares exp by sums and products, and gelu and softmax by NumPy, with float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ by_numpy = pytest.mark.skipif(
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behaves as with a compiler; without one the same numbers take longer."""
+    """Selects the vectorised path even without a compiler; its numbers are the same."""
     monkeypatch.setattr(cpu_exp, "vectorised", lambda: True)
 
 
@@ -80,7 +80,7 @@ def test_swiglu_equals_float64() -> None:
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("beside", [0, 3])
 def test_softmax_averages_equal_float64(beside: int) -> None:
-    """`beside` scores take part in the softmax and have no value."""
+    """`beside` further scores (sinks) count in the softmax, but have no values."""
     draw = np.random.default_rng(beside)
     scores = draw.normal(0, 5, (2, 3, 40, 50 + beside)).astype(np.float32)
     scores[:, :, :, 10] = -np.inf

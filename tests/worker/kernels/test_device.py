@@ -1,4 +1,4 @@
-"""Which BLAS a worker has, and what it does without a fast one."""
+"""Tests which BLAS library a worker uses, and its behaviour without a fast one."""
 
 from __future__ import annotations
 

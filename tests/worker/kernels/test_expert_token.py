@@ -1,4 +1,4 @@
-"""The experts of one token in one kernel, against the kernels for any number of tokens."""
+"""Compares the kernel for the experts of one token with the kernels for any number of tokens."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def mixture_of(
 def test_one_token_equals_the_kernels_of_many(
     routing: RoutingParams, hidden: int, width: int, dtype: str, shared: bool
 ) -> None:
-    """With more columns than a lane asks for at a time; twice, as launches share their memory."""
+    """Uses more columns than a lane loads at once; runs twice, because launches share memory."""
     kind = getattr(mx, dtype)
     mixture, x = mixture_of(routing, hidden, width, kind, shared=shared)
     assert expert_token.supports(x, mixture.norm, mixture.gate, mixture.routing, mixture.experts)
@@ -91,7 +91,7 @@ def test_groups_of_experts_and_one_shared() -> None:
 def test_one_token_with_quantised_weights(
     packed: PackedFormat, routing: RoutingParams, hidden: int, width: int, biased: bool
 ) -> None:
-    """With more columns than a warp holds, and more strips of downs than there are blocks."""
+    """Uses more columns than a warp holds, and more strips of down weights than thread blocks."""
     kind = mx.bfloat16
     mixture, x = mixture_of(routing, hidden, width, kind, shared=False)
     dense = mixture.experts

@@ -1,4 +1,7 @@
-"""The choice of experts, their products and their sum, against float64; see test_kernels.py."""
+"""Compares the choice of experts, their products and their sum with float64.
+
+See test_kernels.py for the cases.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("simulated_kernels")
 
 @dataclass
 class Plan:
-    """The parts of a plan of T tokens."""
+    """The parts of a kernel's routing plan for T tokens: chosen experts, weights and work items."""
 
     weights: Any  # [T, k]
     experts: Any  # [T, k]
@@ -65,7 +68,7 @@ class Plan:
         )
 
     def check_work(self, tokens: int, routing: RoutingParams, shared: bool) -> None:
-        """Every choice is in one item of its expert, in ascending order of choices."""
+        """Checks that each choice is in one work item of its expert, and that choices ascend."""
         flat, lines = self.experts.reshape(-1), expert_routing.item_lines(tokens, routing)
         expected = list(np.argsort(flat, kind="stable"))
         if shared:
@@ -106,7 +109,7 @@ def expected_choice(logits: Any, added: Any, routing: RoutingParams) -> tuple[An
 
 
 def distinct_logits(tokens: int, routing: RoutingParams, seed: int = 0) -> Any:
-    """Returns logits [T, E] of which no two of a token are close."""
+    """Returns logits [T, E]; no two logits of one token are close."""
     rng = np.random.default_rng(seed)
     steps = np.arange(routing.count) * (6 / routing.count) - 3
     return np.stack([rng.permutation(steps) for _ in range(tokens)]).astype(np.float32)
@@ -114,7 +117,7 @@ def distinct_logits(tokens: int, routing: RoutingParams, seed: int = 0) -> Any:
 
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_the_plan_of_logits_equals_float64(name: str) -> None:
-    """Of a shared expert and a number that is added, each routing has one or both, or none."""
+    """Tests routings with and without a shared expert, and with and without an added bias."""
     routing, number = ROUTINGS[name], list(ROUTINGS).index(name)
     shared, adds = number % 2 == 0, number % 3 < 2
     added = np.random.default_rng(9).normal(size=routing.count).astype(np.float32) / 4
@@ -213,7 +216,7 @@ def test_the_lines_of_items() -> None:
 
 @dataclass
 class Experts:
-    """Random experts of a size, quantised or not, and a dense shared one."""
+    """Random experts, quantised or not, and a dense shared expert, to compute with a kernel."""
 
     routing: RoutingParams
     hidden: int
@@ -243,7 +246,7 @@ class Experts:
         self.shared = weight(2 * width, hidden), weight(hidden, width)
 
     def one(self, x: Any, expert: int | None) -> Any:
-        """What an expert makes of x, or what the shared one does."""
+        """Returns the output of expert number `expert` for x, or of the shared expert (None)."""
         layers, biases = [numbers(one) for one in self.shared], [0, 0]
         if expert is not None:
             both = self.weights.gate_up, self.weights.down
@@ -264,7 +267,7 @@ class Experts:
 
 
 def exact(given: PackedArrays) -> Any:
-    """The dequantised weight; in bfloat16 MLX rounds intermediate results."""
+    """Returns the dequantised weight, in float32: in bfloat16 MLX rounds intermediate results."""
     if given.biases is None:
         return given.opened()
     scales, biases = given.scales.astype(mx.float32), given.biases.astype(mx.float32)
@@ -309,7 +312,7 @@ def check_mixture(experts: Experts, tokens: int, *, skewed: bool, shared: bool) 
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_the_mixture_equals_float64(name: str) -> None:
-    """Evenly, and with all tokens at the same experts; with a shared expert, or a sum beside."""
+    """Tests evenly spread and identical choices of experts, with and without a shared expert."""
     few = (9, 150) if name == "bfloat16" else (33,)  # a simulated kernel takes a second to compile
     for tokens in few if not ON_GPU else (1, 4, 9, 17, 33, 64, 150, 300, 1000):
         shared = tokens % 2 == 1 and not PRODUCTS[name].biased
@@ -330,7 +333,7 @@ def test_the_mixture_of_quantised_experts_equals_float64(name: str) -> None:
 def test_few_blocks_multiply_all_units_of_quantised_experts(
     tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread block whose memory holds the lines of one item computes several items in turn."""
+    """With two thread blocks and little shared memory, each block computes several work items."""
     experts = PACKED["mxfp4"]()
     monkeypatch.setattr(expert_products, "MULTIPROCESSORS", 2)
     room = expert_routing.item_lines(tokens, experts.routing) * 2 * (experts.hidden + 8)

@@ -1,4 +1,4 @@
-"""The kernel of gated delta nets over spans of tokens, against float64 and MLX's operations."""
+"""Compares the kernel of gated delta nets over token spans with float64 and MLX's operations."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ runs = pytest.mark.usefixtures("machine")
 
 @dataclass(frozen=True, slots=True)
 class TestSpan:
-    """`count` tokens of a span; `source`: which of the held states it begins with."""
+    """A span of `count` tokens that begins with a stored state or, by default, with zeros.
+
+    The state is number `index` of array `source`. `every`: the state after each token is written.
+    """
 
     __test__ = False
 
@@ -98,7 +101,7 @@ def computed(
 
 
 def exact(shape: DeltaNetShape, lines: Any, state: Any) -> tuple[Any, list[Any]]:
-    """Returns the outputs and the states behind each token, in float64."""
+    """Returns the outputs, and the state after each token, in float64."""
     conv, log_speed, bias, gain = (np.array(x, dtype=np.float64) for x in weights_of(shape))
     keys, heads = shape.key_heads * shape.key_dim, shape.heads
     taps, gates = (shape.width - 1) * shape.channels, shape.channels + heads * shape.value_dim
@@ -133,7 +136,7 @@ def exact(shape: DeltaNetShape, lines: Any, state: Any) -> tuple[Any, list[Any]]
 def assert_exact(
     shape: DeltaNetShape, lines: Any, held: tuple[Any, ...], spans: list[TestSpan], within: float
 ) -> None:
-    """Compares the kernel with float64; `within`: of the largest output."""
+    """Compares the kernel with float64; `within`: the error as a share of the largest output."""
     out, after = computed(shape, lines, held, spans)
     first = written = 0
     for span in spans:
@@ -155,7 +158,7 @@ def assert_exact(
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[list[TestSpan], list[int]]:
-    """Spans of up to 40 tokens, and the numbers of states of the arrays that they begin with."""
+    """Draws spans of up to 40 tokens, and the number of states in each array of stored states."""
     held = draw(st.lists(st.integers(1, 3), max_size=MAX_SOURCES))
     places = [(NO_SOURCE, 0)]
     places += [(source, index) for source, count in enumerate(held) for index in range(count)]
@@ -210,7 +213,7 @@ def test_shapes_and_dtypes_equal_float64(shape: DeltaNetShape, dtype: str) -> No
 
 @runs
 def test_mlx_operations_and_the_kernel_agree() -> None:
-    """The trial compares them; it finds a kernel that is wrong."""
+    """The trial at load compares the kernel with MLX's operations and rejects a wrong kernel."""
     assert delta_rule.kernel_serves(SMALL, mx.float32)
     right = gated_delta.delta_net
     with pytest.MonkeyPatch.context() as patch:
@@ -227,7 +230,7 @@ def test_mlx_operations_and_the_kernel_agree() -> None:
 
 @runs
 def test_parts_of_a_chunk_give_the_bits_of_the_whole() -> None:
-    """However a sequence is divided into passes, and whichever spans are beside it."""
+    """The bits depend neither on the division of a sequence into passes nor on other spans."""
     count, draw = 37, random.Random(1)
     lines = lines_of(SMALL, count, mx.float32)
     held = held_of(SMALL, 1)
@@ -299,7 +302,7 @@ def test_inputs_of_integers_are_refused() -> None:
 
 @pytest.mark.parametrize("shape", [REAL, LARGEST], ids=str)
 def test_the_state_stays_in_registers(shape: DeltaNetShape) -> None:
-    """NVIDIA's compiler spills none; a block's threads have the registers that they need."""
+    """NVIDIA's compiler spills no registers, and a block's threads do not exceed its registers."""
     if simt.nvidia() is None:
         pytest.skip("NVIDIA's compiler is not installed")
     texts: list[KernelText] = []

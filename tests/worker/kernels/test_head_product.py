@@ -1,4 +1,7 @@
-"""Products of heads against float64: all cases on a GPU, some with simt.py without one."""
+"""Compares products of attention heads with float64.
+
+All cases run on a GPU, some also by simt.py without one.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ MORE += [(lines, 20, 512, 256, 0) for lines in (1, 8, 17, 33, 65, 128, 129, 1000
 def test_products_of_heads_equal_float64(
     lines: int, heads: int, columns: int, rows: int, turned: int, traditional: bool
 ) -> None:
-    """Numbers behind those that are multiplied are rotated, and the others stay where they are."""
+    """The numbers after the first `columns` of a head are rotated instead of multiplied."""
     mx.random.seed(lines + columns)
     weight = (mx.random.normal((heads, rows, columns)) * columns**-0.5).astype(mx.bfloat16)
     x = mx.random.normal((lines, heads, columns + turned)).astype(mx.bfloat16)
@@ -52,7 +55,7 @@ def test_products_of_heads_equal_float64(
 
 @runs
 def test_other_weights_have_no_kernel() -> None:
-    """Weights of other sizes, and layers whose bits do not depend on the batch."""
+    """The kernel refuses unsupported sizes and dtypes, and batch-invariant layers."""
     x = mx.random.normal((5, 2, 64)).astype(mx.bfloat16)
     weight = mx.random.normal((2, 128, 64)).astype(mx.bfloat16)
     for layer, rows in (

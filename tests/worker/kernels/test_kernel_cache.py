@@ -1,4 +1,4 @@
-"""Compiled kernels are stored where MLX looks for them, under its names."""
+"""Tests that compiled kernels are stored in MLX's cache folder, under MLX's names."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 @pytest.fixture
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
-    """Kernels and their code that are compiled in this process, for the cache `tmp_path`."""
+    """Yields a list that gets the name and code of each kernel compiled in this process."""
     found: list[tuple[str, str]] = []
 
     def in_process(compiler: Any, kernel: str, code: str) -> tuple[bytes, str, str]:
@@ -126,7 +126,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[t
 
 
 def inputs() -> list[Any]:
-    """Returns arrays of KINDS."""
+    """Returns arrays of zeros, one for each kernel argument in KINDS."""
     return [mx.zeros((2,) if dimensions else (), dtype=dtype) for dtype, dimensions in KINDS]
 
 
@@ -139,7 +139,7 @@ def stored(folder: Path) -> dict[str, bytes]:
 def test_mlx_is_given_a_short_text_with_the_same_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has the same parameters, and the same machine code if MLX compiles it itself."""
+    """The text has the same parameters and, if MLX compiles it, gives the same machine code."""
     text = replace(
         TEXT,
         header="// a header\n" * 1000,
@@ -312,7 +312,7 @@ def test_the_build_key_changes_with_kernels_and_mlx(
 def test_collected_kernels_are_compiled_together(
     compiled: list[tuple[str, str]], tmp_path: Path
 ) -> None:
-    """Each once, those on disk not again; trials inside are compiled at once."""
+    """Each kernel is compiled once, or never if it is on disk; trials are compiled at once."""
     moves: list[int] = []
     given = inputs()
     for _ in range(2):  # the second time it is on disk
@@ -331,7 +331,7 @@ def test_collected_kernels_are_compiled_together(
 
 
 def test_trials_are_rehearsed_with_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each lists what it calls; one that fails is no failure, and nothing is called."""
+    """A rehearsal lists the kernels of a trial without calling them; an error in it is ignored."""
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     call = kernel_cache.with_disk_cache(
         TEXT, lambda _: lambda **given: pytest.fail("it was called")
@@ -374,7 +374,7 @@ def test_a_kernel_that_many_layers_call_is_hashed_once(
                 call(inputs=inputs(), output_shapes=SHAPES, output_dtypes=OUTPUTS)
     kernel_cache.compile_together(jobs, lambda: None)
     assert len(hashed) == len(set(hashed)) == len(compiled) == 2
-    assert len(read) == 4  # for the list of what is missing, and before each was compiled
+    assert len(read) == 4  # for the list of missing kernels, and before each compilation
     for call in calls:
         call(inputs=inputs(), output_shapes=SHAPES, output_dtypes=OUTPUTS)
     assert len(hashed) == 2 and len(compiled) == 2
@@ -398,7 +398,7 @@ def test_a_kernel_that_does_not_compile_is_left_to_its_first_call(
 def test_what_another_process_compiles_is_awaited_and_not_compiled_again(
     compiled: list[tuple[str, str]], tmp_path: Path
 ) -> None:
-    """The other one holds the lock until this one has passed the kernel by."""
+    """The other process holds the lock until this process has skipped the kernel."""
     job = kernel_cache.KernelJob(TEXT, KINDS, OUTPUTS)
     other = kernel_cache.KernelJob(replace(TEXT, name="mlxpool_other"), KINDS, OUTPUTS)
     path = tmp_path / kernel_cache.module_of(job)[0]
@@ -452,7 +452,7 @@ def test_without_a_gpu_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> N
 def test_kernels_of_mlx_are_logged(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Those of this load, and none of ours."""
+    """Only MLX's own kernels, compiled during this load, are logged."""
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
     for name, age in (("gather", 5), ("scatter", 3), ("old", 90), ("custom_kernel_mlxpool_add", 4)):
         (tmp_path / f"{name}.ptx").touch()
@@ -493,7 +493,7 @@ def test_headers_are_found_beside_mlx_or_in_the_system(
 
 @pytest.mark.skipif(not ON_GPU, reason="MLX has no CUDA GPU here")
 def test_mlx_reads_the_stored_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLX fails on a stored file that is no machine code, so it reads these files."""
+    """MLX fails on a file with invalid machine code, which proves that it reads these files."""
     x = mx.ones((1, 96), mx.bfloat16)
     stored: list[Path] = []
     write = kernel_cache.write_entry

@@ -1,4 +1,4 @@
-"""Our CUDA kernels: all cases on a GPU, some of them with simt.py without one."""
+"""Tests our CUDA kernels: all cases on a GPU, some also by simt.py without one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ runs = pytest.mark.usefixtures("machine")
 
 
 def cases(few: Iterable[Any], more: Iterable[Any]) -> list[Any]:
-    """Returns `few` cases, and more on a GPU: the simulator is slow."""
+    """Returns `few` cases; on a GPU also `more` cases, because the simulator is slow."""
     few = list(few)
     return [*few, *(one for one in more if ON_GPU and one not in few)]
 
@@ -175,7 +175,7 @@ SIZES = [(32, 32), (64, 128), (96, 64), (2048, 1024), (4096, 256), (14336, 512),
     ),
 )
 def test_the_matmul_kernels_equal_float64(columns: int, rows: int, dtype: str) -> None:
-    """Up to sixteen tokens, and more with split columns."""
+    """Tests up to sixteen tokens in one kernel, and more tokens with divided columns."""
     kind = getattr(mx, dtype)
     weight = (mx.random.normal((rows, columns)) * columns**-0.5).astype(kind)
     for lines in (1, 2, 7, 8, 9, 16, 17, 24, 25, 33, 64, 100, 128) if ON_GPU else (2, 9, 17, 100):
@@ -194,7 +194,7 @@ def test_the_matmul_kernels_equal_float64(columns: int, rows: int, dtype: str) -
 @runs
 @pytest.mark.parametrize(("columns", "rows"), cases([(96, 64), (640, 128)], SIZES))
 def test_the_small_matmul_kernel_fuses_norm_and_addition(columns: int, rows: int) -> None:
-    """Vectors of very different RMS, one of them below the norm's epsilon."""
+    """Tests inputs of very different RMS, one of them below the norm's epsilon."""
     weight = (mx.random.normal((rows, columns)) * columns**-0.5).astype(mx.bfloat16)
     for lines in (1, 2, 7, 8) if ON_GPU else (3, 8):
         lengths = mx.array([0.003, 1, 300] * 6)[:lines, None]
@@ -213,9 +213,10 @@ def test_the_small_matmul_kernel_fuses_norm_and_addition(columns: int, rows: int
 def check_fused(
     multiply: Callable[[FusedOps], Any], x: Any, weight: Any, *, gates: bool = True
 ) -> None:
-    """Compares a product of x, with a norm before it and a sum or gates behind it, with float64.
+    """Compares a product of x, alone and with fused operations, with float64.
 
-    `weight` [out, in] in float64.
+    The fused operations are a norm before the product, and a sum or gates after it. `weight` [out,
+    in] is in float64.
     """
     rows, columns = weight.shape
     gain = (1 + 0.5 * mx.random.normal((columns,))).astype(x.dtype)
@@ -274,7 +275,7 @@ PRODUCTS_WITH_BIAS: dict[str, tuple[int, ...]] = {  # numbers of lines
 @runs
 @pytest.mark.parametrize("weight_kind", PRODUCTS_WITH_BIAS)
 def test_products_with_a_bias_equal_float64(weight_kind: str) -> None:
-    """Alone, of gates and others, and with a norm before and an addition after the product."""
+    """Tests plain and gated products, and products with a norm before and a sum after them."""
     rows, columns, group = 128, 256, 64
     packed, opened = quantised(rows, columns, group, mx.bfloat16)
     dense = mx.array(opened, mx.bfloat16)
@@ -320,7 +321,7 @@ IN_TILES = itertools.product([(192, 64), (2048, 1024), (14336, 256)], tiles_4bit
 def test_products_with_4_bit_weights_in_tiles_equal_float64(
     columns: int, rows: int, group: int, dtype: str
 ) -> None:
-    """Few tokens and many, with more columns than stages, and a last tile without a neighbour."""
+    """Tests few and many tokens, more columns than pipeline stages, and an odd number of tiles."""
     kind = getattr(mx, dtype)
     packed, opened = quantised(rows, columns, group, kind)
     assert matmul_4bit_tiles.works(group, kind)
@@ -344,7 +345,7 @@ def test_products_with_4_bit_weights_in_tiles_equal_float64(
 def test_few_blocks_multiply_all_strips_of_a_weight_in_tiles(
     group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU that is small for a weight: strips and groups of as many rows as there are."""
+    """A small GPU has fewer thread blocks than the weight has strips of rows."""
     monkeypatch.setattr(matmul_4bit_tiles, "BUSY_BLOCKS", 1)
     monkeypatch.setattr(matmul_4bit_tiles, "FULL_GPU_BLOCKS", 2)
     columns = 832
@@ -368,7 +369,7 @@ def test_few_blocks_multiply_all_strips_of_a_weight_in_tiles(
 def test_warpgroups_take_columns_of_a_weight_in_tiles_in_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """More columns than there are stages, in one part and in two."""
+    """Tests more columns than pipeline stages, in one part and in two parts."""
     rows, columns, group = 128, 20 * tiles_4bit.TILE, 64
     packed, opened = quantised(rows, columns, group, mx.bfloat16)
     tiles = tiles_4bit.in_tiles(*packed, group)
@@ -521,7 +522,7 @@ def test_values_are_added_to_columns_and_taken_of_them(rows: int, size: int, wid
 
 @runs
 def test_the_kernels_of_columns_do_not_change_draws() -> None:
-    """Penalties with padding, a token in flight and none, biases, and log-probabilities."""
+    """Tests penalties with padding and with a token in flight, biases, and log-probabilities."""
     size = 300
     given: tuple[dict[str, Any], ...] = (
         {"repeat_penalty": 1.3, "frequency_penalty": 0.5},

@@ -1,4 +1,4 @@
-"""Latent attention of one token around the attention itself, against float64."""
+"""Compares the kernels around latent attention of one token with float64."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("token_grid_machine")
     ids=["heads that are values mostly", "more columns than a lane asks for"],
 )
 def test_both_kernels_equal_float64(sizes: tuple[int, ...], dtype: str, traditional: bool) -> None:
-    """Twice, as launches share their memory; a token without a slot writes nothing."""
+    """Runs twice, because launches share memory; a token without a slot writes nothing."""
     size, queries, heads, rank, plain, turned, value = sizes
     kind = getattr(mx, dtype)
     mx.random.seed(size)

@@ -27,7 +27,7 @@ def test_the_flags_are_those_of_mlx() -> None:
 
 
 def write_package(folder: Path, header_text: str) -> Path:
-    """Writes an MLX as it is installed, without the list of its files; returns its folder."""
+    """Writes a fake MLX package without its RECORD file; returns the package's folder."""
     package = folder / "mlx"
     header = package / "include" / mlx_header.HEADER
     header.parent.mkdir(parents=True)
@@ -39,7 +39,7 @@ def write_package(folder: Path, header_text: str) -> Path:
 
 
 def write_record(folder: Path) -> Path:
-    """Writes the list of the files of that MLX, as pip does; returns its path."""
+    """Writes the package's RECORD file, as pip does; returns its path."""
     record = folder / "mlx_cpu-1.dist-info" / "RECORD"
     record.parent.mkdir()
     record.write_text(f"mlx/lib/libmlx.so,,\nmlx/include/{mlx_header.HEADER},sha256=x,3\n")
@@ -47,7 +47,10 @@ def write_record(folder: Path) -> Path:
 
 
 def test_the_precompiled_header_is_a_file_of_the_package(tmp_path: Path) -> None:
-    """g++ would take it for another header, too: pip has to delete it when it replaces that one."""
+    """The precompiled header is listed in RECORD, so that pip deletes it with the package.
+
+    g++ would also use it with a newer header.
+    """
     package = write_package(tmp_path, "inline int one() { return 1; }\n")
     record = write_record(tmp_path)
     before = record.read_text()

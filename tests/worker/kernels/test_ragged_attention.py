@@ -1,4 +1,7 @@
-"""Ragged attention and the write before it: all cases on a GPU, some with simt.py without one."""
+"""Tests ragged attention and the write of keys and values before it.
+
+All cases run on a GPU, some also by simt.py without one.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ runs = pytest.mark.usefixtures("machine")
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of a layer."""
+    """The heads of an attention layer and its options, as a test case.
+
+    `group`: query heads of a key-value head. `pairs`: the number of key-value heads.
+    """
 
     size: int
     group: int
@@ -57,10 +63,10 @@ class Heads:
 
 
 class Batch:
-    """Spans of rows whose blocks lie anywhere in a pool; the memory that no row uses is NaN.
+    """Spans of rows with scattered blocks in a pool; memory that no row uses is NaN.
 
-    A span is its lines, its row's first visible key, and the row's keys after it. Of rows of equal
-    `owners` the blocks before the last are shared.
+    A span is (its number of lines, its row's first visible key, the end of the row's keys). Rows
+    with equal `owners` share all blocks but the last.
     """
 
     def __init__(self, heads: Heads, spans: list[tuple[int, int, int]], padding: int) -> None:
@@ -110,7 +116,7 @@ class Batch:
 
     @property
     def q(self) -> Any:
-        """A view, as a model has it."""
+        """The queries, a view of the joined queries, keys and values, as in a model."""
         return self.qkv[:, : self.heads.pairs * self.heads.group]
 
     def plan(self) -> RaggedPlan:
@@ -199,7 +205,7 @@ MORE += [replace(one, kv=INT8) for one in MORE if one.size in work_list.QUANTISE
 
 
 def spans_of(seed: int, rows: int, longest: int) -> list[tuple[int, int, int]]:
-    """Returns random spans: lines, first visible key and keys of rows."""
+    """Returns random spans, one for each row: (lines, first visible key, end of the keys)."""
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(rows):
@@ -213,7 +219,7 @@ def spans_of(seed: int, rows: int, longest: int) -> list[tuple[int, int, int]]:
 @runs
 @pytest.mark.parametrize("heads", [*HEADS, *INTEGERS, *(MORE if ON_GPU else ())], ids=str)
 def test_ragged_attention_equals_float64(heads: Heads) -> None:
-    """Random spans of rows that share blocks, with padding, and NaN in memory that no row uses."""
+    """Tests random spans of rows that share blocks, padding, and NaN in memory that no row uses."""
     for seed in range(4 if ON_GPU else 1):
         salt = heads.size * heads.group + seed
         spans = [*spans_of(salt, 20 if ON_GPU else 4, 3000 if ON_GPU else 500), (1, 0, 256)]
@@ -267,7 +273,7 @@ def test_tiles_of_hopper_are_tried_once(size: int, monkeypatch: pytest.MonkeyPat
 @runs
 @pytest.mark.parametrize("heads", [HEADS[3], HEADS[5], HEADS[9], INTEGERS[2], INTEGERS[4]], ids=str)
 def test_parts_of_rows_are_added_up(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In many parts and in one, decode rows and chunks are the same; windows empty some parts."""
+    """Attention is the same for one part of a row's keys or many parts, some of them empty."""
     batch = Batch(heads, [(1, 0, 1400), (1, 30, 600), (20, 0, 1100), (1, 0, 10)], padding=0)
     items = work_list.work_items(batch.spans, heads.tiles(), batch.lines)
     assert len(set(items[:, work_list.PARTS])) >= 4
@@ -294,7 +300,7 @@ FRESH = [
 
 
 def known(pool: Any) -> Any:
-    """Returns a copy with zeros where a pool has no numbers."""
+    """Returns a copy of a pool with zeros in place of NaN."""
     if pool.dtype == mx.int8:
         return mx.contiguous(pool + mx.zeros_like(pool))
     return mx.contiguous(mx.where(mx.isnan(pool), 0, pool))
@@ -305,9 +311,9 @@ def known(pool: Any) -> Any:
 def test_fresh_lines_are_rotated_and_written(
     heads: Heads, hopper: bool, rope: Rope | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Attention and pools equal those of the two kernels, with parts and with padding lines.
+    """One fused kernel gives the same attention and pools as two kernels, also with padding.
 
-    Lines may also be whole: queries, keys, then values.
+    The kernel also accepts whole lines of queries, keys and values.
     """
     if not ON_GPU:
         monkeypatch.setattr(ragged_attention, "hopper_tiles", lambda size: hopper)
@@ -373,7 +379,7 @@ ROPES = {
 @pytest.mark.parametrize("contiguous", [False, True])
 @pytest.mark.parametrize("rope", ROPES)
 def test_lines_are_rotated_and_written(rope: str, contiguous: bool) -> None:
-    """Into their slots and nowhere else; padding lines are zeros, whatever they hold."""
+    """Only the lines' own slots are written; the queries of padding lines become zeros."""
     turn, kind = ROPES[rope], mx.float16 if contiguous else mx.bfloat16
     rng = np.random.default_rng(len(rope))
     qkv = mx.array(rng.normal(size=(5, 10, 64)).astype(np.float32)).astype(kind)
@@ -408,7 +414,7 @@ def test_lines_are_rotated_and_written(rope: str, contiguous: bool) -> None:
 @runs
 @pytest.mark.parametrize("rope", ["none", "whole", "part", "traditional, pairs"])
 def test_lines_are_rotated_and_stored_as_integers(rope: str) -> None:
-    """As MLX's operations store them; nothing else is written, and nothing by padding lines."""
+    """The integers equal those of MLX's operations, and nothing else is written."""
     turn, kind = ROPES[rope], mx.bfloat16
     rng = np.random.default_rng(len(rope))
     qkv = mx.array(rng.normal(size=(5, 10, 64)).astype(np.float32)).astype(kind)
@@ -443,7 +449,7 @@ def test_lines_are_rotated_and_stored_as_integers(rope: str) -> None:
             assert mx.isnan(pool[0, :, 6]).all().item()
         apart = mx.abs(pool.astype(mx.int32) - one.astype(mx.int32))
         if not is_scale:
-            apart[0, :, 6] = 0  # beside what is no number
+            apart[0, :, 6] = 0  # beside a NaN
             assert mx.max(apart).item() <= is_key  # the last digit of a rotation may differ
 
 

@@ -1,4 +1,7 @@
-"""Ragged attention over latents, and what writes them: all cases on a GPU, some with simt.py."""
+"""Tests ragged attention over latents (MLA) and the kernel that writes the latents.
+
+All cases run on a GPU, some also by simt.py without one.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ runs = pytest.mark.usefixtures("machine")
 
 @dataclass(frozen=True)
 class Latents:
-    """The heads of a layer, and its latents."""
+    """The heads and latents of a layer of latent attention (MLA), as a test case."""
 
     heads: int
     line: int = 192
@@ -125,7 +128,7 @@ MORE = [
 @runs
 @pytest.mark.parametrize("kind", [*KINDS, *(MORE if ON_GPU else ())], ids=str)
 def test_ragged_attention_over_latents_equals_float64(kind: Latents) -> None:
-    """Single lines and chunks of rows, with padding, and NaN in memory that no row uses."""
+    """Tests single lines and chunks of rows, padding, and NaN in memory that no row uses."""
     spans = [(1, 40), (5, 300), (1, 1), (17, 17), (1, 256), (2, 257), (70, 71)]
     if ON_GPU:
         spans += [(1, 16_000), (300, 4000), (1, 700), (4, 1000)]
@@ -136,7 +139,7 @@ def test_ragged_attention_over_latents_equals_float64(kind: Latents) -> None:
 @runs
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[4], GLM], ids=str)
 def test_parts_of_rows_are_added_up(kind: Latents, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In parts, some of them empty, and in one, decode rows and chunks are the same."""
+    """Attention is the same for one part of a row's keys or many parts, some of them empty."""
     batch = Batch(kind, [(1, 1400), (1, 600), (20, 1100), (1, 10)], padding=0)
     monkeypatch.setattr(ragged_latents, "SUM_KEYS", 0)
     monkeypatch.setattr(ragged_latents, "LEAST_KEYS", 0)
@@ -156,7 +159,10 @@ def test_parts_of_rows_are_added_up(kind: Latents, monkeypatch: pytest.MonkeyPat
 def test_chunks_are_the_same_with_other_instructions(
     numbers_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 1 to 5 tiles of latents, for both groups of warps; 0: in the tiles of few rows."""
+    """Tests chunks with 1 to 5 tiles of latents, for each way to multiply by the values.
+
+    `numbers_at_once`: the numbers of one instruction; 0: the tiles of few rows are used.
+    """
     spans = [(3, 40), (4, 100), (3, 129), (6, 256), (5, 300)]
     batch = Batch(GLM, spans, padding=3)
     found = check(batch)
@@ -197,7 +203,7 @@ def test_tiles_fit_the_shared_memory_of_a_thread_block() -> None:
 def test_latents_are_normed_rotated_and_written(
     queries: int, rank: int, turned: int, traditional: bool, dtype: str
 ) -> None:
-    """Against float64, with a padding line; all other memory of the pool stays as it is."""
+    """Compares with float64, with a padding line; the rest of the pool does not change."""
     kind, block, lines = getattr(mx, dtype), 4, 5
     assert latent_lines.supports(queries, rank, turned, kind)
     mx.random.seed(queries)

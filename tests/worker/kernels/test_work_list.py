@@ -1,4 +1,4 @@
-"""The work list of ragged attention."""
+"""Tests the work lists of ragged attention, which divide rows among thread blocks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from mlxpool.worker.kernels.work_list import (
 
 
 def spans_of(rows: list[tuple[int, int, int]]) -> Spans:
-    """Returns the spans of rows of so many lines, keys before them and keys that nobody sees."""
+    """Returns the spans of rows, each given as (lines, visible keys before, invisible keys)."""
     lines, before, begins = (np.array(one, dtype=np.int32) for one in zip(*rows, strict=True))
     ends = (before + begins + lines).astype(np.int32)
     blocks = -(-ends // 256)
@@ -114,13 +114,13 @@ def test_few_rows_are_divided_and_many_are_not() -> None:
 
 
 def waves(rows: list[tuple[int, int, int]], shape: TileShape) -> float:
-    """Returns how often all places of the GPU are filled."""
+    """Returns the number of waves: work items divided by the thread blocks that run at once."""
     items = work_items(spans_of(rows), shape, sum(lines for lines, _, _ in rows))
     return int((items[:, PARTS] > 0).sum()) * shape.kv_heads / shape.blocks
 
 
 def test_parts_fill_whole_waves() -> None:
-    """Equal rows are not divided into parts of which a few are left when all others end."""
+    """The last wave of thread blocks is nearly full, so that little of the GPU is idle."""
     shape = TileShape(4, 8, 128, 264)
     for count in (1, 2, 3, 5, 8, 10, 16, 32, 64, 128):
         found = waves([(1, 15_999, 0)] * count, shape)
@@ -130,7 +130,7 @@ def test_parts_fill_whole_waves() -> None:
 
 
 def test_steps_with_chunks_keep_the_share_of_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps like the one before are divided as it was; another kind of step is not."""
+    """Similar steps reuse the division of the previous step; another kind of step does not."""
     searches: list[Division] = []
     best = Division.best_share
 
@@ -182,7 +182,7 @@ def test_the_fullest_step_has_an_item_for_each_line() -> None:
 
 
 def test_rows_that_go_on_decoding_keep_their_parts() -> None:
-    """A kept list has the keys of this step, and is made anew when a row comes or leaves."""
+    """A kept work list follows the rows' growing keys; a new or ended row makes a new list."""
     shape = TileShape(4, 2, blocks=16)
     lists = WorkLists(shape)
     for rows in (3, 3, 5):
@@ -207,7 +207,7 @@ def test_chunks_have_lists_of_their_own() -> None:
 
 
 def single_lines(ends: Any) -> Spans:
-    """Returns spans of one line each, with block tables behind one another."""
+    """Returns spans of one line each, whose block tables are consecutive."""
     count = ends.shape[0]
     numbers = np.arange(count, dtype=np.int32)
     return Spans(numbers, np.ones_like(numbers), numbers * 9, ends, np.zeros_like(numbers))
@@ -215,7 +215,10 @@ def single_lines(ends: Any) -> Spans:
 
 @pytest.mark.parametrize("longest", [40, WHOLE_KEYS, 50_000])
 def test_a_list_for_one_pass_has_the_lines_of_another(longest: int) -> None:
-    """Only its parts are others: none where rows are short, else nearly the best ones."""
+    """A list for a single pass has the same lines, but simpler parts.
+
+    Short rows have one part; for other rows the division is nearly the best.
+    """
     shape = TileShape(4, 2)
     ends = np.array([7, longest, longest, 1, longest - 3], dtype=np.int32)
     spans = single_lines(ends)

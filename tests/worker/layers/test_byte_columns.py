@@ -1,4 +1,4 @@
-"""Products of one row with byte columns, beside float64."""
+"""Compares products of one row and byte columns with float64."""
 
 from __future__ import annotations
 

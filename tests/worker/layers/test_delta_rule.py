@@ -1,4 +1,4 @@
-"""The delta rule in chunks against a float64 implementation token by token."""
+"""Compares the delta rule in chunks with a float64 implementation that goes token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dense weights of dense and quantised weights equal MLX's dequantised weights bit for bit."""
+"""Weights made dense equal MLX's dequantised weights bit for bit, in any mixture of formats."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def quantised(values: np.ndarray, layout: QuantLayout) -> dict[str, np.ndarray]:
 
 
 class Checkpoint:
-    """A folder of any tensors, read with a plan made for them."""
+    """A model folder with given tensors, read by a plan that is made for the test."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path, self._patch = write_checkpoint(path), monkeypatch

@@ -1,4 +1,4 @@
-"""Experts and per-head layers against plain products, one after the other."""
+"""Compares layers of experts and of heads with a loop over plain products."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_experts_equal_single_products(
 
 
 def test_rows_of_sorted_experts_are_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU uses the stride of the last axis but one, even if that axis has length 1."""
+    """A GPU kernel uses the stride of the second-last axis, even if that axis has length 1."""
     arrays, layouts, _ = stored("plain")
     mlp = WeightLayerBuilder(dict(arrays), layouts, mx.float32).switch_glu("mlp")
     product, strides = mx.gather_mm, []

@@ -1,4 +1,4 @@
-"""Mixtures of experts by our kernels against MLX's operations in float32; see simt.py."""
+"""Compares mixtures of experts by our kernels with MLX's operations in float32, see simt.py."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def built(spec: Mixture, weights: dict[str, Any], dtype: Any, **options: Any) ->
 
 
 def check(ours: Any, plain: Any, called: set[str], kernels: set[str], counts: Any) -> None:
-    """Compares a layer with the same layer in float32."""
+    """Compares a layer with the same layer in float32, for each number of tokens in `counts`."""
     for tokens in counts:
         x = 2 * mx.random.normal((tokens, HIDDEN), key=mx.random.key(tokens))
         x = x.astype(mx.bfloat16)
@@ -117,7 +117,7 @@ def test_the_kernels_of_quantised_experts_equal_mlx_in_float32(
 def test_quantised_experts_take_choices_of_others(
     simulated_kernels: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MLX chooses the experts; more tokens than a plan takes are computed in parts."""
+    """MLX chooses the experts; tokens beyond the limit of a routing plan are computed in parts."""
     monkeypatch.setattr(builder, "on_gpu", lambda: True)
     monkeypatch.setattr(expert_routing, "MAX_CHOICES", 12)
     settings: dict[str, Any] = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
@@ -147,7 +147,7 @@ def test_quantised_experts_take_choices_of_others(
 def test_kernels_of_few_lines_include_norms_and_residual_additions(
     simulated_kernels: set[str],
 ) -> None:
-    """A norm, the mixture, an addition and the next norm, against the same in float32."""
+    """Compares a norm, the mixture, an addition and the next norm with float32 results."""
     spec = MIXTURES["GLM"]
     weights = weights_of(spec)
     ours, plain = built(spec, weights, mx.bfloat16), built(spec, weights, mx.float32)
@@ -172,7 +172,7 @@ def test_kernels_of_few_lines_include_norms_and_residual_additions(
 
 
 def test_other_weights_keep_mlx_operations(simulated_kernels: set[str]) -> None:
-    """Batch-invariant layers, float32, and widths that are not multiples of a tile."""
+    """Tests batch-invariant layers, float32 weights, and widths that do not divide into tiles."""
     simulated_kernels.clear()
     weights = weights_of(MIXTURES["GLM"])
     invariant = built(MIXTURES["GLM"], weights, mx.bfloat16, batch_invariant=True)

@@ -37,7 +37,7 @@ def pack(weights: dict[str, np.ndarray], module: str, layout: QuantLayout) -> No
 
 
 def write(path: Path, *modules: tuple[str, QuantLayout], **changes: Any) -> Path:
-    """Writes a checkpoint with these modules quantised, independent of config.json."""
+    """Writes a checkpoint whose `modules` are quantised, whatever config.json states."""
     weights = random_weights(config(**SHAPE))
     for module, layout in modules:
         pack(weights, module, layout)

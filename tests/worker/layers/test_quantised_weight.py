@@ -203,7 +203,7 @@ def test_layers_of_one_layout_are_concatenated_and_others_not(
 
 @pytest.mark.parametrize("shape", [(48, 64), (3, 48, 64)])
 def test_a_global_scale_is_applied_once(shape: tuple[int, ...]) -> None:
-    """The largest number of the tensor, or of each expert, as MLX defines it."""
+    """MLX defines the scale by the largest absolute number of the tensor, or of each expert."""
     numbers = mx.random.normal(shape, key=mx.random.key(1)) * 1e-3
     scale = mx.max(mx.abs(numbers), axis=(-2, -1))
     single = [numbers] if len(shape) == 2 else list(numbers)

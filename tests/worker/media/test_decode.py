@@ -133,7 +133,7 @@ def test_damaged_files_give_an_error_or_an_image(kind: str) -> None:
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A png of few bytes that says it has so many pixels."""
+    """Returns a PNG of a few bytes whose header claims `width` x `height` pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return (
@@ -155,7 +155,10 @@ def test_pixels_are_bounded_before_they_are_decoded(width: int, height: int) -> 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "P"])
 @pytest.mark.skipif(sys.platform != "linux", reason="the bound is a feature of Linux")
 def test_the_largest_image_fits_the_memory_of_a_lane(mode: str) -> None:
-    """Bytes that Pillow holds at a time; the address space of a lane is bounded by IMAGE_MEMORY."""
+    """Decoding stays within IMAGE_MEMORY, the bound of a lane's address space.
+
+    A lane is a process that prepares requests.
+    """
     script = (
         "import resource, sys; from mlxpool.worker.media.decode import decode;"
         "base = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize();"

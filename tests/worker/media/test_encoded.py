@@ -1,4 +1,4 @@
-"""Outputs of an image encoder: which are kept, and when there is room for one more."""
+"""Tests the cache of image encoder outputs: which outputs stay, and when one more fits."""
 
 from __future__ import annotations
 

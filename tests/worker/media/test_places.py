@@ -1,4 +1,4 @@
-"""Places of images in texts and among token ids."""
+"""Tests the positions of images in texts and among token ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Three positions of each input."""
+"""Tests multi-axis rotary positions: three for each input of a prompt with images."""
 
 from __future__ import annotations
 

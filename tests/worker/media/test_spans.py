@@ -1,4 +1,4 @@
-"""Where images stand among inputs, and where inputs may be cut."""
+"""Tests the positions of images among inputs, and the positions at which a pass may end."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_spans_that_cannot_be(found: tuple[MediaSpan, ...], words: str) -> None:
 
 
 def crossed(*starts: int) -> tuple[MediaSpan, ...]:
-    """Images of one input each, with keys that tell them apart."""
+    """Returns images for cross-attention at these inputs, one input each, with different keys."""
     return tuple(
         MediaSpan(start, 1, bytes([start]) * 32, (1, 2, 2), group=False, crossed=True)
         for start in starts

@@ -77,7 +77,7 @@ def prompt_of(size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Checked:
-    """A model and mlx-lm's answers to PROMPTS."""
+    """A model folder and mlx-lm's answers to PROMPTS."""
 
     folder: ModelFolder
     model: Any
@@ -153,7 +153,10 @@ def test_a_size_whose_pass_failed_is_new_still(
 def test_a_pass_of_a_new_size_is_told_before_it_is_built(
     checked: dict[str, Checked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a chunk, of a decode step and of several rows; chunks and rows of about a size are one."""
+    """New kinds of passes are reported: a chunk, a decode step, and a pass of several rows.
+
+    Chunks or numbers of rows of a similar size belong to the same kind.
+    """
     engine, seen = checked["phi3"].engine(), list[str]()
     engine.report_compiles(lambda: seen.append("told"))
     build = engine._computed
@@ -244,7 +247,7 @@ def test_prefixes_are_reused(case: str, prefix: str, checked: dict[str, Checked]
 
 @every
 def test_kept_prefixes_are_not_overwritten(case: str, checked: dict[str, Checked]) -> None:
-    """Three sequences continue from one prefix; ring buffers of windows are written in place."""
+    """Three sequences continue from one prefix; windows write into their ring buffers in place."""
     one = checked[case]
     engine, prompt = one.engine(), prompt_of(PROMPTS[0])
     begun = sequence(prompt)
@@ -374,7 +377,7 @@ def test_caches_that_cannot_be_copied_are_not_kept(
 
 
 def test_code_of_a_models_folder_is_never_run(checked: dict[str, Checked]) -> None:
-    """Not even where mlx-lm would run it."""
+    """The code in the folder is not even run if mlx-lm itself would run it."""
     folder = checked["phi3"].folder
     with_code = replace(folder, config={**folder.config, "model_file": "model.py"})
     with (
@@ -424,7 +427,7 @@ def test_the_quantisation_of_mlx_lm_in_words(
 
 
 def test_engine_forces_a_side(tmp_path: Path, checked: dict[str, Checked]) -> None:
-    """A model that both sides have gives the same tokens from both, under two digests."""
+    """`engine` selects our code or mlx-lm's for a model; tokens are equal, digests differ."""
     both, seen = str(write_checkpoint(tmp_path / "both")), []
     for side in ("auto", "own", "mlx-lm"):
         source = model_source.open_generator(ModelConfig(path=both, engine=side))

@@ -50,7 +50,7 @@ MODES = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A config.json, and how its checkpoint stores the weights of our plan."""
+    """A config.json to test, and how its checkpoint stores the weights of our plan."""
 
     config: Mapping[str, Any]
     stored: Callable[[dict[str, np.ndarray]], Weights] = lambda weights: weights
@@ -60,7 +60,7 @@ class Case:
     only_alone: bool = False  # of WAYS, for what single layers decide
 
     def is_tested(self, way: str) -> bool:
-        """Whether the case is tested in this way."""
+        """Returns whether the case is tested in this way of computing."""
         ways = WAYS_QUANTISED if "quantization" in self.config else WAYS
         return way in (("alone",) if self.only_alone else ways)
 
@@ -184,7 +184,7 @@ def alone(checked: Checked) -> None:
 
 
 def in_chunks(checked: Checked, size: int) -> None:
-    """Prefills in chunks of `size` tokens; the longest prompt, but for chunks of 1."""
+    """Prefills the longest prompt in chunks of `size` tokens; for chunks of 1 the first prompt."""
     answer = checked.answers[0] if size == 1 else checked.answers[-1]
     _assert_logits(checked, answer, size, 4)
     engine, seq = checked.engine(), answer.sequence()
@@ -211,7 +211,7 @@ def in_a_batch(checked: Checked) -> None:
 
 
 def after_prefix_hits(checked: Checked) -> None:
-    """The first tokens of the prompt are in the prefix cache, for every number of them."""
+    """For each number n, the first n tokens of the prompt are in the prefix cache."""
     answer, engine = checked.answers[0], checked.engine()
     running = {}
     for split in range(1, len(answer.prompt)):
@@ -237,7 +237,7 @@ def after_a_longer_one(checked: Checked) -> None:
 
 
 def after_preemption(checked: Checked, prefix: str) -> None:
-    """The sequence is preempted while decoding, and readmitted with what the prefix cache kept."""
+    """The sequence is preempted while decoding, and readmitted from its cached prefix."""
     answer, engine = checked.answers[0], checked.engine(prefix)
     seq = answer.sequence()
     enter(engine, seq)
@@ -282,7 +282,7 @@ def comparison(name: str, cases: Mapping[str, Case]) -> tuple[Any, Any]:
 
 
 def refusals(base: Mapping[str, Any], refused: Many[tuple[dict[str, Any], str]]) -> Any:
-    """Returns a test that each change of a config.json is refused with an error of these words."""
+    """Returns a test that each change of `base` raises ModelLoadFailed with the given words."""
 
     @pytest.mark.parametrize(("changes", "words"), refused)
     def test_unusable_config_values_are_named(changes: dict[str, Any], words: str) -> None:
@@ -293,7 +293,7 @@ def refusals(base: Mapping[str, Any], refused: Many[tuple[dict[str, Any], str]])
 
 
 def _can_be_cut(loaded: LoadedModel) -> bool:
-    """Whether every layer keeps its tokens one by one, so that any prefix can be reused."""
+    """Returns whether every layer keeps its tokens one by one, so that any prefix is reusable."""
     caches = loaded.folder.plan.caches
     return not any(isinstance(one, RecurrentSpec) or getattr(one, "window", 0) for one in caches)
 

@@ -1,4 +1,4 @@
-"""Models that read images: all of CASES, or the one that a module's own fixture `case` names."""
+"""Fixtures of models that read images: all of CASES, or the case that a module's fixture names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models that read images, and what is stored of transformers' results with them."""
+"""The test cases of models that read images, and their stored results of transformers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from support import seeing_models as seeing
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model that reads images, and how its results compare with those stored of transformers."""
+    """A model that reads images, and its comparison with stored results of transformers."""
 
-    name: str  # of the file with the stored results
+    name: str  # the name of the file with the stored results
     write: Callable[..., Path]  # makes its folder
-    slot: int  # the id that transformers has where an image is
+    slot: int  # transformers' token id for an input of an image
     feature_tolerance: float  # absolute; the features are about 1
-    features: Callable[[np.ndarray], np.ndarray]  # those that are stored, of an encoded image
+    features: Callable[[np.ndarray], np.ndarray]  # selects the stored features of an encoded image
     layouts: tuple[str, ...] = ("rows", "slabs", "pool")
     crossed: bool = False  # an image is one input, whose features cross-attention reads
 

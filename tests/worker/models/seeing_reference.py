@@ -82,7 +82,7 @@ def qwen(folder: Path) -> dict[str, Any]:
     images = module.Qwen2VLImageProcessorPil(**settings)
 
     class Processor(transformers.Qwen3VLProcessor):  # type: ignore[misc,name-defined]
-        """Without the processor of videos, which needs torchvision."""
+        """Qwen3-VL's processor without its video processor, which needs torchvision."""
 
         def check_argument_for_proper_class(self, name: str, argument: Any) -> type:
             return type(argument)
@@ -92,11 +92,12 @@ def qwen(folder: Path) -> dict[str, Any]:
 
 
 def mllama(folder: Path) -> dict[str, Any]:
-    """The answers of Llama 3.2 Vision.
+    """Returns the expected answers of Llama 3.2 Vision.
 
-    transformers 5 takes the states behind the layers of intermediate_layers_indices, Meta's code
-    those in front of them, so it is given the layers before. It masks the feed-forward of tokens
-    before the first image, Meta's code their attention as well, so that is added here.
+    Two differences between transformers 5 and Meta's code are corrected. transformers takes the
+    states after the layers in intermediate_layers_indices, Meta's code the states before them; so
+    transformers gets the preceding layers. For tokens before the first image, transformers masks
+    only the feed-forward; Meta's code also masks their attention, so the mask is added here.
     """
     torch = importlib.import_module("torch")
     transformers = importlib.import_module("transformers")
@@ -126,7 +127,7 @@ def mllama(folder: Path) -> dict[str, Any]:
     )
 
     def features(inputs: Any) -> list[Any]:
-        """Keys and values of each image in each layer, of the tiles that it has."""
+        """Returns the keys and values of each image's tiles in each cross-attention layer."""
         names = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
         states = model.model.vision_model(**{name: inputs[name] for name in names})
         every = model.model.multi_modal_projector(states.last_hidden_state)[0]

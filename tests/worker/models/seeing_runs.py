@@ -20,7 +20,7 @@ from support.model_engines import model_engine
 def encoded(
     text: ChatTokenizer, prompt: Many[str | int], pictures: Many[int] = range(2)
 ) -> Encoded:
-    """What a lane makes of a chat with one message, whose image n is picture `pictures[n]`."""
+    """Returns the prepared prompt of a chat with one message; image n is picture `pictures[n]`."""
     files = [seeing.file_of(seeing.picture(number)) for number in pictures]
     parts = seeing.parts_of(prompt)
     used = sorted({part for part in prompt if isinstance(part, int)})
@@ -47,7 +47,7 @@ def sequence(
 def run(
     engine: ModelEngine, seq: Sequence, chunk: int | None = None, steps: int = seeing.STEPS
 ) -> list[float]:
-    """Reads the prompt and draws so many tokens; returns their log-probabilities."""
+    """Reads the prompt and draws `steps` tokens; returns their log-probabilities."""
     engine.admit(seq)
     while seq.unread > 1:
         image = seq.next_image

@@ -1,6 +1,6 @@
-"""The bytes of a sequence for every architecture: the formula against the allocated bytes.
+"""Compares the formula for a sequence's bytes with the allocated bytes, for all architectures.
 
-The formula is what admission and the memory limit count with.
+Admission and the memory limit use the formula.
 """
 
 from __future__ import annotations

@@ -69,7 +69,10 @@ PICTURES: dict[str, Any] = {"model_type": "gemma3", "text_config": TEXT, "vocab_
 
 
 def within(prefix: str, head: str, vision: str) -> Any:
-    """Stores the text part under `prefix`, beside a tensor of a vision part."""
+    """Returns a function that renames a text model's weights as in a multimodal checkpoint.
+
+    Layer names begin with `prefix`, the output head's name with `head`. A vision tensor is added.
+    """
 
     def stored(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         named = {

@@ -48,7 +48,7 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 
 def with_a_layer_ahead(weights: Weights) -> Weights:
-    """With the layer behind the last one, which predicts further tokens."""
+    """Returns weights with a further layer after the last one, which predicts further tokens."""
     ahead = {
         name.replace("layers.1", "layers.2"): array
         for name, array in glm_released(weights).items()
@@ -81,7 +81,7 @@ checked, test_equals_mlx_lm = comparison("glm4_moe_lite", CASES)
 
 
 def test_a_quantised_kv_b_proj_is_split(tmp_path: Path) -> None:
-    """As other tools quantise a glm_released checkpoint: derived weights are dequantised."""
+    """kv_b_proj is dequantised before it is split; other tools quantise it as a whole."""
     said = {"mode": "affine", "bits": 8, "group_size": 32}
     plain = glm_released(random_weights(settings(**WHOLE)))
     stored: Weights = {}

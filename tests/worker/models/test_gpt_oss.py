@@ -56,13 +56,13 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 
 def spread(weights: Weights) -> Weights:
-    """Weights so large that some gate and up values are clamped."""
+    """Returns weights large enough that some gate and up values are clamped."""
     loud = ("experts.gate_proj.weight", "experts.up_proj.weight")
     return {name: array * (6 if name.endswith(loud) else 1) for name, array in weights.items()}
 
 
 def released(weights: Weights) -> Weights:
-    """As released: experts as mxfp4 bytes, with rows of gate and up interleaved."""
+    """Returns the weights in the released form: mxfp4 experts, gate and up rows interleaved."""
     stored = {name: array for name, array in weights.items() if ".experts." not in name}
     for layer in range(2):
         name = f"model.layers.{layer}.mlp.experts"
@@ -81,7 +81,7 @@ def _in_mxfp4(weights: Weights, name: str) -> Weights:
 
 
 def columns_first(weights: Weights) -> Weights:
-    """As other tools write dequantised weights."""
+    """Returns dequantised weights as other tools write them: columns before rows."""
     stored = {name: array for name, array in weights.items() if ".experts." not in name}
     for layer in range(2):
         name = f"model.layers.{layer}.mlp.experts"

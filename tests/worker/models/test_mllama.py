@@ -1,4 +1,4 @@
-"""Llama 3.2 Vision: cross-attention to images."""
+"""Tests Llama 3.2 Vision, whose layers attend to images by cross-attention."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_prompt_may_end_with_an_image(loaded: Any, text: ChatTokenizer) -> Non
 def test_a_cached_prefix_does_not_read_without_its_image(
     loaded: Any, text: ChatTokenizer, expected: Any
 ) -> None:
-    """Inputs behind an image attend to it, so it is encoded again where its features are gone."""
+    """Inputs after an image attend to it; if its features were evicted, it is encoded again."""
     engine = engine_of(loaded, text)
     run(engine, first := sequence(text, seeing.PROMPTS[0]))
     engine.release(first)

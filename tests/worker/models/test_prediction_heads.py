@@ -1,4 +1,4 @@
-"""The heads that predict further tokens (MTP) against NumPy, and the names of their tensors."""
+"""Compares heads that predict further tokens (MTP) with NumPy, and tests their tensor names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOLERANCE = 2e-4  # of the largest number
 
 
 def head_of(path: Path) -> tuple[Prediction, RowShape | None]:
-    """The head of a stored model, and the shape of its rows; None if the head has no cache."""
+    """Returns the prediction head of a model folder, and its row shape; None: it has no cache."""
     loaded = load(inspect(path, predicts=True))
     plan = loaded.folder.plan
     assert plan.predicts
@@ -82,7 +82,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 def test_a_head_computes_what_numpy_does(
     family: str, changes: dict[str, Any], parts: list[int], tmp_path: Path
 ) -> None:
-    """Read at once or in parts, with keys and values of its own."""
+    """The tokens are read at once or in parts; the head may have its own embeddings."""
     own = changes.get("own", False)
     others = {key: value for key, value in changes.items() if key != "own"}
     stored = converted(weights_with_head(family, 3, own=own, **others))
@@ -95,7 +95,11 @@ def test_a_head_computes_what_numpy_does(
 
 
 def qwen_released(weights: Weights) -> Weights:
-    """Norm weights less one, convolutions with their axes swapped, each expert by itself."""
+    """Returns weights in Qwen's released form.
+
+    Norm weights are smaller by 1, convolutions have swapped axes, and each expert has its own
+    tensors.
+    """
     return {
         name: array - 1 if _shifted(name) else array for name, array in one_by_one(weights).items()
     }
@@ -106,7 +110,7 @@ def _shifted(name: str) -> bool:
 
 
 def multimodal(weights: Weights) -> Weights:
-    """As a released multimodal checkpoint names its text part: the head is outside of it."""
+    """Renames a text model's tensors as in a multimodal checkpoint; the head keeps its names."""
     return {
         name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: x
         for name, x in weights.items()
@@ -136,7 +140,7 @@ def test_a_released_checkpoint_has_the_same_head(form: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("family", EVERY)
 def test_a_head_is_read_only_if_it_is_asked_for(family: str, tmp_path: Path) -> None:
-    """Without it the folder is the same, and the model's digest does not change."""
+    """A head changes neither the digest nor the caches of a folder, only its weight bytes."""
     path = write_checkpoint(tmp_path, weights=converted(weights_with_head(family)), **EVERY[family])
     without, whole = inspect(path), inspect(path, predicts=True)
     assert whole.plan.predicts and not without.plan.predicts
@@ -194,7 +198,7 @@ def drafting(path: Path, weights: Weights) -> Path:
 
 
 def test_a_head_that_drafts_some_tokens_gives_these(tmp_path: Path) -> None:
-    """It gives the likeliest of these tokens, as ids of the whole vocabulary."""
+    """With a reduced vocabulary the head still returns ids of the whole vocabulary."""
     stored = weights_with_head("llama", 3, **DRAFTED)
     path = drafting(tmp_path, stored)
     head, _ = head_of(path)
@@ -205,7 +209,7 @@ def test_a_head_that_drafts_some_tokens_gives_these(tmp_path: Path) -> None:
 
 
 def test_the_output_head_for_some_tokens_is_counted_as_weights(tmp_path: Path) -> None:
-    """At load and before: it is made of the embeddings, and lies beside them."""
+    """The head's output weights, copied from the embeddings, count at load and in the estimate."""
     path = drafting(tmp_path, weights_with_head("llama", 3, **DRAFTED))
     made = DRAFTED["mtp_draft_vocab_size"] * settings("llama")["hidden_size"]
     for predicts in (False, True):

@@ -22,7 +22,7 @@ CASES: dict[str, Case] = {
     ),
     "yarn rope": Case(QWEN2 | {"rope_scaling": YARN, "num_hidden_layers": 1}),
     "windows that are off": Case(QWEN2 | WINDOWS | {"use_sliding_window": False}),
-    # mlx-lm's file for it has no windows; its llama has, and biases, of which one more is zero.
+    # mlx-lm's qwen2 has no windows, but its llama has; llama has one more bias, which is zero.
     "windows": Case(
         QWEN2 | WINDOWS,
         peer={

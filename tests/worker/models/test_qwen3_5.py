@@ -41,7 +41,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 64}
 
 
 def seeing(model_type: str, text: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of a multimodal model, whose outer keys do not describe the text part."""
+    """Returns the config.json of a multimodal model; its outer keys contradict `text_config`."""
     whole = config(**text)
     quantisation = {key: whole.pop(key) for key in ("quantization",) if key in whole}
     outside = dict.fromkeys(config())
@@ -49,7 +49,7 @@ def seeing(model_type: str, text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def released(weights: Mapping[str, np.ndarray]) -> Weights:
-    """As released, beside tensors of vision and of token prediction."""
+    """Returns the weights in Qwen3.5's released form, beside tensors of vision and MTP."""
     stored: Weights = {"model.visual.patch_embed.weight": np.zeros((2, 3), np.float32)}
     stored["mtp.layers.0.input_layernorm.weight"] = np.zeros(2, np.float32)
     for name, array in weights.items():

@@ -278,7 +278,7 @@ def test_a_path_in_use_is_not_evicted() -> None:
 
 
 def test_eviction_keeps_the_prefix_of_running_rows() -> None:
-    """EvictionPreservesActive: five chats share a system prompt; branches are evicted, it stays."""
+    """Covers EvictionPreservesActive: five chats share a system prompt, which is not evicted."""
     system = [7, 7, 7, 7, 7]
     cache = tree(20 * CELL)
     row = None
@@ -355,7 +355,10 @@ def test_keep_stores_a_prompt_that_is_still_prefilled() -> None:
 
 
 def test_recurrent_exact_match_continues_from_the_branch_point() -> None:
-    """ExactMatchSeed of a recurrent model: computes all once more, later from the branch point."""
+    """A recurrent model computes an equal prompt twice; the third uses the branch point's snapshot.
+
+    Covers the reference case ExactMatchSeed.
+    """
     cache = tree(stateful=True)
     prompt = [1, 2, 3, 4, 5]
     found = [serve(cache, prompt, (6,)) for _ in range(3)]
@@ -378,7 +381,10 @@ def test_recurrent_next_turn_reuses_the_conversation() -> None:
 
 
 def test_a_requested_restore_point_is_not_merged() -> None:
-    """UserSnapshotPreserves, UserSnapshotResistsAutoMerge: a hint survives with one child."""
+    """A node at a requested restore point is not merged with its only child.
+
+    Covers the reference cases UserSnapshotPreserves and UserSnapshotResistsAutoMerge.
+    """
     cache = tree(stateful=True)
     serve(cache, A, (20,), restore_at=4)
     assert set(edges(cache)) == {(1, 2, 3, 4), (*A,)}
@@ -511,7 +517,7 @@ def test_ten_turns_of_a_conversation(
 
 @pytest.mark.parametrize("stateful", [False, True])
 def test_repeatedly_cancelled_prefills(stateful: bool) -> None:
-    """ScenarioCancelledPrefills: 47 tokens cancelled at 18, a probe that shares 18, two retries."""
+    """Covers ScenarioCancelledPrefills: 47 tokens, cancelled after 18 and 36, then completed."""
     cache, prompt = tree(stateful=stateful), [*range(47)]
     serve(cache, prompt, stop_at=18)
     assert serve(cache, [*prompt[:18], 900, 901], (9,)) == 18
@@ -521,7 +527,7 @@ def test_repeatedly_cancelled_prefills(stateful: bool) -> None:
 
 @pytest.mark.parametrize("stateful", [False, True])
 def test_cancelled_prefills_that_diverge(stateful: bool) -> None:
-    """ScenarioDivergentCancels: cancelled below and above a restore point, then in full."""
+    """Covers ScenarioDivergentCancels: cancels before and after restore points, then no cancel."""
     cache, prompt = tree(stateful=stateful), [*range(40)]
     serve(cache, prompt, restore_at=20, stop_at=10)
     serve(cache, [*prompt[:15], 700, 701], restore_at=16, stop_at=15)

@@ -1,4 +1,7 @@
-"""Prompts with images in the prefix cache: whole groups, and no image is taken for another."""
+"""Tests prompts with images in the prefix cache: an image's inputs stay together.
+
+Images with equal inputs but different contents never match.
+"""
 
 from __future__ import annotations
 

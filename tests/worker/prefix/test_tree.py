@@ -49,7 +49,7 @@ def cells(tree: ListTree, tokens: tuple[int, ...]) -> list[int]:
     ("tokens", "found"), [([1, 2, 3, 4, 5], 5), ([1, 2, 3, 6, 7], 5), ([1, 2, 3, 9], 3), ([9], 0)]
 )
 def test_the_longest_match_is_found(tokens: list[int], found: int) -> None:
-    """FindBestMatch: [1..5] split at 3, then + [6, 7]."""
+    """Covers the reference case FindBestMatch: [1..5], split after 3 tokens to add [6, 7]."""
     tree = planted(ListStore(), [1, 2, 3, 4, 5], [1, 2, 3, 6, 7])
     assert shape(tree.root) == {(1, 2, 3): {(4, 5): {}, (6, 7): {}}}
     match = tree.match(tuple(tokens), len(tokens))
@@ -168,7 +168,7 @@ def test_common_prefix(left: list[int], right: list[int]) -> None:
 
 
 def test_a_tree_that_is_cleared_leaves_nothing_in_its_nodes() -> None:
-    """Others may hold nodes for a while, which must not keep the memory of their tokens."""
+    """Other objects may still refer to the nodes, so these must not keep their tokens' memory."""
     store = ListStore()
     tree = planted(store, [1, 2, 3, 4, 5], [1, 2, 3, 6, 7])
     nodes = list(tree.walk())
@@ -178,7 +178,7 @@ def test_a_tree_that_is_cleared_leaves_nothing_in_its_nodes() -> None:
 
 
 def test_a_walk_goes_on_below_a_node_that_was_joined_with_its_child() -> None:
-    """The tree may change between two steps of a walk."""
+    """The tree may change between two steps of a walk over its nodes."""
     tree = planted(ListStore(), [1, 2, 3, 4, 5, 6])
     (lower,) = tree.walk()
     upper, walk = tree.split(lower, 4), tree.walk()

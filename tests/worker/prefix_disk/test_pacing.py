@@ -1,4 +1,4 @@
-"""The rests of the thread that writes records, with a simulated clock."""
+"""Tests the pauses of the thread that writes records, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -138,7 +138,10 @@ def record() -> NewRecord:
 
 
 class Copied(Pace):
-    """Counts the bytes of a buffer that changed between two rests; all were 255 before."""
+    """A Pace that counts the bytes of a buffer which changed between two pauses.
+
+    All bytes of the buffer were 255 before.
+    """
 
     def __init__(self, buffer: Bytes) -> None:
         super().__init__(lambda: False)
@@ -167,10 +170,9 @@ def test_areas_have_each_item_once_and_a_bounded_size(
 def test_a_record_is_written_in_pieces_and_has_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, piece: int
 ) -> None:
-    """Each copy, check and write handles a bounded part, however large the record is.
+    """Each copy, check and write handles a bounded piece, however large the record is.
 
-    After a piece of the smaller size, the allowed rest is below MIN_REST, as in records over 16
-    MiB.
+    After a piece of the smaller size, the pause is below MIN_REST, as in records over 16 MiB.
     """
     monkeypatch.setattr(pacing, "SMALL_PIECE", piece)
     new, pace = record(), Pace(lambda: False)

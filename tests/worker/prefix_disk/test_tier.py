@@ -1,4 +1,4 @@
-"""The disk tier without a model: records are found, shared and deleted; faults of the disk."""
+"""Tests the disk tier without a model: finding, sharing and deleting records, and disk faults."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def stored(path: Path, records: Sequence[NewRecord], digest: bytes = DIGEST) -> 
 
 
 def found_end(path: Path, prompt: Sequence[int], **what: object) -> int:
-    """Returns the end of a prompt's inputs that another worker finds."""
+    """Returns how many inputs of a prompt a new worker restores from the folder's records."""
     with tier_at(path) as one:
         return check_tokens(read_all(one, wanted(prompt, **what)), prompt)  # type: ignore[arg-type]
 
@@ -393,7 +393,7 @@ def test_a_reading_that_nobody_wants_ends(tmp_path: Path) -> None:
 def test_a_worker_waits_for_the_lock_behind_many_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others append large records with rests, one after the other, with a simulated clock."""
+    """Other workers append large records with pauses, one after the other, by a simulated clock."""
     now, others, held = [0.0], 30, ModelFolder(tmp_path, "m", 1).locked()
 
     class Clock:
@@ -445,7 +445,10 @@ def test_a_worker_writes_on_after_its_records_were_deleted(tmp_path: Path) -> No
 def test_a_folder_that_is_deleted_before_the_lock_is_taken_costs_a_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread rests before it takes the lock. Writes do not pause as they do for a full disk."""
+    """The folder disappears while the thread pauses before the lock. Only this record is lost.
+
+    Later writes are not suspended, unlike after a full disk.
+    """
     prepare = ModelFolder.prepare
 
     def prepare_and_lose(self: ModelFolder, digest: bytes) -> Path:
@@ -504,7 +507,10 @@ def test_a_folder_that_cannot_be_read_for_a_moment_is_read_again(
 def test_a_look_at_the_folder_rests_until_a_sequence_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It rests between records while sequences run. For a waiting sequence it reads the others."""
+    """The scan of a folder pauses between records while sequences run.
+
+    If a sequence waits for the scan, the scan reads the other records without pauses.
+    """
     rested = threading.Event()
 
     def sleep(seconds: float) -> None:

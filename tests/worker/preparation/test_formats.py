@@ -1,4 +1,4 @@
-"""The check of a format in a lane, and what the end of its process means."""
+"""Tests the check of a format in a lane (a preparing process), and the end of that process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WRONG = {"type": "regex", "pattern": "("}
 
 
 def sent(message: Job | Result) -> Job | Result:
-    """The message as the other process gets it."""
+    """Returns the message after packing and unpacking, as the other process receives it."""
     (fields,) = Unpacker().feed(pack(message))
     found: Job | Result = unpack(fields)
     return found

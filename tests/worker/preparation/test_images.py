@@ -1,4 +1,4 @@
-"""Images in lanes: what becomes of them, and that a bad one harms nothing."""
+"""Tests images in lanes (processes that prepare requests); a bad image harms nothing else."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_text_names_images_by_tags(lanes: Lanes) -> None:
 
 
 def test_a_long_chat_keeps_its_images(lanes: Lanes) -> None:
-    """It is rendered in one job and encoded in the next."""
+    """A long chat is rendered in one job and encoded in the next; the images move along."""
     job = chat(0, "x" * (SHORT_TEXT + 1), 1, context=10**6)
     found = lanes.encoded(job)
     assert list(found.named) == [0, 1] and len(found.images) == 2
@@ -136,7 +136,7 @@ def test_what_is_wrong_with_an_image_is_named(lanes: Lanes, job: Job, why: str) 
 @pytest.mark.parametrize("literal", ["<start_of_image>", "<image_soft_token>"])
 @pytest.mark.parametrize("size", [1, SHORT_TEXT + 1])
 def test_a_marker_in_a_message_is_text(lanes: Lanes, literal: str, size: int) -> None:
-    """It is read by its bytes, beside an image and without one, also in a long chat."""
+    """The marker's text becomes byte tokens, beside an image or alone, also in a long chat."""
     text = f"is {literal} a token?" + "x" * size
     for prompt in ((text,), (text, 0, text)):
         files = FILES[:1] if 0 in prompt else []
@@ -156,7 +156,7 @@ def test_an_image_that_takes_too_long_ends_its_lane_with_a_reason() -> None:
 
 
 def test_the_images_of_a_request_share_one_limit_of_time() -> None:
-    """A timer that each image set anew would let a request run 16 times as long."""
+    """A new time limit for each image would let a request run 16 times as long."""
     handler = signal.getsignal(signal.SIGPROF)
     bounds = Bounds(Limits())
     try:

@@ -1,4 +1,7 @@
-"""Lanes: results, limits, cancels, fairness, and that a job harms no other one."""
+"""Tests lanes (processes that prepare requests): results, limits, cancels and fairness.
+
+A job does not harm other jobs.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +93,7 @@ class Lanes:
         return self.results.get(timeout=PATIENCE)
 
     def do(self, job: Job) -> Result:
-        """The result of one job, while no other one runs."""
+        """Returns the result of a job; no other job runs at the same time."""
         self._key += 1
         self.submit(self._key, job)
         key, result = self.next()
@@ -98,7 +101,7 @@ class Lanes:
         return result
 
     def text(self, messages: Any = CHAT, tools: Any = ()) -> str:
-        """A rendered chat, from its ids, which are bytes here."""
+        """Renders and encodes a chat; returns the text of its ids, each of which is a byte here."""
         result = self.do(Render(messages, tools, None, 0.0, CONTEXT))
         assert isinstance(result, Encoded), result
         return bytes(unpack_ids(result.packed)).decode()
@@ -135,7 +138,7 @@ def servers() -> list[psutil.Process]:
 
 
 def words(process: psutil.Process) -> str:
-    """The command line of a process; "" if it has ended."""
+    """Returns the command line of a process; "" if the process has ended."""
     try:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:
@@ -147,7 +150,10 @@ def lanes_of(server: psutil.Process) -> list[psutil.Process]:
 
 
 def idle_lane(lanes: Lanes) -> psutil.Process:
-    """The lane that waits for a short job; one that took long, on a busy machine, is replaced."""
+    """Returns the lane that waits for a short job; repeats until a lane was not replaced.
+
+    On a busy machine a lane may take long, and is then replaced.
+    """
     assert lanes.text() == "ok"
     (server,) = servers()
     waiting: list[psutil.Process] = until(
@@ -246,7 +252,7 @@ def test_a_server_that_is_ended_while_it_starts_is_started_again(monkeypatch: Pa
 
 
 class BrittleServer:
-    """Stands for a fork server's process; forks numbers."""
+    """Stands for a fork server's process; `fork` returns numbers instead of a process."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -319,7 +325,7 @@ def test_a_tokenizer_without_end_is_stopped(make: Make) -> None:
 
 
 def test_a_panic_of_the_tokenizer_is_a_bad_request(make: Make) -> None:
-    """It is no Exception in Python; once it ended the thread that prepared requests."""
+    """A panic is not an Exception in Python; once it ended the thread that prepared requests."""
     lanes = make(split=SLOW_PATTERN)
     error = lanes.error(Encode(PANICS))
     assert isinstance(error, BadRequest) and "fails with this text" in error.message
@@ -459,7 +465,7 @@ def test_a_process_killed_from_outside_is_replaced(make: Make, number: int, whic
 
 
 def test_all_jobs_of_a_killed_server_are_done_by_the_next_one(make: Make) -> None:
-    """Their lanes must not be reaped or killed through that one: the pids are not its own."""
+    """The lanes of a killed server are not children of the next server, which must not end them."""
     lanes = make(split=SLOW_PATTERN)
     slow = ("x" * 20 + " ") * 30
     for number in range(MAX_LANES):
@@ -560,7 +566,7 @@ def test_lanes_inherit_no_descriptor_and_have_a_lower_priority(
 
 @linux
 def test_a_short_chat_that_takes_long_is_the_last_of_its_lane(make: Make) -> None:
-    """It uses 0.15 s of a core, three times SHORT_TIME."""
+    """The chat uses 0.15 s of processor time, three times SHORT_TIME, so its lane is replaced."""
     loops = "{% for i in range(2999) %}{% for j in range(999) %}{% endfor %}{% endfor %}"
     lanes = make(f"{{% if messages | length > 1 %}}{loops}{{% endif %}}ok")
     assert lanes.text() == "ok"

@@ -29,7 +29,7 @@ def test_owners_take_turns_and_each_has_its_order() -> None:
 
 
 def taken(queue: FairQueue) -> list[Waiting]:
-    """All jobs, in the order in which they are taken."""
+    """Takes all jobs, and returns them in the order taken."""
     return [one for _ in range(len(queue)) if (one := queue.take()) is not None]
 
 

@@ -1,4 +1,4 @@
-"""Room for preparations: what the worker is asked for, and when a job is ended instead."""
+"""Tests the memory for preparations: requests for room, and jobs that are ended instead."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LIMIT = 1600  # so that 100 more are asked for
 
 
 class Asked:
-    """A worker that keeps `prefix` and `cache` bytes, and notes what it is asked for."""
+    """A worker with `prefix` bytes of prefixes and `cache` bytes of buffers; records requests."""
 
     def __init__(self, prefix: int = 0, cache: int = 0) -> None:
         self.reserved: list[int] = []

@@ -1,4 +1,4 @@
-"""`decide` between the broker and the compute thread: which models decide, and what is sent on."""
+"""Tests `decide` between broker and compute thread: the models that decide, and the messages."""
 
 from __future__ import annotations
 

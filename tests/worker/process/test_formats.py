@@ -1,4 +1,4 @@
-"""Requests with a format: their facts, and what a resume of one must agree on."""
+"""Tests requests with a format: their facts, and the facts that a resume must match."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OTHERS = {"type": "choice", "choices": ["red", "reddish", "green"]}
 def admit(
     format: dict[str, Any] | None, had: list[int], *, thinks: bool = False, **facts: Any
 ) -> Admit:
-    """The run of a `work` with a format and the ids of a resume."""
+    """Returns the admitted run of a `work` message with a format, resumed after the ids `had`."""
     folder, text, table = demo()
     opened = Opened("digest", 64, folder.plan.vocab_size, table, text.source, folder.eos_ids)
     body = {
@@ -75,7 +75,7 @@ def test_ids_that_the_format_does_not_allow_are_refused() -> None:
 
 
 def test_the_format_holds_behind_thoughts() -> None:
-    """Where it begins is told by the ids alone, also in a resume in the middle of the mark."""
+    """The ids alone decide where the format begins, also if a resume begins inside the end mark."""
     ids = ids_of("Is it red? No:</think>")
     for count in range(len(ids) + 1):
         rule = admit(COLOURS, ids[:count], thinks=True).constraint
@@ -93,7 +93,7 @@ def test_the_format_holds_behind_thoughts() -> None:
 def test_a_vocabulary_that_is_being_loaded_is_loaded_before_the_worker_is_ready(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The process stands still meanwhile, and so would the streams of a worker that has some."""
+    """Loading blocks the process, so it must end before the worker has any streams."""
     folder, text, table = demo()
     gate, loads, ready = threading.Event(), list[int](), threading.Event()
 

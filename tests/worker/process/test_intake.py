@@ -43,7 +43,7 @@ ENCODER = OpenedEncoder("digest", 32, 300, frozenset({"embed"}), EncoderTextSour
 
 
 class Sent(Link):
-    """A link that remembers what is sent on it."""
+    """A link that records the messages sent on it."""
 
     def __init__(self) -> None:
         self.messages: list[Content] = []
@@ -61,7 +61,7 @@ class Sent(Link):
         self.deltas += deltas
 
     def ends(self) -> dict[int, Any]:
-        """The reason or the message of each end, by the number of the request."""
+        """Returns each ended request's reason or error message, by the request's number."""
         return {
             one.id[0]: one.end.get("reason", one.end.get("message"))
             for one in self.deltas
@@ -70,7 +70,7 @@ class Sent(Link):
 
 
 class Jobs:
-    """A service that performs a job when it is told to."""
+    """A service that performs the submitted jobs only when `perform` is called."""
 
     load = Load()
 
@@ -91,10 +91,10 @@ class Jobs:
             self.deliver(key, CANCELLED)
 
     def cancel_all(self) -> None:
-        """Leaves the jobs, as a service whose results are on their way."""
+        """Keeps the jobs, as a service does whose results are already on their way."""
 
     def perform(self) -> None:
-        """Perform what waits."""
+        """Performs the waiting jobs and delivers their results."""
         while self.waiting:
             key = next(iter(self.waiting))
             self.deliver(key, perform(TEXT, self.waiting.pop(key).job))
@@ -119,7 +119,7 @@ class Harness:
         self.intake.loaded(4)
 
     def compute(self, message: Inbound) -> None:
-        """Take a message; the broker learns the size of a prompt before it is read."""
+        """Records a message to the compute thread; a prompt's size must have been sent before."""
         if isinstance(message, Admit):
             sequence = message.sequence
             size = (sequence.id, sequence.run_number, len(sequence.prompt))
@@ -134,20 +134,20 @@ class Harness:
         self.intake.begin(Message(Header(kind, id_of(number)), body, blobs))
 
     def prepared(self) -> list[Inbound]:
-        """Prepare what waits. Returns what the compute thread gets for it."""
+        """Performs the waiting jobs. Returns the resulting messages to the compute thread."""
         before = len(self.computed)
         self.jobs.perform()
         self.take()
         return self.computed[before:]
 
     def take(self) -> None:
-        """Take what was posted."""
+        """Handles the posted results of preparations."""
         while self.posted:
             self.intake.prepared(self.posted.pop(0))
 
     @property
     def credit(self) -> int:
-        """The newest one."""
+        """The number of sequences in the newest Credit message to the broker."""
         return next(
             one for one in reversed(self.link.messages) if isinstance(one, Credit)
         ).sequences
@@ -246,7 +246,7 @@ def test_a_cancelled_call_is_not_answered_and_the_next_with_its_id_is() -> None:
 
 
 def test_what_an_older_connection_brought_is_forgotten() -> None:
-    """Another worker has its requests by now, so a run of them would keep a row for ever."""
+    """Another worker computes the old requests by now, so their runs would keep rows for ever."""
     harness = Harness()
     harness.work(1)
     harness.call(2, kinds.TOKENIZE, text="a")
@@ -283,7 +283,7 @@ def test_a_cancelled_run_keeps_its_place_until_its_preparation_has_ended() -> No
 
 
 def test_a_run_that_is_cancelled_between_two_jobs_begins_no_further_one() -> None:
-    """The service has delivered that its format was checked, and does not know its prompt yet."""
+    """The format was checked and the prompt's job has not begun when the run is cancelled."""
     folder, text, table = demo()
     opened = Opened("digest", 64, folder.plan.vocab_size, table, text.source, folder.eos_ids)
     harness = Harness(opened)

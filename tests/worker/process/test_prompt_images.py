@@ -1,4 +1,4 @@
-"""A `work` with images becomes a sequence whose inputs have their slots."""
+"""Tests `work` messages with images: the sequence's inputs have slots for the images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A `work` message becomes a sequence, or the error that its stream ends with."""
+"""Tests that a `work` message becomes a sequence, or the error with which its stream ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ ID = bytes(16)
 
 
 def work(*blobs: bytes, opened: Opened = OPENED, **body: Any) -> Admit:
-    """The run of a `work`, which came at 1000 s since 1970. Raises what ends its stream."""
+    """Returns the admitted run of a `work` message that arrived 1000 s after 1970.
+
+    Raises the PoolError with which its stream would end.
+    """
     message = Work.parse(body, blobs)
     preparation = prepare_run(opened, (ID, 2), message, Arrival(1.5, 1000.0))
     job = preparation.job

@@ -1,4 +1,4 @@
-"""The environments of a group's ranks, and what is refused by name. No process is started."""
+"""Tests the environments of a group's ranks, and the named refusals. No process is started."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def config(slot: str = "big/0", devices: int = 2) -> WorkerConfig:
 
 @pytest.mark.parametrize("slot", ["big/0", "big/1"])
 def test_each_rank_sees_one_gpu(monkeypatch: pytest.MonkeyPatch, slot: str) -> None:
-    """Of those that the worker sees, which its broker has chosen for it."""
+    """The worker sees the GPUs that the broker assigned to it; each rank sees one of them."""
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5")
     shown = [one["CUDA_VISIBLE_DEVICES"] for one in ranks.environments(config(slot))]
@@ -60,7 +60,7 @@ def test_other_systems_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_file_of_addresses_is_read_by_its_descriptor() -> None:
-    """MLX opens it by its name, and so do all ranks."""
+    """All ranks read the same open file, which MLX opens by the name /dev/fd/N."""
     descriptor = ranks.hosts_file([4000, 4001])
     try:
         for _ in range(2):
@@ -71,7 +71,7 @@ def test_the_file_of_addresses_is_read_by_its_descriptor() -> None:
 
 
 def test_ports_are_kept_until_the_ranks_listen_there() -> None:
-    """Nobody else gets one meanwhile, and MLX's sockets, which have both options, do."""
+    """No other program can bind a kept port, but MLX's sockets can: they set both options."""
     with ExitStack() as kept:
         ports = ranks.keep_ports(5, kept)
         assert len(set(ports)) == 5 and min(ports) > 0

@@ -1,6 +1,6 @@
-"""Tokens that tokenizer_config.json and older files name beside tokenizer.json.
+"""Tests tokens that tokenizer_config.json and older files list beside tokenizer.json.
 
-`of_transformers` was found with transformers 5.24.
+The values of `of_transformers` are from transformers 5.24.
 """
 
 from __future__ import annotations

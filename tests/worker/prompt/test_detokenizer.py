@@ -1,4 +1,4 @@
-"""T(k), the text after k ids, against an oracle that sees the whole text at once."""
+"""Tests T(k), the text of the first k ids, against an oracle that reads the whole text at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def run(pieces: Sequence[bytes], stops: Sequence[str] = ()) -> tuple[list[str], 
 
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """The oracle: cut before the longest of the stops that are complete first."""
+    """Returns the text before the earliest complete stop, and whether a stop was found.
+
+    Of several stops that end at the same character, the longest counts.
+    """
     for end in range(len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -60,7 +63,7 @@ def test_text_that_may_begin_a_stop_is_held_back(pieces: list[bytes], stops: lis
 
 
 def _complete(data: bytes) -> str:
-    """The decode of the bytes without an incomplete character at their end."""
+    """Returns the text of the bytes, without an incomplete character at their end."""
     for size in (3, 2, 1):
         try:
             data[-size:].decode()
@@ -94,7 +97,7 @@ def test_a_replayed_completion_continues_with_the_same_text(
 def test_texts_that_completions_share_change_nothing(
     pieces: list[bytes], stops: list[str], known: int
 ) -> None:
-    """Those of the first tokens are made before, the others when they are asked for."""
+    """Texts of the first `known` tokens are made in advance, others on demand; all are equal."""
     texts = WholeTexts(lambda token: pieces[token], pieces[:known])
     for _ in range(2):
         completion = Detokenizer(lambda token: pieces[token], tuple(stops), texts)

@@ -1,4 +1,4 @@
-"""Prompts with a gap, in the ids of tokenizers of several families."""
+"""Tests prompts with a gap (fill in the middle), as ids of several families of tokenizers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tokenizer(*special: str, metaspace: bool = False) -> Tokenizer:
 
 
 def filled(made: Tokenizer) -> list[str]:
-    """The tokens of a gap between "ab" and "cd"."""
+    """Returns the tokens of a prompt with a gap between "ab" and "cd"."""
 
     def encode(text: str) -> list[int]:
         ids: list[int] = made.encode(text, add_special_tokens=False).ids

@@ -1,4 +1,4 @@
-"""What a load makes of a tokenizer is the same when a later load finds it kept."""
+"""Tests stored tokenizer results: a later load reads the same results from the store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The folders of which a tokenizer is read."""
+    """Returns a list that gets the folder of each tokenizer which is read."""
     found: list[Path] = []
 
     class Counted(ChatTokenizer):
@@ -66,7 +66,7 @@ def test_changed_files_are_read(tmp_path: Path, reads: list[Path]) -> None:
 def test_what_is_read_of_files_that_changed_after_the_check_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """It would count for the files of the check, when these are back."""
+    """Otherwise the wrong result would be used once the files have their old contents again."""
     path = write_checkpoint(tmp_path / "model")
     file, folder, read = path / name, inspect(path), kept_text._read
 
@@ -138,7 +138,7 @@ def test_a_template_that_is_not_unicode_is_read_at_each_load(
 def test_a_template_that_is_a_link_to_nothing_is_refused_after_a_load_without_it(
     tmp_path: Path, name: str
 ) -> None:
-    """The digest of the model is the same, as it leaves out what is no file."""
+    """The broken link does not change the digest, but the stored result must not be used."""
     path = write_checkpoint(tmp_path / "model")
     settings = path / "tokenizer_config.json"
     fields = json.loads(settings.read_text())

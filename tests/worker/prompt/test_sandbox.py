@@ -1,4 +1,4 @@
-"""One template: its features and its errors. Its bounds: see test_lane_service.py."""
+"""Tests one chat template: its features and errors. For its bounds see test_lane_service.py."""
 
 from __future__ import annotations
 

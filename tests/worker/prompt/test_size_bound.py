@@ -1,4 +1,4 @@
-"""How many tokens a text has at least: never more than it has."""
+"""Tests the lower bound of a text's number of tokens: it never exceeds the real number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Thoughts of answers: where they begin, what counts, how a bound ends them."""
+"""Tests thoughts in answers: their beginning, the tokens that count, and the bound's end mark."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHANNEL, ANALYSIS, MESSAGE, TEXT, STOP, START, ASSISTANT, FINAL, COMMENTARY = ra
 
 
 def answer(thoughts: Thoughts, drawn: Sequence[int]) -> list[int]:
-    """The ids of an answer that would draw these tokens where none is forced."""
+    """Returns the ids of an answer that draws the tokens `drawn`, except for forced tokens."""
     ids: list[int] = []
     for token in drawn:
         while thoughts.forced:

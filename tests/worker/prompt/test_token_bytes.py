@@ -1,4 +1,4 @@
-"""The bytes of a token, in each family of tokenizers, against the tokenizer's own decoder."""
+"""Tests the bytes of tokens against the tokenizer's own decoder, in each family of tokenizers."""
 
 from __future__ import annotations
 

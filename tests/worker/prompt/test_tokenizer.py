@@ -127,7 +127,7 @@ def test_a_token_across_the_boundary_is_not_counted() -> None:
 
 
 def test_a_generation_prompt_that_begins_with_plain_text() -> None:
-    """Its ids alone differ from the last ids of the whole, because alone it begins a text."""
+    """Encoded alone, it begins a text, so its ids differ from those inside the whole prompt."""
     source = "{{ messages[0].content }}{% if add_generation_prompt %} fox{% endif %}"
     text = with_template(zoo.sentencepiece(), source)
     prompt = chat_ids(text, [{"role": "user", "content": "the"}])

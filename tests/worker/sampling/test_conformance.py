@@ -1,4 +1,4 @@
-"""The reference cases of samplers, log-probabilities and text that need more than one line.
+"""Covers the reference cases of samplers, log-probabilities and text that are longer than a line.
 
 conformance.md beside this file lists all cases and their tests.
 """
@@ -71,7 +71,7 @@ def test_a_row_that_left_does_not_change_other_rows() -> None:
 
 
 def test_the_penalty_window_is_the_end_of_prompt_and_completion() -> None:
-    """The window of 4 counts the last four of [10, 11, 12], 20 to 22, 30 to 34."""
+    """The window covers the last 4 tokens of the joined prompt and completion."""
     history: list[int] = []
     for newest in ([10, 11, 12], [20, 21, 22], [30, 31, 32, 33, 34]):
         history += newest
@@ -127,7 +127,7 @@ def test_logprobs_of_each_row_in_a_batch() -> None:
     ids=["no stop", "inside a token", "over two tokens", "at once", "over three tokens"],
 )
 def test_logprobs_with_stop(pieces: list[str], stop: str, sent: int, text: str) -> None:
-    """Each id is sent with its log-probability, by the step that sampled it."""
+    """The step that samples an id sends its log-probability, even if the text is held back."""
     options = Options(logprobs=True, stop=(stop,))
     sequence = Sequence(bytes(16), 1, (1,), options, 0, max_tokens=len(pieces))
 

@@ -46,7 +46,7 @@ def greedy(logits: list[float], prior: tuple[int, ...], **raw: Any) -> int:
 
 
 def drawn_set(logits: list[float], draws: int = 200, **raw: Any) -> set[int]:
-    """Returns the set of tokens sampled at many positions."""
+    """Returns the set of tokens sampled at many positions of the same logits."""
     rows = [draw(position=position, **{**OFF, **raw}) for position in range(draws)]
     return set(tokens(mx.array([logits] * draws), rows))
 
@@ -268,7 +268,7 @@ def test_equals_an_oracle_in_numpy(row: SampleRequest, salt: int, allowed: set[i
 
 
 def oracle(logits: np.ndarray, row: SampleRequest, allowed: np.ndarray) -> tuple[int, float]:
-    """Returns the token by the rules in float64, and its margin over the others."""
+    """Returns the expected token in float64, and the distance by which it wins."""
     o = row.options
     x = np.where(allowed, penalised(logits.astype(np.float64), row), -np.inf)
     if o.temperature == 0:

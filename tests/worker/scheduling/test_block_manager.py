@@ -1,4 +1,4 @@
-"""Who gets KV blocks, who waits, who is refused; what several hold counts once."""
+"""Tests which sequences get KV blocks, wait or are refused; shared blocks count once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def sequence(prompt: int = 10, ids: int = 0, max_tokens: int = 10) -> Sequence:
 
 @dataclass
 class Memory:
-    """Blocks of cached prefixes, some of which running rows began from; no row shares them."""
+    """A memory of blocks for cached prefixes, which no row shares.
+
+    `begun_from`: the blocks of prefixes from which running rows began.
+    """
 
     idle: int = 0
     begun_from: int = 0
@@ -56,7 +59,10 @@ class Memory:
 
 @dataclass
 class SharedMemory(Memory):
-    """A pool of blocks: `tables` are the blocks of rows, `cached` those of prefixes."""
+    """A pool whose blocks rows and prefixes share.
+
+    `tables`: the blocks of each row. `cached`: the blocks of prefixes.
+    """
 
     cached: set[int] = field(default_factory=set)
     tables: dict[Sequence, list[int]] = field(default_factory=dict)
@@ -164,7 +170,7 @@ def test_a_refusal_has_the_numbers() -> None:
 def test_beside_others_nobody_gets_more_than_there_is(
     calls: list[tuple[str, int]], cached: int, capacity: int
 ) -> None:
-    """The blocks that were given and those of the prefix cache never exceed the capacity."""
+    """The allocated blocks and the blocks of the prefix cache never exceed the capacity."""
     memory = Memory(idle=min(cached, capacity))
     blocks = BlockManager(memory, capacity)
     rows = [sequence(100 * number + 1, max_tokens=3000) for number in range(6)]

@@ -1,4 +1,4 @@
-"""What leaves a full context: the figures of the reference suite, and properties of all cuts."""
+"""Tests which tokens leave a full context: the numbers of the reference suite, and properties."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_the_cuts_of_a_stream_follow_from_its_counts(
 
 
 def shifted(context: int, keep: int, prompt: int, ids: int, **options: object) -> Sequence:
-    """As a resume makes it: the stream is the numbers from 0 on."""
+    """Returns a resumed sequence whose stream consists of the numbers from 0 on."""
     shift = ContextShift(context, keep)
     return Sequence(
         b"",
@@ -169,7 +169,7 @@ def test_a_sequence_shifts_when_one_token_more_than_the_context_has_to_be_read()
 
 
 def test_a_context_of_ten_keeps_six() -> None:
-    """The case of the reference suite: two are kept, four leave."""
+    """Covers the reference case: a context of ten keeps two tokens, and four leave at a shift."""
     seq = shifted(10, 2, 10 - 1, 1)
     seq.ids.append(10)
     seq.shift_context()
@@ -193,7 +193,7 @@ def test_blocks_are_bounded_by_the_context_of_the_request() -> None:
 
 
 def test_no_pass_is_submitted_ahead_of_a_shift() -> None:
-    """A token in flight may be the one that makes a shift due."""
+    """A token in flight may cause a shift."""
     seq = shifted(8, 2, 5, 2)
     seq.phase, seq.submitted, seq.awaited = Phase.RUNNING, 7, 1
 

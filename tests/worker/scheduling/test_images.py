@@ -1,4 +1,4 @@
-"""Images in the context policy and in the spans of a step: each is read and removed as a whole."""
+"""Tests images at a context shift and in the spans of a step: each moves as a whole."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_shift_takes_whole_images() -> None:
 
 @st.composite
 def streams(draw: st.DrawFn) -> tuple[tuple[MediaSpan, ...], int, int, int, int]:
-    """Images, the tokens of a prompt that fits, its context, num_keep, and ids behind it."""
+    """Draws images, the size of a prompt, its context, num_keep, and a number of further ids."""
     context = draw(st.integers(4, 60))
     prompt, spans, at = context - 1, [], 0
     while at < prompt and draw(st.booleans()):
@@ -84,7 +84,7 @@ def streams(draw: st.DrawFn) -> tuple[tuple[MediaSpan, ...], int, int, int, int]
 def test_a_shifted_stream_is_the_same_step_by_step_and_at_once(
     stream: tuple[tuple[MediaSpan, ...], int, int, int, int],
 ) -> None:
-    """A resume begins with all shifts of the ids that it brings; images go as a whole."""
+    """A resume that makes all shifts at once has the inputs of a stream that shifted in steps."""
     spans, prompt, context, num_keep, count = stream
     keep = kept_tokens(num_keep, prompt, context, spans)
     shift = ContextShift(context, keep, spans)
@@ -183,7 +183,7 @@ def test_penalties_count_no_images() -> None:
 
 
 def test_penalties_count_no_images_that_a_shift_has_discarded() -> None:
-    """A stream that is resumed behind the shift has the slots in its prompt, and no image."""
+    """A stream resumed after the shift still has the image's slots in its prompt, but no image."""
     image = span(2, 5)
     seq = sequence(10, image, shift=ContextShift(28, 2, (image,)))
     seq.media, seq.ids = (), [70, 71]

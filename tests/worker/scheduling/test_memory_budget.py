@@ -13,7 +13,7 @@ BUDGET = replace(NOTHING, limit=1000, weights=300, rows=2, row=50, block=80, hea
 
 
 def test_what_is_left_is_divided_into_blocks() -> None:
-    """A block of the head goes with each block of tokens."""
+    """Each block of tokens also needs a block of the prediction head (`head_block`)."""
     assert BUDGET.free_blocks == 6
     assert replace(BUDGET, head_block=0).free_blocks == 7
     assert replace(BUDGET, limit=300).free_blocks == 0

@@ -60,13 +60,13 @@ def sequence(
 def decoding(
     prompt: int = 10, ids: int = 1, *, max_tokens: int = 100, read_alone: bool = False
 ) -> Sequence:
-    """A sequence whose next input is known."""
+    """Returns a sequence that decodes: only its newest token is unread."""
     submitted = prompt + ids - 1
     return sequence(prompt, submitted, ids=ids, max_tokens=max_tokens, read_alone=read_alone)
 
 
 def whole(seq: Sequence, tokens: int) -> int:
-    """As of an engine without restore points."""
+    """Returns `tokens`: an engine without restore points reads chunks of any length."""
     return tokens
 
 
@@ -319,7 +319,7 @@ def reading_a_run(unread: int) -> Sequence:
 
 
 def test_a_run_of_a_completion_is_read_in_a_decode_step() -> None:
-    """Before the prompts, however old these are."""
+    """A completion's forced tokens (its run) are read before older prompts."""
     prompt, run = sequence(5000), reading_a_run(9)
     step = plan([prompt, run])
     assert step.rows == 1 and step.spans[0] == Span(run, 100, 9, draws=1)
@@ -334,7 +334,7 @@ def test_runs_are_cut_so_that_the_others_of_a_step_hardly_notice() -> None:
 
 
 def test_runs_fill_a_pass_no_further_than_its_bound() -> None:
-    """Without any room each run goes on by one token."""
+    """Runs share the lines left in a pass; without any left, each run continues by one token."""
     limits, rows = replace(LIMITS, run_lines=16), [decoding() for _ in range(5)]
     assert [span.count for span in plan([*rows, reading_a_run(40)], limits).spans] == [1] * 5 + [11]
     full = [decoding() for _ in range(16)]
@@ -548,7 +548,7 @@ def collect(flights: list[Step], live: list[Sequence]) -> None:
 
 
 def test_prompts_of_owners_are_read_in_turn() -> None:
-    """A prompt waits for one pass of another owner, however much that has to read."""
+    """After one pass with another owner's prompts it is a short prompt's turn."""
     long, more, short = (sequence(1000) for _ in range(3))
     long.owner = more.owner = "a"
     short.owner = "b"

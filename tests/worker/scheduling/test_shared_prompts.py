@@ -1,4 +1,4 @@
-"""Which sequences wait until another has read the prompt that they have in common."""
+"""Tests which sequences wait until another sequence has read their common prompt."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_half_of_what_is_left_to_read_has_to_be_common() -> None:
     assert other_waits((*range(200), *range(500, 700)))
     assert not other_waits((*range(200), *range(500, 702)))
     assert not other_waits((*range(800),))
-    # What the reader found in the cache, the other will find there as well.
+    # The other sequence finds the same cached prefix as the reader.
     assert not other_waits((*range(200), *range(500, 600)), cached=150)
     assert other_waits((*range(200), *range(500, 530)), cached=100)
 
@@ -84,7 +84,7 @@ def test_a_report_of_the_prompt_and_a_shifted_context_wait_for_nobody() -> None:
 
 
 def test_the_others_are_admitted_past_those_that_wait() -> None:
-    """The first of equal prompts is admitted, and decides about those behind it."""
+    """Of equal prompts only the first is admitted; the others wait for it."""
     equal = [sequence(range(300)) for _ in range(3)]
     other = sequence(range(900, 1000))
     live = [*equal, other]

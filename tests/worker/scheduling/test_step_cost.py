@@ -24,7 +24,7 @@ from mlxpool.worker.scheduling.step_cost import (
 
 @dataclass(frozen=True)
 class Machine:
-    """A pass costs `base` seconds and some for each line, key, pair and drawn token."""
+    """A simulated machine: a pass costs `base` seconds; lines, keys, pairs and draws cost more."""
 
     base: float
     line: float
@@ -112,7 +112,7 @@ def test_nothing_is_predicted_before_the_first_passes() -> None:
 
 
 def test_what_was_observed_meanwhile_counts_in_the_next_prediction() -> None:
-    """However many passes nobody asked about."""
+    """All observed passes count, however many there were since the last prediction."""
     cost = StepCost()
     for count, seconds in ((3, 0.02), (2 * OBSERVATIONS, 0.04), (2 * OBSERVATIONS, 0.01)):
         for _ in range(count):
@@ -157,7 +157,7 @@ def test_loads_that_are_all_alike_give_a_finite_prediction(kind: str) -> None:
 
 @pytest.mark.parametrize("factor", [100.0, 0.01])
 def test_a_few_strange_passes_change_little(factor: float) -> None:
-    """Such as one that waited for another process, or whose clock was read late."""
+    """For example, a pass waited for another process, or its end was noticed late."""
     cost, draw = StepCost(), random.Random(8)
     for number in range(2 * OBSERVATIONS):
         load = mixed_load(draw) if number % 2 else decode_load(draw)

@@ -19,7 +19,10 @@ from mlxpool.worker.speculation.drafter import Drafts
 
 
 class KnownDrafter:
-    """Proposes always one token, with `known` chances by sequence; `takes`: seconds for a row."""
+    """A drafter that proposes one token repeatedly, with the chances `known` for each sequence.
+
+    `takes`: the predicted seconds for a row.
+    """
 
     def __init__(self, name: str, token: int, takes: float = 0.0) -> None:
         self.name, self.token, self.takes = name, token, takes
@@ -64,7 +67,10 @@ def sequence() -> Sequence:
 
 
 def three() -> tuple[KnownDrafter, KnownDrafter, KnownDrafter, BestDrafter]:
-    """Drafters without time, with time that counts in the step, and with a predicted time."""
+    """Returns three drafters, and the BestDrafter of them.
+
+    The first takes no time, the second counts in the step's time, the third predicts its time.
+    """
     free, head, model = KnownDrafter("ngram", 1), KnownDrafter("mtp", 2), KnownDrafter("draft", 3)
     model.takes = 0.5
     return free, head, model, BestDrafter([free, head, model])
@@ -97,7 +103,7 @@ def test_each_row_has_drafts_of_the_one_that_goes_furthest() -> None:
 
 
 def test_of_equal_drafts_those_of_the_first_are_taken() -> None:
-    """The first drafter takes no time, so others are only used if they promise more."""
+    """The first drafter takes no time, so others are only used if more drafts should be right."""
     free, head, model, drafter = three()
     seq = sequence()
     free.known = head.known = model.known = {seq: (0.5, 0.5)}

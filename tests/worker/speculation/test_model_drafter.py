@@ -1,6 +1,6 @@
-"""Drafts of a draft model: which tokens its rows read, keep and drop, and how chances are learned.
+"""Tests drafts of a draft model: the tokens that its rows read and drop, and learned chances.
 
-The draft model here proposes the next number; the texts count, more or less.
+The draft model here proposes the next number. The test texts mostly count upwards.
 """
 
 from __future__ import annotations
@@ -192,7 +192,10 @@ def test_streams_that_do_not_run_give_up_their_rows_first() -> None:
 
 
 def test_right_drafts_raise_the_chances_and_wrong_ones_lower_them() -> None:
-    """The chances of the stream and, more slowly, of all streams; by the class of probability."""
+    """Drafts change the chances of their stream and, more slowly, of all streams.
+
+    There are chances for each class of the draft model's probabilities.
+    """
     scene, seq = Scene(), sequence()
     for _ in range(20):
         (found,) = scene.drafts(seq, depth=2)
@@ -281,7 +284,7 @@ def test_what_is_kept_of_a_sequence_goes_with_it() -> None:
 
 @given(seed=st.integers(0, 2**32))
 def test_drafts_follow_the_newest_token_of_every_stream(seed: int) -> None:
-    """For any accepted drafts, any number of streams and any dropped rows."""
+    """Tests any accepted drafts, any number of streams, and dropped rows of the draft model."""
     draw, scene = random.Random(seed), Scene()
     rows = [sequence(100 * number, draw.randrange(1, 60)) for number in range(1, 6)]
     for _ in range(20):

@@ -10,7 +10,7 @@ from mlxpool.worker.speculation.mtp import FIRST_CHANCES, MtpDrafter
 
 
 class Counting:
-    """A head that proposes the numbers that follow the newest token."""
+    """A head that proposes the numbers after the newest token."""
 
     def __init__(self) -> None:
         self.asked: list[dict[Sequence, int]] = []

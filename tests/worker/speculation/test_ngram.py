@@ -117,7 +117,10 @@ def test_a_resumed_answer_has_the_drafts_of_one_that_went_on() -> None:
 def test_drafts_stand_behind_the_same_tokens(
     prompt: list[int], ids: list[int], steps: list[int]
 ) -> None:
-    """For any number of tokens at once, chances are probabilities and drafts are in the stream."""
+    """For any number of appended tokens, drafts repeat an earlier part of the stream.
+
+    Chances are probabilities.
+    """
     drafter, seq = NgramDrafter(), sequence(prompt)
     at = 0
     while at < len(ids):

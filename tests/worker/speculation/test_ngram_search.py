@@ -1,4 +1,4 @@
-"""The search for the newest tokens of a stream, compared with a search of every place."""
+"""Tests the search for the newest tokens of a stream against a search of every position."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARTS = st.lists(FEW | WIDE, max_size=4)
 
 
 def matched(tokens: list[int], place: int) -> int:
-    """The number of tokens before a place that equal the last ones."""
+    """Returns how many tokens before `place` equal the newest tokens, at most MAX_MATCH."""
     most = min(place, MAX_MATCH)
     same = [tokens[place - 1 - at] == tokens[len(tokens) - 1 - at] for at in range(most)]
     return same.index(False) if False in same else most

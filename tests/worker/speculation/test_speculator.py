@@ -1,4 +1,4 @@
-"""The choice of rows for drafts: those that pay, within the time for searches and all bounds."""
+"""Tests the choice of rows that check drafts: only if drafts save time, within all bounds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEP = 0.010  # seconds
 
 
 class Clock:
-    """A time that the test moves."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -44,7 +44,7 @@ class Clock:
 
 
 class SureDrafter:
-    """Proposes token 7, with one chance for all drafts; `takes`: seconds to follow a row."""
+    """A drafter that proposes token 7, with the chance `chance`; `takes`: seconds for a row."""
 
     name = "sure"
 
@@ -52,7 +52,7 @@ class SureDrafter:
         self.clock, self.chance, self.takes = clock, chance, takes
         self.followed: list[Sequence] = []
         self.forgotten: list[Sequence] = []
-        self.drafting = 0.0  # seconds to make one draft for all rows
+        self.drafting = 0.0  # seconds to make one draft for every row
         self.predicts = True  # whether it predicts these seconds; else they count in the step
         self.reads = 0.0  # seconds to read a row, spent once for each row
         self.surely: tuple[float, ...] = ()
@@ -89,9 +89,10 @@ class SureDrafter:
 
 
 class Scene:
-    """Steps of `rows` sequences. `cost`: extra seconds of a step, by rows with drafts and drafts.
+    """Runs simulated steps of `rows` sequences.
 
-    `scan`: seconds to find the candidates.
+    `cost` computes a step's extra seconds from the number of rows with drafts and the number of
+    drafts. `scan`: seconds to find the candidates.
     """
 
     def __init__(
@@ -187,9 +188,9 @@ def test_drafts_end_when_they_turn_out_to_cost_more_than_they_give() -> None:
 def test_short_steps_that_are_submitted_ahead_try_drafts(
     rows: int, chance: float, wait: float
 ) -> None:
-    """A step with drafts costs a fixed wait, of up to or more than a plain step's time.
+    """Any step with drafts costs a fixed wait, which may exceed the time of a plain step.
 
-    So few drafts would not pay, and trials with few drafts would not show that many do.
+    A few drafts would not save time, so trials must have many drafts.
     """
     scene = Scene(rows, chance, lambda checked, drafts: wait * STEP, ahead=True)
     scene.run(1024)
@@ -221,7 +222,7 @@ def test_where_steps_wait_for_drafts_a_search_looks_at_all_rows() -> None:
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_steps_without_drafts_are_measured_before_the_first_ones(rows: int) -> None:
-    """With passes submitted ahead; else the cost of drafts could not be determined."""
+    """If passes are submitted ahead, the cost of drafts is relative to measured plain steps."""
     scene = Scene(rows, 0.8, lambda checked, drafts: 0.8 * STEP, ahead=True)
     found = scene.run(60)
     assert not found[0] and max(found[:12]) >= 8
@@ -321,7 +322,7 @@ def test_drafts_that_take_longer_to_make_are_fewer(drafting: float, depths: tupl
 
 
 def test_the_time_of_drafts_that_none_predicts_is_part_of_the_step() -> None:
-    """So it counts as a cost of the drafts, which end if they do not pay."""
+    """The time counts as a cost of the drafts, which stop if they save no time."""
     scene = Scene(1, 0.8)
     scene.drafter.drafting, scene.drafter.predicts = 0.003, False
     scene.run(100)
@@ -370,7 +371,7 @@ def test_rows_whose_drafts_are_wrong_take_a_small_share_of_the_time(rows: int) -
 
 
 def test_most_steps_pass_by_where_no_draft_pays() -> None:
-    """Such steps do no work. Rows are examined again later, and drafts begin if they pay."""
+    """If no draft saves time, most steps examine no rows; a later trial begins drafts again."""
     scene = Scene(32, 0.01, follow=20e-6, scan=60e-6)
     looked, passed = 0, 0
     for _ in range(4000):
@@ -386,7 +387,10 @@ def test_most_steps_pass_by_where_no_draft_pays() -> None:
 
 
 def test_drafts_that_were_waited_for_in_vain_are_not_wanted_for_a_while() -> None:
-    """The passes in flight were collected for the drafts, but their tokens were not as expected."""
+    """The passes in flight were collected for drafts, but gave other tokens than expected.
+
+    Each such failure doubles the number of steps until the next attempt.
+    """
     scene = Scene(1, 0.95, ahead=True)
     scene.run(20)
     assert not scene.speculator.skips_next

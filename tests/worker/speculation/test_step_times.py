@@ -19,7 +19,7 @@ def predict(lines: int) -> float:
 
 
 def found(times: StepTimes, rows: int, *drafts: int) -> list[float]:
-    """Returns the predicted seconds of steps with these numbers of drafts."""
+    """Returns the predicted seconds of a step for each of these numbers of drafts."""
     plain = times.plain(rows, predict)
     return [times.with_drafts(rows, one, predict, plain) for one in drafts]
 
@@ -132,7 +132,7 @@ def test_a_machine_that_becomes_slower_slows_both_kinds_of_steps() -> None:
 
 
 def test_what_the_steps_behind_drafts_take_more_is_a_cost_of_the_drafts() -> None:
-    """With passes submitted ahead; only later steps show the time of steps without drafts."""
+    """If passes are submitted ahead, only later steps show the time of steps without drafts."""
     times = StepTimes(ahead=True)
     times.observe(1, 0, STEP)
     for _ in range(2):  # the first known cost is used at once

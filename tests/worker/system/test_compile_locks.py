@@ -1,4 +1,4 @@
-"""The lock of a kernel's file: one holder at a time, and file systems without locks."""
+"""Tests the lock of a kernel's file: a single holder, and file systems without locks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_one_holder_at_a_time_and_no_file_is_left(tmp_path: Path) -> None:
 def test_a_file_system_without_locks_refuses_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits there for a holder that cannot be: each process compiles."""
+    """Without locks each process compiles for itself, and nobody waits."""
 
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

@@ -34,7 +34,7 @@ from support.worker_checkpoints import write_checkpoint
 
 @dataclass
 class Fake:
-    """Threads of a library; `now` compute."""
+    """The thread count of a library, `now`; records each new count in `told`."""
 
     now: int = 4
     told: list[int] = field(default_factory=list)
@@ -150,7 +150,7 @@ def test_thread_count(most: int, here: int, others: float, count: int) -> None:
 
 
 class Seen:
-    """A machine on which other processes use `others` cores."""
+    """A simulated machine, on which other processes use `others` cores."""
 
     def __init__(self, fake: Fake) -> None:
         self.fake, self.at, self.others, self.all, self.own = fake, 50.0, 0.0, 7.0, 1.0
@@ -174,7 +174,10 @@ class Seen:
 
 
 def four_cores(others: float) -> tuple[Fake, Seen, CpuThreads]:
-    """Four cores, of which other processes use `others` from the first sample on."""
+    """Returns the thread control of a machine with four cores, and its fakes.
+
+    Other processes use `others` cores from the first sample on.
+    """
     fake = Fake(4)
     seen = Seen(fake)
     seen.others = others
@@ -287,7 +290,7 @@ def test_the_time_of_all_includes_this_process() -> None:
 
 
 class OnCpu(CountingEngine):
-    """Claims to compute on the CPU."""
+    """A counting engine that claims to compute on the CPU."""
 
     yields = True
 

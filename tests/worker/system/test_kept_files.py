@@ -1,4 +1,4 @@
-"""Files that a load keeps for later loads: for one key, whole or not at all."""
+"""Tests files that a load stores for later loads: one key each, complete or missing."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_file_under_the_name_of_another_key_is_not_read() -> None:
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "huge"])
 def test_what_is_no_small_file_is_not_read_and_is_replaced(kind: str) -> None:
-    """A read of it would never return, or would take all memory."""
+    """Reading a pipe or a device would never end; reading a huge file would take all memory."""
     kept = KeptFile("times", KEY)
     kept.write(b"1")
     file = file_of(kept)
@@ -177,7 +177,7 @@ def test_the_machines_key_changes_with_our_code(
 def test_any_name_and_a_link_to_nothing_have_a_place_in_our_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Editors leave such a link beside a file that they change."""
+    """A file name may contain any bytes; editors leave broken links beside a file in use."""
     module = tmp_path / os.fsdecode(b"caf\xe9") / "__init__.py"
     module.parent.mkdir()
     module.with_name(".#layers.py").symlink_to("me@here.1:2")

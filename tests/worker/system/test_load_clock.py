@@ -1,4 +1,4 @@
-"""The phases of a load: measured one after the other, and as they travel."""
+"""Tests the phases of a load: how consecutive phases are measured and sent."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_sigterm_ends_a_worker_whose_compute_thread_is_stuck(tmp_path: Path, fau
 
 @pytest.mark.parametrize("place", ["decode", "accept"])
 def test_the_end_of_stdin_ends_a_worker_even_a_stuck_one(tmp_path: Path, place: str) -> None:
-    """At `accept` the main thread itself is stuck."""
+    """With the fault in `accept` the main thread itself hangs."""
     with WorkerProcess(tmp_path, fault="lock", fault_in=place) as worker:
         worker.welcome(1)
         worker.work(1)

@@ -57,7 +57,7 @@ while True:
 
 
 class Strike:
-    """A process in which one thread injects the fault and another one prints."""
+    """A process in which one thread injects the fault and another thread prints."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
@@ -114,7 +114,7 @@ def test_stop_stops_the_process(tmp_path: Path) -> None:
     ("name", "where"), [("lock", "_lock"), ("native", "_sleep_in"), ("gil", "_sleep_in")]
 )
 def test_faults_that_hang(tmp_path: Path, name: str, where: str) -> None:
-    """Their stacks name the function; all but `gil` let other threads run."""
+    """The stack dump names the hanging function; only the fault `gil` also stops other threads."""
     with Strike(tmp_path, name) as strike:
         until(strike.has_begun, "it has begun")
         until(lambda: f"in {where}" in strike.stacks(), "its stack names the deed")
@@ -167,7 +167,7 @@ def armed(**settings: Any) -> FaultyEngine:
 
 
 def admitted(prompt: bytes = b"abc", **settings: Any) -> tuple[FaultyEngine, Sequence]:
-    """Returns an engine and a sequence whose prompt it has read but for the last token."""
+    """Returns an engine and an admitted sequence with only the last prompt token unread."""
     engine, seq = armed(**settings), sequence(prompt)
     engine.admit(seq)
     seq.submitted = len(prompt) - 1
@@ -184,7 +184,7 @@ def decoded(engine: FaultyEngine, rows: Many[Sequence]) -> StepResult:
 
 
 def read(engine: FaultyEngine, seq: Sequence, tokens: int) -> StepResult:
-    """Computes the next chunk of a prompt."""
+    """Computes the next chunk of a prompt: its next `tokens` tokens."""
     engine.submit([Span(seq, seq.submitted, tokens, draws=seq.submitted + tokens == seq.length)])
     return engine.collect()
 
@@ -375,7 +375,7 @@ FRAMES = 8
 
 
 def frames(worker: WorkerProcess, count: int) -> list[tuple[str, int, int]]:
-    """Kind, epoch and pos of the next frames that carry deltas, garbage included."""
+    """Returns kind, epoch and pos of the next frames that carry deltas, garbage included."""
     found: list[tuple[str, int, int]] = []
     while len(found) < count:
         assert worker.router.poll(int(PATIENCE * 1000))

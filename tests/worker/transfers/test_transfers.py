@@ -1,4 +1,4 @@
-"""Numbers on their way between host and device: whole, in order, in memory that is used again."""
+"""Tests transfers of arrays between host and device: complete, in order, in reused memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_it_works() -> None:
 
 @pytest.mark.parametrize("size", [1, 4096])
 def test_uploads_have_the_numbers_of_the_host(size: int) -> None:
-    """Also of more than the memory has room for, and of a pass that is not evaluated yet."""
+    """Also tests arrays that exceed the memory, and a pass that is not evaluated yet."""
     uploads = Uploads(size)
     for _ in range(2 * SETS):
         uploads.begin()
@@ -121,7 +121,7 @@ def test_numbers_are_there_when_the_device_has_written_them() -> None:
 
 
 def test_memory_that_is_freed_is_not_kept_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLX gives it to the outputs of operations, which would be read over the bus."""
+    """MLX reuses the freed memory for operations, which would read it over the bus."""
     advised: list[tuple[int, int, int]] = []
 
     class Driver:

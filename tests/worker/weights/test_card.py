@@ -1,4 +1,4 @@
-"""The licence and the recommended options of a model's folder."""
+"""Tests a model folder's card: the licence, and the recommended options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Model folders: the facts of a good folder, the error of each bad one. Most tests need no MLX."""
+"""Tests model folders: the properties read from a good folder, and the error of each bad folder.
+
+Most tests need no MLX.
+"""
 
 from __future__ import annotations
 

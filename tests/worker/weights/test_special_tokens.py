@@ -56,7 +56,7 @@ def test_an_eos_token_in_the_vocabulary_and_one_that_is_unknown(tmp_path: Path) 
 
 
 def test_an_eos_token_that_the_tokenizers_settings_add(tmp_path: Path) -> None:
-    """If both files have the token, its id is the id in tokenizer.json."""
+    """If tokenizer.json also lists the token, its id in tokenizer.json counts."""
     listed = {"eos_token": "<end>", "added_tokens_decoder": {"9": {"content": "<end>"}}}
     assert eos(tmp_path, tokenizer={}, tokenizer_config=listed) == {9}
     here = {"added_tokens": [{"id": 8, "content": "<end>"}]}
@@ -74,7 +74,7 @@ def notes(path: Path, config: Any = None, **files: Any) -> str:
 
 
 def test_files_that_agree_have_no_notes(tmp_path: Path) -> None:
-    """As in Qwen: of two end tokens, one is also the end of tokenizer and template."""
+    """As in Qwen, one of two end tokens is also the end in the tokenizer's files."""
     ends = {"eos_token_id": [7, 2]}
     settings = {"eos_token": "<|im_end|>", "chat_template": "{{ x }}<|im_end|>"}
     assert notes(tmp_path, ends, generation_config=ends, tokenizer_config=settings) == ""

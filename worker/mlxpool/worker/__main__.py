@@ -61,10 +61,10 @@ def serve_rank(config: WorkerConfig) -> int:
 
 
 def build(config: WorkerConfig) -> Edge:
-    """Composes the parts of a worker, with a test fault if the counting model's settings have one.
+    """Builds the parts of a worker, with a test fault if the counting model's settings have one.
 
-    Its imports take long. So call it after the worker is bound to its parent process and after the
-    other ranks of a group have started: these import modules meanwhile.
+    The imports take long. So call it after the worker is bound to its parent process and after the
+    other ranks of a group have started: these import modules at the same time.
     """
     from mlxpool.common.progress import Block
 

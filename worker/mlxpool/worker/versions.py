@@ -1,4 +1,4 @@
-"""The versions of our own rules that determine the tokens of a request. No MLX."""
+"""The versions of this project's rules that determine the tokens of an answer. No MLX."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ KEPT_RULES = 1
 
 
 def digest_of(folder: str, kv: str = "auto") -> str:
-    """Returns the digest of a model folder combined with RULES; a resume compares it.
+    """Returns a digest of a model folder's digest, of RULES and of `kv`.
 
-    `kv`: the format of cached keys and values (the setting of this name), because rounded keys give
-    other tokens.
+    A resume compares this digest, because other weights or rules give other tokens. `kv`: the
+    setting for the format of cached keys and values; rounded keys give other tokens, too.
     """
     stored = "" if kv == "auto" else f":kv={kv}"
     return hashlib.sha256(f"{RULES}:{folder}{stored}".encode()).hexdigest()

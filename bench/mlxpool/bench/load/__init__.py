@@ -1,4 +1,4 @@
 """Measures mixed load: requests of many lengths arrive at random times at a whole server.
 
-The same random lengths and arrivals are sent to the pool and to any server of OpenAI's completions.
+The pool and any server with OpenAI's completions API get the same random lengths and arrival times.
 """

@@ -16,7 +16,11 @@ from mlxpool.common.errors import Internal
 
 
 class LoopFigures(Struct, frozen=True):
-    """The figures of a round: tokens/s while all streams ran, seconds to first tokens, gaps."""
+    """The figures of a round of streams that started together.
+
+    `rate`: tokens/s while all streams ran. `first`: seconds to the first token of each stream.
+    `gaps`: seconds between two consecutive pieces of a stream.
+    """
 
     rate: float
     first: Sequence[float]
@@ -37,7 +41,11 @@ def run_streams(target: Target, work: Workload, clients: int, seed: str) -> list
 
 
 def summarise(streams: Sequence[Sample]) -> LoopFigures:
-    """Computes tokens/s from the time when all streams have a token until the first stream ends."""
+    """Computes the figures of streams that started together.
+
+    The tokens/s are measured while all streams run: after the last stream has its first token, and
+    before the first stream ends.
+    """
     start = max(stream.times[0] for stream in streams)
     end = min(stream.times[-1] for stream in streams)
     if end <= start:  # the streams never ran all at once, so the whole time counts
@@ -66,7 +74,10 @@ def rates(
 
 
 def times(figures_of: Mapping[str, Sequence[LoopFigures]], streams: int) -> Iterator[Measurement]:
-    """Yields times to first tokens and gaps; no gaps if an answer came in one piece."""
+    """Yields percentiles of times to first tokens and of gaps between tokens, in ms.
+
+    There are no gaps if an answer came in a single piece.
+    """
     kinds = {
         "first token": {
             name: [figures.first for figures in rounds] for name, rounds in figures_of.items()

@@ -47,10 +47,11 @@ class Plan(Struct, frozen=True):
 
 
 def measure(plan: Plan, targets: Mapping[str, Target], progress: Progress) -> Iterator[Measurement]:
-    """Yields the measurements of each rate after its rounds.
+    """Yields the measurements of each request rate after all its rounds.
 
-    Each load is drawn anew, and all contestants get the same load: a repeated load would find its
-    prompts in caches and its lengths compiled. Raises Internal if a load has no answer at all.
+    Each round has a new random load, which all contestants get. A repeated load would be too fast:
+    its prompts would be in caches, and its lengths already compiled. Raises Internal if all
+    requests of a load fail.
     """
     names = list(targets)
     if plan.warm_up:
@@ -82,14 +83,14 @@ def _answered(name: str, samples: Sequence[Sample]) -> Sequence[Sample]:
 
 
 def title(rate: float) -> str:
-    """Returns the title of a rate's table."""
+    """Returns the title of the table that has the figures of a request rate."""
     return f"{rate:g} requests/s" if rate else "all at once"
 
 
 def rows(
     rate: float, samples_of: Mapping[str, Sequence[Sequence[Sample]]], slo: Slo
 ) -> Iterator[Measurement]:
-    """Yields the measurements of one rate; a figure is from one load of one contestant."""
+    """Yields the measurements of one request rate; each contestant has a figure for each load."""
     figures = {name: [summarise(load, slo) for load in loads] for name, loads in samples_of.items()}
     all_figures = [load_figures for loads in figures.values() for load_figures in loads]
     # Some loads lack a metric, such as ITL if every answer came in one piece.
@@ -116,7 +117,7 @@ def rows(
 
 
 def _notes(samples_of: Mapping[str, Sequence[Sequence[Sample]]]) -> Iterator[str]:
-    """Yields notes that the figures of a contestant need."""
+    """Yields notes on failed requests, and on tokens that are estimated or come several at once."""
     for name, loads in samples_of.items():
         samples = [sample for load in loads for sample in load]
         if failed := sum(bool(sample.error) for sample in samples):
@@ -135,7 +136,7 @@ def _notes(samples_of: Mapping[str, Sequence[Sequence[Sample]]]) -> Iterator[str
 
 @contextmanager
 def pool(path: str, plan: Plan, *, ignore_eos: bool) -> Iterator[Target]:
-    """Runs a broker with one model inside the context, which begins when the model is loaded."""
+    """Runs a broker with one model for a `with` block; loads the model before the block begins."""
     model = {
         "path": path,
         "sequences": plan.sequences,

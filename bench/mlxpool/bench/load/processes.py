@@ -51,7 +51,7 @@ def _samples(job: Job, child: subprocess.Popen[str]) -> Sequence[Sample]:
 
 @contextmanager
 def _started(job: Job) -> Iterator[subprocess.Popen[str]]:
-    """Runs a sender process inside the context; kills it if it has not ended at the end."""
+    """Runs a sender process during a `with` block, and kills it at the end if it still runs."""
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", "mlxpool.bench.load.sender"],
         stdin=subprocess.PIPE,

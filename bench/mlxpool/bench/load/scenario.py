@@ -1,7 +1,7 @@
-"""Mixed load as users make it: when do first tokens come, and how long are the gaps after them?
+"""Mixed load as users make it: when do first tokens come, and how long are gaps between tokens?
 
-The load goes in turn to a pool of its own or a running pool, and to any server with OpenAI's
-completions.
+Each load goes to a pool and to any server with OpenAI's completions, in turn. The pool is started
+for the load, or is already running.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _pool(options: argparse.Namespace, plan: Plan, progress: Progress) -> Iterat
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    """Returns the plan of the flags. Raises ValueError naming a flag that makes no sense."""
+    """Returns the plan from the flags. Raises ValueError naming a flag that makes no sense."""
     slo = Slo(options.slo_ttft, options.slo_tpot, options.slo_itl, options.slo_e2el)
     if options.goodput and not slo.given():
         raise ValueError("--goodput needs an objective, such as --slo-ttft 500")

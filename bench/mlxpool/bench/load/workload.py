@@ -50,9 +50,9 @@ class Lengths(Struct, frozen=True):
 
 
 class Workload(Struct, frozen=True):
-    """The random part of a load: the number of requests and their lengths in tokens.
+    """The number of requests in a load, and the random distributions of their lengths.
 
-    `text`: prompts are text; `prompt` is then their length in bytes.
+    `text`: prompts are text; `prompt` is then their length in bytes, not in tokens.
     """
 
     requests: int

@@ -109,7 +109,7 @@ def long_agents(
 
 
 def long_prefixes(seed: int, count: int = 240, *, rate: float = 8.0, groups: int = 16) -> Load:
-    """Returns short questions about few long documents: prompts dominate."""
+    """Returns short questions about a few long documents: prompts are far longer than answers."""
     draw, load = random.Random(seed), Load("long prefixes, short questions")
     for number, at in enumerate(_arrivals(draw, count, rate)):
         document = (f"document {draw.randrange(groups)}", 3000)
@@ -119,7 +119,7 @@ def long_prefixes(seed: int, count: int = 240, *, rate: float = 8.0, groups: int
 
 
 def one_hot_prompt(seed: int, count: int = 300, *, rate: float = 6.0) -> Load:
-    """Returns independent requests that share one long beginning, too many for one worker."""
+    """Returns independent requests, too many for one worker, that share one long beginning."""
     draw, load = random.Random(seed), Load("one hot prompt")
     for number, at in enumerate(_arrivals(draw, count, rate)):
         prompt = (("hot", 2000), (f"question {number}", draw.randint(20, 80)))

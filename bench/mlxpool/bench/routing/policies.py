@@ -38,7 +38,10 @@ class Waiting(Struct, frozen=True):
 
 
 class Policy(Protocol):
-    """A routing policy for one model; `workers` are all workers of the model, free or not."""
+    """A routing policy for one model: it chooses a worker, and is informed of later events.
+
+    `workers` are all workers of the model, also those without a free slot.
+    """
 
     def choose(
         self, waiting: Sequence[Waiting], workers: Sequence[SimulatedWorker]
@@ -146,7 +149,7 @@ class Oracle(_Cheapest):
 
 
 class Ours(_Cheapest):
-    """The broker's policy: it knows its sent requests, and the workers' heartbeats."""
+    """The broker's policy, which knows only its own decisions and the workers' heartbeats."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +227,10 @@ def _pieces(prompt: tuple[Segment, ...]) -> PromptPieces:
 
 @cache
 def _message(segment: Segment) -> dict[str, str]:
-    """Returns a message that the broker estimates as `segment` tokens, equal for equal segments."""
+    """Returns a chat message that the broker estimates as the tokens of `segment`.
+
+    Equal segments have equal messages.
+    """
     name, count = segment
     role = "assistant" if " answer " in name else "user"
     length = max(len(name) + 1, count * BYTES_PER_TOKEN - 26)  # 26 bytes are the map around it

@@ -64,7 +64,10 @@ def _processor_seconds(processes: Sequence[psutil.Process]) -> float:
 
 
 class _Sender:
-    """Sends each request in a thread; a following request waits for the earlier end and a delay."""
+    """Sends each request of a load from its own thread.
+
+    A request that follows another request waits for the end of that request, then for a delay.
+    """
 
     def __init__(self, client: Client, load: Load) -> None:
         self._client, self._load = client, load
@@ -115,7 +118,10 @@ class _Sender:
         self._ended[number].set()
 
     def _ids(self, call: Call) -> Sequence[int]:
-        """Returns the ids of a prompt; earlier answers in the prompt are the model's own."""
+        """Returns the token ids of a request's prompt.
+
+        Earlier answers in the prompt have the ids that the model generated for them.
+        """
         parts = [self._answers.get(segment[0]) or _segment(segment) for segment in call.prompt]
         return array("I", b"".join(parts)).tolist()
 

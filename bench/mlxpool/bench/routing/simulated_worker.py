@@ -50,7 +50,7 @@ class PrefixBlocks:
         self.evicted = 0  # tokens
 
     def found(self, prompt: tuple[Segment, ...]) -> int:
-        """Returns the number of cached tokens at the prompt's begin, without the last token."""
+        """Returns the number of cached tokens at the prompt's start, without the last token."""
         length = sum(count for _, count in prompt)
         blocks = sum(1 for _ in itertools.takewhile(self._blocks.__contains__, _blocks(prompt)))
         return min(blocks * CACHE_BLOCK, length - 1)
@@ -80,7 +80,7 @@ def _blocks(prompt: tuple[Segment, ...]) -> list[int]:
 
 
 def _shared(first: tuple[Segment, ...], second: tuple[Segment, ...]) -> int:
-    """Returns the number of tokens in full blocks that both prompts have at their begin."""
+    """Returns the number of tokens in full blocks that both prompts have at their start."""
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
     return sum(count for (_, count), _ in same) // CACHE_BLOCK * CACHE_BLOCK
 
@@ -109,7 +109,7 @@ class SimulatedWorker:
         return sum(row.unread - (row.expected if row.cached < 0 else 0) for row in self.rows)
 
     def will_find(self, prompt: tuple[Segment, ...]) -> int:
-        """Returns the number of a prompt's tokens that are cached now or will be at its turn."""
+        """Returns the number of leading tokens cached now, or once the running requests end."""
         there = max((_shared(prompt, row.call.prompt) for row in self.rows), default=0)
         return max(there, self.cache.found(prompt))
 

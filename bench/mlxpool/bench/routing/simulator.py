@@ -18,9 +18,9 @@ COMES, STEPS = 0, 1
 class Outcome(Struct, frozen=True):
     """The outcome of a load. `read`: the number of prompt tokens that the workers computed.
 
-    `unique`: the same with one endless cache. Times of first tokens are milliseconds since a
-    request came. `processor_s` is the processor time of the workers; a simulated worker uses it
-    while it computes a step.
+    `unique`: the number that a single worker with an endless cache would compute. Times of first
+    tokens are milliseconds since the arrival of the request. `processor_s` is the processor time of
+    the workers; a simulated worker uses it while it computes a step.
     """
 
     read: int
@@ -55,9 +55,10 @@ def run(load: Load, policy: Policy, machines: Sequence[Machine]) -> Outcome:
 
 
 class _Simulation:
-    """The simulation of a load.
+    """The simulation of a load under one policy.
 
-    `_events` are (time, COMES, number of a request) and (time, STEPS, number of a worker).
+    `_events` is a heap of (time, COMES, number of the request that arrives) and (time, STEPS,
+    number of the worker whose step ends).
     """
 
     def __init__(self, load: Load, policy: Policy, machines: Sequence[Machine]) -> None:

@@ -42,7 +42,10 @@ if "{WORKER_VARIABLE}" in os.environ:
 
 
 class Flood(Struct, frozen=True):
-    """The traffic: `tokens` of a stream, `rows` (tokens) of a frame, frames/s (0: no limit)."""
+    """The traffic of a round: `streams` streams, each of `tokens` tokens.
+
+    `rows`: number of tokens in a frame. `rate`: frames/s; 0: no limit.
+    """
 
     streams: int
     rows: int
@@ -100,9 +103,10 @@ def send_round(
 
 
 def frames(requests: list[tuple[bytes, int]], flood: Flood) -> Iterator[list[list[object]]]:
-    """Yields frames whose rows have one token each, of all streams in rotation.
+    """Yields frames of rows; each row has one token of a stream, and the streams take turns.
 
-    The first row of a stream also has its facts, the last row its end.
+    The first row of a stream also carries the data about its model (FACTS), the last row the end of
+    the stream.
     """
     positions = {request: 0 for request in requests}
     turn = cycle(requests)

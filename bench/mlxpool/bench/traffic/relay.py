@@ -1,8 +1,8 @@
-"""The peer of the broker: two ROUTER sockets, every message forwarded unchanged.
+"""The peer of the broker: a relay that forwards messages unchanged between two ROUTER sockets.
 
 python -m mlxpool.bench.traffic.relay FRONT BACK   # endpoints
 
-The first client of FRONT gets all messages.
+All messages from BACK go to the first client of FRONT.
 """
 
 from __future__ import annotations

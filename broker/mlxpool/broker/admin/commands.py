@@ -74,7 +74,10 @@ class Commands:
         return stats(self._operations.snapshot(now, False))
 
     def watch(self, message: Message, now: float) -> Answer:
-        """Raises QueueFull. This handler is called only if there are too many subscribers."""
+        """Refuses a subscriber with QueueFull.
+
+        The server calls this handler only if there are too many subscribers.
+        """
         raise QueueFull(f"{MAX_SUBSCRIBERS} others watch the pool already", retry_after_ms=5000)
 
     def models(self, message: Message, now: float) -> Answer:
@@ -97,7 +100,7 @@ class Commands:
         return {"model": name}
 
     def drain(self, message: Message, now: float) -> Answer:
-        """Drain a worker (by its slot), a model, or the pool."""
+        """Drains a worker (by its slot), a model, or the pool."""
         request = DrainRequest.parse(message.body)
         grace = self._operations.drain_grace() if request.grace is None else request.grace
         slot, model = None, None
@@ -119,7 +122,7 @@ class Commands:
         return {"draining": drained, "timeout_ms": round(grace * 1000)}
 
     def restart(self, message: Message, now: float) -> Answer:
-        """Replace a slot's worker. Its streams resume in the next worker."""
+        """Replaces a slot's worker. Its streams resume in the next worker."""
         self._refuse_while_ending()
         slot = self._slot(message.kind, message.body.get("slot"))
         if slot.worker is not None:

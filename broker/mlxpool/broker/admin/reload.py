@@ -165,13 +165,13 @@ class Target(Protocol):
         """Returns the model that serves a name."""
 
     def use(self, config: PoolConfig) -> dict[str, str]:
-        """Apply limits and keys; returns the revoked keys, public key -> name."""
+        """Applies limits and keys; returns the revoked keys, public key -> name."""
 
     def use_models(self, models: Mapping[str, ModelConfig]) -> None:
-        """Apply the models of new settings."""
+        """Applies the models of new settings."""
 
     def disconnect_user(self, user: str, now: float) -> None:
-        """End every connection whose handshake had this user id."""
+        """Ends every connection whose handshake had this user id."""
 
 
 class Reloader:
@@ -214,7 +214,7 @@ class Reloader:
         raise BadRequest(self._outcome)
 
     def after_reload(self, answer: Callable[[float], None], now: float) -> None:
-        """Read the settings, and call `answer` after they were applied or the reload failed."""
+        """Reads the settings, and calls `answer` after they were applied or the reload failed."""
         (self._answers if self._thread is None else self._later).append(answer)
         if not self.begin():
             self._answer_all(now)
@@ -225,7 +225,7 @@ class Reloader:
             answer(now)
 
     def begin(self) -> bool:
-        """Start a reload; returns False if the broker has no file of settings."""
+        """Starts a reload; returns False if the broker has no file of settings."""
         if self._reread is None:
             log.warning("nothing to reload: the broker was not started from settings")
             return False
@@ -265,7 +265,7 @@ class Reloader:
         self.waker.wake()
 
     def apply(self, now: float) -> None:
-        """Apply the settings that were read."""
+        """Applies the settings that were read."""
         self.waker.drain()
         if self._thread is not None:
             self._thread.join()
@@ -303,7 +303,7 @@ class Reloader:
         self._outcome = change
 
     def _apply_limits(self, config: PoolConfig, now: float) -> None:
-        """Apply all settings but models. End the streams and connections of revoked keys."""
+        """Applies all settings but models. Ends the streams and connections of revoked keys."""
         revoked = self._target.use(config)
         self._perform(ev.Reload(config, memory_limit_bytes(config)), now)
         for public, name in revoked.items():
@@ -320,6 +320,6 @@ class Reloader:
         return ev.ModelFound(name, model, location, weights)
 
     def close(self) -> None:
-        """Stop reloads. A read under way has no effect."""
+        """Stops reloads. A read under way has no effect."""
         self._again, self._reread = False, None
         self.waker.close()

@@ -25,7 +25,10 @@ MAX_PER_TURN = 64  # most messages answered before other sockets are read
 
 
 class AdminServer:
-    """Answers each message with a message of equal kind or `error`; `watch` gets many answers."""
+    """Answers each command with a message of the same kind, or with `error`.
+
+    A client that sent `watch` gets an update every second.
+    """
 
     def __init__(
         self,
@@ -51,7 +54,7 @@ class AdminServer:
         self._counters = counters
 
     def serve(self, now: float) -> None:
-        """Answer the messages waiting on the socket, at most MAX_PER_TURN."""
+        """Answers the messages waiting on the socket, at most MAX_PER_TURN."""
         for _ in range(MAX_PER_TURN):
             received = self.peers.receive(now)
             if received is None:
@@ -81,7 +84,7 @@ class AdminServer:
             self._answer(number, message, now)
 
     def _about_jobs(self, number: int, message: Message, now: float) -> None:
-        """Start an operation on jobs. The answer follows the store's result."""
+        """Starts an operation on jobs. The answer follows the store's result."""
         kind, id = message.kind, message.header.id
 
         def answer(content: Content) -> None:
@@ -117,7 +120,7 @@ class AdminServer:
             self.peers.forget(number)
 
     def send_updates(self, now: float) -> None:
-        """Send updates to subscribers, if any is due."""
+        """Sends updates to subscribers, if any is due."""
         self._guarded(self.subscriptions.send_due, now)
 
     def _guarded(self, step: Callable[[float], None], now: float) -> None:

@@ -25,9 +25,9 @@ class ServiceNotifier(Closing):
     """Sends messages to a service manager. Does nothing without a service manager."""
 
     def __init__(self, address: str = "", watchdog: float = 0.0) -> None:
-        """`address`: a path, or "@" and an abstract name.
+        """`address`: the path of the socket, or "@" and the name of an abstract socket.
 
-        `watchdog`: seconds of its timeout; 0: none.
+        `watchdog`: the timeout of the manager's watchdog in seconds; 0: there is no watchdog.
         """
         self._socket: socket.socket | None = None
         self._address = "\0" + address[1:] if address.startswith("@") else address
@@ -44,7 +44,10 @@ class ServiceNotifier(Closing):
     def from_environment(
         cls, environment: MutableMapping[str, str] | None = None
     ) -> ServiceNotifier:
-        """Create a notifier from the environment, whose variables workers must not inherit."""
+        """Creates a notifier from environment variables.
+
+        Removes the variables, because workers must not inherit them.
+        """
         variables = os.environ if environment is None else environment
         address = variables.pop(SOCKET, "")
         microseconds, pid = variables.pop(WATCHDOG, ""), variables.pop(WATCHDOG_PID, "")
@@ -61,18 +64,21 @@ class ServiceNotifier(Closing):
         return self._socket is not None
 
     def ready(self) -> None:
-        """Send that the broker serves, or has reloaded its settings."""
+        """Reports to the service manager that the broker serves, or has reloaded its settings."""
         self._send("READY=1")
 
     def reloading(self) -> None:
-        """Send that the broker reloads its settings. `ready` follows, also after a failure."""
+        """Reports to the service manager that the broker reloads its settings.
+
+        A call of `ready` follows, also after a failed reload.
+        """
         self._send(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self) -> None:
         self._send("STOPPING=1")
 
     def on_turn(self, status: Callable[[], str], now: float) -> None:
-        """Send due messages. `status` returns the text of a due status message."""
+        """Sends the messages that are due. `status` returns the text for a status message."""
         if now >= self._watchdog_at and self._watchdog_interval < math.inf:
             self._watchdog_at = now + self._watchdog_interval
             self._send("WATCHDOG=1")

@@ -1,7 +1,7 @@
 """Connections that get the pool's figures once a second, until their lease ends.
 
-A subscriber renews its lease before the end. So few frames are sent to a subscriber that froze or
-left. Without subscribers no snapshot is taken.
+A subscriber renews its lease before the lease ends. A subscriber that froze or left therefore gets
+only a few more frames. Without subscribers no snapshot is taken.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Subscriptions:
         return number in self._by_number or len(self._by_number) < MAX_SUBSCRIBERS
 
     def renew(self, number: int, request_id: bytes | None, now: float) -> None:
-        """Begin or renew a subscription. A new subscription gets its first update immediately."""
+        """Begins or renews a subscription. A new subscription gets its first update immediately."""
         self._due = min(self._due, now + INTERVAL)
         known = self._by_number.get(number)
         if known is not None:
@@ -69,7 +69,10 @@ class Subscriptions:
         return self._due
 
     def send_due(self, now: float) -> None:
-        """Send a due update to all subscribers but those with a first update just now."""
+        """Sends an update, if it is due, to all subscribers.
+
+        Subscribers that have just received their first update are skipped.
+        """
         if now < self._due:
             return
         for number in [
@@ -87,7 +90,7 @@ class Subscriptions:
                 self._send(number, figures)
 
     def _send(self, number: int, figures: Mapping[str, Any]) -> None:
-        """Send an update.
+        """Sends an update.
 
         Connections with a backlog are skipped, because old updates are useless.
         """

@@ -16,7 +16,7 @@ from mlxpool.common.protocol.to_client import Failed
 
 
 class ToClient(Struct, frozen=True):
-    """Send a message to a client."""
+    """Sends a message to a client."""
 
     link: int
     header: Header
@@ -24,7 +24,7 @@ class ToClient(Struct, frozen=True):
 
 
 class ToWorker(Struct, frozen=True):
-    """Send a message to the worker of a slot."""
+    """Sends a message to the worker of a slot."""
 
     slot: str
     header: Header
@@ -32,37 +32,39 @@ class ToWorker(Struct, frozen=True):
 
 
 class StartWorker(Struct, frozen=True):
-    """Start the worker process of a slot."""
+    """Starts the worker process of a slot."""
 
     slot: str
     model: str
 
 
 class StopWorker(Struct, frozen=True):
-    """Stop the process of a slot: ask it to end, later kill it. `at_once`: kill it immediately."""
+    """Stops the process of a slot: asks it to end, and later kills it.
+
+    `at_once`: kills it immediately.
+    """
 
     slot: str
     at_once: bool = False
 
 
 class ForgetLink(Struct, frozen=True):
-    """Forget the link of a connection: its next frame makes a new link."""
+    """Forgets the link of a connection: its next frame makes a new link."""
 
     link: int
 
 
 class DumpStacks(Struct, frozen=True):
-    """Ask a worker process to write the stacks of its threads into its log."""
+    """Asks a worker process to write the stacks of its threads into its log."""
 
     slot: str
 
 
 class JobSetBack(Struct, frozen=True):
-    """Report the loss of a worker that ran a job to the job manager.
+    """Reports to the job manager that a worker which ran a job was lost.
 
-    The job's run goes on, or fails.
-
-    `charge` is the job's blame for lost workers, see blame.py. `cause` is a sentence.
+    The job's run goes on, or fails. `charge` is the job's share of the blame for lost workers, see
+    blame.py. `cause` is a sentence.
     """
 
     id: bytes
@@ -73,11 +75,11 @@ class JobSetBack(Struct, frozen=True):
 
 
 class StopPool(Struct, frozen=True):
-    """The drain of the pool is complete."""
+    """Stops the broker, because the drain of the pool is complete."""
 
 
 class Note(Struct, frozen=True):
-    """Write a log line. It never contains a prompt or a completion."""
+    """Writes a log line. It never contains a prompt or a completion."""
 
     level: str
     event: str
@@ -85,11 +87,11 @@ class Note(Struct, frozen=True):
 
 
 class RequestEnded(Struct, frozen=True):
-    """The figures of an ended request for trace spans (setting `traces`). On the core's clock.
+    """The figures of an ended request, for trace spans (setting `traces`).
 
-    `assigned_at`: time of its first assignment to a worker; 0: never. `resumes`: times at which it
-    lost its worker or place, each with the time of its next assignment. `timings_ms` comes from the
-    newest worker.
+    All times are on the core's clock. `assigned_at`: time of the first assignment to a worker; 0:
+    never. `resumes`: times at which the request lost its worker or batch slot, each with the time
+    of the next assignment. `timings_ms` are the durations that the newest worker reported.
     """
 
     id: bytes
@@ -138,11 +140,11 @@ class Outbox:
         self.merged: dict[int, list[Delta]] = {}  # link -> deltas of the current event
 
     def open(self) -> None:
-        """Begin an event."""
+        """Begins an event."""
         self.actions = []
 
     def close(self) -> list[Action]:
-        """End the event. Returns its actions in order."""
+        """Ends the event. Returns its actions in order."""
         for link in list(self.merged):
             self._flush_merged(link)
         return self.actions
@@ -155,7 +157,7 @@ class Outbox:
     def send(
         self, link: int, message: Content, id: bytes | None = None, attempt: int = 0, pos: int = 0
     ) -> None:
-        """Send a message to a client, unless the link is lost."""
+        """Sends a message to a client, unless the link is lost."""
         if link in self.merged:
             self._flush_merged(link)
         known = self._state.links.get(link)
@@ -164,16 +166,16 @@ class Outbox:
             self.actions.append(ToClient(link, header, message))
 
     def send_stream(self, request: Request, message: Content, pos: int) -> None:
-        """Send a message on a request's stream."""
+        """Sends a message on a request's stream."""
         reader = request.reader
         self.send(reader.link, message, request.id, reader.attempt, pos)
 
     def merge(self, link: int, row: Delta) -> None:
-        """Send a delta, merged with the other deltas of this event to its link."""
+        """Sends a delta in one message with the other deltas of this event to the same link."""
         self.merged.setdefault(link, []).append(row)
 
     def complain(self, link: int, error: PoolError, about: bytes | None) -> None:
-        """Send an error that does not end a stream."""
+        """Sends an error that does not end a stream."""
         self.send(link, Failed.about(error, about))
 
     def _flush_merged(self, link: int) -> None:
@@ -183,7 +185,7 @@ class Outbox:
     # ---- workers -----------------------------------------------------------------------------
 
     def tell(self, worker: Worker, message: Content, id: bytes | None = None, run: int = 0) -> None:
-        """Send a message to a worker. `run`: the number of the run that the message concerns."""
+        """Sends a message to a worker. `run`: the number of the run that the message concerns."""
         header = Header(message.kind, id, worker.epoch, run)
         self.actions.append(ToWorker(worker.slot, header, message))
 
@@ -191,7 +193,7 @@ class Outbox:
         self.actions.append(StopWorker(worker.slot, at_once))
 
     def note_worker(self, level: str, event: str, worker: Worker, **fields: object) -> None:
-        """Write a log line about a worker."""
+        """Writes a log line about a worker."""
         known = {"model": worker.model, "worker": worker.slot, "epoch": worker.epoch}
         gpus = {"gpus": ",".join(worker.gpus)} if worker.gpus else {}
         self.actions.append(Note(level, event, {**known, "pid": worker.pid, **gpus, **fields}))

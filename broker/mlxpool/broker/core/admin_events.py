@@ -30,7 +30,7 @@ class AdminEvents(Struct, eq=False):
     # ---- operators ---------------------------------------------------------------------------
 
     def on_load(self, event: ev.LoadModel, now: float) -> None:
-        """Start a model, even if its breaker is open or it drains."""
+        """Starts a model, even if its breaker is open or it drains."""
         if not self._state.admits:
             return
         model = self._state.registry.models[event.model]
@@ -40,7 +40,7 @@ class AdminEvents(Struct, eq=False):
         self._pool.require(model, now)
 
     def on_want(self, event: ev.WantModel, now: float) -> None:
-        """Start workers for the jobs that wait for a model, as for a waiting request."""
+        """Starts workers for the jobs that wait for a model, as if a request waited for it."""
         model = self._state.registry.models.get(event.model)
         if model is None or not self._state.admits or not model.admits:
             return
@@ -48,7 +48,10 @@ class AdminEvents(Struct, eq=False):
             self._pool.require(model, now)
 
     def on_unload(self, event: ev.UnloadModel, now: float) -> None:
-        """Fail the runs of a model and stop its workers. Waiting requests start the model again."""
+        """Fails the runs of a model and stops its workers.
+
+        Waiting requests start the model again.
+        """
         model = self._state.registry.models[event.model]
         for worker in model.workers:
             error = WorkerLost(
@@ -70,7 +73,7 @@ class AdminEvents(Struct, eq=False):
             self._drainer.drain_worker(event.slot, 0.0, now)
 
     def on_shutdown(self, event: ev.Shutdown, now: float) -> None:
-        """End all streams and calls, then stop the workers. New requests are refused."""
+        """Ends all streams and calls, then stops the workers. New requests are refused."""
         state = self._state
         state.phase = PoolPhase.CLOSING
         error = Draining(
@@ -100,7 +103,7 @@ class AdminEvents(Struct, eq=False):
         registry.memory, registry.restart_limit = event.memory, event.config.restart_limit
 
     def on_unreachable(self, event: ev.Unreachable, now: float) -> None:
-        """Retry failed models once workers can reach the broker again."""
+        """Retries failed models once workers can reach the broker again."""
         self._state.trouble = event.why
         failed = (m for m in self._state.registry.models.values() if m.state in FAILING)
         for model in failed if not event.why else ():
@@ -114,13 +117,13 @@ class AdminEvents(Struct, eq=False):
         self._state.registry.describe(event.name, event.about)
 
     def on_model_gone(self, event: ev.ModelGone, now: float) -> None:
-        """Drain a model that the settings lack. New requests get UnknownModel."""
+        """Drains a model that was removed from the settings. New requests get UnknownModel."""
         model = self._state.registry.remove(event.name)
         if model is not None:
             self._drainer.drain_model(model, event.grace, now)
 
     def on_model_changed(self, event: ev.ModelChanged, now: float) -> None:
-        """Replace the workers of a model with new settings.
+        """Replaces the workers of a model whose settings have changed.
 
         Old workers finish, or hand over their streams after `grace`.
         """

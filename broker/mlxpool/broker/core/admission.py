@@ -1,4 +1,4 @@
-"""Handles `generate`: checks, accepts and queues it, or lets a retry take over its stream."""
+"""Handles `generate`: queues a new request, or lets a retry continue the request's stream."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ RESUME_FACTOR = 4  # factor of the bounds for streams that an earlier broker had
 
 
 class Admission(Struct, eq=False):
-    """Answers bad, excessive and known requests. Queues all other requests."""
+    """Accepts requests of clients: checks and queues new requests, and handles retries.
+
+    Invalid requests and requests over a limit are answered with an error.
+    """
 
     _state: State
     _outbox: Outbox
@@ -63,7 +66,10 @@ class Admission(Struct, eq=False):
             self._refuse(live, event, error, now)
 
     def _may_send_again(self, known: Request | Tombstone, event: ev.ClientGenerate) -> bool:
-        """Returns whether this is a later attempt of `known`; if not, answers the client."""
+        """Returns whether an event is a later attempt of a known request.
+
+        If it is not, the client gets an answer.
+        """
         ended = isinstance(known, Tombstone)
         if (known.owner, known.digest) != (event.owner, event.digest):
             self._refuse_id(event, "is in use by another request")
@@ -87,9 +93,9 @@ class Admission(Struct, eq=False):
     def _refuse(
         self, live: Request | None, event: ev.ClientGenerate, error: PoolError, now: float
     ) -> None:
-        """Answer with a terminal error.
+        """Answers a request with a terminal error.
 
-        It also ends the stream that the retry should have taken over.
+        `live`: the stream that the request should have continued; the error ends this stream too.
         """
         if live is None:
             self._state.counters.rejected[error.code] += 1
@@ -104,7 +110,10 @@ class Admission(Struct, eq=False):
     # ---- jobs --------------------------------------------------------------------------------
 
     def check_job(self, owner: str, work: Work, digest: bytes, now: float) -> None:
-        """Raises PoolError if a request may not become a job, whether workers are free or not."""
+        """Raises PoolError if a request may not become a job.
+
+        A lack of free workers does not matter: a job can wait.
+        """
         state = self._state
         model = state.registry.model(work.model)
         state.check_admits(model, work.model)
@@ -115,7 +124,7 @@ class Admission(Struct, eq=False):
         self._ended.check_quarantine(digest)
 
     def on_start_job(self, event: ev.StartJob, now: float) -> None:
-        """Accept the run of a job, or answer its manager with the error."""
+        """Accepts the run of a job, or answers its manager with the error."""
         self._state.heard(JOBS_LINK, now)
         try:
             if event.id in self._state.requests:
@@ -141,7 +150,7 @@ class Admission(Struct, eq=False):
     def _accept(
         self, event: ev.ClientGenerate, message: Generate, run: Run, rank: int, now: float
     ) -> None:
-        """Accept a request whose id is not live. Raises PoolError if the request is refused."""
+        """Accepts a request whose id is not live. Raises PoolError if the request is refused."""
         state = self._state
         model = state.registry.model(message.model)
         state.check_admits(model, message.model)
@@ -197,7 +206,10 @@ class Admission(Struct, eq=False):
         return now + (default if message.deadline_ms is None else _seconds(message.deadline_ms))
 
     def _queued(self, request: Request, now: float) -> None:
-        """Announce a request that a first attempt or a retry queued, then dispatch its model."""
+        """Confirms a request that has just been queued, and dispatches the requests of its model.
+
+        The request is a first attempt or a retry.
+        """
         self._state.attach(request)
         self._state.watch_link(request.reader.link, now)
         self._delivery.set_timer(request)
@@ -223,7 +235,7 @@ class Admission(Struct, eq=False):
     def _take_over(
         self, request: Request, event: ev.ClientGenerate, message: Generate, now: float
     ) -> None:
-        """Continue a stream from the ids that its client has, and cancel the earlier attempt's run.
+        """Continues a stream from the ids that its client has; cancels the earlier attempt's run.
 
         Raises PoolError if the ids differ from the stream's ids or the model is unavailable.
         """
@@ -254,9 +266,9 @@ def _new_reader(event: ev.ClientGenerate, message: Generate) -> Reader:
 
 
 def _bounded(state: State, message: Generate) -> Generate:
-    """Returns the message, with the default max_tokens of the settings if it has none.
+    """Returns the message; if it has no max_tokens, it gets the default of the settings.
 
-    A resumed stream keeps the `max_tokens` of its Facts.
+    A resumed stream keeps the `max_tokens` that its first worker reported (Facts).
     """
     if message.options.max_tokens >= 0:
         return message
@@ -269,7 +281,7 @@ def _bounded(state: State, message: Generate) -> Generate:
 
 
 def _set_ids(run: Run, message: Generate) -> None:
-    """Set the position of a run to the ids that its client has."""
+    """Replaces the ids of a run by the token ids that its client already has."""
     run.ids = bytearray(message.resume_ids)
     run.measured_ids = run.taken
     run.reported = 0 if message.resume is None else message.resume.reported
@@ -305,7 +317,10 @@ def _check_ids(run: Run, ids: bytes) -> None:
 
 
 def _bound_factor(message: Generate) -> int:
-    """Returns the factor of the queue bounds: streams accepted before have larger bounds."""
+    """Returns the factor for the bounds of a queue.
+
+    The bounds are larger for a retry of a stream that was accepted before.
+    """
     return RESUME_FACTOR if message.resume_ids else 1
 
 

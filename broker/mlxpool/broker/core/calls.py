@@ -83,7 +83,7 @@ class Calls(Struct, eq=False):
         self._outbox.send(event.link, answer, event.id, event.attempt)
 
     def _keep(self, message: Keep | PoolError, now: float) -> int:
-        """Set the time for which an idle model stays loaded.
+        """Sets the time for which an idle model stays loaded.
 
         Returns it in milliseconds. Raises PoolError.
 
@@ -113,7 +113,7 @@ class Calls(Struct, eq=False):
             self._outbox.send(event.link, Failed.of(error), event.id, event.attempt)
 
     def _queue(self, event: ev.ClientModelCall, now: float) -> None:
-        """Queue a client's call. Raises PoolError if it is invalid, or cannot be answered now."""
+        """Queues a client's call. Raises PoolError if it is invalid, or cannot be answered now."""
         if isinstance(event.message, PoolError):
             raise event.message
         model = self._checked(event.message, now)
@@ -124,7 +124,7 @@ class Calls(Struct, eq=False):
         )
 
     def start_job(self, event: ev.StartJob, message: ModelCall, now: float) -> None:
-        """Queue the call of a job; its answer goes to JOBS_LINK. Raises PoolError."""
+        """Queues the call of a job; its answer goes to JOBS_LINK. Raises PoolError."""
         if event.id in self._state.calls:
             raise DuplicateId(f"an open call has the id of the job {event.id.hex()}")
         model = self._checked(message, now)
@@ -147,7 +147,7 @@ class Calls(Struct, eq=False):
         return model
 
     def _add(self, model: Model, call: Call, now: float) -> None:
-        """Queue a call at its model. Raises QueueFull."""
+        """Queues a call at its model. Raises QueueFull."""
         self._check_bounds(model, call)
         self._state.add_call(call)
         model.calls.add(call)
@@ -158,7 +158,7 @@ class Calls(Struct, eq=False):
         self._pool.update_idle_timer(model, now)
 
     def _redirect(self, event: ev.ClientModelCall, message: ModelCall) -> bool:
-        """Send the answer of a known call to the link of this attempt.
+        """Sends the answer of a known call to the link of this attempt.
 
         Returns False for a new call.
 
@@ -188,7 +188,7 @@ class Calls(Struct, eq=False):
             )
 
     def forward(self, model: Model) -> None:
-        """Give waiting calls to the workers with the fewest calls, up to MAX_IN_WORKER each."""
+        """Gives waiting calls to the workers with the fewest calls, up to MAX_IN_WORKER each."""
         if self._state.phase is PoolPhase.CLOSING:
             return  # all calls are about to end
         serving = [worker for worker in model.workers if worker.serves]
@@ -204,7 +204,7 @@ class Calls(Struct, eq=False):
     # ---- ends --------------------------------------------------------------------------------
 
     def on_answer(self, event: ev.WorkerAnswer, now: float) -> None:
-        """Handle a worker's answer to a call."""
+        """Handles a worker's answer to a call."""
         worker = self._state.workers.get(event.epoch)
         if worker is None or event.id not in worker.calls:
             self._state.counters.fenced += 1
@@ -220,7 +220,7 @@ class Calls(Struct, eq=False):
         self._pool.work_ended(model, now)
 
     def on_timer(self, id: bytes, now: float) -> None:
-        """Fail a call whose deadline has passed."""
+        """Fails a call whose deadline has passed."""
         call = self._state.calls.get(id)
         if call is not None:
             why = f"no answer to {call.message.kind} after {now - call.accepted_at:.3f} s"
@@ -233,7 +233,7 @@ class Calls(Struct, eq=False):
         return call if call is not None and owner in (None, call.message.owner) else None
 
     def cancel(self, call: Call, now: float, error: PoolError | None = None) -> None:
-        """End a call with an error, or without an answer, and cancel it in its worker.
+        """Ends a call with an error, or without an answer, and cancels it in its worker.
 
         The job manager gets a message for each end.
         """
@@ -257,8 +257,9 @@ class Calls(Struct, eq=False):
         return [call for call in calls if call.message.computes]
 
     def worker_lost(self, worker: Worker, cause: str, shares: Mapping[bytes, float]) -> None:
-        """Queue a lost worker's calls again. Calls at fault, or with too many lost workers, fail.
+        """Queues the calls of a lost worker again.
 
+        A call fails if it is to blame for the loss, or if too many workers were lost with it.
         `shares`: the blame of each call for the loss, by call id, see blame.py.
         """
         model = self._state.model_of_worker(worker)
@@ -277,12 +278,12 @@ class Calls(Struct, eq=False):
         worker.calls.clear()
 
     def _tell_jobs(self, call: Call, worker: Worker, cause: str) -> None:
-        """Report a loss to the job manager, which stores the job's charge and the failure."""
+        """Reports a lost worker to the job manager, which stores the charge and the failure."""
         where = exit_causes.ended(worker.slot, cause)
         self._outbox.add(JobSetBack(call.id, call.attempt, worker.slot, call.charge, where))
 
     def _answer(self, call: Call, answer: Content | None) -> None:
-        """End a call; all calls end here. `answer` None: nobody waits for it."""
+        """Ends a call; all calls end here. `answer` None: nobody waits for it."""
         self._state.remove_call(call)
         self._state.timers.clear(("call", call.id))
         if answer is not None:

@@ -46,7 +46,7 @@ class Core:
         memory: int = NO_LIMIT,
         locations: Mapping[str, str] | None = None,
     ) -> None:
-        """`needs`: the bytes of one worker of each model. `memory`: the bytes of all workers.
+        """`needs`: bytes of a worker of each model. `memory`: bound on the bytes of all workers.
 
         `locations`: the path of each model's files. Models with one path may share workers.
         """

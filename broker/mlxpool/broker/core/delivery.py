@@ -18,7 +18,10 @@ from mlxpool.common.protocol.to_client import Done, Failed, StreamDelta
 
 
 class Delivery(Struct, eq=False):
-    """Sends one terminal message for each accepted id and attempt, and no message after it."""
+    """Sends the output of runs to their readers, and ends streams.
+
+    Each accepted id and attempt gets one terminal message, and no message after it.
+    """
 
     _state: State
     _outbox: Outbox
@@ -28,7 +31,7 @@ class Delivery(Struct, eq=False):
     # ---- output ------------------------------------------------------------------------------
 
     def flush(self, request: Request, now: float) -> None:
-        """Send the unread output that fits in the reader's flow-control window."""
+        """Sends the unread output that fits in the reader's flow-control window."""
         reader = request.reader
         while reader.unread and reader.sent - reader.acked < reader.window:
             self._send_chunk(request, reader.unread.popleft())
@@ -60,7 +63,7 @@ class Delivery(Struct, eq=False):
         self._outbox.merge(reader.link, row)
 
     def set_timer(self, request: Request) -> None:
-        """Set a request's timer: its first deadline, or the limit of time without an ack."""
+        """Sets a request's timer: its first deadline, or the limit of time without an ack."""
         at = min(request.deadline, request.queue_deadline, request.first_token_deadline)
         if since := request.reader.blocked_since:
             at = min(at, since + self._state.config.ack_grace)
@@ -96,7 +99,7 @@ class Delivery(Struct, eq=False):
     # ---- ends --------------------------------------------------------------------------------
 
     def finish(self, request: Request, end: RunEnd, now: float) -> None:
-        """End a stream because its run has ended with `end`."""
+        """Ends a stream because its run has ended with `end`."""
         run = request.run
         timings = {
             "queue": _ms(run.assigned_at - request.accepted_at),
@@ -119,12 +122,12 @@ class Delivery(Struct, eq=False):
         self.fail_with(request, Failed.of(error), now)
 
     def fail_with(self, request: Request, failed: Failed, now: float) -> None:
-        """End a stream with an error from its worker."""
+        """Ends a stream with an error from its worker."""
         self._state.counters.failures[failed.code] += 1
         self._end(request, "fail", failed, now)
 
     def fail_slow(self, request: Request, why: str, now: float) -> None:
-        """End a stream whose reader reads or acknowledges too slowly. Unread output is dropped."""
+        """Ends a stream whose reader reads or acknowledges too slowly. Unread output is dropped."""
         config, reader = self._state.config, request.reader
         reader.unread.clear()
         error = SlowConsumer(
@@ -134,7 +137,11 @@ class Delivery(Struct, eq=False):
         self.fail(request, error, now)
 
     def _end(self, request: Request, event: str, terminal: Done | Failed, now: float) -> None:
-        """End a stream; all streams end here. Its last output and terminal ignore all bounds."""
+        """Ends a stream; all streams end here.
+
+        The remaining output and the terminal message are sent even if a bound, such as the
+        flow-control window, is exceeded.
+        """
         state, reader, model = self._state, request.reader, self._state.model_of(request)
         if request.state is RequestState.QUEUED:
             model.queue.drop(request)

@@ -1,4 +1,4 @@
-"""Gives waiting requests to workers that have credit for them."""
+"""Assigns waiting requests to workers that report free sequences (credit)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ from mlxpool.common.protocol.to_worker import Work
 
 
 class Dispatcher(Struct, eq=False):
-    """Gives requests only to READY workers, and never more requests than their credit."""
+    """Assigns waiting requests to workers.
+
+    Only READY workers get requests, and never more requests than their credit (free sequences).
+    """
 
     _state: State
     _outbox: Outbox
@@ -45,10 +48,10 @@ class Dispatcher(Struct, eq=False):
     _sharing: PlaceSharing
 
     def dispatch(self, model: Model, now: float) -> None:
-        """Assign the model's waiting requests: first resumed requests, then fresh requests.
+        """Assigns the model's waiting requests: first resumed requests, then fresh requests.
 
-        Promised places go to their owners before all others. Charged jobs that yield to other
-        requests get the remaining places.
+        A place (batch slot) that was promised to an owner goes to that owner's requests first. Jobs
+        that are blamed for lost workers, and yield to other requests, get the remaining places.
         """
         if self._state.phase is PoolPhase.CLOSING:
             return  # all requests are about to end
@@ -75,9 +78,9 @@ class Dispatcher(Struct, eq=False):
         self._pool.update_idle_timer(model, now)
 
     def _keep_promises(self, model: Model, workers: list[Worker], now: float) -> None:
-        """Assign requests to free places that other owners gave up for them.
+        """Assigns requests to free batch slots that other owners gave up for these requests.
 
-        A place that no request of its owner can use is free for all owners.
+        If no request of the owner can use the slot, it is free for all owners.
         """
         places = model.places
         for owner in list(places.promised):
@@ -110,7 +113,7 @@ class Dispatcher(Struct, eq=False):
         return pair
 
     def _assign_resumed(self, request: Request, workers: list[Worker], now: float) -> list[Worker]:
-        """Assign a resumed request, or reserve a worker for it.
+        """Assigns a resumed request, or reserves a worker for it.
 
         Returns the workers left for others.
         """
@@ -126,7 +129,7 @@ class Dispatcher(Struct, eq=False):
         return [worker for worker in workers if worker is not reserved]
 
     def _fail_incompatible(self, model: Model, now: float) -> None:
-        """Fail streams that began with other weights than the model has now: none can resume.
+        """Fails streams that began with other weights than the model has now: none can resume.
 
         Each stream is compared with the ready workers only once, because thousands may wait.
         """
@@ -141,7 +144,10 @@ class Dispatcher(Struct, eq=False):
             self._bulk.end_some(now)
 
     def _still_incompatible(self, model: Model, request: Request) -> bool:
-        """Returns whether still no worker can resume a stream whose turn to end has come."""
+        """Returns whether a stream still has to fail, because no ready worker can resume it.
+
+        The check is made when the stream's turn to fail comes.
+        """
         if not model.stable:
             model.queue.forget_checks()  # the decision waits for the next ready worker
             return False
@@ -176,7 +182,7 @@ class Dispatcher(Struct, eq=False):
 
 
 def _is_kept_from(owner: str, model: Model, workers: list[Worker], now: float) -> bool:
-    """Returns whether all free places are reserved for owners that have no waiting requests."""
+    """Returns whether all free batch slots are reserved for owners without waiting requests."""
     kept = model.places.kept_from(owner, now)
     if not kept:
         return False
@@ -186,7 +192,10 @@ def _is_kept_from(owner: str, model: Model, workers: list[Worker], now: float) -
 
 
 def _keeps_worker_free(model: Model, now: float) -> bool:
-    """Returns whether a charged request waits for a worker with few or no requests."""
+    """Returns whether a request needs a worker with few or no requests, and waits for it.
+
+    Such a request is charged: it is blamed for a lost worker.
+    """
     if not model.queue.charged:
         return False
     charged = (request for request in model.queue.resumed if request.run.batch_bound)
@@ -194,10 +203,10 @@ def _keeps_worker_free(model: Model, now: float) -> bool:
 
 
 def _gives_way(request: Request, model: Model, now: float) -> bool:
-    """Returns whether a charged job lets requests of a higher rank use all workers, for now.
+    """Returns whether a charged job (blamed for a lost worker) still yields to higher ranks.
 
-    A charged job shares its worker with few requests, so others would wait. After `blame.max_wait`
-    a worker is reserved for the job, as for a charged stream.
+    A charged job shares its worker with few requests, so requests of a higher rank would have to
+    wait. After `blame.max_wait` a worker is reserved for the job, as for a charged stream.
     """
     return (
         request.run.batch_bound > 0
@@ -245,10 +254,10 @@ def _choose(
 
 
 def _behind_bound(model: Model, workers: Sequence[Worker]) -> tuple[Request, Worker] | None:
-    """Returns the first request that may overtake the requests waiting for a particular worker.
+    """Returns the first request that a worker can take now, if the requests before it must wait.
 
-    A choice waits for the worker of its group. A stream may have begun with other weights than
-    those of a worker.
+    One of several choices waits for the worker that runs the other choices. A stream waits for a
+    worker with the weights that it began with.
     """
     if not any(worker.credit() for worker in workers):
         return None
@@ -268,7 +277,10 @@ def _behind_bound(model: Model, workers: Sequence[Worker]) -> tuple[Request, Wor
 
 
 def work_of(request: Request, deadline_ms: int) -> Work:
-    """Returns the `work` message of a request, with a resume if the request has ids or facts."""
+    """Returns the `work` message of a request.
+
+    If another worker had the request before, the message has its ids and facts as a `resume`.
+    """
     message, run, resume = request.message, request.run, None
     if run.ids or run.facts is not None:
         losses, reported = run.resumes_without_progress, run.reported
@@ -292,7 +304,7 @@ MAX_WANTED = 64  # most waiting requests in one decision
 
 
 class PlaceSharing(Struct, eq=False):
-    """Divides the places of a model among owners.
+    """Divides the places (batch slots) of a model among owners.
 
     Does nothing while the pool has only one owner.
     """
@@ -302,7 +314,7 @@ class PlaceSharing(Struct, eq=False):
     _delivery: Delivery
 
     def share(self, model: Model, now: float) -> None:
-        """Stop runs so that waiting requests of other owners get their places."""
+        """Stops runs so that waiting requests of other owners get their places (batch slots)."""
         key, timers = ("places", model.name), self._state.timers
         again = model.places.kept_until(now) if model.queue else math.inf
         if not model.queue or len(self._state.owned) < 2:
@@ -319,10 +331,11 @@ class PlaceSharing(Struct, eq=False):
         timers.set(key, again)
 
     def _wanted(self, model: Model, serving: list[Worker]) -> Iterator[Wanted]:
-        """Yields the waiting requests of owners with fewer places than other owners, in turns.
+        """Yields waiting requests that may take a place (batch slot) from a run of another owner.
 
-        An idle job takes no place of other requests. A charged request waits for its reserved
-        worker.
+        Their owners have fewer places than another owner. Idle jobs are left out, because they take
+        no place from other requests. A charged request is left out too: a worker is reserved for
+        it.
         """
         counts = model.places.held
         most = max(counts.values(), default=0)
@@ -339,7 +352,10 @@ class PlaceSharing(Struct, eq=False):
                 yield Wanted(request, workers)
 
     def _held(self, serving: list[Worker]) -> tuple[list[Held], dict[int, int]]:
-        """Returns the runs of workers, and per worker the number of free or soon free places."""
+        """Returns the runs of workers, and the number of free places (batch slots) of each worker.
+
+        The number includes places that will soon be free, because their runs are being stopped.
+        """
         held: list[Held] = []
         coming: dict[int, int] = {}
         for worker in serving:
@@ -354,7 +370,11 @@ class PlaceSharing(Struct, eq=False):
         return held, coming
 
     def _give(self, model: Model, request: Request, taker: str, now: float) -> None:
-        """Stop a run in its worker. Its place is free once the worker confirms the stop."""
+        """Stops a run in its worker and queues its request again.
+
+        The place (batch slot) is promised to the owner `taker`, and free once the worker confirms
+        the stop.
+        """
         self._pool.cancel_run(request)
         request.move("requeue")
         request.run.release(now)

@@ -40,7 +40,7 @@ class Drainer(Struct, eq=False):
     # ---- a worker ----------------------------------------------------------------------------
 
     def drain_worker(self, slot: str, grace: float, now: float) -> None:
-        """Give the worker of a slot no new work. Its runs may continue for `grace` seconds."""
+        """Gives the worker of a slot no new work. Its runs may continue for `grace` seconds."""
         worker = self._state.registry.slots[slot].worker
         if worker is None or not worker.allows("drain"):
             return
@@ -51,9 +51,9 @@ class Drainer(Struct, eq=False):
         self._dispatcher.dispatch(self._state.model_of_worker(worker), now)
 
     def on_worker_timer(self, slot_name: str, epoch: int, now: float) -> None:
-        """End the grace period: the worker has to hand back its runs.
+        """Ends the grace period of a draining worker: the worker must hand back its runs.
 
-        The next timer condemns the worker.
+        If it has not handed them back when the timer is due again, its process is stopped.
         """
         slot = self._state.registry.slots.get(slot_name)  # None: its model became an alias
         worker = None if slot is None else slot.worker
@@ -70,7 +70,7 @@ class Drainer(Struct, eq=False):
     # ---- a model, the pool -------------------------------------------------------------------
 
     def drain_model(self, model: Model, grace: float, now: float) -> None:
-        """Refuse new requests of a model. Accepted requests may continue for `grace` seconds."""
+        """Refuses new requests of a model. Accepted requests may continue for `grace` seconds."""
         model.move("drain")
         self._state.timers.set(("drained", model.name), now + grace)
         self._pool.work_ended(model, now)
@@ -83,7 +83,7 @@ class Drainer(Struct, eq=False):
             self._pool.work_ended(model, now)
 
     def on_timer(self, name: str, now: float) -> None:
-        """End the grace period of a model, or of the pool (""): fail the remaining requests."""
+        """Ends the grace period of a model, or of the pool (""): fails the remaining requests."""
         models = self._state.registry.models
         if not name and not self._state.admits:
             self._fail(list(models.values()), self._give_up_all, now)
@@ -91,7 +91,7 @@ class Drainer(Struct, eq=False):
             self._fail([models[name]], partial(self._unload_drained, models[name]), now)
 
     def _fail(self, models: list[Model], then: Callable[[float], None], now: float) -> None:
-        """Fail the requests and the waiting calls of `models`, then call `then`."""
+        """Fails the requests and the waiting calls of `models`, then calls `then`."""
         state, names = self._state, {model.name for model in models}
         error = Draining("the pool is being drained; send the request again later")
         self._bulk.begin(
@@ -110,9 +110,9 @@ class Drainer(Struct, eq=False):
             self._pool.give_up(model)
 
     def _unload_drained(self, model: Model, now: float) -> None:
-        """Stop the workers of a model, unless it was opened again in the meantime.
+        """Stops the workers of a drained model, unless the model was opened again meanwhile.
 
-        If it drains again since then, that drain stops the workers after its own grace.
+        If a new drain has begun, the workers stop at the end of that drain's grace period.
         """
         if not model.admits and ("drained", model.name) not in self._state.timers:
             self._pool.give_up(model)

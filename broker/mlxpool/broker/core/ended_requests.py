@@ -16,7 +16,7 @@ MAX_QUARANTINED = 1_000
 
 
 class EndedRequests:
-    """Owns tombstones and quarantine, bounded by number and time.
+    """Keeps tombstones of ended requests, and quarantined digests, bounded by number and time.
 
     The oldest entries are dropped first.
     """
@@ -39,7 +39,7 @@ class EndedRequests:
             tombstones.popitem(last=False)
 
     def make_final(self, id: bytes) -> None:
-        """Mark an id as ended on request: no later attempt starts it again."""
+        """Marks an id as ended on request: no later attempt starts it again."""
         tombstones = self._state.tombstones
         tombstones[id] = replace(tombstones[id], final=True)
 
@@ -51,9 +51,9 @@ class EndedRequests:
             self._state.timers.set("tombstones", next(iter(tombstones.values())).until)
 
     def fate(self, request_id: bytes, owner: str | None = None) -> Fate:
-        """Returns the state of a request and its sent ids, as far as this owner may know.
+        """Returns the state of a request and the number of sent ids, if this owner may know them.
 
-        `owner` None may know all.
+        `owner` None: a request of any owner.
         """
         live, tomb = self._state.requests.get(request_id), self._state.tombstones.get(request_id)
         if live is not None and owner in (None, live.owner):
@@ -65,11 +65,11 @@ class EndedRequests:
     # ---- quarantine --------------------------------------------------------------------------
 
     def quarantine(self, digest: bytes, now: float) -> None:
-        """Refuse requests with this digest for `poison_life`."""
+        """Refuses requests with this digest for `poison_life` seconds."""
         self._quarantine(digest, now + self._state.config.poison_life)
 
     def on_quarantine(self, event: ev.Quarantine, now: float) -> None:
-        """Refuse requests with this digest for `seconds`; 0 ends the quarantine."""
+        """Refuses requests with this digest for `seconds`; 0 ends the quarantine."""
         if event.seconds > 0:
             self._quarantine(event.digest, now + event.seconds)
         else:

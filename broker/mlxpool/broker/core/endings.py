@@ -26,12 +26,12 @@ BULK_TIMER = "endings"  # key of the timer that is set while ids are left
 
 
 class Bulk(Struct, eq=False):
-    """Streams and calls that end for one reason, a few in each event.
+    """A set of streams and calls that end for one reason, a few in each event.
 
-    `newest` is the number of the newest request at the bulk's begin, as a later request may reuse
-    an id. `ends` and `ends_call` decide at the turn of a stream or call whether it still ends: it
-    may belong to another client by then. `error` makes the error of each stream or call; None: it
-    is cancelled. `then` is called after the last turn.
+    `newest`: the number of the newest request when the set was made; a later request may reuse an
+    id and must not end. `ends` and `ends_call` decide, just before a stream or call would end,
+    whether it still must: its id may belong to another client by then. `error` makes the error for
+    each stream or call; None: they are cancelled. `then` is called after the last.
     """
 
     streams: deque[bytes]
@@ -64,7 +64,7 @@ class BulkEndings:
         return len(self._bulks)
 
     def open(self) -> None:
-        """Begin an event, in which MAX_ENDED may end."""
+        """Begins an event, which may end at most MAX_ENDED streams and calls."""
         self._may_end = MAX_ENDED
 
     def begin(
@@ -78,7 +78,7 @@ class BulkEndings:
         error: Callable[[Request | Call], PoolError] | None = None,
         then: Callable[[float], None] = lambda now: None,
     ) -> None:
-        """End these streams and calls, given by id, from the next `Wake` on; see Bulk.
+        """Ends these streams and calls, given by id, from the next `Wake` on; see Bulk.
 
         Streams in workers come first, calls last.
         """
@@ -88,11 +88,11 @@ class BulkEndings:
         self._state.timers.set(BULK_TIMER, now)
 
     def running(self, streams: Collection[bytes]) -> list[Request]:
-        """Returns the requests in workers, in the order of arrival.
+        """Returns requests that workers run, in the order of arrival.
 
-        It has all running requests with ids in `streams`, and may have others. The search goes over
-        `streams` or the leases, whichever are fewer. So thousands of links with one stream each
-        cost as little as one link with all streams.
+        The result has all running requests with ids in `streams`, and may have others. The search
+        goes over `streams` or over the runs of workers, whichever are fewer. Therefore thousands of
+        links with one stream each cost no more than one link with all streams.
         """
         requests, workers = self._state.requests, self._state.workers.values()
         ids: Iterable[bytes] = streams
@@ -102,7 +102,7 @@ class BulkEndings:
         return sorted({r for r in known if r is not None and r.run.epoch}, key=lambda r: r.arrival)
 
     def end_some(self, now: float) -> None:
-        """End the next streams and calls, at most MAX_ENDED in an event."""
+        """Ends the next streams and calls, at most MAX_ENDED in an event."""
         # Before any stream ends: an exception affects one stream; later events end the others.
         self._state.timers.set(BULK_TIMER, now)
         for _ in range(MAX_LOOKED_AT):
@@ -119,7 +119,7 @@ class BulkEndings:
             self._state.timers.clear(BULK_TIMER)
 
     def _end_next(self, bulk: Bulk, now: float) -> bool:
-        """End the next stream or call of a bulk, if it still exists. Returns whether it did."""
+        """Ends the next stream or call of a bulk, if it still exists. Returns whether it did."""
         if bulk.streams:
             request = self._state.requests.get(bulk.streams.popleft())
             if request is None or request.arrival > bulk.newest or not bulk.ends(request):
@@ -175,7 +175,10 @@ class Endings(Struct, eq=False):
         return Fate("assigned" if call.epoch else "queued", 0)
 
     def on_revoked(self, event: ev.Revoked, now: float) -> None:
-        """End an owner's streams and calls. The first end before the edge closes connections."""
+        """Ends the streams and calls of an owner whose key was revoked.
+
+        The first of them end now, before the owner's connections are closed.
+        """
         state, owner = self._state, event.owner
         error = Unauthorized(f"{owner} was revoked: nothing of it is served any more")
         calls = [call.id for call in state.calls.values() if call.message.owner == owner]
@@ -195,7 +198,7 @@ class Endings(Struct, eq=False):
         self._state.heard(event.link, now)
 
     def on_link_lost(self, event: ev.LinkLost, now: float) -> None:
-        """Cancel the streams of a lost link that are not durable: no client retries them."""
+        """Cancels the streams of a lost link that are not durable: no client retries them."""
         link = self._state.links.get(event.link)
         if link is not None and not link.lost:
             link.lost = True
@@ -207,7 +210,7 @@ class Endings(Struct, eq=False):
             self._bulk.begin(link.ids, (), plain, now, then=partial(self._look_again, event.link))
 
     def on_link_timer(self, number: int, now: float) -> None:
-        """Cancel the streams and calls of a link silent for `client_grace`, and forget the link.
+        """Cancels the streams and calls of a link silent for `client_grace`, and forgets the link.
 
         If other clients wait, the link's running streams are cancelled after `STALL_GRACE`.
         """
@@ -239,20 +242,21 @@ class Endings(Struct, eq=False):
             del self._state.links[number]
 
     def _look_again(self, number: int, now: float) -> None:
-        """Set a link's timer to now: its streams and calls have ended, so it may be forgotten."""
+        """Sets a link's timer to now: its streams and calls have ended, so it may be forgotten."""
         if number in self._state.links:
             self._state.timers.set(("link", number), now)
 
     def _detach(self, number: int, link: Link) -> None:
-        """Mark a link as lost.
+        """Marks a link as lost.
 
-        If the client returns, it gets a new link without terminals, and retries.
+        If the client returns, it gets a new link. No terminal messages are sent on the new link, so
+        the client retries its streams.
         """
         link.lost = True
         self._outbox.add(ForgetLink(number))
 
     def _end_stalled(self, number: int, link: Link, now: float) -> None:
-        """Cancel the running streams of a silent client, if other clients wait for their models.
+        """Cancels the running streams of a silent client, if other clients wait for their models.
 
         A durable stream continues when its client retries, as after `client_grace`.
         """
@@ -275,7 +279,7 @@ class Endings(Struct, eq=False):
     # ---- time --------------------------------------------------------------------------------
 
     def on_late(self, event: ev.Late, now: float) -> None:
-        """Exclude a time in which the broker did not run from the times of silence and slowness."""
+        """Excludes a pause of the broker from the times for which clients were silent or slow."""
         for link in self._state.links.values():
             link.heard_at = min(now, link.heard_at + event.seconds)
         for request in self._state.requests.values():
@@ -284,7 +288,7 @@ class Endings(Struct, eq=False):
                 reader.blocked_since = min(now, reader.blocked_since + event.seconds)
 
     def on_request_timer(self, request_id: bytes, now: float) -> None:
-        """Fail a request past a deadline, or with a too slow reader; else set its next timer."""
+        """Fails a request past a deadline, or with a slow reader; else sets its next timer."""
         request = self._state.requests.get(request_id)
         if request is None:  # an earlier timer of this wake ended it
             return

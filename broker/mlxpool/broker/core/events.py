@@ -36,9 +36,9 @@ AnswerLater = Callable[[Callable[[float], None], float], None]
 class ClientGenerate(Event, Struct, frozen=True):
     """A client sent `generate`.
 
-    `digest`: see `from_client.request_digest`. `message` is the parsed body, or the error of an
-    invalid body: a known id is answered before an invalid body. `entropy` is the seed of a request
-    without a seed.
+    `digest`: see `from_client.request_digest`. `message` is the parsed body, or the parsing error
+    of an invalid body. The core answers a known id before it looks at that error. `entropy` is the
+    seed for a request without a seed.
     """
 
     link: int
@@ -53,10 +53,10 @@ class ClientGenerate(Event, Struct, frozen=True):
 class StartJob(Event, Struct, frozen=True):
     """The job manager starts the run of a job, whose output goes to JOBS_LINK.
 
-    `message` is a call, or has the stored ids, the deadline and the window. `charge` is the job's
-    blame for lost workers, see blame.py. `alone`: the job may have ended the broker, so no other
-    job of the model is started meanwhile; a call is computed in a batch of its own. `idle`: it has
-    the priority of idle jobs.
+    `message` is a call, or a `generate` with the stored ids, the deadline and the flow-control
+    window. `charge` is the job's blame for lost workers, see blame.py. `alone`: the job may have
+    ended the broker. Then no other job of the model is started while it runs, and a call is
+    computed in a batch of its own. `idle`: it has the priority of idle jobs.
     """
 
     id: bytes
@@ -71,20 +71,23 @@ class StartJob(Event, Struct, frozen=True):
 
 
 class Quarantine(Event, Struct, frozen=True):
-    """Refuse requests with this digest for `seconds`; 0 ends the quarantine."""
+    """Refuses requests with this digest for `seconds`; 0 ends the quarantine."""
 
     digest: bytes
     seconds: float
 
 
 class WantModel(Event, Struct, frozen=True):
-    """Start workers of a model with waiting jobs, as far as its breaker and drain allow."""
+    """Starts workers of a model with waiting jobs, as far as its breaker and drain allow."""
 
     model: str
 
 
 class CancelRequest(Event, Struct, frozen=True):
-    """`cancel` of a client, or of an operator (`link`, `owner` None), for any request."""
+    """A client, or an operator (`link` and `owner` None), wants to cancel a request.
+
+    An operator may cancel any request.
+    """
 
     link: int | None
     owner: str | None
@@ -92,14 +95,14 @@ class CancelRequest(Event, Struct, frozen=True):
 
 
 class ClientAck(Event, Struct, frozen=True):
-    """`ack` of a client, or the error that parsing it raised."""
+    """A client sent `ack`. `message` is the parsed body, or the parsing error."""
 
     link: int
     message: from_client.Ack | PoolError
 
 
 class ClientPing(Event, Struct, frozen=True):
-    """`ping` of a client."""
+    """A client sent `ping`."""
 
     link: int
     id: bytes
@@ -107,7 +110,7 @@ class ClientPing(Event, Struct, frozen=True):
 
 
 class ClientListModels(Event, Struct, frozen=True):
-    """`models` of a client, or the error that parsing it raised."""
+    """A client sent `models`. `message` is the parsed body, or the parsing error."""
 
     link: int
     id: bytes
@@ -116,7 +119,7 @@ class ClientListModels(Event, Struct, frozen=True):
 
 
 class ClientKeep(Event, Struct, frozen=True):
-    """`keep` of a client, or the error that parsing it raised."""
+    """A client sent `keep`. `message` is the parsed body, or the parsing error."""
 
     link: int
     id: bytes
@@ -125,7 +128,7 @@ class ClientKeep(Event, Struct, frozen=True):
 
 
 class ClientModelCall(Event, Struct, frozen=True):
-    """A model call of a client, or the error that parsing it raised."""
+    """A client sent a model call. `message` is the parsed body, or the parsing error."""
 
     link: int
     id: bytes
@@ -201,14 +204,14 @@ class WorkerDeltas(Event, Struct, frozen=True):
 
 
 class WorkerBeat(Event, Struct, frozen=True):
-    """`beat` of a worker."""
+    """A worker sent `beat`, its heartbeat."""
 
     epoch: int
     message: from_worker.Beat
 
 
 class WorkerCredit(Event, Struct, frozen=True):
-    """`credit` of a worker."""
+    """A worker sent `credit`, the number of its free sequences."""
 
     epoch: int
     message: from_worker.Credit
@@ -223,21 +226,21 @@ class WorkerAnswer(Event, Struct, frozen=True):
 
 
 class WorkerYield(Event, Struct, frozen=True):
-    """`yield` of a drained worker."""
+    """A drained worker sent `yield`: it hands back its unfinished runs."""
 
     epoch: int
     message: from_worker.Yield
 
 
 class WorkerPrompts(Event, Struct, frozen=True):
-    """`prompts` of a worker: the sizes of prompts that it has prepared."""
+    """A worker sent `prompts`, the sizes of prompts that it has prepared, in tokens."""
 
     epoch: int
     message: from_worker.PromptSizes
 
 
 class WorkerBye(Event, Struct, frozen=True):
-    """`bye` of a worker."""
+    """A worker sent `bye`: it leaves the pool."""
 
     epoch: int
     message: from_worker.Bye
@@ -257,7 +260,7 @@ class WorkerExited(Event, Struct, frozen=True):
 
 
 class Looked(Event, Struct, frozen=True):
-    """A sample of a worker by the supervisor, which samples every `tick` seconds."""
+    """The supervisor observed a worker's process, as it does every `tick` seconds."""
 
     slot: str
     sample: Sample
@@ -311,19 +314,19 @@ class Reload(Event, Struct, frozen=True):
 
 
 class LoadModel(Event, Struct, frozen=True):
-    """Start a model, even if its breaker is open or it drains."""
+    """Starts a model, even if its breaker is open or it drains."""
 
     model: str
 
 
 class UnloadModel(Event, Struct, frozen=True):
-    """Fail the runs of a model and stop its workers."""
+    """Fails the runs of a model and stops its workers."""
 
     model: str
 
 
 class StartDrain(Event, Struct, frozen=True):
-    """Let a worker, a model or (both None) the pool finish within `grace` seconds."""
+    """Lets a worker, a model or (both None) the pool finish within `grace` seconds."""
 
     slot: str | None
     model: str | None
@@ -331,7 +334,7 @@ class StartDrain(Event, Struct, frozen=True):
 
 
 class RestartWorker(Event, Struct, frozen=True):
-    """Replace a slot's worker. Its streams resume in the next worker."""
+    """Replaces a slot's worker. Its streams resume in the next worker."""
 
     slot: str
 
@@ -346,7 +349,7 @@ class Shutdown(Event, Struct, frozen=True):
 
 
 class Unreachable(Event, Struct, frozen=True):
-    """New workers and commands cannot reach the broker. `why` "": they can again."""
+    """New workers and commands cannot reach the broker, because of `why`; "": they can again."""
 
     why: str
 
@@ -359,7 +362,7 @@ class Wake(Event, Struct, frozen=True):
 
 
 class Late(Event, Struct, frozen=True):
-    """The broker did not run for `seconds`, which do not count as silence."""
+    """The broker did not run for `seconds`. Clients do not count as silent or slow in this time."""
 
     seconds: float
 

@@ -24,7 +24,11 @@ from mlxpool.common.errors import Poisoned, PoolError, WorkerLost
 
 
 class Failover(Struct, eq=False):
-    """Fails a stream only if it is not durable, is poison, or often resumed without a new token."""
+    """Moves the streams of a lost, hung or drained worker to other workers.
+
+    A stream fails only if it is not durable, is blamed for lost workers, or was often resumed
+    without a new token.
+    """
 
     _state: State
     _outbox: Outbox
@@ -36,7 +40,7 @@ class Failover(Struct, eq=False):
     _bulk: BulkEndings
 
     def condemn(self, worker: Worker, cause: str, now: float, *, own: bool = False) -> None:
-        """Fence a worker and move its runs. `own`: the cause is in the worker itself."""
+        """Fences a worker and moves its runs. `own`: the cause is in the worker itself."""
         sample = worker.watch.sample
         prefill = sample.look.request
         if self._pool.condemn(worker, cause, at_once=sample.stopped):
@@ -46,7 +50,7 @@ class Failover(Struct, eq=False):
             self.serve_elsewhere(worker, now)
 
     def serve_elsewhere(self, worker: Worker, now: float) -> None:
-        """Assign the requeued work of a worker to other workers that have credit."""
+        """Assigns the requeued work of a worker to other workers that have credit."""
         model = self._state.model_of_worker(worker)
         self._calls.forward(model)
         self._dispatcher.dispatch(model, now)
@@ -61,9 +65,10 @@ class Failover(Struct, eq=False):
         prefill: bytes | None = None,
         counts: bool = True,
     ) -> None:
-        """Queue the work of a fenced worker again.
+        """Queues the requests and calls of a fenced worker again.
 
-        `counts`: count it as a resume without progress.
+        `own`: the worker ended by itself. `prefill`: the request whose prompt it was reading.
+        `counts`: the move counts as a resume without progress.
         """
         lost = self.running(worker)
         shares = self._shares(worker, prefill) if own else {}
@@ -81,7 +86,10 @@ class Failover(Struct, eq=False):
         self._calls.worker_lost(worker, cause, shares)
 
     def _shares(self, worker: Worker, prefill: bytes | None) -> dict[bytes, float]:
-        """Returns the blame for the end of a worker, by id of a request or call; see blame.py."""
+        """Returns how much each request and call is to blame for the end of a worker, by id.
+
+        See blame.py.
+        """
         ids = [request.id for request in self.running(worker)]
         ids += [call.id for call in self._calls.computed_by(worker)]
         return blame.shares(ids, prefill)
@@ -93,10 +101,10 @@ class Failover(Struct, eq=False):
         return sorted(leased, key=lambda r: r.arrival)
 
     def mark_if_ended_by_charged_request(self, worker: Worker, prefill: bytes | None) -> None:
-        """Mark a worker if the blamed request has ended another worker before.
+        """Marks a worker if the request to blame for its end has ended another worker before.
 
-        Such ends do not count as failures of the model; otherwise a few of them would open its
-        breaker.
+        The end of a marked worker does not count as a failure of the model. Otherwise a single bad
+        request could open the model's breaker.
         """
         charges = {request.id: request.run.charge for request in self.running(worker)}
         charges |= {call.id: call.charge for call in self._calls.computed_by(worker)}
@@ -106,13 +114,13 @@ class Failover(Struct, eq=False):
         )
 
     def _tell_jobs(self, request: Request, worker: Worker, cause: str) -> None:
-        """Report a loss to the job manager, which stores the job's charge and the failure."""
+        """Reports a lost worker to the job manager, which stores the charge and the failure."""
         where = exit_causes.ended(worker.slot, cause)
         attempt, charge = request.reader.attempt, request.run.charge
         self._outbox.add(JobSetBack(request.id, attempt, worker.slot, charge, where))
 
     def _resume(self, request: Request, worker: Worker, cause: str, now: float) -> None:
-        """Queue a request of a lost worker again, or fail the request."""
+        """Queues a request of a lost worker again, or fails the request."""
         run, fail = request.run, self._delivery.fail
         where = exit_causes.ended(worker.slot, cause)
         details = {"worker": worker.slot, "cause": cause, "tokens": run.taken}
@@ -139,7 +147,7 @@ class Failover(Struct, eq=False):
         self._delivery.set_timer(request)
 
     def on_yield(self, event: ev.WorkerYield, now: float) -> None:
-        """Queue the runs that a drained worker hands back; no request is blamed."""
+        """Queues the runs that a drained worker hands back; no request is blamed."""
         worker = self._state.workers.get(event.epoch)
         if worker is None:
             self._state.counters.fenced += 1
@@ -158,11 +166,10 @@ class Failover(Struct, eq=False):
             self._dispatcher.dispatch(model, now)
 
     def give_up(self, model: Model, why: Callable[[str], PoolError], now: float) -> None:
-        """Fail all requests and calls that wait for a model.
+        """Fails all requests and calls that wait for a model.
 
-        `why` returns the error for a model name.
-
-        A request continues if a worker takes it before its turn to fail.
+        `why` returns the error for the name that a request used for the model. Requests fail a few
+        at a time; a request continues if a worker takes it first.
         """
         self._pool.give_up(model)
         self._bulk.begin(

@@ -14,9 +14,10 @@ from mlxpool.broker.workers.worker import SERVING
 
 
 class ReplicaScaling(Struct, eq=False):
-    """Scales the workers that this broker starts.
+    """Adapts the number of workers that this broker starts to the load of their model.
 
-    Other supervisors start their workers, by the wanted number that they read.
+    Other supervisors read the wanted number in the broker's figures, and start their workers
+    themselves.
     """
 
     _state: State
@@ -25,7 +26,7 @@ class ReplicaScaling(Struct, eq=False):
     _drainer: Drainer
 
     def on_timer(self, name: str, now: float) -> None:
-        """Scale a model to its load, because its timer is due."""
+        """Scales a model to its load, because its timer is due."""
         model = self._state.registry.models.get(name)  # None: the name became an alias
         if model is None or not model.scales or not self._state.admits:
             return

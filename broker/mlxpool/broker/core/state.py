@@ -45,7 +45,7 @@ class Timers(Generic[K]):
         return self._at.get(key, math.inf)
 
     def set(self, key: K, at: float) -> None:
-        """Set the time of a key; infinity clears the time."""
+        """Sets the time of a key; infinity clears the time."""
         if math.isinf(at):
             self._at.pop(key, None)
         elif self._at.get(key) != at:
@@ -56,7 +56,7 @@ class Timers(Generic[K]):
                 self._compact()
 
     def _compact(self) -> None:
-        """Drop invalid entries, so that cleared times free their memory."""
+        """Drops invalid entries, so that cleared times free their memory."""
         self._heap = [entry for entry in self._heap if self._at.get(entry[2]) == entry[0]]
         heapq.heapify(self._heap)
 
@@ -105,7 +105,10 @@ class Link(Struct, eq=False):
 
 
 class State(Struct, eq=False):
-    """`boot` is the random number of this broker process. Numbers and epochs are never reused."""
+    """The state of the broker's core, shared by all its components.
+
+    `boot` is the random number of this broker process. Numbers and epochs are never reused.
+    """
 
     config: PoolConfig
     boot: int
@@ -161,7 +164,7 @@ class State(Struct, eq=False):
     # ---- links -------------------------------------------------------------------------------
 
     def heard(self, link: int, now: float) -> None:
-        """Note the time of a frame on a link; create the link if it is new."""
+        """Records the time of the last frame on a link; creates the link if it is new."""
         known = self.links.get(link)
         if known is None:
             self.links[link] = Link(now)
@@ -170,25 +173,25 @@ class State(Struct, eq=False):
             known.heard_at = now
 
     def watch_link(self, link: int, now: float) -> None:
-        """Set the timer of a link's silence, see Endings.on_link_timer; none for JOBS_LINK."""
+        """Sets the timer that ends a silent link, see Endings.on_link_timer. JOBS_LINK has none."""
         if link == JOBS_LINK:
             return
         silent_until = now + min(STALL_GRACE, self.config.client_grace)
         self.timers.set(("link", link), silent_until)
 
     def attach(self, request: Request) -> None:
-        """Add a stream to the link of its reader."""
+        """Adds a stream to the link of its reader."""
         self.links[request.reader.link].ids[request.id] = None
 
     def detach(self, request: Request) -> None:
         self.links[request.reader.link].ids.pop(request.id, None)
 
     def add_call(self, call: Call) -> None:
-        """Add an open call to the link that sent it."""
+        """Adds an open call to the link that sent it."""
         self.calls[call.id] = call
         self.links[call.link].calls[call.id] = None
 
     def remove_call(self, call: Call) -> None:
-        """Remove a call that has ended."""
+        """Removes a call that has ended."""
         del self.calls[call.id]
         self.links[call.link].calls.pop(call.id, None)

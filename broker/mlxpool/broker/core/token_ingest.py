@@ -25,7 +25,7 @@ from mlxpool.common.protocol.token_ids import ID_WIDTH
 
 
 class TokenIngest(Struct, eq=False):
-    """Records the ids of runs. A recorded id counts, even before its delivery."""
+    """Records the token ids of runs. A recorded id is final, even before its delivery."""
 
     _state: State
     _pool: WorkerPool
@@ -70,9 +70,9 @@ class TokenIngest(Struct, eq=False):
                 self._delivery.flush(request, now)
 
     def on_prompts(self, event: ev.WorkerPrompts, now: float) -> None:
-        """Record the sizes of prompts, so that usage figures have them before the first token.
+        """Records the sizes of prompts, so that usage figures have them before the first token.
 
-        Prompts whose images are prepared now make room for other prompts with images.
+        Once a worker has prepared the images of a prompt, it may get other prompts with images.
         """
         worker, images = self._state.workers.get(event.epoch), False
         for id, number, tokens in event.message.runs:
@@ -86,7 +86,7 @@ class TokenIngest(Struct, eq=False):
             self._dispatcher.dispatch(self._state.model_of_worker(worker), now)
 
     def _take(self, epoch: int, row: Delta, touched: dict[bytes, Request], now: float) -> None:
-        """Handle the first or last row of a run, or a row that should not exist."""
+        """Handles the first or last row of a run, or a row that should not exist."""
         worker, number = self._state.workers.get(epoch), row.attempt
         key = (row.id, number)
         if worker is None or key not in worker.leases:
@@ -115,7 +115,7 @@ class TokenIngest(Struct, eq=False):
             self._pool.work_ended(self._state.model_of_worker(worker), now)
 
     def _end_lease(self, worker: Worker, row: Delta) -> None:
-        """End the lease of a row's run."""
+        """Ends the lease of a row's run."""
         cached = None
         if row.end is not None and "code" not in row.end:
             end = RunEnd.parse(row.end)
@@ -156,5 +156,8 @@ class TokenIngest(Struct, eq=False):
 
 
 def _continues_report(run: Run, row: Delta) -> bool:
-    """Returns whether a row continues the prompt report of a run, or has no report."""
+    """Returns whether the prompt tokens that a row reports follow the tokens reported before.
+
+    Returns True if the row reports no prompt tokens.
+    """
     return not count_of_report(row) or report_begin(row) == run.reported

@@ -97,7 +97,10 @@ class WorkerEvents(Struct, eq=False):
             self.on_exited(ev.WorkerExited(event.slot, event.message, own=True), now)
 
     def on_looked(self, event: ev.Looked, now: float) -> None:
-        """Judge a worker by a sample: SUSPECT past a limit, condemned past twice the limit."""
+        """Judges a worker by a sample of its process.
+
+        A worker that exceeds a limit becomes SUSPECT, and is fenced and stopped at twice the limit.
+        """
         worker = self._state.registry.slots[event.slot].worker
         if worker is None or worker.state in FENCED:
             return

@@ -22,7 +22,10 @@ ROUNDING = 1e-9  # seconds by which a timer may fire early
 
 
 class WorkerPool(Struct, eq=False):
-    """Owns every Worker. Epochs increase over all slots and are never reused."""
+    """Starts, fences and stops workers, and owns every Worker.
+
+    Epochs increase over all slots and are never reused.
+    """
 
     _state: State
     _outbox: Outbox
@@ -30,7 +33,7 @@ class WorkerPool(Struct, eq=False):
     # ---- starting ----------------------------------------------------------------------------
 
     def require(self, model: Model, now: float) -> None:
-        """Start workers in the slots of a needed model, if restart delays and memory allow."""
+        """Starts workers in the slots of a needed model, if restart delays and memory allow."""
         state = self._state
         if state.phase is PoolPhase.CLOSING:
             return
@@ -52,7 +55,7 @@ class WorkerPool(Struct, eq=False):
             self._outbox.add(StartWorker(slot.name, model.name))
 
     def watch_load(self, model: Model, now: float) -> None:
-        """Set the timer of a model whose number of workers depends on its load (`core.scaling`)."""
+        """Sets the timer of a model whose number of workers depends on its load (core.scaling)."""
         key, timers = ("replicas", model.name), self._state.timers
         if model.scales and key not in timers:
             timers.set(key, now + LOOK_INTERVAL)
@@ -81,7 +84,7 @@ class WorkerPool(Struct, eq=False):
         return False  # the end of the stopped workers starts it
 
     def require_those_without_worker(self, now: float) -> None:
-        """Start needed models without workers, because memory may have become free."""
+        """Starts workers for needed models that have none, because memory may have become free."""
         models = self._state.registry.models.values()
         for model in [m for m in models if m.state in DEMANDED and not m.workers]:
             self.require(model, now)
@@ -89,7 +92,7 @@ class WorkerPool(Struct, eq=False):
     # ---- timers ------------------------------------------------------------------------------
 
     def on_timer(self, what: str, name: str, now: float) -> None:
-        """Handle the `idle` or the `restart` timer of a model."""
+        """Handles the `idle` or the `restart` timer of a model."""
         model = self._state.registry.models.get(name)  # None: the name became an alias
         if model is None or self._state.phase in (PoolPhase.DRAINED, PoolPhase.CLOSING):
             return
@@ -106,7 +109,7 @@ class WorkerPool(Struct, eq=False):
     # ---- unloading ---------------------------------------------------------------------------
 
     def work_ended(self, model: Model, now: float) -> None:
-        """Handle the end of a model's work: it may be idle, and a drain may be complete."""
+        """Handles the end of a model's work: it may be idle, and a drain may be complete."""
         self.update_idle_timer(model, now)
         if not model.admits and not model.busy:
             self.unload(model, exit_causes.DRAINED)
@@ -116,7 +119,7 @@ class WorkerPool(Struct, eq=False):
             self._outbox.add(StopPool())
 
     def update_idle_timer(self, model: Model, now: float) -> None:
-        """Set the timer that unloads an idle model."""
+        """Sets the timer that unloads an idle model."""
         ready = any(worker.state is WorkerState.READY for worker in model.workers)
         if model.busy or not ready:
             model.idle_since = 0.0
@@ -127,7 +130,7 @@ class WorkerPool(Struct, eq=False):
             self.require_those_without_worker(now)
 
     def keep(self, model: Model, seconds: float, now: float) -> None:
-        """Keep an idle model loaded for `seconds` from now on; negative: without limit.
+        """Keeps an idle model loaded for `seconds` from now on; negative: without limit.
 
         The time replaces the setting keep_alive until the model's workers are unloaded.
         """
@@ -137,7 +140,7 @@ class WorkerPool(Struct, eq=False):
         self.update_idle_timer(model, now)
 
     def unload(self, model: Model, why: str, *, remote: bool = True) -> None:
-        """Stop the model's workers; workers of other supervisors only if `remote`.
+        """Stops the model's workers; workers of other supervisors only if `remote`.
 
         The caller moves or ends their runs.
         """
@@ -148,7 +151,7 @@ class WorkerPool(Struct, eq=False):
             self.stop(worker, why)
 
     def give_up(self, model: Model) -> None:
-        """End the demand for an unavailable model. A pinned model is still retried."""
+        """Stops the attempts to start an unavailable model. A pinned model is still retried."""
         if not model.config.pin:
             self._end_demand(model, "give up")
 
@@ -162,12 +165,12 @@ class WorkerPool(Struct, eq=False):
     # ---- connections -------------------------------------------------------------------------
 
     def add_remote(self, slot_name: str, name: str, pid: int, now: float) -> None:
-        """Add a worker of another supervisor for a model."""
+        """Adds a worker of another supervisor for a model."""
         slot = self._state.registry.remote_slot(slot_name, name)
         slot.worker = Worker(slot.name, slot.model, pid, started_at=now, remote=True)
 
     def welcome(self, worker: Worker, hello: Hello, token: str, now: float) -> None:
-        """Give a worker that sent `hello` on a new connection an epoch, and fence its old epoch.
+        """Assigns an epoch to a worker that sent `hello` on a new connection; fences its old epoch.
 
         Raises ValueError if the worker's state does not allow this.
         """
@@ -181,7 +184,7 @@ class WorkerPool(Struct, eq=False):
         self._outbox.tell(worker, Welcome(state.boot, token))
 
     def credit(self, worker: Worker, credit: Credit, now: float) -> None:
-        """Record the free sequences that a worker reports.
+        """Records the free sequences that a worker reports.
 
         The first report makes the worker READY.
         """
@@ -194,7 +197,10 @@ class WorkerPool(Struct, eq=False):
             self._outbox.note_worker("info", "worker ready", worker, load_s=took)
 
     def measure(self, worker: Worker) -> None:
-        """Learn the memory of a model's worker from its beat; a set memory_limit stays."""
+        """Raises the estimated memory of a model's workers to the memory that a heartbeat reports.
+
+        A `memory_limit` in the settings is never changed.
+        """
         model = self._state.model_of_worker(worker)
         if model.config.memory_limit or worker.remote:
             return
@@ -204,7 +210,10 @@ class WorkerPool(Struct, eq=False):
         model.need = max(model.floor, min(most, self._state.registry.memory))
 
     def served(self, worker: Worker, now: float) -> None:
-        """Note that a worker ended a request: the model works, so held-back slots are filled."""
+        """Records that a worker ended a request, which shows that the model works.
+
+        If earlier workers failed, the slots that were left empty are filled again.
+        """
         worker.served += 1
         model = self._state.model_of_worker(worker)
         if model.failures:
@@ -213,7 +222,7 @@ class WorkerPool(Struct, eq=False):
             self.require(model, now)
 
     def cancel_run(self, request: Request) -> None:
-        """Stop a run, if a worker has it. The lease lasts until the worker confirms the stop."""
+        """Stops a run, if a worker has it. The lease lasts until the worker confirms the stop."""
         worker, key = self._state.leaseholder(request), (request.id, request.run.number)
         if worker is not None and key in worker.leases:
             self._outbox.tell(worker, Cancel(), id=request.id, run=request.run.number)
@@ -221,9 +230,9 @@ class WorkerPool(Struct, eq=False):
     # ---- ends --------------------------------------------------------------------------------
 
     def judge(self, worker: Worker, verdict: Verdict, now: float) -> None:
-        """Make a worker SUSPECT past a limit, READY after recovery.
+        """Makes a worker SUSPECT if it exceeds a limit, and READY when it has recovered.
 
-        Failover condemns hung workers.
+        Failover stops hung workers.
         """
         worker.suspicion = verdict.cause if verdict.suspect else ""
         if verdict.suspect and not worker.suspect_since:
@@ -240,7 +249,7 @@ class WorkerPool(Struct, eq=False):
             self._outbox.note_worker("info", "worker recovered", worker)
 
     def condemn(self, worker: Worker, why: str, *, at_once: bool = False) -> bool:
-        """Fence a worker and stop its process. Returns False if the worker was fenced already."""
+        """Fences a worker and stops its process. Returns False if the worker was fenced already."""
         if worker.state in FENCED:
             return False
         worker.move("condemn")
@@ -251,7 +260,7 @@ class WorkerPool(Struct, eq=False):
         return True
 
     def stop(self, worker: Worker, why: str) -> None:
-        """Stop a worker without a fault, unless it is already stopping. Logs `why`."""
+        """Stops a worker without a fault, unless it is already stopping. Logs `why`."""
         if not worker.allows("stop"):
             return
         worker.move("stop")
@@ -260,17 +269,17 @@ class WorkerPool(Struct, eq=False):
         self._outbox.note_worker("info", "worker stopping", worker, why=why)
 
     def stop_if_drained(self, worker: Worker) -> None:
-        """Stop a draining worker that has no work."""
+        """Stops a draining worker that has no work."""
         if worker.state in (WorkerState.DRAINING, WorkerState.YIELDING) and worker.idle:
             worker.move("stop")
             self._outbox.stop_process(worker)
 
     def exited(self, slot: Slot, cause: str, now: float, *, own: bool) -> Worker | None:
-        """Handle the end of a slot's process: free the slot, count the failure, plan the restart.
+        """Handles the end of a slot's process: frees the slot, counts the failure, plans a restart.
 
-        A process ended from outside (`own` is False) delays the next process, but such failures
-        alone do not open the breaker. If a request that had ended another worker ended this worker
-        too (`ended_by_charged_request`), the model has not failed.
+        If the process was ended from outside (`own` is False), the next process is delayed too, but
+        such failures alone do not open the breaker. The model has not failed if a request that
+        ended another worker before has ended this worker (`ended_by_charged_request`).
         """
         worker = slot.worker
         if worker is None:
@@ -319,7 +328,7 @@ class WorkerPool(Struct, eq=False):
             state.timers.set(("restart", model.name), model.retry_at)
 
     def _exited_remote(self, slot: Slot, worker: Worker, *, stopped: bool) -> None:
-        """Log the exit. The worker's own supervisor counts failures and starts the next worker."""
+        """Logs the exit. The worker's own supervisor counts failures and starts the next worker."""
         if not stopped:
             slot.restarts += 1
         if worker.said_bye and not worker.cause:

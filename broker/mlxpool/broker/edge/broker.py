@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 
 class ReloadTarget(Struct, eq=False):
-    """Implements `admin.reload.Target`."""
+    """The parts of the broker that a reload changes, see `admin.reload.Target`."""
 
     _registry: Registry
     _supervisor: Supervisor
@@ -148,13 +148,16 @@ class Broker:
             log.warning("ended a worker of an earlier broker", extra={"pid": pid})
 
     def _record_processes(self) -> None:
-        """Write the records of running processes again: the run directory lost them too."""
+        """Writes the files that record the running processes again, after they were removed."""
         self.supervisor.record_all()
         if self.gateway_process is not None:
             self.gateway_process.record()
 
     def _on_trouble(self, trouble: str, now: float) -> None:
-        """Report `trouble` to the core. If any, end the workers that have not connected."""
+        """Reports to the core why new workers and commands cannot connect; "": they can.
+
+        If they cannot, ends the workers that have not connected yet.
+        """
         self.perform(ev.Unreachable(trouble), now)
         if trouble:
             for slot in list(self.supervisor.children):
@@ -246,7 +249,7 @@ class Broker:
             self.jobs.handle(job_events.Closing(final), now)
 
     def _make_jobs(self) -> JobService | None:
-        """Create the service of jobs; None without jobs.
+        """Creates the service of jobs; None without jobs.
 
         Raises StoreError, see `why_without_jobs`.
         """
@@ -390,7 +393,10 @@ class Broker:
         self.http.latest.put(self.reporter.snapshot(now))
 
     def _on_client_gone(self, descriptor: int, now: float) -> None:
-        """Handle the end of a client's connection: the core need not wait for its silence."""
+        """Handles the end of a client's connection.
+
+        The core can treat the client as lost now, without waiting for the limit of silence.
+        """
         peer = self.endpoints.front.ended(descriptor)
         link = None if peer is None else self.state.links.get(peer.number)
         if peer is not None and link is not None and link.ids:
@@ -412,7 +418,7 @@ class Broker:
         self.notifier.on_turn(self.reporter.status, now)
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
-        """Serve until a stop. `ready` is called once the signal handlers are installed."""
+        """Serves until a stop. `ready` is called once the signal handlers are installed."""
         try:
             with self.signals.installed():
                 about = {"run_dir": self.settings.config.run_dir, "pid": os.getpid()}
@@ -432,7 +438,7 @@ class Broker:
         return self.gateway is None or self.gateway.ended
 
     def _start(self) -> None:
-        """Start the catalogue, the gateway and the workers of pinned models."""
+        """Starts the catalogue, the gateway and the workers of pinned models."""
         config = self.settings.config
         if self.jobs is not None:
             self.jobs.start()
@@ -447,7 +453,7 @@ class Broker:
         self.collections.start(time.monotonic())
 
     def close(self) -> None:
-        """Free all resources: child processes, threads, sockets, the lock."""
+        """Frees all resources: child processes, threads, sockets, the lock."""
         self.reloader.close()
         self.catalogue.close()
         self.supervisor.close()

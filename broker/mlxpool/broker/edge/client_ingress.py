@@ -52,7 +52,7 @@ class ClientIngress:
         """`is_live` returns whether a request with this id is live.
 
         `is_faulty` returns whether the files of the named model are unusable. `jobs` is None in a
-        pool without jobs; `jobs_off` is the reason.
+        pool without jobs; `jobs_off` is then the explanation for clients.
 
         `after_scan` calls its argument once the models on the disk are known.
         """
@@ -69,7 +69,7 @@ class ClientIngress:
         self._bytes = Rates()  # rate of received bytes by owner
 
     def read(self, now: float) -> None:
-        """Handle waiting messages: at most MAX_MESSAGES, for at most MAX_SECONDS."""
+        """Handles waiting messages: at most MAX_MESSAGES, for at most MAX_SECONDS."""
         end = time.monotonic() + MAX_SECONDS
         for _ in range(MAX_MESSAGES):
             received = self._peers.receive(now)
@@ -109,7 +109,7 @@ class ClientIngress:
                 self._handle(event, now)
 
     def _ask(self, question: job_events.QuestionAsked, now: float) -> None:
-        """Give a question about jobs to the job manager."""
+        """Gives a question about jobs to the job manager."""
         link = question.link
         self._perform(ev.ClientHeard(link), now)
         if self._jobs is not None:
@@ -119,7 +119,7 @@ class ClientIngress:
             self._peers.send(link, encoded(error, question.id, self._boot, question.attempt))
 
     def _handle(self, event: ev.Event, now: float) -> None:
-        """Give an event to the core, the job manager, or both."""
+        """Gives an event to the core, the job manager, or both."""
         jobs = self._jobs
         if isinstance(event, ev.ClientListModels) or self._needs_files(event):
             self._after_scan(partial(self._perform, event), now)
@@ -131,14 +131,20 @@ class ClientIngress:
                 jobs.acknowledged(event, now)
 
     def _needs_files(self, event: ev.Event) -> bool:
-        """Returns whether an event needs a model's faulty files, which may be repaired now."""
+        """Returns whether an event is for a model whose files were faulty when they were last read.
+
+        Such an event waits for a new scan, because the files may have been repaired.
+        """
         if not isinstance(event, ev.ClientGenerate | ev.ClientModelCall | ev.ClientKeep):
             return False
         message = event.message
         return not isinstance(message, PoolError) and self._is_faulty(message.model)
 
     def _cancel(self, event: ev.CancelRequest, now: float) -> None:
-        """End a reading of this owner. The core answers for every other id, known or not."""
+        """Handles `cancel` by ending this owner's reading of a job, if the id belongs to a reading.
+
+        For any other id, known or not, the core answers.
+        """
         jobs, link, owner = self._jobs, event.link or 0, event.owner or ""
         if jobs is None or not jobs.reads(event.id, owner):
             self._perform(event, now)
@@ -159,11 +165,11 @@ class ClientIngress:
         return named
 
     def _within_quota(self, peer: Peer, owner: str, parts: list[bytes], now: float) -> bool:
-        """Returns whether the owner may send these bytes. If not, answers the message.
+        """Returns whether the owner may send these bytes. If not, answers or drops the message.
 
+        Above the quota small messages still pass, and larger messages are answered with an error.
+        Once the owner's debt of bytes has its maximum, all messages are dropped without an answer.
         If the peer may not name owners, only the header of a message over the quota is decoded.
-        Small messages pass until the owner has the maximal debt of bytes. Then all messages are
-        dropped without an answer.
         """
         limit, size = self._settings().quota_bytes, sum(map(len, parts))
         if not limit:
@@ -188,7 +194,7 @@ class ClientIngress:
     def _refuse(
         self, peer: Peer, error: PoolError, about: bytes | None, attempt: int, now: float
     ) -> None:
-        """Answer with an error that ends no live stream."""
+        """Answers with an error that ends no live stream."""
         self._perform(ev.ClientHeard(peer.number), now)
         id = None if about is None or self._is_live(about) else about
         parts = encoded(Failed.about(error, about), id, self._boot, attempt)

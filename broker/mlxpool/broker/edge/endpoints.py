@@ -67,7 +67,7 @@ class Endpoints(Closing):
         return Peers(socket, authorize, keep_gone=keep_gone, max_backlogs=max_backlogs)
 
     def disconnect_user(self, user: str) -> None:
-        """End every connection whose handshake had this user id."""
+        """Ends every connection whose handshake had this user id."""
         for peers in (self.front, self.back, self.admin):
             peers.disconnect_user(user)
 
@@ -103,7 +103,7 @@ class IdlePeers:
         return self._sweep_at
 
     def sweep(self, now: float) -> None:
-        """Forget idle connections, if a sweep is due."""
+        """Forgets idle connections, if a sweep is due."""
         if now < self._sweep_at:
             return
         self._sweep_at = now + SWEEP_INTERVAL

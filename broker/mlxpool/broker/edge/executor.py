@@ -36,11 +36,11 @@ class Executor:
         self._actions: Actions | None = None
 
     def bind(self, actions: Actions) -> None:
-        """Perform actions with `actions`, whose parts need `perform` themselves."""
+        """Sets the performer of actions, which is made later because its parts need `perform`."""
         self._actions = actions
 
     def perform(self, event: ev.Event, now: float) -> None:
-        """Let the core handle an event, then perform its actions in order."""
+        """Lets the core handle an event, then performs its actions in order."""
         if self._history.on:
             tracing.of_event(self._history, event)
         try:

@@ -45,7 +45,7 @@ class FullCollections:
         self._max_bytes = math.inf  # growth in bytes above which a collection is due
 
     def start(self, now: float) -> None:
-        """Set the thresholds of the collector, once the broker is built.
+        """Sets the thresholds of the collector, once the broker is built.
 
         No later collection visits the objects that exist now: they live as long as the process.
         """
@@ -55,7 +55,7 @@ class FullCollections:
         gc.freeze()
 
     def on_turn(self, now: float) -> None:
-        """Run a full collection if it is due and no stream is live, or after much growth.
+        """Runs a full collection if it is due and no stream is live, or after much growth.
 
         The loop calls this after each turn; an idle broker does not wake for it.
         """

@@ -59,7 +59,7 @@ class HttpGateway:
     def __init__(
         self, process: Process, settings: Callable[[], PoolConfig], sources: Sources, boot: int
     ) -> None:
-        """`boot` is the seed of the restart delays of this pool."""
+        """`boot` seeds the random part of the delays before restarts."""
         self.state = "stopped"
         self._process = process
         self._settings = settings
@@ -97,7 +97,7 @@ class HttpGateway:
     # ---- start ---------------------------------------------------------------------------------
 
     def start(self, now: float) -> None:
-        """Start the process, which is `ready` at its first heartbeat."""
+        """Starts the process, which is `ready` at its first heartbeat."""
         self._start_at = math.inf
         try:
             self._descriptor = self._process.start(self._settings())
@@ -153,9 +153,9 @@ class HttpGateway:
         return min(self._start_at, self._kill_at, self._silent_until())
 
     def _silent_until(self) -> float:
-        """Returns the time until which the process may be silent.
+        """Returns the time until which the process may send no heartbeat.
 
-        That is `load_limit` at its start, then 2 * `beat_limit`.
+        The limit is `load_limit` seconds while it starts, later 2 * `beat_limit` seconds.
         """
         if self.state not in RUNNING or self._kill_at < math.inf:
             return math.inf
@@ -164,7 +164,7 @@ class HttpGateway:
         return self._heard_at + limit
 
     def check(self, now: float) -> None:
-        """Restart the process, or kill it, if that is due."""
+        """Restarts the process, or kills it, if that is due."""
         if now >= self._start_at:
             self.start(now)
         elif now >= self._silent_until():
@@ -175,7 +175,7 @@ class HttpGateway:
             self._process.signal(signal.SIGKILL)
 
     def reload(self) -> None:
-        """Have the process read its keys again. A starting process does so once it is ready."""
+        """Makes the process read its keys again. A starting process does so once it is ready."""
         if self.state == "starting":  # Python has no handler yet: the signal would end it
             self._reload_due = True
         else:
@@ -184,7 +184,7 @@ class HttpGateway:
     # ---- end -----------------------------------------------------------------------------------
 
     def drain(self, now: float, then: Callable[[float], None]) -> None:
-        """Let answers finish for at most `http_drain_timeout` s; call `then` after the end."""
+        """Lets answers finish for at most `http_drain_timeout` s; calls `then` after the end."""
         self._then = then
         log.info(
             "answers over HTTP may finish", extra={"seconds": self._settings().http_drain_timeout}
@@ -192,9 +192,9 @@ class HttpGateway:
         self._stop(now, signal.SIGTERM, self._settings().http_drain_timeout + ABORT_GRACE)
 
     def abort(self, now: float, grace: float | None = None) -> None:
-        """Have the process end its answers with errors.
+        """Makes the process end its answers with errors.
 
-        Kill it after `grace` seconds, default stop_grace.
+        Kills it after `grace` seconds, default stop_grace.
         """
         self._then = _nothing
         self._stop(now, signal.SIGINT, self._settings().stop_grace if grace is None else grace)
@@ -215,4 +215,4 @@ class HttpGateway:
 
 
 def _nothing(now: float) -> None:
-    """Do nothing after the end."""
+    """Does nothing: the default for the callback after the end of the process."""

@@ -62,7 +62,7 @@ class JobService(Closing):
     """Serves jobs. Owned by the broker's thread. `waker` is readable when the store has results.
 
     Raises StoreError if the store cannot be opened or another broker uses it. Raises ConfigError if
-    the secrets that sign notices cannot be read.
+    the secrets for signing notices (webhook posts) cannot be read.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class JobService(Closing):
         self._health = HealthState.CLOSED
 
     def start(self) -> None:
-        """Start the store's thread.
+        """Starts the store's thread, and connects the job manager with the store.
 
-        The manager knows the store before the first client's message.
+        So the manager knows the store before the first message of a client.
         """
         self._writer.start()
         self.serve(time.monotonic())
@@ -112,13 +112,13 @@ class JobService(Closing):
     # ---- events --------------------------------------------------------------------------------
 
     def deliver(self, action: core_actions.ToClient | core_actions.JobSetBack) -> None:
-        """Queue output of the core for JOBS_LINK, or the loss of a job's worker."""
+        """Queues output of the core for JOBS_LINK, or the loss of a job's worker."""
         event = job_event(action, self._stacks)
         if event is not None:
             self._inbox.append(event)
 
     def handle(self, event: ev.Event, now: float) -> None:
-        """Give an event to the job manager, and perform the manager's actions."""
+        """Gives an event to the job manager, and performs the manager's actions."""
         try:
             actions = self._manager.handle(event, now)
         except Exception:  # a bug in the broker affects one event, never the pool
@@ -129,11 +129,10 @@ class JobService(Closing):
         self._act(actions, now)
 
     def ask(self, kind: str, body: Mapping[str, Any], answer: Answer, now: float) -> None:
-        """Ask an operator's question.
+        """Passes an operator's question to the job manager.
 
-        `answer` is called with the content of the answer, now or later.
-
-        Raises BadRequest if the question cannot be asked.
+        `answer` is called with the content of the answer, now or later. Raises BadRequest if the
+        question cannot be asked.
         """
         owner, question = job_operations.parse_question(kind, body)
         id = secrets.token_bytes(frames.ID_BYTES)
@@ -141,16 +140,16 @@ class JobService(Closing):
         self.handle(ev.QuestionAsked(OPERATORS, owner, id, 0, question, operator=True), now)
 
     def acknowledged(self, event: core_events.ClientAck, now: float) -> None:
-        """Handle a client's acknowledgement of ids."""
+        """Handles a client's acknowledgement of ids."""
         if isinstance(event.message, Ack) and self._manager.readers.all:
             self.handle(ev.Acknowledged(event.link, event.message.have), now)
 
     def reads(self, id: bytes, owner: str) -> bool:
-        """Returns whether this owner has a reading of a job with this reading id."""
+        """Returns whether this owner has a request with this id that reads a job's output."""
         return self._manager.readers.has(id, owner)
 
     def serve(self, now: float) -> None:
-        """Handle the core's output, the store's results, and due times."""
+        """Handles the core's output, the store's results, and due times."""
         self.waker.drain()
         self._check_health(now)
         self._take_results()
@@ -182,7 +181,7 @@ class JobService(Closing):
         self._act(actions, now)
 
     def _answer_of_fault(self, event: ev.QuestionAsked) -> act.Tell:
-        """Returns the answer to a question on which the job manager failed."""
+        """Returns the error for a client whose question made the job manager fail."""
         failed = Failed.of(Internal("the broker failed on this question; its log says why"))
         return act.Tell(
             event.link, Header(failed.kind, event.id, self._boot, event.attempt), failed
@@ -245,7 +244,7 @@ class JobService(Closing):
         return figures if health is HealthState.OK else replace(figures, store=health.value)
 
     def close(self) -> None:
-        """Write the remaining output of jobs, then close the store."""
+        """Writes the remaining output of jobs, then closes the store."""
         end = time.monotonic() + CLOSE_TIMEOUT
         while self._manager.busy and self._health in OPEN and time.monotonic() < end:
             self.serve(time.monotonic())
@@ -328,7 +327,10 @@ CALL_PLACES = MAX_IN_WORKER
 
 
 class CoreView:
-    """Implements `jobs.pool_view.PoolView`, read-only. Owned by the broker's thread."""
+    """The job manager's read-only view of the core, see `jobs.pool_view.PoolView`.
+
+    Owned by the broker's thread.
+    """
 
     def __init__(self, core: Core) -> None:
         self._core = core

@@ -27,7 +27,7 @@ class AlreadyRunning(OSError):
 
 
 def lock(run_dir: Path) -> int:
-    """Lock the run directory; the kernel releases the lock at any end of this process.
+    """Locks the run directory; the kernel releases the lock at any end of this process.
 
     Returns a descriptor to close. Raises AlreadyRunning.
     """
@@ -41,7 +41,7 @@ def lock(run_dir: Path) -> int:
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the soft limit of open files to the hard limit, and return it.
+    """Raises the soft limit of open files to the hard limit, and returns it.
 
     Raises OSError below MIN_DESCRIPTORS: libzmq aborts a process that runs out of descriptors.
     """
@@ -57,7 +57,7 @@ def raise_descriptor_limit() -> int:
 
 
 class Lifecycle:
-    """The stop of the broker, which the broker's thread decides.
+    """The shutdown of the broker: decides when and how it stops. Used by the broker's thread.
 
     The loop ends when `stopping` is true and the last child process has ended.
     """
@@ -69,7 +69,7 @@ class Lifecycle:
         gateway: HttpGateway | None,
         on_stop: Callable[[bool, float], None] = lambda final, now: None,
     ) -> None:
-        """`on_stop` is called when the broker stops, with `final`: no other broker follows."""
+        """`on_stop(final, now)` is called when the broker stops. `final`: no broker follows."""
         self.ending = False  # an end was requested; answers over HTTP may still run
         self.stopping = False
         self._perform = perform
@@ -78,7 +78,7 @@ class Lifecycle:
         self._on_stop = on_stop
 
     def end(self, now: float) -> None:
-        """Let answers over HTTP finish, then stop. Another broker may follow."""
+        """Lets answers over HTTP finish, then stops the broker. Another broker may follow."""
         if self.ending:
             return
         self.ending = True
@@ -89,13 +89,13 @@ class Lifecycle:
             self._gateway.drain(now, lambda now: self.stop(now, final=False))
 
     def end_at_once(self, now: float) -> None:
-        """Stop without a drain of HTTP: answers end with errors within ABORT_GRACE seconds."""
+        """Stops without a drain of HTTP: answers end with errors within ABORT_GRACE seconds."""
         if self._gateway is not None:
             self._gateway.abort(now, ABORT_GRACE)
         self.stop(now, final=False)
 
     def stop(self, now: float, *, final: bool) -> None:
-        """End all streams, then the workers. `final`: no other broker follows."""
+        """Ends all streams, then the workers. `final`: no other broker follows."""
         if not self.stopping:
             self.ending = self.stopping = True
             self._notifier.stopping()
@@ -121,7 +121,7 @@ class Signals:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Install the handlers during a `with` block."""
+        """Installs the handlers during a `with` block."""
         before = {number: signal.signal(number, self._on_signal) for number in HANDLED}
         # Workers inherit this: a SIGUSR1 before a worker has its handler must not end the worker.
         before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -135,7 +135,7 @@ class Signals:
         self.waker.wake(number)
 
     def handle(self, now: float) -> None:
-        """Act on the signals received since the last call."""
+        """Acts on the signals received since the last call."""
         numbers = self.waker.drain()
         for number in set(numbers):
             log.info("signal", extra={"number": number})

@@ -45,7 +45,7 @@ class Source(Struct, frozen=True):
 
 
 class Task(Struct, frozen=True):
-    """A function called in every turn. `next_wake` returns the latest time for its next turn."""
+    """A function called in every turn. `next_wake` returns the latest time for its next call."""
 
     run: Handler
     next_wake: Callable[[], float]
@@ -61,14 +61,14 @@ class LoopLag:
         self._current = self._previous = 0.0
 
     def record(self, seconds: float, now: float) -> None:
-        """Add the duration of a turn in seconds."""
+        """Adds the duration of a turn in seconds."""
         if now - self._since >= LAG_WINDOW:
             self._roll(now)
         if seconds > self._current:
             self._current = seconds
 
     def worst(self, now: float) -> float:
-        """Returns the longest turn in seconds within a window of 1 to 2 LAG_WINDOW."""
+        """Returns the longest turn, in seconds, of the last 1 to 2 times LAG_WINDOW seconds."""
         if now - self._since >= LAG_WINDOW:
             self._roll(now)
         return max(self._current, self._previous)
@@ -79,9 +79,9 @@ class LoopLag:
 
 
 class Loop:
-    """The loop, used by one thread.
+    """The broker's event loop, used by one thread.
 
-    `on_late` gets the seconds by which a turn was late, and the time.
+    `on_late` is called if a turn was late, with the lateness in seconds and the time.
     """
 
     def __init__(self, lag: LoopLag, on_late: Callable[[float, float], None]) -> None:
@@ -98,7 +98,7 @@ class Loop:
         handle: Handler,
         priority: Priority = Priority.OPERATIONS,
     ) -> None:
-        """Call `handle` in each turn in which this socket or descriptor is readable."""
+        """Calls `handle` in each turn in which this socket or descriptor is readable."""
         key = _key(source)
         self._poller.register(key, zmq.POLLIN)
         self._sources[key] = Source(priority, handle)
@@ -111,7 +111,7 @@ class Loop:
         self._tasks.append(Task(run, next_wake))
 
     def turn(self) -> None:
-        """Wait until a source is readable or a task is due, then call their handlers."""
+        """Waits until a source is readable or a task is due, then calls their handlers."""
         timeout_ms = self._timeout_ms(time.monotonic())
         readable = self._poller.poll(timeout_ms)
         now = time.monotonic()

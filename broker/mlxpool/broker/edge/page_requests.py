@@ -35,11 +35,11 @@ class PageCancels:
         self._commands = commands
 
     def serve(self, now: float) -> None:
-        """Perform and answer the waiting commands."""
+        """Performs and answers the waiting commands."""
         self._queue.serve(self.cancel, now)
 
     def cancel(self, prefix: str, now: float) -> Fate:
-        """Cancel the live request whose id has this prefix.
+        """Cancels the live request whose id has this prefix.
 
         Raises BadRequest unless there is exactly one.
         """
@@ -60,7 +60,7 @@ class PageCancels:
 
 
 class PageJobs:
-    """Asks questions about jobs.
+    """Passes questions about jobs from the status page to the job manager.
 
     Owned by the broker's thread. `waker` is readable if `serve` is due.
     """
@@ -71,7 +71,7 @@ class PageJobs:
         self._ask = ask
 
     def serve(self, now: float) -> None:
-        """Ask the waiting questions."""
+        """Asks the waiting questions."""
         self._queue.begin(self._begin, now)
 
     def _begin(self, question: Question, future: Future[Fate], now: float) -> None:

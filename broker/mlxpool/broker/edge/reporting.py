@@ -44,7 +44,7 @@ class Reporter:
         jobs: Callable[[], JobFigures | None],
         run_dir: RunDirWatch,
     ) -> None:
-        """`endpoints` are the endpoints of back and admin outside the run directory.
+        """`endpoints`: endpoints of the sockets `back` and `admin` outside the run directory.
 
         `jobs` returns None if the settings have no jobs.
         """

@@ -64,12 +64,12 @@ class RunDirWatch:
         return self._check_at
 
     def check(self, now: float) -> None:
-        """Check the run directory, if due."""
+        """Checks the run directory, if due."""
         if now >= self._check_at:
             self.look(now)
 
     def look(self, now: float) -> None:
-        """Create missing files again and log them, or log why they cannot be created."""
+        """Creates missing files again and logs them, or logs why they cannot be created."""
         self._check_at = now + CHECK_INTERVAL
         before, self.trouble = self.trouble, ""
         try:
@@ -94,7 +94,7 @@ class RunDirWatch:
             self._on_trouble(self.trouble, now)
 
     def _mend(self) -> list[str]:
-        """Create missing files.
+        """Creates missing files.
 
         Returns their names. Raises FolderLocked, ConfigError or OSError.
         """

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 def of_event(history: History, event: ev.Event) -> None:
-    """Write an event as a line of the history file."""
+    """Writes an event as a line of the history file."""
     write = _EVENTS.get(type(event))
     if write is not None:
         write(history, event)
 
 
 def of_action(history: History, action: act.Action) -> None:
-    """Write an action as a line of the history file."""
+    """Writes an action as a line of the history file."""
     if isinstance(action, act.ToClient):
         _to_client(history, action)
     elif isinstance(action, act.ToWorker) and action.header.kind == to_worker.Work.kind:
@@ -129,7 +129,7 @@ def parts_of(ended: RequestEnded) -> Iterator[Part]:
 
 
 class Spans:
-    """Sends requests as spans. Owned by the broker's thread."""
+    """Exports ended requests as OpenTelemetry spans. Owned by the broker's thread."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
@@ -157,7 +157,7 @@ class Spans:
         return cls(provider)
 
     def add(self, ended: RequestEnded, now: float) -> None:
-        """Send the spans of an ended request. `now` is on the clock of `ended`."""
+        """Sends the spans of an ended request. `now` is on the clock of `ended`."""
         from opentelemetry import trace
 
         offset = time.time() - now
@@ -194,6 +194,6 @@ class Spans:
         span.end(nanoseconds(ended.ended_at))
 
     def close(self) -> None:
-        """Send the remaining spans, within CLOSE_MS milliseconds."""
+        """Sends the remaining spans, within CLOSE_MS milliseconds."""
         self._provider.force_flush(CLOSE_MS)
         self._provider.shutdown()

@@ -52,7 +52,7 @@ class WorkerIngress:
         self._rows_epoch = 0  # epoch of the worker that sent `_rows`
 
     def read(self, now: float) -> bool:
-        """Handle at most MAX_MESSAGES messages. Returns whether none is left."""
+        """Handles at most MAX_MESSAGES messages. Returns whether none is left."""
         for _ in range(MAX_MESSAGES):
             received = self._peers.receive(now)
             if received is None:
@@ -62,7 +62,7 @@ class WorkerIngress:
         return received is None
 
     def read_all(self, max_rounds: int, now: float) -> None:
-        """Handle all waiting frames of workers in at most `max_rounds` calls of `read`."""
+        """Handles all waiting frames of workers in at most `max_rounds` calls of `read`."""
         for _ in range(max_rounds):
             if self.read(now):
                 return
@@ -97,7 +97,7 @@ class WorkerIngress:
             self._perform(event, now)
 
     def _gather(self, epoch: int, rows: list[Delta], now: float) -> None:
-        """Keep deltas for the next frame of their worker, so that its clients get fewer frames."""
+        """Keeps the deltas of a worker for a short time, so that clients get fewer frames."""
         if epoch != self._rows_epoch:
             self.flush_rows(now)
             self._rows_epoch = epoch
@@ -106,7 +106,7 @@ class WorkerIngress:
             self.flush_rows(now)
 
     def flush_rows(self, now: float) -> None:
-        """Give the gathered deltas to the core."""
+        """Gives the gathered deltas to the core."""
         if self._rows:
             rows, self._rows = self._rows, []
             self._perform(ev.WorkerDeltas(self._rows_epoch, rows), now)
@@ -121,7 +121,7 @@ class WorkerIngress:
     # ---- hello -------------------------------------------------------------------------------
 
     def _on_hello(self, peer: Peer, hello: Hello, now: float) -> None:
-        """Welcome a worker that this broker started, or admit a worker of another supervisor."""
+        """Welcomes a worker that this broker started, or admits a worker of another supervisor."""
         next_token = self._supervisor.accepts(hello.slot, hello.token)
         if next_token is None:
             try:
@@ -136,7 +136,10 @@ class WorkerIngress:
             self._sessions.welcome(peer.number, worker.epoch)
 
     def _refuse(self, peer: Peer, hello: Hello, error: PoolError) -> None:
-        """Send the reason: the worker ends immediately and does not wait for another broker."""
+        """Refuses the `hello` of a worker, and sends the worker the reason.
+
+        The worker then ends immediately, instead of waiting for another broker.
+        """
         self._counters.auth_failures += 1
         fields = {"slot": hello.slot, "peer": peer.owner, "why": error.message}
         log.warning("hello refused", extra=fields)

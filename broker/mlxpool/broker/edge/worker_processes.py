@@ -122,7 +122,7 @@ class WorkerProcesses:
             self._supervisor.stop(slot, now, at_once=at_once)
 
     def observe(self, now: float) -> None:
-        """Kill workers that did not end in time, and have the core judge all other workers."""
+        """Kills workers that did not end in time, and makes the core judge all other workers."""
         self._supervisor.kill_overdue(now)
         if self._supervisor.observation_due(now):
             for slot in list(self._supervisor.children):
@@ -130,7 +130,7 @@ class WorkerProcesses:
                 self._perform(ev.Looked(slot, sample, OBSERVE_INTERVAL), now)
 
     def on_exit(self, child: Child, now: float) -> None:
-        """Report the end of a child once its frames are handled, or after MAX_DELAY seconds."""
+        """Reports the end of a child once its frames are handled, or after MAX_DELAY seconds."""
         slot = child.slot
         noticed = self._exited_at.setdefault(slot, now)
         complete = self._read_pending(now) and self._has_explained_end(slot)
@@ -144,7 +144,7 @@ class WorkerProcesses:
         self._perform(event, now)
 
     def _has_explained_end(self, slot: str) -> bool:
-        """Returns False if a worker exits by itself and its cause has not come yet."""
+        """Returns False if a worker exited by itself and its message with the cause is missing."""
         epoch = self._sessions.epoch_of_slot(slot)
         if epoch is None or self._state.has_explained_end(epoch):
             return True

@@ -33,7 +33,7 @@ class LoopQueue(Closing, Generic[Asked]):
         self._closed = False
 
     def ask(self, command: Asked) -> Fate:
-        """Return the loop's answer.
+        """Passes a command to the loop, and returns the loop's answer.
 
         Raises the loop's exception, or Unavailable without an answer.
         """
@@ -55,7 +55,7 @@ class LoopQueue(Closing, Generic[Asked]):
             raise Unavailable(f"there is no answer after {waited:g} s; look again") from None
 
     def serve(self, answer: Callable[[Asked, float], Fate], now: float) -> None:
-        """Answer all waiting commands. The loop calls it after a wake."""
+        """Answers all waiting commands. The loop calls it after a wake."""
 
         def begin(command: Asked, future: Future[Fate], now: float) -> None:
             future.set_result(answer(command, now))
@@ -63,7 +63,7 @@ class LoopQueue(Closing, Generic[Asked]):
         self.begin(begin, now)
 
     def begin(self, begin: Callable[[Asked, Future[Fate], float], None], now: float) -> None:
-        """Begin all waiting commands.
+        """Begins all waiting commands.
 
         `begin` sets the result of a command's future, now or later.
         """
@@ -76,7 +76,7 @@ class LoopQueue(Closing, Generic[Asked]):
                     future.set_exception(error)
 
     def close(self) -> None:
-        """Close the queue. Waiting threads get Unavailable immediately."""
+        """Closes the queue. Waiting threads get Unavailable immediately."""
         self._closed = True
         self._refuse_all()
         self.waker.close()
@@ -121,7 +121,7 @@ class LatestSnapshot(Closing):
         self._closed = False
 
     def put(self, snapshot: Snapshot) -> None:
-        """Set the snapshot. The loop calls it after a wake."""
+        """Sets the snapshot. The loop calls it after a wake."""
         self.waker.drain()
         with self._changed:
             self._snapshot, self._at = snapshot, monotonic()
@@ -144,7 +144,7 @@ class LatestSnapshot(Closing):
             return self._snapshot
 
     def close(self) -> None:
-        """Close the exchange. Waiting threads get Unavailable immediately."""
+        """Closes the exchange. Waiting threads get Unavailable immediately."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

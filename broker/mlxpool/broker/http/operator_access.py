@@ -2,10 +2,10 @@
 
 The server keeps neither sessions nor cookies, so a request is judged by its headers alone:
 
-- Host is a loopback address: a page whose name resolves to it (DNS rebinding) sends its own name.
-  This also holds for reads, unless the server listens on an open address;
-- Origin is that host: scripts of other sites (CSRF) send the origin of their page;
-- Authorization is the token, which no browser adds by itself.
+- Host must be a loopback address. A page whose name resolves to such an address (DNS rebinding)
+  sends its own name. Reads are checked too, unless the server listens on an open address;
+- Origin must be that host: scripts of other sites (CSRF) send the origin of their page;
+- Authorization must be the token, which no browser adds by itself.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class OperatorRoute(ABC, Generic[Asked]):
 
     @abstractmethod
     def perform(self, command: Asked) -> Any:
-        """Perform a command and return JSON.
+        """Performs a command and returns JSON.
 
         Raises PoolError, or Unavailable if the loop does not answer.
         """
@@ -65,7 +65,7 @@ class OperatorRoute(ABC, Generic[Asked]):
         return stream.read(int(length))
 
     def answer(self, headers: Message, body: bytes | None, peer: str) -> Answer:
-        """Perform the command in a body from `read_body`. `peer` is the address of the client."""
+        """Performs the command in a body from `read_body`. `peer` is the address of the client."""
         if body is None:
             why = f"the body must have a Content-Length of at most {self.max_body} bytes"
             return _error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
@@ -87,7 +87,7 @@ class OperatorRoute(ABC, Generic[Asked]):
             return _error(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
 
     def _log(self, refused: Refusal, peer: str) -> None:
-        """Log the first refusal of each LOG_INTERVAL, with the number of unlogged refusals."""
+        """Logs the first refusal of each LOG_INTERVAL, with the number of unlogged refusals."""
         with self._lock:
             now = monotonic()
             if now < self._quiet_until:

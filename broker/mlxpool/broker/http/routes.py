@@ -115,7 +115,10 @@ def _healthz(renderers: Renderers, snapshot: Snapshot) -> Answer:
 
 
 def _readyz(renderers: Renderers, snapshot: Snapshot) -> Answer:
-    """Returns ready if requests are accepted; a request starts a cold model."""
+    """Answers `ready` if the pool accepts requests and a model is available.
+
+    A cold model is available, because a request starts it.
+    """
     if snapshot.broker.state != "ready":
         return HTTPStatus.SERVICE_UNAVAILABLE, TEXT, f"{snapshot.broker.state}\n".encode()
     if not any(model.available for model in snapshot.models):

@@ -88,9 +88,9 @@ class Connections:
             return sum(connection.stage is stage for connection in self._open.values())
 
     def add(self, accepted: socket.socket, now: float) -> bool:
-        """Count a connection.
+        """Adds a connection; returns False if there is no room.
 
-        If there is no room, shut the oldest idle one down, else return False.
+        If MAX_CONNECTIONS are open, the oldest idle connection is shut down to make room.
         """
         with self._lock:
             if len(self._open) >= MAX_CONNECTIONS:
@@ -101,18 +101,18 @@ class Connections:
             return True
 
     def set_stage(self, accepted: socket.socket, stage: Stage) -> None:
-        """Set the stage of a connection, unless it was shut down meanwhile."""
+        """Sets the stage of a connection, unless it was shut down meanwhile."""
         with self._lock:
             if (connection := self._open.get(accepted)) is not None:
                 connection.stage = stage
 
     def remove(self, accepted: socket.socket) -> None:
-        """Forget a connection that has ended."""
+        """Forgets a connection that has ended."""
         with self._lock:
             self._open.pop(accepted, None)
 
     def shut_down_overdue(self, now: float) -> None:
-        """Shut down connections that have been open for over `max_seconds`."""
+        """Shuts down connections that have been open for over `max_seconds`."""
         with self._lock:
             overdue = [c for c in self._open.values() if now - c.since > self.max_seconds]
             for connection in overdue:
@@ -213,7 +213,7 @@ class HttpServer(Closing):
         return self._server.connections
 
     def _record_history(self) -> None:
-        """Record a point in each interval. If the loop does not answer, the history has a gap."""
+        """Records a point in each interval. If the loop does not answer, the history has a gap."""
         while not self._closing.wait(self._history_interval):
             try:
                 self.history.record(self.latest.get(), monotonic())
@@ -221,7 +221,7 @@ class HttpServer(Closing):
                 continue
 
     def _close_exchanges(self) -> None:
-        """Close the exchanges with the loop; waiting threads get Unavailable."""
+        """Closes the exchanges with the loop; waiting threads get Unavailable."""
         self.latest.close()
         for queue in (self.cancels, self.jobs):
             if queue is not None:
@@ -259,7 +259,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        """Bind as the base class does, without a query for this host's name."""
+        """Binds as the base class does, without a query for this host's name."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = "mlxpool", int(self.server_address[1])
 
@@ -276,11 +276,11 @@ class _Server(ThreadingHTTPServer):
             self.connections.remove(request)
 
     def service_actions(self) -> None:
-        """Shut overdue connections down, every POLL_INTERVAL seconds and after each accept."""
+        """Shuts overdue connections down, every POLL_INTERVAL seconds and after each accept."""
         self.connections.shut_down_overdue(monotonic())
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log an error, unless its cause is that the client left."""
+        """Logs an error, unless its cause is that the client left."""
         error = sys.exception()
         if not isinstance(error, ConnectionError | TimeoutError):
             log.error("http failed", exc_info=error)
@@ -343,4 +343,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: otherwise each scrape would add a line."""
+        """Logs nothing: otherwise each scrape would add a line."""

@@ -1,4 +1,5 @@
 """Jobs: requests that stay on the disk until they are done and their results are read.
 
-Pure: decisions from events and a time to actions. `store` keeps jobs, `edge` performs the actions.
+This package is pure: it turns events and times into actions. `store` keeps jobs, `edge` performs
+the actions.
 """

@@ -19,13 +19,13 @@ from mlxpool.common.protocol.to_client import Failed
 
 
 class Store(Struct, frozen=True):
-    """Give an operation to the store; the result of the operation comes to `JobManager.stored`."""
+    """Gives an operation to the store; the result of the operation comes to `JobManager.stored`."""
 
     operation: Operation
 
 
 class Tell(Struct, frozen=True):
-    """Send a message to a client."""
+    """Sends a message to a client."""
 
     link: int
     header: Header
@@ -33,19 +33,19 @@ class Tell(Struct, frozen=True):
 
 
 class Perform(Struct, frozen=True):
-    """Let the core handle an event."""
+    """Lets the core handle an event."""
 
     event: Event
 
 
 class Forget(Struct, frozen=True):
-    """Forget a client's link: its next frame makes a new link, so the client notices the loss."""
+    """Forgets a client's link: its next frame makes a new link, so the client notices the loss."""
 
     link: int
 
 
 class Post(Struct, frozen=True):
-    """Post a notice to a URL; the result comes back as `Posted`."""
+    """Posts a notice to a URL; the result comes back as `Posted`."""
 
     end_seq: int
     id: str
@@ -81,7 +81,7 @@ class Outbox:
         return actions
 
     def store(self, operation: Operation, then: Then) -> None:
-        """Give an operation to the store. `then` is called with its result."""
+        """Gives an operation to the store. `then` is called with its result."""
         self._then[id(operation)] = (operation, then)
         self._actions.append(Store(operation))
 
@@ -93,7 +93,11 @@ class Outbox:
         then: Callable[[R, float], None],
         error: Callable[[Result], PoolError] = unexpected,
     ) -> None:
-        """Ask the store: `then` gets a result of type `kind`, the client any other as an error."""
+        """Gives an operation to the store for a client's question.
+
+        `then` is called with a result of type `kind`. Any other result is sent to the client as the
+        error that `error` returns.
+        """
 
         def settle(result: Result, now: float) -> None:
             if isinstance(result, kind):
@@ -104,7 +108,7 @@ class Outbox:
         self.store(operation, settle)
 
     def resolve(self, operation: Operation, result: Result, now: float) -> None:
-        """Handle the result of an operation."""
+        """Handles the result of an operation."""
         _, then = self._then.pop(id(operation))
         then(result, now)
 
@@ -124,7 +128,7 @@ class Outbox:
         self._actions.append(Tell(link, header, message))
 
     def refuse(self, event: QuestionAsked, error: PoolError) -> None:
-        """Answer a question with an error. Count the refusal if the question is a submission."""
+        """Answers a question with an error. Counts the refusal if the question is a submission."""
         if event.submits:
             self.refused[error.code] += 1
         self.fail(event.link, error, event.id, event.attempt)

@@ -74,16 +74,19 @@ class ActiveJob(Struct, eq=False):
 
     @property
     def suspect(self) -> bool:
-        """Returns whether this job may have ended the broker; `starts` includes this start."""
+        """Returns whether this job may have ended the broker, because it was started too often.
+
+        `starts` includes the present start.
+        """
         return self.job.starts > ALONE_STARTS
 
     @property
     def proven(self) -> bool:
-        """Returns whether this start put ids on the disk: starts are then counted from 0."""
+        """Returns whether this start put ids on the disk; earlier starts then no longer count."""
         return self.durable > self.job.pos
 
     def move(self, event: str) -> None:
-        """Change phase. Raises ValueError, and changes nothing, for an illegal event."""
+        """Changes phase. Raises ValueError, and changes nothing, for an illegal event."""
         following = TRANSITIONS[self.phase].get(event)
         if following is None:
             raise ValueError(f"job {self.id.hex()} is {self.phase.value}: no {event!r} there")
@@ -94,7 +97,7 @@ class ActiveJob(Struct, eq=False):
         return not row.ids or row.pos == self.taken
 
     def take(self, row: Delta) -> None:
-        """Add output of the run to the steps."""
+        """Adds output of the run to the steps."""
         if row.facts and self.job.facts is None and self.facts is None:
             self.facts = pack(row.facts)
         if not row.ids:
@@ -107,11 +110,11 @@ class ActiveJob(Struct, eq=False):
         self.taken += count_of(row.ids)
 
     def plan_write(self, now: float, *, read: bool) -> None:
-        """Set the time of the next write of its steps. `read`: a reader waits for the steps.
+        """Sets the time of the next write of the job's output. `read`: a reader waits for it.
 
         Without a reader the write may wait: most short jobs are then written once, with their end.
-        If the job was started before and this start has no ids on the disk yet, it is written soon:
-        ids on the disk set the job's count of starts back to 0.
+        If the job was started before, and this start has no ids on the disk yet, the output is
+        written soon: ids on the disk set the job's count of starts back to 0.
         """
         unproven = self.job.starts > 1 and not self.proven
         soon = read or unproven or self.size >= UNREAD_BYTES
@@ -137,7 +140,11 @@ class ActiveJob(Struct, eq=False):
         return Chunk(self.durable, bytes(ids), "".join(texts), tuple(borders), packed)
 
     def next_operation(self, chunk: Chunk | None, *, patient: bool) -> Operation | None:
-        """Returns the next operation to write. A Finish includes the last ids."""
+        """Returns the next operation to write: some output, or the outcome of the job.
+
+        The operation that ends a job (Finish) includes the last ids. `patient`: the Finish is not
+        urgent.
+        """
         outcome, gen = self.outcome, self.job.gen
         if isinstance(outcome, NewGeneration):
             return outcome
@@ -148,12 +155,12 @@ class ActiveJob(Struct, eq=False):
         return outcome
 
     def drop_steps(self) -> None:
-        """Drop the steps that are not on the disk, because the store cannot hold them."""
+        """Drops the steps that are not on the disk, because the store cannot hold them."""
         self.steps.clear()
         self.size = 0
 
     def written(self, chunk: Chunk) -> None:
-        """Remove the steps of a chunk that is now on the disk."""
+        """Removes the steps of a chunk that is now on the disk."""
         for _ in chunk.borders:
             self.size -= self.steps.popleft().size
         self.durable = chunk.end

@@ -1,4 +1,4 @@
-"""Answers to clients about jobs: the maps of jobs, and the errors of questions."""
+"""Makes answers to clients about jobs: descriptions of jobs (maps), and errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _OF_STORE: dict[str, tuple[type[PoolError], int | None]] = {
 
 
 def name_of(owner: str, name: JobName) -> Name:
-    """Returns the store's name of a job. A job id names no owner: the caller checks the owner."""
+    """Returns the store's name of a job: its id, or owner, tenant and key.
+
+    An id alone does not name the owner, so the caller must check the owner.
+    """
     return name.id or Scope(owner, name.tenant, name.key)
 
 
@@ -118,7 +121,7 @@ def packed_end(terminal: Done | Failed) -> bytes:
 
 
 def terminal_of(end: bytes | None, blobs: Sequence[bytes] = ()) -> Done | Failed:
-    """Undo `packed_end`; `blobs` are the blobs of the answer, if it has one.
+    """Undoes `packed_end`; `blobs` are the blobs of the answer, if it has one.
 
     Unreadable bytes give an end without text or figures.
     """

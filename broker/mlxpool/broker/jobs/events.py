@@ -35,14 +35,18 @@ class QuestionAsked(Struct, frozen=True):
 
 
 class Acknowledged(Struct, frozen=True):
-    """A client has read ids: `have` has pairs of a reading and the total number of ids read."""
+    """A client has read output of jobs.
+
+    `have` has pairs: the id of the client's request that reads a job, and the total number of token
+    ids read.
+    """
 
     link: int
     have: Sequence[tuple[bytes, int]]
 
 
 class ReaderLeft(Struct, frozen=True):
-    """A client ends its reading; the job goes on."""
+    """A client stops reading a job; the job goes on."""
 
     link: int
     owner: str

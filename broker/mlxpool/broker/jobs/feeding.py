@@ -7,12 +7,12 @@ divide the places among owners (requests/place_shares.py). Calls, such as `embed
 the memory for their answers. The store finds the jobs; owners take turns.
 
 A suspect is a job that may have ended the broker, see `retries.ALONE_STARTS`. A started job is
-unproven until an id of it is on the disk. While the core has an unproven suspect, it gets no other
-job of the model and no other suspect. It gets a suspect only while it has no other unproven job. So
-the next crash of the broker counts against the suspect alone. A suspect delays other jobs for at
-most SUSPECT_WAIT, because streams of a higher priority may use all places. After SUSPECT_WAIT, also
-of the suspect itself, other jobs run beside the suspect. The next crash then counts against these
-jobs too, until they are suspects.
+unproven until one of its token ids is on the disk. While the core has an unproven suspect, it gets
+no other job of the model and no other suspect. It gets a suspect only while it has no other
+unproven job. So only the suspect is blamed if the broker crashes next. Streams of a higher priority
+may use all places, so a suspect delays other jobs for at most SUSPECT_WAIT. After that time other
+jobs run beside the suspect. The next crash then counts against these jobs too, until they are
+suspects.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Group = tuple[str, int]  # (the model's name as jobs have it, priority)
 
 
 class Backlog(Struct, eq=False):
-    """The known times and counts of a group's jobs, which are in the store."""
+    """The known times and counts of a group's jobs. A group: the jobs of one model and priority."""
 
     due: float = math.inf  # earliest time at which a job may run; a time in the past: now
     suspects_due: float = math.inf  # earliest time at which a suspect may run alone
@@ -86,7 +86,7 @@ class Feeder(Struct, eq=False):
     def came(
         self, group: Group, due: float, owner: str | None = None, *, suspect: bool = False
     ) -> None:
-        """Note that a job waits in the group and may run from the time `due` on.
+        """Records that a job waits in the group and may run from the time `due` on.
 
         `owner` None: the owner is unknown. `suspect`: the job has to run alone.
         """
@@ -192,7 +192,7 @@ class Feeder(Struct, eq=False):
         held: Collection[bytes],
         now: float,
     ) -> FeedNext | None:
-        """Plan a read for owners with fewer jobs than an equal share, while the core is full.
+        """Plans a read for owners with fewer jobs than an equal share, while the core is full.
 
         `room`: the number of jobs that fill the core. `most`: the most jobs to read.
         """
@@ -266,7 +266,10 @@ class Feeder(Struct, eq=False):
         return 0 if others else active + max(0, view.free(model))
 
     def fed(self, plan: FeedNext, result: Fed, due: float) -> None:
-        """Handle the result of a read. `due`: the earliest due time of a waiting job, see `now`."""
+        """Handles the result of a read.
+
+        `due`: the earliest time, on the broker's clock, at which a waiting job may run.
+        """
         group = (plan.model, plan.priority)
         backlog = self.groups.get(group)
         if backlog is None:
@@ -287,7 +290,7 @@ class Feeder(Struct, eq=False):
         self._drop_if_empty(group)
 
     def refused(self, plan: FeedNext, again_at: float) -> None:
-        """Pause the reads of a group until `again_at`: the store refused a read."""
+        """Pauses the reads of a group until `again_at`: the store refused a read."""
         backlog = self.groups.get((plan.model, plan.priority))
         if backlog is not None:
             backlog.feeding = backlog.reads_suspect = False
@@ -295,7 +298,7 @@ class Feeder(Struct, eq=False):
             backlog.pause_until = again_at
 
     def started(self, group: Group, owner: str, *, suspect: bool = False) -> None:
-        """Count a job that the core now has. `suspect`: it was read as a suspect."""
+        """Counts a job that the core now has. `suspect`: it was read as a suspect."""
         backlog = self.groups.setdefault(group, Backlog())
         backlog.active += 1
         backlog.owners[owner] += 1
@@ -303,7 +306,7 @@ class Feeder(Struct, eq=False):
         backlog.suspects += suspect
 
     def proven(self, group: Group, now: float, *, suspect: bool) -> None:
-        """Count a job as proven: its ids are on the disk since its start, or it left the core."""
+        """Counts a job as proven: this start has put ids on the disk, or the job left the core."""
         backlog = self.groups[group]
         backlog.unproven -= 1
         if suspect:
@@ -319,12 +322,12 @@ class Feeder(Struct, eq=False):
         return backlog is not None and backlog.due <= now
 
     def leaving(self, group: Group, owner: str) -> None:
-        """Count the end of a job's run: the core has room for another job."""
+        """Counts the end of a job's run: the core has room for another job."""
         self._not_active(self.groups[group], owner)
         self.groups[group].leaving += 1
 
     def left(self, group: Group, owner: str, *, leaving: bool) -> None:
-        """Count a job as ended: it neither runs nor is written.
+        """Counts a job as ended: it does not run, and its outcome is on the disk or dropped.
 
         `leaving`: its run had ended before.
         """
@@ -369,11 +372,11 @@ class AnswerRoom:
         self._bytes: Counter[str] = Counter()
 
     def take(self, model: str, size: int) -> None:
-        """Reserve `size` bytes: the most bytes of a call's answer; 0 if the job is not a call."""
+        """Reserves `size` bytes: the most bytes of a call's answer; 0 if the job is not a call."""
         self._bytes[model] += size
 
     def give_back(self, model: str, size: int) -> None:
-        """Free `size` bytes: the answer is on the disk, or no answer will come."""
+        """Frees `size` bytes: the answer is on the disk, or no answer will come."""
         self._bytes[model] -= size
 
     def taken(self, model: str) -> int:

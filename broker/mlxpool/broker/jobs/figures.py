@@ -38,7 +38,7 @@ class JobFigures(Struct, frozen=True):
 
     @classmethod
     def none(cls, why: str) -> JobFigures:
-        """Returns the figures of a pool that cannot use the store in its settings."""
+        """Returns the figures of a pool that cannot use its configured store, because of `why`."""
         return cls(0, 0, 0, 0, 0, 0, 0, 0, 0, store=UNUSABLE, why=why)
 
     @classmethod

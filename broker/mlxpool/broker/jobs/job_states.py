@@ -8,7 +8,10 @@ from mlxpool.broker.store.records import JobState
 
 
 class JobPhase(Enum):
-    """The states of the store, and RUNNING, which is only in memory: on disk the job waits."""
+    """The states of a job: the states in the store, and RUNNING.
+
+    RUNNING exists only in memory: a running job is waiting on the disk.
+    """
 
     WAITING = "waiting"
     RUNNING = "running"

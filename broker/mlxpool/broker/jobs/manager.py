@@ -114,7 +114,10 @@ class JobManager:
         return bool(self.runs.active)
 
     def decided(self) -> list[Action]:
-        """Returns the actions of an event that raised: the state has their effects."""
+        """Returns the actions that were decided before the handler of an event raised an exception.
+
+        They must be performed, because the state already has their effects.
+        """
         return self._outbox.take()
 
     # ---- events --------------------------------------------------------------------------------
@@ -152,7 +155,7 @@ class JobManager:
     def figures(self) -> JobFigures:
         """Returns the counts of jobs and their bytes.
 
-        The counts by state are from the last count.
+        The store's counts by state may be old: they are read at intervals.
         """
         live, refused = len(self.batches.live), self._outbox.refused
         return JobFigures.of(self._stored, self._running, len(self.readers.all), live, refused)
@@ -307,12 +310,18 @@ class JobManager:
             self._outbox.store(store.ReadFigures(), self._counted)
 
     def _recount(self) -> None:
-        """Schedule an early count: a job has changed. A count under way has the change."""
+        """Schedules an early read of the counts, because a job has changed.
+
+        A read that is under way will include the change.
+        """
         if not self._counting:
             self._figures_at = min(self._figures_at, self._recount_at)
 
     def _counted(self, result: Result, now: float) -> None:
-        """Keep a count, and the number of running jobs, which the store counts as waiting."""
+        """Stores the counts that were read, and the present number of running jobs.
+
+        The store counts running jobs as waiting.
+        """
         self._counting = False
         self._recount_at = now + max(RECOUNT_DELAY, RECOUNT_COST * (now - self._count_began))
         if isinstance(result, StoreFigures):

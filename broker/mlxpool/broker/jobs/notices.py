@@ -1,9 +1,9 @@
 """Notices (webhook posts) of ended jobs and batches: when they are posted, and their results.
 
-A notice is in the store from the commit of its end until its delivery. So it is delivered at least
-once, even if the broker ends in between. A job or batch has at most one notice under way, the
-earliest first. A notice that cannot be delivered within the time of the settings is given up, and
-kept with its cause until its job or batch is deleted.
+The commit that ends a job or batch also stores its notice, which stays in the store until it is
+delivered. So it is delivered at least once, even if the broker ends in between. A job or batch has
+at most one notice under way, the earliest first. A notice that cannot be delivered within the time
+of the settings is given up. It is kept with the cause until its job or batch is deleted.
 
 No origin (scheme, host and port) delays the notices of another: each has at most PER_ORIGIN notices
 under way. An unreachable origin is retried with a single notice, after growing pauses.
@@ -40,7 +40,7 @@ RETRY_INTERVAL = 1.0  # seconds until the next read after a refusal of the store
 
 
 class Try(Struct, frozen=True):
-    """A notice under way. `age`: seconds between its first try and the begin of this try."""
+    """An attempt to post a notice. `age`: seconds since the notice's first attempt."""
 
     notice: Notice
     age: float
@@ -57,7 +57,7 @@ class NoticeQueue:
     """Reads due notices from the store, has them posted, and writes the results."""
 
     def __init__(self, outbox: Outbox, give_up_after: Callable[[], float]) -> None:
-        """`give_up_after` returns the seconds after an end for which its notice is retried."""
+        """`give_up_after` returns the seconds for which a notice is retried after its job's end."""
         self._outbox = outbox
         self._give_up_after = give_up_after
         self._under_way: dict[int, Try] = {}  # by end_seq
@@ -67,18 +67,18 @@ class NoticeQueue:
         self._due = math.inf  # time of the next read of the store
 
     def came(self, url: str, now: float) -> None:
-        """Note an end with a notice to `url`; "": it has no notice."""
+        """Handles the end of a job or batch that has a notice to `url`; "": it has no notice."""
         if url:
             self._came = self._reading
             self._due = min(self._due, now)
 
     def opened(self, now: float) -> None:
-        """Start to read. Notices that were under way are posted again."""
+        """Starts to read notices from the store. Notices that were under way are posted again."""
         self._under_way.clear()
         self._reading, self._due = False, now
 
     def lost(self) -> None:
-        """Stop to read: the store takes no operations."""
+        """Stops reading notices, because the store takes no operations."""
         self._reading, self._due = False, math.inf
 
     # ---- posting ---------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class NoticeQueue:
         return math.inf if waits else self._due
 
     def read_due(self, now: float) -> None:
-        """Read due notices, if a read is due and there is room."""
+        """Reads due notices, if a read is due and there is room."""
         if now < self.next_read():
             return
         self._reading, self._came, self._due = True, False, math.inf
@@ -97,7 +97,7 @@ class NoticeQueue:
         self._outbox.store(ReadNotices(room, held, PER_ORIGIN, self._loads(now)), self._read)
 
     def _loads(self, now: float) -> tuple[OriginLoad, ...]:
-        """Returns the number under way and the free room of each paused or busy origin."""
+        """Returns the load of each paused or busy origin: notices under way, and free room."""
         busy = Counter(attempt.notice.origin for attempt in self._under_way.values())
         loads = []
         for origin in sorted(busy.keys() | self._paused.keys()):
@@ -130,7 +130,7 @@ class NoticeQueue:
     # ---- results ---------------------------------------------------------------------------------
 
     def on_posted(self, event: ev.Posted, now: float) -> None:
-        """Handle the result of a try."""
+        """Handles the result of an attempt to post a notice."""
         attempt = self._under_way.get(event.end_seq)
         if attempt is None:
             return  # it was read again after a new open of the store

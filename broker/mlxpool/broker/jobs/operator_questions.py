@@ -36,7 +36,10 @@ PAGE_BYTES = 64 * 1024
 
 
 class OperatorQuestions:
-    """Answers each question once. `Questions` answers requests to change jobs."""
+    """Answers the questions that only operators ask, each exactly once.
+
+    `Questions` answers requests to change jobs, also those of operators.
+    """
 
     def __init__(self, outbox: Outbox, row: Callable[[JobView], dict[str, Any]]) -> None:
         """`row` returns the map of a job with its owner."""
@@ -44,7 +47,7 @@ class OperatorQuestions:
         self._row = row
 
     def on_asked(self, event: ev.QuestionAsked, question: object) -> bool:
-        """Answer a question that only operators ask. Returns False if clients may ask it too."""
+        """Answers a question that only operators ask. Returns False if clients may ask it too."""
         if isinstance(question, job_operations.ListNotices):
             self._notices(event, question)
         elif isinstance(question, job_operations.ExportJobs):
@@ -63,7 +66,7 @@ class OperatorQuestions:
     # ---- one job -------------------------------------------------------------------------------
 
     def _look(self, event: ev.QuestionAsked, question: AboutJob) -> None:
-        """Answer with a job, its failures, and the last part of its text."""
+        """Answers with a job, its failures, and the last part of its text."""
 
         def then(history: History, now: float) -> None:
             self._look_at_text(event, history)

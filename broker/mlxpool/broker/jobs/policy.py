@@ -21,9 +21,9 @@ class JobPolicy(Struct, frozen=True):
     notify_allowed: Allowed = Allowed()  # frozen
 
     def told(self, notify: Notify | None) -> str:
-        """Returns the URL for the notice of an end; "" if none.
+        """Returns the URL that is notified when a job ends; "" if none is notified.
 
-        Raises BadRequest if it is not allowed.
+        Raises BadRequest if the URL is not allowed.
         """
         if notify is None:
             return self.notify_url

@@ -42,7 +42,7 @@ class PoolView(Protocol):
         ...
 
     def may_answer(self, model: str) -> bool:
-        """Returns whether jobs of the model may be calls with blobs as answers: `embed`."""
+        """Returns whether the model's jobs may be calls whose answers are blobs, as for `embed`."""
         ...
 
     def free(self, model: str) -> int:
@@ -54,7 +54,7 @@ class PoolView(Protocol):
         ...
 
     def loads_freely(self, model: str) -> bool:
-        """Returns whether a worker of the model can start without another model's stop."""
+        """Returns whether a worker of the model can start without unloading another model."""
         ...
 
     def link_known(self, link: int) -> bool:

@@ -70,7 +70,10 @@ ALREADY = {messages.RETRY: JobState.WAITING, messages.RELEASE: JobState.GONE}
 
 
 class Questions:
-    """Answers each question exactly once, after the commit that it needs."""
+    """Answers each question of clients about jobs exactly once.
+
+    A change is answered only after the store has committed it.
+    """
 
     def __init__(
         self,
@@ -112,7 +115,7 @@ class Questions:
     # ---- submit --------------------------------------------------------------------------------
 
     def _submit(self, event: ev.QuestionAsked, message: Submit, now: float) -> None:
-        """Store a job.
+        """Stores a job.
 
         A job that the pool does not accept is refused, unless it is already stored.
         """
@@ -159,7 +162,7 @@ class Questions:
     def _refuse_unless_known(
         self, event: ev.QuestionAsked, message: Submit, digest: bytes, error: PoolError
     ) -> None:
-        """Answer with the job of an equal earlier submission, else with the error."""
+        """Answers with the job of an equal earlier submission, else with the error."""
 
         def then(result: Result, now: float) -> None:
             job = result.job if isinstance(result, Found) else None
@@ -251,7 +254,7 @@ class Questions:
     # ---- one job -------------------------------------------------------------------------------
 
     def _about(self, event: ev.QuestionAsked, message: AboutJob) -> None:
-        """Look up or change a job. A job named by its id is looked up first."""
+        """Looks up or changes a job. A job named by its id is looked up first."""
         name = answers.name_of(event.owner, message.name)
         if isinstance(name, Scope) and message.kind not in READS:
             self._change(event, message, name)
@@ -279,7 +282,7 @@ class Questions:
         self._outbox.store(store.ReadHistory(name) if reads else store.ReadJob(name), then)
 
     def _send_request(self, event: ev.QuestionAsked, job: JobView) -> None:
-        """Answer with the submitted request, unless it is deleted."""
+        """Answers with the submitted request, unless it is deleted."""
 
         def then(stored: StoredRequest, now: float) -> None:
             self._send(event, JobRequest(self._row(stored.job), stored.request, stored.blobs))
@@ -337,7 +340,10 @@ class Questions:
         return store.Release(name), then
 
     def _changed(self, event: ev.QuestionAsked, message: AboutJob, result: Result) -> None:
-        """Answer with the job, even if it was changed before: a question may come twice."""
+        """Answers with the changed job, also if an equal earlier question had already changed it.
+
+        A client may repeat a question.
+        """
         already = isinstance(result, Fate) and result.job.state is ALREADY[message.kind]
         if isinstance(result, Changed) or (isinstance(result, Fate) and already):
             self._send(event, JobRow(self._row(result.job)))

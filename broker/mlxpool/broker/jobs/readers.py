@@ -1,7 +1,8 @@
-"""Readers of jobs: at most MAX_READERS of a job, from any id, before, during and after its run.
+"""Readers of jobs: clients that get a job's output before, during and after its run.
 
-A reader keeps no output. It is sent chunks that have just become durable, and pages of the store,
-one at a time. The reading of a slow reader ends; all others go on.
+A job has at most MAX_READERS, and each may begin at any token id. A reader keeps no output. It is
+sent chunks that have just become durable, and pages of the store, one at a time. Slow readers are
+ended; all others go on.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Reader(Struct, eq=False):
 
 
 class Readers:
-    """Owns every Reader."""
+    """Sends the output of jobs to the clients that read it, and owns every Reader."""
 
     def __init__(
         self,
@@ -88,7 +89,11 @@ class Readers:
     def fetch(
         self, link: int, owner: str, id: bytes, attempt: int, fetch: Fetch, now: float
     ) -> None:
-        """Begin a reading, or continue a reading on a new connection or from another id."""
+        """Begins to send a job's output to a client.
+
+        A repeated request replaces the earlier one: the client has a new connection, or continues
+        from another token id.
+        """
         for reader in [reader for reader in self.all.values() if reader.id == id]:
             if reader.owner != owner:
                 error = DuplicateId(f"the id {id.hex()} is that of another reading")
@@ -102,7 +107,7 @@ class Readers:
         self._read(reader, now)
 
     def acknowledged(self, link: int, id: bytes, count: int, now: float) -> bool:
-        """Note that a client has read `count` ids. Returns whether the reading exists."""
+        """Records that a client has read `count` ids. Returns whether the reading exists."""
         reader = self.all.get((link, id))
         if reader is None:
             return False
@@ -112,7 +117,7 @@ class Readers:
         return True
 
     def leave(self, link: int, owner: str, id: bytes) -> None:
-        """End a reading at the request of its owner."""
+        """Ends a reading at the request of its owner."""
         for reader in [
             reader for reader in self.all.values() if (reader.id, reader.owner) == (id, owner)
         ]:
@@ -121,7 +126,7 @@ class Readers:
             self._end(reader, Done("cancelled", "", usage.body()))
 
     def has(self, id: bytes, owner: str) -> bool:
-        """Returns whether this owner has a reading with this reading id."""
+        """Returns whether this owner has a request with this id that reads a job."""
         return any((reader.id, reader.owner) == (id, owner) for reader in self.all.values())
 
     def reads(self, job: bytes) -> bool:
@@ -129,7 +134,7 @@ class Readers:
         return job in self._of_job
 
     def drop_silent(self, known: Callable[[int], bool]) -> None:
-        """Forget the readings of connections that were silent for too long.
+        """Forgets the readings of connections that were silent for too long.
 
         A suspended client gets a new link later, and asks again.
         """
@@ -140,27 +145,26 @@ class Readers:
             self._outbox.forget(link)
 
     def read_again(self, now: float) -> None:
-        """Retry the pages that the store could not return."""
+        """Retries the pages that the store could not return."""
         for reader in list(self.all.values()):
             self._go_on(reader, now)
 
     def read_all(self, now: float) -> None:
-        """Continue all readings, because the store was opened.
+        """Continues all readings, because the store was opened.
 
-        Output and ends may be unsent: the results of their commits came after the loss of the
-        store, or never.
+        Readers may lack output or ends: the store was lost before their commits could be reported.
         """
         for reader in list(self.all.values()):
             reader.behind = True
             self._go_on(reader, now)
 
     def end_all(self, error: PoolError) -> None:
-        """End all readings with `error`."""
+        """Ends all readings with `error`."""
         for reader in list(self.all.values()):
             self._fail(reader, error)
 
     def end_slow(self, grace: float, now: float) -> None:
-        """End the readings with a full window and no ack for `grace` seconds."""
+        """Ends readers whose flow-control window was full for `grace` seconds without an ack."""
         for reader in list(self.all.values()):
             if now - reader.blocked_since >= grace:
                 why = f"no ack for {now - reader.blocked_since:.0f} s with a full window of"
@@ -172,10 +176,10 @@ class Readers:
     def chunk_durable(
         self, job: bytes, gen: int, chunk: Chunk, facts: bytes | None, now: float
     ) -> None:
-        """Send a new durable chunk to readers that have all output before it.
+        """Sends a new durable chunk to readers that have all output before it.
 
-        `facts`: the first worker's data about its model, if known. Readers that began earlier may
-        lack them.
+        `facts`: the first worker's data about its model, if known. They are new to readers that
+        began before this worker reported them.
         """
         for reader in list(self._of_job.get(job, {}).values()):
             if reader.gen == gen and chunk.end <= reader.sent:
@@ -190,7 +194,7 @@ class Readers:
                 self._go_on(reader, now)
 
     def job_changed(self, job: JobView, now: float) -> None:
-        """Handle a job that ended, waits again, or began a new generation."""
+        """Handles a job that ended, waits again, or began a new generation."""
         for reader in list(self._of_job.get(job.id, {}).values()):
             reader.known, reader.behind = job, True
             self._go_on(reader, now)
@@ -243,7 +247,7 @@ class Readers:
         self._go_on(reader, now)
 
     def _begin(self, reader: Reader, job: JobView, now: float) -> bool:
-        """Answer the reader of a job. Returns False if the job has too many readers."""
+        """Answers the reader of a job. Returns False if the job has too many readers."""
         of_job = self._of_job.setdefault(job.id, {})
         if len(of_job) >= MAX_READERS:
             why = f"the job has {MAX_READERS} readers, which is the most"
@@ -276,7 +280,10 @@ class Readers:
         self._outbox.send(reader.link, delta, reader.id, reader.attempt, chunk.pos)
 
     def _tell_retries(self, reader: Reader, job: JobView) -> None:
-        """Send the retries after a job's last id, in a delta without ids, before the job's end."""
+        """Sends the retries that followed a job's last id, in a delta without ids.
+
+        The job's end is sent after this delta.
+        """
         retries = job.retries_at(reader.sent)
         if reader.fetch.steps and retries:
             delta = StreamDelta(reader.sent, steps=retries * RETRIED)
@@ -302,7 +309,10 @@ class Readers:
 
 
 def _may_read(reader: Reader, scope: Scope | None) -> bool:
-    """Returns whether the job belongs to the reader's owner; job ids find jobs of all owners."""
+    """Returns whether the job belongs to the reader's owner and tenant.
+
+    The check is needed because a job id finds jobs of all owners.
+    """
     mine = (reader.owner, reader.fetch.name.tenant)
     return scope is not None and (scope.owner, scope.tenant) == mine
 

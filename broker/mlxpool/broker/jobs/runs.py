@@ -61,7 +61,7 @@ CHARGED_IDS = 256  # IDLE_IDS of a job that is not idle and is charged with a wo
 
 
 class Runs:
-    """Owns every ActiveJob."""
+    """Gives jobs to the core, and writes their output and outcomes. Owns every ActiveJob."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Runs:
     # ---- starts --------------------------------------------------------------------------------
 
     def feed(self, now: float) -> None:
-        """Read the jobs that can run now. Ask for workers for the models of other due jobs."""
+        """Reads the jobs that can run now, and requests workers for other jobs that are due."""
         for plan in self._feeder.plan(self._view, self.active.keys(), now):
             self._outbox.store(plan, self._fed(plan))
         for name in self._feeder.hungry(now):
@@ -95,9 +95,9 @@ class Runs:
                 self._outbox.perform(core.WantModel(model))
 
     def _wants(self, name: str, model: str, now: float) -> bool:
-        """Returns whether to start a worker.
+        """Returns whether to start a worker for the jobs that wait for a model.
 
-        Jobs of priority `idle` do not end other models' workers.
+        For jobs of priority `idle` no worker of another model is stopped.
         """
         if self._view.places(model) or not self._view.available(model, now):
             return False
@@ -160,7 +160,11 @@ class Runs:
     # ---- output --------------------------------------------------------------------------------
 
     def on_output(self, event: ev.Output, now: float) -> None:
-        """Take the output of runs. Raises ValueError, after all deltas, if one does not fit."""
+        """Records the output of runs.
+
+        Raises ValueError, once all deltas are handled, if output does not follow a job's last id;
+        that job runs again.
+        """
         unfit: list[str] = []
         for row in event.rows:
             active = self.active.get(row.id)
@@ -180,9 +184,11 @@ class Runs:
             raise ValueError(f"output of jobs does not follow, so they run again: {unfit}")
 
     def _give_way(self, active: ActiveJob, now: float) -> None:
-        """Defer an idle job after IDLE_IDS ids, a charged job after CHARGED_IDS, if others wait.
+        """Defers a job that should give its place (batch slot) to waiting requests.
 
-        A charged job shares its worker with few requests: it defers to a higher rank.
+        An idle job is deferred after IDLE_IDS more ids if requests wait for a place. A job that is
+        blamed for lost workers is deferred after CHARGED_IDS more ids if requests of a higher rank
+        wait.
         """
         if active.job.charge:
             place_wanted = self._view.is_outranked(active.id)
@@ -197,7 +203,7 @@ class Runs:
             self._give_back(active, now)
 
     def _give_back(self, active: ActiveJob, now: float) -> None:
-        """End the run of a job; a later run continues from the ids that the job has."""
+        """Ends the run of a job; a later run continues from the ids that the job has."""
         self._cancel_run(active)
         self._leave(active, self._put_back(active, 0.0), now)
 
@@ -212,7 +218,7 @@ class Runs:
             self._leave(active, self._failed(active, event.terminal, now), now)
 
     def on_set_back(self, event: ev.SetBack, now: float) -> None:
-        """Store the loss of a worker immediately, as the broker may end next."""
+        """Stores the loss of a worker immediately, because the broker may crash next."""
         active = self.active.get(event.id)
         if active is None or active.attempt != event.attempt:
             return
@@ -221,13 +227,13 @@ class Runs:
         self._outbox.store(noted, lambda result, now: None)
 
     def reader_came(self, id: bytes, now: float) -> None:
-        """Schedule a write of the steps of a job that now has a reader."""
+        """Schedules a write of the output of a job that now has a reader."""
         active = self.active.get(id)
         if active is not None and active.steps and active.writing is None:
             active.write_at = now
 
     def write_due(self, now: float) -> None:
-        """Write the steps whose time has come."""
+        """Writes the output of jobs whose write is due."""
         for active in list(self.active.values()):
             if active.write_at <= now:
                 self._write(active, now)
@@ -271,13 +277,13 @@ class Runs:
         return Defer(active.id, job.gen, delay, attempts, job.charge, 0, error.message)
 
     def _put_back(self, active: ActiveJob, delay: float) -> Defer:
-        """Returns the Defer of a job without fault: the present start does not count."""
+        """Returns the operation that defers a job without fault: this start does not count."""
         job = active.job
         starts = 0 if active.taken > job.pos else max(0, job.starts - 1)
         return Defer(active.id, job.gen, delay, job.attempts, job.charge, starts)
 
     def _leave(self, active: ActiveJob, outcome: Operation, now: float) -> None:
-        """Write the remaining steps of a job whose run is over, then its outcome."""
+        """Writes the remaining output of a job whose run is over, then its outcome."""
         active.move(_event_of(outcome))
         active.ran, active.leaving, active.outcome = False, True, outcome
         self._feeder.leaving(active.group, active.job.scope.owner)
@@ -288,7 +294,7 @@ class Runs:
         self._outbox.perform(core.CancelRequest(None, None, active.id))
 
     def drop(self, id: bytes, now: float) -> bool:
-        """Forget a job that was ended in the store. Returns whether it ran."""
+        """Forgets a job that was ended in the store. Returns whether it ran."""
         active = self.active.get(id)
         if active is None:
             return False
@@ -298,7 +304,7 @@ class Runs:
         return True
 
     def drop_all(self, now: float) -> None:
-        """Forget all running jobs, because the store is lost."""
+        """Forgets all running jobs, because the store is lost."""
         for active in list(self.active.values()):
             self.drop(active.id, now)
 
@@ -312,7 +318,7 @@ class Runs:
     # ---- writing -------------------------------------------------------------------------------
 
     def _write(self, active: ActiveJob, now: float) -> None:
-        """Give the next operation of a job to the store, if none is under way."""
+        """Gives the next operation of a job to the store, if none is under way."""
         if active.writing is not None:
             active.write_at = math.inf  # `_written` goes on
             return
@@ -329,7 +335,8 @@ class Runs:
     def _is_patient(self, active: ActiveJob, now: float) -> bool:
         """Returns whether the end of a job may wait for the ends of other jobs of its batch.
 
-        The next read of jobs is urgent; its commit includes these ends.
+        It may wait if the store is about to read more jobs: that read is urgent, and its commit
+        includes the waiting ends.
         """
         job = active.job
         return (
@@ -376,7 +383,10 @@ class Runs:
             self._outbox.perform(core.ClientAck(JOBS_LINK, Ack([(active.id, active.durable)])))
 
     def _lost(self, active: ActiveJob, result: Result, now: float) -> None:
-        """Handle a write that no longer fits: the job was ended, or a failed commit was made."""
+        """Handles a write that does not match the stored job.
+
+        The job was ended meanwhile, or an earlier write that was reported as failed was committed.
+        """
         self.drop(active.id, now)
         if isinstance(result, Fate):
             self._readers.job_changed(result.job, now)
@@ -390,7 +400,7 @@ class Runs:
         self._feeder.came((job.model, job.priority), due, job.scope.owner, suspect=suspect)
 
     def _unwritable(self, active: ActiveJob, operation: Operation, refused: Refused) -> None:
-        """End a job with its durable ids, because the store can never accept the operation."""
+        """Ends a job with its durable ids, because the store can never accept the operation."""
         if isinstance(operation, Finish) and operation.state is JobState.DEAD:
             active.drop_steps()
             return  # this end is short: the steps beside it were too large
@@ -402,7 +412,7 @@ class Runs:
         active.outcome = self._dead(active, Internal(refused.message))
 
     def _left(self, active: ActiveJob, job: JobView, now: float) -> None:
-        """Handle a job whose outcome is on the disk."""
+        """Handles a job whose outcome is on the disk."""
         self._remove(active, now)
         self._readers.job_changed(job, now)
         outcome = active.outcome
@@ -427,9 +437,9 @@ def _event_of(outcome: Operation) -> str:
 
 
 def _work(fed: FedJob, left: float) -> Work:
-    """Returns the work of a job with `left` seconds. A `generate` continues after its durable ids.
+    """Returns the work of a job; its deadline is in `left` seconds.
 
-    Raises PoolError or ValueError.
+    A `generate` continues after its durable ids. Raises PoolError or ValueError.
     """
     job = fed.job
     request = {key: value for key, value in unpack(fed.request).items() if key != "note"}

@@ -63,13 +63,16 @@ class Name(Struct, eq=False):
 
 
 class Names:
-    """All names. Invariant: the name under which a name runs is a name that runs as itself."""
+    """All names of models, with the name under which each runs (its `model`).
+
+    Invariant: the name under which others run is its own `model`.
+    """
 
     def __init__(self) -> None:
         self.known: dict[str, Name] = {}
 
     def add(self, name: str, config: ModelConfig, location: str) -> str:
-        """Add a name. Returns the name under which its model runs."""
+        """Adds a name. Returns the name under which its model runs."""
         self.known[name] = Name(config, location, name)
         self.known[name].model = self.alias(name) or name
         return self.known[name].model
@@ -88,7 +91,10 @@ class Names:
         return [name for name, known in self.known.items() if known.model == model]
 
     def alias(self, name: str) -> str | None:
-        """Returns the first other name that runs as itself and whose workers can serve `name`."""
+        """Returns the first other name whose workers can serve `name`; None without one.
+
+        Aliases, which run under another name, are skipped.
+        """
         for other, known in self.known.items():
             if other != name and known.model == other and self.are_aliases(name, other):
                 return other

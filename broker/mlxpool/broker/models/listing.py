@@ -113,7 +113,10 @@ def _state_and_error(registry: Registry, name: str, now: float) -> tuple[str, st
 def _chat_of(
     about: Mapping[str, object], features: Sequence[str], generic_tools: str
 ) -> dict[str, str | None] | None:
-    """Returns the formats of a model's chats. `generic_tools` is off without answer formats."""
+    """Returns the formats of a model's chats; None for a model without chats.
+
+    `generic_tools` is shown as off if the model does not support answer formats.
+    """
     chat = about.get("chat")
     if not isinstance(chat, Mapping) or not chat:
         return None

@@ -18,7 +18,7 @@ from mlxpool.common.config.schema import ModelConfig
 
 
 class ModelState(Enum):
-    """The state of the demand for a model. Workers have states of their own."""
+    """The state of a model: whether it needs workers. Each worker has its own WorkerState."""
 
     COLD = "cold"  # no demand: no worker is started
     WANTED = "wanted"  # demand: its slots are filled, as memory and the restart delay allow
@@ -121,14 +121,14 @@ class Model(Struct, eq=False):
     )
 
     def move(self, event: str) -> None:
-        """Change state. Raises ValueError, and changes nothing, for an illegal event."""
+        """Changes state. Raises ValueError, and changes nothing, for an illegal event."""
         following = TRANSITIONS[self.state].get(event)
         if following is None:
             raise ValueError(f"model {self.name} is {self.state.value}: no {event!r} there")
         self.state = following
 
     def answered(self, tokens: int) -> None:
-        """Record that a request ended with `tokens` tokens."""
+        """Records that a request ended with `tokens` tokens."""
         self.answer_tokens += ANSWER_WEIGHT * (tokens - self.answer_tokens)
 
     @property
@@ -142,7 +142,7 @@ class Model(Struct, eq=False):
 
     @property
     def local_slots(self) -> list[Slot]:
-        """The slots that this broker fills; after a reduction of replicas not all slots."""
+        """The slots that this broker fills. They are fewer than all if replicas were reduced."""
         return self._own_slots[: self._own_replicas]
 
     @property
@@ -192,9 +192,9 @@ class Model(Struct, eq=False):
 
     @property
     def load_progress(self) -> float | None:
-        """The share of weights, 0 to 1, that the most advanced starting worker has loaded.
+        """The fraction of the weights that the most advanced starting worker has loaded, 0 to 1.
 
-        None if a worker is loaded, or no worker is starting.
+        None if a worker has already loaded the model, or if no worker is starting.
         """
         if any(worker.state in SERVING for worker in self.workers):
             return None
@@ -212,7 +212,10 @@ class Model(Struct, eq=False):
         return self.config.keep_alive if self.kept is None else self.kept
 
     def expires_in(self, now: float) -> float | None:
-        """Returns the seconds until an unload without work; negative: never; None: not loaded."""
+        """Returns the seconds after which the idle model is unloaded.
+
+        Negative: it is never unloaded. None: it is not loaded.
+        """
         if not any(worker.state in SERVING for worker in self.workers):
             return None
         if self.keep_alive < 0 or not self.local_workers:

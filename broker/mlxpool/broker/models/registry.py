@@ -44,7 +44,7 @@ class Registry:
     # ---- names -------------------------------------------------------------------------------
 
     def add(self, name: str, config: ModelConfig, location: str = "", need: int = 0) -> None:
-        """Add a name. The name gets a model of its own unless it is an alias.
+        """Adds a name. The name gets a model of its own unless it is an alias.
 
         `location`: the path of its files; "": it cannot be an alias. `need`: least bytes of a
         worker.
@@ -57,7 +57,7 @@ class Registry:
             self._fit_slots(self.models[self.names.known[name].model])
 
     def _reopen(self, name: str, config: ModelConfig) -> None:
-        """Add a removed name again."""
+        """Adds a removed name again."""
         known = self.names.known[name]
         if known.gone:
             known.gone, known.config = False, config
@@ -66,7 +66,7 @@ class Registry:
             self._fit_slots(model)
 
     def remove(self, name: str) -> Model | None:
-        """Mark a name as removed. Returns its model if the model has no other name."""
+        """Marks a name as removed. Returns its model if the model has no other name."""
         known = self.names.known.get(name)
         if known is None or known.gone:
             return None
@@ -77,7 +77,7 @@ class Registry:
         return model if all(self.names.known[member].gone for member in members) else None
 
     def change(self, name: str, config: ModelConfig, location: str, need: int) -> list[Worker]:
-        """Change the settings of a name.
+        """Changes the settings of a name.
 
         Returns the workers that were started with the old settings.
         """
@@ -103,7 +103,7 @@ class Registry:
         return [slot.worker for slot in local if slot.worker and (renewed or slot not in kept)]
 
     def describe(self, name: str, about: Mapping[str, object]) -> None:
-        """Record the description of a name's files.
+        """Records the description of a name's files.
 
         The name may become an alias, or stop being an alias.
 
@@ -120,18 +120,18 @@ class Registry:
         self._join(self.models[known.model])
 
     def _mend(self, model: Model) -> None:
-        """Drop the error of a model's last worker: the files were repaired."""
+        """Drops the error of a model's last worker: the files were repaired."""
         model.last_error = None
         model.move("breaker opened" if model.failures >= self.restart_limit else "mended")
 
     def _separate(self, model: str) -> None:
-        """Give the names that the workers of `model` can no longer serve models of their own."""
+        """Gives a model of its own to each name that the workers of `model` can no longer serve."""
         for name in self.names.separated(model):
             self.names.known[name].model = name
             self._add_model(name, self.models[model].floor)
 
     def _join(self, model: Model) -> None:
-        """Let the workers of another model serve all names of this model, if they can."""
+        """Lets the workers of another model serve all names of this model, if they can."""
         alias, members = self.names.alias(model.name), self.names.members(model.name)
         if alias is None or not model.unused:
             return
@@ -145,7 +145,7 @@ class Registry:
         self._fit_slots(self.models[alias])
 
     def _learn_size(self, model: Model, size: object) -> None:
-        """Set the least memory of a model whose files had no known size before."""
+        """Sets the least memory of a model whose files had no known size before."""
         if isinstance(size, int) and not model.floor and not model.workers:
             model.floor, model.need = size, max(model.need, size)
 
@@ -158,7 +158,7 @@ class Registry:
         self._fit_slots(self.models[name])
 
     def _fit_slots(self, model: Model) -> None:
-        """Add slots, up to the largest number of replicas of the model's names."""
+        """Adds slots, up to the largest number of replicas of the model's names."""
         model.config = self.names.config_of(model.name)
         local = sum(not slot.remote for slot in model.slots)
         config = model.config
@@ -172,16 +172,19 @@ class Registry:
         return slot
 
     def remote_slot_name(self, name: str) -> str:
-        """Returns the slot, perhaps new, of this model's next worker from another supervisor."""
+        """Returns the name of a slot for a worker of another supervisor that serves this model.
+
+        The slot is free, or does not exist yet.
+        """
         known = self.names.model_of(name)
         slots = [] if known is None else self.models[known].slots
         free = (slot.name for slot in slots if slot.remote and slot.worker is None)
         return next(free, f"{known or name}/{len(slots)}")
 
     def remote_slot(self, slot_name: str, name: str) -> Slot:
-        """Returns the slot of a worker of another supervisor.
+        """Returns the slot of a worker of another supervisor; creates a missing slot.
 
-        The worker may bring an unknown model.
+        The worker may serve a model that the settings lack; the model is then added.
         """
         if name not in self.names.known:
             self.add(name, ModelConfig(replicas=0))

@@ -1,7 +1,7 @@
-"""The number of workers that a model should have, from its load and the time. Pure.
+"""Computes the number of workers that a model should have from the time and its load. Pure.
 
-The pool's own supervisor, or a cluster (`mlxpool.cluster`), which reads the number in the broker's
-figures, starts workers accordingly.
+Workers are started accordingly by the pool's own supervisor, or by a cluster (`mlxpool.cluster`),
+which reads the number in the broker's figures.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ def waiting_tokens(queue: Iterable[Request], count: int) -> int:
 
 
 def needed(load: ReplicaLoad, wanted: int, rules: Scaling) -> int:
-    """Returns the number of workers for this load, if `wanted` workers serve or start."""
+    """Returns the number of workers that this load needs.
+
+    `wanted`: the present target, which includes workers that are still starting.
+    """
     by_waiting = math.ceil(load.waiting_tokens / rules.waiting_tokens)
     # Only one worker reads a long prompt.
     by_waiting = min(by_waiting, wanted + load.waiting)
@@ -60,8 +63,9 @@ def needed(load: ReplicaLoad, wanted: int, rules: Scaling) -> int:
 def next_scale(scale: ReplicaScale, load: ReplicaLoad, rules: Scaling, now: float) -> ReplicaScale:
     """Returns the number of workers that a model should have now.
 
-    It rises if more workers were needed for HOLD seconds, from 0 immediately. Starting workers
-    count. It falls if fewer were enough for `cool_down` seconds, to the most needed in this time.
+    The number rises if more workers were needed for HOLD seconds; from 0 it rises immediately.
+    Starting workers count. It falls if fewer workers were enough for `cool_down` seconds. It then
+    falls to the largest number that was needed in this time.
     """
     wanted = max(rules.min, min(rules.max, scale.wanted))
     need = needed(load, wanted, rules)

@@ -126,7 +126,7 @@ class Poster:
     async def post(
         self, url: str, body: bytes, headers: Mapping[str, str], allowed: Allowed
     ) -> Outcome:
-        """Post a notice once. An invalid URL or a failing server does not raise."""
+        """Posts a notice once. An invalid URL or a failing server does not raise."""
         try:
             target = Target.parse(url)
         except ValueError as error:
@@ -153,7 +153,7 @@ class Poster:
         return f"no connection to {target.origin} in {self._timeout:g} s"
 
     async def _connect(self, origin: Origin, allowed: Allowed, until: float) -> Connection:
-        """Connect to the first address that accepts. Each address gets a fraction of the time.
+        """Connects to the first address that accepts. Each address gets a fraction of the time.
 
         `until` is a time of the loop's clock. Raises the OSError of the last address, or
         NotAllowed.
@@ -189,9 +189,9 @@ class Poster:
         return addresses
 
     async def _connect_to(self, origin: Origin, address: IpAddress) -> Connection:
-        """Connect to an address; over TLS its certificate must be for the host's name.
+        """Connects to an address of the origin.
 
-        Raises OSError.
+        Over TLS the server's certificate must be valid for the host's name. Raises OSError.
         """
         secure = origin.scheme == "https"
         reader, writer = await asyncio.open_connection(
@@ -215,7 +215,7 @@ class Connection:
         self._reader, self._writer = reader, writer
 
     async def exchange(self, target: Target, body: bytes, headers: Mapping[str, str]) -> Outcome:
-        """Send the request and read the head of its response. Raises OSError or ProtocolError."""
+        """Sends the request and reads the head of its response. Raises OSError or ProtocolError."""
         fields = {
             "Host": host_field(target.origin),
             "User-Agent": USER_AGENT,
@@ -239,7 +239,7 @@ class Connection:
                 raise h11.RemoteProtocolError(f"there was no response, but {received!r:.60}")
 
     def end(self) -> None:
-        """Close the connection immediately, even during a transfer."""
+        """Closes the connection immediately, even during a transfer."""
         self._writer.transport.abort()
 
 

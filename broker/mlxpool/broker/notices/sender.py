@@ -38,7 +38,7 @@ SETTING = "pool.job_notify_secret"
 def read_secrets(file: Path) -> tuple[bytes, ...]:
     """Returns the secrets in a file, one secret a line.
 
-    Raises ConfigError without secrets in its text.
+    Raises ConfigError; its text never has a secret.
     """
     try:
         with open_regular(file) as opened:
@@ -133,7 +133,7 @@ class NoticeSender(Closing):
         self._tasks: set[asyncio.Task[None]] = set()
 
     def post(self, posting: Posting) -> None:
-        """Queue a notice. `take` returns its outcome later. The first notice starts the thread."""
+        """Queues a notice. `take` returns its outcome later. The first notice starts the thread."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(
@@ -150,7 +150,7 @@ class NoticeSender(Closing):
         return taken
 
     def close(self) -> None:
-        """End the thread and the attempts under way, which the next broker repeats."""
+        """Ends the thread and the attempts under way, which the next broker repeats."""
         if self._loop is None or self._thread is None:
             return
         if self._thread.is_alive():

@@ -62,7 +62,7 @@ class GatewayProcess(Closing):
         return [listener.fileno() for listener in self._bound]
 
     def start(self, config: PoolConfig) -> int:
-        """Start the process. Returns a descriptor, readable after heartbeats or the process's end.
+        """Starts the process. Returns a descriptor, readable after heartbeats or the process's end.
 
         Raises OSError.
         """
@@ -87,7 +87,7 @@ class GatewayProcess(Closing):
         return self._notified
 
     def record(self) -> None:
-        """Write the record of the running process again."""
+        """Writes the file that records the running process again, after it was removed."""
         if self._process is not None:
             self._records.add(RECORD, self._process.pid)
 
@@ -126,13 +126,13 @@ class GatewayProcess(Closing):
             return 0
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process, if it runs."""
+        """Sends a signal to the process, if it runs."""
         # Only `reap` waits for the process, so until then no other process can have its pid.
         if self._process is not None:
             os.kill(self._process.pid, number)
 
     def stop_listening(self) -> None:
-        """Close the broker's sockets.
+        """Closes the broker's sockets.
 
         Connections are refused once the process closes its sockets too.
         """
@@ -140,7 +140,7 @@ class GatewayProcess(Closing):
             listener.close()
 
     def reap(self) -> str:
-        """Collect the ended process. Returns the cause of its end in words."""
+        """Collects the ended process. Returns the cause of its end in words."""
         assert self._process is not None
         code = self._process.wait()
         if self._process.stdin is not None:
@@ -151,7 +151,7 @@ class GatewayProcess(Closing):
         return cause_of(code)
 
     def close(self) -> None:
-        """Kill the process, if it runs, and free the address."""
+        """Kills the process, if it runs, and frees the address."""
         if self._process is not None:
             self.signal(signal.SIGKILL)
             self.reap()
@@ -159,7 +159,7 @@ class GatewayProcess(Closing):
 
 
 def _listen(address: str, records: ProcessRecords) -> list[socket.socket]:
-    """Listen on an address. Kills an earlier broker's gateway that still listens there."""
+    """Listens on an address. Kills an earlier broker's gateway that still listens there."""
     host, port = host_port(address, "pool.http")
     give_up_at = time.monotonic() + EARLIER_GATEWAY_TIME
     waits = True

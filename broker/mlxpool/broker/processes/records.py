@@ -15,7 +15,7 @@ MAX_RECORD_CHARS = 4096  # most characters of a record
 
 
 def kill_group(pid: int) -> None:
-    """Send SIGKILL to every process of the group that `pid` leads."""
+    """Sends SIGKILL to every process of the group that `pid` leads."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -48,7 +48,7 @@ class ProcessRecords:
         return any(_alive(path) for path in self._folder.glob("*.json"))
 
     def kill_survivors(self) -> list[int]:
-        """End the recorded processes of an earlier broker. Returns their pids."""
+        """Ends the recorded processes of an earlier broker. Returns their pids."""
         ended = []
         for path in sorted(self._folder.glob("*.json")):
             pid = _alive(path)

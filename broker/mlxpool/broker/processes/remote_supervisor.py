@@ -34,9 +34,10 @@ FINAL_EXIT_CODES = {STOPPED: 0, REFUSED: 1, ALONE: 3}  # worker's exit code -> e
 
 
 class RemoteSupervisor:
-    """The supervisor: `run` ends with the worker, or at SIGTERM or SIGINT.
+    """Keeps one worker running for a broker on another machine, and restarts it after failures.
 
-    `run` raises GpusUnavailable if gpu_ids has a GPU that this machine lacks.
+    `run` ends when the worker is dismissed, or at SIGTERM or SIGINT. It raises GpusUnavailable if
+    gpu_ids has a GPU that this machine lacks.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class RemoteSupervisor:
         self._waker = Waker()
 
     def run(self) -> int:
-        """Keep the worker running until the end. Returns the exit code of this process."""
+        """Keeps the worker running until the end. Returns the exit code of this process."""
         numbers = (signal.SIGTERM, signal.SIGINT)
         before = {number: signal.signal(number, self._on_signal) for number in numbers}
         # The worker inherits SIG_IGN: SIGUSR1 must not end it before it has installed its handler.
@@ -75,7 +76,7 @@ class RemoteSupervisor:
         self._waker.wake(number)
 
     def _turn(self) -> int | None:
-        """Wait for an event and handle it. Returns the exit code at the end, else None."""
+        """Waits for an event and handles it. Returns the exit code at the end, else None."""
         now = time.monotonic()
         if not self._supervisor.children:
             if self._end_signals:
@@ -96,7 +97,7 @@ class RemoteSupervisor:
         self._started_at, self._watch = now, Watch()
 
     def _wait(self, child: Child | None, now: float) -> bool:
-        """Wait for the worker's end, a signal or a due step. Returns whether the worker ended."""
+        """Waits for the worker's end, a signal or a due time. Returns whether the worker ended."""
         poll = select.poll()
         poll.register(self._waker, select.POLLIN)
         if child is not None:
@@ -108,14 +109,14 @@ class RemoteSupervisor:
         return child is not None and child.exit_descriptor in ready
 
     def _stop(self, signals: int) -> None:
-        """Send SIGTERM, after which the worker hands back its runs. A second signal kills it."""
+        """Sends SIGTERM, after which the worker hands back its runs. A second signal kills it."""
         self._end_signals += signals
         self._supervisor.stop(self._slot, time.monotonic())
         if self._end_signals > 1:
             self._supervisor.close()
 
     def _judge(self, now: float) -> None:
-        """Judge the worker by its process and progress, like a broker judges its own workers."""
+        """Judges the worker by its process and progress, as a broker judges its own workers."""
         self._supervisor.kill_overdue(now)
         if not self._supervisor.observation_due(now):
             return

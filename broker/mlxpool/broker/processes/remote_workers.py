@@ -39,7 +39,7 @@ MAX_MODELS = 10_000  # number of names above which a worker may not bring a new 
 
 
 class RemoteSlot(Struct, eq=False):
-    """A remote worker. Its next connection needs `token`, which protects its slot."""
+    """The slot of a remote worker. The worker needs `token` for its next connection."""
 
     name: str
     model: str
@@ -57,14 +57,17 @@ class RemoteSlots:
         self.monitor: zmq.Socket[bytes] = back.get_monitor_socket(zmq.EVENT_DISCONNECTED)
 
     def find(self, number: int, token: str) -> RemoteSlot | None:
-        """Returns the worker with this connection or newest token, which sends `hello` again."""
+        """Returns the slot of a worker that sends `hello` again; None for a new worker.
+
+        The worker is recognised by its connection `number`, or by the newest token of the slot.
+        """
         for slot in self.by_name.values():
             if slot.number == number or secrets.compare_digest(slot.token.encode(), token.encode()):
                 return slot
         return None
 
     def fill(self, name: str, model: str, number: int) -> RemoteSlot:
-        """Put the worker on connection `number` into the slot."""
+        """Puts the worker on connection `number` into the slot."""
         self.by_name[name] = slot = RemoteSlot(name, model, number)
         return slot
 
@@ -88,7 +91,7 @@ class RemoteSlots:
         return self._observe_at if self.by_name else math.inf
 
     def close(self) -> None:
-        """Close the monitor, before the back socket is closed."""
+        """Closes the monitor, before the back socket is closed."""
         self._back.disable_monitor()
         self.monitor.close()
 
@@ -137,7 +140,7 @@ class RemoteWorkers:
         self._local_workers = local_workers
 
     def admit(self, peer: Peer, hello: Hello, now: float) -> None:
-        """Admit a worker whose `hello` names no local slot.
+        """Admits a worker whose `hello` names no local slot.
 
         Raises PoolError to refuse the worker.
         """
@@ -196,7 +199,7 @@ class RemoteWorkers:
     # ---- ends ----------------------------------------------------------------------------------
 
     def stop(self, slot: str, now: float) -> bool:
-        """Send a remote worker `Stop` and fence it. Returns False if the worker is not remote.
+        """Sends a remote worker `Stop` and fences it. Returns False if the worker is not remote.
 
         `Stop` asks the worker to connect again if it is replaced, or is not in the state
         `stopping`. While the broker ends, no `Stop` is sent: the worker waits for the next broker.
@@ -219,7 +222,7 @@ class RemoteWorkers:
         self._perform(ev.WorkerExited(slot, cause), now)
 
     def on_disconnected(self, now: float) -> None:
-        """Handle ended connections: read their last messages, then report their workers as lost."""
+        """Handles ended connections: reads their last messages, then reports the lost workers."""
         ended = self.slots.disconnected()
         peers = self._sessions.peers.by_number
         for slot in list(self.slots.by_name.values()):
@@ -229,7 +232,7 @@ class RemoteWorkers:
                 self._end(slot.name, exit_causes.CONNECTION_ENDED, now)
 
     def revoke(self, user: str, now: float) -> None:
-        """Disconnect the workers whose handshake had this user id."""
+        """Disconnects the workers whose handshake had this user id."""
         for slot in list(self.slots.by_name.values()):
             peer = self._sessions.peers.by_number.get(slot.number)
             if peer is not None and peer.user == user:
@@ -238,7 +241,7 @@ class RemoteWorkers:
     # ---- observation ---------------------------------------------------------------------------
 
     def observe(self, now: float) -> None:
-        """Have the core judge the workers by their heartbeats."""
+        """Makes the core judge the workers by their heartbeats."""
         for slot in self.slots.due(now):
             worker = self._state.worker_in(slot.name)
             if worker is not None:

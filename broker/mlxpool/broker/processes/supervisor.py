@@ -65,13 +65,16 @@ class Child(Struct, eq=False):
         return any(secrets.compare_digest(known.encode(), token.encode()) for known in valid)
 
     def renew(self, token: str) -> None:
-        """Make a new token for the next connection, after a connection was opened with `token`."""
+        """Makes a new token for the next connection, after a connection was opened with `token`."""
         if token == self.token or not self.used_token:
             self.used_token, self.token = token, secrets.token_hex(16)
 
 
 class DialSettings(Struct, frozen=True):
-    """The access of a worker to a broker elsewhere. The fields are those of WorkerConfig."""
+    """The settings for a worker's connection to a broker that did not start it.
+
+    The fields are those of WorkerConfig.
+    """
 
     server_key: str = ""
     key: str = ""
@@ -95,7 +98,7 @@ class Supervisor:
     ) -> None:
         """With `dial` the workers serve a broker elsewhere, and log to the stderr of this process.
 
-        `portable`: watch the child's end of a pipe, even if the system has pidfds.
+        `portable`: detect the end of a child by a pipe, even if the system has pidfds.
         """
         self.config = config
         self.endpoint = endpoint
@@ -110,7 +113,7 @@ class Supervisor:
     # ---- start ---------------------------------------------------------------------------------
 
     def start(self, slot: str, name: str, model: ModelConfig) -> Child:
-        """Start the worker of a slot.
+        """Starts the worker of a slot.
 
         Raises OSError if the process or its files cannot be created, and GpusUnavailable if the
         GPUs of its settings are missing.
@@ -141,7 +144,7 @@ class Supervisor:
         for_gpus: Mapping[str, str],
         for_child: list[int],
     ) -> Child:
-        """Start the process.
+        """Starts the process.
 
         `for_gpus`: the environment variable with the GPUs that the worker may use, if any.
         `for_child` collects the descriptors that only the child needs.
@@ -222,7 +225,7 @@ class Supervisor:
         return self.config.run_dir / "logs" / f"{file_stem(slot)}.{number % KEPT_DUMPS}.stacks"
 
     def record_all(self) -> None:
-        """Write the records of the running workers again."""
+        """Writes the files that record the running workers again, after they were removed."""
         for slot, child in self.children.items():
             self.records.add(slot, child.pid)
 
@@ -258,7 +261,7 @@ class Supervisor:
         )
 
     def dump_stacks(self, slot: str) -> None:
-        """Ask a worker to write the stacks of its threads; `last_dump` finds the file."""
+        """Asks a worker to write the stacks of its threads; `last_dump` finds the file."""
         child = self.children.get(slot)
         if child is not None:
             child.dumped = True
@@ -291,7 +294,7 @@ class Supervisor:
     # ---- end -----------------------------------------------------------------------------------
 
     def stop(self, slot: str, now: float, *, at_once: bool = False) -> None:
-        """Send SIGTERM.
+        """Sends SIGTERM.
 
         `kill_overdue` sends SIGKILL after `stop_grace`, or immediately if `at_once`.
         """
@@ -302,14 +305,14 @@ class Supervisor:
             self._signal(child, signal.SIGTERM)
 
     def kill_overdue(self, now: float) -> None:
-        """Kill the workers that have not ended in time."""
+        """Kills the workers that have not ended in time."""
         for child in self.children.values():
             if child.kill_at and now >= child.kill_at:
                 child.kill_at = now + KILL_INTERVAL
                 self._signal(child, signal.SIGKILL, group=True)
 
     def kill_all(self, now: float) -> None:
-        """Kill all workers now. Their exits are collected as usual."""
+        """Kills all workers now. Their exits are collected as usual."""
         for child in self.children.values():
             child.commanded, child.kill_at = True, now
         self.kill_overdue(now)
@@ -333,7 +336,7 @@ class Supervisor:
         return end is not None and end.si_code == os.CLD_EXITED
 
     def reap(self, slot: str) -> WorkerExit:
-        """Collect an ended worker, and kill the remaining processes of its group."""
+        """Collects an ended worker, and kills the remaining processes of its group."""
         child = self.children.pop(slot)
         kill_group(child.process.pid)  # before `wait`, while the group id is still its own
         code = child.process.wait()
@@ -366,7 +369,7 @@ class Supervisor:
             return ""
 
     def close(self) -> None:
-        """Kill and reap all workers."""
+        """Kills and reaps all workers."""
         for child in self.children.values():
             self._signal(child, signal.SIGKILL, group=True)
         for slot in list(self.children):
@@ -383,16 +386,19 @@ def _environment(settings: WorkerConfig) -> dict[str, str]:
 
 
 def rank_wait_limit(config: PoolConfig) -> float:
-    """Returns the most seconds that a rank of a group waits in a sum for the other ranks.
+    """Returns the seconds for which a rank of a group waits for the other ranks in an all-reduce.
 
-    It is longer than the limits after which the broker ends a group that hangs.
+    This time exceeds the limits after which the broker ends a group that hangs.
     """
     longest = max(config.load_limit, config.fresh_limit, config.prefill_limit, config.step_limit)
     return 2 * longest + SPARE_WAIT
 
 
 def _rank_blocks(count: int, for_child: list[int]) -> tuple[tuple[Block, ...], tuple[int, ...]]:
-    """Make the shared blocks of a group's ranks above 0. `for_child` collects their descriptors."""
+    """Makes the shared memory blocks for the progress of a group's ranks above 0.
+
+    `for_child` collects their descriptors.
+    """
     blocks, descriptors = [], []
     for _ in range(count):
         block, descriptor = Block.create()
@@ -403,7 +409,7 @@ def _rank_blocks(count: int, for_child: list[int]) -> tuple[tuple[Block, ...], t
 
 
 def _pid_of_rank(worker: int, block: Block) -> int:
-    """Returns the pid of a rank; 0 before the begin and after the end of its process."""
+    """Returns the pid of a rank; 0 before its process starts and after it has ended."""
     pid = block.read().pid
     try:  # the check of the group excludes another process with this pid
         return pid if pid > 1 and os.getpgid(pid) == worker else 0

@@ -1,4 +1,4 @@
-"""Charges: the blame of requests for lost workers, and the effects of a charge. Pure."""
+"""Charges: how much requests are to blame for lost workers, and the effects of that. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_WAIT_IDLE = 300.0  # MAX_WAIT of an idle job: each of its runs needs an empt
 
 
 def shares(ids: Sequence[bytes], in_prefill: bytes | None) -> dict[bytes, float]:
-    """Returns the charge of each request or call in a worker that ended by itself.
+    """Returns the charge (blame) of each request or call in a worker that ended by itself.
 
     A request in prefill is charged 1, all others 0. Without a request in prefill, each of n
     requests is charged 1/n.
@@ -28,8 +28,9 @@ def shares(ids: Sequence[bytes], in_prefill: bytes | None) -> dict[bytes, float]
 def batch_bound(charge: float) -> int:
     """Returns the largest batch that may contain a request of this charge; 0: any size.
 
-    The bound is a quarter of the batch that shared its charge, and 1 after a second charge. It
-    depends only on the charge, as a job keeps only this number across brokers.
+    After a first charge the bound is a quarter of the batch that shared the charge; after a second
+    charge it is 1. It depends only on the charge, because a job keeps only this number when the
+    broker restarts.
     """
     if charge <= 0:
         return 0

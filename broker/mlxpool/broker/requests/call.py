@@ -64,12 +64,12 @@ class CallQueue:
         self.bytes += call.size
 
     def add_first(self, call: Call) -> None:
-        """Add a call that was in a worker before, as the next call of its owner."""
+        """Adds a call that was in a worker before, as the next call of its owner."""
         self.add(call)
         self._of_owner[call.message.owner].move_to_end(call.id, last=False)
 
     def take(self) -> Call:
-        """Remove and return the oldest call of the owner whose turn it is.
+        """Removes and returns the oldest call of the owner whose turn it is.
 
         The queue must not be empty.
         """

@@ -62,7 +62,7 @@ class Lane:
         self.texts += not request.message.prompt.images
 
     def add_first(self, request: Request) -> None:
-        """Add a preempted request as the first of its owner, and move the owner to the end."""
+        """Adds a preempted request as the first of its owner, and moves the owner to the end."""
         self.add(request)
         self.owners[request.owner].move_to_end(request.id, last=False)
         self.owners.move_to_end(request.owner)
@@ -87,7 +87,10 @@ class Lane:
             self.owners.move_to_end(owner)
 
     def _fewest(self, places: Mapping[str, int], *, without_images: bool) -> int | None:
-        """Returns the fewest places of an owner with a suitable request; None for one owner."""
+        """Returns the fewest places (batch slots) that an owner with a suitable request has.
+
+        None if all requests are of one owner.
+        """
         if len(self.owners) == 1:
             return None
         owners = (
@@ -104,7 +107,7 @@ class Lane:
         return list(islice(next(iter(self.owners.values())).values(), MAX_REQUESTS))
 
     def take(self, request: Request) -> None:
-        """Remove a request that a worker gets, and charge its owner."""
+        """Removes a request that a worker gets, and counts its cost against its owner."""
         self.deficits[request.owner] -= cost(request)
         self.drop(request)
 
@@ -133,7 +136,7 @@ def _turn(request: Request) -> tuple[int, int]:
 class Queue:
     """The waiting requests of a model.
 
-    Invariant: it contains a request exactly while that is QUEUED.
+    Invariant: a request is in the queue exactly while its state is QUEUED.
     """
 
     def __init__(self) -> None:
@@ -161,18 +164,18 @@ class Queue:
         return any(each is request for each in self)
 
     def add(self, request: Request) -> None:
-        """Queue a request that no worker had."""
+        """Queues a request that no worker had."""
         self.lanes[request.message.priority].add(request)
         self._count(request, 1)
 
     def add_resumed(self, request: Request) -> None:
-        """Queue a request that a worker had before. Later requests do not overtake it."""
+        """Queues a request that a worker had before. Later requests do not overtake it."""
         insort(self.resumed, request, key=_turn)
         self.unchecked[request.id] = request
         self._count(request, 1)
 
     def add_preempted(self, request: Request) -> None:
-        """Queue a request that gave up its place, as the first of its owner.
+        """Queues a request that gave up its place, as the first of its owner.
 
         An idle job becomes the last of its owner.
         """
@@ -182,7 +185,7 @@ class Queue:
         self._count(request, 1)
 
     def sent_again(self, request: Request, more_bytes: int) -> None:
-        """Note a retry of a queued request, which is `more_bytes` larger than before."""
+        """Records a retry of a queued request, which is `more_bytes` larger than before."""
         self.bytes += more_bytes
         if request.id in self.preempted or self._place_among_resumed(request) is not None:
             self.unchecked[request.id] = request  # the retry may have brought model data (`facts`)
@@ -229,7 +232,10 @@ class Queue:
         return {*fresh, *(request.owner for request in self.resumed)}
 
     def first_of_owners(self, most: int) -> Iterator[Request]:
-        """Yields resumed requests, then the first `most` of each owner, highest priority first."""
+        """Yields resumed requests, then fresh requests by falling priority.
+
+        Of each owner it yields at most `most` fresh requests of each priority.
+        """
         yield from self.resumed
         for lane in reversed(self.lanes):
             for waiting in lane.owners.values():
@@ -248,7 +254,7 @@ class Queue:
                 yield from waiting.values()
 
     def take(self, request: Request) -> None:
-        """Remove a request that is given to a worker."""
+        """Removes a request that is given to a worker."""
         self._forget_begun(request)
         if (place := self._place_among_resumed(request)) is not None:
             del self.resumed[place]
@@ -257,7 +263,7 @@ class Queue:
         self._count(request, -1)
 
     def drop(self, request: Request) -> None:
-        """Remove a request that has ended."""
+        """Removes a request that has ended."""
         self._forget_begun(request)
         if (place := self._place_among_resumed(request)) is not None:
             del self.resumed[place]
@@ -276,11 +282,14 @@ class Queue:
         return place if resumed else None
 
     def forget_checks(self) -> None:
-        """Make the next call of `unchecked_resumed` return all begun requests."""
+        """Makes the next call of `unchecked_resumed` return all begun requests."""
         self._epochs = ()
 
     def position(self, request: Request) -> int:
-        """Returns an upper bound of the requests before this request; the shares decide."""
+        """Returns the most requests that may be served before this request.
+
+        The true number depends on the shares of the owners.
+        """
         if (place := self._place_among_resumed(request)) is not None:
             return place
         lanes = self.lanes[request.message.priority :]
@@ -294,7 +303,7 @@ class Queue:
         return any(self.ranked[request.rank + 1 :])
 
     def waiting_since(self) -> float:
-        """Returns the begin of the longest wait of a request; infinity without requests."""
+        """Returns the time since when the oldest request waits; infinity without requests."""
         eldest = (_first(waiting) for lane in self.lanes for waiting in lane.owners.values())
         return min((each.waiting_since for each in (*eldest, *self.resumed)), default=math.inf)
 

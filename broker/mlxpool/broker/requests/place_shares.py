@@ -112,7 +112,10 @@ def decide(
 
 
 def _by_owner(held: Sequence[Held]) -> dict[str, list[Held]]:
-    """Returns the runs of each owner. The last run yields first: lowest rank, then newest."""
+    """Returns the runs of each owner, by falling rank, the oldest first.
+
+    The last run of an owner is the first to give up its place (batch slot).
+    """
     runs: defaultdict[str, list[Held]] = defaultdict(list)
     for run in sorted(held, key=lambda run: (-run.request.rank, run.request.arrival)):
         runs[run.request.owner].append(run)
@@ -126,9 +129,10 @@ def _giver(
     places: Mapping[str, int],
     now: float,
 ) -> tuple[Held | None, float]:
-    """Returns the run that gives up its place for a request of an owner with `own` places.
+    """Returns the run that gives up its place (batch slot) for a waiting request.
 
-    Without a run, returns None and the time from which a run may.
+    `own`: the number of places of the request's owner. If no run has to give up its place now,
+    returns None and the next time at which a run may have to.
     """
     others = [owner for owner in runs if owner != want.request.owner]
     above = sorted(
@@ -155,7 +159,7 @@ def _may_have(want: Wanted, run: Held) -> bool:
 
 
 class Places(Struct, eq=False):
-    """The places of a model: places that owners have, promised places and reserved places."""
+    """The places (batch slots) of a model: held by owners, promised to owners, or reserved."""
 
     held: Counter[str] = field(default_factory=Counter)
     promised: Counter[str] = field(default_factory=Counter)  # places that runs are giving up
@@ -163,7 +167,7 @@ class Places(Struct, eq=False):
     _kept: deque[tuple[float, str]] = field(default_factory=deque)  # (until when, owner)
 
     def get(self, owner: str) -> None:
-        """Count a place that a request of an owner got."""
+        """Counts a place that a request of an owner got."""
         self.held[owner] += 1
         kept = next((entry for entry in self._kept if entry[1] == owner), None)
         if self.promised[owner]:
@@ -174,21 +178,24 @@ class Places(Struct, eq=False):
             self._taken[owner] += 1
 
     def leave(self, owner: str, now: float) -> None:
-        """End the place of an owner's request. Reserve it for the owner if others gave it up."""
+        """Counts a place (batch slot) that a request of an owner has left.
+
+        If other owners gave up this place, it is reserved for the owner for KEEP seconds.
+        """
         _less(self.held, owner)
         if self._taken[owner] > self.held[owner]:
             _less(self._taken, owner)
             self._kept.append((now + KEEP, owner))
 
     def give(self, giver: str, taker: str) -> None:
-        """Promise the place of a run to another owner."""
+        """Promises the place of a run to another owner."""
         _less(self.held, giver)
         if self._taken[giver] > self.held[giver]:
             _less(self._taken, giver)
         self.promised[taker] += 1
 
     def break_promise(self, owner: str) -> None:
-        """Drop the promises to an owner that has no request for these places."""
+        """Drops the promises to an owner that has no request for these places."""
         self.promised.pop(owner, None)
 
     def kept_from(self, owner: str, now: float) -> list[str]:
@@ -205,7 +212,7 @@ class Places(Struct, eq=False):
 
 
 def _less(counts: Counter[str], owner: str) -> None:
-    """Subtract 1 from an owner's count; drop an owner at 0."""
+    """Subtracts 1 from an owner's count; drops an owner at 0."""
     counts[owner] -= 1
     if counts[owner] <= 0:
         del counts[owner]

@@ -13,17 +13,17 @@ MAX_OWNERS = 4096  # number of accounts at which accounts without debt are dropp
 
 
 class Rates:
-    """A leaky bucket for each owner. A burst of one second's worth is free.
+    """A leaky bucket for each owner, with room for the amount of one second.
 
-    An owner may exceed its bucket and then has a debt: a message larger than a second's worth
-    passes, and the next message waits until the debt is zero.
+    An owner may exceed its bucket and then has a debt: a message larger than this amount passes,
+    and the next message waits until the debt is zero.
     """
 
     def __init__(self) -> None:
         self._accounts: dict[str, tuple[float, float]] = {}  # owner -> (remaining amount, its time)
 
     def spend(self, owner: str, amount: float, limit: float, now: float) -> None:
-        """Take `amount` from the owner's account of `limit` a second."""
+        """Takes `amount` from the owner's account of `limit` a second."""
         left = max(-MAX_DEBT * limit, self._left(owner, limit, now) - amount)
         self._accounts[owner] = (left, now)
         if len(self._accounts) > MAX_OWNERS:

@@ -53,9 +53,10 @@ RANKS = 2 * (MAX_PRIORITY + 1) + 1
 
 
 def rank_of(priority: int, *, kept: bool, idle: bool) -> int:
-    """Returns a rank below RANKS. A charged job yields to requests of a higher rank.
+    """Returns the rank of a request: an integer below RANKS that orders it against others.
 
-    An idle job has the lowest rank. Within a priority a job (`kept`) is below streams.
+    An idle job has the lowest rank. Within a priority a job (`kept`) ranks below streams. A job
+    that is blamed for a lost worker yields to requests of a higher rank.
     """
     return IDLE_RANK if idle else 1 + 2 * priority + (not kept)
 
@@ -64,9 +65,9 @@ def rank_of(priority: int, *, kept: bool, idle: bool) -> int:
 class Run:
     """A completion in progress, across all workers that run it.
 
-    `ids` are the packed ids received from workers, delivered or not. A resume has the message, the
-    seed, the facts (data about the first worker's model) and `ids`. The lease (`epoch`, `slot`,
-    `number`) names the worker that has the run; `number` is never reused.
+    `ids` are the packed ids received from workers, delivered or not. To resume the run, a worker
+    gets the message, the seed, the facts (data about the first worker's model) and `ids`. The lease
+    (`epoch`, `slot`, `number`) names the worker that has the run; `number` is never reused.
     """
 
     seed: int
@@ -95,7 +96,7 @@ class Run:
         return count_of(self.ids)
 
     def lease(self, epoch: int, slot: str, number: int, now: float = 0.0) -> None:
-        """Lease the run to a worker."""
+        """Leases the run to a worker."""
         if self.lost_at:
             self.resumes.append((self.lost_at, now))
             self.lost_at = 0.0
@@ -103,7 +104,7 @@ class Run:
         self.tries += 1
 
     def release(self, now: float = 0.0) -> None:
-        """End the lease of the run."""
+        """Ends the lease of the run."""
         if self.epoch:
             self.lost_at = now
         self.epoch, self.slot, self.number = 0, "", 0
@@ -154,7 +155,7 @@ class Request:
     state: RequestState = RequestState.QUEUED
 
     def move(self, event: str) -> None:
-        """Change state. Raises ValueError, and changes nothing, for an illegal event."""
+        """Changes state. Raises ValueError, and changes nothing, for an illegal event."""
         following = TRANSITIONS[self.state].get(event)
         if following is None:
             raise ValueError(f"request {self.id.hex()} is {self.state.value}: no {event!r} there")
@@ -171,7 +172,7 @@ class Request:
 
     @property
     def waiting_since(self) -> float:
-        """The time since when the client waits: that of the newest token, else of the arrival."""
+        """The time since when the client waits: the newest token's time, or else the arrival's."""
         return self.run.measured_at or self.accepted_at
 
     @property
@@ -209,7 +210,7 @@ def append_output(
     logprobs: list[Any] | None = None,
     facts: dict[str, Any] | None = None,
 ) -> int:
-    """Append the output of a step to `chunks`. Returns its size in bytes."""
+    """Appends the output of a step to `chunks`. Returns its size in bytes."""
     size = 4 * len(text) + len(ids)
     if logprobs:
         size += size_of_logprobs(logprobs)

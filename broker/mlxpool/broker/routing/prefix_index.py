@@ -42,7 +42,7 @@ class PromptPieces(Struct, frozen=True):
 
 
 def pieces_of(prompt: Prompt) -> PromptPieces:
-    """Cut a prompt into pieces. All keys also depend on its tools, its thinking and its images."""
+    """Cuts a prompt into pieces. All keys also depend on its tools, its thinking and its images."""
     keys: list[bytes] = []
     ends: list[int] = []
     key, end = _base(prompt), _base_tokens(prompt)
@@ -99,9 +99,10 @@ MAX_KEYS = 1 << 16  # most pieces of a worker, about 8 MB
 
 
 class PrefixIndex:
-    """The pieces of the prompts that were sent to a worker.
+    """The pieces of the prompts that were sent to a worker, see PromptPieces.
 
-    The least recently sent pieces are evicted first; of one prompt its last pieces first.
+    The least recently sent pieces are evicted first. The last pieces of a prompt are evicted before
+    its first pieces.
     """
 
     def __init__(self) -> None:
@@ -118,7 +119,7 @@ class PrefixIndex:
         return prompt.ends[count - 1] if count else 0
 
     def add(self, prompt: PromptPieces) -> None:
-        """Add a prompt that was sent to the worker."""
+        """Adds a prompt that was sent to the worker."""
         # The first piece is touched last: a shared prefix is evicted after the pieces that follow.
         for index in range(len(prompt.keys) - 1, -1, -1):
             key = prompt.keys[index]
@@ -132,12 +133,12 @@ class PrefixIndex:
             self._drop_oldest()
 
     def bound(self, tokens: int) -> None:
-        """Evict the oldest pieces until at most `tokens` tokens are left."""
+        """Evicts the oldest pieces until at most `tokens` tokens are left."""
         while self._pieces and self.tokens > tokens:
             self._drop_oldest()
 
     def shrink(self, tokens: int) -> None:
-        """Evict the oldest pieces, because the worker's cache has evicted `tokens` tokens."""
+        """Evicts the oldest pieces, because the worker's cache has evicted `tokens` tokens."""
         self.bound(max(0, self.tokens - tokens))
 
     def _drop_oldest(self) -> None:

@@ -1,7 +1,7 @@
-"""The cost of a request on a worker, in milliseconds of the request and of requests beside it.
+"""The cost of running a request on a worker, in milliseconds.
 
-The unit is not tokens, because replicas differ in speed: on a replica that is four times slower a
-prompt takes four times as long.
+It includes the time by which the request delays other requests. The unit is not tokens, because
+replicas differ in speed: on a replica that is four times slower a prompt takes four times as long.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Route(Struct, eq=False):
         return tokens
 
     def sent(self, run: int, demand: Demand) -> None:
-        """Record a request that the worker gets."""
+        """Records a request that the worker gets."""
         cached = self.found(demand)
         self.predicted[run] = cached
         self.unread[run] = max(1, demand.pieces.tokens - round(cached * self.trust))
@@ -67,18 +67,18 @@ class Route(Struct, eq=False):
                 del self.sessions[next(iter(self.sessions))]
 
     def has_group(self, group: tuple[str, str]) -> None:
-        """Record that the worker gets a choice of this group. The other choices go to it too."""
+        """Records that the worker gets a choice of this group. The other choices go to it too."""
         self.groups.pop(group, None)
         self.groups[group] = None
         if len(self.groups) > MAX_GROUPS:
             del self.groups[next(iter(self.groups))]
 
     def has_read(self, run: int) -> None:
-        """Record that the worker has read the prompt of a run."""
+        """Records that the worker has read the prompt of a run."""
         self.unread.pop(run, None)
 
     def ended(self, run: int, cached: int | None = None) -> None:
-        """Record the end of a run.
+        """Records the end of a run.
 
         `cached`: tokens of its prompt found in the cache; None: unknown.
         """
@@ -89,12 +89,12 @@ class Route(Struct, eq=False):
             self.trust += TRUST_WEIGHT * (ratio - self.trust)
 
     def drop_runs(self) -> None:
-        """Forget all runs, because the worker has lost them."""
+        """Forgets all runs, because the worker has lost them."""
         self.unread.clear()
         self.predicted.clear()
 
     def dropped(self, evicted: int) -> None:
-        """Update the index: the worker's cache has evicted `evicted` tokens since its start."""
+        """Updates the index: the worker's cache has evicted `evicted` tokens since its start."""
         if evicted > self.evicted:
             self.index.shrink(evicted - self.evicted)
             self.evicted = evicted
@@ -103,9 +103,9 @@ class Route(Struct, eq=False):
 class Crowd(Struct, frozen=True):
     """The requests that wait while a worker is chosen for a request.
 
-    `cached`: the estimated tokens of the prompt in the best prefix cache. Any other worker has to
-    read them again, which delays the waiting requests. `behind`: the number of these requests per
-    worker.
+    `cached`: the most tokens of the request's prompt that one worker has cached, an estimate. Any
+    other worker has to read them again, which delays the waiting requests. `behind`: the number of
+    these waiting requests per worker.
     """
 
     cached: float = 0.0
@@ -118,10 +118,11 @@ ALONE = Crowd()
 def crowd_of(
     demand: Demand, routes: Sequence[Route], waiting: int, first: Sequence[Demand]
 ) -> Crowd:
-    """Returns the crowd of a request while `waiting` other requests wait for these workers.
+    """Returns the Crowd of a request: its cached tokens, and the requests that wait after it.
 
-    `first` has the requests of the present turn. Requests with its prefix are not counted: they
-    gain from a second copy of the prefix.
+    `waiting`: the number of other requests that wait for these workers. `first` are the requests of
+    the present turn. Waiting requests with the same prefix are not counted, because they gain if a
+    second worker caches the prefix.
     """
     if not waiting:
         return ALONE

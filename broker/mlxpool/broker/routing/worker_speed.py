@@ -33,14 +33,14 @@ class WorkerSpeed(Struct, eq=False):
     _rows_ms: float = 0.0
 
     def observe_prompt(self, ms: float) -> None:
-        """Add the time of a prompt token from a worker that reads a prompt."""
+        """Adds the time of a prompt token from a worker that reads a prompt."""
         if ms <= 0:
             return
         self._prompt_weight = self._prompt_weight * DECAY + 1
         self.prompt_ms += (ms - self.prompt_ms) / self._prompt_weight
 
     def rest(self) -> None:
-        """Lower the weight of the observations, at the heartbeat of an idle worker."""
+        """Lowers the weight of the observations, at the heartbeat of an idle worker."""
         self._prompt_weight *= REST_DECAY
         self._weight *= REST_DECAY
         self._rows *= REST_DECAY
@@ -49,7 +49,7 @@ class WorkerSpeed(Struct, eq=False):
         self._rows_ms *= REST_DECAY
 
     def observe_step(self, rows: int, ms: float) -> None:
-        """Add the time of a decode step of `rows` sequences."""
+        """Adds the time of a decode step of `rows` sequences."""
         if rows <= 0 or ms <= 0:
             return
         self._weight = self._weight * DECAY + 1

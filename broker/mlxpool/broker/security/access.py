@@ -42,7 +42,7 @@ class ZapHandler:
         self._not_logged = 0
 
     def serve(self, now: float) -> None:
-        """Answer the waiting requests."""
+        """Answers the waiting requests."""
         for _ in range(MAX_PER_TURN):
             try:
                 request = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -81,7 +81,7 @@ class ZapHandler:
         self._not_logged = 0
 
     def close(self) -> None:
-        """Close the handler. The sockets that use it must be closed before."""
+        """Closes the handler. The sockets that use it must be closed before."""
         self.socket.close()
 
 
@@ -91,7 +91,10 @@ ROLES = {"front": "client", "back": "worker", "admin": "admin"}  # by socket
 
 
 class AccessControl:
-    """The access control; without a secret key all may connect: sockets are local only."""
+    """The access control of the broker's sockets.
+
+    Without a secret key all clients may connect, but the sockets are local only.
+    """
 
     def __init__(
         self,
@@ -111,7 +114,7 @@ class AccessControl:
         return ROLES[socket] if self.key else ""
 
     def authorize(self, socket: str) -> Authorize | None:
-        """Returns a function from a message's user id to its owner; None if all may send."""
+        """Returns a function that maps user ids to owners of messages; None if all may send."""
         return self.keyring.authorize(ROLES[socket]) if self.key else None
 
     def close(self) -> None:

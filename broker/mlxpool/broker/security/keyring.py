@@ -36,7 +36,7 @@ class Keyring:
         self.replace(keys)
 
     def replace(self, keys: Mapping[str, KeyConfig]) -> dict[str, str]:
-        """Allow only these keys. Returns the revoked keys, public key -> name.
+        """Allows only these keys. Returns the revoked keys, public key -> name.
 
         A key with a new name or role counts as revoked.
         """
@@ -54,7 +54,10 @@ class Keyring:
         return known[0] if known is not None and known[1] == role else None
 
     def owner(self, user: str, role: str) -> str:
-        """Returns the owner for a user id, for requests and quotas; "" if this role refuses it."""
+        """Returns the owner of a user id; requests and quotas are counted by owner.
+
+        Returns "" if the user's key does not have this role.
+        """
         if user.startswith(UID):
             return user
         name = self.name(user.removeprefix(KEY), role) if user.startswith(KEY) else None

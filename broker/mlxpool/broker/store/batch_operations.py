@@ -37,7 +37,7 @@ class FileView(Result, Struct, frozen=True):
 
 
 class FileDiffers(Result, Struct, frozen=True):
-    """The bytes sent for `start` differ from the stored bytes of the file; nothing was changed."""
+    """The bytes sent for offset `start` differ from the stored bytes; nothing was changed."""
 
     file: FileView
     start: int
@@ -133,7 +133,7 @@ class BatchList(Result, Struct, frozen=True):
 
     @property
     def next(self) -> Place | None:
-        """The `behind` of the next ListBatches; None after the last batches."""
+        """The value of `behind` in the next ListBatches; None after the last batches."""
         return (self.batches[-1].created, self.batches[-1].id) if self.more else None
 
 
@@ -189,7 +189,7 @@ class LineOutcomes(Result, Struct, frozen=True):
 
 
 class CreateFile(Operation, Struct, frozen=True):
-    """Begin a file with its first part. Results: FileView, FileDiffers.
+    """Begins a file with its first part. Results: FileView, FileDiffers.
 
     If the file exists, the part is treated as by AppendFile. `keep`: seconds from now until the
     file is deleted; None: only DeleteFile deletes it. `max_bytes`: see AppendFile.
@@ -213,7 +213,7 @@ class CreateFile(Operation, Struct, frozen=True):
 
 
 class AppendFile(Operation, Struct, frozen=True):
-    """Append `data` at `start`, the present size. Results: FileView, FileDiffers, UnknownName.
+    """Appends `data` at `start`, the present size. Results: FileView, FileDiffers, UnknownName.
 
     Bytes that the file already has are compared and skipped, so a part may be sent again, also to a
     complete file. A start after the end changes nothing; the view has the size. `last`: this part
@@ -238,7 +238,7 @@ class AppendFile(Operation, Struct, frozen=True):
 
 
 class ReadFile(Operation, Struct, frozen=True):
-    """Read bytes of a file. Results: FilePart, UnknownName."""
+    """Reads bytes of a file. Results: FilePart, UnknownName."""
 
     writes: ClassVar[bool] = False
     id: bytes
@@ -249,7 +249,7 @@ class ReadFile(Operation, Struct, frozen=True):
 
 
 class ListFiles(Operation, Struct, frozen=True):
-    """List files of a tenant, the newest or the oldest first. Result: FileList.
+    """Lists files of a tenant, the newest or the oldest first. Result: FileList.
 
     `purpose` "": files of all purposes. `behind`: only files after the file with this time and id,
     even if that file was deleted.
@@ -265,7 +265,7 @@ class ListFiles(Operation, Struct, frozen=True):
 
 
 class DeleteFile(Operation, Struct, frozen=True):
-    """Delete a file. Results: FileView, UnknownName; Refused while a batch needs it.
+    """Deletes a file. Results: FileView, UnknownName; Refused while a batch needs it.
 
     An open batch needs its file. A batch that a gateway made needs its file as long as the batch
     has results.
@@ -278,7 +278,7 @@ class DeleteFile(Operation, Struct, frozen=True):
 
 
 class SubmitBatch(Operation, Struct, frozen=True):
-    """Store a batch that consists of the lines of a complete file.
+    """Stores a batch that consists of the lines of a complete file.
 
     Results: BatchSubmitted, DuplicateKey, KeyGone. FileView if the file is not complete,
     UnknownName if it does not exist.
@@ -300,7 +300,7 @@ class SubmitBatch(Operation, Struct, frozen=True):
 
 
 class ReadLines(Operation, Struct, frozen=True):
-    """Read the next lines of a batch that are not jobs yet. Results: Lines, UnknownName."""
+    """Reads the next lines of a batch that are not jobs yet. Results: Lines, UnknownName."""
 
     writes: ClassVar[bool] = False
     batch: bytes
@@ -309,7 +309,7 @@ class ReadLines(Operation, Struct, frozen=True):
 
 
 class AddLines(Operation, Struct, frozen=True):
-    """Make jobs of lines in one transaction. Results: BatchView, UnknownName.
+    """Makes jobs of lines in one transaction. Results: BatchView, UnknownName.
 
     Changes nothing if `first_line` is not the batch's `next_line`, because another call has added
     these lines. The view has the present `next_line` in either case.
@@ -336,14 +336,14 @@ class AddLines(Operation, Struct, frozen=True):
 
 
 class ReadBatch(Operation, Struct, frozen=True):
-    """Read a batch and the counts of its jobs. Results: BatchView, UnknownName."""
+    """Reads a batch and the counts of its jobs. Results: BatchView, UnknownName."""
 
     writes: ClassVar[bool] = False
     name: Name
 
 
 class ListBatches(Operation, Struct, frozen=True):
-    """List batches, the newest first. Result: BatchList.
+    """Lists batches, the newest first. Result: BatchList.
 
     `states` empty: batches in all states. `owner` None: batches of all owners. `live`: only batches
     that have not ended. `behind`: only batches after the batch with this time and id.
@@ -359,7 +359,7 @@ class ListBatches(Operation, Struct, frozen=True):
 
 
 class CancelBatch(Operation, Struct, frozen=True):
-    """Make no further jobs of a batch, and cancel at most `count` of its waiting jobs.
+    """Makes no further jobs of a batch, and cancels at most `count` of its waiting jobs.
 
     Results: BatchChanged with the cancelled jobs, UnknownName. Repeat it while the batch has
     waiting jobs.
@@ -371,7 +371,7 @@ class CancelBatch(Operation, Struct, frozen=True):
 
 
 class RetryBatch(Operation, Struct, frozen=True):
-    """Let at most `count` dead or expired jobs of a batch wait again.
+    """Lets at most `count` dead or expired jobs of a batch wait again.
 
     Results: as for CancelBatch. An ended batch becomes live again. A cancelled or gone batch is not
     changed.
@@ -382,7 +382,7 @@ class RetryBatch(Operation, Struct, frozen=True):
 
 
 class ReleaseBatch(Operation, Struct, frozen=True):
-    """Delete the results of an ended batch before their expiry. Results: BatchView, UnknownName.
+    """Deletes the results of an ended batch before their expiry. Results: BatchView, UnknownName.
 
     The `forget` time of the batch becomes the present time; the next sweeps delete some jobs at a
     time. A batch that has not ended is not changed.
@@ -393,13 +393,13 @@ class ReleaseBatch(Operation, Struct, frozen=True):
 
 
 class ReleaseOutcomes(Operation, Struct, frozen=True):
-    """Delete some results of an ended batch before their expiry.
+    """Deletes some results of an ended batch before their expiry.
 
-    Results: BatchChanged, UnknownName. At most `count` jobs, those in BatchChanged, lose their
+    Results: BatchChanged, UnknownName. At most `count` jobs, which BatchChanged lists, lose their
     results. Repeat it until there are fewer than `count`. The batch and its counts stay. From the
-    first commit on, `deleted` of the view names the deleted choice of results. The end of the last
-    results also deletes lines that a gateway wrote. A batch that has not ended, or is gone, is not
-    changed.
+    first commit on, `deleted` of the view names the kinds of results that are being deleted. Once
+    no results are left, a file of lines that a gateway wrote is no longer kept. A batch that has
+    not ended, or is gone, is not changed.
     """
 
     frees: ClassVar[bool] = True
@@ -409,10 +409,11 @@ class ReleaseOutcomes(Operation, Struct, frozen=True):
 
 
 class EndBatch(Operation, Struct, frozen=True):
-    """End a batch without waiting jobs whose lines are all processed, or that is cancelled.
+    """Ends a batch that has no waiting jobs, and is cancelled or has no unprocessed lines.
 
-    Results: BatchView, UnknownName. Any other batch is not changed. `keep`: seconds from the end to
-    the deletion of the results. A batch with `notify` gets a notice with the two files of results.
+    Results: BatchView, UnknownName. Any other batch is not changed. The results are deleted `keep`
+    seconds after the end, see SubmitBatch. A batch with `notify` gets a notice with the names of
+    the two files of results.
     """
 
     batch: bytes
@@ -421,7 +422,7 @@ class EndBatch(Operation, Struct, frozen=True):
 
 
 class ReadOutcomes(Operation, Struct, frozen=True):
-    """Read the outcomes of the lines after `after`. Results: LineOutcomes, UnknownName.
+    """Reads the outcomes of the lines after `after`. Results: LineOutcomes, UnknownName.
 
     Waiting jobs, and jobs with more than MAX_OUTPUT bytes, come without output.
     """

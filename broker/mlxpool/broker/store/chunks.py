@@ -16,7 +16,7 @@ Borders = tuple[tuple[int, int], ...]
 
 
 def pack_borders(borders: Borders) -> bytes:
-    """Pack pairs as little-endian u32, one after the other."""
+    """Packs pairs as little-endian u32, one after the other."""
     packed = array("I", chain.from_iterable(borders))
     if sys.byteorder == "big":
         packed.byteswap()
@@ -24,7 +24,7 @@ def pack_borders(borders: Borders) -> bytes:
 
 
 def unpack_borders(packed: bytes) -> Borders:
-    """Undo `pack_borders`."""
+    """Undoes `pack_borders`."""
     numbers = array("I", packed)
     if sys.byteorder == "big":
         numbers.byteswap()
@@ -33,12 +33,12 @@ def unpack_borders(packed: bytes) -> Borders:
 
 
 def pack_text(text: str) -> bytes:
-    """Encode as UTF-8. Lone surrogates, which a model can produce, are kept."""
+    """Encodes as UTF-8. Lone surrogates, which a model can produce, are kept."""
     return text.encode(errors="surrogatepass")
 
 
 def unpack_text(packed: bytes) -> str:
-    """Undo `pack_text`."""
+    """Undoes `pack_text`."""
     return packed.decode(errors="surrogatepass")
 
 
@@ -69,7 +69,10 @@ def check(chunk: Chunk) -> None:
 
 
 def cut_from(chunk: Chunk, pos: int) -> Chunk:
-    """Returns a chunk from its last border at or before `pos` on; the whole chunk if none is."""
+    """Returns the part of a chunk that begins at the last border at or before `pos`.
+
+    Returns the whole chunk if all its borders are after `pos`.
+    """
     keep = 0  # number of dropped steps
     while keep < len(chunk.borders) and chunk.pos + chunk.borders[keep][0] <= pos:
         keep += 1

@@ -20,7 +20,7 @@ JOB_ENDED = "job.ended"
 
 
 def notice_id(kind: str, subject: bytes, end_seq: int) -> str:
-    """Returns the unique id of a notice, which all its tries have. `kind`: job or batch."""
+    """Returns the unique id of a notice, equal in all attempts to post it. `kind`: job or batch."""
     return f"{kind}_{subject.hex()}_{end_seq}"
 
 

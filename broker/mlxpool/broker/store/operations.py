@@ -44,7 +44,7 @@ class Operation:
 
 
 class Submit(Operation, Struct, frozen=True):
-    """Store a job. Results: Submitted, DuplicateKey, KeyGone.
+    """Stores a job. Results: Submitted, DuplicateKey, KeyGone.
 
     `request`: the packed request, which the store does not read. `blobs`: the blobs of its message;
     equal blobs of all jobs are stored once. Two submissions with equal digests are one job. The job
@@ -81,7 +81,7 @@ class Submit(Operation, Struct, frozen=True):
 
 
 class FeedNext(Operation, Struct, frozen=True):
-    """Take due waiting jobs, to be run. Result: Fed.
+    """Takes due waiting jobs, to be run. Result: Fed.
 
     Owners take turns, one job a turn, in the order of their names from the first after
     `after_owner`. An owner's earliest due job comes first. The read ends at `count` jobs or
@@ -102,7 +102,7 @@ class FeedNext(Operation, Struct, frozen=True):
 
 
 class Progress(Operation, Struct, frozen=True):
-    """Append output to a running job. Results: Durable, Fate, UnknownName.
+    """Appends output to a running job. Results: Durable, Fate, UnknownName.
 
     The result is `Fate` unless `chunk.pos` is the number of stored ids. The first ids of a
     generation have `facts`. `starts` becomes 0.
@@ -123,7 +123,7 @@ class Progress(Operation, Struct, frozen=True):
 
 
 class Finish(Operation, Struct, frozen=True):
-    """End a waiting or running job, with its last output. Results: Changed, Fate, UnknownName.
+    """Ends a waiting or running job, with its last output. Results: Changed, Fate, UnknownName.
 
     `state` is one of `ENDED`. `end` is the packed terminal message, of at most MAX_END bytes.
     `answer` are the blobs of an answer, of at most MAX_ANSWER bytes together. A job with `notify`
@@ -155,7 +155,7 @@ class Finish(Operation, Struct, frozen=True):
 
 
 class Defer(Operation, Struct, frozen=True):
-    """Let a running job wait again. It is due in `delay` seconds. Results: as for Finish.
+    """Lets a running job wait again. It is due in `delay` seconds. Results: as for Finish.
 
     `attempts` and `charge` replace the stored values; `starts` too, unless it is None. A `cause` is
     kept as a failure of the job, with a worker's thread `stacks`.
@@ -172,7 +172,7 @@ class Defer(Operation, Struct, frozen=True):
 
 
 class SetBack(Operation, Struct, frozen=True):
-    """Store the loss of a job's worker; the job goes on. Results: Done, Fate, UnknownName.
+    """Stores the loss of a job's worker; the job goes on. Results: Done, Fate, UnknownName.
 
     `charge` replaces the stored value, so that a restart of the broker keeps it. `cause` is kept as
     a failure of the job, with the worker's thread `stacks`.
@@ -190,7 +190,7 @@ class SetBack(Operation, Struct, frozen=True):
 
 
 class NewGeneration(Operation, Struct, frozen=True):
-    """Restart the output of a job at position 0, as generation `gen` + 1. Results: as for Finish.
+    """Restarts the output of a job at position 0, as generation `gen` + 1. Results: as for Finish.
 
     The broker does this if the worker's model has another digest. The stored ids and facts are
     deleted.
@@ -201,7 +201,7 @@ class NewGeneration(Operation, Struct, frozen=True):
 
 
 class Cancel(Operation, Struct, frozen=True):
-    """End a waiting or running job as `cancelled`. Results: Changed, Fate, UnknownName."""
+    """Ends a waiting or running job as `cancelled`. Results: Changed, Fate, UnknownName."""
 
     name: Name
     end: bytes = b""
@@ -209,7 +209,7 @@ class Cancel(Operation, Struct, frozen=True):
 
 
 class Retry(Operation, Struct, frozen=True):
-    """Let a dead or expired job wait again. Results: Changed, Fate, UnknownName.
+    """Lets a dead or expired job wait again. Results: Changed, Fate, UnknownName.
 
     Its attempts, starts and charge become 0 and its quarantine ends. `new_generation`: the output
     restarts at position 0. `deadline`: seconds from now; None: no deadline.
@@ -221,7 +221,7 @@ class Retry(Operation, Struct, frozen=True):
 
 
 class Release(Operation, Struct, frozen=True):
-    """Delete the result of an ended job, which becomes `gone`.
+    """Deletes the result of an ended job, which becomes `gone`.
 
     Results: Changed, Fate, UnknownName.
     """
@@ -231,7 +231,7 @@ class Release(Operation, Struct, frozen=True):
 
 
 class Sweep(Operation, Struct, frozen=True):
-    """Expire and delete jobs, files and batches past their times. Result: Swept.
+    """Expires and deletes jobs, files and batches past their times. Result: Swept.
 
     At most `count` jobs of each sort change. Waiting jobs expire after their deadline, unless
     `held`: the broker ends these. Ended jobs become gone after `forget`; gone jobs are deleted
@@ -248,28 +248,28 @@ class Sweep(Operation, Struct, frozen=True):
 
 
 class ReadJob(Operation, Struct, frozen=True):
-    """Read the view of a job. Results: Found, UnknownName."""
+    """Reads the view of a job. Results: Found, UnknownName."""
 
     writes: ClassVar[bool] = False
     name: Name
 
 
 class ReadHistory(Operation, Struct, frozen=True):
-    """Read the view of a job, and its failures. Results: History, UnknownName."""
+    """Reads the view of a job, and its failures. Results: History, UnknownName."""
 
     writes: ClassVar[bool] = False
     name: Name
 
 
 class ReadRequest(Operation, Struct, frozen=True):
-    """Read the submission of a job. Results: StoredRequest, KeyGone, UnknownName."""
+    """Reads the submission of a job. Results: StoredRequest, KeyGone, UnknownName."""
 
     writes: ClassVar[bool] = False
     id: bytes
 
 
 class FetchPage(Operation, Struct, frozen=True):
-    """Read a page of a job's output. Results: Page, JobRestarted, KeyGone, UnknownName.
+    """Reads a page of a job's output. Results: Page, JobRestarted, KeyGone, UnknownName.
 
     Output or an end that does not match its checksum is refused as `damaged`.
 
@@ -285,7 +285,7 @@ class FetchPage(Operation, Struct, frozen=True):
 
 
 class ListJobs(Operation, Struct, frozen=True):
-    """List jobs in order of arrival after the number `after`. Result: JobList, `next` is a seq.
+    """Lists jobs in order of arrival after the number `after`. Result: JobList, `next` is a seq.
 
     `owner` or `tenant` None: jobs of all owners or tenants. `states` empty: jobs in all states but
     gone. `model` "": jobs of all models. `reverse`: the newest first, from the last before `after`
@@ -304,10 +304,10 @@ class ListJobs(Operation, Struct, frozen=True):
 
 
 class ListEnded(Operation, Struct, frozen=True):
-    """List ended jobs after the end number `after`. Result: JobList; `next` is an end_seq.
+    """Lists ended jobs after the end number `after`. Result: JobList; `next` is an end_seq.
 
-    End numbers rise in the order of the commits, so every later end has a higher number. Jobs whose
-    result was deleted are listed as `gone`, until their key is deleted.
+    Ends numbers rise in the order of the commits, so every later end has a higher number. Jobs
+    whose result was deleted are listed as `gone`, until their key is deleted.
     """
 
     writes: ClassVar[bool] = False
@@ -318,7 +318,7 @@ class ListEnded(Operation, Struct, frozen=True):
 
 
 class ReadBacklog(Operation, Struct, frozen=True):
-    """Read the models with waiting jobs. Result: Backlog."""
+    """Reads the models with waiting jobs. Result: Backlog."""
 
     writes: ClassVar[bool] = False
 
@@ -327,14 +327,14 @@ class ReadBacklog(Operation, Struct, frozen=True):
 
 
 class SetPoison(Operation, Struct, frozen=True):
-    """Quarantine a request's digest for `life` seconds; 0 ends the quarantine. Result: Done."""
+    """Quarantines a request's digest for `life` seconds; 0 ends the quarantine. Result: Done."""
 
     digest: bytes
     life: float
 
 
 class ReadPoisons(Operation, Struct, frozen=True):
-    """Read all digests in quarantine, when the broker starts. Result: Poisons."""
+    """Reads all digests in quarantine, when the broker starts. Result: Poisons."""
 
     writes: ClassVar[bool] = False
 
@@ -348,7 +348,7 @@ class OriginLoad(Struct, frozen=True):
 
 
 class ReadNotices(Operation, Struct, frozen=True):
-    """Read due notices that are not given up and not in `held`. Result: Notices.
+    """Reads due notices that are not given up and not in `held`. Result: Notices.
 
     `held` names the notices under way. At most `count` notices are read, of each origin at most its
     room in `loads`, else `per_origin`. Origins take turns, the fewest notices under way first, then
@@ -363,7 +363,7 @@ class ReadNotices(Operation, Struct, frozen=True):
 
 
 class ListNotices(Operation, Struct, frozen=True):
-    """List undelivered and given-up notices by `end_seq`. Result: Notices.
+    """Lists undelivered and given-up notices by `end_seq`. Result: Notices.
 
     `owner` None: notices of all owners.
     """
@@ -375,17 +375,18 @@ class ListNotices(Operation, Struct, frozen=True):
 
 
 class NoticeSent(Operation, Struct, frozen=True):
-    """Delete a delivered notice. Result: Done."""
+    """Deletes a delivered notice. Result: Done."""
 
     frees: ClassVar[bool] = True
     end_seq: int
 
 
 class NoticeFailed(Operation, Struct, frozen=True):
-    """Store a failed try. The next try follows in `delay` seconds; None: never. Result: Done.
+    """Stores a failed attempt to post a notice. Result: Done.
 
-    `unreachable`: an origin without a connection, else "". Its notices older than `give_up_after`
-    seconds are given up without a further try, some at a time.
+    The next attempt follows in `delay` seconds; None: never. `unreachable`: the origin, if no
+    connection to it could be made, else "". Notices of this origin that are older than
+    `give_up_after` seconds are given up without a further attempt, some at a time.
     """
 
     end_seq: int
@@ -399,13 +400,13 @@ class NoticeFailed(Operation, Struct, frozen=True):
 
 
 class ReadFigures(Operation, Struct, frozen=True):
-    """Read the figures of the store. Result: StoreFigures."""
+    """Reads the figures of the store. Result: StoreFigures."""
 
     writes: ClassVar[bool] = False
 
 
 class ExportJobs(Operation, Struct, frozen=True):
-    """Read jobs with all their stored parts from `cursor` on, for a backup. Result: Export.
+    """Reads jobs with all their stored parts from `cursor` on, for a backup. Result: Export.
 
     A page has only a part of a job with more than `max_bytes` of output.
     """
@@ -418,7 +419,7 @@ class ExportJobs(Operation, Struct, frozen=True):
 
 
 class VerifyJobs(Operation, Struct, frozen=True):
-    """Compare jobs after the number `after` with their checksums. Result: Verified.
+    """Compares jobs after the number `after` with their checksums. Result: Verified.
 
     The operation reads at most `count` jobs and `max_bytes` bytes, but at least one job.
     """

@@ -1,7 +1,8 @@
 """The store in PostgreSQL. One broker uses it at a time; a broker on another machine can take over.
 
 The session that has the advisory lock owns the store. A broker can lose its session, and so the
-lock, and still run. So each transaction also locks and compares the number of the broker.
+lock, and still run. So each transaction also locks the stored number of the owner and compares it
+with the broker's own number.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class PostgresOpener(Opener):
         self._url, self._max_bytes, self._key_life = url, max_bytes, key_life
 
     def open(self) -> SqlStore:
-        """Open the store; create its tables in an empty database. Raises StoreUnusable."""
+        """Opens the store; creates its tables in an empty database. Raises StoreUnusable."""
         try:
             return self._open()
         except StoreUnusable:
@@ -149,7 +150,7 @@ class PostgresOpener(Opener):
             raise StoreUnusable(f"the store of jobs cannot be opened: {error}") from error
 
     def reopen(self) -> SqlStore:
-        """Open the store after its session was lost. Raises StoreError."""
+        """Opens the store after its session was lost. Raises StoreError."""
         try:
             return self._open()
         except psycopg.Error as error:
@@ -165,4 +166,4 @@ class PostgresOpener(Opener):
             raise
 
     def close(self) -> None:
-        """Do nothing: the lock ended with the session."""
+        """Does nothing: the lock ended with the session."""

@@ -117,13 +117,14 @@ class Chunk(Struct, frozen=True):
 class JobView(Struct, frozen=True):
     """A job without its request and its output. `seq` is its number in the order of arrival.
 
-    `gen` is the generation of its output, `pos` the number of durable ids in it, `retried` the
-    (pos, times) of its retries. `starts` counts the times that the job was given to the core since
-    its last durable id. `end` is that of `Finish`; None while the job waits. `end_seq` orders the
-    ends of all jobs; 0 while the job waits. A line of a batch has `batch` and `line`. `due`: the
-    time before which the job does not run. `notice` is `waiting` or `given_up` if the notice of its
-    end was not delivered. `damaged` names the parts that the disk has changed: then `end` is None,
-    or `facts`, `ended`, `cause`, `attempts`, `charge` and `retried` have the values of a new job.
+    `gen` is the generation of its output, `pos` the number of durable ids in it. `retried` has
+    pairs: a number of ids, and the number of retries at this position. `starts` counts the times
+    that the job was given to the core since its last durable id. `end` is that of `Finish`; None
+    while the job waits. `end_seq` orders the ends of all jobs; 0 while the job waits. A line of a
+    batch has `batch` and `line`. `due`: the time before which the job does not run. `notice` is
+    `waiting` or `given_up` if the notice of its end was not delivered. `damaged` names the parts
+    that the disk has changed: then `end` is None, or `facts`, `ended`, `cause`, `attempts`,
+    `charge` and `retried` have the values of a new job.
     """
 
     seq: int
@@ -350,9 +351,9 @@ class Notice(Result, Struct, frozen=True):
     """The notice of the end of a job or batch (`kind`). Its `body` is posted to `url`.
 
     `subject` is the id of the job or batch, `origin` the scheme, host and port of the URL. `since`
-    is the time of the first try, moved on by the times without a broker. `tries` is the number of
-    failed tries, `cause` the cause of the last failure. `given_up` is the time at which the broker
-    stopped its tries, else None.
+    is the time of the first attempt; time without a broker is added to it. `tries` is the number of
+    failed attempts, `cause` the cause of the last failure. `given_up` is the time at which the
+    broker stopped its attempts, else None.
     """
 
     end_seq: int
@@ -410,7 +411,7 @@ class StoreFigures(Result, Struct, frozen=True):
 class Cursor(Struct, frozen=True):
     """The position at which an export continues: the job `seq`, or the first job after it.
 
-    `part` 0: at the begin of the job. Otherwise: at blob `part` - 1 in the list of the blobs of its
+    `part` 0: at the start of the job. Otherwise: at blob `part` - 1 in the list of the blobs of its
     request and of its answer. Later blobs follow, then the output of generation `gen` from `pos`
     on.
     """
@@ -447,8 +448,9 @@ class Export(Result, Struct, frozen=True):
 
 
 class Verified(Result, Struct, frozen=True):
-    """`damaged` has (job, damaged part) of the `checked` compared jobs.
+    """The result of a comparison of jobs with their checksums.
 
+    `checked` jobs of `bytes` bytes were compared. `damaged` has pairs: a job, and its damaged part.
     `next` is the `after` of the next operation; 0 after the last jobs.
     """
 

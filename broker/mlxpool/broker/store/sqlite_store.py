@@ -226,7 +226,10 @@ class SqliteStore(SqlStore):
         return super().transaction(operations, now)
 
     def hold_reserve(self) -> None:
-        """Allocate the reserve file if the store is not empty and the disk has room."""
+        """Allocates the reserve file if the store is not empty and the disk has room.
+
+        If the disk gets full, the file is deleted to make room for the necessary writes.
+        """
         if self._holds_reserve:
             self._folder.hold_reserve()
 
@@ -270,7 +273,7 @@ class SqliteOpener(Opener):
     def open(self) -> SqliteStore:
         """Open the store; create it if it does not exist.
 
-        Raises StoreUnusable, with the remedy, and changes nothing.
+        Raises StoreUnusable if it cannot be opened. The message names a remedy.
         """
         try:
             try:

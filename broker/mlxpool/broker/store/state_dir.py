@@ -80,7 +80,10 @@ class StateDir(Closing):
         return self.path / "reserve"
 
     def hold_reserve(self) -> bool:
-        """Allocate the reserve file if the disk has room for two; returns whether it exists."""
+        """Allocates the reserve file if the disk has room for twice its size.
+
+        Returns whether the file exists.
+        """
         if self._reserve.exists():
             return True
         if self.free_bytes() < 2 * self._reserve_bytes:

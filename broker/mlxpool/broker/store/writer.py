@@ -95,7 +95,9 @@ class Inbox:
         )
 
     def take(self, until: float | None = None) -> list[Operation]:
-        """Wait for operations and return a group; an empty group at `until`, or after `close`.
+        """Waits for operations, and returns a group of them.
+
+        Returns an empty group at the time `until`, or after `close`.
 
         Without urgent operations it waits until the oldest operation has waited for GATHER seconds,
         or a group is full.
@@ -178,10 +180,10 @@ def steady() -> float:
 
 
 class StoreClock:
-    """The store's clock: the time of day at its start, or the later `seen`, then monotonic.
+    """The store's clock. It begins at the time of day, or at `seen` if that is later.
 
-    `seen` is the newest time in the store. So a jump of the time of day neither passes deadlines
-    nor deletes results until the next start of the broker.
+    `seen` is the newest time in the store. After its start the clock is monotonic, so a jump of the
+    time of day neither passes deadlines nor deletes results before the broker's next start.
     """
 
     __slots__ = ("_offset", "_steady")
@@ -340,7 +342,7 @@ class StoreWriter(threading.Thread):
         return True
 
     def _perform(self) -> None:
-        """Perform all open operations in one transaction; on a full disk singly."""
+        """Performs all open operations in one transaction, or handles a full disk."""
         group = list(self._open)
         try:
             results = self._store.transaction(group, self._clock.now())
@@ -351,7 +353,11 @@ class StoreWriter(threading.Thread):
         self._change(HealthState.OK, "")
 
     def _perform_without_room(self, group: list[Operation], why: str) -> None:
-        """Handle a full disk: refuse new work, do deletes and reads, keep the other writes open."""
+        """Handles a full disk: refuses new work, and performs deletions and reads.
+
+        Then performs the other writes. The first of them that finds no room, and all later ones,
+        stay open and are tried again later.
+        """
         self._change(HealthState.FULL, why)
         self._store.free_reserve()
         self._refuse([operation for operation in group if operation.admits], "store_full", why)

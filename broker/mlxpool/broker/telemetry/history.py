@@ -29,7 +29,10 @@ _EMPTY: Buckets = (0,) * (len(FIRST_TOKEN) + 1)
 
 
 class Point(Struct, frozen=True):
-    """The pool at one moment, and the increases since the previous point. In seconds and bytes."""
+    """The state of the pool at one moment, and the increases since the previous point.
+
+    Times are in seconds, and memory is in bytes.
+    """
 
     at: float
     seconds: float  # since the previous point
@@ -60,7 +63,8 @@ class Point(Struct, frozen=True):
 class RateColumn(Struct, eq=False):
     """Tokens of several points: a column in the plots of a model.
 
-    A column begins at a multiple of COLUMN_SECONDS, so that a plot only shifts.
+    Each column begins at a multiple of COLUMN_SECONDS, so that complete columns do not change
+    when the plot moves on.
     """
 
     number: int  # its start time / COLUMN_SECONDS
@@ -69,7 +73,7 @@ class RateColumn(Struct, eq=False):
 
 
 class RecentEvents(Struct, frozen=True):
-    """The numbers of failures in the time of the points."""
+    """The numbers of ended, failed and rejected requests, and of restarts, in all points."""
 
     ended: int  # all ended streams
     failures: Counter[str]  # failed streams, by error code
@@ -92,7 +96,7 @@ class Increase:
 
 
 class RecentHistory:
-    """The ring buffers.
+    """The ring buffers of points and columns, from which a status page draws its first plots.
 
     The first `record` only stores the counters, as a base for the next call.
     """

@@ -38,7 +38,7 @@ MEMORY = (
 
 
 def _pool(value: Callable[[Snapshot], float]) -> Callable[[Snapshot], Rows]:
-    """Returns a row with a value of the whole pool."""
+    """Returns a function that makes one row, with a value of the whole pool."""
     return lambda snapshot: [((), float(value(snapshot)))]
 
 
@@ -61,7 +61,7 @@ def _worker(value: Callable[[WorkerSnapshot], int]) -> Callable[[Snapshot], Rows
 
 
 def _beat(value: Callable[[WorkerSnapshot], int | None]) -> Callable[[Snapshot], Rows]:
-    """Returns rows like `_worker`, without workers whose value is None."""
+    """Returns a function that makes a row for each worker whose value is not None."""
 
     def rows(snapshot: Snapshot) -> Rows:
         for worker in snapshot.workers:
@@ -73,9 +73,10 @@ def _beat(value: Callable[[WorkerSnapshot], int | None]) -> Callable[[Snapshot],
 
 
 def _outcomes(names: tuple[str, ...]) -> Callable[[Snapshot], Rows]:
-    """Returns rows with a model's counts of ends, with the zeros that a rate needs.
+    """Returns a function that makes a row for each model: its numbers of ends, by outcome.
 
-    Only models that had a request have rows.
+    Numbers that are 0 are included, because a Prometheus rate needs them. Models without any
+    request so far have no row.
     """
     return lambda snapshot: (
         ((model.name,), [model.outcomes.get(name, 0) for name in names])
@@ -93,14 +94,17 @@ def _broker_states(snapshot: Snapshot) -> Rows:
 
 
 def _gateway(value: Callable[[GatewayInfo], float]) -> Callable[[Snapshot], Rows]:
-    """Returns rows with a value of the gateway; no rows without a gateway."""
+    """Returns a function that makes a row with a value of the gateway; no row without a gateway."""
     return lambda snapshot: (
         [] if snapshot.gateway is None else [((), float(value(snapshot.gateway)))]
     )
 
 
 def _jobs(value: Callable[[JobFigures], Value]) -> Callable[[Snapshot], Rows]:
-    """Returns rows with a figure of the jobs; no rows without a usable store of jobs."""
+    """Returns a function that makes a row with a figure of the jobs.
+
+    It makes no row without a usable store of jobs.
+    """
 
     def rows(snapshot: Snapshot) -> Rows:
         if snapshot.jobs is not None and snapshot.jobs.store != UNUSABLE:
@@ -110,7 +114,7 @@ def _jobs(value: Callable[[JobFigures], Value]) -> Callable[[Snapshot], Rows]:
 
 
 def _job_store_up(snapshot: Snapshot) -> Rows:
-    """Yields 0 or 1; 0 also for a configured store that is unusable."""
+    """Yields 1 if the store of jobs is usable, else 0; nothing without a configured store."""
     if snapshot.jobs is not None:
         yield (), int(snapshot.jobs.store in ("ok", REFUSING))
 
@@ -167,7 +171,10 @@ def _queries(worker: WorkerSnapshot) -> int | None:
 
 
 def _disk(name: str) -> Callable[[Snapshot], Rows]:
-    """Returns rows with a counter of the disk tier, without workers that have no disk tier."""
+    """Returns a function that makes rows with a counter of the disk tier of the prefix cache.
+
+    Workers without a disk tier have no row.
+    """
     return _beat(lambda worker: worker.prefix.get(f"disk_{name}"))
 
 

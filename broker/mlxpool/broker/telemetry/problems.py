@@ -135,7 +135,10 @@ def _workers(workers: tuple[WorkerSnapshot, ...]) -> Iterator[Problem]:
 def _restarts(
     snapshot: Snapshot, all_restarts: Mapping[str, int], minutes: int
 ) -> Iterator[Problem]:
-    """Yields the recent restarts, without unavailable models, which `_models` reports."""
+    """Yields a problem with the recent restarts of workers and of the gateway.
+
+    Workers of unavailable models are left out, because `_models` reports these models.
+    """
     faulty = {fault.name for fault in snapshot.faults}
     ends = {w.slot: w.last_exit for w in snapshot.workers if w.model not in faulty}
     if snapshot.gateway is not None:

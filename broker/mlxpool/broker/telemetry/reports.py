@@ -19,14 +19,14 @@ def stats(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _processes(snapshot: Snapshot) -> dict[str, Any]:
-    """Returns the rows of the broker, its gateway and its jobs, as far as they exist."""
+    """Returns the maps of the broker and, if they exist, of its gateway and its jobs."""
     gateway = {} if snapshot.gateway is None else {"gateway": as_map(snapshot.gateway)}
     jobs = {} if snapshot.jobs is None else {"jobs": as_map(snapshot.jobs)}
     return {"broker": as_map(snapshot.broker), **gateway, **jobs}
 
 
 def pool_stats(snapshot: Snapshot) -> dict[str, Any]:
-    """Returns the whole answer of `stats` but the rows of `_processes`."""
+    """Returns the answer of `stats` without the maps that `_processes` returns."""
     counters, sizes = snapshot.counters, snapshot.sizes
     ended = counters.done + counters.failed + counters.cancelled
     return {
@@ -59,9 +59,9 @@ def pool_stats(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def ps(snapshot: Snapshot, last_dump: Callable[[str], Path | None]) -> dict[str, Any]:
-    """Returns the answer of `ps`. `last_dump` finds the newest file with stacks of a slot.
+    """Returns the answer of `ps`. `snapshot` must have been taken with `listing`.
 
-    `snapshot` must have a listing.
+    `last_dump` returns the newest file with stack traces of the worker of a slot.
     """
     workers = [
         {**worker_row(worker), "last_dump": _text(last_dump(worker.slot))}

@@ -94,7 +94,10 @@ class ModelSnapshot(Struct, frozen=True):
 
 
 class RankSnapshot(Struct, frozen=True):
-    """The row of a rank above 0 of a group. `pid` is 0 until the rank has begun."""
+    """The row of a rank above 0 in a group, a worker with one process (rank) per device.
+
+    `pid` is 0 until the process of the rank has begun.
+    """
 
     pid: int
     phase: str
@@ -167,9 +170,9 @@ class WorkerSnapshot(Struct, frozen=True):
 
     @property
     def memory_used(self) -> int:
-        """Bytes of memory in use.
+        """Bytes of memory in use: the greater of two incomplete measures.
 
-        The resident set lacks device memory, `total` lacks memory outside MLX.
+        The resident set does not include device memory; `total` only includes memory of MLX.
         """
         memory = self.memory
         return max(memory.get("total", memory.get("active", 0)), memory.get("rss", 0))
@@ -279,9 +282,10 @@ def _listing(registry: Registry, now: float) -> Iterable[Mapping[str, Any]]:
 
 
 def _joined_models(state: State) -> Iterable[ModelSnapshot]:
-    """Yields former models with requests, whose names are now names of other models.
+    """Yields the counts of models that had requests and have since become aliases.
 
-    They have only counts. Without these counts, sums over models would decrease.
+    The name of such a model now refers to another model. Without its counts, sums over models
+    would decrease.
     """
     registry = state.registry
     for name, figures in state.counters.models.items():

@@ -100,7 +100,10 @@ def status(snapshot: Snapshot, history: RecentHistory, now: float) -> dict[str, 
 
 
 def _levels(snapshot: Snapshot, recent: RecentEvents) -> dict[str, str]:
-    """Returns the severities of the totals; failures count as long as the page shows their time."""
+    """Returns the severity of each total on the page.
+
+    `recent` has the failures in the time span that the page shows; older failures do not count.
+    """
     return {
         "failed": Level.BAD.value if recent.failures else "",
         "rejected": Level.WARNING.value if recent.rejected else "",
@@ -110,7 +113,10 @@ def _levels(snapshot: Snapshot, recent: RecentEvents) -> dict[str, str]:
 
 
 def _live(request: LiveRequest) -> dict[str, Any]:
-    """Returns a row with the first digits of the id, enough for an operator's cancel only."""
+    """Returns the row of a live request, with the first digits of its id.
+
+    An operator can cancel a request by these digits; a client needs the whole id.
+    """
     return {
         "id": request.id.hex()[:ID_DIGITS],
         "model": request.model,

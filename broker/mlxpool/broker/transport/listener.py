@@ -103,7 +103,10 @@ class Listener:
             log.info("front open again", extra={"used": used, "of": self.limit})
 
     def next_wake(self) -> float:
-        """Returns the time of the next `check`; infinity while bound: connections cause it then."""
+        """Returns the time of the next `check`; infinity while the endpoints are bound.
+
+        While they are bound, accepted connections cause the checks.
+        """
         return self._count_at if self.unbound else math.inf
 
     def unbind_now(self, now: float) -> None:

@@ -86,7 +86,7 @@ class MemoryGuard:
         self._strikes = 0
 
     def _explained(self) -> int:
-        """Returns the most bytes that requests and backlogs may use."""
+        """Returns the greatest number of bytes that requests and backlogs can account for."""
         return OVERHEAD * (_bytes_held(self._state) + self.front.full.bytes)
 
     def _disconnect_except(self, spared: set[int], used: int) -> None:
@@ -112,7 +112,10 @@ def _bytes_held(state: State) -> int:
 
 
 def busy_descriptors(front: Peers, state: State, since: float = -math.inf) -> set[int]:
-    """Returns descriptors of clients with streams or calls that sent a message after `since`."""
+    """Returns the descriptors of busy clients: a busy client has a stream or a call.
+
+    Only clients that sent a message after `since` are included.
+    """
     return {
         peer.descriptor
         for number, link in state.links.items()

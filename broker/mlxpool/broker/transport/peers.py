@@ -30,11 +30,11 @@ def size_of(parts: Sequence[bytes]) -> int:
 
 
 class Backlogs:
-    """The numbers of peers with a backlog, in the order of their last progress.
+    """The peers that have a backlog, by peer number, in the order of their last progress.
 
     Sends to a full peer are retried less and less often, so that many full peers cost little. A
     frame from a peer makes its next retry due now: the peer may read again. This class counts the
-    bytes of all backlogs; each peer has its messages.
+    bytes of all backlogs; the messages are in each Peer.
     """
 
     def __init__(self, max_bytes: float = math.inf) -> None:
@@ -80,7 +80,7 @@ class Backlogs:
         self.bytes -= size
 
     def drop(self, number: int, size: int) -> None:
-        """Remove a peer without a backlog. `size` bytes of its backlog were not sent."""
+        """Stops the retries of a peer. `size` bytes of its backlog are dropped unsent."""
         self.bytes -= size
         if self._waits.pop(number, None) is not None:
             self._retries.clear(number)
@@ -113,8 +113,8 @@ class Backlogs:
     def put_back(self, number: int, now: float, *, progress: bool, more: bool) -> None:
         """Schedule the next retry of a peer that still has a backlog.
 
-        `progress`: the peer accepted some messages. `more`: it may accept more now, after other
-        peers.
+        `progress`: the peer accepted some messages. `more`: it may accept more at once, so its
+        retry is due now, after the due retries of other peers.
         """
         if progress:
             del self._waits[number]
@@ -305,7 +305,8 @@ class Peers:
     def _give_up(self, peer: Peer) -> None:
         """Close the connection of a peer that reads too little, so that libzmq frees its queue.
 
-        With `keep_gone` only forgets the peer: the caller ends the worker, by the peer's number.
+        If `keep_gone` is set, it only forgets the peer: the peer is then a worker, which the caller
+        ends by the peer's number.
         """
         self.given_up += 1
         if self.keep_gone:

@@ -32,7 +32,7 @@ _FAULTS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.
 
 
 def ended(slot: str, cause: str) -> str:
-    """Returns the begin of an error message about the work of an ended worker."""
+    """Returns the first part of an error message about the work of a worker that has ended."""
     return f"the worker {slot} ended: {cause}"
 
 
@@ -61,7 +61,7 @@ def stopped_by_signal(seconds: float) -> str:
 
 
 def of_rank(rank: int, cause: str) -> str:
-    """Returns the cause of the end of a group, from the cause at a rank above 0."""
+    """Returns the cause of the end of a group, from the cause at one of its ranks (processes)."""
     return f"rank {rank}: {cause}"
 
 
@@ -90,9 +90,10 @@ class WorkerExit(Struct, frozen=True):
 def exit_of(
     code: int, commanded: bool, out_of_memory: bool, look: ProgressReading, said: str = ""
 ) -> WorkerExit:
-    """Returns the exit from a `code` of Popen, negative for a signal. `look`: last progress.
+    """Returns the exit of a worker. `code` is Popen's return code, negative for a signal.
 
-    `said`: the last line of the worker's output, with the reason if the worker could not begin.
+    `look` is the last reading of the worker's progress. `said` is the last line of its output,
+    which has the reason if it could not begin.
     """
     if commanded:
         return WorkerExit(STOPPED, False, look.request)

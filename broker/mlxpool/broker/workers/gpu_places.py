@@ -1,7 +1,7 @@
 """The GPUs of this broker's workers. Pure.
 
-The GPUs of a worker are taken before its process starts, and released after the process was
-collected, which may use their memory until then.
+The GPUs of a worker are taken before its process starts. They are released after the process was
+reaped, because until then it may use their memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mlxpool.common.gpus import check_enough
 
 
 class PlaceState(Enum):
-    """The state of a place, which has the GPUs of a slot."""
+    """The state of a Place, which is the assignment of GPUs to a slot."""
 
     UNPLACED = "unplaced"  # the slot has had no worker
     HELD = "held"  # the slot's worker has these GPUs
@@ -33,7 +33,7 @@ TRANSITIONS: dict[PlaceState, dict[str, PlaceState]] = {
 
 
 class Place(Struct, eq=False):
-    """The GPUs of a slot, one for each rank, in the order of ranks."""
+    """The GPUs that are assigned to a slot: one for each rank, in the order of ranks."""
 
     slot: str
     state: PlaceState = PlaceState.UNPLACED
@@ -48,7 +48,7 @@ class Place(Struct, eq=False):
 
 
 class GpuPlaces:
-    """The places of all slots.
+    """The assignment of GPUs to all slots.
 
     Invariant: a worker shares a GPU only if too few of its allowed GPUs are free. The ranks of a
     group have different GPUs.

@@ -21,7 +21,10 @@ EDGE_FRESH = 2.0  # seconds within which an edge thread that moved counts as ali
 
 
 class Sample(Struct, frozen=True):
-    """A sample of a process. Waits are nanoseconds in which a thread was runnable without a CPU."""
+    """A sample of a worker's process. `look` is the reading of its progress block.
+
+    Waits are the nanoseconds in which a thread was runnable but had no CPU.
+    """
 
     look: ProgressReading
     stopped: bool = False  # whether a signal has stopped the process
@@ -37,7 +40,10 @@ class Sample(Struct, frozen=True):
 
 
 class Verdict(Struct, frozen=True):
-    """A verdict on a worker. It is suspect from `limit` seconds on, hung from twice that on."""
+    """A verdict on the liveness of a worker. `age` is the age of one of its signals in seconds.
+
+    The worker is suspect from the age `limit` on, and hung from twice this age on.
+    """
 
     age: float = 0.0
     limit: float = math.inf
@@ -55,7 +61,11 @@ class Verdict(Struct, frozen=True):
 
 
 class Watch(Struct, eq=False):
-    """Ages in running seconds: of compute thread progress, of heartbeats, of edge thread moves."""
+    """The last sample of a process, and the ages of its signals in seconds of running time.
+
+    `still` is the age of the compute thread's last progress, `silent` the age of the last
+    heartbeat, and `edge_still` the age of the last progress of the edge (main) thread.
+    """
 
     at: float = 0.0  # time of the last sample; 0: never
     sample: Sample = field(default_factory=lambda: Sample(ProgressReading()))
@@ -92,7 +102,10 @@ def _progress(look: ProgressReading) -> tuple[str, int, int]:
 
 
 def limit_of(look: ProgressReading, config: PoolConfig) -> float:
-    """Returns the seconds without progress until a worker is suspect; infinity if it may rest."""
+    """Returns the seconds without progress after which a worker is suspect.
+
+    Returns infinity in phases that need no progress, such as `idle`.
+    """
     if look.phase in ("idle", "prepare", "blocked"):
         return math.inf
     if look.phase in ("boot", "load", "unload"):

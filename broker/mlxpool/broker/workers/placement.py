@@ -21,7 +21,10 @@ from mlxpool.common.progress import ProgressReading
 
 
 def fits_facts(worker: Worker, request: Request) -> bool:
-    """Returns whether a worker can resume a stream: an equal model, and at least its context."""
+    """Returns whether a worker can resume a request's stream, by the `facts` of the stream.
+
+    The worker must have the same model, and a context that is at least as long.
+    """
     facts = request.run.facts
     if facts is None:
         return True
@@ -29,7 +32,10 @@ def fits_facts(worker: Worker, request: Request) -> bool:
 
 
 def keeps_batch_bounds(worker: Worker, request: Request) -> bool:
-    """Returns whether the batch bounds allow the request in this worker."""
+    """Returns whether the worker's batch with this request would be within all batch bounds.
+
+    A request that may have ended a worker has such a bound: the largest batch that may contain it.
+    """
     bounds = [b for b in (*worker.batch_bounds.values(), request.run.batch_bound) if b]
     return len(worker.leases) + 1 <= min(bounds) if bounds else True
 
@@ -46,7 +52,10 @@ def has_image_place(worker: Worker, request: Request) -> bool:
 
 
 def group_of(request: Request) -> tuple[str, str] | None:
-    """Returns the (owner, name) of a choice's group; None for any other request."""
+    """Returns (owner, name) of a request's group; None if the request is not a choice.
+
+    A group has the choices (completions) of one prompt.
+    """
     choice = request.message.choice
     return None if choice is None else (request.owner, choice.group)
 
@@ -54,7 +63,8 @@ def group_of(request: Request) -> tuple[str, str] | None:
 def is_bound_elsewhere(worker: Worker, request: Request, workers: Sequence[Worker]) -> bool:
     """Returns whether the request is a choice whose group is bound to another worker.
 
-    The choice waits for room in that worker. A choice that may have ended a worker goes anywhere.
+    A group has the choices (completions) of one prompt. A choice waits for room in the worker of
+    its group. A choice that may have ended a worker may get any worker.
     """
     group = group_of(request)
     if group is None or request.run.batch_bound or group in worker.route.groups:
@@ -81,8 +91,8 @@ def may_have(worker: Worker, request: Request, workers: Sequence[Worker]) -> boo
 def could_have(worker: Worker, request: Request, workers: Sequence[Worker]) -> bool:
     """Returns whether the worker, one of `workers`, may get the request once it has room.
 
-    False while the worker runs a request with a batch bound, which decides which requests run
-    beside it.
+    False while the worker runs a request that limits the size of its batch: this limit decides
+    which requests run at the same time.
     """
     return (
         not worker.batch_bounds
@@ -93,7 +103,10 @@ def could_have(worker: Worker, request: Request, workers: Sequence[Worker]) -> b
 
 
 def demand_of(request: Request, answer_tokens: float) -> Demand:
-    """Returns the demand of a request. `answer_tokens`: the mean length of the model's answers."""
+    """Returns the work that a request needs: its prompt, its output length, and its session.
+
+    `answer_tokens` is the mean number of tokens in the model's answers.
+    """
     if request.pieces is None:
         request.pieces = pieces_of(request.message.prompt)
     most = request.message.options.max_tokens
@@ -113,10 +126,10 @@ def choose_pair(
 ) -> tuple[Request, Worker] | None:
     """Returns a request of `waiting` and the worker that gets it; None if no pair is allowed.
 
-    `model` is the speed of all workers of the model. `behind` is the number of requests that wait
-    beside the chosen request. Among workers of equal cost, the worker with the most credit is
-    chosen, then the worker that has been ready for longest. All costs are equal unless
-    `cache_aware`.
+    `model` is the measured speed of the model's workers. `behind` is the number of other requests
+    that wait. The pair with the lowest cost is chosen; unless `cache_aware`, all costs are equal.
+    Among workers of equal cost, the worker that can take the most further requests is chosen, then
+    the worker that has been ready for longest.
     """
     serving = [worker for worker in workers if worker.serves]
     serving.sort(key=lambda worker: (-worker.credit(), worker.ready_at))

@@ -65,9 +65,10 @@ RunKey = tuple[bytes, int]  # (id of a request, number of its run)
 
 @dataclass(eq=False, slots=True)
 class Worker:
-    """A worker. `leases` has its runs, until the worker confirms their ends.
+    """A worker. `leases` has the runs that it was sent, until it confirms their ends.
 
-    Invariant: credit() >= 0, and only a READY worker has credit.
+    Invariant: credit(), the number of further requests that it may get, is at least 0, and above 0
+    only in the state READY.
     """
 
     slot: str
@@ -144,15 +145,18 @@ class Worker:
         return max(0, self.sequences - (self.works_sent - self.works_seen))
 
     def room(self) -> int:
-        """Returns the number of further requests that fit in it, within its runs' batch bounds."""
+        """Returns the number of further requests that the worker may get now.
+
+        It is the credit, reduced if a run limits the size of its batch.
+        """
         bound = min(self.batch_bounds.values(), default=None)
         credit = self.credit()
         return credit if bound is None else max(0, min(credit, bound - len(self.leases)))
 
     def end_lease(self, key: RunKey, cached: int | None = None) -> None:
-        """End a lease, because the worker has ended the run or handed it back.
+        """Ends a lease, because the worker has ended its run or returned it unfinished.
 
-        `cached`: tokens of its prompt from the prefix cache; None: not reported.
+        `cached` is the number of the prompt's tokens from the prefix cache; None: not reported.
         """
         self.route.ended(key[1], cached)
         self.ended += key in self.leases

@@ -102,7 +102,7 @@ class Conversation(Struct, eq=False):
         return messages
 
     def keep(self, text: str, answer: str) -> None:
-        """Add the user's text and its answer; of a cancelled answer the part that was shown."""
+        """Adds the user's text and the answer; a cancelled answer is the part that was shown."""
         self.turns.append(self._user_message(text))
         self.turns.append({"role": "assistant", "content": answer})
         self.attached.clear()

@@ -73,7 +73,10 @@ def _root(options: argparse.Namespace) -> Path:
 
 
 def _surveys() -> Any:
-    """Returns the module that reads segments. Raises ValueError if packages are missing."""
+    """Returns the worker's module that reads prefixes on disk.
+
+    Raises ValueError if a package of workers is not installed.
+    """
     try:
         from mlxpool.worker.prefix_disk import survey
     except ImportError as error:

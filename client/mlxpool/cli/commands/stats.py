@@ -240,7 +240,10 @@ class Pages:
         return self.text(lines(list(self.history), columns, paint), height) if self.history else ""
 
     def text(self, page_lines: list[str], height: int) -> str:
-        """Returns the current page of these lines. Several pages: also the keys to press."""
+        """Returns the current page of these lines.
+
+        If there are several pages, the last line names the keys to press.
+        """
         if len(page_lines) <= height:
             self.number = 0
             return "\n".join(page_lines)

@@ -59,7 +59,7 @@ class Row(Struct, frozen=True):
 
 
 class SortOrder(Struct, frozen=True):
-    """A column by which the table is sorted, the largest number first."""
+    """A column by which the table can be sorted. `descending`: the largest value comes first."""
 
     key: str  # the key to press
     name: str  # the column's name in --sort

@@ -27,7 +27,7 @@ class AsyncBatch:
         self.row = dict(row)
 
     async def progress(self) -> AsyncIterator[dict[str, Any]]:
-        """Yields the row of the batch now, and after each change; see `Batch.progress`."""
+        """Yields the map of the batch now, and after each change; see `Batch.progress`."""
         seen = ""
         while True:
             self.row = await self._caller.run(steps.progress(self.key, seen))
@@ -37,7 +37,7 @@ class AsyncBatch:
             seen = self.row["mark"]
 
     async def wait(self) -> dict[str, Any]:
-        """Wait until the batch has ended. Returns its row."""
+        """Waits until the batch has ended. Returns its map."""
         async for _ in self.progress():
             pass
         return self.row
@@ -55,7 +55,10 @@ class AsyncBatch:
             after = page.next
 
     async def _whole(self, row: Mapping[str, Any]) -> Result | PoolError:
-        """Fetch the single job of a line. Raises PoolError if it cannot be read now."""
+        """Fetches a line's job alone, because its output is too long for a page of results.
+
+        Returns its result or its error. Raises PoolError if it cannot be read now.
+        """
         try:
             reading = jobs.fetch(row["job"], 0, None)
             async with AsyncStream(self._caller.connection, reading) as stream:
@@ -66,7 +69,7 @@ class AsyncBatch:
             return error
 
     async def refresh(self) -> dict[str, Any]:
-        """Returns the present row of the batch."""
+        """Returns the present map of the batch."""
         return await self._about(READ)
 
     async def cancel(self) -> dict[str, Any]:

@@ -171,7 +171,7 @@ class AsyncClient(AsyncJobMethods):
         return await self._caller.call(keep(model, seconds))
 
     async def tokenize(self, model: str, text: str) -> list[int]:
-        """Returns the token ids of a text as a prompt of the model; see `Client.tokenize`."""
+        """Returns the token ids that a text has as a prompt of the model; see `Client.tokenize`."""
         return await self._caller.call(tokenize(model, text))
 
     async def tokenize_chat(

@@ -42,12 +42,18 @@ class AsyncStream(AsyncClosing):
 
     @property
     def gen(self) -> int | None:
-        """The generation of the job that is read; None: the stream is no job, or not yet known."""
+        """The generation of the job that the stream reads; None if it is unknown.
+
+        It is known once the broker has answered, and only if the stream reads a job.
+        """
         return self._open.state.gen
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """The `facts` of the first worker (docs/protocol.md); empty before the first delta."""
+        """Values of the stream that a resume needs, such as the digest of its model.
+
+        They are the `facts` of docs/protocol.md, from the first worker; {} before the first delta.
+        """
         return self._open.state.facts.raw if self._open.state.facts else {}
 
     @property

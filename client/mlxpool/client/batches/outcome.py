@@ -52,7 +52,10 @@ class Page(Struct, frozen=True):
 
 
 def line_result(row: Mapping[str, Any], whole: Result | PoolError | None = None) -> LineResult:
-    """Returns the outcome of a line's map. `whole` is the fetched job if a page cannot hold it."""
+    """Returns the outcome in a line's map.
+
+    `whole` is the result or error of a job that was fetched because it is too long for a page.
+    """
     result, error = None, None
     if isinstance(whole, Result):
         result = whole

@@ -1,7 +1,7 @@
-"""The client's work with batches, as steps that a client performs, by waiting or in an event loop.
+"""The client's work with batches, as generators of steps, such as a call or a pause.
 
-A generator yields a step. The client then sends the answer of the step into the generator, or
-throws its error into it.
+The blocking client and the asyncio client perform the same steps. They send the answer to a step
+into the generator, or throw the error of the step into it.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def submit(
 ) -> Steps[dict[str, Any]]:
     """Send a file, and submit its lines as a batch; the file and the batch have the same key.
 
-    The steps may be repeated, also after a program that did not finish them. `settings` are fields
-    of SubmitBatch. Raises PoolError.
+    A program may repeat the steps, also if another program has begun them and not finished.
+    `settings` are fields of SubmitBatch. Raises PoolError.
     """
     name = KeyName(job_key(key))
     try:
@@ -192,7 +192,10 @@ def about(kind: str, key: str) -> Question[dict[str, Any]]:
 
 
 def progress(key: str, seen: str) -> Steps[dict[str, Any]]:
-    """Wait without a time limit until a batch has changed since `seen`. Returns its map."""
+    """Waits without a time limit until a batch changes, or has ended. Returns its map.
+
+    `seen` is the `mark` of the newest map that the caller has, or "".
+    """
     while True:
         row = yield from _patiently(WaitForProgress(KeyName(key), seen), _row)
         if row["mark"] != seen or is_over(row):

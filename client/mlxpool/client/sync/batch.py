@@ -41,7 +41,7 @@ class Batch:
             seen = self.row["mark"]
 
     def wait(self) -> dict[str, Any]:
-        """Wait until the batch has ended. Returns its row."""
+        """Waits until the batch has ended. Returns its map."""
         for _ in self.progress():
             pass
         return self.row
@@ -63,7 +63,10 @@ class Batch:
             after = page.next
 
     def _whole(self, row: Mapping[str, Any]) -> Result | PoolError:
-        """Fetch the single job of a line. Raises PoolError if it cannot be read now."""
+        """Fetches a line's job alone, because its output is too long for a page of results.
+
+        Returns its result or its error. Raises PoolError if it cannot be read now.
+        """
         try:
             with Stream(self._caller.connection, jobs.fetch(row["job"], 0, None)) as stream:
                 return stream.read()
@@ -73,7 +76,7 @@ class Batch:
             return error
 
     def refresh(self) -> dict[str, Any]:
-        """Returns the present row of the batch."""
+        """Returns the present map of the batch."""
         return self._about(READ)
 
     def cancel(self) -> dict[str, Any]:
@@ -85,9 +88,9 @@ class Batch:
         return self._about(RETRY)
 
     def release(self) -> dict[str, Any]:
-        """Delete the results of an ended batch; its key answers Gone for some time.
+        """Deletes the results of an ended batch. For some time, uses of its key raise Gone.
 
-        The notice of its end is still delivered.
+        The notice (POST) about its end is still delivered.
         """
         return self._about(RELEASE)
 

@@ -46,12 +46,12 @@ Answer = TypeVar("Answer")
 class Client(JobMethods):
     """A blocking client: one connection to a broker, for any number of threads and streams.
 
-    `run_dir` is the run directory of a local broker (default: the usual one). `endpoint` replaces
-    it: tcp://HOST:PORT or ipc://PATH, else BadRequest. An endpoint with CURVE needs `server_key`,
-    the broker's public key (text or a file), and `key`, the file of a key that the broker knows.
-    BadKey is raised if a key cannot be used. Calls and streams end with BrokerLost if no broker
-    answers within `connect_timeout` seconds, or if it is silent for `broker_grace` seconds. They
-    end with Unauthorized if the broker refuses the key.
+    `run_dir` is the run directory of a local broker (default: as for `mlxpool serve`). `endpoint`
+    replaces it: tcp://HOST:PORT or ipc://PATH, else BadRequest. An endpoint with CURVE needs
+    `server_key`, the broker's public key (text or a file), and `key`, the file of a key that the
+    broker knows. BadKey is raised if a key cannot be used. Calls and streams end with BrokerLost if
+    no broker answers within `connect_timeout` seconds, or if it is silent for `broker_grace`
+    seconds. They end with Unauthorized if the broker refuses the key.
 
     A stream survives the loss of its connection, worker or broker, unless durable=False; `pace`
     sets the intervals of the retries. A client works only in the process that made it, see
@@ -181,7 +181,7 @@ class Client(JobMethods):
         return self._caller.call(keep(model, seconds))
 
     def tokenize(self, model: str, text: str) -> list[int]:
-        """Returns the token ids of a text as a prompt of the model. Loads the model.
+        """Returns the token ids that a text has as a prompt of the model. Loads the model.
 
         Raises UnknownModel.
         """

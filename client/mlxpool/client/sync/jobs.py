@@ -75,12 +75,13 @@ class JobMethods(Closing):
         """Read a job: a stream of its token ids from index `start`.
 
         The job may be waiting, running or done; several readers may read it. The stream survives
-        the loss of its connection or broker; its end does not cancel the job. With a `start` above
-        0 pass `gen`, the generation of the ids before it (`Job.gen`): JobRestarted is raised if the
-        job restarted because its model has changed. The first delta may begin before `start`, at
-        the beginning of a step. With `steps` each delta has `steps`, a pair for each step: its ids
-        and characters up to there. A retry after an error is (0, 0). The reader raises the errors
-        of the job, and UnknownJob if there is no such job.
+        the loss of its connection or broker; its end does not cancel the job. If `start` is above
+        0, pass `gen`, the generation of the ids before it (`Job.gen`): JobRestarted is raised if
+        the job restarted because its model has changed. The first delta may begin before `start`,
+        at the beginning of a step. With `steps`, each delta has `steps`, a pair for each step of
+        the model: the delta's numbers of ids and characters up to the end of this step. A pair
+        (0, 0) marks a retry of the job after an error. The reader raises the errors of the job, and
+        UnknownJob if there is no such job.
         """
         return Stream(self._connection, jobs.fetch(job, start, gen, steps))
 
@@ -96,9 +97,9 @@ class JobMethods(Closing):
         """Returns this user's jobs, the newest first, each a map (docs/protocol.md, `jobs`).
 
         `state` selects jobs in a state, `batch` the jobs of a batch's lines; `limit` 0 means all.
-        `after` selects jobs with a greater `end_seq` (the number of an end), in this order:
-        pass 0 at first, then the last `end_seq` of each answer. `before` selects jobs that were
-        submitted before the job with this `seq`.
+        `end_seq` of an ended job is its number in the order of ends. `after` selects jobs with a
+        greater `end_seq`, in the order of ends: pass 0 at first, then the last `end_seq` of each
+        answer. `before` selects jobs that were submitted before the job with this `seq`.
         """
         pages = jobs.Pages(after, state, limit, batch, before)
         while not pages.complete:
@@ -108,9 +109,9 @@ class JobMethods(Closing):
     def follow_jobs(self, after: int = 0, *, interval: float = 1.0) -> Iterator[dict[str, Any]]:
         """Yields this user's jobs as they end, in this order, without end.
 
-        Begins with the first `end_seq` above `after`: store the last `end_seq` to continue there,
-        also in another program. `interval` is the number of seconds between two requests for new
-        ends.
+        `end_seq` of a job is its number in the order of ends. The first yielded job is the
+        first above `after`: a program that stored the last `end_seq` can continue there. `interval`
+        is the number of seconds between two requests for newly ended jobs.
         """
         while True:
             for row in self.jobs(after=after):
@@ -127,13 +128,14 @@ class JobMethods(Closing):
         return self._caller.call(jobs.submitted(job))
 
     def retry(self, job: JobRef) -> dict[str, Any]:
-        """Retry a dead or expired job, after the ids that it already has."""
+        """Retries a dead or expired job. The retry continues after the token ids of the job."""
         return self._caller.call(jobs.about(RETRY, job))
 
     def release(self, job: JobRef) -> dict[str, Any]:
-        """Delete the result of an ended job; its key answers Gone for some time.
+        """Deletes the result of an ended job. For some time, uses of its key raise Gone.
 
-        The notice of its end is still delivered; until then `notice` in its map is `waiting`.
+        The notice (POST) about its end is still delivered; until then `notice` in the job's map
+        is `waiting`.
         """
         return self._caller.call(jobs.about(RELEASE, job))
 

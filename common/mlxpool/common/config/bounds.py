@@ -28,7 +28,7 @@ class ConfigError(ValueError):
 
     @property
     def lines(self) -> list[str]:
-        """The message: the only problem, or a heading and all problems."""
+        """The lines of the message: the only problem, or a heading and all problems."""
         heading = [f"{len(self.problems)} settings are wrong:"] * (len(self.problems) != 1)
         return [*heading, *self.problems]
 
@@ -60,7 +60,7 @@ class Problems:
 
 
 class Unit(Enum):
-    """A unit of a setting: the other forms in which its value may be written."""
+    """The unit of a setting, which determines the forms in which its value may be written."""
 
     BYTES = "bytes"  # an integer; also text such as "4GB"
     SECONDS = "seconds"  # a float; also text such as "5m"

@@ -184,7 +184,10 @@ def unread_variables() -> dict[str, str]:
 
 
 def missing_paths(loaded: Mapping[str, ModelConfig]) -> dict[str, str]:
-    """Returns the models' paths that do not exist on this machine, by model; no references."""
+    """Returns the models' paths that do not exist on this machine, by model name.
+
+    Only paths that begin with "/" or "." are checked.
+    """
     return {
         name: model.path
         for name, model in loaded.items()

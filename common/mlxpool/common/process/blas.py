@@ -45,7 +45,11 @@ _RENAME_LIMIT = 60.0  # seconds
 
 
 def find() -> Path | None:
-    """Returns OpenBLAS: of $MLXPOOL_OPENBLAS ("": none), of a folder, or of the package."""
+    """Returns the path of the OpenBLAS library; None if there is none.
+
+    $MLXPOOL_OPENBLAS has precedence ("": none), then the folders FOLDERS, then the package
+    scipy-openblas32.
+    """
     named = os.environ.get("MLXPOOL_OPENBLAS")
     if named is not None:
         return Path(named) if named and Path(named).is_file() else None

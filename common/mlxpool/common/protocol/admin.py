@@ -1,4 +1,4 @@
-"""Messages of the admin socket with keys to check. docs/protocol.md lists all commands.
+"""Messages of the admin socket that have several keys. docs/protocol.md lists all commands.
 
 The other commands have one key or no key. The broker's `telemetry.reports` and `models.listing`
 make the answers to the reports `ps`, `stats`, `models`, `requests` and `watch`.

@@ -64,7 +64,10 @@ def check_think(raw: object) -> bool | str | None:
 
 
 def check_continued(messages: object) -> None:
-    """Raises BadRequest unless the last checked message is a text of the role assistant."""
+    """Checks the messages of a chat whose last message the model is to continue.
+
+    Raises BadRequest unless the last message has the role assistant and a text, and no tool calls.
+    """
     last = messages[-1] if _is_list(messages) and messages else {}
     if last.get("role") != "assistant" or last.get("tool_calls"):
         what = "calls tools" if last.get("tool_calls") else f"has the role {last.get('role')!r}"
@@ -163,7 +166,7 @@ def _tool_call(where: str, call: object) -> dict[str, Any]:
 
 
 def _arguments(where: str, raw: object) -> Mapping[str, Any]:
-    """Returns a map of arguments; `arguments_map` parses JSON text, the form of most chat APIs."""
+    """Returns the arguments of a tool call as a map; most chat APIs send them as JSON text."""
     if raw is None:
         return {}
     if isinstance(raw, str):

@@ -95,7 +95,10 @@ def batches(deltas: Iterable[Delta]) -> Iterator[list[Delta]]:
 
 
 def _pack_rows(deltas: Iterable[Delta]) -> list[list[Any]]:
-    """Returns the rows for msgpack: the number of ids in place of ids, no None at the end."""
+    """Returns the rows as lists for msgpack. A row has the number of its ids instead of the ids.
+
+    Fields that are None at the end of a row are left out.
+    """
     rows: list[list[Any]] = []
     for id, attempt, pos, text, ids, logprobs, facts, end in deltas:
         row = [id, attempt, pos, text, len(ids) // ID_WIDTH]

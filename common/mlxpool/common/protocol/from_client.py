@@ -173,7 +173,7 @@ def request_digest(body: Mapping[str, Any], blobs: Sequence[bytes]) -> bytes:
 
 
 class Ack(Content, Struct, frozen=True):
-    """The total of token ids that the client has read of each stream: pairs of (id, count)."""
+    """Acknowledges token ids. Each pair has a stream's id and how many ids the client has read."""
 
     kind: ClassVar[str] = "ack"
     have: Sequence[tuple[bytes, int]]
@@ -200,13 +200,16 @@ def _is_pair(pair: object) -> bool:
 
 
 class Cancel(Content, Struct, frozen=True):
-    """Ends the stream of the header's id; from the broker to a worker, it ends a run."""
+    """Cancels the stream whose id is in the header. From broker to worker, it cancels a run."""
 
     kind: ClassVar[str] = "cancel"
 
 
 class Ping(Content, Struct, frozen=True):
-    """Asks for the broker's boot number and its link of this connection; also a sign of life."""
+    """Asks for the broker's boot number and its number (link) of this connection.
+
+    It also shows that the client is alive.
+    """
 
     kind: ClassVar[str] = "ping"
 
@@ -293,7 +296,7 @@ class ModelCall(Content, Struct, frozen=True):
     def parse(
         cls, kind: str, body: Mapping[str, Any], blobs: Sequence[bytes], owner: str
     ) -> ModelCall:
-        """Reads a body. Raises BadRequest unless `model` is text, `deadline_ms` in its bounds."""
+        """Reads a body. Raises BadRequest if `model` or `deadline_ms` is wrong."""
         model = body.get("model")
         if not isinstance(model, str):
             raise BadRequest(f"{kind}: model must be a name")

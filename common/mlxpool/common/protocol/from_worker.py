@@ -43,7 +43,10 @@ class Hello(Content, Struct, frozen=True):
 
 
 class Credit(Content, Struct, frozen=True):
-    """Room for more work: free `sequences`, and `works`, the frames `work` of this epoch."""
+    """The number of further `sequences` for which a worker has room.
+
+    `works` is the number of `work` messages that the worker has received in this epoch.
+    """
 
     kind: ClassVar[str] = "credit"
     sequences: Natural = 0
@@ -65,7 +68,10 @@ class ProgressSample(Struct, frozen=True):
 
     @classmethod
     def parse(cls, look: object) -> ProgressSample:
-        """Reads four integers; another value counts as a step of a new shape, which takes long."""
+        """Reads a list of four integers; any other value gives the defaults.
+
+        The default `fresh` means a computation of a new shape, which may take long.
+        """
         if isinstance(look, list) and len(look) == 4 and all(isinstance(v, int) for v in look):
             return cls(look[0], bool(look[1]), look[2], look[3])
         return cls()

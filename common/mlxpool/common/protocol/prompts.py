@@ -113,7 +113,7 @@ def parse_prompt(body: Mapping[str, Any], blobs: Sequence[bytes]) -> Prompt:
 
 
 def blobs_of_prompt(body: Mapping[str, Any]) -> int:
-    """Returns the number of blobs of the prompt: of its packed form, and of its images."""
+    """Returns the number of a prompt's blobs: one if it is packed, and one for each image."""
     packed = body.get("prompt") is True or body.get("tokens") is True
     return int(packed) + images_of.count_images(body)
 

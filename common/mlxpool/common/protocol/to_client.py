@@ -50,14 +50,14 @@ class Accepted(Content, Struct, frozen=True):
 
 
 class StreamDelta(Content):
-    """Output of one stream: one or more whole steps of the worker, merged until they are sent.
+    """New output of one stream: the output of one or more decode steps of the worker, merged.
 
-    The broker adds step by step to this object, because an object for each step would slow the hot
+    The broker appends each step to this object, because an object for each step would slow the hot
     path. `pos` is sent in the header; `size` (bytes of text, ids and log-probabilities) is not
-    sent. `facts` are sent with the first ids of a worker, as the worker made them. If a reader of a
-    job asked for `steps`, `steps` has a pair for each step: the numbers of ids and characters
-    up to its end. Before these it has (0, 0) for each time that the job ended with an error at
-    `pos` and was retried.
+    sent. `facts` (the worker's data about the model and the prompt) come with the first ids from
+    each worker. `steps` is set if a reader of a job asked for it. Each pair in `steps` is the
+    number of ids and the number of characters up to the end of a step. Each pair (0, 0) before
+    these pairs means one error of the job at `pos`, after which the job was retried.
     """
 
     kind: ClassVar[str] = "delta"
@@ -109,8 +109,8 @@ class Done(Content, Struct, frozen=True):
 
     `text` is text that was not sent yet; `reason` is stop, length or cancelled; `attempts` is the
     number of times that the broker gave the request to a worker. `complete`: see RunEnd. `answer`
-    is the answer of a job that is a call, such as `embed`, without its usage and its times; its
-    blobs are the blobs of the message.
+    is set for a job that is a call, such as `embed`: the call's answer without usage and times. The
+    blobs of this answer are the blobs of the message.
     """
 
     kind: ClassVar[str] = "done"
@@ -124,7 +124,7 @@ class Done(Content, Struct, frozen=True):
 
     @classmethod
     def of_answer(cls, answer: CallAnswer) -> Done:
-        """Returns the end of a job that is a call, from the answer of the worker."""
+        """Returns the `done` of a job that is a call, such as `embed`, from the worker's answer."""
         fields = dict(answer.fields)
         usage, timings = mapping(fields.pop("usage", None)), mapping(fields.pop("timings_ms", None))
         rest = CallAnswer(fields, answer.packed, answer.kind)
@@ -148,7 +148,7 @@ class Done(Content, Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> Done:
-        """Reads a body; `blobs` are the blobs of its answer, if it has an answer."""
+        """Reads a message body. `blobs` belong to the field `answer`, if the body has it."""
         return cls(
             str(body.get("reason")),
             str(body.get("text", "")),
@@ -168,7 +168,7 @@ def _answer(body: object, blobs: Sequence[bytes]) -> CallAnswer | None:
 
 
 class Failed(Content, Struct, frozen=True):
-    """An `error`: the end of a stream, the answer to a call, or a report about a message.
+    """An `error`: it ends a stream, answers a call, or concerns only one message.
 
     `fields` is a body that `PoolError.body` made.
     """
@@ -198,7 +198,7 @@ class Failed(Content, Struct, frozen=True):
 
 
 class Fate(Content, Struct, frozen=True):
-    """Answer to `cancel`: the earlier state of the request; `pos` is the number of sent ids."""
+    """Answer to `cancel`: the request's state before it, and `pos`, the number of sent ids."""
 
     kind: ClassVar[str] = "fate"
     state: str
@@ -210,7 +210,7 @@ class Fate(Content, Struct, frozen=True):
 
 
 class Pong(Content, Struct, frozen=True):
-    """Answer to `ping`: the broker's boot number, and its link of this connection."""
+    """Answer to `ping`: the broker's boot number, and the number (`link`) of this connection."""
 
     kind: ClassVar[str] = "pong"
     boot: int
@@ -223,7 +223,7 @@ class Pong(Content, Struct, frozen=True):
 
 
 class Kept(Content, Struct, frozen=True):
-    """Answer to `keep`: the time that is now set, which may differ from the requested time."""
+    """Answer to `keep`: how long the idle model now stays loaded; may differ from the request."""
 
     kind: ClassVar[str] = "kept"
     keep_ms: int

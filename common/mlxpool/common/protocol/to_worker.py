@@ -47,7 +47,7 @@ class Heard(Content, Struct, frozen=True):
 
 
 class Who(Content, Struct, frozen=True):
-    """The broker does not know the connection: the worker drops all runs, sends `hello` again."""
+    """The broker does not know the connection: the worker must drop its runs and send `hello`."""
 
     kind: ClassVar[str] = "who"
 
@@ -82,12 +82,12 @@ class Stop(Content, Struct, frozen=True):
 
 
 class Work(Content, Struct, frozen=True):
-    """A run: the prompt, checked options, the seed, and the state of a resumed stream.
+    """Starts a run: the prompt, checked options, the seed, and the state of a resumed stream.
 
     `deadline_ms` is the remaining time of the request. `suspect` is True if the request may have
-    ended a worker; then its prompt is read in a forward pass of its own. `owner`: the requests of
-    several owners are prepared in turn. `shared` is True if other requests have the same prompt,
-    see `choice`.
+    crashed a worker; then the worker prefills its prompt in a separate forward pass. `owner`
+    identifies the owner of the request: a worker prepares requests of several owners in turn.
+    `shared` is True if other requests have the same prompt, see `choice`.
     """
 
     kind: ClassVar[str] = "work"
@@ -138,7 +138,7 @@ class Work(Content, Struct, frozen=True):
 
 
 class Tokenize(Struct, frozen=True):
-    """A worker's view of `tokenize`: a text, a text in UTF-8 from a blob, or a chat."""
+    """The call `tokenize` as a worker reads it: a text, UTF-8 bytes from a blob, or a chat."""
 
     kind: ClassVar[str] = TOKENIZE
     text: str | bytes | ChatPrompt
@@ -167,7 +167,7 @@ class Tokenize(Struct, frozen=True):
 
 
 class Detokenize(Struct, frozen=True):
-    """A worker's view of `detokenize`: packed token ids. With `each`, each id gets its text."""
+    """The call `detokenize` as a worker reads it: packed ids; `each`: return a text per id."""
 
     kind: ClassVar[str] = DETOKENIZE
     packed: bytes
@@ -191,7 +191,7 @@ def _owner(body: Mapping[str, Any]) -> str:
 
 
 def count_of_resume(body: Mapping[str, Any]) -> int:
-    """Returns the number of ids of the stream in a `work`; 0 if the value is wrong or absent."""
+    """Returns the number of earlier ids in a `work` that resumes a stream; 0 if absent or wrong."""
     resume = body.get("resume")
     count = resume.get("count") if isinstance(resume, Mapping) else None
     return count if is_integer(count) and count >= 0 else 0

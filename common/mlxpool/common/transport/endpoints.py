@@ -12,10 +12,10 @@ _LOOPBACK = re.compile(r"tcp://(127(\.\d{1,3}){3}|localhost|\[::1\]):(\d{1,5}|\*
 
 
 def fault(endpoint: str, *, secured: bool, local: bool) -> str | None:
-    """Returns why an endpoint may not be bound, as the end of an error message; None if it may.
+    """Returns the reason why an endpoint may not be bound; None if it may be bound.
 
-    `secured` is True if there is a secret key: then every tcp endpoint uses CURVE. `local` is True
-    if plain tcp is allowed on the loopback interface.
+    The reason is the second half of an error message. `secured` is True if there is a secret key:
+    then every tcp endpoint uses CURVE. `local` is True if plain tcp is allowed on loopback.
     """
     if _IPC.fullmatch(endpoint):
         return None

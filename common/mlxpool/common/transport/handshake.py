@@ -1,11 +1,11 @@
 """Reads the monitor of a connecting socket: whether it is connected, or why it cannot be.
 
-Two failures are final; after them libzmq does not connect again. First, a broker refuses a key.
-Second, a complete greeting names another mechanism than ours, because only one side has keys. Every
-other failure is a connection that was closed during the handshake; then libzmq connects again. A
-broker closes a connection in this way for a wrong server key. A proxy whose broker restarts does
-the same. A socket without keys draws no conclusion from such a failure: a broker with keys sends
-its greeting in one of the next attempts.
+After two failures libzmq does not connect again. First, a broker refuses a key. Second, a complete
+greeting of the broker names another security mechanism, because only one side has keys. Every other
+failure is a connection that was closed during the handshake; then libzmq connects again. A broker
+closes a connection in this way for a wrong server key. A proxy whose broker restarts does the same.
+A socket without keys draws no conclusion from such a failure: a broker with keys sends its greeting
+in one of the next attempts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHORT = 8  # the most characters of a public key that error messages show
 
 
 class Handshake:
-    """The state of a socket's handshake, for its thread only. `monitor` is readable on a change."""
+    """The state of a socket's handshake. Only the socket's thread uses it, and polls `monitor`."""
 
     def __init__(
         self, socket: zmq.Socket[bytes], endpoint: str, credentials: Credentials | None = None

@@ -93,9 +93,9 @@ def section(name: str) -> str:
 
 
 def read(path: Path, role: str = "") -> KeyPair:
-    """Returns the pair in a key file, which must have this role; "": any role.
+    """Returns the key pair in a file. `role`: the role that the key must have; "": any role.
 
-    Raises BadKey naming the file, and its mode if others can read it.
+    Raises BadKey naming the file, also if other users can read it.
     """
     try:
         with path.open("rb") as file:

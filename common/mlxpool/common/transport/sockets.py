@@ -3,7 +3,7 @@
 No socket uses ZeroMQ's heartbeats: libzmq aborts the process if it sends a heartbeat to a peer that
 left while its input was full (libzmq#4364). The protocol has its own heartbeats. No socket has a
 routing id: the ROUTER names connections, and with CURVE the handshake names the owner. IMMEDIATE
-stays 0: with 1 a broker that exits loses unread terminals.
+stays 0: with 1, final messages of streams that a client has not read are lost when a broker exits.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def router(
 ) -> zmq.Socket[bytes]:
     """Returns a bound ROUTER that reports unknown and full peers, and drops nothing silently.
 
-    On tcp the kernel frees the descriptors of connections to hosts that vanished. Up to `backlog`
-    connections wait to be accepted; after a pause of the process all of them are accepted together.
-    With a `domain` the context's ZAP handler is asked about every connection; the handler has to
-    run already. Raises OSError naming the endpoint if it cannot be bound.
+    On tcp the kernel closes connections to hosts that vanished (keepalive). Up to `backlog` new
+    connections wait in the kernel, for example while the process is suspended. With a `domain` the
+    context's ZAP handler, which has to run already, decides about every connection. Raises OSError
+    naming the endpoint if it cannot be bound.
     """
     socket = context.socket(zmq.ROUTER)
     _common(socket)

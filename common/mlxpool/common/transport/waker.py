@@ -11,7 +11,7 @@ READ_BYTES = 4096  # the most bytes of one read
 
 
 class Waker(Closing):
-    """A pair of sockets that ends a poll. The polling thread registers the waker itself."""
+    """A pair of sockets that ends a poll. The polling thread adds the waker to its poll set."""
 
     def __init__(self) -> None:
         self.socket, self._sender = socket.socketpair()
@@ -23,7 +23,7 @@ class Waker(Closing):
         return self.socket.fileno()
 
     def wake_on_signals(self) -> int:
-        """Let every signal wake the poll; its number arrives as a byte. Main thread only.
+        """Makes every signal wake the poll with the signal's number as a byte. Main thread only.
 
         Returns the previous descriptor of `signal.set_wakeup_fd`.
         """
@@ -37,7 +37,7 @@ class Waker(Closing):
             pass  # the buffer is full, so the poll returns anyway; or the waker is closed
 
     def drain(self) -> bytes:
-        """Returns the bytes that woke the poll: 0 for each `wake`, its number for each signal."""
+        """Returns the bytes that woke the poll: arguments of `wake`, and numbers of signals."""
         received = bytearray()
         try:
             while data := self.socket.recv(READ_BYTES):

@@ -42,7 +42,10 @@ ERROR = "Error: "  # the start of the result of a tool that failed
 
 
 class Conversation:
-    """Collects messages, and the images that their parts name by index."""
+    """Collects a request's messages in the pool's form, and the images of their parts.
+
+    A part with an image has the image's index in `images`.
+    """
 
     def __init__(self, system: object) -> None:
         """`system`: the request's field of this name. Raises HttpError."""
@@ -116,7 +119,10 @@ class Conversation:
         return {"type": "image", "blob": len(self.images) - 1}
 
     def _result(self, where: str, block: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Adds a message with a tool result's texts. Returns its images, for a user's message."""
+        """Adds a tool message with the texts of a result. Returns parts with the result's images.
+
+        The caller adds these parts to a user's message.
+        """
         call = _text(where, block, "tool_use_id")
         content = block.get("content")
         if isinstance(content, Mapping):  # a result that is not wrapped in blocks

@@ -70,7 +70,7 @@ class MessageFrame(Struct, frozen=True):
         }
 
     def block_begun(self, block: Block) -> dict[str, Any]:
-        """Returns a block of the content before its first piece."""
+        """Returns a content block that is still empty, for the event that starts the block."""
         if block.kind is Kind.CALL:
             return {"type": "tool_use", "id": block.id, "name": block.name, "input": {}}
         if block.kind is Kind.TEXT:
@@ -96,8 +96,9 @@ def ending(result: Result, calls: int, stop: str | None, max_tokens: int) -> dic
 def stop_in(text: str, result: Result, stops: Sequence[str]) -> str | None:
     """Returns the stop sequence that ended an answer.
 
-    `text`: the text of all ids of the answer, with the stop sequence. The answer ends before the
-    stop sequence that is complete first. Tokenizers may leave out the space at a text's begin.
+    `text`: the decoded token ids of the answer, which still contain the stop sequence. Of several
+    sequences at the same position, the shortest ended the answer. White space at the beginning is
+    not compared, because tokenizers may leave it out.
     """
     rest = text.lstrip()[len(result.text.lstrip()) :]
     return min((stop for stop in stops if rest.startswith(stop)), key=len, default=None)
@@ -116,7 +117,7 @@ def usage(result: Result, thought_tokens: int) -> dict[str, Any]:
 
 
 def error_body(error: HttpError) -> dict[str, Any]:
-    """Returns the body of an error, in Anthropic's words if clients parse them."""
+    """Returns the body of an error. A message that clients parse has Anthropic's wording."""
     kind = ERROR_TYPES.get(
         error.status, "invalid_request_error" if error.status < 500 else "api_error"
     )
@@ -129,7 +130,7 @@ def error_body(error: HttpError) -> dict[str, Any]:
 
 
 def _message(error: HttpError) -> str:
-    """Returns an error's message. Clients shorten a conversation if it is `prompt is too long`."""
+    """Returns an error's message; after "prompt is too long" clients shorten the conversation."""
     details = error.details
     context = details.get("context")
     if error.code != TOO_LONG or not isinstance(context, int):
@@ -148,8 +149,8 @@ class MessageEvents(Struct, eq=False):
     """Encodes the updates of one answer.
 
     The arguments of a call are sent as one piece, once they are known to be a map: clients cannot
-    read other arguments. Arguments of an eager tool are sent as the model writes them, as the
-    request demands.
+    read other arguments. If the request has `eager_input_streaming` for a tool (`frame.eager`), its
+    arguments are sent as the model writes them.
     """
 
     frame: MessageFrame

@@ -98,9 +98,9 @@ class MessageRoutes:
         return usage(result, thoughts), ending(result, output.calls, stop, request.max_tokens)
 
     async def _stop(self, model: ModelInfo, request: MessageRequest, result: Result) -> str | None:
-        """Returns the stop sequence that ended the answer.
+        """Returns the stop sequence that ended the answer; None if there is none.
 
-        The pool does not report the sequence.
+        The pool does not report the sequence, so it is found in the text of the answer's ids.
         """
         if result.reason != "stop" or not request.stops:
             return None
@@ -109,7 +109,7 @@ class MessageRoutes:
 
 
 def _with_level(request: MessageRequest, model: ModelInfo) -> ChatRequest:
-    """Returns the chat; if its template has levels of thinking, the chat gets the level."""
+    """Returns the chat, with the request's level of thinking if the model's template has levels."""
     chat = request.chat
     levels = model.chat is not None and model.chat.thinking == HARMONY
     if request.level is None or not levels or chat.options.get("think") is False:

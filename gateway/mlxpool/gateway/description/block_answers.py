@@ -1,6 +1,6 @@
-"""JSON schemas of answers that are blocks: of OpenAI's Responses, of Anthropic's Messages.
+"""JSON schemas of block-structured answers: OpenAI's Responses and Anthropic's Messages.
 
-See answers.
+The module `answers` has the schemas of all other answers.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def integer(low: int, high: int | None = None) -> Schema:
 
 
 def choice(*values: Any) -> Schema:
-    """Returns the schema of one of these values."""
+    """Returns a schema that allows only these values."""
     return {"enum": list(values)}
 
 

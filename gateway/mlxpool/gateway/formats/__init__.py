@@ -34,9 +34,10 @@ THINKING = {"brackets": ("[THINK]", "[/THINK]"), "tags": ("<think>", "</think>")
 
 
 class ChatFormats(Struct, frozen=True):
-    """The names of the formats of a model's chat template; None: the template lacks the part.
+    """The formats of tool calls and of thoughts in a model's chat template, by their names.
 
-    `generic_tools`: the setting of the model, see `generic_tools.offered_tools`.
+    None: the template has no tools, or no thoughts. `generic_tools`: the setting of the model, see
+    `generic_tools.offered_tools`.
     """
 
     tools: str | None = None
@@ -58,8 +59,8 @@ def make_parser(
     """Makes a parser for one completion.
 
     `thinks`: the prompt has opened the thoughts, so the completion begins inside them.
-    `several_calls` False: everything after the first call is left out. `stops`: the completion may
-    end at a stop text of the request, and a call that contains this end is left out.
+    `several_calls` False: everything after the first call is left out. `stops`: a stop string may
+    end the completion; a call that is therefore incomplete is left out.
     """
     tool_format = chat.tools or ""
     rest: Parser = PlainParser()

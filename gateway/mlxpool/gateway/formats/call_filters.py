@@ -1,4 +1,4 @@
-"""Filters that leave out calls: all after the first, or a call that `stop` cuts. Pure."""
+"""Filters that leave out tool calls: all after the first, or a call that `stop` truncates. Pure."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class OneCall:
 
 
 class WholeCalls:
-    """Emits each call when it is complete, and omits a call that the end of the answer cuts.
+    """Emits each call when it is complete, and omits a call that the answer's end has truncated.
 
-    A stop text has ended such an answer, so its last call cannot be performed.
+    This is for answers that a stop string may end: a truncated call cannot be performed.
     """
 
     def __init__(self, parser: Parser) -> None:
@@ -62,6 +62,6 @@ class WholeCalls:
 
 
 def _is_whole(call: Iterable[Event]) -> bool:
-    """Whether the arguments of a call are a complete map, though its end mark is missing."""
+    """Whether the arguments of a call are a complete JSON object; the end mark may be missing."""
     text = "".join(event.text for event in call if isinstance(event, CallArguments))
     return bool(text) and parsed_arguments(text) is not None

@@ -1,4 +1,4 @@
-"""Common parts of parsers: events, marks in a text that comes in pieces, plain text. Pure."""
+"""Common parts of parsers of models' output: events, and a lexer of marks (delimiters). Pure."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class AnswerText:
         return [Content(kept)] if kept else []
 
     def begin_call(self) -> None:
-        """Marks the begin of a call: drops the white space before and after it."""
+        """Handles the beginning of a call: drops the white space before and after the call."""
         self._held, self._after_call = "", True
 
     def finish(self) -> list[Event]:
@@ -107,16 +107,20 @@ def merged(events: Iterable[Event]) -> list[Event]:
 
 
 class Lexeme(NamedTuple):
-    """A mark, or a piece of the text between marks; several pieces may follow one another."""
+    """A mark (delimiter such as `<tool_call>`), or a piece of the text between two marks.
+
+    The text between two marks may be several lexemes.
+    """
 
     text: str
     is_mark: bool = False
 
 
 class Lexer:
-    """Splits a text at marks; holds back only text that may be the beginning of a mark.
+    """Splits a text that comes in pieces at marks (delimiters).
 
-    No mark is a prefix of another mark, so the positions of marks do not depend on the pieces.
+    Only text that may be the beginning of a mark is held back until the next piece. No mark is a
+    prefix of another mark, so the pieces do not affect where marks are found.
     """
 
     def __init__(self, marks: Sequence[str]) -> None:
@@ -145,7 +149,7 @@ class Lexer:
         return held
 
     def _end(self, text: str, at: int) -> int:
-        """Returns the index after which the end of the text may be the beginning of a mark."""
+        """Returns the index where a possible beginning of a mark starts; else the text's length."""
         for start in range(max(at, len(text) - self._max_held), len(text)):
             if text[start:] in self._prefixes:
                 return start

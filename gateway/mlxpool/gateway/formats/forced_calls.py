@@ -1,6 +1,7 @@
-"""Formats (grammars) of answers that call tools in a model's own format. Pure.
+"""Grammars that constrain an answer to tool calls in the model's own format. Pure.
 
-The parser of the same format reads the texts that these grammars allow.
+The parser of this format can read every text that the grammar allows. A function returns a grammar
+as the pool's option `format`.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ _BEGINS: Mapping[str, str] = {
 
 
 def forced_call(tool_format: str | None, tools: Sequence[Mapping[str, Any]]) -> Any:
-    """Returns the format of an answer that calls one of these tools; None if there is no format.
+    """Returns the pool's option `format` for an answer that must call one of these tools.
 
-    `tool_format` decides whether there is such a format. The arguments follow the tool's
+    Returns None if the model's `tool_format` has no grammar. The arguments follow the tool's
     `parameters`: exactly for a strict tool, else as far as a grammar can follow them. Raises
     ValueError naming the part of a strict tool that cannot be followed.
     """
@@ -79,7 +80,7 @@ def forced_call(tool_format: str | None, tools: Sequence[Mapping[str, Any]]) -> 
 
 
 def strict_calls(tool_format: str | None, tools: Sequence[Mapping[str, Any]]) -> Any:
-    """Returns the format of an answer that is text, calls of these tools, or text and calls.
+    """Returns the option `format` for an answer that is text, calls of these tools, or both.
 
     The arguments of `strict` tools follow their `parameters`, arguments of other tools are any
     object. Returns None if this format of tools does not allow it. Raises ValueError as
@@ -104,7 +105,7 @@ def strict_calls(tool_format: str | None, tools: Sequence[Mapping[str, Any]]) ->
 def calls_or_answer(
     tool_format: str | None, tools: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]
 ) -> Any:
-    """Returns a format that allows calls of these tools, or a text in the format `answer`.
+    """Returns the option `format` that allows calls of these tools, or text in format `answer`.
 
     The calls have the form that `forced_call` describes. Returns None if the format of tools, or
     `answer`, does not allow both. Raises ValueError as `forced_call` does.
@@ -178,7 +179,7 @@ def _calls(
     """Returns the rules of all calls.
 
     `every`: arguments follow the parameters of all tools, not only of strict tools. A comment
-    before the rules of a call names its tool: see the worker's refusals of grammars.
+    before the rules of a call names its tool: workers show it when they refuse a grammar.
     """
     rules: list[str] = []
     for number, tool in enumerate(tools):

@@ -29,8 +29,9 @@ To call one, answer only with a JSON object of its name and its parameters, and 
 
 
 class OfferedTools(Struct, frozen=True):
-    """A prompt's tools: in the texts of `messages`, or in `tools` for the template.
+    """The messages and tools that a prompt is made of.
 
+    `tools` are given to the chat template; empty if the texts of `messages` describe the tools.
     `formats`: the formats of the answer.
     """
 
@@ -46,9 +47,10 @@ def offered_tools(
     *,
     forced: bool,
 ) -> OfferedTools:
-    """Returns checked messages and tools as the prompt of a model with these formats has them.
+    """Returns a prompt's messages and tools; if the chat template knows no tools, as texts.
 
-    `forced`: the answer has to call a tool. Without a format for tools, `tools` stays as it is.
+    The setting `generic_tools` "off" disables this. Otherwise earlier calls are written as texts;
+    the tools are written with "always", or if the answer has to call a tool (`forced`).
     """
     if chat.tools is not None or chat.generic_tools == OFF:
         return OfferedTools(chat, messages, tools)
@@ -61,7 +63,7 @@ def offered_tools(
 def with_tools_as_text(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Returns the messages; the system message, new if there was none, ends with the tools."""
+    """Appends a description of the tools to the system message, which is added if absent."""
     functions = [tool.get("function", tool) for tool in tools]
     shown = [{key: function[key] for key in SHOWN if function.get(key)} for function in functions]
     text = INSTRUCTION.format(functions="\n".join(map(_json, shown)))

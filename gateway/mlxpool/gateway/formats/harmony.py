@@ -104,7 +104,7 @@ class Harmony(MarkedParser):
 
 
 def with_template_thoughts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Returns messages with their thoughts under the template's name for them.
+    """Returns the messages with a second member that has the thoughts under the template's name.
 
     A message with content is unchanged: the template refuses thoughts beside content.
     """

@@ -79,8 +79,8 @@ class _State(Enum):
 class JsonCall:
     """Reads one `{"name": …, "arguments": {…}}` with its keys in any order.
 
-    The call begins (`begun`) after its name and a first piece of the arguments. Text that cannot be
-    a call sets `broken`; before the begin, `raw` has all text that was read.
+    `begun` is set once the name and a first piece of the arguments were read; until then `raw` has
+    all text that was read. `broken` is set by text that cannot be a call.
     """
 
     def __init__(self, names: Collection[str] | None = None) -> None:
@@ -133,7 +133,7 @@ class JsonCall:
         return self.ended and self._names is None
 
     def _new_arguments(self) -> list[Event]:
-        """Returns the next piece of an object of arguments, or another value as a whole."""
+        """Returns new text of the arguments: a piece of an object, but any other value whole."""
         if not self.begun:
             return []
         if self._arguments is None:
@@ -214,9 +214,9 @@ def _is_name(value: object) -> bool:
 
 
 def _as_object(text: str) -> str:
-    """Returns the JSON of arguments that are not an object; a string's text may be an object.
+    """Converts arguments that are not a JSON object: returns {} for null and other JSON unchanged.
 
-    Returns {} for null.
+    Of a string it returns the content, because some models put the object in a string.
     """
     value = _decoded(text)
     if isinstance(value, str):
@@ -260,7 +260,10 @@ class Hermes(MarkedParser):
         return [*events, *self._answer.push(rest)]
 
     def _at_end(self, mark: str = "") -> list[Event]:
-        """Leaves the call, at a mark or at the end of the text."""
+        """Ends the open call, if any, at a mark or at the end of the text. Returns its last events.
+
+        Text that is not a call becomes part of the answer.
+        """
         call, self._call = self._call, None
         if call is None:
             return []
@@ -311,9 +314,9 @@ class LlamaJson(MarkedParser):
         return events
 
     def _skip(self, text: str) -> str:
-        """Skips separators before the next call.
+        """Skips separators before the next call. Returns the text after them.
 
-        Returns the text after them, or also the skipped text if all of it is the answer.
+        If no call follows, the text is the answer and the separators are returned, too.
         """
         rest = text.lstrip(SEPARATORS)
         self._skipped += text[: len(text) - len(rest)]

@@ -68,7 +68,7 @@ class Mistral(MarkedParser):
         return [CallBegin(self._raw.removeprefix(CALLS).strip())]
 
     def _at_end(self) -> list[Event]:
-        """Leaves the call or list; text that was not a call becomes part of the answer."""
+        """Ends the open call or list, if any. Text that is no call becomes part of the answer."""
         state, self._state = self._state, _State.ANSWER
         call, self._call = self._call, None
         if state is _State.ARGUMENTS:

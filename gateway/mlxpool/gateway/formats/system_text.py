@@ -1,8 +1,8 @@
 """Reorders the text of a system message for the prefix cache. Pure.
 
-Agent programs begin the text with a value that changes from request to request. All tokens after a
-changed token need a new prefill. Such a line is therefore moved to the end of the text, or is left
-out if it is not an instruction.
+Agent programs begin the text with a line whose value changes from request to request. All tokens
+after a changed token need a new prefill. The line is therefore moved to the end of the text, or is
+left out if it is not an instruction.
 """
 
 from __future__ import annotations

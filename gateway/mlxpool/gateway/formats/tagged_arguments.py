@@ -1,4 +1,4 @@
-"""Grammars of calls whose arguments stand between marks, see tagged_call.py. Pure.
+"""Grammars of tool calls with XML-like tags around each argument, see tagged_call.py. Pure.
 
 The parsers read a value as text if its schema is of type string, and as JSON otherwise.
 """
@@ -35,7 +35,7 @@ _NAME = re.compile(r"[^\s<>](?:[^<>]*[^\s<>])?")
 
 
 class Held(Enum):
-    """How far the arguments of a call must follow the parameters of its tool."""
+    """How strictly a grammar makes the arguments of a call follow the tool's parameters."""
 
     ALL = "all"
     MOST = "most"  # as far as a grammar can follow them
@@ -43,9 +43,10 @@ class Held(Enum):
 
 
 class TaggedStyle(Struct, frozen=True):
-    """The texts around a call and around a value; NAME and KEY stand for names.
+    """The tags of a model's call format. NAME and KEY are placeholders of a tool and a parameter.
 
-    `mark` ends a value, so no value contains it.
+    `front` and `behind` enclose a call; `key` and `end` enclose a value. `mark` is the text that
+    ends a value, so no value contains it.
     """
 
     front: str
@@ -76,9 +77,9 @@ def tagged_call(
 ) -> list[str]:
     """Returns the grammar rules of a call: `call_NUMBER`, and the rules that it uses.
 
-    Arguments come in the order of the parameters' properties. If the parameters need not be
-    followed, or are composed of other schemas, any arguments are allowed. Raises ValueError naming
-    a part that cannot be followed.
+    Arguments come in the order of the parameters' properties. Any arguments are allowed with
+    Held.NONE, and with Held.MOST if the schema is composed (such as by anyOf). Raises ValueError
+    naming a part that cannot be followed.
     """
     front = style.front.replace("NAME", _name(function["name"], "the name"))
     parameters = without_nulls(function.get("parameters") or {})
@@ -133,9 +134,9 @@ def _writable(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text_of(style: TaggedStyle, key: str, schema: Mapping[str, Any], held: Held) -> str:
-    """Returns the grammar's terminal of an argument that is text.
+    """Returns the grammar's terminal for the value of a string argument, without the end tag.
 
-    It allows any text if the schema allows no text and need not be followed.
+    A schema that this format cannot follow allows any text. With Held.ALL it raises ValueError.
     """
     try:
         return _value(style, key, schema)
@@ -146,7 +147,7 @@ def _text_of(style: TaggedStyle, key: str, schema: Mapping[str, Any], held: Held
 
 
 def _value(style: TaggedStyle, key: str, schema: Mapping[str, Any]) -> str:
-    """Returns the grammar's terminal of an argument that is text, without its end mark."""
+    """Returns the grammar's terminal for a string value. Raises ValueError if there is none."""
     _require_known(schema, "string", _OF_TEXT, f"the parameter {key!r}")
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if "const" not in schema and "enum" not in schema:

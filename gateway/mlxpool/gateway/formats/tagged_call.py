@@ -37,7 +37,10 @@ class ToolSchemas:
             self._properties[function.get("name")] = parameters.get("properties") or {}
 
     def as_json(self, tool: str, key: str, text: str) -> str:
-        """Returns the JSON of an argument: a string by its schema, or if `text` is not JSON."""
+        """Returns an argument as JSON text.
+
+        The JSON is a string if the schema demands a string, or if `text` is not JSON.
+        """
         properties = self._properties.get(tool)
         schema = properties.get(key) if isinstance(properties, Mapping) else None
         kind = schema.get("type") if isinstance(schema, Mapping) else None
@@ -50,7 +53,7 @@ class ToolSchemas:
 
 
 def pair(number: int, key: str, value: str) -> str:
-    """Returns the next piece of a JSON object: its member `number`, with the text before it."""
+    """Returns one member of a JSON object, after `{` if its `number` is 0, else after `, `."""
     return f"{', ' if number else '{'}{json.dumps(key, ensure_ascii=False)}: {value}"
 
 
@@ -72,7 +75,7 @@ class TaggedCallParser(MarkedParser):
 
     A subclass defines these attributes. `marks`: the marks of the format. `transitions`: the action
     of a mark in a state; in any other state the mark is text. `before_name`: the mark before a
-    name, which becomes part of the answer if no call follows.
+    tool's name. This mark becomes part of the answer if no call follows.
     """
 
     before_name: ClassVar[str]
@@ -221,7 +224,7 @@ class Glm(TaggedCallParser):
         return self._argument(self._text)
 
     def _end_without_arguments(self) -> list[Event]:
-        """Handles the end of a call without arguments; without a name it was text, not a call."""
+        """Handles the end mark of a call without arguments. Without a name, the text is no call."""
         if self._text.strip():
             return [*self._begin(), *self._end()]
         self._state = State.ANSWER

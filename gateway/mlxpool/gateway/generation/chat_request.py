@@ -75,10 +75,11 @@ def check_formats(
     options: Mapping[str, Any],
     think_field: str,
 ) -> Mapping[str, Any]:
-    """Returns the options that the chat template of the model `name` supports.
+    """Returns the options without `think` if the chat template of the model `name` cannot think.
 
-    Raises HttpError for tools if the template supports none, and for thoughts if `think_field` can
-    request nothing else. A level of thinking is left out: programs send it to every model.
+    Raises HttpError for tools if the template supports none, and for thoughts if the field
+    `think_field` only switches thinking on or off. A field with an effort is ignored instead,
+    because programs send it to every model.
     """
     if tools and chat.tools is None:
         advice = "" if chat.generic_tools == OFF else ", or have a call forced by `tool_choice`"
@@ -101,11 +102,11 @@ def calls_format(
 ) -> dict[str, Any]:
     """Returns the option `format` of an answer that may have calls.
 
-    An empty result keeps the format of `options`. `forced`: the tools that the answer may choose
-    from for its required call. Without `forced` the strict tools are followed; with a format in
-    `options` the answer is calls or a text in that format. `function`: the path of the function
-    inside a tool, for error messages. Raises HttpError if the model's format of calls, or a schema,
-    does not allow it.
+    An empty result keeps the format of `options`. `forced`: the tools of a required call, which the
+    answer may choose from. Without `forced`, arguments of strict tools follow their schemas; if
+    `options` also has a format, the answer is calls, or a text in that format. `function`: the path
+    of the function inside a tool, for error messages. Raises HttpError if the model's format of
+    calls, or a schema, does not allow it.
     """
     strict = [number for number, tool in enumerate(tools) if tool["function"].get("strict")]
     text_format = options.get("format") if tools else None

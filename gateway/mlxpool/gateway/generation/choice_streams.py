@@ -63,8 +63,8 @@ class ChoiceRequest(Struct, frozen=True):
 class ChoiceUpdate(Struct, frozen=True):
     """New output of one choice; the last update of a choice has its `result`.
 
-    `prompt`: the log-probabilities of tokens of the prompt. `failures`: the number of times that a
-    kept answer ended with an error and went on before this update.
+    `prompt`: the log-probabilities of tokens of the prompt. `failures`: how often the answer, if it
+    is a job, failed and was retried before this update and after the update before it.
     """
 
     choice: int
@@ -84,7 +84,7 @@ class Updates(Protocol):
 
 
 class Answers(Updates, Protocol):
-    """All choices of a request: streams, or jobs that are read."""
+    """All choices of a request, from streams (Generation) or from jobs (ResumableGeneration)."""
 
     @property
     def choices(self) -> int: ...
@@ -151,7 +151,7 @@ def _logprobs(deltas: Sequence[Delta]) -> tuple[Mapping[str, Any], ...]:
 
 
 def stream_arguments(request: ChoiceRequest, deadline: float | None) -> dict[str, Any]:
-    """Returns the arguments with the deadline, and with messages in the template's form."""
+    """Returns the client's arguments with the deadline (seconds), and messages for the template."""
     arguments = dict(request.arguments)
     if deadline is not None:
         arguments["deadline_ms"] = milliseconds(deadline)
@@ -222,7 +222,7 @@ class Generation:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """The protocol's `facts`, from the first choice's worker; empty before its first update."""
+        """The worker's data on model and prompt (`facts`) for choice 0; empty before its output."""
         return self._choices[0].stream.facts
 
     def told_time(self) -> float:

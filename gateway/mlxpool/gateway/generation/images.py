@@ -38,9 +38,9 @@ FETCHED = (
 
 
 def take_image_urls(raw: object) -> tuple[object, list[bytes]]:
-    """Returns messages whose parts name images by index, and these images in order.
+    """Returns the messages with indices in place of image URLs, and the list of these images.
 
-    A content of another type is unchanged: the check of messages refuses it. Raises HttpError
+    A value that is not a list of messages is unchanged; a later check refuses it. Raises HttpError
     naming the part.
     """
     if not isinstance(raw, list):

@@ -1,4 +1,4 @@
-"""Answers that the pool keeps as jobs. All readings of an answer are equal from its begin."""
+"""Answers that the pool keeps as jobs. Every reader of an answer gets the same pieces."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def drawn_key() -> str:
 
 
 async def has_failed(client: AsyncClient, job: JobRef, code: str, gen: int, pos: int) -> bool:
-    """Whether a reading ended because of an error of the job itself.
+    """Whether the job itself has failed after a reader got an error.
 
-    `code`: the error's code; `gen`: the generation that was read; `pos`: the number of its ids that
-    the reader has. Returns False if the pool does not answer, or if the job has gone on since:
-    another reading can then continue at `pos`.
+    `code`: the error's code; `gen`: the generation of the job that was read; `pos`: the number of
+    its ids that the reader has. Returns False if the pool does not answer, or if the job has
+    continued since then: a new reader can then continue at `pos`.
     """
     if code in READING_CODES:
         return False
@@ -60,9 +60,9 @@ async def has_failed(client: AsyncClient, job: JobRef, code: str, gen: int, pos:
 
 
 class KeptAnswer:
-    """A reading of a job, with an update for each step of its output.
+    """Reads the output of a job, and makes an update of each decode step.
 
-    Steps are stored with the output, so all readers get the same updates at any time. Leaving the
+    The pool stores the steps with the output, so all readers get the same updates. Leaving the
     context ends the reading; the job goes on.
     """
 
@@ -91,7 +91,7 @@ class KeptAnswer:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """The protocol's `facts`, from the first worker; empty before the first update."""
+        """The worker's data on model and prompt (`facts`); empty before the first update."""
         return self._stream.facts
 
     async def updates(self, timeout: float = NO_TIMEOUT) -> AsyncIterator[ChoiceUpdate | None]:
@@ -127,7 +127,7 @@ class KeptAnswer:
                 self.pos = delta.pos + len(delta.ids)
 
     def _new_failures(self, delta: Delta) -> int:
-        """Returns the number of failures before a delta that no earlier delta has counted."""
+        """Returns the number of the job's failures between the previous delta and this delta."""
         known, self._failures = self._failures, max(self._failures, failures_before(delta))
         return self._failures - known
 
@@ -264,7 +264,7 @@ class ResumableGeneration:
         return {} if self._answer is None else self._answer.facts
 
     def told_time(self) -> float:
-        """The time of the submission; all readings have the same time."""
+        """The time when the job was submitted, in seconds since 1970: equal for all readers."""
         return float(self._jobs[0]["submitted"])
 
     def call_ids(self, choice: int) -> Callable[[int], str]:
@@ -304,9 +304,9 @@ class ResumableGeneration:
         )
 
     async def _look_at(self, error: HttpError, number: int, pos: int) -> None:
-        """Marks an error that ends only this reading, while the job goes on.
+        """Decides whether an error is one of the job, or ends only this response (`passing`).
 
-        An error of the job is the same in every reading, so the error gets the id of the job.
+        An error of the job is the same for every reader, so it gets the id of the job.
         """
         gen, key = int(self._jobs[number]["gen"]), self._key(number)
         if error.code == CANCELLED or await has_failed(self._client, key, error.code, gen, pos):

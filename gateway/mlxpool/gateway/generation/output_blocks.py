@@ -1,6 +1,7 @@
 """An answer as a list of blocks: thoughts, text, calls of tools.
 
-Interfaces that stream blocks encode the steps. Whole answers contain the blocks.
+An answer that is streamed sends steps: begin, pieces and end of each block. Other answers contain
+the finished blocks.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Kind(Enum):
 
 
 class Action(Enum):
-    """The type of a step of a block."""
+    """The type of a step: a block begins, grows by a piece of text, or ends."""
 
     BEGIN = "begin"
     PIECE = "piece"

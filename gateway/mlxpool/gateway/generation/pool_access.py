@@ -57,16 +57,16 @@ class PoolAccess:
         return _for_owner(self.models.client)
 
     def _check_owner(self) -> None:
-        """Raises HttpError if the broker does not get the owners, so that keys would share jobs."""
+        """Raises HttpError if all API keys would share jobs, because the broker gets no owners."""
         if self.settings.keys is not None and not self.settings.names_owners:
             raise HttpError(501, UNNAMED, "owners_not_named", retry=False)
 
     @property
     def job_client(self) -> AsyncClient:
-        """The client, for the request's owner, of the pool that keeps this request's job or file.
+        """The client of the pool that keeps this request's job or file, for the request's owner.
 
-        That is the pool of the model, of the result of `find_kept`, or of `take_keeper`. Raises
-        HttpError if the broker does not get the owners.
+        `model`, `find_kept` or `take_keeper` has chosen the pool before. Raises HttpError if the
+        gateway does not name the owners of API keys to the broker.
         """
         self._check_owner()
         return _for_owner(self.models.client)
@@ -74,7 +74,7 @@ class PoolAccess:
     async def find_kept(
         self, ask: Callable[[AsyncClient], Awaitable[Answer]], *, despite_silent: bool = False
     ) -> Answer:
-        """Finds a job, file or batch that a pool keeps for this request's owner; see Pools.find."""
+        """Asks all pools for a job, file or batch of this request's owner; see Pools.find."""
         self._check_owner()
         return await self.models.find(
             lambda client: ask(_for_owner(client)), despite_silent=despite_silent
@@ -86,18 +86,21 @@ class PoolAccess:
         return _for_owner(pool.client)
 
     async def keepers(self) -> list[Pool]:
-        """Returns the answering pools that keep jobs, for lists. Raises HttpError, PoolError."""
+        """Returns the pools that keep jobs and answer now. Raises HttpError, PoolError."""
         self._check_owner()
         return await self.models.keepers()
 
     async def take_keeper(self) -> AsyncClient:
-        """Returns the client for a request that names no model; see Pools.take_keeper."""
+        """Returns the client of the first pool that keeps jobs, for a request without a model."""
         self._check_owner()
         await self.models.take_keeper()
         return self.job_client
 
     def later(self, work: Coroutine[Any, Any, None], what: str) -> None:
-        """Runs work whose client is gone in its own task; `what`: the work's name in the log."""
+        """Runs work in a separate task, because its client has disconnected.
+
+        `what`: the name of the work in the log.
+        """
 
         async def logged() -> None:
             try:
@@ -110,9 +113,9 @@ class PoolAccess:
         task.add_done_callback(self._later.discard)
 
     async def close(self) -> None:
-        """Finishes, in CLOSE_TIME at most, the work of clients that are gone.
+        """Waits at most CLOSE_TIME seconds for the tasks of `later`, then cancels them.
 
-        Keeps `clients` open.
+        The clients stay open.
         """
         if self._later:
             await asyncio.wait(self._later, timeout=CLOSE_TIME)
@@ -145,10 +148,10 @@ class PoolAccess:
         return milliseconds(self.settings.deadline)
 
     async def model(self, name: str, response: ResponseWriter) -> ModelInfo:
-        """Returns a model for generation, from the pool that already has the answer, if any.
+        """Returns a model for generation, and chooses the pool for this request.
 
-        If the request has an Idempotency-Key that a pool already has a job for, returns that pool's
-        model. Raises HttpError and PoolError.
+        If a pool already has a job for the request's Idempotency-Key, it is this pool. Raises
+        HttpError and PoolError.
         """
         if response.resumption is not None:
             with contextlib.suppress(JobsOff):
@@ -156,9 +159,9 @@ class PoolAccess:
         return await self.models.get(name)
 
     async def keeping_model(self, name: str, key: str) -> ModelInfo:
-        """Returns the model in a pool that keeps jobs: in the pool with a job under `key`, if any.
+        """Returns the model in a pool that keeps jobs, and chooses this pool for the request.
 
-        Raises PoolError.
+        If a pool already has a job with this key, it is this pool. Raises PoolError.
         """
         try:
             await self.models.find(lambda client: _for_owner(client).job(key), despite_silent=True)

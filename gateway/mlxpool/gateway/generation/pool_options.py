@@ -79,9 +79,11 @@ _TYPES: Mapping[str, tuple[str, str]] = {
 
 
 def sampling_options(body: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the pool's options, with DEFAULTS; `names`: field -> option. Raises HttpError.
+    """Returns the pool's options that `body` sets, or else DEFAULTS. Raises HttpError.
 
-    As on other servers, a `seed` of -1 requests a random seed, and a `top_k` of -1 turns it off.
+    `names` maps the fields of the interface to the names of the pool's options.
+
+    As on other servers, a `seed` of -1 requests a random seed, and -1 turns `top_k` off.
     """
     fields_set = {**body, "top_k": 0} if body.get("top_k") == -1 else body
     options = {**DEFAULTS, **fields.options(fields_set, names, checks=API_CHECKS)}
@@ -120,7 +122,7 @@ def openai_format(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _response_format(response_format: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the format of `response_format` under the name of its field; empty for text."""
+    """Returns {"response_format": format in the pool's form}; empty for plain text."""
     prefix = "response_format."
     RESPONSE_FORMAT.check(response_format, prefix)
     kind = response_format.get("type")
@@ -153,7 +155,7 @@ def _structured_outputs(structured: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _format(field: str, key: str, value: Any) -> Any:
-    """Checks a format. vLLM's schemas may be JSON texts."""
+    """Returns a checked format in the pool's form. A schema may be JSON text, as with vLLM."""
     kind, name = _TYPES[key]
     if key == "json" and isinstance(value, str):
         try:

@@ -60,7 +60,10 @@ def page_fields(most: int) -> Mapping[str, Schema]:
 def page(
     items: Sequence[Mapping[str, Any]], query: Mapping[str, str], most: int, default: int
 ) -> dict[str, Any]:
-    """Returns a page of a list of OpenAI's; `items` are given oldest first. Raises HttpError."""
+    """Returns one page in the form of OpenAI's lists. Raises HttpError.
+
+    `items`: the whole list, oldest first. `query` has limit, order and after.
+    """
     limit = integer(query, "limit", 1, most) or default
     newest_first = word(query, "order", ("asc", "desc"), "desc") == "desc"
     ordered = list(reversed(items)) if newest_first else list(items)

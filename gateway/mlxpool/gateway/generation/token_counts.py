@@ -1,6 +1,6 @@
-"""Token counts that the pool does not give by itself: of a chat before it is sent, and of thoughts.
+"""Token counts that the pool does not report: of a chat before it is sent, and of thoughts.
 
-With these counts a chat that is too long for the model's context is shortened.
+The first count serves to shorten a chat that is too long for the model's context.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ async def thought_tokens(
     output: OutputBlocks,
     result: Result,
 ) -> int:
-    """Returns the number of an answer's thought tokens, marks included; 0 if the pool fails."""
+    """Returns the number of tokens before the answer (thoughts and marks); 0 if the pool fails."""
     if not any(block.kind is Kind.THOUGHTS for block in output.blocks):
         return 0
     thinks = generation.facts.get("thinks") is True
@@ -66,7 +66,7 @@ async def thought_tokens(
 
 
 def tokens_before_answer(parser: Parser, texts: Sequence[str]) -> int:
-    """Counts the next tokens that come before the answer's first text that is not a thought."""
+    """Returns how many of the next tokens belong to the thoughts; `texts`: a text per token."""
     for number, text in enumerate(texts):
         if not all(isinstance(event, Reasoning) for event in parser.push(text)):
             return number
@@ -83,10 +83,10 @@ async def text_of_ids(client: AsyncClient, model: ModelInfo, result: Result) -> 
 
 
 def cuts(messages: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Returns the lists that remain after leaving out ever more of the oldest messages.
+    """Returns ever shorter lists of messages: each begins at a later message of the user.
 
-    Instructions stay, and so do the last message of a user and all messages after it. A tool's
-    result is left out with its call: no list begins with the result alone.
+    All lists have the instructions (system messages), the user's last message and all messages
+    after it. A tool's result is left out together with its call.
     """
     kept = [message for message in messages if message["role"] in KEPT_ROLES]
     rest = [message for message in messages if message["role"] not in KEPT_ROLES]
@@ -97,9 +97,9 @@ def cuts(messages: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]
 
 
 async def fitted(pool: PoolAccess, chat: ChatRequest, model: ModelInfo, field: str) -> ChatRequest:
-    """Returns the chat without as few of its oldest messages as are needed to fit.
+    """Returns the chat, shortened to fit the model's context: the oldest messages are left out.
 
-    If the shortest chat does not fit either, it is returned. Raises PoolError. Raises HttpError
+    If even the shortest chat does not fit, it is returned. Raises PoolError. Raises HttpError
     naming `field` for a chat with images, because the number of their tokens is unknown.
     """
     if chat.images:

@@ -19,7 +19,7 @@ EVENT_ID = re.compile(r"([0-9]{1,9})\.(?:([0-9]{1,12})(?:\.(failed)(?:\.([0-9]{1
 
 
 def job_ref(text: str) -> str | bytes:
-    """Returns the id that the text has as 32 hexadecimal digits, else the text as a key."""
+    """Returns a job's id as bytes if the text is 32 hexadecimal digits, else the text: its key."""
     return bytes.fromhex(text) if JOB_ID.fullmatch(text) else text
 
 
@@ -43,11 +43,11 @@ def job_list(rows: Sequence[Mapping[str, Any]], following: int) -> dict[str, Any
 
 
 class Place(Struct, frozen=True):
-    """The position of a reader: a generation (None: the present generation), a number of its ids.
+    """The position of a job's reader: the generation, and the number of its ids that it has.
 
-    `ended`: the reader has the result, which is final. `failed`: the number of the last error at
-    this position that the reader has, from 1 on; 0 without an error. After an error the job may be
-    tried again (`retry`) and go on from here, or fail here again.
+    `gen` None: the present generation. `ended`: the reader has the final result. `failed`: how many
+    errors of the job at this position the reader has. After an error the job may be retried; it
+    then continues from here, or fails here again.
     """
 
     gen: int | None = None
@@ -64,7 +64,7 @@ class Place(Struct, frozen=True):
         return f"{place}.failed" if self.failed == 1 else f"{place}.failed.{self.failed}"
 
     def has_all(self, job: Mapping[str, Any]) -> bool:
-        """Whether the reader has all of a job: no further id, and no other end; `job`: its map."""
+        """Whether the reader has all ids and the end of a job. `job`: the pool's map of the job."""
         if self.gen != job["gen"]:
             return False
         if not self.failed or job["state"] not in FAILED or self.pos != job["ids"]:
@@ -87,7 +87,7 @@ def place_of(last_event_id: str) -> Place:
 
 
 def delta_event(delta: Delta, gen: int) -> bytes:
-    """Encodes ids and their text. The event's id has the number of ids that the reader then has."""
+    """Encodes ids and their text. The event's id is the reader's position after this event."""
     body: dict[str, Any] = {"pos": delta.pos, "text": delta.text, "ids": list(delta.ids)}
     if delta.logprobs:
         body["logprobs"] = list(delta.logprobs)
@@ -121,7 +121,7 @@ def failed_event(error: HttpError, gen: int, pos: int, failed: int) -> bytes:
 
 
 def interrupted_event(error: HttpError) -> bytes:
-    """Encodes the end of one reading of a job that goes on; its reader may connect again."""
+    """Encodes an error that ends only this stream; the job goes on, and clients may reconnect."""
     return sse(_fault(error), "interrupted")
 
 

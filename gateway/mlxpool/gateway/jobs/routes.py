@@ -51,7 +51,7 @@ class JobRoutes:
         await response.json(job_body(await client.job(job)))
 
     async def _model(self, request: JobRequest) -> ModelInfo:
-        """Returns the model in the pool that keeps the job, or that has a job with its key."""
+        """Returns the model in a pool that keeps jobs: the pool with a job of this key, if any."""
         if request.key is None:
             return await self._pool.models.get(request.model, keeps=True)
         return await self._pool.keeping_model(request.model, request.key)
@@ -96,7 +96,7 @@ class JobRoutes:
         await response.json(job_body(await client.job(bytes(row["job"]))))
 
     async def change(self, verb: str, id: str, response: ResponseWriter) -> None:
-        """POST /v1/jobs/ID/VERB; `verb`: a type of `AboutJob` that is answered with the job."""
+        """POST /v1/jobs/ID/VERB: sends the message `verb` about the job; answers with the job."""
         row = await self._row(id)
         changed = await self._pool.job_client.ask(about(verb, bytes(row["job"])))
         await response.json(job_body(changed))
@@ -190,7 +190,7 @@ class JobReader:
         await self._write(bodies.restarted_event(gen))
 
     async def _failed(self, error: PoolError, place: Place) -> None:
-        """Ends the response with the error of the job, or of this reading if the job goes on."""
+        """Ends the stream with the job's error if the job has failed, else with a reading error."""
         fault = errors.from_pool_error(error)
         ended = await has_failed(self._client, self._job, error.code, self._gen, self._pos)
         if not ended and not self._response.started:

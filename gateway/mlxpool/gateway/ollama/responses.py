@@ -48,8 +48,7 @@ class OutputPart(Struct, eq=False):
 class OutputBuilder:
     """Turns the updates of one response into output parts.
 
-    A tool call that the bound of tokens cuts is left out: its arguments are incomplete.
-    `done_reason` has the reason.
+    A tool call that is incomplete at the token limit is left out. `done_reason` has the reason.
     """
 
     def __init__(self) -> None:
@@ -87,7 +86,7 @@ def embed_body(model: str, vectors: Vectors | None, taken_ns: int) -> dict[str, 
 
 
 def chat_body(model: str, part: OutputPart, time: float) -> dict[str, Any]:
-    """Returns a response of /api/chat, or a line of its stream, without the members of its end."""
+    """Returns a response of /api/chat, or a line of its stream, without `generation_end`."""
     message: dict[str, Any] = {"role": "assistant", "content": part.content}
     if part.thinking:
         message["thinking"] = part.thinking

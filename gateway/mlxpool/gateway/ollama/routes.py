@@ -68,7 +68,7 @@ PLAIN_NAME = re.compile(r"[\w.-]{1,60}")  # needs no quotes in a shell or in TOM
 
 
 class Conversation(Struct, frozen=True):
-    """The prompt of a request: arguments of the client's `stream`, and the way to read its output.
+    """The prompt of a request: arguments of the client's `stream`, and the formats of the output.
 
     `prompt_ids`: the ids of a prompt that was tokenised before. `thinks`: the prompt ends inside
     the model's thoughts.
@@ -304,7 +304,7 @@ def _messages(request: OllamaRequest) -> list[dict[str, Any]]:
 
 
 def _text_prompt(request: OllamaRequest) -> str:
-    """Returns the prompt as a text; unless it is raw, images come before it, as in Ollama."""
+    """Returns the prompt as text, with a tag [img-N] for each image before it unless it is raw."""
     if request.raw:
         return request.prompt
     tags = "".join(f"[img-{number}]" for number in range(len(request.images)))

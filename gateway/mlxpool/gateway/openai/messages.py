@@ -27,7 +27,7 @@ TEXTS: Mapping[str, str] = {
 
 
 def as_taken(raw: object) -> object:
-    """Returns the messages in the pool's form. The check of messages refuses other values."""
+    """Returns the messages in the pool's form. Invalid values are unchanged, and refused later."""
     if not isinstance(raw, list):
         return raw
     return [_message(message) if isinstance(message, Mapping) else message for message in raw]
@@ -69,13 +69,13 @@ def _parts(role: Any, content: Any) -> Any:
 
 
 def _is_parts(content: Any) -> bool:
-    """Whether the content of a tool result is a list of parts, not a result that is a list."""
+    """Whether the content of a tool result is a list of content parts. It may be another list."""
     kinds = (*READ, *TEXTS, *FILES)
     return isinstance(content, list) and all(_type(part) in kinds for part in content)
 
 
 def _part(part: Any) -> Any:
-    """Returns a part in this interface's form."""
+    """Converts a content part in another interface's form into the form of Chat Completions."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = _type(part)

@@ -41,10 +41,10 @@ DEFAULT_MAX_TOKENS = 16  # of /v1/completions
 
 
 def plain_choice(choice: Any) -> Any:
-    """Returns a `tool_choice` as a mode or {type: 'function', name: …}; other forms unchanged.
+    """Converts all forms of a `tool_choice` to a mode or to {type: 'function', name: …}.
 
-    A mode may be the `type` of a map, and a function's name may be in `function` or beside the
-    type.
+    A mode, such as auto, may be a string or the `type` of a map. A function's name may be in a map
+    `function` or beside the `type`. Other values are unchanged.
     """
     if isinstance(choice, str):
         return MODES.get(choice, choice)
@@ -59,9 +59,10 @@ def plain_choice(choice: Any) -> Any:
 
 
 def wanted_tool(choice: Any) -> str | None:
-    """Returns the tool that a `tool_choice` demands: its name, or else its type; None: no tool.
+    """Returns the name of the tool that a `tool_choice` demands; None if it demands no tool.
 
-    For a type of other servers, such as `custom`, the name may be in a member named as the type.
+    A choice of another type than function, such as {type: custom, custom: {name: …}}, may have no
+    name; then the type is returned.
     """
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     if not isinstance(kind, str):
@@ -75,9 +76,9 @@ def wanted_tool(choice: Any) -> str | None:
 class CompletionRequest(Struct, frozen=True):
     """A checked /v1/chat/completions or /v1/completions.
 
-    `prompts`: for each prompt, the keyword arguments that give it to `Client.stream`. `candidates`:
-    the number of computed completions of each prompt. `choices`: the number of returned
-    completions, which are the most likely candidates.
+    `prompts`: the keyword arguments of `Client.stream` for each prompt. `candidates`: the number of
+    completions that are computed for each prompt. `choices`: the number of completions that are
+    returned: the most likely ones.
     """
 
     model: str
@@ -226,9 +227,10 @@ def _options(body: Mapping[str, Any], least_tokens: int = 1) -> dict[str, Any]:
 
 
 def max_tokens_of(body: Mapping[str, Any], name: str, least: int = 1) -> int | None:
-    """Returns the bound of tokens; 0: up to the context; None: absent. Raises HttpError.
+    """Returns the limit of tokens in the field `name`; None if absent. Raises HttpError.
 
-    If `least` is 0, a bound of 0 means a prompt without an answer, and -1 is the pool's default.
+    If the request has no limit (-1), returns 0: up to the model's context. With `least` 0 a limit
+    of 0 is allowed and means no completion; then -1 is returned unchanged.
     """
     if type(body.get(name)) is int and body[name] == UNBOUNDED["const"]:
         return 0 if least else -1
@@ -289,7 +291,7 @@ def _allowed(body: Mapping[str, Any]) -> tuple[str, Sequence[str]] | None:
 def _forced(
     body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """Returns the tools of which `tool_choice` demands a call; empty if the model decides."""
+    """Returns the tools to choose a required call from; empty if the model decides."""
     choice = plain_choice(body.get("tool_choice"))
     allowed = _allowed(body)
     if choice in (None, "auto", "none") or (allowed and allowed[0] == "auto"):
@@ -370,7 +372,11 @@ def _budget(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _continued(body: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the option `continue_message`, also for vLLM's fields and a message's `prefix`."""
+    """Returns the option `continue_message` if the answer continues the last message; else {}.
+
+    A request asks for this by `continue_message`, vLLM's `continue_final_message`, or `prefix` in
+    the message.
+    """
     names = [
         name
         for name in ("continue_message", "continue_final_message")
@@ -389,7 +395,7 @@ def _continued(body: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -
 
 
 def _suffix(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the text after the gap that the answer fills; empty without it."""
+    """Returns the option `suffix`: the text after the completion (fill in the middle), or {}."""
     suffix = fields.options(body, {"suffix": "suffix"})
     prompts = body["prompt"] if isinstance(body.get("prompt"), list) else [body.get("prompt")]
     if suffix.get("suffix") and not all(isinstance(prompt, str) for prompt in prompts):

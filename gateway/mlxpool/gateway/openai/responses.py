@@ -247,10 +247,11 @@ def _logprob(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TextLogprobs(Struct, eq=False):
-    """Log-probabilities of /v1/completions; counts the characters before each token.
+    """Encodes the log-probabilities of one choice of /v1/completions, piece by piece.
 
-    Tokens of an echoed prompt come first. The first prompt token has no log-probability, and tokens
-    that the tokenizer put before the text have no characters.
+    `offset`: the number of characters before the next token. Tokens of an echoed prompt come first.
+    The first prompt token has no log-probability. Tokens that the tokenizer put before the text
+    have no characters.
     """
 
     offset: int = 0

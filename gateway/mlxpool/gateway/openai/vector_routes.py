@@ -118,14 +118,14 @@ class VectorRoutes:
         await response.json(decisions.decisions_body(request, decided, _new_id("decide")))
 
     async def _model(self, name: str, response: ResponseWriter) -> tuple[str, dict[str, Any]]:
-        """Returns the pool's name of a model, and the deadline as an argument of a call."""
+        """Returns the pool's name of a model, and the deadline as a keyword argument of calls."""
         model = await self._pool.models.get(name)
         response.exchange.model = model.name
         return model.name, {"deadline_ms": self._pool.deadline_ms}
 
 
 async def _answer(call: Awaitable[Answer], param: str) -> Answer:
-    """Awaits the answer to a call; `param`: the field that a too long text came from."""
+    """Awaits the answer to a call. `param`: the request's field to name if a text is too long."""
     try:
         return await call
     except ContextExceeded as error:

@@ -34,7 +34,8 @@ SAME_TYPES = (("query", "search_query"), ("document", "passage", "search_documen
 class EmbeddingRequest(Struct, frozen=True):
     """A checked /v1/embeddings. `settings`: keyword arguments of the client's `embed`.
 
-    `input_type`: the type of the texts, such as query; "": no type, or a prompt is named.
+    `input_type`: the type of the texts, such as query. It is "" if the request has no type, or
+    names a prompt itself.
     """
 
     model: str
@@ -95,7 +96,7 @@ def embeddings(body: Mapping[str, Any]) -> EmbeddingRequest:
 
 
 def prompt_of_type(input_type: str, prompts: Sequence[str]) -> str | None:
-    """Returns the name of a model's prompt for this type; None if no prompt is for it."""
+    """Returns the name in `prompts` that equals a type of input or its synonym, or None."""
     kind = input_type.lower()
     same = next((group for group in SAME_TYPES if kind in group), ())
     return next((name for name in (kind, *same) if name in prompts), None)

@@ -1,4 +1,4 @@
-"""The record of each request, metrics and drain of the gateway.
+"""The gateway's operation: the record of each request, metrics, connections and drain.
 
 These modules do not depend on routes or the pool.
 """

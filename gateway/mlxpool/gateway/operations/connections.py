@@ -3,9 +3,9 @@
 An idle connection costs its sender nothing, and the gateway a descriptor. Without these bounds a
 few thousand idle connections leave no descriptor for other clients.
 
-A peer that sends nothing more may still read, or be gone: TCP does not show the difference. The
-peer gets the answer. While an answer takes long, the peer gets interim responses (1xx) from time to
-time; they fail if the peer is gone.
+A peer that has closed its sending side may still read, or may be gone: TCP does not show the
+difference. So the peer still gets the answer. Until a slow answer begins, the peer gets interim
+responses (1xx) from time to time; sending them fails if the peer is gone.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ TOLD_ELSEWHERE = ("Invalid HTTP request", "Unsupported upgrade", "No supported W
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """A filter of the logger uvicorn.error: False for messages that the access log has already."""
+    """A filter for the logger uvicorn.error: drops messages that the gateway logs by itself."""
     return not record.getMessage().startswith(TOLD_ELSEWHERE)
 
 
 def connection_limit(descriptors: int) -> int:
-    """Returns the most connections of a process with this RLIMIT_NOFILE."""
+    """Returns how many connections a process with this RLIMIT_NOFILE accepts at most."""
     if descriptors == resource.RLIM_INFINITY:
         return MOST
     return min(max(descriptors - RESERVED, FEWEST), MOST)
 
 
 def own_connection_limit() -> int:
-    """Returns the most connections of this process."""
+    """Returns how many connections this process accepts at most."""
     return connection_limit(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
@@ -222,7 +222,10 @@ class BoundedProtocol(H11Protocol):
             self.transport.close()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Returns whether the connection stays open: it does until its request is answered."""
+        """Handles the peer's end of sending. Returns True while a request is still to be answered.
+
+        True keeps the connection open.
+        """
         self._half_closed = (
             self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
         )
@@ -234,10 +237,10 @@ class BoundedProtocol(H11Protocol):
         self._probe_timer = self.loop.call_later(seconds, self._probe, then)
 
     def _probe(self, seconds: float) -> None:
-        """Writes to a peer that may be gone: if it is gone, the next write ends the connection.
+        """Sends an interim response to a peer that may be gone, and again after `seconds`.
 
-        Once a response has begun, its pieces do the same. HTTP/1.0 has no interim responses, so its
-        client counts as gone.
+        If the peer is gone, one of the next writes ends the connection. Once the response has
+        begun, no probe is needed. HTTP/1.0 has no interim responses, so its connection is closed.
         """
         if self.cycle.response_started:
             return

@@ -38,7 +38,7 @@ def chat(**body: Any) -> bytes:
 def read(
     lines: Sequence[bytes], endpoint: str = COMPLETIONS, model: ModelInfo = MODEL
 ) -> tuple[LineReader, list[dict[str, Any]]]:
-    """Returns the reader after all lines, and the lines of the pool."""
+    """Returns the reader after it has read the lines, and the pool's lines made of them."""
     reader = LineReader(endpoint)
     made = b"".join(
         reader.pool_lines(reader.parse(some), lambda name: model)

@@ -27,7 +27,7 @@ def form(*contents: bytes, boundary: bytes = b"B") -> bytes:
 
 
 def read(body: bytes, sizes: list[int], boundary: bytes = b"B") -> list[Event]:
-    """Returns the events of a body that comes in pieces of these sizes; joins data that follow."""
+    """Feeds a body in pieces of these sizes; returns the events, with adjacent data joined."""
     reader, found, start = MultipartReader(boundary), list[Event](), 0
     for size in [*sizes, len(body)]:
         for event in reader.feed(body[start : start + size]):

@@ -24,7 +24,7 @@ from mlxpool.gateway.openai.batches.results import result_line
 def test_answers_that_are_numbers_are_made_in_another_thread(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They may be 256 vectors, which take a fraction of a second."""
+    """Such an answer may have 256 vectors, whose conversion takes a fraction of a second."""
     threads: list[int] = []
 
     def made(*_: Any) -> tuple[bool, bytes]:
@@ -61,7 +61,7 @@ def test_answers_that_are_numbers_are_made_in_another_thread(
 
 @pytest.mark.parametrize("endpoint", CALLS)
 def test_an_answer_whose_line_is_missing_says_so(endpoint: str) -> None:
-    """It stays in the output file, where the batch counts it."""
+    """The error is in the output file, because the batch counts the line as completed."""
     row = {"line": 3, "id": "label", "state": "done", "job": bytes(16), "model": "m"}
     result = Result(text="", ids=(), reason="stop", usage={}, timings_ms={}, seed=0, attempts=1)
     in_output, data = result_line(row, {}, endpoint, result)
@@ -77,9 +77,9 @@ ROWS = ({"line": 0, "id": "a", "job": bytes(16)}, {"line": 1, "id": "b", "job": 
 def read_while_deleted(
     monkeypatch: pytest.MonkeyPatch, kind: str, deleted: list[str], after: int
 ) -> list[bytes]:
-    """Returns the parts of a file of two pages.
+    """Returns the parts of a result file of two pages, read while the batch changes.
 
-    The batch gets `deleted` after its page number `after`.
+    After page `after`, `deleted` is the batch's list of deleted files.
     """
     pages = 0
 

@@ -1,4 +1,4 @@
-"""The numbers of the events of a response."""
+"""The sequence numbers of the events of a response."""
 
 from __future__ import annotations
 

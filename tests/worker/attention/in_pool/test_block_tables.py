@@ -1,4 +1,4 @@
-"""Block tables on the device equal the tables of the rows, which come, grow, rewind and leave."""
+"""The block tables on the device equal the rows' tables while rows come, grow, rewind and leave."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZE, ENTRIES, ROWS = 4, 8, 3
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_device_has_the_tables_of_the_rows_of_a_pass(seed: int, on_cuda: bool) -> None:
-    """A step of the test is a pass: rows enter, grow, share blocks, rewind, or are released."""
+    """Each step simulates a forward pass: rows enter, grow, share blocks, rewind or leave."""
     draw = random.Random(seed)
     store = BlockStore(BlockPool(200), SIZE, 1, lambda source, target: None)
     uploads = Uploads()

@@ -247,7 +247,7 @@ def _spoilt(*args: Any, **others: Any) -> Any:
 def test_admissions_releases_hits_and_evictions_change_no_token(
     loaded: LoadedModel, kernels: bool
 ) -> None:
-    """Compares with rows with own arrays; on a GPU for 10,000 steps."""
+    """Compares the tokens with those of rows with their own arrays; on a GPU for 10,000 steps."""
     draw = random.Random(5)
     heads = [tuple(draw.randrange(256) for _ in range(700)) for _ in range(4)]
     engine, slow = engine_of(loaded, "pool", blocks=36), engine_of(loaded, "rows", "off")

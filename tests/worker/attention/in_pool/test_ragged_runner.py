@@ -1,4 +1,4 @@
-"""The numbers of passes over the same decoding rows equal those of passes built from nothing."""
+"""Passes over the same decoding rows get the same input numbers as passes built from scratch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHAPE = RowShape((KeyValueSpec(2, 8, 8),), mx.float32, CAPACITY, keeps_all=True)
 
 
 class RecordingRunner(RaggedRunner):
-    """A runner whose passes append their numbers to `recorded`, and are made of `parts`."""
+    """A runner whose passes append their input numbers to `recorded`, and return `parts`."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -48,7 +48,7 @@ class RecordingRunner(RaggedRunner):
 
 
 class Passes:
-    """A runner whose passes only record their numbers, and the rows of its pool."""
+    """A RaggedRunner that computes nothing and records the input numbers of its passes."""
 
     def __init__(self) -> None:
         pool = KVPool(SHAPE, BLOCKS, in_place=False)
@@ -99,7 +99,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_chunks_have_tiles_of_their_own_beside_rows_and_alone() -> None:
-    """Passes that check drafts have the tiles of rows, so that fewer passes are compiled."""
+    """Passes that check drafts use the tile shape of rows, so that fewer passes are compiled."""
     passes = Passes()
     new: Any = passes.store.new_row
     row, chunk = RowSpan(new(), 1), RowSpan(new(), 20)
@@ -118,7 +118,7 @@ def test_chunks_have_tiles_of_their_own_beside_rows_and_alone() -> None:
 
 
 def test_a_shape_whose_pass_failed_is_new_again() -> None:
-    """Evaluated shapes stay known; passes over the same decoding rows are never new."""
+    """After a failed pass its shape is new again, but shapes that were evaluated stay known."""
     runner, new = Passes().runner, Passes().store.new_row
     row: Any = new()
     known, other = [RowSpan(row, 1)], [RowSpan(row, 20)]
@@ -135,7 +135,7 @@ def test_parts_of_a_pass_grow_by_two_layers() -> None:
 
 @pytest.mark.usefixtures("no_device")
 def test_a_pass_is_begun_in_parts_while_no_row_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass is not begun while tokens are in flight, memory is measured, or kernels are listed."""
+    """No part begins while tokens are in flight, memory is measured, or kernels are listed."""
     begun: list[Any] = []
     monkeypatch.setattr(ragged_runner, "begin", begun.append)
     passes = Passes()

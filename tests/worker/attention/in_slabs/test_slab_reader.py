@@ -1,4 +1,4 @@
-"""Rows with few new tokens attend together, over several slabs, as each row attends alone."""
+"""The joint attention of rows with few new tokens, over several slabs, equals that of each row."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def filled(slabs: Slabs, length: int, draw: np.random.Generator) -> SlabRow:
 def test_rows_attend_together_as_alone(
     lengths: list[int], counts: list[int], left: bool, softcap: float, kv: str, seed: int
 ) -> None:
-    """New tokens begin blocks; some blocks between the rows' blocks are free or of other rows."""
+    """New tokens may begin blocks; blocks between those of the rows are free or of other rows."""
     draw = np.random.default_rng(seed)
     shape = SHAPES[kv]
     slabs = Slabs(shape, 4)

@@ -1,4 +1,4 @@
-"""Rows in slabs keep their tokens while others come and go; one product reads many rows."""
+"""Rows in slabs keep their tokens while others come and go; one matrix product reads many rows."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_range_of_blocks_is_read_unless_most_are_of_other_rows() -> None:
 
 
 def test_several_new_tokens_of_a_row_are_written_in_order_and_seen_from_their_own_on() -> None:
-    """`fill` belongs to a row's first token; a block between the rows' blocks belongs to no row."""
+    """`fill` is the number of a block's tokens that the row's first new token attends to."""
     slabs = Slabs(SHAPE)
     rows = [SlabRow(slabs) for _ in range(3)]
     for row, tokens, room in zip(rows, (255, 10, 10), (3, 1, 2), strict=True):

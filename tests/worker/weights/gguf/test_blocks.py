@@ -1,4 +1,4 @@
-"""Blocks of every type, compared with the numbers that llama.cpp's own package reads."""
+"""Tests blocks of every GGUF type against the numbers that llama.cpp's own package reads."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Published:
 
 
 def write_dense(file: Path, folder: ModelFolder, path: Path) -> Path:
-    """Writes the numbers that llama.cpp's package reads, by our names, and our small files."""
+    """Writes a model folder in float32: llama.cpp's numbers, our tensor names, our small files."""
     path.mkdir()
     for name in SMALL_FILES:
         shutil.copy(folder.files / name, path / name)
@@ -128,10 +128,10 @@ def gemma3(caches: Path) -> Published:
 
 
 def largest_difference(model: Published, stored: Mapping[str, Any]) -> tuple[float, float]:
-    """The largest difference of logits from mlx-lm's, as a share of the largest; and the share of
-    equal ids.
+    """Returns the largest difference between our logits and mlx-lm's, and the share of equal ids.
 
-    All stored ids and perplexities have to be mlx-lm's. Logits are compared for COMPUTED prompts.
+    The difference is relative to the largest logit. Checks that mlx-lm gives the stored ids and
+    perplexities. Logits are compared for COMPUTED prompts.
     """
     prompts = [model.text.encode(text) for text in (*stored["ids"], STORED["text"])]
     steps = len(next(iter(stored["ids"].values())))
@@ -163,7 +163,7 @@ def test_smollm2_knows_the_capital_of_france(smollm2: Published) -> None:
 
 
 def test_gemma_in_k_types_is_as_good_as_its_numbers(gemma3: Published) -> None:
-    """Nine of the model's weights are Q6_K and rounded once more; all others are exact."""
+    """Nine of the model's weights are Q6_K and are rounded again; all others are exact."""
     difference, equal = largest_difference(gemma3, STORED["gemma3"])
     assert equal > 0.9 and difference < 0.03
     assert gemma3.folder.bos_token == "<bos>" and 106 in gemma3.folder.eos_ids

@@ -72,7 +72,7 @@ def made(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, dict[str, An
 
 
 def trained(before: Any) -> Tokenizer:
-    """A byte-level tokenizer, with merges that cross the borders that `before` makes."""
+    """Returns a byte-level BPE tokenizer trained with the pre-tokenizer `before`."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = before
     tokenizer.decoder = decoders.ByteLevel()

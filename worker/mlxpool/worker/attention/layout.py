@@ -215,7 +215,7 @@ class Layout:
 
 
 def _places(given: Sequence[RowSpan], ordered: Sequence[RowSpan]) -> mx.array:
-    """Returns each token of the spans `given` as its number in the order `ordered`."""
+    """Returns, for each token of the spans `given`, its index among the tokens of `ordered`."""
     ends = accumulate(span.count for span in ordered)
     first = {id(span): end - span.count for span, end in zip(ordered, ends, strict=True)}
     lines = [first[id(span)] + line for span in given for line in range(span.count)]

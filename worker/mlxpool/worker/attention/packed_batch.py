@@ -44,7 +44,7 @@ def equal_texts(lengths: Sequence[int]) -> tuple[EqualTexts, ...]:
 
 
 class PackedBatch(RotateThenAttend):
-    """A TextBatch.
+    """The tokens of one pass of an encoder model; implements TextBatch.
 
     `windows`: for each layer the number of tokens that a token sees to each side, itself included;
     0: all. `causal`: a token sees no later tokens. The last `padding` tokens of each text see the
@@ -71,35 +71,35 @@ class PackedBatch(RotateThenAttend):
 
     @property
     def positions(self) -> mx.array:
-        """See TextBatch."""
+        """The position [T] of each token in its text."""
         return self._positions
 
     @property
     def types(self) -> mx.array:
-        """See TextBatch."""
+        """The segment number [T] of each token."""
         return self._types
 
     @property
     def logits(self) -> bool:
-        """See ForwardBatch. False: the states of all tokens are computed."""
+        """False: the states of all tokens are computed, and no logits."""
         return False
 
     def logit_rows(self, x: mx.array) -> mx.array:
-        """See ForwardBatch."""
+        """Returns x: all tokens are computed."""
         return x
 
     def lines_after(self, layer: int, x: mx.array) -> mx.array:
-        """See ForwardBatch."""
+        """Returns x: all tokens are computed."""
         return x
 
     def rope(self, x: mx.array, rope: Rope) -> mx.array:
-        """See ForwardBatch."""
+        """Returns x [T, H, D], each token rotated by its position in its text."""
         return self._rotary(x, rope)
 
     def attend(
         self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
     ) -> mx.array:
-        """See ForwardBatch."""
+        """Attends inside each text: q [T, H, D], k, v [T, KV, D] -> [T, H, D]."""
         outs = []
         for texts in self.texts:
             qs, ks, vs = (_heads_first(x[texts.begin : texts.end], texts.count) for x in (q, k, v))
@@ -115,15 +115,15 @@ class PackedBatch(RotateThenAttend):
     def attend_latent(
         self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
-        """See ForwardBatch. Encoder models have no such layers."""
+        """Raises NotImplementedError: encoder models have no latent attention."""
         raise NotImplementedError
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
-        """See ForwardBatch. Encoder models have no such layers."""
+        """Raises NotImplementedError: encoder models have no recurrent layers."""
         raise NotImplementedError
 
     def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
-        """See ForwardBatch. Encoder models have no such layers."""
+        """Raises NotImplementedError: encoder models have no recurrent layers."""
         raise NotImplementedError
 
     def _mask(self, length: int, window: int) -> mx.array | None:

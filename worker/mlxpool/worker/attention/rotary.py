@@ -135,15 +135,15 @@ class WithoutImages:
     sees_images: mx.array | None = None
 
     def attend_images(self, layer: int, q: mx.array, scores: ScoreParams) -> mx.array:
-        """See ForwardBatch. Not called for a batch that sees no images."""
+        """Raises NotImplementedError; not called for a batch that sees no images."""
         raise NotImplementedError
 
     def with_images(self, x: mx.array) -> mx.array:
-        """See ForwardBatch. Returns x: the batch has no images."""
+        """Returns x: the batch has no images."""
         return x
 
     def add_images(self, layer: int, x: mx.array) -> mx.array:
-        """See ForwardBatch."""
+        """Returns x: the batch has no images."""
         return x
 
 
@@ -151,44 +151,44 @@ class RotateThenAttend(WithoutImages):
     """The base of ForwardBatch classes that first rotate queries and keys, and then attend."""
 
     def rope(self, x: mx.array, rope: Rope) -> mx.array:
-        """See ForwardBatch."""
+        """Returns x [T, H, D], each token rotated by its position. Abstract."""
         raise NotImplementedError
 
     def attend(
         self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
     ) -> mx.array:
-        """See ForwardBatch."""
+        """Attends in one layer, see ForwardBatch.attend for the shapes. Abstract."""
         raise NotImplementedError
 
     def rotate_and_attend(
         self, layer: int, qk: Sequence[mx.array], v: mx.array, scores: ScoreParams, rope: Rope
     ) -> mx.array:
-        """See ForwardBatch."""
+        """Rotates queries and keys by `rope`, then attends by `attend`."""
         q, k = split_queries_keys([self.rope(x, rope) for x in qk], v)
         return self.attend(layer, q, k, v, scores)
 
     def attend_lines(
         self, layer: int, lines: mx.array, heads: Heads, scores: ScoreParams, rope: Rope
     ) -> mx.array:
-        """See ForwardBatch."""
+        """Splits lines [T, (H + 2 * KV) * D] into queries, keys and values; rotates and attends."""
         qk, v = split_lines(lines, heads)
         return self.rotate_and_attend(layer, (qk,), v, scores, rope)
 
     def attend_latent(
         self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
-        """See ForwardBatch."""
+        """Attends in a layer of latents (MLA), see ForwardBatch.attend_latent. Abstract."""
         raise NotImplementedError
 
     def attend_latent_lines(self, layer: int, lines: mx.array, attention: LatentLayer) -> mx.array:
-        """See ForwardBatch."""
+        """Splits lines [T, C + dim] into queries and latents, then calls `attend_latent`."""
         q, latent = attention.split(lines, cast("ForwardBatch", self))
         return self.attend_latent(layer, q, latent, attention.scale, attention.heads)
 
     def attend_latent_token(
         self, layer: int, x: PendingNorm, token: LatentToken, attention: LatentLayer
     ) -> mx.array | None:
-        """See ForwardBatch."""
+        """Returns None: no kernel attends for a single token."""
         return None
 
 
@@ -206,29 +206,29 @@ class DecodingRows(RotateThenAttend):
         self._rotation = RotaryEmbedding(positions)
 
     def logit_rows(self, x: mx.array) -> mx.array:
-        """See ForwardBatch."""
+        """Returns x: all lines get logits."""
         return x
 
     def lines_after(self, layer: int, x: mx.array) -> mx.array:
-        """See ForwardBatch."""
+        """Returns x: all lines get logits."""
         return x
 
     def rope(self, x: mx.array, rope: Rope) -> mx.array:
-        """See ForwardBatch."""
+        """Returns x [R, H, D], each line rotated by its position."""
         return self._rotation(x, rope)
 
     def attend_latent(
         self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
-        """See ForwardBatch."""
+        """Raises NotImplementedError with the reason `no_states`; a subclass may override it."""
         raise NotImplementedError(self.no_states)
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
-        """See ForwardBatch."""
+        """Raises NotImplementedError with the reason `no_states`."""
         raise NotImplementedError(self.no_states)
 
     def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
-        """See ForwardBatch."""
+        """Raises NotImplementedError with the reason `no_states`."""
         raise NotImplementedError(self.no_states)
 
 

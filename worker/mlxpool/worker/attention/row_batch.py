@@ -89,21 +89,21 @@ class RowBatch(RotateThenAttend):
         self._states: PassStates | None = None  # created by the first layer that needs it
 
     def logit_rows(self, x: mx.array) -> mx.array:
-        """See ForwardBatch.logit_rows."""
+        """Returns the tokens of x [T, ...] that get logits, [E, ...]."""
         return self._select(x)
 
     def lines_after(self, layer: int, x: mx.array) -> mx.array:
-        """See ForwardBatch.lines_after."""
+        """Returns x [T, ...] or, in the last layer, `logit_rows` of x [E, ...]."""
         return self._select(x) if layer == self._last_layer else x
 
     def with_images(self, x: mx.array) -> mx.array:
-        """See ForwardBatch."""
+        """Returns x [T, d] with image features in the tokens that are inputs of images."""
         if not self._has_images:
             return x
         return self._over_images(x, lambda lines, features: features[0])
 
     def add_images(self, layer: int, x: mx.array) -> mx.array:
-        """See ForwardBatch."""
+        """Returns a layer's output x [T, d] plus image features at inputs of images."""
         return self._over_images(x, lambda lines, features: lines + features[1 + layer])
 
     def _over_images(
@@ -126,14 +126,14 @@ class RowBatch(RotateThenAttend):
                 yield queries.first + view.begin, queries.first + view.end, view
 
     def _lines_with_views(self, tokens: int) -> mx.array | None:
-        """See ForwardBatch.sees_images."""
+        """Returns the mask [T, 1] of tokens that attend to images by cross-attention, if any."""
         seen = np.zeros((tokens, 1), bool)
         for first, end, _ in self._views():
             seen[first:end] = True
         return mx.array(seen) if seen.any() else None
 
     def attend_images(self, layer: int, q: mx.array, scores: ScoreParams) -> mx.array:
-        """See ForwardBatch."""
+        """Attends with q [T, H, D] to the images that each token sees; without images: zeros."""
         parts, begin = [], 0
         for first, end, view in self._views():
             if begin < first:
@@ -152,7 +152,7 @@ class RowBatch(RotateThenAttend):
     def attend(
         self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
     ) -> mx.array:
-        """See ForwardBatch. Writes k and v into the rows."""
+        """Writes k and v into the rows and attends; see ForwardBatch.attend for the shapes."""
         seen = self._write(layer, (k, v))
         window = self._shape.window(layer)
         parts: list[mx.array] = []
@@ -164,7 +164,10 @@ class RowBatch(RotateThenAttend):
         return _joined(parts)
 
     def _read(self, held: Arrays, parts: Sequence[mx.array]) -> Arrays:
-        """Returns the numbers in a span's stored arrays, read after the attention `parts`."""
+        """Returns the numbers in a span's stored arrays.
+
+        They are read only after the last of the attention outputs `parts`, to bound the memory.
+        """
         return self._shape.read(self._shape.held_after(held, parts[-1]) if parts else held)
 
     def _attend(
@@ -187,7 +190,10 @@ class RowBatch(RotateThenAttend):
     def attend_latent(
         self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
-        """See ForwardBatch. Projects together the queries of all spans that have one query."""
+        """Writes the latents and attends, see ForwardBatch.attend_latent.
+
+        The queries of all spans with one query are projected together.
+        """
         scores = ScoreParams(scale)
         seen = self._write(layer, (latent[:, None],))
 
@@ -220,7 +226,10 @@ class RowBatch(RotateThenAttend):
         return _joined([*parts, *map(alone, spans[together:])])
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
-        """See ForwardBatch. Scans the leading spans of one token together."""
+        """Scans inputs [T, ...] from each row's state, see ForwardBatch.recur.
+
+        The leading spans of one token are scanned together.
+        """
         together = self._singles if self._singles > 1 else 0
         parts = []
         checks = [
@@ -270,7 +279,7 @@ class RowBatch(RotateThenAttend):
         return {span: mx.concatenate(parts) for span, parts in outputs.items()}
 
     def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
-        """See ForwardBatch."""
+        """Scans lines [T, ...] of all spans in one call, from the rows' recurrent states."""
         if self._states is None:
             self._states = PassStates(
                 [

@@ -122,7 +122,7 @@ class WindowLayer:
             self._append(part)
 
     def trim(self, offset: int, to: int) -> None:
-        """See FullLayer. Removes one token, or more if the window has dropped no token yet."""
+        """Removes the tokens [to, offset): one token, or more if no token was dropped yet."""
         self._last = max(self._first, self._last - (offset - to))
 
     def _append(self, new: Arrays) -> Arrays:
@@ -225,7 +225,7 @@ class StateLayer:
         return self.held()
 
     def trim(self, offset: int, to: int) -> None:
-        """See FullLayer. Goes back by at most ROLLBACK_STEPS steps, or to 0 tokens."""
+        """Restores the state at `to` tokens: at most ROLLBACK_STEPS steps earlier, or 0 tokens."""
         if to == 0:
             self._before, self._now = {}, ()
         elif to < offset:

@@ -57,11 +57,11 @@ class RowStore(Generic[R]):
         self.stateful = bool(self._whole)
 
     def release(self, row: R) -> None:
-        """See Store."""
+        """Frees the row; prefixes cached from it stay."""
         row.release()
 
     def rewind(self, row: R, to: int) -> bool:
-        """See Store."""
+        """Trims the row to `to` tokens; if a layer cannot, does nothing and returns False."""
         if not all(can_rewind(kind, row.offset, to) for kind in self._kinds):
             return False
         row.trim(to)
@@ -75,7 +75,11 @@ class RowStore(Generic[R]):
         tokens: int,
         capacity: int,
     ) -> None:
-        """See Store."""
+        """Fills an empty row with `tokens` tokens: copies of the cached pieces and the state.
+
+        `kept`: pieces, each with the number of its tokens to use. `capacity`: the number of tokens
+        for which the row has space.
+        """
         for index, kind in enumerate(self._full):
             row.put(kind.layer, [_head(held[index], count) for held, count in kept], capacity)
         if state is not None:
@@ -85,38 +89,38 @@ class RowStore(Generic[R]):
         _evaluate(tuple(row.arrays()))
 
     def fit(self, row: R, start: int, end: int, free: int) -> int:
-        """See Store."""
+        """Returns the position in [start, end] up to which `free` bytes suffice for `keep`."""
         each = sum(_nbytes(row.part(kind.layer, 0, 1)) for kind in self._full) if end else 0
         return end if each == 0 else min(end, start + free // each)
 
     def keep(self, row: R, start: int, end: int) -> Kept:
-        """See Store."""
+        """Returns copies of the row's tokens [start, end) for the prefix cache."""
         kept = tuple(_owned(row.part(kind.layer, start, end)) for kind in self._full)
         return self._kept(kept)
 
     def state_bytes(self, row: R) -> int:
-        """See Store."""
+        """Returns the bytes that `keep_state` would use."""
         return sum(_nbytes(arrays) for arrays in self._states(row))
 
     def keep_state(self, row: R) -> LayerStates:
-        """See Store."""
+        """Returns a snapshot of the row's windows and states, as copies."""
         return LayerStates(
             row.offset, self._kept(tuple(_owned(arrays) for arrays in self._states(row)))
         )
 
     def lowest(self, state: LayerStates) -> int:
-        """See Store."""
+        """Returns the fewest tokens to which the snapshot can be shortened."""
         return max(lowest_rewind(kind, state.end) for kind in self._whole)
 
     def cut(self, held: Kept, at: int) -> tuple[Kept, Kept]:
-        """See PieceStore."""
+        """Splits a cached piece after its first `at` tokens, into two copies."""
         left = tuple(_owned(tuple(a[:, :, :at] for a in arrays)) for arrays in held)
         right = tuple(_owned(tuple(a[:, :, at:] for a in arrays)) for arrays in held)
         _evaluate(*left, *right)
         return left, right
 
     def join(self, left: Kept, right: Kept) -> Kept:
-        """See PieceStore."""
+        """Joins two neighbouring cached pieces into one copy."""
         joined = tuple(
             tuple(mx.concatenate(list(pair), axis=2) for pair in zip(first, other, strict=True))
             for first, other in zip(left, right, strict=True)
@@ -125,17 +129,20 @@ class RowStore(Generic[R]):
         return joined
 
     def free(self, held: Kept) -> None:
-        """See PieceStore."""
+        """Subtracts the bytes of a cached piece, which the caller drops."""
         self.nbytes -= sum(_nbytes(arrays) for arrays in held)
 
     def free_state(self, state: LayerStates) -> None:
-        """See PieceStore."""
+        """Subtracts the bytes of a snapshot, which the caller drops."""
         self.free(state.layers)
 
     # ---- the disk tier, see stored_arrays.py -----------------------------------------------------
 
     def stored(self, parts: Sequence[Part[Kept]]) -> list[DeviceArray]:
-        """See PortableStore. Cached pieces never change, so they are not copied."""
+        """Returns the arrays of one block of tokens for the disk tier.
+
+        Cached pieces never change, so they are not copied.
+        """
         return device_arrays(
             (
                 f"{kind.layer}.{number}",
@@ -149,7 +156,7 @@ class RowStore(Generic[R]):
         )
 
     def stored_state(self, state: LayerStates) -> list[DeviceArray]:
-        """See PortableStore."""
+        """Returns the arrays of a snapshot in the form for the disk tier."""
         arrays_by_name = (
             (f"{kind.layer}.{number}", ((array, 0, 0),))
             for kind, arrays in zip(self._whole, state.layers, strict=True)
@@ -158,12 +165,12 @@ class RowStore(Generic[R]):
         return device_arrays(arrays_by_name, axis=0)
 
     def bytes_of(self, record: ReadRecord, start: int, end: int) -> int:
-        """See PortableStore."""
+        """Returns the most bytes that `restored` needs."""
         whole = sum(place.nbytes for place in record.header.arrays)
         return whole * (end - start) // record.header.tokens
 
     def restored(self, record: ReadRecord, start: int, end: int) -> Kept:
-        """See PortableStore."""
+        """Returns a record's tokens [start, end) as a piece for the prefix cache."""
         low, high = start - record.header.start, end - record.header.start
         arrays = arrays_of(record)
         return self._kept(
@@ -174,7 +181,7 @@ class RowStore(Generic[R]):
         )
 
     def restored_state(self, record: ReadRecord) -> LayerStates:
-        """See PortableStore."""
+        """Returns the snapshot of a record from the disk tier."""
         arrays = arrays_of(record)
         layers = tuple(
             tuple(device_array(dtype, array) for dtype, array in _of_layer(arrays, kind.layer))

@@ -63,7 +63,7 @@ class PassStates:
         return out
 
     def _plan(self, places: tuple[Place, ...]) -> mx.array:
-        """Returns the plan of a layer whose states have these places."""
+        """Returns the kernel's plan for a layer whose states are at these places."""
         if places not in self._plans:
             numbers: list[PlanLine] = [
                 (first, span.count, *place, written, int(span.checks))
@@ -141,5 +141,5 @@ def sources_of(
 
 
 def _starts(counts: Iterable[int]) -> list[int]:
-    """Returns the beginning of each run of `counts`, and the end of the last run."""
+    """Returns the start of each of several consecutive runs of these lengths, and the last end."""
     return [0, *accumulate(counts)]

@@ -56,15 +56,15 @@ class LatentSpec(Struct, frozen=True):
     rank: int
 
     def stored(self, kv: str = AUTO) -> tuple[StoredArray, ...]:
-        """See KeyValueSpec. Latents are always stored in the model's numbers."""
+        """Returns the array of latents, which are always stored in the model's numbers."""
         return (StoredArray("latents", 1, self.dim),)
 
     def token_bytes(self, item: int, kv: str = AUTO) -> int:
-        """See KeyValueSpec."""
+        """Returns the bytes of one more token, if the model's numbers have `item` bytes."""
         return self.dim * item
 
     def fixed_bytes(self, item: int, chunk: int, kv: str = AUTO) -> int:
-        """See KeyValueSpec."""
+        """Returns the constant bytes of a sequence: 0, as all memory belongs to tokens."""
         return 0
 
 
@@ -77,11 +77,11 @@ class RecurrentSpec(Struct, frozen=True):
     shapes: tuple[tuple[int, ...], ...]
 
     def token_bytes(self, item: int, kv: str = AUTO) -> int:
-        """See KeyValueSpec."""
+        """Returns 0: a recurrent state does not grow with tokens."""
         return 0
 
     def fixed_bytes(self, item: int, chunk: int, kv: str = AUTO) -> int:
-        """See KeyValueSpec. Counts the state, and the earlier states for rollbacks."""
+        """Returns the constant bytes of a sequence: its state, and earlier states for rollbacks."""
         return (1 + ROLLBACK_STEPS) * self.state_bytes
 
     @property

@@ -121,7 +121,10 @@ class ConstrainedRows:
         return masks, failed
 
     def _hold(self, row: Generation, *, draws: bool) -> None:
-        """Makes steps skip a row with late masks, also the newest step unless the row `draws`."""
+        """Excludes a row with a late mask from steps until `release`.
+
+        Unless the row `draws`, the newest step withdraws it as well.
+        """
         if not draws and row.sequence.phase is Phase.RUNNING:
             self._engine.withdraw(row.sequence, again=True)
         row.sequence.held = True

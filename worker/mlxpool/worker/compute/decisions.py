@@ -56,7 +56,7 @@ class Line(Generation, eq=False, kw_only=True):
         number: int,
         goes_on: Callable[[Line], bool],
     ) -> Self:
-        """Returns a line of a call; `number`: its sequence's run number, unused by requests."""
+        """Returns a line of a call; `number` identifies its sequence and is unused by requests."""
         message = call.message
         question = message.questions[index]
         sequence = Sequence(
@@ -98,7 +98,10 @@ class Line(Generation, eq=False, kw_only=True):
         find: bool = False,
         least: int = 1,
     ) -> Delta:
-        """See Generation.commit. Keeps the log-probabilities and ignores the drawn token."""
+        """Keeps the log-probabilities of the answers' tokens; the line ends or becomes another.
+
+        The drawn token is ignored. For the parameters see Generation.commit.
+        """
         assert drawn.logprob is not None
         self.found = dict(drawn.logprob.top)
         if self.goes_on(self):
@@ -106,7 +109,7 @@ class Line(Generation, eq=False, kw_only=True):
         return self.last_delta(RunEnd("stop"))
 
     def last_delta(self, end: RunEnd | PoolError) -> Delta:
-        """See Generation.last_delta. `Decisions.take` removes this delta from streams' deltas."""
+        """Returns the delta that ends the line; `Decisions.take` keeps it from the streams."""
         self.sequence.phase = Phase.FINISHED
         if isinstance(end, PoolError):
             self.error = end

@@ -86,9 +86,9 @@ def make_drafter(setting: str, engine: Engine, clock: Callable[[], float]) -> Dr
 
 
 def one_each(deltas: list[Delta], drafts: Drafts) -> list[Delta]:
-    """Returns the deltas of a step, with one delta for each stream that checked drafts.
+    """Returns a step's deltas, with one joined delta for each stream that checked drafts.
 
-    The deltas before the join are consecutive: each has one token, or the end.
+    The joined deltas of a stream are consecutive; each has one token, or the stream's end.
     """
     joined: list[Delta] = []
     places: dict[RunKey, int | None] = {

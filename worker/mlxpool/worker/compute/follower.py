@@ -99,10 +99,10 @@ class GivenStore(PagedStore):
     """The store of rows whose blocks rank 0 has chosen."""
 
     def reserve(self, row: BlockRow, tokens: int) -> None:
-        """See Store. Does nothing, as rank 0 has reserved the blocks."""
+        """Does nothing, as rank 0 has reserved the blocks."""
 
     def short(self, rows: Sequence[BlockRow], ends: Sequence[int]) -> list[int]:
-        """See BlockStore."""
+        """Returns no row: rank 0 has reserved the blocks of all rows."""
         return []
 
 

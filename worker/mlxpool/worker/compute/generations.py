@@ -204,7 +204,7 @@ class Generation(Struct, eq=False):
         )
 
     def _facts(self) -> dict[str, object] | None:
-        """Returns the request's facts for the first delta; None for later deltas."""
+        """Returns the facts (constant values) of the request for the first delta; then None."""
         if self.facts_sent:
             return None
         self.facts_sent = True

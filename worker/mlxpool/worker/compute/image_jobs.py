@@ -1,9 +1,9 @@
 """Encodes images between steps, one at a time, when the reading of a prompt reaches an image.
 
 The features of an image stay in a cache, so that other sequences need not encode the image again. A
-sequence that waits for an image takes no cache space from earlier sequences: their features are not
-evicted. So every sequence makes progress: the first sequence at the latest when all features of
-other sequences are evicted.
+sequence that waits for an image does not evict features that earlier sequences still need. So every
+sequence makes progress: at the latest when it is the first sequence and all other features are
+evicted.
 """
 
 from __future__ import annotations

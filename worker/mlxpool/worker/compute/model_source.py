@@ -307,7 +307,10 @@ def _folder(
 
 
 def why_no_drafts(folder: ModelFolder, config: ModelConfig) -> str:
-    """Returns why no step checks drafts, as far as files and settings decide; empty: steps may."""
+    """Returns the reason why no step of the model checks drafts; empty: steps may check drafts.
+
+    The reason follows from the model's files and settings alone.
+    """
     recurrent = any(isinstance(cache, RecurrentSpec) for cache in folder.plan.caches)
     if why := _why_none_of_any(folder, config):
         return why
@@ -317,7 +320,7 @@ def why_no_drafts(folder: ModelFolder, config: ModelConfig) -> str:
 
 
 def _why_none_of_any(folder: ModelFolder, config: ModelConfig) -> str:
-    """Returns why no step checks drafts, not even of the model's own head; empty: steps may."""
+    """Returns the reason why no step can check drafts from any source; empty: no such reason."""
     if folder.uses_mlx_lm:
         return "mlx-lm's code computes this model, and checks no drafts"
     if config.devices > 1:

@@ -242,7 +242,7 @@ class Steps:
         return self._draw(constrained, drafts) if constrained else []
 
     def _note_turns(self, step: Step) -> None:
-        """Notes the owners whose prompts a step reads; forgets owners without sequences."""
+        """Records the owners whose prompts a step reads; removes owners without sequences."""
         self._passes += 1
         self._turns.update((span.sequence.owner, self._passes) for span in step.chunks)
         if len(self._turns) > MAX_TURNS:

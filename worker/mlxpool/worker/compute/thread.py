@@ -43,7 +43,10 @@ Source = ModelSource | EncoderSource
 
 
 class Compute(threading.Thread):
-    """The only thread that uses MLX. It gets messages by `send` and sends messages by `post`."""
+    """The thread that loads and runs the model; no other thread uses MLX.
+
+    Other threads give it messages by `send`. It passes its own messages to the function `post`.
+    """
 
     def __init__(
         self,
@@ -65,7 +68,7 @@ class Compute(threading.Thread):
         self._ended_by: BaseException | None = None
 
     def send(self, message: Inbound) -> None:
-        """Enqueue a message. Any thread may call it."""
+        """Puts a message into the thread's queue. Any thread may call it."""
         self.inbox.put(message)
 
     def run(self) -> None:
@@ -142,7 +145,10 @@ class Compute(threading.Thread):
         self.progress.memory.loaded(size)
 
     def _end(self, error: BaseException, what: str) -> None:
-        """Let the process end: the broker counts a crash, and streams continue in other workers."""
+        """Logs an error that ends the thread, and posts Unusable, so that the worker process ends.
+
+        The broker counts this as a crash, and the streams continue in other workers.
+        """
         # Keeps the error, whose traceback keeps the engine alive: on a lost device, freeing memory
         # may end the process before it has sent the reason.
         self._ended_by = error

@@ -1,4 +1,4 @@
-"""Compiles formats into constraints, in a separate thread, and keeps the texts of their grammars.
+"""Compiles response formats into constraints, in a separate thread; caches the grammar texts.
 
 Every answer has its own compiled grammar: copies of a grammar share lexer states, so one answer
 would use up the states of another answer.
@@ -28,9 +28,10 @@ log = logging.getLogger("mlxpool.worker")
 
 
 class Compiler:
-    """Makes constraints for one model. `load` returns the model's vocabulary.
+    """Makes constraints, one for each answer of a model with a response format.
 
-    `vocabulary` is the vocabulary's name in digests. Formats must have passed `grammar.check`.
+    The parameter `load` is a function that returns the model's vocabulary. `vocabulary` is a text
+    that identifies this vocabulary in digests. Formats must have passed `grammar.check`.
     """
 
     def __init__(
@@ -61,8 +62,8 @@ class Compiler:
     def load(self) -> None:
         """Loads the vocabulary, once. Only the compiler's thread calls it.
 
-        The library holds Python's GIL meanwhile, with a large vocabulary for a second or two. So
-        call it before the first stream, or while there is no stream; otherwise streams wait.
+        With a large vocabulary, llguidance holds Python's GIL for a second or two. So call it
+        before the first stream, or while there is no stream; otherwise streams wait.
         """
         if self._tokenizer is None:
             tokenizer = self._tokenizer = self._load()

@@ -41,15 +41,16 @@ class EndTokens(Struct, frozen=True, eq=False):
 
     @classmethod
     def of(cls, ends: Words, others: Words) -> EndTokens:
-        """Makes an object of two bit masks."""
+        """Returns the EndTokens of two bit masks, and computes `columns`."""
         return cls(ends, others, np.flatnonzero(others != np.uint32(2**WORD_BITS - 1)))
 
 
 class MaskRecord(Struct, eq=False):
-    """The state of a constraint in `masks.Masks`, which alone reads and writes it.
+    """The state of a constraint that `masks.Masks` keeps between steps.
 
-    `quick`: the number of consecutive quick masks. `late`: a mask was late since the last quick
-    mask. `making`: the batch or thread that makes the constraint's mask.
+    A mask is quick if it took little processor time, and late if it was not made when a step needed
+    it. `quick`: the number of consecutive quick masks. `late`: a mask was late since the last quick
+    mask. `making`: the job (Batch or SingleMask) that makes the next mask; None: no job.
     """
 
     quick: int = 0
@@ -76,9 +77,9 @@ class Constraint:
         small: bool = True,
         numbers: NumberBound | None = None,
     ) -> None:
-        """`tokens`: the size of the library's vocabulary. `canonical`: the library knows the tokens
-        of a forced text. `small`: every text of the format is tokenised quickly. `numbers`: the
-        bound of the answer's JSON numbers, without any token yet; None: no bound.
+        """`tokens`: the size of llguidance's vocabulary. `canonical`: llguidance knows the token
+        ids of a forced text. `small`: the grammar is short, so texts are tokenised quickly.
+        `numbers`: a new bound of the answer's JSON numbers; None: no bound.
         """
         self.matcher = matcher  # mask_batch.py gives it tokens and reads its masks, too
         self.end_tokens = ends
@@ -107,9 +108,9 @@ class Constraint:
         self._thoughts = thoughts
 
     def mask(self) -> Words:
-        """Returns [1, ceil(vocabulary / 32)] with the bits of the tokens that may follow.
+        """Returns the mask [1, ceil(vocabulary / 32)]: the bits of the tokens that may follow.
 
-        Raises BadRequest if no token may follow, or if the bounds of the library are exceeded.
+        Raises BadRequest if no token may follow, or if the bounds of llguidance are exceeded.
         """
         known = self.known_mask()
         if known is not None:
@@ -123,7 +124,7 @@ class Constraint:
         return words[None]
 
     def bound_numbers(self, words: Words) -> None:
-        """Takes digits out of a mask [words] if the answer ends with a number of full length."""
+        """Disallows digits in a mask [words] after a number with the most digits allowed."""
         if self._numbers is not None:
             self._numbers.limit(words)
 
@@ -136,7 +137,7 @@ class Constraint:
 
     @property
     def allows_all(self) -> bool:
-        """Whether any token of `others` may follow: inside of thoughts, below their bound."""
+        """Whether all tokens of `others` may follow: in the thoughts, while no token is forced."""
         return self._thoughts is not None and not self._thoughts.forced
 
     def forced_token(self) -> int | None:
@@ -146,7 +147,7 @@ class Constraint:
         return self._forced[0] if self._forced or self._find_forced() else None
 
     def require_tokens(self, words: Words) -> None:
-        """Raises the errors of `mask` if the mask `words` could not be made or is empty."""
+        """Raises BadRequest if the mask `words` could not be made, or if it allows no token."""
         if self.matcher.is_error():
             raise self._failed()
         if not words.any():
@@ -154,14 +155,14 @@ class Constraint:
 
     @property
     def takes_ahead(self) -> bool:
-        """Whether the matcher may get a token before `take` does."""
+        """Whether the matcher may get the next token now, before `take` is called with it."""
         return self._thoughts is None and self._ahead is None
 
     def taken_ahead(self, token: int, *, find: bool) -> None:
-        """Records that the matcher already has the next token; `take` gets it later.
+        """Records that the matcher already has the token with which `take` is called later.
 
-        Until `take`, nothing reads the matcher, so that a mask can be made meanwhile. `find`:
-        forced tokens are searched now.
+        Nothing reads the matcher until then, so another thread may make the next mask. `find`: also
+        searches the tokens that the format forces after this token.
         """
         matcher, forced = self.matcher, self._forced  # for many rows in every step: few calls
         self._ahead = token
@@ -179,14 +180,15 @@ class Constraint:
             forced.extend(matcher.compute_ff_tokens())
 
     def fail(self, error: Exception) -> None:
-        """Makes `take` raise: whether the matcher has the next token is unknown."""
+        """Stores an error for the next call of `take`: the state of the matcher is unknown."""
         self._error = error
 
     def goes_on(self, token: int, least: int) -> bool:
-        """Appends a token that the matcher already has, if a sampled token follows it.
+        """Commits a token that the matcher already has, if the next token has to be sampled.
 
         Returns False and does nothing if the answer is complete, if `least` or more tokens are
-        forced, or if the matcher does not have the token yet. Then `take` appends the token.
+        forced, or if the matcher does not have the token. Then the caller appends the token by
+        `take`.
         """
         if self._ahead != token or self._error or self._finished or len(self._forced) >= least:
             return False
@@ -194,11 +196,14 @@ class Constraint:
         return True
 
     def draws_next(self, least: int) -> bool:
-        """Returns whether a sampled token follows: not the end, and not `least` forced tokens."""
+        """Returns whether the next token is sampled.
+
+        It is not if the answer is complete, or if `least` or more tokens are forced.
+        """
         return not self._finished and len(self._forced) < least
 
     def give_back(self) -> None:
-        """Removes the token of `taken_ahead`, if any, from the matcher: it will not be appended."""
+        """Takes the token of `taken_ahead`, if any, back from the matcher: it is not committed."""
         if self._ahead is None:
             return
         self._ahead = None
@@ -251,7 +256,10 @@ class Constraint:
             self._numbers.take_all(run)
 
     def _behind_token(self) -> None:
-        """Forgets the state before the newest token of the matcher."""
+        """Clears the cached state before the matcher's newest token.
+
+        If tokens are forced, the newest token was the first of these; drops it from them.
+        """
         self._forget()
         if self._forced:
             self._forced.popleft()  # the masked token is this token: no other token may follow
@@ -276,10 +284,10 @@ class Constraint:
         return copy
 
     def masks_behind(self, mask: Words, drafts: Sequence[int]) -> Words:
-        """Returns masks [1 + drafts, words]: `mask`, for the next token, and one per draft.
+        """Returns masks [1 + drafts, words]: `mask` for the next token, then one after each draft.
 
-        A mask allows no token if the drafts before it cannot follow in the answer, or after an
-        error; the next mask of the answer itself raises this error.
+        A mask allows no token if the drafts before its token cannot follow in the answer, or after
+        an error. The answer's own next mask raises this error.
         """
         lines = np.zeros((1 + len(drafts), mask.size), dtype=np.uint32)
         lines[0] = mask
@@ -323,7 +331,8 @@ class Constraint:
     def accepts(self) -> bool:
         """Whether the answer is complete, though it may go on.
 
-        After the first read for a token, any thread may read it, also while a mask is made.
+        The first read after a token asks the matcher. Later reads return the stored value, so any
+        thread may do them, also while a mask is made.
         """
         if self._accepts is None:
             self._accepts = self._thoughts is None and self.matcher.is_accepting()
@@ -342,7 +351,7 @@ class Constraint:
     def _find_forced(self) -> bool:
         """Finds the forced tokens, unless some are known. Returns whether a token is forced.
 
-        An error is raised by the next mask.
+        If llguidance fails, the next call of `mask` raises the error.
         """
         if not self._forced and not self._sought and self._canonical and not self.accepts:
             self._sought = True

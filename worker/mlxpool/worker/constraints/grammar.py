@@ -1,6 +1,6 @@
-"""Grammars of formats: the text for llguidance, the digest, and a check of the compilation.
+"""Grammars of response formats: the text for llguidance, its digest, and a test compilation.
 
-A compilation may take any time and memory. So `check` is called in a process with limits, see
+A compilation may need unlimited time and memory. So `check` is called in a process with limits, see
 worker/preparation.
 """
 
@@ -129,7 +129,7 @@ def _error_of(text: str) -> str:
 
 
 def _located(format: Mapping[str, Any], error: str) -> str:
-    """Returns the error message for a format that cannot be compiled, with its wrong part."""
+    """Returns the error message for a format that cannot be compiled; it names the faulty part."""
     schema, what = format.get("schema"), ""
     if format["type"] == "lark":
         rule = rule_of(format["grammar"], error)

@@ -27,11 +27,11 @@ FIRST_WORDS = 16  # words of a mask; nearly all masks have a bit there
 
 
 class FilledTable(Struct, frozen=True):
-    """The masks of several constraints.
+    """The masks of several constraints, written into a table.
 
-    `lines`: each constraint's line (row index) in the table, or the value of `only` for a forced
-    token. `used`: the lines of the table that have a mask. `failed`: the indices of constraints
-    whose mask could not be made, and the errors.
+    `lines`: the index of each constraint's line in the table; for a forced token, the negative
+    number that `mask_table.only` returns. `used`: the number of lines that have a mask. `failed`:
+    the errors of masks that could not be made, by the index of the constraint.
     """
 
     lines: list[int]
@@ -40,10 +40,10 @@ class FilledTable(Struct, frozen=True):
 
 
 def take_together(tokens: Sequence[tuple[Constraint, int]], *, find: bool) -> list[Constraint]:
-    """Gives each constraint its token before `take` is called, see Constraint.taken_ahead.
+    """Gives each constraint's matcher its next token, before `Constraint.take` is called with it.
 
-    Returns the constraints that got their token. `take` of the other constraints raises an error,
-    also if the library failed.
+    See Constraint.taken_ahead. Returns the constraints that got their token. For any other
+    constraint, `take` raises an error, also if llguidance failed.
     """
     if len(tokens) >= MANY:
         try:

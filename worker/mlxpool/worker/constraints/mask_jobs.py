@@ -1,6 +1,6 @@
-"""Jobs that make masks of many constraints or of one, and the thread for many.
+"""The jobs that make masks, of many constraints or of one, and the thread for batches.
 
-A finished job has a table of masks, and each constraint's line (row index) in it.
+The result of a job has a table of masks, and the index of each constraint's line in it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ Found = Words | int | Exception  # a mask [1, words], the line of a row without 
 
 
 class MadeMasks(Struct, frozen=True):
-    """Finished masks: each constraint's line (row index) in `table`, or see mask_table.only.
+    """The result of mask jobs: a table, and each constraint's line (row index) in it.
 
-    `used`: the lines of the table that have a mask. `failed`: the errors of masks that could not be
-    made. `late`: the constraints with a late mask; some of these masks are made now.
+    A negative line: the constraint needs no mask, see mask_table.only. `used`: the number of lines
+    that have a mask. `failed`: the errors of masks that could not be made. `late`: the constraints
+    that had a late mask and no quick mask since; some of their masks may be in `table`.
     """
 
     table: MaskTable
@@ -44,7 +45,7 @@ class MadeMasks(Struct, frozen=True):
 
 
 class Batch:
-    """A batch of constraints: each gets a token; then their masks are made together.
+    """A job for several constraints: gives each its next token, then makes all their masks.
 
     The first thread that calls `run`, `run_take` or `run_fill` does the work; other threads wait.
     The thread that created the batch reads the attributes afterwards: the `constraints` with masks,
@@ -116,7 +117,7 @@ class Batch:
         return True
 
     def has_room(self, others: int) -> bool:
-        """Returns whether the table has room for `others` masks after the batch's own masks."""
+        """Returns whether the table has free lines for `others` more masks of other jobs."""
         return self.error is None and self.filled.used + others <= len(self.table.words)
 
     def result(self) -> MadeMasks:
@@ -130,7 +131,10 @@ class Batch:
         return MadeMasks(self.table, self.filled.used, lines, failed)
 
     def found(self, place: int) -> Found:
-        """Returns the mask of constraint number `place`; it is valid as long as the table."""
+        """Returns the result for the constraint at index `place`; valid as long as the table.
+
+        It is a mask [1, words], the line of a row that needs no mask, or an error.
+        """
         if self.error is not None:
             return self.error
         failed = self.filled.failed.get(place)
@@ -162,8 +166,9 @@ class Batch:
     def _fill_table(self, begins: Callable[[], None]) -> None:
         """Makes the masks.
 
-        Sets `seconds` to the time that one mask may have taken. It is 0 unless the process has
-        worked far too long for all masks; then each constraint has to prove again that it is quick.
+        Sets `seconds` to the processor time of a single mask. For several masks it is 0, unless the
+        process has used far too much time; then it is the whole time, and none of the constraints
+        counts as quick until it has proved this again.
         """
         if len(self.constraints) == 1:
             begins()
@@ -177,14 +182,14 @@ class Batch:
 
 
 class SingleMask:
-    """The mask of one constraint: made by a thread of its own, or made before."""
+    """A job for the mask of one constraint: a thread makes the mask, or it is already made."""
 
     def __init__(self, made: Future[tuple[Found, float]]) -> None:
         self._future = made
 
     @classmethod
     def kept(cls, mask: Found) -> SingleMask:
-        """Returns the job of a finished mask."""
+        """Returns a finished job with a copy of this mask."""
         future: Future[tuple[Found, float]] = Future()
         future.set_result((mask.copy() if isinstance(mask, np.ndarray) else mask, 0.0))
         return cls(future)

@@ -1,4 +1,4 @@
-"""A table of the masks of several batch rows, and the line (index) of a row's mask in it."""
+"""A table of token masks, one line for each batch row that needs a mask."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ _ONLY = -2  # the line number for only token 0; for another token t it is -2 - t
 
 
 class MaskTable(Struct, frozen=True):
-    """`words` [lines, words of a mask] int32: bit i % 32 of word i // 32 of a line is token i.
+    """A table of token masks, one in each line (row).
 
+    `words` [lines, words of a mask] int32: bit i % 32 of word i // 32 of a line is token i.
     `shared`: the engine's object for this memory, if the device reads the memory directly.
     """
 
@@ -39,7 +40,7 @@ def words_of_mask(tokens: int) -> int:
 
 
 def only(token: int) -> int:
-    """Returns the line number for a row that may draw only `token`: it needs no mask in a table."""
+    """Returns the negative line number of a row that may draw only `token`, so needs no mask."""
     return _ONLY - token
 
 

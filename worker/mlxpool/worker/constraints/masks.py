@@ -1,12 +1,12 @@
-"""Makes the masks of a step, so that a slow constraint delays no other sequence.
+"""Makes the token masks of a step, so that a slow constraint delays no other sequence.
 
-Constraints with quick masks take their tokens together, and their masks are made together on
-several cores. If these masks are few, the calling thread makes them; otherwise it goes on
-meanwhile. The mask of each slow constraint is made in a separate thread. A step waits for a bounded
-time.
+A constraint is quick if its last masks took little time. All quick constraints get their tokens
+together, and their masks are made together on several cores. The calling thread makes these masks
+itself if they are few; otherwise another thread makes them meanwhile. Each slow constraint's mask
+is made in a separate thread. A step waits for masks only for a bounded time.
 
-When masks are begun, no pass that samples with a table of masks may be in flight: the memory of
-earlier tables is used again.
+Before new masks are begun, any pass that samples with a table of masks must have ended, because the
+memory of earlier tables is used again.
 """
 
 from __future__ import annotations
@@ -42,10 +42,15 @@ LEAST_LINES = 8  # the fewest lines of a table
 
 
 class Masks:
-    """Makes masks for one thread, at most one mask of a constraint at a time."""
+    """Makes the masks of all constrained sequences of an engine; the compute thread uses it.
+
+    A constraint has at most one job at a time.
+    """
 
     def __init__(self, memory: Callable[[int], MaskTable | None] = lambda lines: None) -> None:
-        """`memory` returns a table for `lines` masks that the device reads directly, or None."""
+        """`memory` is a function that returns a table for `lines` masks in memory that the device
+        reads directly; None: there is no such memory.
+        """
         self._memory = memory
         self._free: list[MaskTable] = []
         self._unread: list[Batch] = []  # batches with unread masks
@@ -54,7 +59,7 @@ class Masks:
         self._news = threading.Event()  # a mask was made since the last check in `wait`
 
     def is_quick(self, constraint: Constraint) -> bool:
-        """Returns whether a constraint takes tokens in batches, which also find forced tokens."""
+        """Returns whether a constraint's tokens and masks are processed in batches with others."""
         return constraint.record.quick >= QUICK_MASKS and constraint.small
 
     def is_made(self, constraint: Constraint) -> bool:
@@ -75,10 +80,11 @@ class Masks:
     # ---- tokens ----------------------------------------------------------------------------------
 
     def take_ahead(self, tokens: Sequence[tuple[Constraint, int]], least: int) -> None:
-        """Begins to give quick constraints their tokens before `take`, in another thread.
+        """Begins to give quick constraints their next tokens in another thread, for a later `take`.
 
-        It also begins the masks after these tokens, unless the answer is complete or `least` or
-        more tokens are forced. Until `take` is called, nothing else may use the constraints.
+        The thread also makes the masks after these tokens, except for answers that are complete or
+        have `least` or more forced tokens. Until `take` is called, nothing else may use the
+        constraints.
         """
         quick = self._taking(tokens)
         if quick:
@@ -93,9 +99,10 @@ class Masks:
             helper().submit(batch.run)
 
     def take(self, tokens: Sequence[tuple[Constraint, int]], least: int) -> None:
-        """Gives quick constraints their tokens before Constraint.take, unless `take_ahead` did.
+        """Gives quick constraints their tokens together, unless `take_ahead` already did.
 
-        Then begins their masks like `take_ahead`, if the masks are too many for the calling thread.
+        The caller then commits each token by Constraint.take. If the masks are too many for the
+        calling thread, it also begins them in another thread, as `take_ahead` does.
         """
         batch, self._ahead = self._ahead, None
         if batch is not None:
@@ -139,9 +146,9 @@ class Masks:
     # ---- masks -----------------------------------------------------------------------------------
 
     def begin_early(self, constraints: Sequence[Constraint]) -> None:
-        """Begins masks of quick constraints; they are needed after the next pass has begun.
+        """Begins masks of quick constraints, for a draw after the start of the next pass.
 
-        The other thread begins when the calling thread waits for something.
+        Another thread makes them as soon as the calling thread releases the GIL.
         """
         early = [
             constraint
@@ -182,7 +189,7 @@ class Masks:
     ) -> None:
         """Makes masks together, in this thread (`here`) or another.
 
-        `waits`: the other thread gets the GIL until it has begun.
+        `waits`: the calling thread gives up the GIL and waits until the other thread has begun.
         """
         table = self._table(constraints[0], len(constraints))
         batch = Batch(table, constraints=constraints, made=self._news.set)
@@ -197,7 +204,7 @@ class Masks:
             helper().submit(batch.run)
 
     def _begin(self, batch: Batch, *, fill: bool) -> None:
-        """Records the masks of a batch after its tokens were appended; `fill`: begins the masks."""
+        """Registers a batch whose tokens were appended; with `fill`, begins to make its masks."""
         for constraint in batch.constraints:
             constraint.record.making = batch
         if not batch.constraints:
@@ -208,7 +215,7 @@ class Masks:
             self._run_elsewhere(batch.run_fill)
 
     def _run_elsewhere(self, run: Callable[[Callable[[], None]], None]) -> None:
-        """Makes masks in the other thread, and gives it the GIL until it has begun."""
+        """Makes masks in the other thread; waits, without the GIL, until that thread has begun."""
         begun = allocate_lock()
         begun.acquire()
 
@@ -258,9 +265,9 @@ class Masks:
     def _merged(
         self, constraints: Sequence[Constraint], made: Mapping[Batch | SingleMask, bool]
     ) -> MadeMasks:
-        """Returns the masks of several jobs in the table of the largest batch, if it has room.
+        """Returns the masks of several jobs in one table: the largest batch's, if that has room.
 
-        The batches' masks of other constraints are copied and kept.
+        Masks of constraints outside of `constraints` are copied, and kept as finished jobs.
         """
         batches = [job for job, is_made in made.items() if is_made and isinstance(job, Batch)]
         base = max(batches, key=lambda batch: len(batch.constraints), default=None)
@@ -316,7 +323,7 @@ class Masks:
                 self._judge(record, quick=seconds <= QUICK)
 
     def _read(self, batch: Batch) -> None:
-        """Records that the masks of a batch were read: its constraints no longer wait for it."""
+        """Records that a batch was read: its table is free, its constraints may get new jobs."""
         self._unread.remove(batch)
         quick = batch.seconds <= QUICK and batch.error is None
         for constraint in batch.constraints:
@@ -334,7 +341,7 @@ class Masks:
 def _kept(
     batches: Sequence[Batch], asked: Collection[Constraint]
 ) -> list[tuple[Constraint, SingleMask]]:
-    """Returns copies of the masks of constraints that may still need them."""
+    """Returns finished jobs with copies of the masks that later steps may still need."""
     return [
         (constraint, SingleMask.kept(batch.found(place)))
         for batch in batches
@@ -344,9 +351,9 @@ def _kept(
 
 
 def few() -> int:
-    """Returns the most quick masks that the calling thread makes.
+    """Returns how many quick masks the calling thread makes itself, at most.
 
-    It is at least the number of threads: for as many masks, the calling thread waits only for one
-    mask of each thread.
+    It is at least the number of threads: with no more masks than threads, the calling thread waits
+    only as long as one mask takes.
     """
     return max(FEW, mask_batch.threads())

@@ -1,7 +1,8 @@
-"""The bound of JSON numbers. Grammars allow any number of digits, and a model may never stop.
+"""Bounds the length of JSON numbers in answers.
 
-After a number of full length, no token that begins with another digit may follow, unless the
-grammar allows nothing else. The allowed tokens depend only on the ids of an answer.
+Grammars allow any number of digits, and a model may never stop. So after a number of the longest
+length, no token that begins with another digit may follow, unless the grammar allows nothing else.
+The allowed tokens depend only on the ids of an answer.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ _DIGITS = frozenset(b"0123456789")
 
 
 class NumberTokens(Struct, frozen=True, eq=False):
-    """The parts of a vocabulary's tokens that may belong to numbers.
+    """The tokens of a vocabulary that may be parts of numbers.
 
-    `tails`: for each token, its last bytes that may belong to a number. `whole`: tokens that have
-    no other bytes. `digits` and `letters` [words] have the bits of tokens that begin with a digit
-    or a letter; `runs` has the bits of tokens that begin with several digits.
+    `tails`: the bytes at the end of a token that may belong to a number, by token id. `whole`: the
+    tokens that have only such bytes. `digits` and `letters` [words] have the bits of tokens that
+    begin with a digit or a letter; `runs` has the bits of tokens that begin with several digits.
     """
 
     tails: Mapping[int, bytes]
@@ -67,7 +68,7 @@ class NumberTokens(Struct, frozen=True, eq=False):
 
 
 class NumberBound:
-    """The last bytes of an answer that may belong to a number."""
+    """The bound of the JSON numbers in one answer: keeps the last bytes that may be a number."""
 
     def __init__(self, tokens: NumberTokens) -> None:
         self._tokens = tokens

@@ -71,7 +71,7 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def rule_of(grammar: str, error: str) -> tuple[str, Any, str] | None:
-    """Returns the comment before the rule of an error, the rule's schema, and the error itself.
+    """Returns the faulty rule of a grammar: the comment before it, its schema, and the error.
 
     Returns None if the error has no line number. The schema is None for a rule without a schema. A
     comment before several rules belongs to all of them.

@@ -1,7 +1,7 @@
-"""The constraint of an answer without a format whose thoughts have a bound.
+"""The constraint that bounds the thoughts of an answer without a response format.
 
-It allows any token except at the bound, where it ends the thoughts. So a request needs it only near
-the bound: earlier, and after the thoughts, its steps are unconstrained.
+It allows any token until the bound, and then forces the tokens that end the thoughts. A request
+needs it only near the bound; earlier, and after the thoughts, its steps are unconstrained.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NEAR = 32  # tokens: more than a step and the step in flight together check for 
 
 
 class ThoughtBound(Constraint):
-    """A constraint that is used only while the thoughts last."""
+    """The constraint of an answer whose thoughts are bounded; not used after the thoughts."""
 
     def __init__(self, thoughts: Thoughts, vocab_size: int) -> None:
         matcher = cast("LLMatcher", _AnyToken(vocab_size))
@@ -55,7 +55,7 @@ class ThoughtBound(Constraint):
 
     @property
     def finished(self) -> bool:
-        """Always Always False: no format ends the answer."""
+        """Always False: no format ends the answer."""
         return False
 
 

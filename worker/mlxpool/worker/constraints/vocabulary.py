@@ -38,7 +38,10 @@ SLICES = [
 def load_vocabulary(
     source: TextSource, pieces: Sequence[bytes], eos: Collection[int]
 ) -> LLTokenizer:
-    """Reads the tokenizer of a model again: the worker has kept only the bytes of its tokens."""
+    """Reads a model's tokenizer file again and makes llguidance's tokenizer from it.
+
+    The worker itself keeps only the bytes of the tokens.
+    """
     tokenizer, _ = read_tokenizer(Path(source.tokenizer))
     add_tokens(tokenizer, source.added)
     added = tokenizer.get_added_tokens_decoder()
@@ -73,7 +76,7 @@ def words_of(tokens: Iterable[int], vocab_size: int) -> Words:
 
 
 class _Wrapper:
-    """The tokenizer attributes that LLTokenizer reads; a call returns the ids of a text."""
+    """A tokenizer with the attributes that LLTokenizer reads; a call returns the ids of a text."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

@@ -1,10 +1,10 @@
-"""The answers of a question as token sequences, and their probabilities. Pure.
+"""The answers of a question as token sequences, and their probabilities. No I/O.
 
 The probability of an answer of several tokens is the product of the probabilities of its tokens,
-each after the tokens before it. A `branch` is a proper prefix of answers, in tokens; the first
-branch is empty. The model gives the log-probabilities of the next token at each branch. If an
-answer ends at a branch ("1" of 1 to 10), its probability has a further factor: the probability that
-no longer answer ("10") follows.
+each after the tokens before it. A `branch` is a token sequence with which an answer begins, but
+shorter than the answer; the first branch is empty. The model gives the log-probabilities of the
+next token at each branch. If an answer ends at a branch ("1" of 1 to 10), its probability has a
+further factor: the probability that no longer answer ("10") follows.
 """
 
 from __future__ import annotations
@@ -81,10 +81,11 @@ def _sum_of_logs(logs: Iterable[float]) -> float:
 
 
 def kept_forms(forms: Sequence[Sequence[Path]]) -> tuple[tuple[Path, ...], ...]:
-    """Returns each label's token sequences in the scored forms.
+    """Returns the token sequences of each label, in all forms of the answers that are scored.
 
-    `forms` has for each form a sequence of each label, the expected form first. Another form counts
-    only if it needs no further branches, because the model computes each branch.
+    `forms` has, for each way to write the answers, one token sequence for each label; the expected
+    form comes first. Another form is scored only if all its branches are branches of the first
+    form, because the model has to compute each branch.
     """
     branches = {path[:at] for path in forms[0] for at in range(len(path))}
     kept = [

@@ -47,10 +47,10 @@ class AskQuestions(Struct, frozen=True):
 
 
 class Prompts(Struct, frozen=True):
-    """The `shared` ids that all prompts begin with, each prompt's other ids, and its answers.
+    """The prompts of several questions about one text, as token ids, and the questions' answers.
 
-    Each prompt's other ids are at least one. If labels are equal, they have only the question's
-    words.
+    `shared`: the ids with which all prompts begin. `tails`: the other ids of each prompt, at least
+    one. If all questions have the same labels, `shared` includes these.
     """
 
     shared: list[int]
@@ -88,7 +88,7 @@ def prompts_of(text: TextModel, job: AskQuestions) -> Prompts:
 
 
 def worded_end(tail: str, words: str) -> str:
-    """Returns the chat template's text after the words of a question, or the end of these words."""
+    """Returns the template's text after a question's words, or else the end of these words."""
     return tail[len(words) :] or words[-_CONTEXT_CHARS:]
 
 
@@ -167,7 +167,10 @@ def _prompt(
 def _answers(
     name: str, part: Callable[[str], list[int]], end: str, question: Question, *, chat: bool
 ) -> Answers:
-    """Returns the token sequences of a question's labels after a prompt with this end."""
+    """Returns the token sequences of a question's labels, after a prompt that ends with `end`.
+
+    Raises BadRequest if two labels have the same tokens.
+    """
     paths = [
         paths for form in forms(question, chat=chat) for paths in _paths(part, end, form.texts)
     ]

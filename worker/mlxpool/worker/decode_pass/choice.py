@@ -1,4 +1,4 @@
-"""Decides whether one kernel computes a pass of decoding rows, or a kernel for each operation."""
+"""Decides whether a decode pass is computed by one kernel or by a kernel for each operation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STORED_AS_THEY_ARE = 2  # number of a layer's arrays: keys and values, without s
 
 
 def serves(lines: int) -> bool:
-    """Returns whether a DecodePass computes passes of `lines` lines, each with logits."""
+    """Returns whether a DecodePass computes passes of `lines` tokens if each token gets logits."""
     return lines <= MAX_LINES
 
 
@@ -36,11 +36,11 @@ def decode_pass_of(
     tables: mx.array,
     turns_of: Callable[[Rope], npt.NDArray[np.float32]],
 ) -> DecodePass | None:
-    """Returns the one kernel for passes of decoding rows; None: each operation has a kernel.
+    """Returns the single kernel that computes whole decode passes of a model.
 
-    This function decides for a model, `serves` for a pass; the log has the decision and its reason.
-    `dtype` is the dtype of `pools`; `turns_of` returns the angular frequencies of a rotation; see
-    PassMemory.
+    Returns None if the model needs a kernel for each operation; logs the decision and its reason.
+    `serves` decides for each pass. `dtype` is the dtype of `pools`; `turns_of` returns the angular
+    frequencies of a rotary embedding; see PassMemory for the other parameters.
     """
     weights = weights_of(model, dtype)
     why = weights if isinstance(weights, str) else missing(dtype, pools)

@@ -95,7 +95,10 @@ def _arrays(weights: PassWeights, memory: PassMemory) -> PassArrays:
 
 
 def _table(weights: PassWeights, memory: PassMemory) -> npt.NDArray[np.int64]:
-    """Returns the table of decode_pass.cu: a Layer for each layer, then one for the last norm."""
+    """Returns the table [layers + 1, LAYER_NUMBERS] of addresses and windows for decode_pass.cu.
+
+    It has a row for each layer, then a row with the address of the last norm.
+    """
     arrays: list[mx.array] = []
     for layer, pools in zip(weights.layers, memory.pools, strict=True):
         arrays += [*layer.arrays(), *pools]

@@ -82,13 +82,15 @@ def launch(
     *,
     gives_up: bool = False,
 ) -> mx.array:
-    """Returns hidden states [lines, hidden] after the last norm.
+    """Runs the kernel; returns the hidden states [lines, hidden] after the last norm.
 
     `plan`: the numbers of a pass in which each line has logits, see plan_shape.PlanShape; ids below
-    zero refer to elements of `drawn`. `writes_first` [1]: 0 if every line belongs to another row,
-    else 1. An evaluation may have at most one launch: MLX computes independent operations at the
-    same time, but launches share their memory. All `blocks` thread blocks must be resident at the
-    same time. Otherwise the states are NaN if the kernel `gives_up`, and the device fails if not.
+    zero refer to elements of `drawn`. `writes_first` [1]: 1 if several lines may belong to the same
+    row, else 0.
+
+    An evaluation may have at most one launch: MLX computes independent operations at the same time,
+    but launches share their memory. All `blocks` thread blocks must be resident at the same time.
+    If they are not, a kernel that `gives_up` returns NaN; any other kernel makes the device fail.
     """
     sets = next(n for n in SETS if 8 * n >= lines)
     threads = teams_of(shape) * TEAM_THREADS
@@ -103,17 +105,23 @@ def launch(
 
 
 def teams_of(shape: PassShape) -> int:
-    """Returns the number of teams in a thread block: wider heads need more registers."""
+    """Returns the number of teams (of TEAM_THREADS threads) in a thread block.
+
+    Wider heads need more registers, so they have fewer teams.
+    """
     return 4 if shape.size <= 64 else 3
 
 
 def splits_of(shape: PassShape) -> tuple[int, ...]:
-    """Returns the number of splits of each product of a layer, in PassShape.products' order."""
+    """Returns into how many parts the columns of each weight are split.
+
+    The weights are in the order of PassShape.products.
+    """
     return tuple(matmul_tiled.splits_of(rows, columns) for rows, columns in shape.products)
 
 
 def stages_of(shape: PassShape, sets: int) -> tuple[int, int]:
-    """Returns the numbers of stages of products and of attention that fit into shared memory."""
+    """Returns how many pipeline stages fit into shared memory: for products, and for attention."""
     room = MAX_SHARED_BYTES - _header_bytes(shape)
     stage = (matmul_tiled.ROWS + 8 * sets) * matmul_tiled.COLUMNS * 2
     keys = _attention_bytes(shape, 1)

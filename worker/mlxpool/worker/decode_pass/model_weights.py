@@ -65,7 +65,7 @@ class PassShape(Struct, frozen=True):
 
 
 class LayerWeights(Struct, frozen=True):
-    """The weights of a layer; the norm is a placeholder for missing weights, which are not read."""
+    """The weights of a layer. The kernel does not read missing weights; `norm` replaces them."""
 
     norm: mx.array
     qkv: mx.array

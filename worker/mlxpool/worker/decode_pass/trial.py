@@ -52,9 +52,10 @@ def trial_shape(dtype: mx.Dtype) -> PassShape:
 
 
 def _is_right(dtype: mx.Dtype) -> bool:
-    """Compares hidden states with NumPy's: of first tokens, and of two equal tokens in one row.
+    """Returns whether the kernel's hidden states equal NumPy's, in two kinds of passes.
 
-    These tokens see only their own values, whatever the scores are.
+    One pass has the first tokens of two rows, the other has two equal tokens in one row. In both
+    passes every token sees only equal values, so attention scores do not matter.
     """
     shape = trial_shape(dtype)
     weights = _weights(shape)
@@ -81,7 +82,7 @@ def _is_right(dtype: mx.Dtype) -> bool:
 def _plan(
     shape: PassShape, ids: tuple[int, ...], blocks: tuple[int, ...], positions: tuple[int, ...]
 ) -> mx.array:
-    """Returns the numbers of a pass over lines of rows that have one block each."""
+    """Returns the plan array of a pass over these tokens; each row has one block of the pool."""
     count = len(ids)
     at, tables = np.array(positions, dtype=np.int32), np.array(blocks, dtype=np.int32)
     ones = np.ones((count,), dtype=np.int32)

@@ -301,7 +301,11 @@ def _machine(
 
 
 def memory_problems(need: MemoryEstimate, limit: int, pool: int, floor: int) -> list[str]:
-    """Returns why a worker with this need cannot run here; `floor`: the broker's reservation."""
+    """Returns why a worker cannot run here; empty if it can. All sizes are bytes.
+
+    `need`: the memory of its model. `limit`: the worker's memory limit. `pool`: the pool's memory
+    limit. `floor`: the memory that the broker reserves for the worker.
+    """
     why = []
     least = need.fixed + 2 * KV_BLOCK_TOKENS * need.token
     if need.weights + least > limit:

@@ -174,7 +174,7 @@ def _check_weights(
 
 
 def _without_missing(messages: Iterable[str]) -> Iterator[str]:
-    """Yields messages, but not on missing tensors: they only mean that a shard is missing."""
+    """Yields the messages except those about missing tensors, which only a missing shard causes."""
     return (message for message in messages if not message.startswith("the weights lack"))
 
 

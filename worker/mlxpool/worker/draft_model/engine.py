@@ -52,7 +52,7 @@ class DraftModelEngine:
 
     @property
     def no_drafts(self) -> str:
-        """The reason why rows cannot give up wrong drafts; "": they can."""
+        """The reason why rows cannot remove wrong drafts; "": they can."""
         return self.engine.no_drafts
 
     def report(self, compiles: Callable[[], None], moved: Callable[[], None]) -> None:
@@ -87,7 +87,7 @@ class DraftModelEngine:
         return seq in self.engine.parts.memory.rows and not self.engine.lost(seq)
 
     def rewind(self, seq: Sequence, count: int) -> bool:
-        """See DraftEngine. The arrays of a batch's options stay."""
+        """See DraftEngine. Keeps the sampling batch, unlike Pipeline.rewind."""
         self.engine.parts.memory.rows[seq].trim(count)
         seq.submitted = count
         return True
@@ -147,8 +147,8 @@ class DraftModelEngine:
 def _pipeline_of(parts: Parts) -> Pipeline:
     """Makes the pipeline of a draft model.
 
-    The served model may have more tokens, see opening.require_same_tokens; the served model's
-    engine clears the buffers of both engines.
+    The vocabulary may be smaller than the served model's, see opening.require_same_tokens. The
+    served model's engine clears the buffers of both engines.
     """
     return Pipeline(
         parts,

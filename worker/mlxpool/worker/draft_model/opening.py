@@ -44,8 +44,8 @@ def inspect_draft(path: str, target: ModelFolder) -> ModelFolder:
 def require_same_tokens(target: ModelFolder, draft: ModelFolder) -> None:
     """Raises ModelLoadFailed if the same id means different tokens in the two models.
 
-    Ids without an embedding in one of the models are not compared: models of a family are padded
-    differently.
+    Ids without an embedding in one of the models are not compared: models of one family pad their
+    vocabularies to different sizes.
     """
     ours, theirs = (tokens_by_id(folder) for folder in (target, draft))
     rows = min(target.plan.embedding_rows, draft.plan.embedding_rows)
@@ -85,7 +85,7 @@ def load_draft(
 ) -> DraftModelEngine:
     """Loads a draft model for `rows` sequences; `limit`: the most bytes of the process.
 
-    Raises ModelLoadFailed if its rows cannot give up wrong drafts.
+    Raises ModelLoadFailed if its rows cannot remove wrong drafts.
     """
     from mlxpool.worker.draft_model.engine import DraftModelEngine
     from mlxpool.worker.kernels import device

@@ -1,4 +1,7 @@
-"""Checks the folder of an encoder model without MLX: its task, its steps, its texts."""
+"""Checks the folder of an encoder model: its task, the layers after it, and its tokenizer.
+
+Imports no MLX.
+"""
 
 from __future__ import annotations
 
@@ -150,7 +153,10 @@ def _task(files: ModelFiles, config: Mapping[str, Any], wanted: str) -> Task:
 
 
 def _answers(files: ModelFiles, tokenizer: Tokenizer) -> Answers:
-    """Returns the two compared answers: from the model's files, or "yes" and "no"."""
+    """Returns the two token ids whose logits a reranker compares, for a match and for no match.
+
+    They come from the model's files, or are the tokens "yes" and "no".
+    """
     if asks_a_question(files):
         return Answers(*answer_ids(files))
     return require_answers(tokenizer.token_to_id("yes"), tokenizer.token_to_id("no"))
@@ -208,9 +214,10 @@ def _check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
 
 
 def _digest(files: ModelFiles, folder: str, vectors: VectorSettings, task: Task) -> str:
-    """Returns the digest of the folder, the task, and the layers that follow the model.
+    """Returns the digest of the folder, the task, and the layers after the encoder.
 
-    Those layers count with their settings and weights. `folder` is the folder's own digest.
+    The settings and the weights of these layers are part of the digest. `folder`:
+    ModelFolder.digest.
     """
     digest = hashlib.sha256(f"{folder} {task} {vectors}".encode())
     if task == "embed" and has_modules(files):

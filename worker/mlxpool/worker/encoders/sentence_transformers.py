@@ -1,7 +1,7 @@
-"""Reads sentence-transformers' files of a model: the steps after its hidden states.
+"""Reads the sentence-transformers files of a model: the modules after the encoder.
 
-modules.json lists the steps after the model; each has a folder. An unknown step is an error with
-the name of the step.
+modules.json lists the modules, such as pooling and linear layers; each has a folder. An unknown
+module is an error with the name of the module.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def has_modules(files: ModelFiles) -> bool:
 
 
 def asks_a_question(files: ModelFiles) -> bool:
-    """Returns whether the model is a language model that rates pairs by two tokens."""
+    """Returns whether the model is a language model that rates pairs by two tokens' logits."""
     return has_modules(files) and any(kind == LOGIT_SCORE for kind, _ in _listed(files))
 
 

@@ -1,4 +1,4 @@
-"""Vectors as a request wants them: truncated to the first dimensions, and normalised."""
+"""Truncates embedding vectors to the number of dimensions of a request; normalises them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calls of an engine to the device that computes its passes."""
+"""The interface between an engine and the devices that compute its passes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlxpool.worker.scheduling.spans import Span
 
 
 class Passes(Protocol):
-    """Starts passes and collects their results; a Pipeline is one."""
+    """Starts passes and collects their results; pipeline.Pipeline implements it."""
 
     def start(
         self, spans: Many[Span], *, at_once: bool, built: Callable[[], None] = lambda: None
@@ -30,7 +30,7 @@ class Passes(Protocol):
 
 
 class PassQueue(Passes, Protocol):
-    """Passes with a queue of the passes in flight; pipeline.Pipeline is one."""
+    """Passes, with a queue of the passes in flight; pipeline.Pipeline implements it."""
 
     @property
     def flights(self) -> Sized:
@@ -69,5 +69,5 @@ class OneDevice:
         return device.device_computes()
 
     def used(self, use: MemoryUse) -> MemoryUse:
-        """Returns the memory in use of all processes, from the memory in use of this process."""
+        """Returns the memory that all processes use, from the memory `use` of this process."""
         return use

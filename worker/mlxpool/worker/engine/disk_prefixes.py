@@ -46,7 +46,10 @@ SAVE_INTERVAL = 0.01  # seconds between two attempts to give a record to the wri
 
 
 class _Restore(Struct, eq=False):
-    """The reading of a sequence's prefix. `nodes`: the last nodes added to the tree, all pinned."""
+    """The state of reading a sequence's prefix from the disk.
+
+    `nodes`: the last nodes added to the tree, all pinned.
+    """
 
     sequence: Sequence
     tokens: tuple[int, ...]
@@ -58,11 +61,12 @@ class _Restore(Struct, eq=False):
 
 
 class DiskPrefixes:
-    """Moves prefixes between an engine's tree and its disk tier; used by the compute thread.
+    """Moves prefixes between an engine's prefix tree and the disk; used by the compute thread.
 
-    `tier`: the reader and the writer of the records on the disk. `bound`: sets the budget of the
-    cache to the bytes that rows leave. `claim`: returns True if this many bytes are free besides
-    those that rows have or were promised; it evicts prefixes if necessary.
+    `tier`: reads and writes the records on the disk. `bound`: a function that limits the prefix
+    cache to the bytes that rows do not use. `claim`: a function that gets a number of bytes; it
+    returns True if these are free, besides the bytes that rows have or were promised. It evicts
+    prefixes if necessary.
     """
 
     def __init__(
@@ -115,7 +119,10 @@ class DiskPrefixes:
         seq.restoring = True
 
     def _is_read(self, first: bytes | None, seq: Sequence) -> bool:
-        """Returns True if a sequence waits for another whose prefix has the same first block."""
+        """Makes a sequence wait if another sequence already reads a prefix with this first block.
+
+        Returns True if the sequence waits.
+        """
         others = (restore for restore in self._restores.values() if restore.sequence.restoring)
         if first is None or not any(other.first == first for other in others):
             return False

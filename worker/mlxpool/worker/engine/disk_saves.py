@@ -34,7 +34,10 @@ STEP_NODES = 64  # the nodes of the tree that one step visits
 
 
 class Block(Struct, frozen=True):
-    """A record of a node's path: the ids and the key of its inputs [start, end)."""
+    """The inputs [start, end) of a path in the prefix tree, which the disk stores as one record.
+
+    `ids`: the ids of these inputs. `key` identifies the record, and `parent` the record before it.
+    """
 
     start: int
     end: int
@@ -100,10 +103,10 @@ class DiskSaves:
         return bool(begun) or self._planned_at != self._cache.uses
 
     def step(self, *, leaving: bool) -> bool:
-        """Continues the search, copies the next record on the device, or gives it to the writer.
+        """Does one step of saving: a search, a copy on the device, or a record for the writer.
 
-        `leaving`: the least recently used nodes come first. Returns False if all records are saved,
-        or the tier's queue is full.
+        `leaving`: saves the least recently used nodes first. Returns False if all records are
+        saved, or the tier's queue is full.
         """
         if self._next is None:
             return self._find(leaving=leaving)

@@ -54,7 +54,7 @@ class MemoryUse(Struct, frozen=True):
 
 
 class HiddenStates(Struct, frozen=True):
-    """The states [count, d] of a span's inputs after the last norm; the LM head reads them."""
+    """Hidden states [count, d] of a span's inputs, after the last norm and before the LM head."""
 
     span: Span
     states: npt.NDArray[np.float32]
@@ -135,7 +135,7 @@ class Engine(Protocol):
 
     @property
     def predictor(self) -> Predictor | None:
-        """The drafter with the model's own head; None: the head does not exist or is not loaded."""
+        """The drafter that uses the model's MTP head; None: no head, or it is not loaded."""
 
     @property
     def yields_cores(self) -> bool:
@@ -226,8 +226,8 @@ class Engine(Protocol):
     def collect(self) -> StepResult:
         """Waits for the oldest pass in flight; the caller appends the tokens to `seq.ids`.
 
-        Rows give up wrong drafts, and `seq.submitted` goes back. A failure loses the rows of all
-        sequences in flight.
+        Removes wrong drafts from the rows, and lowers `seq.submitted` accordingly. A failure loses
+        the rows of all sequences in flight.
         """
 
     def rewind(self, seq: Sequence, count: int) -> bool:

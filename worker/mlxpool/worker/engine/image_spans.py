@@ -45,7 +45,7 @@ def _views(span: Span, encoded: EncodedImages[mx.array]) -> tuple[ImageView, ...
 
 
 def _positions(span: Span, vision: Vision) -> npt.NDArray[np.int32] | None:
-    """Returns the positions of a span; None if each position is the input's number in the row."""
+    """Returns the positions of a span's inputs; None: they are the inputs' indices in the row."""
     media = span.sequence.media
     if not vision.plan.grid_positions or media[0].start >= span.end:
         return None

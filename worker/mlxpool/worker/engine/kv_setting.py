@@ -28,7 +28,10 @@ def require_kv(kv: str, folder: ModelFolder) -> None:
 
 
 def resume_note(kv: str, *, deterministic: bool) -> str:
-    """Returns a note for operators on resumed answers with this KV cache format; "": no note."""
+    """Returns a warning for operators that resumed answers may differ with this KV cache format.
+
+    Returns "" if there is nothing to warn of.
+    """
     if kv != INT8 or deterministic:
         return ""
     return (

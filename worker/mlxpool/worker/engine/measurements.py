@@ -1,7 +1,8 @@
-"""Figures that the warm-up of an engine measures on a CPU, kept for later loads of the model.
+"""Stores measurements of an engine's warm-up on a CPU, for later loads of the model.
 
-The key has everything that decides the figures: the machine and the libraries of MLX, our code, the
-model's files, and the settings of the engine. If any of these changed, the load measures again.
+The file's key has everything that decides the measurements: the machine and the libraries of MLX,
+our code, the model's files, and the settings of the engine. If any of these changed, the load
+measures again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ class Measurement(Struct, frozen=True):
 
 
 class KeptMeasurement:
-    """The measurement of an engine in `file`; `engine` is the engine's part of the key."""
+    """The file with the measurements of an engine's warm-up.
+
+    `engine`: the part of the file's key that describes the engine.
+    """
 
     def __init__(self, engine: Key) -> None:
         self.file = KeptFile(KIND, {"machine": machine(), "engine": engine})

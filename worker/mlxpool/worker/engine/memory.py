@@ -36,7 +36,7 @@ ENCODED_SHARE = 16  # the memory limit divided by the most bytes of encoder outp
 
 
 class RowLayout(Protocol):
-    """The memory layout of rows; a Layout is one."""
+    """The memory layout of rows; attention.layout.Layout implements it."""
 
     @property
     def store(self) -> Any:
@@ -71,9 +71,9 @@ R = TypeVar("R", bound=PrefixRow)
 class EngineMemory(Generic[L, R]):
     """The rows of running sequences, the prefix cache, and the blocks that both may use.
 
-    Implements BlockMemory for `blocks`. The opening of an engine sets `layout` and `prefix`, and
-    its warm-up replaces these. Both write their measurements to `budget`, and then set the
-    capacity.
+    Implements BlockMemory for `blocks`. `layout` and `prefix` are set when the engine is opened,
+    and replaced by its warm-up. Opening and warm-up write their measurements to `budget`, and then
+    set the capacity.
     """
 
     layout: L
@@ -233,7 +233,7 @@ class EngineMemory(Generic[L, R]):
         device.trim_heap()
 
     def bound_prefix(self) -> None:
-        """Bounds the prefix cache to its configured bytes and to the bytes that rows leave.
+        """Limits the prefix cache to its configured bytes, and to the bytes that rows do not use.
 
         The cache does not use reserved bytes, even if rows may use some of these.
         """

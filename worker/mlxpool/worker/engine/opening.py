@@ -71,7 +71,7 @@ class Parts(Struct, frozen=True):
 
     @property
     def upload(self) -> Upload:
-        """The function that gives numbers of the host to the device."""
+        """The function that copies numbers from the host to the device."""
         return self.uploads or upload_copy
 
     @property
@@ -81,10 +81,10 @@ class Parts(Struct, frozen=True):
 
     @property
     def rows_go_back(self) -> bool:
-        """True if rows can give up drafts that were checked.
+        """True if rows can discard drafts that were checked and found wrong.
 
-        Rows of recurrent layers can give up drafts if the model has a draft head: such rows keep
-        the states after a few drafts, see RowCache.put_states.
+        Rows of recurrent layers can do so if the model has a draft head: such rows keep the states
+        after a few drafts, see RowCache.put_states.
         """
         return not self.memory.layout.store.stateful or isinstance(self.predictions, Predictions)
 
@@ -221,7 +221,10 @@ def remake_layout(
 
 
 def expect_drafts(parts: Parts, most: int) -> None:
-    """Sets the most drafts that the rows of a pass check together; counts the states of drafts."""
+    """Sets the most drafts that the rows of a pass check together.
+
+    Counts the memory for their states in the budget.
+    """
     memory, loaded, states = parts.memory, parts.loaded, 0
     memory.layout.expect_drafts(most)
     if parts.predictions is not None:
@@ -276,7 +279,7 @@ def kept_rules(parts: Parts) -> dict[str, Any]:
 def _predictions_of(
     loaded: LoadedModel, shape: RowShape, memory: EngineMemory[Layout, CacheRow]
 ) -> HeadDrafts | None:
-    """Makes the drafter with the model's own head; None: the head is not loaded, or not used."""
+    """Makes the drafter that uses the model's own MTP head; None: not loaded, or not used."""
     plan = loaded.folder.plan
     if not plan.predicts:
         return None

@@ -15,14 +15,16 @@ from mlxpool.worker.scheduling.step_cost import Load
 
 
 class PassSpans(Struct, frozen=True):
-    """The spans of a pass; `every` has all of them.
+    """The spans of one pass, sorted by their results; `every` has all spans.
 
-    `chunks` read prompts, `checks` have drafts. `drawing`: the numbers of the spans that draw
-    tokens; spans that draw several tokens come last. `hidden`: the numbers of the spans that give
-    hidden states. `first_rows`: the first row of logits of each sequence that draws. `sequences`:
-    the sequences of a plain pass, in which each has one input without an image and draws one token;
-    empty for other passes. `again`: the previous pass was a plain pass over the same sequences, in
-    the same order.
+    `chunks`: the spans that read prompts. `checks`: the spans with drafts. `drawing`: the indices
+    of the spans that draw tokens; spans that draw several tokens come last. `hidden`: the indices
+    of the spans that give hidden states. `first_rows`: the first row of logits of each sequence
+    that draws.
+
+    In a plain pass, each sequence has one input without an image and draws one token. `sequences`:
+    the sequences of a plain pass; empty for other passes. `again`: the previous pass was a plain
+    pass over the same sequences, in the same order.
     """
 
     every: Many[Span]
@@ -86,7 +88,7 @@ class PassSpans(Struct, frozen=True):
         return Load(rows, sum([span.start for span in self.every]) + rows, 0, rows)
 
     def widen(self, rows: Many[RowSpan]) -> None:
-        """Marks the rows of the pass that give logits of several tokens, or hidden states."""
+        """Sets how many tokens of each row get logits, and which rows give hidden states."""
         if not self.checks and not self.hidden:
             return
         for row, span in zip(rows, self.every, strict=True):

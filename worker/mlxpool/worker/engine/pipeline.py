@@ -54,7 +54,10 @@ CLEAR_INTERVAL = 256  # passes after which MLX's freed buffers are released
 
 
 class Pipeline:
-    """The Passes of a loaded model over the rows in the memory of an engine."""
+    """Builds, starts and collects the passes of an engine, over the rows in its memory.
+
+    Implements PassQueue.
+    """
 
     def __init__(
         self,
@@ -197,9 +200,9 @@ class Pipeline:
         return rows
 
     def _free_states(self, wants: PassSpans, rows: list[RowSpan]) -> None:
-        """Lets arrays of recurrent states be freed if no row of the next pass needs them.
+        """Moves recurrent states of rows outside of the next pass into separate arrays.
 
-        opening.py counts the most states that rows hold.
+        So the shared arrays can be freed. opening.py counts the most states that rows hold.
         """
         if wants.again or not self._memory.layout.store.stateful:
             return

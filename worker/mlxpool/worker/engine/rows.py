@@ -15,7 +15,7 @@ R = TypeVar("R", bound=PrefixRow)
 
 
 class Rows(Generic[R]):
-    """The rows of an engine's sequences, between passes and the prefix cache.
+    """Begins and frees the rows of an engine's sequences, and stores them in the prefix cache.
 
     `draws_alone`: the last input of a prompt has its own span, because rows cannot be trimmed.
     """
@@ -38,7 +38,10 @@ class Rows(Generic[R]):
             seq.cached = min(seq.submitted, most)
 
     def clip(self, seq: Sequence, tokens: int) -> int:
-        """See Engine.clip. The last input is a span of its own if the prompt is reported."""
+        """See Engine.clip.
+
+        The last input of a prompt has its own span if log-probabilities of the prompt are reported.
+        """
         prefix = self._memory.prefix
         stop = prefix.next_restore_point(self._memory.rows[seq])
         end = seq.submitted + tokens
@@ -68,7 +71,11 @@ class Rows(Generic[R]):
         return span.end <= len(seq.lasting)
 
     def submitted(self, spans: Many[Span], keep: Many[Span]) -> None:
-        """Counts the inputs of a started pass; the spans `keep` end at restore points."""
+        """Adds the inputs of a started pass to the sequences' counts.
+
+        `keep`: the spans that end at restore points; their rows are stored in the prefix cache.
+        Prompts that other sequences share are stored, too.
+        """
         shared = []  # sequences whose prompts other sequences share, now or later
         for span in spans:
             seq, start = span.sequence, span.start

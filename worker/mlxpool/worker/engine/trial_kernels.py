@@ -46,7 +46,10 @@ def compile_trials(
 
 @contextmanager
 def forgotten_caches() -> Iterator[None]:
-    """A context whose end clears functions' caches: their results come from no trial."""
+    """A context for rehearsed trials, whose results are meaningless.
+
+    At its end, it clears the function caches to which these trials have added results.
+    """
     sizes = {function: function.cache_info().currsize for function in _cached_functions()}
     try:
         yield

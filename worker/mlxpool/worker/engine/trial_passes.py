@@ -1,4 +1,4 @@
-"""The passes that an engine computes at load, over sequences without a request."""
+"""Dummy passes that an engine computes while it is loaded, to compile and to measure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MASK_TABLES = 2  # a table for the next draw, and one for rows that first read f
 
 
 class LoadedEngine(Protocol):
-    """The part of an engine that its warm-up uses; model_engine.ModelEngine is one."""
+    """The part of an engine that its warm-up uses; model_engine.ModelEngine implements it."""
 
     parts: Parts
     pipeline: Pipeline
@@ -161,10 +161,10 @@ def warm_passes(engine: LoadedEngine, on_progress: Callable[[], None]) -> None:
 
 
 def hold_rows(engine: LoadedEngine) -> list[Sequence]:
-    """Returns a row that keeps the arrays of rows allocated while passes are warmed up.
+    """Returns a dummy row that keeps the rows' arrays allocated during the warm-up.
 
     Outside of a pool, arrays are freed with their last row, and each pass would write hundreds of
-    MB of zeros.
+    MB of zeros. Returns no row if there is a pool.
     """
     layout = engine.parts.memory.layout
     if layout.holds_prefixes:
@@ -207,7 +207,7 @@ def warm_head(engine: LoadedEngine, head: HeadDrafts) -> None:
 
 
 def whole_mask(vocab_size: int, draws: int = 1) -> Mask:
-    """Returns a mask that allows every token in `draws` draws."""
+    """Returns a mask [draws, words] that allows every token."""
     return np.full((draws, -(-vocab_size // 32)), 2**32 - 1, dtype=np.uint32)
 
 

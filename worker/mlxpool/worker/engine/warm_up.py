@@ -129,7 +129,7 @@ def kept_measurement(engine: LoadedEngine) -> KeptMeasurement | None:
 
 
 def measure_memory(engine: LoadedEngine, on_progress: Callable[[], None]) -> bool:
-    """Measures the bytes of a pass at its peak; returns True if passes become long."""
+    """Measures the bytes of a pass at its peak; returns True if it chose long passes."""
     parts, memory, drafts = engine.parts, engine.parts.memory, engine.most_drafts
     chunks = GPU_WARM_UP_CHUNKS if device.on_gpu() else CPU_WARM_UP_CHUNKS
     sizes = [min(size, engine.context - 3) for size in chunks]

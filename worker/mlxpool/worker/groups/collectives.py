@@ -148,7 +148,7 @@ class Collectives:
         return mx.distributed.all_sum(x, group=self._group) if total is None else total
 
     def adds(self, size: int, dtype: mx.Dtype) -> bool:
-        """Returns whether a kernel adds arrays of `size` bytes to a residual."""
+        """Returns whether one kernel computes a sum of `size` bytes and adds it to a residual."""
         return self._peers is not None and self._peers.takes(size, dtype)
 
     def sum_onto(self, residual: mx.array, x: mx.array) -> mx.array:
@@ -157,7 +157,10 @@ class Collectives:
         return residual + self.all_sum(x) if total is None else total
 
     def gathered(self, own: bytes) -> list[bytes]:
-        """Waits for the bytes of every rank and returns them; equal lengths, a multiple of 4."""
+        """Waits for the bytes of every rank and returns them, by rank.
+
+        All ranks give the same number of bytes, a multiple of 4.
+        """
         mine = mx.array(np.frombuffer(own, dtype=np.int32))
         parts = mx.distributed.all_gather(mine, group=self._group)
         return [bytes(part) for part in np.array(parts).reshape(self.ranks, -1)]

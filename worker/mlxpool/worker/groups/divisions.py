@@ -60,7 +60,10 @@ _VOCABULARY = {EMBEDDING: Share.OUTPUTS, HEAD: Share.OUTPUTS}
 
 
 def _experts(name: str) -> dict[str, Share]:
-    """Returns the shares of experts: a part of each expert, so that ranks have equal work."""
+    """Returns the division of an experts module: each rank has a part of each expert.
+
+    So the ranks have equal work.
+    """
     return {
         f"{name}.gate_proj": Share.OUTPUTS,
         f"{name}.up_proj": Share.OUTPUTS,

@@ -115,7 +115,7 @@ class Group(OneDevice):
 
 
 class GroupPasses:
-    """The passes of rank 0; the other ranks get a message when a pass has ended."""
+    """Starts and collects the passes of rank 0; tells the other ranks when a pass has ended."""
 
     def __init__(self, pipeline: PassQueue, orders: Orders, collectives: Collectives) -> None:
         self._pipeline, self._orders, self._collectives = pipeline, orders, collectives
@@ -123,9 +123,10 @@ class GroupPasses:
     def start(
         self, spans: Many[Span], *, at_once: bool, built: Callable[[], None] = lambda: None
     ) -> bool:
-        """See Passes. If a pass fails before its message is sent, the ranks stay in step.
+        """See Passes.
 
-        Passes in flight that rank 0 discards also end on the other ranks.
+        If a pass fails before its message is sent, all ranks still have the same passes in flight:
+        passes that rank 0 discards end on the other ranks, too.
         """
         in_flight = len(self._pipeline.flights)
         try:

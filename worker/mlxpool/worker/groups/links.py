@@ -35,7 +35,7 @@ class Meeting(Struct, frozen=True):
     def of(
         cls, rank: int, ranks: int, hosts: int, port: int, wait_limit: float = WAIT_LIMIT
     ) -> Meeting:
-        """Returns the meeting with the file of addresses that is open as descriptor `hosts`."""
+        """Returns the Meeting of a rank; `hosts`: the file descriptor of the file of addresses."""
         return cls(rank, ranks, f"/dev/fd/{hosts}", port, wait_limit)
 
     @property
@@ -54,7 +54,7 @@ class Meeting(Struct, frozen=True):
 
 
 class GroupLinks(Struct, frozen=True):
-    """The meeting of the ranks, and the pipes to the other ranks.
+    """The connections of rank 0 to the other ranks: their addresses, and the pipes to them.
 
     `ready` is the descriptor of a pipe; each other rank writes a byte into it before it joins.
     `ports` are reserved for the group until it listens on them, and closed when all ranks have

@@ -27,8 +27,8 @@ class MakePool(Struct, frozen=True):
     """Make a pool of `blocks` blocks for `rows` rows, in place of the previous pool.
 
     `context`: the most tokens of a row. `chunk`: the most tokens of a pass. `layout`: the name of
-    rank 0's layout; a rank that chooses another layout must not go on. `kv`: the stored form of
-    rows.
+    rank 0's layout; a rank that chooses another layout must not go on. `kv`: the format of stored
+    keys and values.
     """
 
     blocks: int
@@ -89,7 +89,7 @@ class Ended(Struct, frozen=True):
 
 
 class Head(Struct, frozen=True):
-    """Compute logits of `lines` hidden states of `width` numbers, which rank 0 sends to ranks."""
+    """Compute logits of `lines` hidden states of `width` numbers; rank 0 sends the states."""
 
     lines: int
     width: int

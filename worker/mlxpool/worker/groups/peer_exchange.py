@@ -110,7 +110,7 @@ def _require_all(agreement: Agreement, succeeded: bool, why: str, what: str) -> 
 def _tried(
     shape: BufferShape, rank: int, addresses: Sequence[int], trial: Callable[[PeerSums], bool]
 ) -> tuple[PeerSums | None, str]:
-    """Returns the sums over these buffers, or None with the error if the sums do not work here."""
+    """Tries the sum kernels over these buffers; returns them and "", or None and the error."""
     try:
         sums = PeerSums(shape, rank, addresses)
         sums.set_bound(TRIAL_BOUND)

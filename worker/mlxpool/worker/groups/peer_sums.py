@@ -43,9 +43,10 @@ DTYPES = (*FLOAT_DTYPES, mx.int32)
 
 
 class Limits(Struct, frozen=True):
-    """The most bytes of an array that each kernel adds up; NCCL adds up larger arrays.
+    """The largest arrays, in bytes, that our kernels add up; NCCL adds up larger arrays.
 
-    `small`: the limit of the kernel of words. `large`: the limit of the kernel of lines or chunks.
+    `small`: the limit of peer_sum.cu. `large`: the limit of peer_sum_large.cu or of
+    peer_sum_lines.cu, which replaces both over NVLink.
     """
 
     small: int
@@ -53,10 +54,10 @@ class Limits(Struct, frozen=True):
 
 
 class Launch(Struct, frozen=True):
-    """The launch of the kernel for many bytes for arrays of at most `size` bytes.
+    """The launch parameters of the kernel for large arrays, for arrays of at most `size` bytes.
 
-    The launch has at most `blocks` thread blocks. `unroll`: the pieces of a chunk for each thread,
-    or the lines for each group of eight lanes (threads), an even number.
+    `blocks`: the most thread blocks. `unroll`: the pieces (of 16 bytes) of each thread in a chunk;
+    or the lines (of 128 bytes) of each group of eight threads, an even number.
     """
 
     size: int
@@ -82,10 +83,10 @@ def limits_of(ranks: int) -> Limits:
 
 
 class BufferShape(Struct, frozen=True):
-    """The places in a rank's buffer: words for small sums, lines or chunks for large sums.
+    """The sizes and offsets in a rank's buffer, with areas for small and for large arrays.
 
-    `lines`: 128 bytes that a warp writes together into another GPU's memory arrive together, as
-    over NVLink.
+    `lines`: the kernel of peer_sum_lines.cu adds up all arrays. It relies on NVLink: 128 bytes that
+    a warp writes together into another GPU's memory also arrive together.
     """
 
     ranks: int
@@ -103,17 +104,17 @@ class BufferShape(Struct, frozen=True):
 
     @property
     def small_pieces(self) -> int:
-        """The most pieces of a small array."""
+        """The most pieces (of 16 bytes) of a small array."""
         return self.limits.small // PIECE_BYTES
 
     @property
     def large_pieces(self) -> int:
-        """The most pieces of a large array."""
+        """The most pieces (of 16 bytes) of a large array."""
         return self.limits.large // PIECE_BYTES
 
     @property
     def chunks(self) -> int:
-        """The most chunks of a large array in any launch."""
+        """The most chunks of a large array, with any launch parameters."""
         fewest = min(launch.unroll for launch in self.launches)
         return -(-self.large_pieces // (LARGE_THREADS * fewest))
 
@@ -148,12 +149,15 @@ class BufferShape(Struct, frozen=True):
 
 
 def pieces_of_warp(lines: int) -> int:
-    """Returns the pieces of an array in a warp with `lines` lines for each group of eight lanes."""
+    """Returns the pieces (of 16 bytes) that a warp sends at a time.
+
+    `lines`: the lines of 128 bytes for each group of eight lanes.
+    """
     return GROUPS * (7 * lines + lines // 2)
 
 
 class PeerSums:
-    """The sums of one rank. Used by one thread, which computes."""
+    """Adds up arrays of all ranks by kernels over peer memory. Used by one thread."""
 
     def __init__(self, shape: BufferShape, rank: int, addresses: Sequence[int]) -> None:
         """`addresses`: the address of each rank's buffer in this process, by rank."""
@@ -162,7 +166,7 @@ class PeerSums:
         self.set_bound(LONGEST_BOUND)
 
     def set_bound(self, seconds: float) -> None:
-        """Sets the seconds that a sum waits before a peer is lost, for sums built from now on."""
+        """Sets after how many seconds a sum regards a peer as lost; for sums built from now on."""
         # Every thread block reads the places, and the bound in each wait. Both have to be in the
         # device's own memory; only the new output of an operation is there, see
         # docs/notes/mlx-cuda-buffers.md.

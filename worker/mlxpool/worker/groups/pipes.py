@@ -32,8 +32,9 @@ class Orders:
     def send(self, message: Message) -> None:
         """Sends a message; waits while a rank does not read.
 
-        Raises OSError if a rank has ended, unless the end of its process is seen within BLAME_TIME
-        and ends this process first. After the error the ranks are out of step: see `broken`.
+        Raises OSError if a rank has ended, after a pause of BLAME_TIME: another process may see
+        this end, and end this process first. After the error, the ranks no longer compute the same
+        passes, see `broken`.
         """
         data = encoded(message)
         framed = len(data).to_bytes(LENGTH_BYTES, "little") + data

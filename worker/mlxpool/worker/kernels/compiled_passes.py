@@ -16,9 +16,10 @@ MAX_PASSES = 16  # compiled functions of a model; 0.7 to 1.5 MB each for six lay
 
 
 class CompileNotice:
-    """A callback before a pass compiles something. `given`: it was called during this pass.
+    """A callable for code that is about to compile something; it calls the function `tell`.
 
-    The code that begins a pass sets `given` to False. `tell`, the called function, may be replaced.
+    `given`: it was called during the current pass; the code that begins a pass sets it to False.
+    `tell` may be replaced.
     """
 
     __slots__ = ("given", "tell")
@@ -34,10 +35,11 @@ class CompileNotice:
 
 
 class ComputedKinds:
-    """The kinds (constants and shapes) of computed passes: a further pass compiles nothing.
+    """Remembers which kinds of passes were computed: another pass of a kind compiles nothing.
 
-    A kind counts as computed when its first pass begins. A pass may compile until it is evaluated,
-    so after a failure the kinds of all unevaluated passes are new again.
+    The kind of a pass is its constants and shapes. It counts as computed when its first pass
+    begins. A pass may compile until it is evaluated, so after a failure the kinds of all
+    unevaluated passes are new again.
     """
 
     __slots__ = ("_begun", "_kinds")

@@ -35,7 +35,7 @@ def on_gpu() -> bool:
 
 
 def on_cuda() -> bool:
-    """Returns whether MLX computes on an NVIDIA GPU, for which our kernels are."""
+    """Returns whether MLX computes on an NVIDIA GPU; our kernels need one."""
     return on_gpu() and bool(mx.cuda.is_available())
 
 
@@ -102,11 +102,10 @@ def has_own_memory() -> bool:
 
 
 def evaluate_in_own_memory(arrays: Sequence[mx.array]) -> None:
-    """Evaluates arrays of more than 8 bytes each, with their outputs in the device's own memory.
+    """Evaluates arrays, each of more than 8 bytes, into the device's own memory.
 
-    Otherwise an output may get managed memory from MLX's cache. In managed memory, each increment
-    of a counter and each wait for a counter takes a thread block microseconds:
-    docs/notes/mlx-cuda-buffers.md.
+    Otherwise MLX may take managed memory from its cache. In managed memory, a thread block needs
+    microseconds to increment a counter or to wait for one, see docs/notes/mlx-cuda-buffers.md.
     """
     mx.clear_cache()
     mx.eval(*arrays)
@@ -138,16 +137,20 @@ def trim_heap() -> None:
 
 
 def blas_of(platform: str, preload: str) -> str | None:
-    """Returns MLX's BLAS on a CPU: on Linux the $LD_PRELOAD file; None: the slow reference BLAS."""
+    """Returns the BLAS that MLX uses on a CPU; None: the slow reference BLAS.
+
+    On Linux it is the BLAS file in `preload`, the value of $LD_PRELOAD.
+    """
     if platform != "linux":
         return "Accelerate"
     return next((path for path in re.split("[: ]", preload) if "blas" in path), None)
 
 
 def worker_chunk(configured: int, sequences: int) -> int:
-    """Returns `configured`, or the tokens of a worker's chunk with the reference BLAS, else 0.
+    """Returns the tokens of a prefill chunk of a worker; 0: the device's default.
 
-    The chunk exceeds `sequences`, because a step has a token of each sequence.
+    It is `configured`, if that is not 0. With the slow reference BLAS it is a small number, but
+    larger than `sequences`, because a step has a token of each sequence.
     """
     slow = not on_gpu() and blas_of(sys.platform, os.environ.get("LD_PRELOAD", "")) is None
     return configured or (max(SLOW_CHUNK, 2 * sequences) if slow else 0)

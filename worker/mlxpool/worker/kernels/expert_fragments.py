@@ -96,7 +96,7 @@ def in_fragments(weights: PackedArrays, *, gated: bool) -> mx.array:
 
 
 def header(packed: PackedFormat) -> str:
-    """Returns the first code of kernels that read fragments."""
+    """Returns the C++ code with which kernels that read fragments begin."""
     constants: dict[str, Constant] = {
         "BITS": packed.bits,
         "GROUP": packed.group,

@@ -217,7 +217,7 @@ def _kernel(constants: tuple[tuple[str, Constant], ...]) -> Any:
 
 
 class PackedLayout(Struct, frozen=True):
-    """How a thread block multiplies some lines (token vectors), see expert_product_packed.cu."""
+    """The launch parameters of expert_product_packed.cu, for a number of lines (token vectors)."""
 
     rows: int  # rows of a tile, with two threads each
     stages: int  # stages in shared memory
@@ -227,9 +227,10 @@ class PackedLayout(Struct, frozen=True):
 
 @cache
 def packed_layout(sets: int, columns: int, packed: PackedFormat) -> PackedLayout:
-    """Returns the layout for items of 8 * `sets` lines.
+    """Returns the launch parameters for items of 8 * `sets` lines.
 
-    If items have many lines, the lines are read once for 256 rows, if shared memory suffices.
+    With many lines, a thread block has 256 weight rows instead of 128 if shared memory suffices, so
+    that lines are read half as often.
     """
     most = min(MAX_STAGES, -(-columns // PACKED_COLUMNS) + 2)
 
@@ -281,7 +282,7 @@ def _packed_kernel(
 
 
 class FewLayout(Struct, frozen=True):
-    """How a thread block multiplies few lines (token vectors), see expert_product_few.cu."""
+    """The launch parameters of expert_product_few.cu, for few lines (token vectors)."""
 
     high: int  # strips of 16 rows for each warp
     deep: int  # steps of 64 columns that a warp reads ahead
@@ -290,7 +291,7 @@ class FewLayout(Struct, frozen=True):
 
 @cache
 def few_layout(sets: int, columns: int, packed: PackedFormat) -> FewLayout | None:
-    """Returns the layout for items of 8 * `sets` lines; None if the lines are too many."""
+    """Returns the launch parameters for items of 8 * `sets` lines; None: too many lines."""
     room = (FEW_SHARED_BYTES - SHARED_ALIGNMENT) // _few_line_bytes(columns)
     if sets > FEW_SETS or room < 8 * sets:
         return None
@@ -336,10 +337,10 @@ def _few_kernel(
 
 
 class WeightedSum(Struct, frozen=True):
-    """The weighted sum [T, d] of experts' outputs `made` [T * k, d], in the order of choices.
+    """A pending sum [T, d]: the outputs of each token's experts, times the experts' weights.
 
-    `shared`: `made` ends with the outputs [T, d] of the shared expert, which are added; else
-    `beside` [T, d] is added.
+    A call gets the outputs `made` [T * k, d] in the order of choices. `shared`: `made` ends with
+    the outputs [T, d] of the shared expert, which are added; otherwise `beside` [T, d] is added.
     """
 
     plan: mx.array
@@ -388,7 +389,10 @@ def _kernel_works(dtype: mx.Dtype, packed: PackedFormat | None) -> bool:
 
 
 def _is_right(dtype: mx.Dtype, packed: PackedFormat | None) -> bool:
-    """Compares with MLX's products: one token, and more tokens of an expert than items have."""
+    """Returns whether our kernels' results equal MLX's.
+
+    One trial has one token. In the other, an expert has more tokens than a work item.
+    """
     several = (1, expert_routing.ITEM_LINES[-1] + 2)
     trials = [trial(tokens, dtype, packed) for tokens in several]  # a rehearsal lists all kernels
     return all(mx.allclose(*both, 0.03, 0.05).item() for both in trials)

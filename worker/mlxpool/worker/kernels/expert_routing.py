@@ -84,7 +84,7 @@ class LineNorm(Struct, frozen=True):
 
 
 def can_norm(x: mx.array) -> bool:
-    """Returns whether `plan_normed_tokens` supports x [T, d]: one thread block norms it."""
+    """Returns whether `plan_normed_tokens` supports x [T, d], which one thread block norms."""
     return x.dtype in HALF_DTYPES and x.shape[0] <= LINES and x.shape[1] <= MAX_NORM_SIZE
 
 
@@ -154,11 +154,11 @@ def _plan(
 
 @cache
 def item_lines(tokens: int, routing: RoutingParams) -> int:
-    """Returns the most lines of an item.
+    """Returns the most lines (token vectors) of a work item.
 
-    If experts are used evenly, nearly all experts have at most this many lines (token vectors): the
-    mean number of lines is `mean`, the standard deviation about sqrt(mean). So each weight is read
-    once. If experts are used unevenly, fewer weights are read, some again from the cache.
+    If tokens use all experts evenly, nearly every expert has at most this many lines: the mean plus
+    three standard deviations, which are about the mean's square root. So each weight is read once.
+    If experts are used unevenly, fewer weights are read, some again from the cache.
     """
     mean = tokens * routing.chosen / routing.count
     likely = min(tokens, mean + 3 * mean**0.5, ITEM_LINES[-1])
@@ -188,7 +188,11 @@ def _kernel(
     normed: int,
     eps: float,
 ) -> Any:
-    """Builds the kernel; `lines`: lines of a thread block; `normed`: numbers of a line, or 0."""
+    """Builds the kernel.
+
+    `lines`: the tokens of a thread block. `normed`: the numbers of a token that the kernel norms;
+    0: it computes no norm.
+    """
     constants: dict[str, Constant] = {
         **choice_constants(routing, added=added),
         "MULTIPLIES": multiplied,
@@ -253,7 +257,7 @@ def _kernel_works() -> bool:
 
 
 def _is_right() -> bool:
-    """Compares the weights for distinct logits with MLX's, and counts the choices in the items."""
+    """Returns whether the weights equal MLX's, and whether the items have all choices."""
     routing = RoutingParams(count=40, chosen=3, sigmoid=False, normed=True)
     tokens, choices = 20, 60
     logits = mx.random.normal((tokens, routing.count), key=mx.random.key(1))

@@ -79,7 +79,7 @@ def supports(
 
 
 def _shared_bytes(size: int, width: int, routing: RoutingParams, *, shared: bool) -> int:
-    """Returns the shared memory of a thread block."""
+    """Returns the bytes of shared memory of a thread block."""
     slots = routing.chosen + shared
     sums = 16 * max(WARPS, routing.chosen)  # sums of strips of downs, if weights are quantised
     words = routing.count + WARPS + 2 * routing.chosen + 1 + sums

@@ -1,6 +1,7 @@
 """Products of each head of a step's tokens with the head's own weight, in Hopper's tensor cores.
 
-MLX's batched products cost the host some 20 us, and need heads before tokens: two more copies.
+MLX's batched products cost the host some 20 us, and need arrays [heads, tokens, ...]: two more
+copies.
 """
 
 from __future__ import annotations

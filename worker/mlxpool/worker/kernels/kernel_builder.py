@@ -148,7 +148,10 @@ def _declaration(name: str, value: Constant) -> str:
 
 
 def warps_of(pieces: int, most: int) -> int:
-    """Returns the number of warps that share `pieces` evenly, preferably 4 or more each."""
+    """Returns the number of warps, at most `most`, that divide `pieces` evenly.
+
+    If possible, each warp gets 4 or more pieces.
+    """
     fitting = [n for n in range(most, 0, -1) if pieces % n == 0]
     return next((n for n in fitting if pieces // n >= 4), fitting[-1])
 
@@ -156,7 +159,8 @@ def warps_of(pieces: int, most: int) -> int:
 def kernel_works(what: str, trial: Callable[[], bool]) -> bool:
     """Returns whether a kernel compiles here and `trial` returns True; logs a warning if not.
 
-    While trials are rehearsed, lists the kernels that `trial` calls, and returns True.
+    Inside `kernel_cache.rehearsing`, it only lists the kernels that `trial` calls, and returns
+    True.
     """
     if not mx.cuda.is_available():
         return False

@@ -133,9 +133,10 @@ def is_collecting() -> bool:
 
 @contextmanager
 def rehearsing() -> Iterator[list[KernelJob]]:
-    """As `collecting`, but kernels called inside return zeros, so results may be evaluated.
+    """A context like `collecting`, in which listed kernels return zeros.
 
-    Trials run only to list the kernels that they call; ignore their results.
+    So results may be evaluated. Trials run in it only to list the kernels that they call; the
+    caller ignores their results.
     """
     global _rehearsed
     before, _rehearsed = _rehearsed, True
@@ -358,7 +359,10 @@ def log_mlx_kernels(seconds: float) -> None:
 
 
 def is_intact(path: Path) -> bool:
-    """Returns whether a stored file has its checksum: a damaged file fails in every process."""
+    """Returns whether a stored kernel matches its checksum.
+
+    A damaged kernel would fail in every process that loads it.
+    """
     try:
         return path.with_suffix(".txt").read_bytes().endswith(_checksum_line(path.read_bytes()))
     except OSError:
@@ -422,7 +426,10 @@ def string_hash(text: bytes) -> int:
 
 
 def write_entry(path: Path, code: bytes, kernel: str, mangled: str) -> None:
-    """Writes both files atomically, first the list of kernels: other processes read these files."""
+    """Writes a compiled kernel's two files atomically: its list of kernels, then its code.
+
+    Other processes may read these files at any time.
+    """
     for target, what in (
         (path.with_suffix(".txt"), f"{kernel}\t{mangled}\n".encode() + _checksum_line(code)),
         (path, code),

@@ -1,4 +1,4 @@
-"""Norms, RoPE and cache write for the first product's output in latent attention (MLA)."""
+"""The steps after the first product in latent attention (MLA): norms, RoPE, cache write."""
 
 from __future__ import annotations
 

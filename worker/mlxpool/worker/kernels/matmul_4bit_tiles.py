@@ -1,7 +1,7 @@
-"""Matrix products with affine 4-bit weights in tiles: of few tokens, and of many.
+"""Matrix products with affine 4-bit weights that are stored as tiles for tensor cores.
 
 Products of few tokens take as long as the memory reads of the weight. Products of many tokens
-dequantise the weight in registers of the tensor cores, each tile once for up to 128 tokens.
+dequantise the weight in registers; a dequantised tile is used for up to 128 tokens.
 """
 
 from __future__ import annotations
@@ -89,16 +89,21 @@ def kernel_matmul(
 
 
 def fragments_of(rows: int, gated: bool) -> int:
-    """Returns the fragments of a strip: as many as leave strips for the whole GPU."""
+    """Returns the fragments (of 16 weight rows) in a strip, the work of a thread block at a time.
+
+    It is the largest number in FRAGMENTS with which the strips occupy the whole GPU, or the
+    smallest.
+    """
     fitting = [n for n in FRAGMENTS if n > gated]
     enough = (n for n in fitting if rows // (FRAGMENT_ROWS * n) >= BUSY_BLOCKS)
     return next(enough, fitting[-1])
 
 
 def integers_of(tokens: int, steps: int, group: int) -> tuple[int, int] | None:
-    """Returns how many tokens become integers, and the steps of 64 columns of a warp.
+    """Returns the sizes of a kernel that converts tokens to integers, to multiply them faster.
 
-    None: numbers are multiplied without conversion, which is as fast for many tokens.
+    They are the tokens that the kernel converts, and the steps of 64 columns of each warp. None:
+    the kernel multiplies without conversion, which is as fast for more tokens.
     """
     lines = next((n for n in INTEGER_TOKENS if n >= tokens), 0)
     held = -(-steps // WARPS)
@@ -107,14 +112,17 @@ def integers_of(tokens: int, steps: int, group: int) -> tuple[int, int] | None:
 
 
 def _integer_bytes(lines: int, group: int) -> int:
-    """Returns the bytes of 64 columns as integers, with factors and gains."""
+    """Returns the bytes of shared memory for 64 columns of `lines` tokens, converted to integers.
+
+    The scales of the integers and the gains of a norm are included.
+    """
     return lines * (2 * TILE + (8 if group == TILE else 16)) + 2 * TILE
 
 
 def many(
     x: mx.array, tiles: mx.array, group: int, bias: mx.array | None = None, *, gated: bool = False
 ) -> mx.array:
-    """As `kernel_matmul`, for any number of tokens."""
+    """Computes `kernel_matmul` for any number of tokens."""
     tokens, rows = x.shape[0], tiles.shape[0] * TILE
     parts = parts_of(tokens, rows, tiles.shape[1], gated=gated)
     arrived: mx.array = next(matmul_tiled.counters())

@@ -179,9 +179,10 @@ def _group_product(sets: int, dtype: mx.Dtype, a: Sequence[str], transposed: str
 
 @cache
 def counters() -> Any:
-    """Yields zeros that count the finished parts of a product; concurrent ones get different zeros.
+    """Yields arrays of zeros in turn, in which a product's kernel counts its finished parts.
 
-    The kernel resets its counters to zero. Only one thread of a process computes.
+    So concurrent products have different arrays. The kernel resets its counters to zero. Only one
+    thread of a process computes.
     """
     counters = [mx.zeros((FULL_GPU_BLOCKS,), dtype=mx.int32) for _ in range(COUNTER_ARRAYS)]
     evaluate_in_own_memory(counters)

@@ -121,9 +121,10 @@ def includes() -> list[Path]:
 
 
 def in_process(compiler: Compiler, kernel: str, code: str) -> tuple[bytes, str, str]:
-    """As `compiler.machine_code`, in a new process: a process compiles one kernel at a time.
+    """Returns the result of `compiler.machine_code` from a new process.
 
-    Raises RuntimeError with the message of the compiler, OSError or SubprocessError.
+    So several kernels are compiled at a time: a process compiles only one. Raises RuntimeError with
+    the message of the compiler, OSError or SubprocessError.
     """
     includes = [*map(str, compiler.includes)]
     arguments = library_path(), compiler.architecture, includes, compiler.headers, kernel, code
@@ -158,7 +159,7 @@ def compile_kernel(
     kernel: str,
     code: str,
 ) -> tuple[bytes, str, str]:
-    """Compiles a kernel with the NVRTC library of this file, see Compiler."""
+    """Compiles a kernel with the NVRTC library in the file `library`, see Compiler."""
     compiler = Compiler(ctypes.CDLL(library), architecture, [*map(Path, includes)], headers)
     return compiler.machine_code(kernel, code)
 

@@ -52,12 +52,12 @@ MULTIPROCESSORS = 132  # multiprocessors of a large GPU
 
 
 class RaggedPlan(Struct, frozen=True):
-    """The keys that each line (query token) of a step sees: int32 arrays, compiled only by shape.
+    """The keys that each line (query token) of a step sees, as int32 arrays.
 
     Line t sees cache indices [begins[t], ends[t]). `tables` [C] are the concatenated block tables
     of all sequences. `items` [W, 8] is the work list that work_list.work_items makes for
-    `tile_shape`. `arrived` are `counters` and `partial` are `part_sums`; the layers of a step run
-    one after the other, so all layers use the same arrays.
+    `tile_shape`. `arrived` is the memory from `counters`, `partial` the memory from `part_sums`;
+    the layers of a step run one after the other, so all layers use the same arrays.
     """
 
     begins: mx.array
@@ -173,7 +173,7 @@ def attend_fresh(
     window: int,
     turns: RopeTables,
 ) -> mx.array:
-    """As `attend` with fresh `lines` [T, (H + 2 * KV) * D]: queries, keys, values of each token.
+    """Computes `attend` for fresh `lines` [T, (H + 2 * KV) * D]: queries, keys, values.
 
     Returns [T, H * D].
     """
@@ -266,7 +266,10 @@ def _attend(
 
 @cache
 def works(group: int, pairs: int, size: int, dtype: mx.Dtype, *, quantised: bool = False) -> bool:
-    """Returns whether both kernels of a layer work here; tries each once, logs a failure."""
+    """Returns whether attention works here, with stored and with fresh keys; logs a failure.
+
+    The first call for these arguments tries the kernels.
+    """
     return kernel_works(
         "ragged attention of 8-bit keys and values" if quantised else "ragged attention",
         lambda: (
@@ -291,7 +294,10 @@ def _empty_pools(
 def _is_right(
     group: int, pairs: int, size: int, dtype: mx.Dtype, hopper: bool, quantised: bool = False
 ) -> bool:
-    """Compares a token after many tokens, in parts, and a chunk with MLX's operations."""
+    """Returns whether the attention kernel gives the results of MLX's operations.
+
+    The trial has a token with many keys, which are divided into parts, and a chunk of a prompt.
+    """
     block, longest, lines, heads = 256, 200, TILE_ROWS // 2, group * pairs
     shape = _tile_shape(group, pairs, size, hopper)
     random = (
@@ -330,7 +336,10 @@ def _is_right(
 def _fresh_is_right(
     group: int, pairs: int, size: int, dtype: mx.Dtype, quantised: bool = False
 ) -> bool:
-    """Compares fresh lines with lines that rotate_and_write writes."""
+    """Returns whether `attend_fresh` has the results of rotate_and_write and attention.
+
+    The results include the keys and values in the pools.
+    """
     block, longest, heads = 256, 200, group * pairs
     random = (
         mx.random.normal((longest, n, size), key=mx.random.key(salt))

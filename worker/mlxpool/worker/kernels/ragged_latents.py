@@ -70,7 +70,11 @@ def max_rows(line: int, rank: int) -> int:
 
 
 def shared_bytes(rows: int, line: int, rank: int) -> int:
-    """Returns the shared memory of a thread block: tiles, queries, probabilities; or sums."""
+    """Returns the bytes of shared memory of a thread block.
+
+    It holds two tiles of latents, the queries and the probabilities; later, sums overwrite the
+    latents and the queries.
+    """
     tiles = 2 * PANEL * line * 2 + rows * line * 2 + rows * PANEL * 2
     beside = rows * 7 * 4  # scores of four warps, totals and ends of each row
     sums = rows * (rank + 4) * 4
@@ -78,9 +82,9 @@ def shared_bytes(rows: int, line: int, rank: int) -> int:
 
 
 def value_numbers(line: int, rank: int) -> int:
-    """Returns the numbers that one instruction multiplies in tiles of many rows.
+    """Returns the value columns that one instruction multiplies in tiles with many query rows.
 
-    0: such tiles do not fit. Their probabilities must fit into the panel of a latent after its
+    0: such tiles do not fit. They need memory for probabilities in the part of a latent after its
     value.
     """
     fits = line > rank and _chunk_bytes(line) <= MAX_SHARED_BYTES
@@ -158,7 +162,11 @@ def _works(dtype: mx.Dtype) -> bool:
 
 
 def _is_right(dtype: mx.Dtype) -> bool:
-    """Compares a token after many, and a chunk, with NumPy: MLX would compile operations."""
+    """Returns whether the kernel's results equal NumPy's.
+
+    The trial has a token with many keys, and a chunk of a prompt. NumPy needs no compilation, which
+    MLX's operations would.
+    """
     heads, line, rank, block, before, chunk = 20, 576, 512, 256, 300, 5
     tokens, lines, rng = before + chunk, chunk + 1, np.random.default_rng(1)
     q, latents = (

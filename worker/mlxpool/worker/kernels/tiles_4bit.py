@@ -37,7 +37,7 @@ def fragment_bytes(group: int) -> int:
 
 
 def header(group: int) -> str:
-    """Returns the first code of kernels that read tiles."""
+    """Returns the C++ code with which kernels that read tiles begin."""
     files = ("raised_numbers.cuh", "tiles_4bit.cuh")
     return declarations({"GROUP": group}) + "".join(map(include_line, files))
 

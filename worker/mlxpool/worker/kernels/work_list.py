@@ -97,10 +97,13 @@ def capacity_of(lines: int) -> int:
 def work_items(spans: Spans, shape: TileShape, lines: int) -> Numbers:
     """Returns the work list [capacity_of(lines), 8] of a step of `lines` lines with padding.
 
-    An item is a tile: its first line, lines, table, the keys [low, high) that its lines see, a part
-    of these keys and the count of parts, and the first unit of its partial sums, which is also the
-    index of its counter. Items without parts fill padding lines with zeros; items without lines are
-    unused. Items of chunks come first, and in both groups the items with most keys first: chunks
+    Each item is a tile, or a part of a tile's keys. Its columns are: the first line, the number of
+    lines, the offset of the block table, the range [low, high) of the keys that the lines see, the
+    index of the part, the number of parts, and the first unit of its partial sums, which is also
+    the index of its counter.
+
+    Items with 0 parts fill padding lines with zeros; items with 0 lines are unused. Items of chunks
+    come first, then items of decoding lines, each group sorted by descending number of keys: chunks
     multiply for long while items of decoding lines wait for memory.
     """
     return _items(_tiles(spans, shape), shape, lines, _best_parts)[0]
@@ -166,11 +169,14 @@ class WorkLists:
 
     @property
     def ends(self) -> int:
-        """The number of first items with the sequences' ends, in the newest list of lines."""
+        """The number of items with keys, at the beginning of the newest list of single lines."""
         return self._tiles.size
 
     def _parts(self, step: Division) -> Numbers:
-        """Returns the parts of a step: by an equal step's Share, or while good, the last Share."""
+        """Returns the number of parts of each tile of a step.
+
+        Uses the Share that was chosen for an equal step, or the last Share while it is good enough.
+        """
         key = step.key
         if (known := self._shares.get(key)) is not None:
             return step.parts(known.of_ideal * step.ideal)
@@ -187,17 +193,22 @@ class WorkLists:
 
 
 class Share(Struct, frozen=True):
-    """A part's keys as a fraction of `Division.ideal`, or WHOLE; `ratio`: see Division.ratio."""
+    """The length of the parts into which tiles are divided, relative to `Division.ideal`.
+
+    `of_ideal`: the keys of a part divided by the ideal, or WHOLE: tiles are not divided. `ratio`:
+    the resulting time, see Division.ratio.
+    """
 
     of_ideal: float
     ratio: float
 
 
 class Division(Struct, frozen=True):
-    """How the tiles of a step may be divided: tile n has keys[n], and parts of at least least[n].
+    """The tiles of a step, with the bounds for dividing them into parts.
 
-    A part of tile n needs units[n] units of partial sums. `places` tiles run concurrently; there
-    may be `extra` more parts than tiles. `sum_keys`: see TileShape.
+    Tile n has keys[n] keys; a part has at least least[n] keys and needs units[n] units of partial
+    sums. `places` tiles run concurrently. There may be `extra` more parts than tiles. `sum_keys`:
+    see TileShape.
     """
 
     keys: Numbers
@@ -218,7 +229,10 @@ class Division(Struct, frozen=True):
         return int(self.keys.sum()) / self.places
 
     def parts(self, bound: float) -> Numbers:
-        """Returns how many parts of at most about `bound` keys tiles have; WHOLE: one part."""
+        """Returns the number of parts of each tile, if a part has at most about `bound` keys.
+
+        `bound` WHOLE: one part for each tile.
+        """
         if bound == WHOLE:
             return np.ones_like(self.keys)
         parts = np.maximum(np.ceil(self.keys / np.maximum(bound, self.least)), 1).astype(np.int32)
@@ -353,10 +367,11 @@ def visible_ranges(spans: Spans, lines: int) -> tuple[Numbers, Numbers]:
 
 
 def shared_bytes(shape: TileShape, size: int, hopper: bool, quantised: bool = False) -> int:
-    """Returns the shared memory of a thread block: two stages of keys and values, or warps' sums.
+    """Returns the bytes of shared memory of a thread block.
 
-    Queries have memory, too: after both stages, or after the first stage if they go to registers.
-    `quantised`: keys and values are 8-bit integers, with their scales.
+    It holds two stages of keys and values, and the queries; later it holds the sums of the warps
+    instead. Queries are stored after both stages, or in place of the second stage if the kernel
+    moves them to registers. `quantised`: keys and values are 8-bit integers, with their scales.
     """
     sums = warps_of(hopper) * shape.decode_rows * (size + 2) * 4
     if hopper:
@@ -388,5 +403,5 @@ def _line_bytes(size: int, quantised: bool = False) -> int:
 
 
 def _decode_bytes(size: int, hopper: bool, quantised: bool = False) -> int:
-    """Returns the shared memory of a stage of the decode tiles of all warps."""
+    """Returns the bytes of shared memory of a stage of decode tiles, for all warps."""
     return warps_of(hopper) * 2 * DECODE_KEYS * _line_bytes(size, quantised)

@@ -24,9 +24,10 @@ class Heads(Struct, frozen=True):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, dim: int | None = None) -> Heads:
-        """`dim`: the default of head_dim; None: hidden_size divided by the number of heads.
+        """Reads the numbers of heads and their size from config.json.
 
-        Raises ModelLoadFailed with a missing or unusable key.
+        `dim`: the default of head_dim; None: hidden_size divided by the number of heads. Raises
+        ModelLoadFailed with a missing or unusable key.
         """
         query = integer(config, "num_attention_heads")
         kv = integer(config, "num_key_value_heads", query)
@@ -129,7 +130,10 @@ def enabled_windows(config: Mapping[str, Any]) -> tuple[int, ...]:
 def integer(
     config: Mapping[str, Any], key: str, default: int | None = None, maximum: int = MAX_INTEGER
 ) -> int:
-    """Returns a whole number from 1 to `maximum`. Raises ModelLoadFailed with the key."""
+    """Returns the whole number of a key, from 1 to `maximum`; `default` if it is missing.
+
+    Raises ModelLoadFailed with the key.
+    """
     value = config.get(key)
     value = default if value is None else value
     if value is None:
@@ -142,7 +146,10 @@ def integer(
 
 
 def number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """Returns a finite number above 0. Raises ModelLoadFailed with the key."""
+    """Returns the finite number above 0 of a key; `default` if it is missing.
+
+    Raises ModelLoadFailed with the key.
+    """
     value = config.get(key)
     value = default if value is None else value
     if value is None:

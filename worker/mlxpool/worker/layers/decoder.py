@@ -43,9 +43,10 @@ OutputLayer: TypeAlias = "Callable[[LinearInput], mx.array]"  # [E, d] -> [E, vo
 
 
 class HeadNames(Struct, frozen=True):
-    """The names of a head's modules. If `embed` or `output` is empty, the model's module is used.
+    """The module names of an MTP head in a checkpoint.
 
-    `drafted`: a tensor of the tokens that the head can draft, if these are a part of the
+    If `embed` or `output` is empty, the head uses the model's module. `drafted`: the name of a
+    tensor with the ids of the tokens that the head can draft; empty: it can draft the whole
     vocabulary.
     """
 
@@ -71,7 +72,10 @@ MTP_NAMES = HeadNames(
 
 
 def is_further_layer(name: str) -> bool:
-    """Returns True for a tensor of a head's later layers: the first layer drafts at any depth."""
+    """Returns True for a tensor of an MTP head's second or later layer, which is not used.
+
+    The first layer drafts at any depth.
+    """
     return name.startswith(f"{MTP}layers.") and not name.startswith(f"{MTP_NAMES.layer}.")
 
 
@@ -270,7 +274,7 @@ class DecoderModel:
 
 
 def _numbered(layers: Iterable[DecoderLayer]) -> Iterator[tuple[DecoderLayer, int]]:
-    """Yields each layer with its number among the layers that have a cache, or have none."""
+    """Yields each layer with its index among the layers of its kind: with or without a cache."""
     numbers = {True: count(), False: count()}
     return ((layer, next(numbers[layer.cache is not None])) for layer in layers)
 

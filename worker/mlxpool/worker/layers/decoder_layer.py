@@ -119,7 +119,10 @@ class DecoderLayer(Protocol):
     def shapes(self, name: str) -> WeightShapes: ...
 
     def build(self, builder: LayerBuilder, name: str, layer: int) -> DecoderLayerFunction:
-        """`layer`: the layer's number among the layers that have a cache, or have none."""
+        """Builds the layer over the builder's weights, whose names begin with `name`.
+
+        `layer`: the index among the layers that have a cache, or among those that have none.
+        """
 
 
 def linear_shapes(name: str, outputs: int, inputs: int, bias: bool = False) -> WeightShapes:

@@ -163,7 +163,7 @@ class GatedDeltaNet(Struct, frozen=True):
 
 
 class GatedDeltaNetLayer(FusableSublayer):
-    """The mixer of a layer, with its weights; a GPU has a kernel for it."""
+    """The layer that a GatedDeltaNet builds; on a GPU, our kernel may compute it."""
 
     def __init__(
         self,
@@ -207,7 +207,10 @@ class GatedDeltaNetLayer(FusableSublayer):
         return self._kernel_serves(self.shape, dtype)
 
     def _scan(self, lines: mx.array, states: SpanStates) -> tuple[mx.array, mx.array]:
-        """Computes a SpanScan by our kernel, with the gated norm."""
+        """Computes the gated delta net and its norm for all spans of a pass, by our kernel.
+
+        It is a SpanScan.
+        """
         return self._delta_net(self.shape, lines, states, self._weights)
 
     @cached_property

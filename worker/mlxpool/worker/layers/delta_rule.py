@@ -212,8 +212,9 @@ def kernel_serves(shape: DeltaNetShape, dtype: mx.Dtype) -> bool:
 def _kernel_is_right(shape: DeltaNetShape, dtype: mx.Dtype) -> bool:
     """Returns True if our kernel gives the results of this file's operations, token by token.
 
-    The first pass has one token from a state, a check of two tokens from zeros, and a chunk from
-    another state. The second pass has no chunk; a thread block then computes a whole head.
+    The first pass has three spans: one token that follows a state, two tokens without a state whose
+    states are both kept (as for drafts), and a chunk that follows another state. The second pass
+    lacks the chunk; then a thread block computes a whole head.
     """
 
     def numbers(*size: int, key: int) -> mx.array:

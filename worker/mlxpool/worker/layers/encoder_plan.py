@@ -78,7 +78,10 @@ def label_count(config: Mapping[str, Any]) -> int:
 def renamed_tensors(
     prefixes: Mapping[str, str],
 ) -> Callable[[StoredTensors], Iterator[DerivedWeights]]:
-    """Returns a ModelPlan's `derived` that replaces the name prefixes of wrapped models."""
+    """Returns a function for ModelPlan.derived that replaces prefixes of stored tensor names.
+
+    `prefixes`: stored -> ours.
+    """
 
     def derived(found: StoredTensors) -> Iterator[DerivedWeights]:
         for stored, spec in found.items():

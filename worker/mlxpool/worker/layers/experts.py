@@ -192,7 +192,10 @@ def _token_mixture(
 def _chooser(
     router: AnyLinear, routing: RoutingParams, added: mx.array | None
 ) -> tuple[mx.array, mx.array | None] | None:
-    """Returns the router's dense weight and the choice's bias, for kernels; None if unsupported."""
+    """Returns the router's weight and the bias for the choice of experts, as our kernels need them.
+
+    Returns None if the kernels do not support this router.
+    """
     if not isinstance(router, Linear):
         return None
     if router.bias is None:

@@ -157,7 +157,7 @@ class ForwardBatch(Protocol):
         """Returns x [T, d] with features of images in the lines that are inputs of images."""
 
     def add_images(self, layer: int, x: mx.array) -> mx.array:
-        """Returns x [T, d] plus image features for a layer's output, in the lines of images."""
+        """Returns x [T, d], the output of a layer, plus image features at inputs of images."""
 
     @property
     def sees_images(self) -> mx.array | None:
@@ -169,7 +169,8 @@ class ForwardBatch(Protocol):
     def attend_images(self, layer: int, q: mx.array, scores: ScoreParams) -> mx.array:
         """q [T, H, D] -> [T, H, D] over the keys and values of the images that each token sees.
 
-        `layer` counts the layers of cross-attention. A token that sees no image gets zeros.
+        `layer`: the index among the layers of cross-attention. A token that sees no image gets
+        zeros.
         """
 
     def rope(self, x: mx.array, rope: Rope) -> mx.array:
@@ -216,7 +217,7 @@ class ForwardBatch(Protocol):
         """Inputs [T, ...] -> outputs [T or E, ...] of `scan`, over each sequence from its state."""
 
     def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
-        """Computes `recur` with a scan of all sequences together."""
+        """Computes `recur` by a scan that takes the spans of all sequences in one call."""
 
 
 class Norm(Protocol):

@@ -61,9 +61,10 @@ class LatentDims(Struct, frozen=True):
         return self.plain + self.rotated
 
     def decompresses(self, count: int, length: int) -> bool:
-        """Returns True if decompressing needs fewer multiplications, and at most MAX_DECOMPRESSED.
+        """Returns True if decompressing needs fewer multiplications than the absorbed form.
 
-        The queries are the last `count` of `length` tokens.
+        The queries are the last `count` of `length` tokens. Returns False if keys and values would
+        have more than MAX_DECOMPRESSED numbers.
         """
         if length * self.heads * (self.query + self.value) > MAX_DECOMPRESSED:
             return False

@@ -69,7 +69,7 @@ class SoftmaxMoE(Struct, frozen=True):
     def from_config(
         cls, config: Mapping[str, Any], normed: bool, shared_width: int = 0
     ) -> SoftmaxMoE:
-        """`normed`: the default of norm_topk_prob.
+        """Reads config.json; `normed`: the default of norm_topk_prob.
 
         Raises ModelLoadFailed with a missing or unusable key.
         """
@@ -173,7 +173,7 @@ class SigmoidMoE(Struct, frozen=True):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> SigmoidMoE:
-        """Raises ModelLoadFailed with a missing or unusable key."""
+        """Reads config.json. Raises ModelLoadFailed with a missing or unusable key."""
         require(config, "topk_method", ["noaux_tc"])
         require(config, "scoring_func", ["sigmoid"])
         mixture = cls(

@@ -124,7 +124,10 @@ def _periods(plain: Rope) -> list[float]:
 
 
 def _blended(plain: Rope, settings: Settings, kept: list[float]) -> tuple[float, ...]:
-    """Returns each wavelength times 1 for `kept` = 1, times `factor` for 0, and blended between."""
+    """Returns wavelengths between the plain ones (`kept` = 1) and `factor` times these (0).
+
+    `kept` has a number from 0 to 1 for each wavelength.
+    """
     factor = number(settings, "factor")
     waves = zip(_periods(plain), kept, strict=True)
     return tuple(period / ((1 - part) / factor + part) for period, part in waves)

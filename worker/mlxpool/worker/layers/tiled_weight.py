@@ -61,7 +61,7 @@ class TiledWeight(Struct, frozen=True):
 
 
 def in_tiles(weight: QuantisedWeight) -> QuantisedWeight | TiledWeight:
-    """Returns the weight in tiles if the kernels work here and support its shape; else None.
+    """Returns the weight in tiles if the kernels support it on this device, else `weight` itself.
 
     The result is evaluated, so that at most one weight is in memory twice.
     """

@@ -128,7 +128,7 @@ def check_pixels(kind: str, width: int, height: int) -> None:
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """Returns an image as RGB: deep grey scaled to 8 bits, transparent parts on white."""
+    """Returns an image as RGB: 16-bit grey is scaled to 8 bits, transparent parts are white."""
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:

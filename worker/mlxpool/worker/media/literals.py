@@ -1,9 +1,10 @@
-"""Keeps image markers and special tokens plain text if a user has written them. Pure.
+"""Makes image markers and special tokens that a user has written count as plain text. Pure.
 
-A chat template writes a marker for each image, so a marker in a user's text would be read as an
-image, too. `seamed` puts a seam (an unused character) into this marker. `cuts_of` removes the seams
-from the rendered chat and returns their positions. The parts between these positions are tokenized
-separately: so the ids are of the same text, without an id of a marker.
+A chat template writes a marker for each image. A marker in a user's text would therefore be read as
+a further image. Before the template runs, `seamed` puts a seam (an unused character) into such a
+marker. `cuts_of` removes the seams from the rendered chat and returns their positions. The parts
+between these positions are tokenized separately. So the token ids belong to the unchanged text, but
+none of them is the id of a marker.
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ KEYS = ("content", "reasoning_content")  # keys of a message whose texts get sea
 
 
 def literals_of(places: ImagePlaces) -> tuple[str, ...]:
-    """Returns the texts that are read as an image: the template's marker, the slot token."""
+    """Returns the texts that denote an image: the chat template's marker and the slot token."""
     return tuple(dict.fromkeys((places.marker, places.slot)))
 
 
 def seamed(
     messages: Sequence[Mapping[str, Any]], literals: Sequence[str], foreign: Sequence[str] = ()
 ) -> tuple[Sequence[Mapping[str, Any]], str]:
-    """Returns messages with a seam in each literal of their texts, and the seam.
+    """Inserts a seam into each literal in the texts of messages; returns messages and seam.
 
-    `foreign`: further literals in messages that the model did not write. If no text has a literal,
-    or if the texts have all SEAMS already, returns the same messages and "".
+    A literal is a text that must count as plain text, such as an image marker. A seam is one unused
+    character. `literals` are searched in all messages, `foreign` only in messages that the model
+    did not write. If no text has a literal, or if every character of SEAMS occurs in the texts,
+    returns the same messages and "".
     """
     own, all_literals = _pattern(literals), _pattern([*literals, *foreign])
     if all_literals is None:
@@ -61,7 +64,7 @@ def _compiled(literals: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _pattern(literals: Sequence[str]) -> re.Pattern[str] | None:
-    """Returns a pattern of literals, the longest first; a single character cannot be divided."""
+    """Returns a pattern of the literals of two or more characters; None without such literals."""
     divisible = tuple(dict.fromkeys(literal for literal in literals if len(literal) > 1))
     return _compiled(divisible) if divisible else None
 
@@ -78,7 +81,7 @@ def texts_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _mapped(message: Mapping[str, Any], changed: Any) -> dict[str, Any]:
-    """Returns a message with each text replaced by `changed` of it."""
+    """Returns a copy of a message in which each text is replaced by `changed(text)`."""
     copy = dict(message)
     for key in KEYS:
         value = copy.get(key)
@@ -104,7 +107,7 @@ def cuts_of(text: str, seam: str) -> tuple[str, list[int]]:
 
 
 def ends_of(parts: Sequence[str]) -> list[int]:
-    """Returns the end position of each part in the joined text, except of the last part."""
+    """Returns the end position of each part in the joined text, except the last part's."""
     return [*accumulate(map(len, parts[:-1]))]
 
 
@@ -114,7 +117,7 @@ def parts_of(text: str, cuts: Sequence[int]) -> list[str]:
 
 
 def check_literals(parts: Sequence[str], places: ImagePlaces) -> None:
-    """Raises BadRequest for a part with a text that is read as an image."""
+    """Raises BadRequest if a part has a text that the model would read as an image."""
     for literal in literals_of(places):
         if any(literal in part for part in parts):
             raise BadRequest(

@@ -1,9 +1,9 @@
-"""Puts slot tokens of images into texts, and the inputs of images into token ids. Pure.
+"""Puts the slot tokens of images into texts, and the inputs of images into token ids. Pure.
 
-A text has one slot token for each image, which the tokenizer keeps as one id; `with_images`
-replaces it by the inputs of the image. If a user has written a slot token or a marker of a chat
-template, it is text in the content of a message, see `literals`, and an error elsewhere: a request
-has images only at the positions that it names.
+A text has one slot token for each image: a placeholder, which the tokenizer keeps as one id.
+`with_images` replaces this id by the inputs of the image. A request has images only at the
+positions that it names. So a slot token or a template's marker that a user has written is plain
+text in the content of a message (see `literals`), and an error elsewhere.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from mlxpool.worker.media.spans import ImageKey, MediaSpan, slot_items
 def expanded_chat(
     text: str, cuts: Sequence[int], end: int, places: ImagePlaces, count: int
 ) -> tuple[str, list[int], int]:
-    """Returns a rendered chat as the model reads it, its cuts, and the new position of `end`.
+    """Replaces the image markers in a rendered chat by their expansions, which the model reads.
 
-    A marker that a cut divides is text. Raises BadRequest unless each of `count` images has its own
-    marker.
+    Returns the text, its cuts and the new position of `end`. A marker that a cut divides is plain
+    text and stays. Raises BadRequest unless the number of markers is `count`, the number of images.
     """
     parts = parts_of(text, cuts)
     markers = _markers(parts, places)
@@ -47,10 +47,11 @@ def _markers(parts: Sequence[str], places: ImagePlaces) -> int:
 
 
 def expanded_text(text: str, places: ImagePlaces, count: int) -> tuple[str, list[int]]:
-    """Returns a text with slot tokens for its [img-n], and the numbers n in order.
+    """Replaces each [img-n] in a text by the text of an image; returns text and numbers n.
 
-    Raises BadRequest unless the text names each of `count` images and no other, and if the text has
-    a slot token or marker itself.
+    The numbers are in the order of the text; the text of an image has its slot token. Raises
+    BadRequest unless the text names each of `count` images and no other image. Also raises
+    BadRequest if the text itself has a slot token or an image marker.
     """
     named = images_of_text(text)
     check_named(named, count)
@@ -69,7 +70,10 @@ def check_slots(ids: Sequence[int], places: ImagePlaces, count: int) -> None:
 
 
 class Inputs(Struct, frozen=True):
-    """The inputs of a prompt with images; `moved` converts indices of ids to indices of inputs."""
+    """The inputs that a model reads for a prompt with images.
+
+    `items`: the inputs. `media`: the ranges of inputs that belong to images.
+    """
 
     items: tuple[int, ...]
     media: tuple[MediaSpan, ...]
@@ -77,7 +81,7 @@ class Inputs(Struct, frozen=True):
     slots: tuple[int, ...]  # the indices of slot tokens among the ids
 
     def moved(self, place: int) -> int:
-        """Returns the index of the input that begins at id number `place`."""
+        """Converts an index among the token ids to an index among the inputs."""
         before = [span for slot, span in zip(self.slots, self.media, strict=True) if slot < place]
         return place + sum(span.count - 1 for span in before)
 

@@ -16,16 +16,17 @@ MAX_ASPECT = 200  # longer side / shorter side, for images that keep their propo
 
 
 class ImageSettings(Struct, frozen=True):
-    """The preprocessing that a model was trained with, from its preprocessor_config.json.
+    """The preprocessing of a model's images, from its preprocessor_config.json.
 
-    Every image gets the size `height` * `width`. If these are 0, it keeps its proportions: its
-    sides are multiples of `patch` * `merge`, its area is from `min_pixels` to `max_pixels`. `merge`
-    * `merge` patches become one input of the model. Pixels from 0 to 255 are multiplied by `scale`,
-    then `mean` is subtracted and they are divided by `std`, for red, green and blue. `resample` is
-    Pillow's number of a filter.
+    Every image is resized to `height` * `width` pixels. If both are 0, the image keeps its
+    proportions: its sides become multiples of `patch` * `merge` pixels, and its area is from
+    `min_pixels` to `max_pixels`. `merge` * `merge` patches become one input of the model. For red,
+    green and blue, pixels from 0 to 255 are multiplied by `scale`, `mean` is subtracted, and the
+    result is divided by `std`. `resample` is the number of a Pillow filter.
 
-    With `tiles`, an image keeps its proportions and lies in the upper left corner of a black canvas
-    of up to `tiles` squares with the side `height`. Such an image is one input.
+    With `tiles`, an image keeps its proportions and lies in the upper left corner of a black
+    canvas. The canvas has up to `tiles` squares with sides of `height` pixels. Such an image is one
+    input.
     """
 
     patch: int
@@ -71,14 +72,17 @@ class ImageSettings(Struct, frozen=True):
         return high, wide
 
     def canvas_of(self, height: int, width: int) -> tuple[int, int]:
-        """Returns the height and width of the encoded canvas of an image of this size."""
+        """Returns (height, width) of the canvas that is encoded for an image of this size."""
         if not self.tiles:
             return self.size_of(height, width)
         high, wide = tile_arrangement(self.tiles, self.height, height, width)
         return high * self.height, wide * self.height
 
     def _size_on_canvas(self, height: int, width: int) -> tuple[int, int]:
-        """Returns the size of an image on its canvas, at least a tile on one side."""
+        """Returns (height, width) of an image after it was resized to fit its canvas of tiles.
+
+        A small image is enlarged until one side has the length of a tile.
+        """
         high, wide = self.canvas_of(height, width)
         most_high = min(max(height, self.height), high)
         most_wide = min(max(width, self.height), wide)

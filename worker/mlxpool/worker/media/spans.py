@@ -1,8 +1,8 @@
-"""The positions of images among the inputs of a sequence, and of allowed cuts. Pure.
+"""The positions of images among the inputs of a sequence, and where inputs may be cut. Pure.
 
 An input is an int: a token id below FIRST_SLOT, or a slot of an image. A slot is a 64-bit number
-from the image's key and the slot's index in the image. So different images give different inputs at
-the same position, and an image gives the same inputs in any prompt.
+made from the image's key and the slot's index in the image. So different images have different
+inputs at the same position, and an image has the same inputs in any prompt.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ class MediaSpan(Struct, frozen=True):
     """Inputs [start, start + count) of a sequence are the slots of one image.
 
     `grid`: the numbers of patches in time, height and width, before a model merges patches.
-    `group`: the inputs attend both ways, so the span is computed in one pass and no cached prefix
-    ends in it. `crossed`: the image has one input, and its features are outside the KV cache: this
-    input and later inputs attend to them in layers of cross-attention, see `seen_images`.
+    `group`: the inputs attend to each other both ways. So the span is computed in one pass, and no
+    cached prefix ends in it. `crossed`: the image has one input, and its features are outside the
+    KV cache. This input and later inputs attend to the features in layers of cross-attention, see
+    `seen_images`.
     """
 
     start: int
@@ -74,7 +75,10 @@ def span_around(spans: Spans, place: int) -> MediaSpan | None:
 
 
 def prefix_end(spans: Spans, place: int) -> int:
-    """Returns the last allowed end of a prefix up to `place`: never inside a group."""
+    """Returns the last position up to `place` where a prefix may end: not inside a group.
+
+    A group is an image whose inputs attend to each other both ways.
+    """
     span = span_around(spans, place)
     return span.start if span is not None and span.group else place
 
@@ -92,9 +96,10 @@ def chunk_end(spans: Spans, start: int, end: int) -> int:
 
 
 def readable_end(spans: Spans, start: int, end: int, encoded: Container[ImageKey]) -> int:
-    """Returns `chunk_end`, or the start of the chunk's first image that is not encoded.
+    """Returns the end of a chunk from `start` that needs only images in `encoded`.
 
-    Returns `start` if the chunk would begin inside an image that is not encoded, or attend to it.
+    This is `chunk_end`, or the start of the chunk's first image that is not encoded. It is `start`
+    if the chunk would begin inside such an image, or if its first input attends to such an image.
     """
     end = chunk_end(spans, start, end)
     needed = (*seen_images(spans, start), *overlapping(spans, start, end))
@@ -106,7 +111,7 @@ def seen_images(spans: Spans, place: int) -> tuple[MediaSpan, ...]:
     """Returns the images that input `place` attends to in layers of cross-attention.
 
     These are the last crossed image that begins at or before `place`, and the crossed images
-    directly before it. Inputs after the next images of a conversation do not attend to them.
+    directly before it. An input does not attend to older images of the conversation.
     """
     end = bisect_right(spans, place, key=lambda span: span.start)
     if not end or not spans[end - 1].crossed:
@@ -118,7 +123,10 @@ def seen_images(spans: Spans, place: int) -> tuple[MediaSpan, ...]:
 
 
 def touches_images(spans: Spans, start: int, end: int) -> bool:
-    """Returns whether inputs [start, end) belong to images, or attend to crossed images."""
+    """Returns whether some inputs in [start, end) belong to images or attend to crossed images.
+
+    See MediaSpan.crossed.
+    """
     return any(overlapping(spans, start, end)) or bool(seen_images(spans, start))
 
 
@@ -137,13 +145,13 @@ def image_views(
 
 
 def kept_end(spans: Spans, place: int) -> int:
-    """Returns the last position up to `place` that divides no image; earlier inputs are kept."""
+    """Rounds `place` down to a position at which a cut divides no image."""
     span = span_around(spans, place)
     return place if span is None else span.start
 
 
 def cut_end(spans: Spans, place: int) -> int:
-    """Returns the first position from `place` on that divides no image; earlier inputs go."""
+    """Rounds `place` up to a position at which a cut divides no image."""
     span = span_around(spans, place)
     return place if span is None else span.end
 
@@ -164,10 +172,10 @@ def without(spans: Spans, keep: int, removed: int) -> tuple[MediaSpan, ...]:
 def positions(start: int, end: int, media: Spans, merge: int) -> npt.NDArray[np.int32]:
     """Returns the positions [end - start, 3] of inputs [start, end), in time, height and width.
 
-    A token has the same position three times. The inputs of an image, a grid, have the position of
-    its first input, plus their row and column in the grid. The next input has the position after
-    the longer side of the image. `media`: all images of the sequence. `merge` * `merge` patches are
-    one input.
+    The three positions of a token are equal. The inputs of an image are a grid. Each has the
+    position of the image's first input, plus its row in height and its column in width. The next
+    input has the position of the first input plus the longer side of the grid. `media`: all images
+    of the sequence. `merge` * `merge` patches are one input.
     """
     numbers = np.arange(start, end, dtype=np.int32)
     places = np.repeat(numbers[:, None], 3, axis=1)

@@ -78,7 +78,8 @@ def open_file_limit_kept() -> Iterator[None]:
 def load(folder: ModelFolder, on_progress: OnProgress = lambda tensors, size: None) -> Any:
     """Loads mlx-lm's model with its weights, in float32 on the CPU.
 
-    Raises ModelLoadFailed with mlx-lm's message, and for a model with its own code.
+    Raises ModelLoadFailed if config.json names Python code of the model, which is never run. If
+    mlx-lm fails, raises ModelLoadFailed with mlx-lm's message.
     """
     if CODE_FIELD in folder.config:  # some versions of mlx-lm run it
         raise ModelLoadFailed(
@@ -347,7 +348,7 @@ class MlxLmEngine:
 
     @contextmanager
     def _discard_on_failure(self, spans: Many[Span]) -> Iterator[None]:
-        """Wraps a pass over these spans. A failed pass may have written to each span's row."""
+        """Frees the KV rows of these spans if the wrapped pass fails: it may have changed them."""
         try:
             yield
         except Exception:
@@ -397,9 +398,9 @@ class MlxLmEngine:
 
 
 def _kinds_of(spans: Many[Span]) -> set[tuple[int, int]]:
-    """Returns the sizes of the spans, and the number of sampled rows, rounded up.
+    """Returns size classes, in powers of two, of the spans and of the number of sampled rows.
 
-    Sizes are powers of two: kernels are compiled for few sizes.
+    There are only a few classes, because kernels are compiled for each class.
     """
     kinds = {((span.count - 1).bit_length(), 0) for span in spans}
     kinds.add((0, sum([span.draws for span in spans]).bit_length()))

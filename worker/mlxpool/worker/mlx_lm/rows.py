@@ -96,7 +96,7 @@ class MlxLmRow:
 
 
 class MlxLmLayout:
-    """The RowLayout of such KV rows: each has its own arrays."""
+    """The RowLayout of MlxLmRows: each KV row has its own arrays, without shared blocks."""
 
     holds_prefixes = False
     blocks = 0

@@ -70,7 +70,7 @@ ROBERTA_HEAD = HeadNames("classifier.dense", "classifier.out_proj")
 
 
 class Bert(Struct, frozen=True):
-    """Describes a whole model; its tensors have the names that checkpoints use."""
+    """The hyperparameters of a BERT or RoBERTa model; its tensors keep the checkpoint's names."""
 
     vocab_size: int
     segments: int
@@ -121,7 +121,7 @@ class Bert(Struct, frozen=True):
 
 
 class BertModel:
-    """See model_plan.Model and EncoderPlan."""
+    """A BERT or RoBERTa model with its weights; implements model_plan.Model, see EncoderPlan."""
 
     def __init__(self, spec: Bert, builder: LayerBuilder) -> None:
         self.spec = spec

@@ -131,7 +131,10 @@ def _types(text: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _rope(text: Mapping[str, Any], kind: str, dims: int) -> Rope:
-    """Returns the RoPE of a layer type. Older files have only a base for windowed layers."""
+    """Returns the RoPE of the layers of type `kind`.
+
+    Older config files have a separate RoPE base only for windowed layers.
+    """
     named = text.get("rope_parameters") or {}
     if kind in named:
         return parse_rope({**text, "rope_parameters": named[kind]}, dims)
@@ -145,7 +148,7 @@ def _softcap(text: Mapping[str, Any], key: str) -> float:
 
 
 def _bfloat16(value: float) -> float:
-    """Returns the value rounded to bfloat16, ties to even: models were trained with it."""
+    """Returns the value rounded to bfloat16, ties to even, as in the training of the models."""
     (bits,) = struct.unpack("<I", struct.pack("<f", value))
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
     return float(struct.unpack("<f", struct.pack("<I", rounded))[0])

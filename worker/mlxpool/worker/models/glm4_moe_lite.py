@@ -104,14 +104,18 @@ def _attention(config: Mapping[str, Any]) -> LatentAttention:
 
 
 def _gain(config: Mapping[str, Any]) -> float:
-    """Returns the gain of queries and keys in a stretched context, besides RoPE's own gain."""
+    """Returns YaRN's additional scale of queries and keys (`mscale_all_dim`); 1.0 without it."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     weight = scaling.get("mscale_all_dim")
     return yarn_mscale(number(scaling, "factor"), weight) if weight else 1.0
 
 
 def _feeds(config: Mapping[str, Any], layers: int) -> tuple[GatedMLP | SigmoidMoE, ...]:
-    """Returns the feed-forwards: first dense, then experts in each `moe_layer_freq`th."""
+    """Returns the layers' feed-forwards: the first dense, then some with experts.
+
+    After the first dense layers, the layers whose index is a multiple of `moe_layer_freq` have
+    experts.
+    """
     dense = GatedMLP(integer(config, "hidden_size"), integer(config, "intermediate_size"))
     if not config.get("n_routed_experts"):
         return (dense,) * layers

@@ -82,7 +82,10 @@ def _attention(config: Mapping[str, Any]) -> Iterator[GroupedQueryAttention]:
 
 
 class GptOssMoE(Struct, frozen=True):
-    """A FeedForward: each token uses the `chosen` experts of the highest logits, with biases."""
+    """The mixture of experts of gpt-oss, a FeedForward; its linear layers have biases.
+
+    Each token uses the `chosen` experts with the highest logits.
+    """
 
     hidden: int
     width: int
@@ -116,9 +119,10 @@ class GptOssMoE(Struct, frozen=True):
                 yield tensor, (self.count, *each)
 
     def derived(self, found: StoredTensors, name: str) -> Iterable[DerivedWeights]:
-        """Splits the weight of released checkpoints that interleaves the rows of gate and up.
+        """Splits the stacked expert weights of released checkpoints into gate, up and down.
 
-        The weight is stored in mxfp4, or dense and transposed.
+        The rows of gate and up are interleaved in one weight. It is stored in mxfp4, or dense and
+        transposed.
         """
         stacks = {"gate_up": ("gate", "up"), "down": ("down",)}
         for stored, names in stacks.items():
@@ -161,7 +165,7 @@ class _GptOssExperts(FusableSublayer):
 def _from_transposed(
     found: StoredTensors, source: str, modules: Sequence[str]
 ) -> Iterator[DerivedWeights]:
-    """Splits `source` [E, in, rows] and `source`_bias [E, rows], which interleave `modules`."""
+    """Splits `source` [E, in, rows] and its bias [E, rows] into the interleaved `modules`."""
     count = len(modules)
     weight, bias = found[source], found.get(f"{source}_bias")
 

@@ -52,7 +52,10 @@ CROSS_LAYERS = (3, 8, 13, 18, 23, 28, 33, 38)
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """Returns the plan of the text part, with images; raises ModelLoadFailed with the key."""
+    """Returns the plan of the text part, with an image encoder if config.json has one.
+
+    Raises ModelLoadFailed with the unusable key.
+    """
     text = {"tie_word_embeddings": config.get("tie_word_embeddings"), **text_config(config)}
     text.setdefault("rms_norm_eps", 1e-5)
     require(text, "hidden_act", ["silu"])
@@ -80,7 +83,10 @@ def _layers(text: Mapping[str, Any]) -> Iterator[DecoderLayer]:
 
 
 def _crossing(text: Mapping[str, Any], count: int) -> tuple[int, ...]:
-    """Returns the layers that attend to images; the last layer, which selects rows, never does."""
+    """Returns the layers that attend to images by cross-attention; never the last layer.
+
+    Raises ModelLoadFailed if config.json has other values.
+    """
     value = text.get("cross_attention_layers")
     layers = list(CROSS_LAYERS) if value is None else value
     sound = isinstance(layers, list) and all(
@@ -128,7 +134,7 @@ def _vision(
 
 
 class SeeingLlama(WithTextPart):
-    """See model_plan.SeeingModel."""
+    """Llama 3.2 Vision with its weights; implements model_plan.SeeingModel."""
 
     def __init__(
         self,

@@ -85,7 +85,10 @@ def _types(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _rope(config: Mapping[str, Any], kind: str, dims: int) -> Rope:
-    """Returns the RoPE of a layer type. Newer files have it; older files have a base per type."""
+    """Returns the RoPE of the layers of type `kind`.
+
+    Older config files have only a RoPE base for each type.
+    """
     key, base = ROPE_BASES[kind]
     base = number(config, key, base)
     named = config.get("rope_parameters") or {}
@@ -102,7 +105,7 @@ class Biases(Struct, frozen=True):
 
 
 class ModernBert(Struct, frozen=True):
-    """Describes a whole model; its tensors have the names that checkpoints use."""
+    """The hyperparameters of a ModernBERT model; its tensors keep the checkpoint's names."""
 
     vocab_size: int
     hidden: int
@@ -152,7 +155,7 @@ class ModernBert(Struct, frozen=True):
 
 
 class ModernBertModel:
-    """See model_plan.Model and EncoderPlan."""
+    """A ModernBERT model with its weights; implements model_plan.Model, see EncoderPlan."""
 
     def __init__(self, spec: ModernBert, builder: LayerBuilder) -> None:
         self.spec, eps, bias = spec, spec.eps, spec.biases.norm

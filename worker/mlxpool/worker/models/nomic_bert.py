@@ -75,7 +75,7 @@ def encoder_plan(config: Mapping[str, Any]) -> EncoderPlan:
 
 
 class NomicBert(Struct, frozen=True):
-    """Describes a whole model; its tensors have the names that checkpoints use."""
+    """The hyperparameters of a Nomic BERT model; its tensors keep the checkpoint's names."""
 
     vocab_size: int
     segments: int
@@ -118,7 +118,7 @@ class NomicBert(Struct, frozen=True):
 
 
 class NomicBertModel:
-    """See model_plan.Model and EncoderPlan."""
+    """A Nomic BERT model with its weights; implements model_plan.Model, see EncoderPlan."""
 
     def __init__(self, spec: NomicBert, builder: LayerBuilder) -> None:
         self.words = builder.embedding("embeddings.word_embeddings")

@@ -40,7 +40,7 @@ def _layers(config: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
 
 
 def attention(config: Mapping[str, Any], heads: Heads, window: int) -> GroupedQueryAttention:
-    """Returns the attention of a Qwen3 layer, also of Qwen3 with experts."""
+    """Returns the attention of a layer of Qwen3, with or without experts."""
     return GroupedQueryAttention(
         integer(config, "hidden_size"),
         heads,

@@ -58,7 +58,7 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
 
 
 def _renaming(plan: ModelPlan) -> ModelPlan:
-    """Returns the plan for checkpoints with a vision part, which prefix the names of tensors."""
+    """Returns the plan for a checkpoint with a vision part, whose tensor names have a prefix."""
     inner, ignored = plan.derived, plan.ignored
 
     def derived(found: StoredTensors) -> Iterable[DerivedWeights]:

@@ -60,9 +60,9 @@ def plan_of(
     *,
     normed: bool,
 ) -> ModelPlan:
-    """Returns the plan with these delta nets; layers have experts if `sparse` returns True.
+    """Returns the plan of a model with `delta_net` as its gated delta nets.
 
-    `normed` is the default of norm_topk_prob.
+    A layer has experts if `sparse(layer)` returns True. `normed` is the default of norm_topk_prob.
     """
     require(config, "hidden_act", ["silu"])
 
@@ -87,7 +87,11 @@ def _plan(
     normed: bool,
     routed: bool | None = None,
 ) -> ModelPlan:
-    """As `plan_of`; `routed`: whether the MTP head's layer has experts; None: no MTP head."""
+    """Returns the plan as `plan_of` does, with a given MTP head or none.
+
+    `routed`: whether the layer of the head for multi-token prediction (MTP) has experts; None: no
+    head.
+    """
     hidden, eps = integer(config, "hidden_size"), number(config, "rms_norm_eps")
     attention = GatedAttention.from_config(config)
 
@@ -155,6 +159,6 @@ def _derived(
 
 
 def _as_released(found: StoredTensors) -> bool:
-    """Returns whether tensors are as released; MLX conversions move the convolutions' axes."""
+    """Returns whether convolutions have the axes of released checkpoints, not of MLX's."""
     convolutions = [spec.shape for name, spec in found.items() if name.endswith("conv1d.weight")]
     return any(shape[-1] != 1 for shape in convolutions)

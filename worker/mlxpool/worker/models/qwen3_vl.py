@@ -52,7 +52,10 @@ TOKENS = {
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """Returns the plan of the text part, with images; raises ModelLoadFailed with the key."""
+    """Returns the plan of the text part, with an image encoder if config.json has one.
+
+    Raises ModelLoadFailed with the unusable key.
+    """
     text = {"tie_word_embeddings": config.get("tie_word_embeddings"), **text_config(config)}
     text.setdefault("rms_norm_eps", 1e-6)
     require(text, "hidden_act", ["silu"])
@@ -74,7 +77,10 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
 
 
 def _rope(text: Mapping[str, Any], rope: Rope) -> Rope:
-    """Returns the RoPE with an axis for each pair: height and width lie among time."""
+    """Returns the RoPE with an axis (time, height or width) for each pair of dimensions.
+
+    The axes alternate (time, height, width, time, ...) up to the counts in `mrope_section`.
+    """
     scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
     sections = scaling.get("mrope_section") or list(SECTIONS)
     pairs = rope.dims // 2
@@ -124,7 +130,7 @@ def _vision(config: Mapping[str, Any], text: ModelPlan, hidden: int, layers: int
 
 
 class SeeingQwen(WithTextPart):
-    """See model_plan.SeeingModel."""
+    """Qwen3-VL with its weights; implements model_plan.SeeingModel."""
 
     def __init__(self, text: Model, tower: QwenTower, builder: LayerBuilder) -> None:
         super().__init__(text)

@@ -1,8 +1,8 @@
-"""Decoders that embed or rate whole texts: Qwen3, and Gemma 3 with attention both ways.
+"""Decoders that embed or rate whole texts: Qwen3, and Gemma 3 with bidirectional attention.
 
 Released embedding models are stored without the output head, and their tensor names have no prefix.
-A Qwen3 that rates texts answers a question: the score is the logit of `yes` minus the logit of
-`no`.
+A Qwen3 that rates texts answers a yes-or-no question: the score is the logit of `yes` minus the
+logit of `no`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class Answers(Struct, frozen=True):
 
 
 def encoder_plan(config: Mapping[str, Any], answers: Answers | None = None) -> EncoderPlan:
-    """Returns the plan of a decoder as an encoder model; `answers`: it rates texts by them.
+    """Returns the plan of a decoder that embeds or rates whole texts.
 
+    With `answers`, the score of a text is the difference between the logits of the two answers.
     Raises ModelLoadFailed with the unusable key.
     """
     labels = label_count(config)
@@ -67,7 +68,10 @@ def _gemma(config: Mapping[str, Any]) -> ModelPlan:
 
 
 class _PrefixedTensors(Struct, frozen=True):
-    """A `derived` that adds a missing prefix to tensor names, then calls the plan's `derived`."""
+    """The `derived` function of a plan, for a checkpoint whose tensor names lack a prefix.
+
+    Adds the prefix, then calls the `derived` of `plan`.
+    """
 
     plan: ModelPlan
 
@@ -125,7 +129,7 @@ class _ScoredModel(_States):
 
 
 class _AnsweringModel(_States):
-    """A decoder that rates by the next token, the answer to a question."""
+    """A decoder whose score is the logit of the answer `yes` minus the logit of `no`."""
 
     def __init__(self, decoder: Model, answers: Answers) -> None:
         super().__init__(decoder)

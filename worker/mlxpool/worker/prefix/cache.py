@@ -31,7 +31,11 @@ WHOLE = "all but the last token is cached"
 
 
 def reason_of(cached: int, matched: int, length: int) -> str:
-    """Returns why a prompt got `cached` of its `matched` tokens from a cache with entries."""
+    """Returns the reason why a prompt got `cached` tokens from a cache that is not empty.
+
+    `matched`: the number of the prompt's first tokens in the cache. `length`: the tokens of the
+    prompt.
+    """
     if cached:
         if cached < matched:
             return EARLIER_STATE
@@ -42,18 +46,23 @@ def reason_of(cached: int, matched: int, length: int) -> str:
 
 
 def usable(prompt: Sequence[int], most: int | None) -> int:
-    """Returns how many of a prompt's tokens the cache may give: not the last, at most `most`."""
+    """Returns how many first tokens of a prompt may come from the cache, at most `most`.
+
+    The last token never may, because its logits have to be computed.
+    """
     return len(prompt) - 1 if most is None else min(most, len(prompt) - 1)
 
 
 class PrefixCache(Generic[R]):
     """The interface of the three modes, and the mode `off`, which keeps nothing.
 
-    Counters since the start: `hits` and `misses` of `begin`, cached `tokens` that it found,
-    `evictions`, and `evicted_tokens`, which left all entries. `reason` explains the result of the
-    newest `begin`. `shares`: the tokens of a KV row in use can be cached for other sequences.
-    `whole`: a sequence then gets all of these tokens or none. `exclusive`: an entry is used by at
-    most one row. `by_owner`: a sequence finds only entries of sequences with the same owner.
+    Counters since the start: `hits` and `misses` of `begin`; `tokens`, the cached tokens that
+    `begin` has found; `evictions`; `evicted_tokens`, the tokens that are no longer in any entry.
+    `reason` explains the result of the newest `begin`.
+
+    `shares`: other sequences can use the tokens of a KV row that is still in use. `whole`: a
+    sequence gets all of these tokens or none. `exclusive`: an entry is used by at most one row.
+    `by_owner`: a sequence finds only entries of sequences with the same owner.
     """
 
     shares = False
@@ -109,13 +118,17 @@ class PrefixCache(Generic[R]):
         return self._new_row(), 0
 
     def next_restore_point(self, row: R) -> int | None:
-        """Returns where the next prefill chunk must end, for `keep`; None: anywhere."""
+        """Returns the position where the next prefill chunk must end, so that `keep` can cache it.
+
+        None: the chunk may end anywhere.
+        """
         return None
 
     def keep(self, row: R, tokens: Sequence[int], *, restore_point: bool = False) -> None:
         """Caches the tokens that the KV row has so far; the row stays in use.
 
-        `restore_point`: other sequences will begin here, even if it is not the next restore point.
+        `restore_point`: makes the end of these tokens a restore point, because other sequences will
+        begin there. Otherwise only a position from `next_restore_point` becomes one.
         """
 
     def close(self, row: R, tokens: Sequence[int]) -> None:

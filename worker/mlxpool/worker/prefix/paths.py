@@ -1,4 +1,4 @@
-"""The path from the root of a tree to a node: the path's tokens and cached pieces. Pure."""
+"""Reads the tokens and cached pieces on the path from the root of a tree to a node. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ S = TypeVar("S")
 
 
 class Part(Struct, Generic[E], frozen=True):
-    """The tokens [low, high) of a piece whose first token is at `start`."""
+    """The tokens [low, high) of a path that are in the cached piece `held`.
+
+    All positions count from the root; the first token of the piece is at `start`.
+    """
 
     held: E
     start: int

@@ -111,7 +111,7 @@ class BlockStore:
         return self._bytes * len(blocks - self._kept.keys())
 
     def blocks_of(self, row: BlockRow) -> int:
-        """Returns the number of a KV row's blocks, without a block to copy before a write."""
+        """Returns the number of a KV row's blocks that need no copy before the next write."""
         at = row.offset // self._size
         writes = row.offset % self._size > 0 and at < len(row.table)
         return len(row.table) - (writes and self._pool.references(row.table[at]) > 1)
@@ -175,7 +175,10 @@ class BlockStore:
         tokens: int,
         capacity: int,
     ) -> None:
-        """See Store. If two runs meet inside a block, the later run's block has all tokens."""
+        """See Store. If two runs meet inside a block, uses the block of the later run.
+
+        This block has the tokens of both runs.
+        """
         self.changes += 1
         by_number = {}
         for run, count in kept:
@@ -199,9 +202,10 @@ class BlockStore:
         return BlockRun(start, end, blocks)
 
     def take_block(self, start: int, end: int, fill: Callable[[int], None]) -> BlockRun:
-        """Caches tokens [start, end) in a new block; `fill` also writes its earlier tokens.
+        """Caches tokens [start, end) in a new block, whose contents `fill(block)` writes.
 
-        Raises OutOfMemory.
+        `fill` also writes the earlier tokens that belong to the block. Raises OutOfMemory if no
+        block is free.
         """
         block = self._pool.allocate()
         try:

@@ -26,7 +26,7 @@ RESTORE_POINT_INTERVAL = 8192
 
 
 class _ActiveRow(Struct, Generic[R, E, S]):
-    """A KV row in use; the reference to the row keeps id() of the row unique."""
+    """A KV row in use; while this object refers to the row, no other row has the same id()."""
 
     row: R
     node: Node[E, S]  # the deepest node that the KV row began from or was cached at
@@ -90,7 +90,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         return reader.stops[0] if reader is not None and reader.stops else None
 
     def keep(self, row: R, tokens: Sequence[int], *, restore_point: bool = False) -> None:
-        """See PrefixCache. Makes a restore point at the position from `next_restore_point`."""
+        """See PrefixCache. Also makes a restore point at a position from `next_restore_point`."""
         reader = self._readers[id(row)]
         node = self._insert(row, tuple(tokens[: row.offset]), reader.scope)
         if node is not None:
@@ -144,7 +144,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
     def probe(
         self, prompt: Sequence[int], media: Spans = (), most: int | None = None, owner: str = ""
     ) -> tuple[int, int]:
-        """Returns the numbers of a prompt's tokens in the tree, and restorable by `begin`."""
+        """Returns how many first tokens of a prompt the tree has, and how many can be restored."""
         tokens, scope = tuple(prompt), self._scope(owner)
         match = self._match(tokens, media, usable(prompt, most), scope)
         return match.tokens, self._restorable(match)[0]
@@ -160,14 +160,16 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         *,
         claim: Callable[[int], bool],
     ) -> tuple[Node[E, S], int] | None:
-        """Adds those of `tokens` that the tree lacks, with contents from another memory.
+        """Adds the `tokens` that the tree lacks, with contents from another memory, such as a disk.
 
-        `piece(start, end)` makes the piece of these tokens; `bytes_of(start, end)` is its size.
-        `state` has the size of the snapshot at the end of the tokens, and a function that makes it.
-        `claim(bytes)` returns whether the memory is free: KV rows may own memory that they have not
-        written yet. Returns the node at the end of the tokens, with one more reader until `leave`,
-        and the number of added tokens. Returns None if the tokens do not fit, or if the tree lacks
-        some of the first `least` tokens.
+        `piece(start, end)` makes the content of these tokens; `bytes_of(start, end)` returns its
+        size. `state`: the size of the snapshot at the end of the tokens, and a function that makes
+        the snapshot. `claim(bytes)` returns whether this memory is free: KV rows may own memory
+        that they have not written yet.
+
+        Returns the node at the end of the tokens, and the number of added tokens. The node has one
+        more reader until `leave`. Returns None if the tokens do not fit, or if the tree lacks some
+        of the first `least` tokens.
         """
         scope = self._scope(owner)
         match = self._tree.match(tokens, len(tokens), scope)
@@ -291,7 +293,10 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
             self._leave(last)
 
     def _require_space(self, row: R, start: int, end: int, need_state: bool) -> int:
-        """Evicts least recently used entries; returns the end of the KV row's tokens that fit."""
+        """Evicts least recently used entries to make room for a KV row's tokens [start, end).
+
+        Returns the position up to which the tokens fit, or -1 if nothing fits.
+        """
         store = self._store
         state = store.state_bytes(row) if need_state else 0
 
@@ -332,7 +337,10 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         pieces: list[Piece[E]],
         state: S | None,
     ) -> Node[E, S]:
-        """Adds the pieces of tokens from `start` on, inside or below `last`, and a snapshot."""
+        """Adds the tokens from `start` on below the node `last`, with pieces and snapshot.
+
+        If `last` ends after `start`, first splits the edge of `last` there. Returns the last node.
+        """
         if last.end > start and (pieces or state is not None):
             last = self._tree.split(last, start)
             last.last_used, last.restore_point = self._now, not pieces

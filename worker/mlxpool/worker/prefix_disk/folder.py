@@ -1,7 +1,7 @@
 """The folder of the segments of one model: owner, modes, size bound, deletions.
 
-The path of a segment is DIR/MODEL/DIGEST/NAME.seg; MODEL is the quoted model name. The bound
-applies to all segments of a model, also of other weights, rules or layouts. Such old segments are
+The path of a segment is DIR/MODEL/DIGEST/NAME.seg; MODEL is the quoted model name. The size bound
+applies to all segments of a model, also to those of other weights, rules or layouts. The latter are
 deleted first, because no worker uses them. Workers take the lock DIR/MODEL/lock to append and to
 delete.
 """
@@ -84,7 +84,7 @@ class ModelFolder:
         )
 
     def segments_of(self, digest: bytes) -> Path:
-        """Returns the folder of the segments of a digest."""
+        """Returns the folder that has the segments of a digest."""
         return self.path / digest.hex()[:DIGEST_CHARACTERS]
 
     @contextlib.contextmanager
@@ -148,7 +148,7 @@ def segment_files(folder: Path) -> Iterator[SegmentFile]:
 
 
 def models_in(root: Path) -> dict[str, Path]:
-    """Returns the folders of models in a folder of segments, by the name of the model."""
+    """Returns the folder of each model in `root`, by the name of the model."""
     folders = [Path(entry.path) for entry in _entries(root) if entry.is_dir(follow_symlinks=False)]
     return {unquote(path.name): path for path in sorted(folders)}
 

@@ -26,8 +26,7 @@ PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.
 class Index:
     """The locations of all records. One thread changes the index; other threads may look up keys.
 
-    If several records have the same kind and key, the first record counts, while its segment
-    exists.
+    If several records have the same kind and key, the first one is used while its segment exists.
     """
 
     def __init__(self) -> None:
@@ -80,8 +79,8 @@ class Index:
 class FolderIndex:
     """The segments of one digest, and the index of their records.
 
-    Only the reading thread changes the index, with pauses of `pace`. The writing thread calls
-    `add_written`; any thread may call `has`.
+    Only the reading thread changes the index; `pace` has the pauses in this work. The writing
+    thread calls `add_written`; any thread may call `has`.
     """
 
     def __init__(self, state: TierState, pace: Pace) -> None:

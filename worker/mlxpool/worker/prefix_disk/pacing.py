@@ -1,9 +1,9 @@
-"""Spreads the work of the tier's threads over time, while sequences run.
+"""Spreads the work of the disk tier's threads over time, while sequences run.
 
-A step of a model on a CPU computes on all cores and ends with the slowest core: 0.2 ms of other
-work on one core makes it 0.8 ms longer. So the threads work in pieces of some hundredths of a
-millisecond and pause between pieces. Then each step is delayed a little, instead of some steps
-much.
+On a CPU, a step of a model computes on all cores and ends with the slowest core: 0.2 ms of other
+work on one core makes the step 0.8 ms longer. So the threads work in pieces of some hundredths of a
+millisecond and pause between pieces. Then each step is delayed a little, instead of a few steps a
+lot.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ POLL = 0.02  # seconds between two checks whether a pause may end
 class Pace:
     """The pauses (rests) of one thread; used only by that thread.
 
-    `hurries`: returns whether pauses are not needed; also called during a pause. `on_cores`:
-    whether steps compute on the cores that the thread uses, as without a GPU.
+    `hurries` returns whether the thread may work without pauses; it is also called during a pause.
+    `on_cores`: whether steps compute on the cores that the thread uses, as without a GPU.
     """
 
     def __init__(self, hurries: Callable[[], bool], *, on_cores: bool = True) -> None:
@@ -47,10 +47,11 @@ class Pace:
         self._owed, self._counted = 0.0, time.thread_time()
 
     def rest(self, most: float = math.inf) -> float:
-        """Pauses for the work since the last call, at most `most` seconds; the remainder stays due.
+        """Pauses in proportion to the work since the last call, for at most `most` seconds.
 
-        Only processor time counts, because a thread that waits for the disk disturbs nobody.
-        Returns the seconds that are no longer due; 0 if the pause is too short and stays due.
+        The remainder of the pause stays due. Only processor time counts as work, because a thread
+        that waits for the disk disturbs nobody. Returns the seconds of pause that are no longer
+        due; 0 if the pause is still too short and stays due.
         """
         now = time.thread_time()
         self._owed += REST * (now - self._counted)

@@ -1,6 +1,7 @@
-"""Reads records for sequences from the disk: chooses records in the index, then reads each.
+"""Finds the records that a sequence needs by the index, then reads them from the disk.
 
-The compute thread begins and ends a Reading; the reading thread fills it.
+The compute thread begins and ends a Reading, which has the records for one sequence. The reading
+thread fills it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Wanted(Struct, frozen=True):
 
 
 class Choice(Struct, frozen=True):
-    """A chosen record: of the inputs [start, end), or the snapshot after `end` inputs."""
+    """A record to read: of the inputs [start, end), or the snapshot after `end` inputs."""
 
     kind: Kind
     key: bytes
@@ -62,7 +63,7 @@ class Choice(Struct, frozen=True):
 
 
 class ReadRecord(Struct, frozen=True):
-    """A checked record. The sequence needs its inputs up to `end`."""
+    """A record that was read and checked; the sequence needs the record's inputs up to `end`."""
 
     header: RecordHeader
     arrays: Bytes
@@ -103,10 +104,10 @@ def _parts(
     *,
     with_state: bool = False,
 ) -> Iterator[tuple[Choice, bool]]:
-    """Yields the records after the key `before` whose first inputs match `ids`.
+    """Yields the records that follow the key `before` and whose first inputs match `ids`.
 
-    With each record, yields whether all its inputs match. `at`: the index of its first input.
-    `with_state`: only records with a snapshot at their end.
+    With each record, yields whether all its inputs match. `at`: the index of the record's first
+    input. `with_state`: yields only records with a snapshot at their end.
     """
     keys = [key for key in index.behind(before) if not with_state or index.place(Kind.STATE, key)]
     for key in keys[-MAX_CANDIDATES:]:
@@ -172,7 +173,10 @@ def require_chosen(header: RecordHeader, choice: Choice, ids: Sequence[int]) -> 
 
 
 class Room:
-    """The memory of all readings' waiting records: at most `limit` bytes, or one record."""
+    """Bounds the memory of records that were read but not taken yet, in all readings.
+
+    They have at most `limit` bytes; a single larger record is also allowed.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -267,14 +271,14 @@ class RecordReader:
 
     @property
     def last_progress(self) -> float:
-        """The monotonic time of the disk's last answer; now, if the thread waits for room.
+        """The monotonic time at which the disk last returned data, for any sequence.
 
-        Answers for other sequences count, too.
+        While the thread waits for room for records, this is the current time.
         """
         return monotonic() if self._awaits_room else max(self._answered, self.index.answered)
 
     def end(self) -> None:
-        """Makes the thread end after its current work; `ending` of the state must be set."""
+        """Makes the thread end after its current work; TierState.ending must be set before."""
         self._asked.put(None)
 
     # ---- the thread ------------------------------------------------------------------------------

@@ -1,14 +1,14 @@
 """The bytes of a segment: a header, then records, each with a key and two checksums. Pure.
 
 A record has named arrays with dtype and shape: the contents of layers for up to BLOCK_TOKENS
-inputs, or the states of layers after these inputs. The header has the inputs themselves, which a
-reader compares, and its own checksum, so that a scan of a segment need not read the arrays. A
-checksum begins with the segment's digest, so a record is valid only in segments of the same model,
-rules and layout. All other bytes are a BadRecord, which the reader counts as a miss.
+inputs, or the states of layers after these inputs. The record's header has the inputs themselves,
+which a reader compares, and a checksum of its own, so that a scan of a segment need not read the
+arrays. A checksum begins with the segment's digest, so a record is valid only in segments of the
+same model, rules and layout. Invalid bytes raise BadRecord; the reader counts them as a cache miss.
 
-A key is the hash of the previous key and of the inputs of its block. So it identifies all inputs
-from the first input on, and their scope. The hash is cryptographic: a client cannot make two
-prompts with the same key.
+A key is the hash of the previous block's key and of the inputs of its block. So the key identifies
+all inputs from the first input on, and their scope. The hash is cryptographic: a client cannot make
+two prompts with the same key.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class RecordHeader(msgspec.Struct, frozen=True):
 
     @property
     def end(self) -> int:
-        """The number of inputs up to the last one of this record."""
+        """The index after the record's last input."""
         return self.start + self.tokens
 
     @property
@@ -207,7 +207,7 @@ def encode_header(
 
 
 def checksum_of(digest: bytes, pieces: Iterable[bytes | memoryview]) -> bytes:
-    """Returns the checksum of a record's arrays; the pieces together are their bytes."""
+    """Returns the checksum of a record's arrays; `pieces`: the bytes of the arrays, in order."""
     state = xxhash.xxh3_128(digest)
     for piece in pieces:
         state.update(piece)
@@ -298,7 +298,7 @@ def _decoded_places(data: bytes, at: int, count: int, payload: int) -> tuple[Arr
 
 
 def encode_segment_header(digest: bytes, about: Mapping[str, Any]) -> bytes:
-    """Returns the header of a segment; `about`: a description of the digest in words."""
+    """Returns the header of a segment; `about`: a readable description of the digest."""
     text = json.dumps({**about, "digest": digest.hex()}, sort_keys=True).encode()
     size = aligned(_SEGMENT.size + len(text) + _CHECKSUM)
     body = (_SEGMENT.pack(SEGMENT_MAGIC, FORMAT, len(text)) + text).ljust(size - _CHECKSUM, b"\0")
@@ -320,7 +320,7 @@ def segment_header_size(head: bytes) -> int:
 
 
 def decode_segment_header(data: bytes) -> dict[str, Any]:
-    """Decodes the description in a segment's header; `data` has exactly the header's bytes.
+    """Returns the description in a segment's header; `data` is exactly the header.
 
     Raises BadRecord.
     """

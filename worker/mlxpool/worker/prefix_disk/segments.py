@@ -123,9 +123,10 @@ class Segment:
         )
 
     def note_use(self, now: float) -> None:
-        """Notes a use of the segment, for the order of deletions.
+        """Records a use of the segment; the least recently used segments are deleted first.
 
-        `now`: monotonic seconds. Ignores errors: the deletion order then stays.
+        `now`: monotonic seconds. Ignores errors: the segment then counts as not used since its last
+        recorded use.
         """
         if now - self._used < USE_INTERVAL:
             return

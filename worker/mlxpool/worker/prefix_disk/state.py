@@ -57,12 +57,12 @@ class TierState(Struct):
         return not self.busy or self.ending
 
     def pace(self, hurries: Callable[[], bool]) -> Pace:
-        """Returns the pace of a thread; `hurries`: returns whether pauses are not needed."""
+        """Returns a Pace for a thread; `hurries` returns whether it may work without pauses."""
         return Pace(hurries, on_cores=self.on_cores)
 
 
 class RepeatedError:
-    """The errors of a repeated operation: an error like the last error is not logged again."""
+    """Logs the errors of a repeated operation, but not an error like the previous error."""
 
     def __init__(self, message: str, advice: str = "") -> None:
         self._message, self._advice = message, {"do": advice} if advice else {}

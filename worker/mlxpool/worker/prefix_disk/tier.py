@@ -13,7 +13,7 @@ from mlxpool.worker.prefix_disk.writing import RecordWriter
 
 
 class DiskTier:
-    """The interface of a tier for the compute thread: reader, index and queue of writes."""
+    """The disk tier as the compute thread uses it: record reader, index and write queue."""
 
     def __init__(self, state: TierState) -> None:
         self.state, self.counters = state, state.counters

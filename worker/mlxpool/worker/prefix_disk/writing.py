@@ -1,4 +1,4 @@
-"""Writes records to the disk: new records as bytes, and the thread that appends them.
+"""Writes records to the disk: encodes new records, and appends them in a separate thread.
 
 The compute thread enqueues records and frees written records; it never waits for the disk.
 """
@@ -61,7 +61,10 @@ class NamedArray(Struct, frozen=True):
 
 
 class NewRecord(Struct, frozen=True):
-    """A record to write: the contents of inputs `ids`; `start`: the first one's index."""
+    """A record to write: the cached contents of the inputs `ids`.
+
+    `start`: the index of the first of these inputs in its sequence.
+    """
 
     kind: Kind
     start: int
@@ -131,8 +134,9 @@ def areas(shape: Sequence[int], item: int, most: int) -> Iterator[tuple[slice, .
 class WriteQueue:
     """The records that the compute thread enqueued and has not freed: at most `limit` bytes.
 
-    `waiting` and `written` hold each record in a list. Only the compute thread removes a record
-    from its list, so that only this thread frees the record. None ends the writing thread.
+    `waiting` has the records to write, and None at the end, which ends the writing thread.
+    `written` has the records to free. Each record is in a list of its own. Only the compute thread
+    removes a record from this list, so that only this thread frees the record.
     """
 
     def __init__(self, limit: int) -> None:
@@ -168,7 +172,7 @@ class WriteQueue:
 
 
 class RecordWriter:
-    """The thread that appends records to segments of this worker, unless the folder has them.
+    """The thread that appends records to this worker's segments, if no segment has them yet.
 
     Records that cannot be written are lost.
     """
@@ -228,7 +232,7 @@ class RecordWriter:
         self._state.counters.written_bytes += size
 
     def _encoded(self, record: NewRecord) -> tuple[bytes, memoryview]:
-        """Returns the header of a record and its arrays, which are in the buffer."""
+        """Returns the header and the arrays' bytes of a record; the bytes are in `_buffer`."""
         places = places_of([(array.name, array.dtype, array.shape) for array in record.arrays])
         size = payload_bytes(places)
         if self._buffer is None or self._buffer.size < size:

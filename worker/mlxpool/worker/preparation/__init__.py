@@ -1,5 +1,5 @@
 """Renders chats and tokenises texts in child processes with limits.
 
-Each preparation waits in a fair queue. Its size is known, its time and memory are limited, and it
-can be cancelled.
+Each preparation waits in a fair queue and can be cancelled. Its time and memory are limited, and
+its size is known.
 """

@@ -28,9 +28,10 @@ def late(size: int) -> DeadlineExceeded:
 
 
 class MemoryParts(Struct, frozen=True):
-    """Bytes above `limit`: of the `worker`, of processes that `prepare`, a job's `own`.
+    """The memory in bytes when it exceeds `limit`, for the error of a job.
 
-    `figures`: the figures of a heartbeat. `others`: the number of other jobs.
+    `worker`: of the worker. `prepare`: of all processes that prepare requests. `own`: of the job's
+    own process. `figures`: the memory figures of a heartbeat. `others`: the number of other jobs.
     """
 
     limit: int
@@ -73,7 +74,10 @@ def too_much_memory(size: int, parts: MemoryParts) -> OutOfMemory:
 def error_of_exit(
     code: int, size: int, limits: Limits, *, checks_format: bool = False
 ) -> PoolError | None:
-    """Returns the error of a job by its lane process's exit code; None: ended from outside."""
+    """Returns the error of a job whose lane process ended with the exit code `code`.
+
+    None: the process was ended from outside.
+    """
     if checks_format and code in (-signal.SIGVTALRM, -signal.SIGABRT):
         return BadRequest(
             f"format: it was not compiled with {GRAMMAR_SECONDS:g} s of processor time and"
@@ -102,5 +106,5 @@ def error_of_exit(
 
 
 def ended_too_often(tries: int, code: int) -> BadRequest:
-    """Returns the error of a job with which `tries` lane processes ended, the last with `code`."""
+    """Returns the error of a job that ended `tries` lane processes; `code`: the last exit code."""
     return BadRequest(f"preparing the request ended its process {tries} times, with code {code}")

@@ -68,9 +68,10 @@ def main() -> int:
 
 
 def text_functions(source: dict[str, Any]) -> TextFunctions:
-    """Returns the tokenizer of a source: a map of its fields and `encodes`.
+    """Returns a model's text functions: its tokenizer and its chat templates.
 
-    Imports only the modules that generators or encoders need.
+    `source`: the fields of a TextSource or an EncoderTextSource, and `encodes`, which is true for
+    an encoder model. Imports only the modules that this type of model needs.
     """
     if source.pop("encodes"):
         from mlxpool.worker.encoders.text import EncoderText, EncoderTextSource

@@ -42,10 +42,10 @@ NO_IMAGES = "this model does not support image input: it takes text only"
 
 
 class Render(Struct, frozen=True):
-    """Render a chat, and encode the text unless it is long. `now`: seconds since 1970.
+    """A job: renders a chat, and encodes the text unless it is long.
 
-    `context`, `images`: see Encode. `continues`: the answer continues the last message. `plain`:
-    control tokens in message contents are plain text.
+    `now`: seconds since 1970. `context`, `images`: see Encode. `continues`: the answer continues
+    the last message. `plain`: control tokens in message contents are plain text.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -59,12 +59,12 @@ class Render(Struct, frozen=True):
 
 
 class Encode(Struct, frozen=True):
-    """Encode a text (str or UTF-8). `context`: the most tokens; 0: as many as an answer may have.
+    """A job: encodes a text (str or UTF-8) to token ids.
 
-    `messages_end`, `thinks`, `cuts`: see RenderedChat. `chat`: the text is a rendered chat, so no
-    token is put before it. `images`: files that the text names by [img-n]. With `named`, the
-    markers of a chat template name these images, in this order. `suffix`: the text after the gap to
-    fill; "": no gap.
+    `context`: the most tokens; 0: as many as an answer may have. `messages_end`, `thinks`, `cuts`:
+    see RenderedChat. `chat`: the text is a rendered chat, so no token is put before it. `images`:
+    files that the text names by [img-n]. With `named`, a chat template's markers name these images,
+    in this order. `suffix`: the text after the gap to fill; "": no gap.
     """
 
     text: str | bytes
@@ -79,7 +79,7 @@ class Encode(Struct, frozen=True):
 
 
 class Decode(Struct, frozen=True):
-    """Decode packed ids, all below `vocab_size`. `each`: also decode each id alone."""
+    """A job: decodes packed ids, all below `vocab_size`. `each`: also decodes each id alone."""
 
     packed: bytes
     vocab_size: int
@@ -87,13 +87,13 @@ class Decode(Struct, frozen=True):
 
 
 class CheckFormat(Struct, frozen=True):
-    """Check that a format can be compiled."""
+    """A job: checks that the format of an answer can be compiled."""
 
     format: Mapping[str, Any]
 
 
 class Checked(Struct, frozen=True):
-    """The format can be compiled."""
+    """The result of CheckFormat: the format can be compiled."""
 
 
 class EncodedInputs(Struct, frozen=True):
@@ -108,7 +108,7 @@ class EncodedInputs(Struct, frozen=True):
 
 
 class QuestionPrompts(Struct, frozen=True):
-    """The prompts of questions: the packed ids of their shared beginning, and of each rest.
+    """The prompts of several questions: packed ids of their shared beginning, and of each tail.
 
     `answers`: for each question and each of its labels, the token sequences that count as the
     label.
@@ -135,7 +135,7 @@ class Encoded(Struct, frozen=True):
 
 
 class Decoded(Struct, frozen=True):
-    """The text of ids. `each`: the text that each id adds, if the job has `each`."""
+    """The text of decoded ids. `each`: the text that each id adds, if the job has `each`."""
 
     text: str
     each: Sequence[str] | None = None
@@ -220,9 +220,9 @@ def _render(text: TextModel, job: Render) -> RenderedChat | Encoded:
 
 
 def _rendered(text: TextModel, job: Render) -> RenderedChat:
-    """Returns the rendered chat. Image markers in messages are cut in two.
+    """Returns the rendered chat, with cuts that divide the image markers in messages.
 
-    With `plain`, control tokens are cut as well.
+    With `plain`, cuts also divide control tokens. A divided marker or token is plain text.
     """
     messages, mark = marked(job.messages) if job.continues else (job.messages, "")
     markers = () if text.images is None else literals_of(text.images.places)
@@ -399,7 +399,7 @@ def pack_map(fields: Mapping[str, Any]) -> bytes:
 
 
 class Unpacker:
-    """The maps in a stream of bytes, see `pack_map`."""
+    """Unpacks the maps in a stream of bytes, which `pack_map` has packed."""
 
     def __init__(self) -> None:
         self._unpacker = msgpack.Unpacker(

@@ -1,9 +1,9 @@
 """A lane: a child process of the fork server that performs jobs, one after the other.
 
-If a job takes too long, the kernel ends the lane by the default action of a timer's signal. This
-also works inside native code: SIGALRM for a chat template, SIGPROF (processor time) for the
-tokenizer, SIGVTALRM (processor time) for the images of a request or its format. If a template or an
-image needs too much memory, an exception is raised; for a tokenizer or a format, SIGABRT ends the
+If a job takes too long, the default action of a timer's signal ends the lane, even inside native
+code. SIGALRM is for a chat template, SIGPROF (processor time) for the tokenizer, and SIGVTALRM
+(processor time) for a request's images or its format. If a template or an image needs too much
+memory, an exception is raised. If a tokenizer or a format needs too much memory, SIGABRT ends the
 lane.
 """
 
@@ -84,7 +84,10 @@ def _become_idle_class() -> None:
 
 
 class Bounds:
-    """Limits of time and memory for calls in this process. `worn`: a call was long."""
+    """Limits of time and memory for calls in this process.
+
+    `worn`: a call was long, so the process has to end after its job.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -94,7 +97,7 @@ class Bounds:
         signal.signal(signal.SIGPROF, self._lower_priority)
 
     def begin_job(self) -> None:
-        """Begins the next job with no time used for images."""
+        """Begins a job with the whole time limit for its images."""
         self._image_seconds = IMAGE_SECONDS
 
     def _lower_priority(self, number: int = 0, frame: object = None) -> None:

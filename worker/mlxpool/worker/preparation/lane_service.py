@@ -1,4 +1,7 @@
-"""The thread that gives jobs to lanes: fair between owners, short jobs beside long jobs."""
+"""The thread that gives jobs to lane processes.
+
+It is fair between owners, and short jobs run beside long jobs.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ log = logging.getLogger("mlxpool.worker")
 
 
 def end_process() -> None:
-    """Ends this worker process: its streams continue in another worker."""
+    """Ends this worker process; the broker continues its streams in another worker."""
     os._exit(1)
 
 
@@ -75,7 +78,7 @@ class Running(Struct, eq=False):
 class LaneService(threading.Thread):
     """Performs jobs in lane processes; `deliver` is called in this thread, once for each job.
 
-    At most one job of a long text and one short job run at a time. A short job that takes longer
+    At most one job with a long text and one short job run at a time. A short job that takes longer
     than SHORT_TIME becomes long, so that the next short job does not wait for it. Jobs with images
     have a separate queue and separate lanes, one for each owner, and always count as long.
     """
@@ -372,7 +375,7 @@ class LaneService(threading.Thread):
             self._deliver(running.waiting.key, ended_too_often(running.tries, code))
 
     def _watch_memory(self, now: float) -> None:
-        """Ends lane processes stopped from outside, and the largest lane if memory is short."""
+        """Ends lane processes that a signal stopped, and the largest lane if memory is short."""
         for running in [each for each in self._running.values() if each.lane.is_stopped()]:
             self._kill(running.lane)
             self._remove(running)
@@ -412,8 +415,9 @@ def service_of(
     memory_limit: int = 0,
     worker_memory: WorkerMemory | None = None,
 ) -> Service:
-    """Returns the service for a model: with processes, unless the text functions are our own code.
+    """Returns the service that prepares requests for a model.
 
+    It uses lane processes, unless the text functions (tokenizer and templates) are our own code.
     `memory_limit`: bytes of the worker and these processes together; 0: no limit. `worker_memory`
     makes room for these processes.
     """

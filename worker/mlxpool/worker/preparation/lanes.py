@@ -173,7 +173,7 @@ class Lane:
         return self._socket.fileno()
 
     def begin(self, message: bytes) -> None:
-        """Sends a packed job; while `has_unsent`, call `flush` to send its rest."""
+        """Begins to send a packed job; while `has_unsent`, `flush` has to send more of it."""
         self._unsent = memoryview(message)
         self.flush()
 

@@ -19,7 +19,10 @@ BYTES_PER_SECOND = 100_000  # characters of text per second; every tokenizer is 
 
 
 class Limits(Struct, frozen=True):
-    """The time limits of a request. `render`: seconds of a template; `tokenize`: see `encoding`."""
+    """The time limits for the preparation of a request, in seconds.
+
+    `render`: of a chat template. `tokenize`: of the tokenizer for a short text, see `encoding`.
+    """
 
     render: float = 2.0
     tokenize: float = 5.0

@@ -1,4 +1,4 @@
-"""The queue of preparations, fair between owners. Pure."""
+"""The queue of requests that wait for preparation, fair between owners. Pure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class FairQueue:
     def take(self, skipped: Set[str] = frozenset()) -> Waiting | None:
         """Removes and returns the next preparation of an owner that is not skipped, or None.
 
-        The owner moves to the end of the round.
+        All other owners then have their turn before this owner.
         """
         owner = next((owner for owner in self._of_owner if owner not in skipped), None)
         if owner is None:

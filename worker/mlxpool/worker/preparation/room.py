@@ -1,4 +1,4 @@
-"""Memory of a worker for the processes that prepare its requests. Pure."""
+"""Makes room in a worker's memory for the processes that prepare its requests. Pure."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def _ignore(size: int) -> None:
 
 
 class WorkerMemory(Struct, frozen=True):
-    """Functions of the worker for its own memory; any thread may call them.
+    """The worker's functions that reserve and free its memory; any thread may call them.
 
-    `reserve` reserves a number of bytes of the worker's budget for the processes that prepare
-    requests. `make_room` frees a number of bytes that the worker can compute again. `figures`
-    returns the memory figures of a heartbeat, see MemoryFigures.
+    `reserve(bytes)` reserves a part of the worker's memory budget for the processes that prepare
+    requests. `make_room(bytes)` frees memory whose contents the worker can compute again.
+    `figures()` returns the memory figures of a heartbeat, see MemoryFigures.
     """
 
     reserve: Callable[[int], object] = _ignore
@@ -34,9 +34,10 @@ def releasable(figures: Mapping[str, int]) -> int:
 
 
 class Room:
-    """Requests memory from the worker, and detects if it is not freed. Used by one thread.
+    """Keeps a worker and its preparation processes within a memory limit.
 
-    Times are monotonic seconds.
+    Requests memory from the worker, and detects when the worker has not freed it in time. Used by
+    one thread. Times are monotonic seconds.
     """
 
     def __init__(self, limit: int, worker: WorkerMemory) -> None:
@@ -48,13 +49,17 @@ class Room:
         self._until = 0.0  # when the requested bytes have to be free
 
     def rest(self, memory: int) -> None:
-        """Reserves `memory` bytes in the budget: the memory of the processes without a job."""
+        """Reserves the `memory` bytes that the preparation processes use while no job runs."""
         if abs(memory - self._reserved) >= MIN_CHANGE:
             self._reserved = memory
             self.worker.reserve(memory)
 
     def lacks(self, total: int, now: float) -> bool:
-        """Returns whether `total` bytes exceed the limit and the worker does not make room."""
+        """Returns whether `total` bytes exceed the limit and the worker cannot free the excess.
+
+        The worker is asked to free the excess. If it has not done so after ROOM_SECONDS, the result
+        is True.
+        """
         over = total - self.limit
         if not self.limit or over <= 0:
             self._asked = 0

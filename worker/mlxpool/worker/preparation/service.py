@@ -1,4 +1,4 @@
-"""Performs the jobs of one worker: in lane processes, or inline for our own text functions."""
+"""Performs the jobs of one worker: in lane processes, or inline in a thread of the worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ Deliver = Callable[[Hashable, Result], None]
 
 
 class Load(Struct, frozen=True):
-    """Waiting and running jobs. `bytes`: their size; `memory`: resident bytes of the processes."""
+    """The load of a service: the numbers of waiting and running jobs.
+
+    `bytes`: the size of these jobs. `memory`: resident bytes of the processes.
+    """
 
     waiting: int = 0
     running: int = 0

@@ -43,7 +43,10 @@ CHANNELS = "decide is not supported with models that answer in channels: they be
 def prepare_tokenize(
     opened: Opened | OpenedEncoder, key: CallKey, call: Tokenize, arrival: Arrival
 ) -> Preparation:
-    """Returns the preparation. Raises BadRequest if no template takes the chat."""
+    """Returns the preparation of a `tokenize` call.
+
+    Raises BadRequest if no chat template takes the call's chat.
+    """
     job: Job
     if isinstance(call.text, ChatPrompt):
         plain = isinstance(opened, Opened) and opened.plain_contents
@@ -74,7 +77,10 @@ def _text(result: Decoded) -> CallAnswer:
 
 
 def prepare_decide(opened: Opened, key: CallKey, call: DecideCall, arrival: Arrival) -> Preparation:
-    """Returns the preparation. Raises BadRequest if the model cannot decide."""
+    """Returns the preparation of a `decide` call, whose questions have labels as answers.
+
+    Raises BadRequest if the model cannot decide.
+    """
     if opened.source is None:
         raise BadRequest(COUNTS)
     if answers_in_channels(opened):
@@ -94,7 +100,10 @@ def prepare_decide(opened: Opened, key: CallKey, call: DecideCall, arrival: Arri
 
 
 def _decide(opened: Opened, key: CallKey, call: DecideCall, prompts: QuestionPrompts) -> Decide:
-    """Returns the message with the prompts. Raises BadRequest for an id without an embedding."""
+    """Returns the message for the compute thread, with the prompts of a `decide` call.
+
+    Raises BadRequest for an id without an embedding.
+    """
     shared = unpack_ids(prompts.shared)
     questions = []
     for number, (tail, answers) in enumerate(zip(prompts.tails, prompts.answers, strict=True)):

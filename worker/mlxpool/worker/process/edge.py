@@ -56,7 +56,7 @@ class Heartbeat:
     """Heartbeats: due every BEAT_INTERVAL, and when the compute thread changes its phase."""
 
     def __init__(self, progress: Progress, *, with_sample: bool) -> None:
-        """`with_sample`: the broker cannot read the progress block; beats have its values."""
+        """`with_sample`: adds the progress block, which the broker cannot read, to heartbeats."""
         self._progress = progress
         self._with_sample = with_sample
         self._process = psutil.Process()
@@ -64,7 +64,7 @@ class Heartbeat:
         self.next_at = BEAT_INTERVAL  # monotonic seconds
 
     def send_soon(self) -> None:
-        """Makes the next heartbeat due now, because of a new epoch."""
+        """Makes the next heartbeat due immediately, at the start of an epoch."""
         self.next_at = BEAT_INTERVAL
 
     def is_due(self, now: float) -> bool:
@@ -73,7 +73,7 @@ class Heartbeat:
     def beat(self, now: float, preparing: int, load: Load) -> Beat:
         """Returns the heartbeat to send now.
 
-        `preparing`: runs that do not compute yet. `load`: the load of the preparation of requests.
+        `preparing`: the number of runs in preparation. `load`: the load of the preparation service.
         """
         progress = self._progress
         self._phase, self.next_at = progress.phase, now + BEAT_INTERVAL
@@ -195,7 +195,10 @@ class Edge:
         self.link.flush()
 
     def rest(self, now: float) -> None:
-        """Lets the intake use the time without requests. `now`: monotonic seconds."""
+        """Lets the intake do other work if there was no request for REST_TIME.
+
+        `now`: monotonic seconds.
+        """
         if self.intake.tasks or not self._serves:
             self._busy_at = now
         elif now - self._busy_at >= REST_TIME:
@@ -211,7 +214,10 @@ class Edge:
         return math.ceil(max(0.0, due - now) * 1000)
 
     def _check_link(self) -> None:
-        """Exits a worker of another supervisor if its key is refused or no broker answers."""
+        """Exits if the broker refuses the worker's key, or if no broker answers.
+
+        Only called in a worker that its broker did not start.
+        """
         handshake = self.link.handshake
         handshake.succeeded()
         if handshake.trouble != self._link_error:
@@ -247,7 +253,10 @@ class Edge:
             self._exit_code = code
 
     def _leave_if_unusable(self, now: float) -> None:
-        """Sends `bye` with the reason and exits, after an epoch has begun or the time is over."""
+        """Sends `bye` with the reason and exits, if the model cannot be used.
+
+        Waits until an epoch has begun, but not beyond `_leave_at`.
+        """
         if self._unusable is not None and (self.link.epoch or now >= self._leave_at):
             self.link.send(Bye(self._unusable.body()))
             self._exit(1)
@@ -255,7 +264,7 @@ class Edge:
     def _save_prefixes(self) -> None:
         """Makes the compute thread write the prefix cache to disk, for a bounded time.
 
-        Streams that were not handed back continue elsewhere only after this process has ended.
+        The broker continues streams that were not handed back only after this process has ended.
         """
         if not self.config.model.prefix_disk or not self._serves:
             return
@@ -277,7 +286,7 @@ class Edge:
     # ---- from the other threads ----------------------------------------------------------------
 
     def handle_mail(self, mail: Mail) -> None:
-        """Handles a message of the compute thread or the preparer."""
+        """Handles a message of the compute thread, or the outcome of a preparation."""
         if isinstance(mail, StepDeltas):
             self.compute.delta_queue.acknowledge()
         if isinstance(mail, Opened | OpenedEncoder):
@@ -298,7 +307,7 @@ class Edge:
             self.intake.handed_back()
 
     def _loaded(self, loaded: Loaded) -> None:
-        """Handles a loaded engine: the worker is ready when requests can be prepared."""
+        """Makes the worker ready after its engine was loaded, once requests can be prepared."""
         self._serves = True
         if self.intake.is_ready(partial(self.mailbox.post, loaded)):
             load_clock.log_end()
@@ -321,7 +330,10 @@ class Edge:
         self.link.introduce(hello, monotonic())
 
     def _model_unusable(self, error: PoolError) -> None:
-        """Exits with the reason. The broker accepts `bye` only from a worker with an epoch."""
+        """Arranges an exit with `error` as the reason, because the model cannot be used.
+
+        Sends a hello first, because the broker accepts `bye` only from a worker with an epoch.
+        """
         if not self.link.introduced:
             self._introduce("", 0)
         self._unusable = error

@@ -16,7 +16,7 @@ from mlxpool.worker.prompt.text_model import Opened, TokenTable
 
 
 class Formats:
-    """The formats of one model's requests."""
+    """Makes the constraints of answers with a format, for one model, in a separate thread."""
 
     def __init__(self, opened: Opened) -> None:
         """`opened`: the model, which must have a tokenizer file."""
@@ -42,7 +42,7 @@ class Formats:
         self._compiler.submit(perform)
 
     def is_settled(self, again: Callable[[], None]) -> bool:
-        """Returns whether no vocabulary load is running; else `again` is called at its end."""
+        """Returns whether no vocabulary load is running; if one is, calls `again` at its end."""
         if self._loading is None or self._loading.is_set():
             return True
         self._compiler.submit(again)
@@ -55,9 +55,10 @@ class Formats:
     def constrain(
         self, format: Mapping[str, Any], finish: Callable[..., None], result: Result
     ) -> None:
-        """Makes the constraint of a format; `result` is the result of the prompt's job.
+        """Makes the constraint of a format, in the separate thread.
 
-        The thread calls `finish` with the result, and with the constraint or its error.
+        Then calls `finish` with `result` (of the job that prepared the prompt), and with the
+        constraint or its error. If `result` is an error, calls `finish(result)` immediately.
         """
         if isinstance(result, PoolError):
             finish(result)

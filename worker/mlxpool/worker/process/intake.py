@@ -1,12 +1,12 @@
-"""The requests of this worker: a table of its runs and calls, each from its message to its end.
+"""The requests of this worker: a table of its runs and calls, from arrival to end.
 
 A run is one attempt of a request. It ends with its last delta, is handed back by `yield`, or is
-dropped with its connection. A call, of the tokenizer or for the model, ends with its answer or its
-cancellation, or is dropped like a run.
+dropped with its connection. A call is a request without a stream, for the tokenizer or for the
+model. It ends with its answer or its cancellation, or is dropped like a run.
 
 Each run or call is prepared first: the service of worker/preparation performs a job. The service's
-thread applies the job's result to the request (see `Preparation.finish`); for an answer with a
-format, the thread of `Formats` applies it. Then the compute thread computes the request.
+thread applies the job's result to the request (see `Preparation.finish`). If the answer has a
+format, the thread of `Formats` does this. Then the compute thread computes the request.
 """
 
 from __future__ import annotations
@@ -116,14 +116,17 @@ class Task(Struct, eq=False):
 
 
 class Prepared(Struct, frozen=True):
-    """The outcome of a task's preparation: the next message, the answer or an error."""
+    """A task with the outcome of its preparation: the next message, the answer or an error."""
 
     task: Task
     outcome: Outcome | PoolError
 
 
 class Intake:
-    """The table of tasks; it determines the credit. Used by the main thread."""
+    """The table of tasks (runs and calls), used by the main thread.
+
+    It sends the credit: the number of runs that the broker may still give to this worker.
+    """
 
     def __init__(
         self,
@@ -175,7 +178,7 @@ class Intake:
         return self._formats is None or self._formats.is_settled(again)
 
     def rest(self) -> None:
-        """Loads the vocabulary while no request runs: a request with a format would wait for it."""
+        """Loads the vocabulary while no request runs, because a request with a format needs it."""
         if self._formats is not None:
             self._formats.load()
 
@@ -364,7 +367,7 @@ class Intake:
     def _checked(
         self, task: Task, preparation: Preparation, finish: Finish, result: Result
     ) -> None:
-        """Submits the prompt's job of a run, after the format was checked."""
+        """Submits the job for the prompt of a run, after another job has checked the format."""
         if isinstance(result, PoolError):
             finish(result)
         else:

@@ -98,7 +98,7 @@ class Link:
 
     @property
     def introduced(self) -> bool:
-        """Whether a hello was sent, received or not."""
+        """Whether a hello was sent, even if the broker has not received it."""
         return self._hello is not None
 
     def introduce(self, hello: Hello, now: float) -> None:
@@ -152,7 +152,10 @@ class Link:
         return True
 
     def silent_too_long(self, now: float) -> bool:
-        """Returns whether to replace the connection; called once per loop, after reading."""
+        """Returns whether to replace the connection, because the broker is silent.
+
+        Called once per loop iteration, after reading.
+        """
         too_long = self.silence.turn(now)
         return too_long and self.introduced
 

@@ -1,4 +1,4 @@
-"""Prepares the prompts of runs: makes a job of a `work`, and a sequence of the job's ids. Pure."""
+"""Prepares the prompts of runs: makes a job from a `work`, and a sequence from its ids. Pure."""
 
 from __future__ import annotations
 
@@ -142,10 +142,11 @@ def _admit(
     prompt: Encoded,
     constraint: Constraint | None = None,
 ) -> Admit:
-    """Returns the run of a prompt with known ids. Raises BadRequest, or ContextExceeded.
+    """Returns the message that admits a run, whose prompt has known ids.
 
     `received` and `deadline` are monotonic seconds, `now` is as in `_job`. The ids of a resume are
-    replayed here, also in the `constraint` of the request's format, not in the compute thread.
+    replayed here, not in the compute thread; also in the `constraint` of the request's format.
+    Raises BadRequest or ContextExceeded.
     """
     if constraint is not None:
         _require_known_thoughts(opened, work, prompt)
@@ -202,7 +203,7 @@ def _admit(
 def _thoughts(
     opened: Opened, work: Work, prompt: Encoded, ids: tuple[int, ...], *, formatted: bool
 ) -> Thoughts | None:
-    """Returns the thoughts that may begin the answer, if a bound or a format needs them.
+    """Returns the Thoughts of the answer; None if neither a bound nor a format needs them.
 
     Raises BadRequest for a bound that cannot be enforced.
     """
@@ -225,9 +226,9 @@ def _thoughts(
 def _replay_in_thoughts(
     thoughts: Thoughts | None, constraint: Constraint | None, ids: list[int], vocab_size: int
 ) -> ThoughtBound | None:
-    """Replays the ids of a resume in the thoughts and the format, if the request has these.
+    """Replays the ids of a resume in `thoughts` and `constraint`, if the request has these.
 
-    Returns the bound of thoughts in an answer without a format.
+    Returns the bound of thoughts in an answer without a format, or None.
     """
     if constraint is not None:
         if thoughts is not None:
@@ -243,7 +244,10 @@ def _replay_in_thoughts(
 def _report(
     opened: Opened, work: Work, prompt: tuple[int, ...], ids: list[int]
 ) -> PromptReport | None:
-    """Returns the unreported part of the prompt's log-probabilities. Raises BadRequest."""
+    """Returns the part of the prompt's log-probabilities to report; None: nothing to report.
+
+    Raises BadRequest if a resume has ids before the whole prompt was reported.
+    """
     reported, unseen = _reported(work), _unseen(opened, work, prompt)
     report = PromptReport.of(work.options, prompt, opened.text.piece, reported, unseen)
     if report is not None and ids and reported < len(prompt):
@@ -255,12 +259,12 @@ def _report(
 
 
 def _reported(work: Work) -> int:
-    """Returns the number of prompt tokens whose log-probabilities the stream has."""
+    """Returns how many prompt tokens of the stream have log-probabilities that were sent."""
     return 0 if work.resume is None else work.resume.reported
 
 
 def _unseen(opened: Opened, work: Work, prompt: tuple[int, ...]) -> int:
-    """Returns the number of tokens that the tokenizer has put before the text of a prompt."""
+    """Returns the number of tokens that the tokenizer has added before the text of a prompt."""
     added = () if opened.source is None else tuple(opened.source.prefix)
     source = work.prompt
     is_text = isinstance(source, TextPrompt) or (
@@ -310,7 +314,7 @@ def _restore_at(place: int, keep: int, removed: int) -> int:
 
 
 def _facts(work: Work) -> Facts:
-    """Returns the Facts that a resumed stream began with; empty Facts for a new stream."""
+    """Returns the Facts (fixed values) of a resumed stream; empty Facts for a new stream."""
     return (None if work.resume is None else work.resume.facts) or Facts()
 
 
@@ -321,7 +325,10 @@ def _check_biases(opened: Opened, options: Options) -> None:
 
 
 def _context(opened: Opened, first: Facts, options: Options) -> int:
-    """Returns the stream's context, also if this worker has a larger context."""
+    """Returns the context of a stream in tokens; a resumed stream keeps its first context.
+
+    Raises BadRequest for a context that is too small, or larger than the model's.
+    """
     if 0 < options.num_ctx < context_policy.MIN_CONTEXT:
         raise BadRequest(
             f"option num_ctx is {options.num_ctx}, must be at least {context_policy.MIN_CONTEXT},"
@@ -347,7 +354,11 @@ def _context(opened: Opened, first: Facts, options: Options) -> int:
 
 
 def _max_tokens(first: Facts, prompt: int, context: int, options: Options) -> int:
-    """Returns the bound of ids over all attempts, decided by the first worker of the stream."""
+    """Returns the most ids of a completion, over all attempts.
+
+    The first worker of a stream decides this bound. Raises BadRequest if the bound of a resume is
+    not possible.
+    """
     shift = options.shift
     if options.prompt_only:
         return 1  # one token is sampled, to end the prefill, and dropped

@@ -1,8 +1,8 @@
 """Starts the processes of a group's ranks from 1 on, and ends when one of them ends.
 
-Rank 0 is the worker that the broker knows. If another rank ends, whatever the cause, rank 0 ends
-with the same exit code or signal, so that the broker sees the cause. If rank 0 ends, the other
-ranks end, too.
+A group's processes (ranks) compute one model together. Rank 0 is the worker that the broker knows.
+If another rank ends, rank 0 ends with the same exit code or signal, so that the broker sees the
+cause. If rank 0 ends, the other ranks end, too.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ def _end_as(rank: int, code: int) -> NoReturn:
 
 
 class StartedGroup:
-    """The ranks from 1 on. Their processes start immediately, because imports take seconds.
+    """The processes of the ranks from 1 on; they start at once, because imports take seconds.
 
-    An instance is the `start_group` of the model's source. It is called after the check of the
-    model, and makes the ranks load their parts. Until then the ranks wait; they end with this
-    process.
+    An instance is the `start_group` function of the model's source. The call comes after the check
+    of the model, and makes the ranks load their parts. Until then the ranks wait. They end with
+    this process.
     """
 
     def __init__(self, config: WorkerConfig, block: Block) -> None:
@@ -114,7 +114,7 @@ class StartedGroup:
 
 
 def start_ranks(config: WorkerConfig, block: Block) -> GroupLinks:
-    """Starts the other ranks; `block` is rank 0's block.
+    """Starts the other ranks; `block` is the progress block of rank 0.
 
     Raises ModelLoadFailed if a rank cannot be started.
     """
@@ -189,7 +189,7 @@ def hosts_file(ports: Sequence[int]) -> int:
 
 
 def _start_rank(config: WorkerConfig, environment: Mapping[str, str]) -> int:
-    """Starts the process of a rank; returns the descriptor of our end of its pipe."""
+    """Starts the process of a rank; returns the writing end of the pipe to it."""
     reader, writer = os.pipe()
     try:
         RankProcess(replace(config, plan_fd=reader), environment).begin()

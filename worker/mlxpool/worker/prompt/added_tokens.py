@@ -1,9 +1,9 @@
-"""Adds tokens that only other files than tokenizer.json name, and notes contradictions.
+"""Adds tokens that tokenizer.json lacks but other files name, and notes contradictions.
 
 The rules are those of transformers: `added_tokens_decoder` of tokenizer_config.json decides how a
 token is found in a text, and tokenizer.json decides its id. A token that only tokenizer_config.json
-has gets the next id; it is not added if this file names another id or if the model has no embedding
-for the id.
+has gets the next id. It is not added if tokenizer_config.json names another id, or if the model has
+no embedding for the id.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ TokenFields = Mapping[str, str | bool]  # arguments of AddedToken
 
 
 class AddedTokens:
-    """The tokens to add to a model's tokenizer: `fields` of each token. `notes`: contradictions."""
+    """The tokens to add to a model's tokenizer.
+
+    `fields`: the properties of each token. `notes`: contradictions between the model's files.
+    """
 
     def __init__(self, files: FileLookup, tokenizer: Tokenizer, rows: int) -> None:
         """`rows`: rows of the embedding table. Raises ModelLoadFailed if a file is not JSON."""

@@ -20,10 +20,10 @@ CONTENT, THOUGHTS = "content", "reasoning_content"
 
 
 def marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
-    """Returns messages with a mark after the text of the last message, and the mark.
+    """Appends a mark (an unused character) to the last message; returns messages and mark.
 
-    If the message has only thoughts, the mark is after the thoughts. Raises BadRequest if all
-    possible marks occur in the message.
+    The mark is after the text of the message or, if it has only thoughts, after the thoughts.
+    Raises BadRequest if all possible marks occur in the messages.
     """
     texts = [*texts_of(messages)]
     mark = next((seam for seam in reversed(SEAMS) if not any(seam in text for text in texts)), "")

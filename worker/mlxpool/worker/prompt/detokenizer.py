@@ -66,8 +66,8 @@ class _StopMatcher:
 class WholeTexts(dict[int, str | None]):
     """The text of each token by its id; None if the token begins or ends inside a character.
 
-    The texts of `pieces`, the bytes of the first tokens, are made immediately; all other texts on
-    first use, by `piece`.
+    The texts of `pieces`, the bytes of the first token ids, are made immediately. All other texts
+    are made on first use, from the bytes that `piece` returns.
     """
 
     def __init__(self, piece: Callable[[int], bytes], pieces: Iterable[bytes] = ()) -> None:
@@ -100,7 +100,7 @@ class Detokenizer:
         stops: tuple[str, ...],
         texts: WholeTexts | None = None,
     ) -> None:
-        """`piece` returns a token's bytes; `texts` of `piece` may be shared by completions."""
+        """`piece` returns a token's bytes. Completions with the same `piece` may share `texts`."""
         self._piece = piece
         self._texts = WholeTexts(piece) if texts is None else texts
         self._stops = _StopMatcher(stops) if stops else None

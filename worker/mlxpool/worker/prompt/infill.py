@@ -26,9 +26,10 @@ ENDS = (
 
 
 class InfillTokens(Struct, frozen=True):
-    """The tokens before the prefix (text before the gap), before the suffix, and at the end.
+    """The tokens of a model for a prompt with a gap to fill (fill-in-the-middle).
 
-    `suffix_first`: the suffix comes first. `middle`: "" if there is no such token.
+    `prefix` comes before the text before the gap, `suffix` before the text after the gap, and
+    `middle` at the end ("": no such token). `suffix_first`: the text after the gap comes first.
     """
 
     prefix: str
@@ -59,8 +60,8 @@ def infill_ids(
 ) -> list[int]:
     """Returns the ids of a prompt with a gap after `prompt` and before `suffix`.
 
-    `id_of` returns the id of a token, or None; `encode` the ids of a text. Raises BadRequest for a
-    tokenizer without tokens for gaps.
+    `id_of` returns the id of a token, or None; `encode` returns the ids of a text. Raises
+    BadRequest for a tokenizer without tokens for gaps.
     """
     for tokens in KNOWN:
         names = [tokens.prefix, tokens.suffix, *([tokens.middle] if tokens.middle else [])]
@@ -75,7 +76,10 @@ def infill_ids(
 
 
 def _inside(text: str, encode: Callable[[str], Sequence[int]]) -> list[int]:
-    """Returns ids of a text inside of another text: some tokenizers begin texts with a space."""
+    """Returns the ids that a text has inside another text.
+
+    Some tokenizers put a space before the beginning of a text; these ids have no such space.
+    """
     joint, both = [*encode(_JOINT)], [*encode(_JOINT + text)]
     plain = both[: len(joint)] == joint
     return both[len(joint) :] if plain else [*encode(text)]

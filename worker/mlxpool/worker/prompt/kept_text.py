@@ -1,6 +1,6 @@
-"""The tokenizer data of a load, kept for later loads of the same files. No MLX.
+"""Keeps the tokenizer data of a model on disk, for later loads of the same files. No MLX.
 
-Other processes read the tokenizer itself (preparation/fork_server.py), so a load that finds the
+Other processes read the tokenizer itself (preparation/fork_server.py). So a worker that finds the
 kept data need not read it.
 """
 
@@ -27,7 +27,10 @@ KIND = "tokenizer"
 
 
 class KeptText(Struct, frozen=True):
-    """The tokenizer data of a load. `source`: TextSource.as_map; `notes`: see ChatTokenizer."""
+    """The tokenizer data that a load keeps for later loads.
+
+    `source`: see TextSource.as_map. `pieces`: the bytes of tokens. `notes`: see ChatTokenizer.
+    """
 
     source: dict[str, Any]
     pieces: tuple[bytes, ...]
@@ -35,9 +38,10 @@ class KeptText(Struct, frozen=True):
 
 
 def text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource, tuple[str, ...]]:
-    """Returns the bytes of tokens, the source for processes that prepare requests, and log notes.
+    """Returns a model's tokenizer data; reads the tokenizer only if no data is kept.
 
-    Raises ModelLoadFailed as ChatTokenizer.from_folder.
+    The data is a table of token bytes, the source for processes that prepare requests, and notes to
+    log. Raises ModelLoadFailed as ChatTokenizer.from_folder.
     """
     key = key_of(folder)
     file = KeptFile(KIND, key)
@@ -55,7 +59,7 @@ def text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource, tuple[str, ...
 
 
 def key_of(folder: ModelFolder) -> dict[str, Any]:
-    """Returns the key of a model's kept text: all facts that decide its content."""
+    """Returns the key of a model's kept tokenizer data: all values that decide its content."""
     older = folder.files / OLDER_IDS
     ids = hashlib.sha256(read_file(older)).hexdigest() if is_present(older) else ""
     return {

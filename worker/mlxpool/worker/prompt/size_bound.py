@@ -1,7 +1,7 @@
 """A lower bound of a text's tokens from its bytes, to refuse too long texts before tokenising.
 
 A text of n bytes has at least n / b tokens, if no token covers more than b bytes and the tokenizer
-omits no byte. `max_bytes_per_token` returns b, if b is known of a tokenizer.
+omits no byte. `max_bytes_per_token` returns b for a tokenizer, or None if b is not known.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _shrinking(normalizer: Mapping[str, Any] | None) -> int | None:
 
 
 def _keeps_all(pre_tokenizer: Mapping[str, Any] | None) -> bool:
-    """Returns whether every character of a text is in one of the text's pieces."""
+    """Returns whether a pre-tokenizer keeps every character of a text."""
     return all(
         step.get("type") in _DROPS_NOTHING and step.get("behavior") != "Removed"
         for step in _flat(pre_tokenizer, "pretokenizers")

@@ -1,4 +1,4 @@
-"""The parts of a model that the preparation of requests needs: its text functions, its limits."""
+"""The tokenizer, chat templates and limits of a model, for the preparation of requests."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from mlxpool.worker.prompt.detokenizer import WholeTexts
 
 
 class RenderedChat(Struct, frozen=True):
-    """A chat as text; `messages_end`: its characters before the generation prompt, 0: unknown.
+    """A chat as text.
 
-    `thinks`: the text ends inside the model's thoughts. `cuts`: the positions at which the text is
-    divided before it is tokenized, see media.literals.
+    `messages_end`: the number of characters before the generation prompt; 0: unknown. `thinks`: the
+    text ends inside the model's thoughts. `cuts`: the positions at which the text is divided before
+    it is tokenized, see media.literals.
     """
 
     text: str
@@ -58,16 +59,16 @@ class TextModel(Protocol):
         *,
         continues: bool = False,
     ) -> RenderedChat:
-        """Renders a chat; `continues`: without the beginning of an answer at the end."""
+        """Returns a chat as text; with `continues`, without a generation prompt."""
 
     def infill(self, text: str, suffix: str) -> list[int]:
         """Tokenizes a text, a gap, and then `suffix`. Raises BadRequest."""
 
     def encode(self, text: str, cuts: Sequence[int] = (), *, begins: bool = True) -> list[int]:
-        """Tokenizes a text; no token spans a position in `cuts`.
+        """Tokenizes a text; no token crosses a position in `cuts`.
 
-        `begins`: the ids begin like a prompt; False for a rendered chat, which has its own begin
-        tokens.
+        `begins`: the ids begin with the tokens that begin a prompt. False for a rendered chat,
+        which has begin tokens of its own.
         """
 
     def restore_at(self, text: str, messages_end: int, ids: Sequence[int]) -> int: ...

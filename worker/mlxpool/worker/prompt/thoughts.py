@@ -17,11 +17,12 @@ from mlxpool.common.errors import BadRequest
 
 
 class ThoughtMarks(Struct, frozen=True):
-    """The texts around thoughts in one format of chat templates.
+    """The texts that begin and end thoughts in one format of chat templates.
 
-    `closings`: the texts that end thoughts at a bound. With tools, the first time the first text is
-    used; otherwise and later, the last text. `again`: thoughts may begin anywhere; if False, only
-    at the beginning of the answer.
+    `closings`: the texts that are forced to end thoughts when they reach their bound of tokens. In
+    a request with tools, the first text is used the first time, then the last text. Without tools,
+    the last text is always used. `again`: thoughts may begin anywhere, not only at the beginning of
+    the answer.
     """
 
     begin: bytes
@@ -51,7 +52,7 @@ OPENED = ThoughtMarks(
 def closings_of(thinking: str | None, templates: Iterable[str]) -> tuple[str, ...]:
     """Returns the texts that end thoughts at a bound, as templates write them; () if unknown.
 
-    The end tag has the line breaks around it that the templates write.
+    An end tag is returned with the line breaks that the templates write around it.
     """
     marks = MARKS.get(thinking or "")
     if marks is None or marks.again:
@@ -64,10 +65,11 @@ def closings_of(thinking: str | None, templates: Iterable[str]) -> tuple[str, ..
 
 
 class Thoughts:
-    """Takes the tokens of an answer until its thoughts have ended.
+    """Follows the tokens of an answer until its thoughts (the model's reasoning) have ended.
 
-    With `most`, thoughts have at most `most` tokens before the mark that ends them. These include
-    the tokens of `closings` before the mark. Tokens of the marks do not count.
+    With `most`, the thoughts have at most `most` tokens before the mark that ends them. Tokens of
+    `closings` before this mark count, tokens of the marks do not count. At this bound, `forced` has
+    the tokens that must follow.
     """
 
     def __init__(
@@ -100,7 +102,10 @@ class Thoughts:
         return max(0, min(self._bounds) - self.count) if self._bounds else None
 
     def _bound(self, most: int, closing: Sequence[int]) -> int:
-        """Returns how many sampled tokens precede `closing`, so that `most` precede its mark."""
+        """Returns the number of sampled tokens after which `closing` is forced.
+
+        Then at most `most` tokens precede the mark in `closing`.
+        """
         sizes = [len(self._piece(token)) for token in closing]
         text = b"".join(map(self._piece, closing))
         begin = min(text.find(end) for end in self._marks.ends if end in text)
@@ -146,7 +151,7 @@ class Thoughts:
             self._closed += 1
 
     def _after(self, ended: bool) -> None:
-        """Handles the end of these thoughts; unless `ended`, more thoughts may follow."""
+        """Handles the end of thoughts; unless `ended`, the answer may have more thoughts."""
         self._inside, self._text, self.ended = False, b"", ended
 
     def copy(self) -> Self:

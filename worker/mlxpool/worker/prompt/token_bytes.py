@@ -1,9 +1,9 @@
 """The bytes of each token, as the tokenizer's own decoder would write them.
 
-A decoder is a chain of named steps. A `DecodeRule` made from it gives the bytes of each token
-separately, so that text can be streamed: the bytes of all tokens, one after the other, are the
-whole text. If bytes are not UTF-8, the valid characters beside them are kept. This holds also for
-SentencePiece's byte tokens; `tokenizers` drops a whole run of them.
+A decoder is a chain of named steps. The `DecodeRule` made from it converts each token to bytes
+separately, so that text can be streamed: the joined bytes of all tokens are the whole text. If some
+bytes are not UTF-8, the valid characters before and after them are kept, also among the byte tokens
+of SentencePiece. `tokenizers` instead drops a whole run of such byte tokens.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class ChatTokenizer:
         return self._token_bytes[token]
 
     def table(self, vocab_size: int) -> TokenTable:
-        """Returns the bytes of the tokens with ids below `vocab_size`, without the tokenizer."""
+        """Returns a TokenTable of the ids below `vocab_size`, which needs no tokenizer."""
         pieces = tuple(map(self.piece, range(vocab_size)))
         return TokenTable(pieces, self.max_bytes_per_token)
 
@@ -139,7 +139,7 @@ class ChatTokenizer:
         *,
         continues: bool = False,
     ) -> RenderedChat:
-        """Returns the text of a chat; `continues`: without the beginning of an answer at the end.
+        """Returns a chat as text; with `continues`, without a generation prompt.
 
         Call it in a process with limits: a template may take any time and memory. Raises
         BadRequest, see ChatTemplates.render.

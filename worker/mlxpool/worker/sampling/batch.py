@@ -61,10 +61,11 @@ class SampleRequest(Struct, frozen=True):
 
 
 def penalty_history(seq: Sequence, awaited: int = 0) -> Many[int]:
-    """Returns the tokens that penalties count, or more; empty without penalties.
+    """Returns the newest tokens of a stream, at least those that its penalties count.
 
-    They are the newest tokens of the stream, including tokens discarded by a context shift: at most
-    a whole context, together with the `awaited` tokens between them and the token to sample.
+    Empty without penalties. Tokens discarded by a context shift are included. If penalties count
+    the whole stream and its context can shift, returns at most a context less the `awaited` tokens,
+    which come before the token to sample and are not known yet.
     """
     if not has_penalties(seq.options):
         return ()
@@ -91,12 +92,12 @@ def has_top_p(options: Options) -> bool:
 
 
 class SamplingBatch:
-    """The options and seeds of R batch rows; `size` is the size of the vocabulary.
+    """The sampling options and seeds of R batch rows; `size` is the size of the vocabulary.
 
-    Columns are [R, 1], to broadcast over the vocabulary. `top_p_of_best`: some row has a top-p and
-    some row a top-k, after which top-p is cheap. `top_p_of_all`: some row has a top-p but no top-k.
-    `scored` has for each row the tokens with requested log-probabilities. `upload` makes device
-    arrays of the options; the first pass that needs an array evaluates it.
+    Arrays of options have the shape [R, 1], to broadcast over the vocabulary. `top_p_of_best`: some
+    row has a top-p and some row a top-k; top-p is cheap after a top-k. `top_p_of_all`: some row has
+    a top-p but no top-k. `scored` has for each row the tokens with requested log-probabilities.
+    `upload` makes device arrays of the options; the first pass that needs an array evaluates it.
     """
 
     def __init__(
@@ -242,9 +243,9 @@ def _top_k(options: Options, size: int) -> int:
 class TokenMasks(Struct, frozen=True):
     """The masks of R batch rows: the tokens that each row may draw.
 
-    `numbers` int32 begin with each row's line (index of its mask), see constraints/mask_table.py.
-    Then follow the masks: [K, ceil(vocabulary / 32)] words with a bit for each token. Line -1: the
-    row may draw any token; -2 - t: the row may draw only token t.
+    The int32 array `numbers` begins with a line for each row, the index of its mask, see
+    constraints/mask_table.py. The masks follow: [K, ceil(vocabulary / 32)] words with a bit for
+    each token. Line -1: the row may draw any token; line -2 - t: the row may draw only token t.
     """
 
     numbers: mx.array
@@ -319,12 +320,12 @@ def sampled_tokens(
 def accepted_tokens(
     sampled: SampledNumbers, seq: Sequence, row: int, drafts: Many[int]
 ) -> list[SampledToken]:
-    """Returns the accepted tokens of a check of drafts: the right drafts, and one more token.
+    """Returns the tokens that a check of drafts accepts: the right drafts and one more token.
 
     Sampling without drafts would give the same tokens. `row` and the following rows have the token
-    sampled at the position of each draft, and the token after the last draft. If a token could not
-    be sampled, the tokens before it are returned, and the next pass fails at it. Raises
-    SequenceFailed if the first token could not be sampled.
+    sampled at the position of each draft, and the token after the last draft. If no token could be
+    sampled at a position, returns the tokens before it; the next pass then fails there. Raises
+    SequenceFailed if this is the first position.
     """
     drawn = sampled.tokens[row : row + len(drafts) + 1]
     right = next((n for n, draft in enumerate(drafts) if drawn[n] != draft), len(drafts))

@@ -1,4 +1,7 @@
-"""The masks of a pass's rows (the tokens that each row may draw), as engines take them."""
+"""The token masks of a pass's rows, in the form that engines take.
+
+A mask has the tokens that a row may draw.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ Mask: TypeAlias = npt.NDArray[np.uint32]
 
 
 class RowMasks(Struct, frozen=True):
-    """The line (index of the mask) of each constrained sequence.
+    """The line (index of the token mask) of each constrained sequence in a pass.
 
-    A line is a row of the table, whose first `used` rows have masks, or a number from
-    mask_table.only. If a sequence draws several tokens, its masks are at this line and the
+    A line is a row of `table`, in which the first `used` rows have masks, or a number from
+    mask_table.only. A sequence that draws several tokens has its masks at this line and the
     following lines.
     """
 

@@ -93,7 +93,7 @@ def _by_kernel(
     awaited: Sequence[int],
     masks: TokenMasks | None,
 ) -> SamplerOutput:
-    """As `sample_batch`, by our kernel: equal but for the last digits of sums and exponentials."""
+    """As `sample_batch`, by our kernel: sums and exponentials may differ in the last digits."""
     adjusted = processed_logits(logits, batch, histories, pending, awaited)
     places = batch.zero_positions
     if batch.any_random:
@@ -214,10 +214,11 @@ def _top_k_threshold(best: mx.array, batch: SamplingBatch) -> mx.array:
 
 
 def _top_p_threshold_of_top_k(best: mx.array, mass: mx.array, batch: SamplingBatch) -> mx.array:
-    """Returns [R, 1]: the least logit with less than top-p mass above it; -inf without top-k.
+    """Returns [R, 1]: the least logit that top-k and top-p keep; -inf without top-k.
 
-    `mass` [R, k] are the probabilities of `best`. Ties are neighbours in `best`, so the mass above
-    the first tie decides for all ties.
+    Top-p keeps a token if the tokens before it have less than top-p mass together. `mass` [R, k]
+    are the probabilities of `best`, the greatest logits. Ties are neighbours in `best`, so the mass
+    before the first tie decides for all ties.
     """
     above = mx.cumsum(mass, axis=-1, inclusive=False)
     stays = (above < batch.top_p) & (mx.arange(best.shape[-1])[None] < batch.top_k)
@@ -269,7 +270,7 @@ def log_probabilities(
 
 
 def columns(numbers: mx.array, ids: mx.array) -> mx.array:
-    """Returns numbers[r, ids[r, j]] [R, k] of numbers [R, V] and int32 ids [R, k]."""
+    """Returns numbers[r, ids[r, j]] as [R, k], for numbers [R, V] and int32 ids [R, k]."""
     if row_columns.works():
         return row_columns.take_columns(numbers, ids)
     return mx.take_along_axis(numbers, ids, axis=-1)

@@ -126,7 +126,7 @@ class BlockManager:
         ]
 
     def give(self, seq: Sequence, blocks: int) -> None:
-        """Sets the number of a sequence's blocks, free or not."""
+        """Sets the number of blocks that a sequence has, even if they are not free."""
         self._given[seq] = blocks
 
     def free(self, seq: Sequence) -> None:

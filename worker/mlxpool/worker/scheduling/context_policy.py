@@ -1,8 +1,8 @@
 """Makes room in a full context: the truncation of a prompt, and the shifts of a stream. Pure.
 
-Counts are tokens. A cut keeps the first `keep` tokens of a stream and removes the tokens right
-after. It depends only on counts and on the positions of images, so every worker makes the same cuts
-in a stream. A cut that would end inside an image also removes the rest of the image.
+Counts are tokens. A cut keeps the first `keep` tokens of a stream and removes some tokens directly
+after them. It depends only on counts and on the positions of images, so every worker makes the same
+cuts in a stream. A cut that would end inside an image also removes the remainder of the image.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ OPEN_ENDED_CONTEXTS = 10  # length, in contexts, of a completion with shifts and
 
 
 def kept_tokens(num_keep: int, prompt: int, context: int, media: Spans = ()) -> int:
-    """Returns how many first tokens of a stream to keep; negative `num_keep`: the prompt.
+    """Returns how many first tokens of a stream to keep; negative `num_keep`: the whole prompt.
 
-    A divided image is not kept, unless `num_keep` fills the context: then a prompt that is too long
-    cannot be cut, see `truncated_tokens`.
+    An image that would be divided is not kept, unless `num_keep` fills the context. In that case a
+    prompt that is too long cannot be cut, see `truncated_tokens`.
     """
     keep = prompt if num_keep < 0 else num_keep
     return context - 1 if keep >= context - 1 else kept_end(media, keep)

@@ -19,9 +19,9 @@ def activation_bytes(small: tuple[int, int], large: tuple[int, int], chunk: int,
     """Returns the peak activation memory of a step in bytes, extrapolated from two measured chunks.
 
     `small` and `large` are (tokens, bytes) of chunks at position 0. One part of the memory grows
-    with the tokens of a chunk, another part with its query-key pairs; `chunk` and `pairs` are the
-    most tokens and pairs of a step. If a token of the larger chunk needs less memory, a part is
-    constant: weights that are dequantised for a product.
+    with the tokens of a chunk, another part with its query-key pairs. `chunk` and `pairs` are the
+    most tokens and pairs of a step. If the larger chunk needs less memory per token, a part of the
+    memory is constant: weights that are dequantised for a product.
     """
     (n, less), (m, more) = small, large
     if n >= m:

@@ -10,7 +10,10 @@ MIN_BLOCKS = 2  # a block for a prompt and a block for its completion
 
 
 class MemoryBudget(Struct, frozen=True, kw_only=True):
-    """The bytes of each use of memory, 0 until measured; `rows` is a number of KV rows."""
+    """The memory of an engine by use, in bytes; 0 until measured.
+
+    Only `rows` is not in bytes: it is a number of KV rows.
+    """
 
     limit: int  # the memory limit of the process
     weights: int
@@ -37,8 +40,8 @@ class MemoryBudget(Struct, frozen=True, kw_only=True):
     def blocks_for(self, context: int) -> int:
         """Returns the number of blocks that fit into memory beside the reserved memory.
 
-        A sequence of the whole `context` always gets its blocks: while it uses them, other
-        processes cannot get all their reserved memory.
+        A sequence of the whole `context` gets its blocks even from the reserved memory. While it
+        uses them, other processes cannot get all of this memory.
         """
         free = self.free_blocks
         beside = free - -(-self.reserved // self.block)

@@ -20,10 +20,10 @@ DTYPE_NAMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
 class MemoryEstimate(Struct, frozen=True):
-    """The memory of a model in bytes; `context` is in tokens, `sequences` is a number.
+    """The memory of a model in bytes.
 
-    Temporary memory of a step and memory of the process itself are not included: a worker measures
-    both at load.
+    `context` is a number of tokens, `sequences` a number of sequences. The temporary memory of a
+    step and the memory of the process itself are not included: a worker measures both at load.
     """
 
     context: int

@@ -118,11 +118,12 @@ def longest_chunk(start: int, pairs: int) -> int:
 def _rows_and_prompts(
     live: Many[Sequence], limits: StepLimits, clip: Clip
 ) -> tuple[list[Span], list[Sequence], list[Sequence]]:
-    """Returns spans of decoding sequences, and sequences with unread prompts or completion runs.
+    """Returns the spans of decoding sequences, and two lists of other sequences.
 
-    A sequence decodes if its next input is known, or if a pass in flight draws this input and the
-    sequence continues after it. A sequence whose image was evicted waits until the image is encoded
-    again.
+    The first list has sequences with unread prompts, the second sequences with a few unread
+    completion tokens. A sequence decodes if its next input is known, or if a pass in flight draws
+    this input and the sequence continues after it. A sequence whose image was evicted waits until
+    the image is encoded again.
     """
     rows: list[Span] = []
     prompts: list[Sequence] = []
@@ -147,10 +148,10 @@ def _rows_and_prompts(
 
 
 def _in_turn(prompts: list[Sequence], turns: Mapping[str, int]) -> list[Sequence]:
-    """Returns the prompts by owner, the owner whose last pass is oldest first.
+    """Returns the prompts, first those of the owner whose last pass is oldest.
 
     The prompts of an owner stay in their order. So a prompt waits for one pass of each other owner,
-    for any number of their prompts.
+    however many prompts that owner has.
     """
     if len(prompts) < 2 or not turns:
         return prompts
@@ -162,7 +163,7 @@ def _with_drafts(span: Span, drafts: tuple[int, ...]) -> Span:
 
 
 def _spare_lines(rows: int, limits: StepLimits) -> int:
-    """Returns the additional unread completion tokens of a pass, besides one for each row.
+    """Returns how many unread completion tokens a pass may read besides one for each row.
 
     The number is small, so that these inputs hardly delay prompts and other sequences.
     """
@@ -171,7 +172,7 @@ def _spare_lines(rows: int, limits: StepLimits) -> int:
 
 
 def _run_spans(runs: Many[Sequence], spare: int, clip: Clip) -> list[Span]:
-    """Returns spans of unread completion tokens: one of each sequence, plus `spare` in total."""
+    """Returns spans of unread completion tokens: one token of each, plus `spare` in total."""
     spans: list[Span] = []
     for seq in runs:
         count = clip(seq, min(seq.unread, 1 + spare))
@@ -241,10 +242,10 @@ def _tokens_within(bound: float, prompt: Sequence, most: int, load: Load, predic
 
 
 def _filled(chunks: list[Span], beside: int, sizes: Many[int]) -> list[Span]:
-    """Returns the chunks; the last chunk is cut so that the pass has one of `sizes` inputs.
+    """Shortens the last chunk so that the pass has one of `sizes` inputs; returns all chunks.
 
-    `beside`: the inputs of decode steps. The last chunk is cut only if it ends inside its prompt:
-    padding is cheaper than another pass.
+    `beside`: the inputs of decode steps in this pass. A chunk that reads its prompt to the end is
+    not shortened, because padding is cheaper than another pass.
     """
     if not chunks or not sizes or chunks[-1].end == chunks[-1].sequence.length:
         return chunks

@@ -25,17 +25,18 @@ class Phase(Enum):
 
 
 class Sequence(Struct, eq=False):
-    """A request inside a worker. Compared by identity: two runs of a request may be in one worker.
+    """One run of a request inside a worker: its prompt, completion and progress.
 
-    `prompt` is never empty. `ids` is the completion so far; in a resumed request it begins with the
-    ids of earlier runs. `max_tokens` counts the ids of all runs.
+    Compared by identity, because two runs of a request may be in one worker. `prompt` is never
+    empty. `ids` is the completion so far; in a resumed request it begins with the ids of earlier
+    runs. `max_tokens` counts the ids of all runs.
 
-    Prompt and completion are the stream. The model reads its inputs: the stream without the
+    The stream is the prompt and the completion. The model reads inputs: the stream without the
     `discarded` tokens after the first `shift.keep`. Positions count inputs unless noted otherwise.
     For an image, `prompt` has the image's slots, see media/spans.py; a stream ends with a token.
 
-    `reported`: the number of first tokens of the prompt with reported log-probabilities, from 1 on,
-    because the first token has no log-probability; 0: log-probabilities are not requested.
+    `reported`: the number of first tokens of the prompt with reported log-probabilities. It is at
+    least 1, because the first token has no log-probability; 0: log-probabilities are not requested.
     """
 
     id: bytes
@@ -111,7 +112,10 @@ class Sequence(Struct, eq=False):
 
     @property
     def cacheable(self) -> int:
-        """The number of first inputs that may come from the prefix cache, without their states."""
+        """The number of first inputs that may come from the prefix cache.
+
+        The cache has no hidden states, which log-probabilities of the prompt need.
+        """
         return self.reported - 1 if self.reports else self.length
 
     @property
@@ -131,7 +135,7 @@ class Sequence(Struct, eq=False):
 
     @property
     def reads_run(self) -> bool:
-        """Whether a decode step reads all unread tokens: few tokens of the completion.
+        """Whether a decode step reads all unread tokens, because they are few completion tokens.
 
         This happens after several tokens were appended together, or after a preemption.
         """
@@ -177,7 +181,10 @@ class Sequence(Struct, eq=False):
 
     @property
     def needed_images(self) -> tuple[MediaSpan, ...]:
-        """`next_image`, and with cross-attention the images that the next input attends to."""
+        """The images whose features the next pass needs.
+
+        These are `next_image` and, with cross-attention, the images that the next input attends to.
+        """
         images = seen_images(self.media, self.submitted)
         image = self.next_image
         return images if image is None or image in images else (*images, image)
@@ -206,10 +213,10 @@ class Sequence(Struct, eq=False):
 
 
 class TokenLogprob(Struct, frozen=True):
-    """The log-probability of one sampled token (float32, from raw logits) and of other tokens.
+    """The log-probability of one sampled token (float32, from raw logits), with alternatives.
 
-    The other tokens are the likeliest tokens, or the `scored` tokens of the sequence, in their
-    order.
+    The alternatives in `top` are the likeliest tokens, or the `scored` tokens of the sequence in
+    their order.
     """
 
     logprob: float

@@ -14,11 +14,11 @@ from mlxpool.worker.scheduling.sequence import Sequence
 class Span(Struct):
     """Inputs [start, start + count) of a sequence in one pass.
 
-    `draws`: the number of last inputs whose logits draw the next tokens: 0, 1, or all in a decode
-    step. The input of a decode step may be a token that a pass in flight draws. `drafts`: proposed
-    next tokens, as further inputs of the decode step. If the pass draws the same tokens, the drafts
-    are right and stay in the KV row. `hidden`: the span draws nothing and returns the hidden states
-    of its inputs.
+    `draws`: the number of last inputs whose logits draw a next token: 0, 1 or, in a decode step,
+    all. The input of a decode step may be a token that a pass in flight still has to draw.
+    `drafts`: proposed next tokens, which are further inputs of the decode step. Drafts are right if
+    the pass draws the same tokens; right drafts stay in the KV row. `hidden`: the span draws
+    nothing and returns the hidden states of its inputs.
     """
 
     sequence: Sequence
@@ -30,7 +30,7 @@ class Span(Struct):
 
     @classmethod
     def check(cls, sequence: Sequence, drafts: tuple[int, ...]) -> Self:
-        """Returns a decode step that checks drafts; no pass in flight may have the sequence."""
+        """Returns a decode step that checks drafts; no pass in flight may include the sequence."""
         return cls(sequence, sequence.submitted, 1 + len(drafts), 1 + len(drafts), drafts)
 
     @property

@@ -90,9 +90,10 @@ class StepCost:
         self._new = 0  # observations since the last fit
 
     def seconds(self, load: Load) -> float:
-        """Predicts the time of a pass. Fits the coefficients first, if enough passes are new.
+        """Predicts the seconds of a pass.
 
-        So pure decode steps cause no fits, because their time is not predicted.
+        Fits the coefficients first, if enough passes were observed since the last fit. Nothing
+        predicts pure decode steps, so while only these run, no fits take place.
         """
         observations = len(self._rows) + len(self._mixed)
         enough = FIT_INTERVAL if observations >= FIT_INTERVAL else 1
@@ -116,9 +117,10 @@ class StepCost:
         ]
 
     def _fit(self) -> None:
-        """Fits by least squares of errors relative to the longer time, so at most 1.
+        """Fits the coefficients by least squares of relative errors.
 
-        So two types of passes have little weight: a pass that waited for another process, and a
+        An error is divided by the longer of the measured and the predicted time, so it is at most
+        1. So two types of passes have little weight: a pass that waited for another process, and a
         pass whose end was read late, after which the next pass seems to take no time.
         """
         self._new = 0

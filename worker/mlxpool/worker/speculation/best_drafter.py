@@ -16,7 +16,7 @@ COMPARED = 6
 
 
 class BestDrafter:
-    """A Drafter that chooses, for each row, the drafter with the most drafts expected to be right.
+    """A Drafter that chooses, for each row, the drafter with the most expected right drafts.
 
     If several drafters are equal, it chooses the first.
     """

@@ -21,11 +21,11 @@ def choose_depths(
     """Returns the number of drafts to check for each sequence that can have drafts.
 
     `chances`: for each of these sequences, the probability of each draft to be right if the drafts
-    before it are right. `rows`: the number of all sequences of the step, also without drafts.
-    `most`: the most drafts of all sequences together. `plain`: seconds of the step without drafts.
-    `seconds(checking, drafts, deepest)`: seconds of a step in which `checking` sequences have
-    `drafts` drafts together, and a sequence has at most `deepest`. All returned numbers are 0 if
-    the step would give less than `least_gain` times the tokens a second of a step without drafts.
+    before it are right. `rows`: the number of all sequences in the step, including those without
+    drafts. `most`: the most drafts of all sequences together. `plain`: seconds of the step without
+    drafts. `seconds(checking, drafts, deepest)`: seconds of a step in which `checking` sequences
+    have `drafts` drafts together, at most `deepest` each. All returned numbers are 0 if the step
+    would give less than `least_gain` times the tokens per second of a step without drafts.
     """
     ranked = sorted(
         (

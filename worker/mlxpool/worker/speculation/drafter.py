@@ -23,8 +23,8 @@ class Drafter(Protocol):
     def follow(self, seq: Sequence) -> bool:
         """Reads a sequence's new tokens since the last call, and learns from them.
 
-        Returns whether the drafter can draft now. It cannot while unread tokens are left, because a
-        call does a bounded amount of work, nor while it lacks the input for a draft.
+        Returns whether the drafter can draft now. It cannot draft while some tokens are unread: one
+        call does only a bounded amount of work. It also cannot draft without the input for a draft.
         """
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
@@ -43,9 +43,10 @@ class Drafter(Protocol):
         """Predicts the seconds to read a sequence's unread tokens, before `depth` drafts."""
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
-        """Returns the next drafts of sequences: `depths` of each, at most as many as `chances` had.
+        """Returns the next drafts of sequences; `depths`: the number of drafts of each.
 
-        Returns fewer drafts if no more can be proposed; omits a sequence without drafts.
+        A sequence can have at most as many drafts as `chances` had values. Returns fewer drafts if
+        no more can be proposed; omits a sequence without drafts.
         """
 
     def sharper_chances(self, seq: Sequence) -> tuple[float, ...]:

@@ -77,10 +77,11 @@ class DraftEngine(Protocol):
         """Computes a pass that draws nothing."""
 
     def propose(self, spans: Many[Span], count: int) -> Mapping[Sequence, Many[SampledToken]]:
-        """Computes a pass over spans that draw one token, then `count` - 1 passes over the draws.
+        """Proposes `count` next tokens for the sequence of each span, in `count` passes.
 
-        Returns the `count` tokens of each sequence. In place of its log-probability a token has the
-        distance between the two largest logits, or None. A sequence with NaN logits is omitted.
+        The first pass reads the spans, which draw one token each; each later pass reads the tokens
+        drawn last. In place of its log-probability, a token has the distance between the two
+        largest logits, or None. A sequence with NaN logits is omitted.
         """
 
     def seconds(self, rows: int, lines: int) -> float:
@@ -105,10 +106,10 @@ class DraftEngine(Protocol):
 
 
 class _Stream(Struct):
-    """A sequence and its KV row in the draft model.
+    """A stream with drafts, and the sequence of its KV row in the draft model.
 
-    `proposed`: the newest drafts, each with its class (see BOUNDS), after the row's first `known`
-    inputs.
+    `proposed`: the newest drafts, which come after the first `known` inputs of the row. Each has
+    its token and its class, see BOUNDS.
     """
 
     row: Sequence
@@ -160,7 +161,10 @@ class ModelDrafter(Struct):
         return True
 
     def _learn(self, stream: _Stream, new: Many[int]) -> int:
-        """Learns from drafts whose positions have tokens now. Returns how many were right."""
+        """Learns from drafts whether they equal `new`, the stream's tokens at their positions.
+
+        Returns how many drafts were right.
+        """
         count = 0
         for (token, kind), actual in zip(stream.proposed, new, strict=False):
             right = token == actual
@@ -245,7 +249,7 @@ class ModelDrafter(Struct):
         return drafts
 
     def _classified(self, drawn: Many[SampledToken]) -> tuple[tuple[int, int], ...]:
-        """Returns drafts with their classes (see BOUNDS), up to the first unknown token."""
+        """Returns drafts with their classes (see BOUNDS), up to a token that the model lacks."""
         classified = []
         for draft in drawn:
             if draft.token >= self.vocab_size:
@@ -294,7 +298,10 @@ class ModelDrafter(Struct):
             lacking = [row for row in lacking if row.length - 1 > row.submitted]
 
     def _measure(self, rows: int, depth: int, seconds: float) -> None:
-        """Learns the time of passes for drafts, as a multiple of the engine's prediction."""
+        """Learns how much longer passes for drafts take than the engine predicts.
+
+        `seconds`: the measured time of `depth` passes of `rows` sequences.
+        """
         predicted = depth * self.engine.seconds(rows, rows)
         if predicted <= 0:
             return

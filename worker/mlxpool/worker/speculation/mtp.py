@@ -43,22 +43,26 @@ class Predictor(Protocol):
 
 
 class _Average(Struct):
-    """The fraction of right drafts of one depth; `seen`: its weight, in drafts."""
+    """An average over the drafts of one depth: `share` is the fraction of right drafts.
+
+    `seen`: the weight of the average, as a number of drafts.
+    """
 
     share: float
     seen: float
 
     def learn(self, *, right: bool, least: float, most: float) -> None:
-        """Adds a draft to the average, with a weight of at least `least`; `most` bounds `seen`."""
+        """Adds a draft, with a weight of at least `least`; `seen` stays at most `most`."""
         self.seen = min(most, self.seen + 1)
         self.share += max(least, 1 / self.seen) * (right - self.share)
 
 
 class _Stream(Struct):
-    """The state of one sequence: `drafts` were proposed after its first `count` ids.
+    """The drafter's state of one sequence.
 
-    `own`: averages of this stream's drafts, by depth. `others`: averages of all streams with the
-    same choice of tokens (greedy or random).
+    `drafts` were proposed after the sequence's first `count` ids. `own`: the averages of this
+    sequence's drafts, by depth. `others`: the averages over all sequences that choose tokens in the
+    same way (greedy or random).
     """
 
     own: list[_Average]
@@ -116,7 +120,7 @@ class MtpDrafter(Struct):
                 return
 
     def _go_back(self, stream: _Stream, tokens: int) -> None:
-        """Reduces the weight of past drafts a little, after `tokens` tokens without drafts."""
+        """Moves averages a little to their first values, after `tokens` tokens without drafts."""
         kept, back = (1 - RETURN_STREAM) ** tokens, 1 - (1 - RETURN_MODEL) ** tokens
         for own, others, first in zip(stream.own, stream.others, FIRST_CHANCES, strict=True):
             own.seen *= kept

@@ -98,7 +98,7 @@ class NgramDrafter(Struct):
         stream.place, stream.length = place, length
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
-        """See Drafter. The first chance includes that the tokens in flight equal their drafts."""
+        """See Drafter. Tokens in flight have drafts, too: the first chance includes these."""
         stream = self._streams.get(seq)
         if stream is None or stream.place == NOWHERE:
             return ()

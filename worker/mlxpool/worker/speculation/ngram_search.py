@@ -23,7 +23,7 @@ _UTF_32 = "utf-32-le" if byteorder == "little" else "utf-32-be"
 class StreamTokens:
     """The tokens of one stream, in order, each below MAX_TOKENS.
 
-    A place is the index of the token after a run.
+    A run is a series of adjacent tokens. A place is the index of the token after a run.
     """
 
     def __init__(self) -> None:
@@ -49,12 +49,12 @@ class StreamTokens:
         self._text = text
 
     def longest_match(self) -> tuple[int, int]:
-        """Returns the place after the longest earlier run that equals the end of the stream.
+        """Finds the longest earlier run of tokens that equals the end of the stream.
 
-        Also returns the length of the match, from MIN_MATCH to MAX_MATCH; (NOWHERE, 0) without a
-        match. Among matches of the same length, or of at least LONGEST_RUN, takes the newest match.
-        After a match, searches only earlier places for a longer run, so each place is examined
-        once.
+        Returns the place after this run and the length of the match, from MIN_MATCH to MAX_MATCH;
+        (NOWHERE, 0) without a match. Among matches of the same length, or of at least LONGEST_RUN,
+        takes the newest match. After a match, searches only earlier places for a longer run, so
+        each place is examined once.
         """
         text = self._text
         size = len(text)
@@ -82,7 +82,7 @@ class StreamTokens:
         return most
 
     def copied(self, place: int, count: int) -> tuple[int, ...]:
-        """Returns `count` tokens from a place on, as if the stream went on with these tokens."""
+        """Returns `count` tokens from `place` on; at the end, repeats the tokens from `place`."""
         copy = [ord(character) for character in self._text[place : place + count]]
         period = len(self) - place
         while len(copy) < count:

@@ -27,7 +27,7 @@ class Candidate(Struct, frozen=True):
 
 
 class RowSearch:
-    """The budget for searches, `saved` in seconds, and the sequences that a drafter follows."""
+    """Chooses the sequences to examine for drafts, within a budget of `saved` seconds."""
 
     def __init__(self, drafter: Drafter, clock: Callable[[], float]) -> None:
         self._drafter, self._clock = drafter, clock
@@ -49,7 +49,10 @@ class RowSearch:
         self._save(TIME_SHARE * step + GAIN_SHARE * max(0.0, gained))
 
     def pass_by(self) -> bool:
-        """Counts a step with the newest step's time; False: a search is now affordable."""
+        """Adds to the budget for a step without a search, by the newest step's time.
+
+        Returns False and adds nothing if a search is now affordable; `earn` then counts the step.
+        """
         before = self.saved
         self._save(TIME_SHARE * self._step)
         if self._step and not self.affordable:
@@ -79,7 +82,10 @@ class RowSearch:
         return ready
 
     def spend(self, seconds: float, others: int) -> None:
-        """Subtracts the newest search from the budget; `others`: number of sequences to search."""
+        """Subtracts the `seconds` of a search from the budget.
+
+        `others`: the number of all sequences that are searched in turn.
+        """
         self.saved -= seconds
         if self._looked:
             self._needed = seconds / self._looked * others

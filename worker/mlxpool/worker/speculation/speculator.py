@@ -2,16 +2,17 @@
 
 The policy:
 
-- Gain. The drafter has the chance of each next draft of a row; step_times.py has the time of a step
-  by its number of drafts, from measured steps. The drafts that give the most tokens a second are
-  checked; no drafts are checked if the gain is below MIN_GAIN (depths.py). A step has at most twice
-  as many drafts as the largest measured step.
+- Gain. The drafter predicts the chance of each next draft of a row. step_times.py predicts the time
+  of a step by its number of drafts, from measured steps. The drafts that give the most tokens a
+  second are checked; no drafts are checked if the gain is below MIN_GAIN (depths.py). A step has at
+  most twice as many drafts as the largest measured step.
 - Search. Sequences whose drafts gain no time are examined within a time budget (row_search.py).
 - Measurement. After PLAIN_INTERVAL steps with drafts, some steps without drafts are measured.
 - Trial. Drafts that gain time by the guessed cost are tried, even if they gain none by the measured
-  cost, or nothing was measured. A trial may cost TRIAL_SHARE of the steps since drafts were
-  checked. So the loss is small, and one slow step does not prevent drafts for ever.
-- Rest. After useless drafts, or useless waits for passes, 1, 2, 4, ... steps have no drafts.
+  cost, or if nothing was measured. A trial may take TRIAL_SHARE of the time of all steps since
+  drafts were checked. So the loss is small, and one slow step does not prevent drafts for ever.
+- Rest. After useless drafts, or useless waits for passes, the next 1, 2, 4, ... steps have no
+  drafts.
 """
 
 from __future__ import annotations
@@ -54,8 +55,10 @@ Seconds: TypeAlias = Callable[[int, int, int], float]
 
 
 class Choice(Struct):
-    """A step for which drafts are chosen: its sequences, the keys that they read, the chances of
-    each sequence's drafts, and the number of checked drafts that were `right`.
+    """A step for which drafts are chosen.
+
+    `rows`: the number of its sequences. `keys`: the keys that they read. `chances`: the chances of
+    each sequence's drafts. `right`: the number of checked drafts that were right.
     """
 
     rows: int = 0
@@ -94,7 +97,8 @@ class Speculator:
         ahead: bool = False,
         most_drafts: int = MAX_STEP_DRAFTS,
     ) -> None:
-        """`predict`: predicts the seconds of a pass. `clock`: returns seconds, the clock of steps.
+        """`predict` returns the seconds of a pass; `clock` returns the current time in seconds.
+
         `ahead`: passes without drafts are submitted ahead. `most_drafts`: the most drafts of all
         sequences in a step, see `max_drafts_of_step`.
         """
@@ -137,9 +141,9 @@ class Speculator:
     ) -> dict[Sequence, int]:
         """Returns the number of drafts that each sequence checks in the next step; missing: 0.
 
-        `rows`: the number of sequences that decode in the step. The step has at most `lines`
-        inputs, half of them for prompts. First, drafters read the candidates' new tokens. `began`:
-        the time when the search for candidates began.
+        First, the drafter reads the candidates' new tokens. `rows`: the number of sequences that
+        decode in the step. `lines`: the most inputs of the step; drafts get half of the inputs that
+        remain. `began`: the time when the search for candidates began.
         """
         self.search.forget_ended(rows)
         self._apart = 0.0
@@ -265,7 +269,7 @@ class Speculator:
         return {seq: some[:depth] for (seq, some), depth in pairs if depth}
 
     def count_checked(self, drafts: Drafts, drawn: Iterable[SampledToken]) -> None:
-        """Counts the drafts of a step that drew these tokens."""
+        """Counts the checked and the accepted drafts of a step; `drawn`: the step's tokens."""
         self.checks += len(drafts)
         self.drafted += sum(map(len, drafts.values()))
         tokens = sum(sample.sequence in drafts for sample in drawn)
@@ -274,10 +278,10 @@ class Speculator:
         self.accepted += tokens - left
 
     def step_ended(self, rows: int, drafts: Drafts, seconds: float, *, measured: bool) -> None:
-        """Adds the time of a step.
+        """Adds the time of an ended step.
 
-        `measured`: the time is typical: the step read no prompt and compiled nothing, and if it has
-        no drafts, it did not wait for passes in flight.
+        `measured`: the time is typical. The step read no prompt and compiled nothing. If it had no
+        drafts, it also did not wait for passes in flight.
         """
         took, apart, self._apart = seconds, self._apart, 0.0
         seconds = max(0.0, seconds - apart)

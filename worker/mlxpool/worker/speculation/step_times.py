@@ -1,14 +1,14 @@
 """The times of steps with and without drafts, from measured steps. Pure.
 
-The time of a step is the time between the ends of two steps: forward pass, sampling, search of
-drafts, and texts. If passes are usually submitted ahead, it includes the waits of host and device
-for each other. Passes of a draft model are counted separately (Speculator.step_ended). Steps that
-read prompts are not measured.
+The time of a step is the time from the end of the previous step to its end. It includes the forward
+pass, sampling, the search for drafts, and texts. If passes are usually submitted ahead, it also
+includes the waits of host and device for each other. Passes of a draft model are counted separately
+(Speculator.step_ended). Steps that read prompts are not measured.
 
-The time of a step with drafts is stored as a multiple of a step without drafts, so that a slower
-machine changes nothing. Each power of two of the number of sequences has a curve: the multiple by
-the number of drafts. The multiple is 1 without drafts, else the median of the newest steps with a
-similar number.
+The time of a step with drafts is stored as a multiple of the time without drafts, so that a slower
+machine changes nothing. The multiple depends on the number of drafts: it is 1 without drafts, else
+the median of the newest steps with a similar number. Each power of two of the number of sequences
+has its own curve of multiples.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ Predict = Callable[[int], float]  # inputs of a decode step -> seconds
 
 
 class Curve(Struct):
-    """Step times with similar numbers of sequences, as multiples of a plain step, by drafts."""
+    """The time of a step by its number of drafts, for similar numbers of sequences.
+
+    The time is a multiple of the time of a step without drafts.
+    """
 
     newest: dict[int, deque[float]] = field(default_factory=dict)  # multiples by class, see `_kind`
     points: list[tuple[int, float]] = field(default_factory=lambda: [(0, 1.0)])  # drafts, multiple
@@ -53,7 +56,7 @@ class Curve(Struct):
         insort(self.points, (drafts, max(1.0, _median(newest))))
 
     def multiple(self, drafts: int) -> float:
-        """Returns the multiple, interpolated between points; at most the last point's."""
+        """Returns the multiple for a number of drafts, interpolated; constant beyond the curve."""
         at = min(bisect_left(self.points, (drafts, 0.0)), len(self.points) - 1)
         (less, low), (more, high) = self.points[max(0, at - 1)], self.points[at]
         return low + (high - low) * min(1.0, (drafts - less) / max(1, more - less))
@@ -68,7 +71,7 @@ class Unsettled(Struct):
 
 
 class StepTimes:
-    """The seconds of steps, by the numbers of decode sequences and of their drafts together."""
+    """The seconds of steps, by the number of decoding sequences and their number of drafts."""
 
     def __init__(self, *, ahead: bool = False) -> None:
         """`ahead`: whether passes without drafts are submitted ahead."""
@@ -96,7 +99,7 @@ class StepTimes:
         return 0 if curve is None else curve.points[-1][0]
 
     def observe(self, rows: int, drafts: int, seconds: float, *, measured: bool = True) -> None:
-        """Adds a step; not `measured`: the step's time is not typical and does not count."""
+        """Adds a step; if not `measured`, its time is not typical and does not count."""
         if drafts:
             self.settle()
             self._left = self._settling
@@ -118,7 +121,10 @@ class StepTimes:
             self._plain[rows] = _median(self._newest[rows])
 
     def settle(self) -> None:
-        """Sets the cost of the newest step with drafts to the time counted so far."""
+        """Ends the measurement of the newest step with drafts, and stores its cost.
+
+        The cost includes the delays of later steps that were counted so far.
+        """
         step, self._unsettled = self._unsettled, None
         plain = None if step is None else self._plain_seconds(step.rows)
         if step is not None and plain:
@@ -133,9 +139,9 @@ class StepTimes:
     def with_drafts(self, rows: int, drafts: int, predict: Predict, plain: float) -> float:
         """Returns the seconds of a step with drafts. `plain`: seconds without drafts.
 
-        Each draft above the measured number costs as much as a measured draft. If passes are
-        submitted ahead, most of the cost is a wait, so the cost of such a draft is predicted
-        instead.
+        If the step has more drafts than any measured step, each further draft costs as much as a
+        measured draft. But if passes are submitted ahead, most of the measured cost is a wait. Then
+        the cost of the further drafts is predicted instead.
         """
         curve = self._curves.get(rows.bit_length())
         most = self.known_drafts(rows)
@@ -149,15 +155,16 @@ class StepTimes:
         return seconds + max(0.0, predict(rows + drafts) - predict(rows + most))
 
     def guessed(self, rows: int, drafts: int, predict: Predict, plain: float) -> float:
-        """Returns the guessed seconds of a step with drafts: the prediction plus any wait."""
+        """Guesses the seconds of a step with drafts: `plain`, the predicted cost and any wait."""
         wait = min(WAIT, plain) if self._settling else 0.0
         return plain + wait + max(0.0, predict(rows + drafts) - predict(rows))
 
     def _plain_seconds(self, rows: int) -> float | None:
-        """Returns the measured seconds, or interpolates between the nearest numbers of sequences.
+        """Returns the seconds of a step without drafts, interpolated between measured numbers.
 
-        The result is at most the time of more sequences: if most steps have drafts, few plain steps
-        are measured, and one slow plain step would make drafts look free.
+        `rows`: the number of sequences. The result is at most the time of more sequences: if most
+        steps have drafts, few plain steps are measured, and one slow plain step would make drafts
+        look free. None without a measurement.
         """
         sizes = self._sizes
         if not sizes:
@@ -175,7 +182,7 @@ class StepTimes:
 
 
 def _kind(drafts: int) -> int:
-    """Returns the class of a number of drafts; there are two classes for each power of two."""
+    """Returns the class of a number of drafts: two classes for each power of two."""
     bits = drafts.bit_length()
     return 2 * bits + (drafts >> max(0, bits - 2) & 1)
 

@@ -100,7 +100,10 @@ def read_cpu_use(cores: Set[int]) -> CpuUse:
 
 
 def thread_count(maximum: int, cores: int, before: CpuUse, after: CpuUse) -> int:
-    """Returns the number of threads that leaves other processes their cores, rounded. Pure."""
+    """Returns the number of threads for the cores that other processes leave free. Pure.
+
+    `before` and `after`: the processor use at the start and at the end of a sample.
+    """
     others = (after.all - before.all - after.own + before.own) / (after.at - before.at)
     free = cores - max(0.0, others)
     return min(maximum, max(1, cores // MIN_SHARE, math.floor(free + 0.5)))
@@ -136,7 +139,7 @@ class CpuThreads:
         self._divided = False
 
     def divide_steps(self) -> None:
-        """Divides steps, from the next step on, into `parts` threads, each with one BLAS thread."""
+        """Makes each step run in `parts` threads with one BLAS thread each, from the next on."""
         self._divided = True
 
     @property
@@ -165,7 +168,7 @@ class CpuThreads:
             self._long_works += 1
 
     def end_long_work(self) -> None:
-        """Ends one long work, begun by `begin_long_work`."""
+        """Ends the long work that one call of `begin_long_work` has begun."""
         with self._lock:
             self._long_works -= 1
 
@@ -195,7 +198,7 @@ class CpuThreads:
 
 @cache
 def process_cpu_threads() -> CpuThreads:
-    """Returns the only CpuThreads of this process: BLAS threads are global, too."""
+    """Returns the only CpuThreads of this process, because BLAS threads are global, too."""
     try:
         cores = os.sched_getaffinity(0)
         return CpuThreads(OpenBlas(), len(cores), lambda: read_cpu_use(cores))

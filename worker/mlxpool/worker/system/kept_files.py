@@ -1,8 +1,8 @@
-"""Files with the results of a load, for later loads of the same model.
+"""Files that keep the results of a load, for later loads of the same model.
 
-They are beside the compiled kernels, in this user's private temporary folder; if TMPDIR names
-another folder, nothing is kept. A file is valid only for the key in it. A file that is broken or
-not a regular file is not read.
+The files are beside the compiled kernels, in this user's private temporary folder. If TMPDIR names
+another folder, nothing is kept. Each file has a key, and is valid only for this key. A file that is
+broken or not a regular file is not read.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ log = logging.getLogger("mlxpool.worker")
 
 
 class KeptFile:
-    """The file of a kind (a word) for a key. Several processes may read and write it at once.
+    """A file that keeps content for a key; several processes may use it at once.
 
-    `path` None: the user has no private folder, see private_temp.
+    `kind`: a word for the content, in the file's name. `path` is None if the user has no private
+    folder, see private_temp.
     """
 
     def __init__(self, kind: str, key: Key) -> None:
@@ -122,7 +123,10 @@ def _contents(file: Path) -> bytes:
 
 
 def _remove_oldest(folder: Path) -> None:
-    """Leaves the newest MAX_FILES. A time in the future, from a wrong clock, counts as oldest."""
+    """Deletes all but the newest MAX_FILES files.
+
+    A time in the future, from a wrong clock, counts as oldest.
+    """
     now, used = time.time(), []
     for file in folder.iterdir():
         with contextlib.suppress(OSError):  # another process has removed it
@@ -135,7 +139,7 @@ def _remove_oldest(folder: Path) -> None:
 
 @cache
 def code() -> dict[str, str]:
-    """Returns the part of a key for our code: it changes with any file of the worker."""
+    """Returns the part of a key that changes with any source file of the worker."""
     digest = hashlib.sha256(VERSION.encode())
     root = Path(mlxpool.worker.__file__).parent
     for file in sorted(root.rglob("*.py")):
@@ -162,7 +166,7 @@ def machine() -> dict[str, Any]:
 
 
 def _preloaded() -> list[str]:
-    """Returns the libraries that are loaded before all others; one of them is the BLAS."""
+    """Returns the libraries in LD_PRELOAD, which are loaded first; one of them may be the BLAS."""
     return [file for file in re.split("[: ]", os.environ.get("LD_PRELOAD", "")) if file]
 
 
@@ -176,7 +180,7 @@ def _stamp(file: Path) -> tuple[int, int]:
 
 
 def _cores() -> int:
-    """Returns the cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -45,7 +45,7 @@ class LoadClock:
             self._end_phase(phase)
 
     def count(self, what: str, number: int) -> None:
-        """Adds `number` to the count of an action of the load."""
+        """Adds `number` to the counter `what` of this load."""
         if self._now:
             self.counts[what] += number
 

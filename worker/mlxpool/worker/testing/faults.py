@@ -1,9 +1,10 @@
 """The faults that the counting model's settings can request: name, site and time.
 
-Their names are in `bounds.FAULTS`, their sites are the values of the setting `fault_in`. The
-setting `fault_at` counts load steps (0 to 9), prompt tokens, positions of the completion, or
-`deltas` frames from 0. At the sites accept, end and after_end it is ignored: every request with
-`fault_prompt` in its prompt gets the fault.
+Their names are in `bounds.FAULTS`. Their sites, the places in the code, are the values of the
+setting `fault_in`. The setting `fault_at` is the time. Depending on the site, it is the number of a
+load step (0 to 9), a prompt token, a position of the completion, or a frame of deltas (from 0). At
+the sites accept, end and after_end it is ignored: every request with `fault_prompt` in its prompt
+gets the fault.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ class Faults:
 
     @classmethod
     def armed_by(cls, settings: Counting, incarnation: int, history: History) -> Faults:
-        """Returns the settings' fault if `incarnation` is below `fault_times`; 0 times: always."""
+        """Returns the fault of the settings, or NO_FAULTS if this worker must not get it.
+
+        `incarnation`: the number of earlier workers in this worker's place. The first `fault_times`
+        workers get the fault; 0: all.
+        """
         times = settings.fault_times
         return cls(settings, history) if not times or incarnation < times else NO_FAULTS
 
@@ -65,12 +70,18 @@ class Faults:
         return self._prompt in prompt
 
     def is_due(self, span: range) -> bool:
-        """Returns whether `fault_at` is in `span`; True for `slow` and at sites without numbers."""
+        """Returns whether the fault's number `fault_at` is in `span`.
+
+        Always True for the fault `slow`, and at sites without numbers.
+        """
         unnumbered = self.site not in NUMBERED_SITES or self.name == "slow"
         return unnumbered or self._settings.fault_at in span
 
     def victim(self, prompts: Sequence[Sequence[int]], spans: Sequence[range]) -> int | None:
-        """Returns the index of the first prompt that gets the fault in its span, or None."""
+        """Returns the index of the first prompt that gets the fault now, or None.
+
+        `spans`: for each prompt, the numbers that `fault_at` may match in this step.
+        """
         for number, (prompt, span) in enumerate(zip(prompts, spans, strict=True)):
             if self.is_due(span) and (not self._prompt or self.concerns(text_of(prompt))):
                 return number

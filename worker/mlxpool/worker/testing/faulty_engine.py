@@ -83,7 +83,11 @@ class FaultyEngine:
 
 
 def _place(span: Span, site: str) -> range:
-    """Returns the range of a chunk's tokens, or of the index of the token that a span draws."""
+    """Returns the numbers in a span that `fault_at` may match at a site.
+
+    At the site `prefill` these are the indices of a chunk's tokens, else the index of the drawn
+    token.
+    """
     if site == "prefill":
         return range(span.start, span.end)
     drawn = span.end + span.sequence.discarded - len(span.sequence.prompt)
@@ -104,7 +108,7 @@ def open_source(
 
 
 class FaultyGeneration(Generation, eq=False):
-    """Injects the fault of the site `end` when the generation makes its last row."""
+    """A Generation that injects the fault of the site `end` when it makes its last delta."""
 
     faults: Faults = NO_FAULTS
 

@@ -67,7 +67,7 @@ class Download:
         return numbers.view(kind).reshape(shape)
 
     def read(self) -> list[Numbers]:
-        """Returns the numbers of the arrays, only once, after `done` was evaluated."""
+        """Returns the numbers of each array; called only once, after `done` was evaluated."""
         arrays = []
         for at, shape, kind in self._places:
             size = math.prod(shape)
@@ -92,7 +92,7 @@ def _is_right() -> bool:
 
 
 def write_to(numbers: mx.array, target: mx.array) -> mx.array:
-    """Copies numbers of 4 bytes to `target`; returns a 0 whose evaluation completes it."""
+    """Copies 4-byte numbers to `target`; the copy is complete when the result is evaluated."""
     inputs = [mx.contiguous(numbers.reshape(-1)), target]
     return write_in_place(_write_kernel(), inputs, numbers.size)
 

@@ -1,10 +1,10 @@
 """Memory that the host and a CUDA GPU both address.
 
-MLX has one cache of freed buffers, of both device memory and managed memory. An array of host
-numbers needs managed memory. If the cache returns a buffer in device memory, MLX replaces it, which
-waits for the device, like freeing managed memory. Reading an array in device memory waits, too.
-Under mixed load on an H200, the host thus waited for the pass in flight in a third of the steps.
-Arrays of this module are allocated once and reused.
+MLX has one cache of freed buffers, both of device memory and of managed memory. An array of host
+numbers needs managed memory. If the cache returns a buffer in device memory, MLX replaces this
+buffer, for which the host waits for the device. The host also waits when managed memory is freed,
+and when an array in device memory is read. Under mixed load on an H200, the host thus waited for
+the pass in flight in a third of the steps. Arrays of this module are allocated once and reused.
 """
 
 from __future__ import annotations
@@ -45,15 +45,14 @@ class SharedArray:
 
 
 def aligned(count: int) -> int:
-    """Returns `count` rounded up to the alignment of arrays."""
+    """Memory for `size` int32 numbers: the device uses `array`, the host uses `numbers`."""
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 def _advise(address: int, size: int, location: int, access: int) -> None:
-    """Advises the driver on the location of `size` bytes of managed memory, and on its users.
+    """Advises the driver on the location of managed memory and on the processors that use it.
 
-    Without advice, pages move to the processor that uses them, which takes longer but is also
-    correct.
+    Without advice, pages move to the processor that uses them: this takes longer but is correct.
     """
     with contextlib.suppress(OSError, AttributeError):
         advise = ctypes.CDLL("libcuda.so.1").cuMemAdvise

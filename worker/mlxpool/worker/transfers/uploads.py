@@ -41,9 +41,10 @@ class Uploads:
         self._used = 0
 
     def take(self, count: int) -> tuple[npt.NDArray[np.int32], mx.array]:
-        """Returns `count` numbers to fill before the array is evaluated, and the int32 array.
+        """Returns the same `count` numbers twice: for the host to fill, and as a device array.
 
-        The array is the shared memory itself: the pass copies it to the device.
+        The host must fill them before the array is evaluated. The array is the shared memory
+        itself: the pass copies it to the device.
         """
         first, end = self._used, self._used + count
         if end > self._sets[self._newest].numbers.size:
@@ -78,9 +79,9 @@ class SharedTable:
         self.lines = self._memory.numbers[self._head :].reshape(lines, width)
 
     def with_head(self, head: Numbers, used: int) -> mx.array | None:
-        """Returns the array of `head` and the first `used` lines; None: no room for `head`.
+        """Returns an array of `head` and the first `used` lines; None: `head` has no room.
 
-        Evaluate it before the memory is written again.
+        The array must be evaluated before the memory is written again.
         """
         if head.size > self._head:
             return None

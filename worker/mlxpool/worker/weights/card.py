@@ -45,7 +45,7 @@ def licence(files: FileLookup) -> str | None:
 
 
 def sampling(files: FileLookup) -> dict[str, float]:
-    """Returns the sampling options recommended by generation_config.json, by the pool's names."""
+    """Returns the sampling options in generation_config.json, under the pool's own names."""
     try:
         content = json.loads(_start_of(files / "generation_config.json", MAX_SETTINGS) or "{}")
     except (ValueError, RecursionError):

@@ -27,21 +27,21 @@ class TemplateSources(Struct, frozen=True):
 
 
 def named_files(path: FileLookup) -> list[Path]:
-    """The files of further templates, without hidden files such as macOS leaves beside each."""
+    """The files of additional templates, without hidden files such as macOS creates."""
     files = sorted((path / JINJA_FOLDER).glob("*.jinja"))
     return [file for file in files if not file.name.startswith(".")]
 
 
 def all_regular(path: FileLookup) -> bool:
-    """Returns whether no file of templates is a dangling link, a folder, a pipe or a device."""
+    """Returns whether all template files are regular: no dangling link, folder, pipe or device."""
     files = (path / JINJA_FILE, path / JSON_FILE, *named_files(path))
     return all(file.is_file() or not os.path.lexists(file) for file in files)
 
 
 def find_sources(path: FileLookup) -> TemplateSources:
-    """The templates of the first file with templates, as transformers chooses; may be empty.
+    """Returns the templates of the first file that has templates; may be empty.
 
-    Order of the files: chat_template.jinja with the folder of additional templates,
+    transformers uses the same order: chat_template.jinja with the folder of additional templates,
     tokenizer_config.json, chat_template.json. Raises ModelLoadFailed with the name of an unreadable
     file.
     """
@@ -61,7 +61,7 @@ def find_sources(path: FileLookup) -> TemplateSources:
 def _of_jinja_files(
     path: FileLookup, files: Mapping[str, Path], settings: Mapping[str, str]
 ) -> TemplateSources:
-    """The templates of Jinja files.
+    """Returns the templates of Jinja files.
 
     `settings`: templates of tokenizer_config.json. Only its default template is used, if `files`
     lack a default.
@@ -102,7 +102,7 @@ def _has_name(entry: object) -> bool:
 
 
 def _parsed(file: Path, value: object) -> dict[str, str]:
-    """Templates by name, from a text, a list of {name, template}, or a map of name to template.
+    """Returns templates by name, from a text, a list of {name, template}, or a map by name.
 
     Raises ModelLoadFailed for any other value.
     """

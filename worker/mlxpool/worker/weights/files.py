@@ -30,9 +30,9 @@ _NUMBERED = re.compile(r"model-(\d{1,6})-of-(\d{1,6})\.safetensors")
 
 
 class ShardContent(Struct, frozen=True):
-    """The contents of one file of weights: tensors by the model's names.
+    """The contents of one weight file: its header, and its tensors by the model's names.
 
-    `layouts` has the modules whose quantisation is stated in the file itself.
+    `layouts` has the quantisation of modules for which the file itself states it.
     """
 
     raw: bytes  # the header itself
@@ -41,9 +41,10 @@ class ShardContent(Struct, frozen=True):
 
 
 def folder_contents(headers: Mapping[Path, Header]) -> dict[Path, ShardContent]:
-    """Returns the contents of a folder's files, with MLX's names for the parts of packed weights.
+    """Returns the contents of a folder's weight files, with MLX's names for quantised weights.
 
-    Scales of weights that MLX has not packed belong to other formats and keep their names.
+    Only weights that MLX has packed are renamed. Scales of other weights belong to other formats
+    and keep their names.
     """
     tensors = {
         name: tensor for header in headers.values() for name, tensor in header.tensors.items()
@@ -81,7 +82,10 @@ class ShardReads(Protocol):
 
 
 class ShardFormat(Struct, frozen=True):
-    """The functions that read files of weights; `open` runs in the compute thread."""
+    """The functions that read one format of weight files.
+
+    `header` reads the header of a file. `open` opens its tensors, in the compute thread.
+    """
 
     header: Callable[[Path], Header]  # raises ModelLoadFailed for an invalid header
     open: Callable[[Path], ShardReads] | None = None  # None: see load.py
@@ -93,8 +97,8 @@ SAFETENSORS = ShardFormat(read_header)
 class ModelFiles(Struct, frozen=True):
     """The files of a model; `files / NAME` is the path of a file, whether it exists or not.
 
-    Files are in the folder `where`, except the files in `named`. `read` converts headers to
-    contents.
+    Files are in the folder `where`, except the files in `named`. `read` converts the headers of
+    weight files to their contents.
     """
 
     where: Path  # shown in errors
@@ -144,7 +148,7 @@ def sha256(file: Path) -> str:
 
 
 def merge_tensors(contents: Mapping[Path, ShardContent]) -> dict[str, Tensor]:
-    """Returns all tensors by name; raises ModelLoadFailed if two files have a tensor."""
+    """Returns all tensors by name; raises ModelLoadFailed if two files have the same tensor."""
     merged: dict[str, Tensor] = {}
     for content in contents.values():
         for name, tensor in content.tensors.items():
@@ -165,7 +169,7 @@ def folder_files(path: Path) -> ModelFiles:
 
 
 def require_model_folder(path: Path) -> None:
-    """Raises ModelLoadFailed if `path` is not a model folder; the error has its actual form."""
+    """Raises ModelLoadFailed if `path` is not a model folder; the error says what it is instead."""
     if not path.exists():
         raise ModelLoadFailed(f"{path.absolute()} does not exist: name a folder or a GGUF file")
     if path.is_file():
@@ -238,7 +242,10 @@ def _refuse_weightless(path: Path) -> None:
 
 
 def listing(kind: str, names: list[str]) -> str:
-    """Returns the first of `names` (tensors or shards) and how many follow, for an error."""
+    """Returns a list of the first `names` and the number of further names, for an error.
+
+    `kind`: what the names are of, such as tensor or shard.
+    """
     shown = ", ".join(repr(name) for name in names[:_MAX_LISTED])
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return f"the {kind}{'s' if len(names) > 1 else ''} {shown}{more}"

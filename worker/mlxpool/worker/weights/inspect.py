@@ -172,7 +172,10 @@ def require_tokenizer(where: Path, files: FileLookup) -> None:
 def quant_config_of(
     files: ModelFiles, config: Mapping[str, Any], contents: Iterable[ShardContent]
 ) -> QuantConfig:
-    """Returns the quantisation: from config.json, or from the weights of a store or a GGUF file."""
+    """Returns the quantisation of a model's weights.
+
+    It is in config.json or, for a model of a store or a GGUF file, in the weight files.
+    """
     if not files.digests and files.format is SAFETENSORS:
         return quantisation.parse_quant_config(config)
     named = {module: layout for content in contents for module, layout in content.layouts.items()}
@@ -194,15 +197,17 @@ def _uses_mlx_lm(config: Mapping[str, Any], supported: bool, engine: str) -> boo
 
 
 def digest_now(folder: ModelFolder) -> str:
-    """The digest of a checked model's files as they are now. Raises ModelLoadFailed."""
+    """Returns the digest of a checked model's files as they are now. Raises ModelLoadFailed."""
     forced = folder.uses_mlx_lm and folder.model_type in models.SUPPORTED
     return _digest(folder.files, folder.files.contents(), forced=forced)
 
 
 def _digest(files: ModelFiles, contents: Mapping[Path, ShardContent], *, forced: bool) -> str:
-    """Returns the digest of all small files and each shard's digest, or header, size and ends.
+    """Returns a digest of a model's small files and of its weight files.
 
-    `forced`: mlx-lm's code computes a model that our code could compute, with other last bits.
+    Of a weight file, the digest covers the header and, without a stored digest, the size and both
+    ends. `forced`: mlx-lm's code computes a model that our code could compute, with other last
+    bits.
     """
     digest = hashlib.sha256(b"mlx-lm" if forced else b"")
     templates = (f"{JINJA_FOLDER}/{file.name}" for file in named_files(files))
@@ -229,9 +234,9 @@ def _add(digest: Any, label: str, content: bytes) -> None:
 
 
 def dequantised_growth(folder: ModelFolder, width: int, *, deterministic: bool = False) -> int:
-    """Returns the additional bytes after dequantisation to numbers of `width` bytes.
+    """Returns how many bytes weights grow if dequantised to numbers of `width` bytes.
 
-    Without `deterministic` these include the layers' copies for single rows, see byte_columns.py.
+    Unless `deterministic`, includes the layers' copies for single rows, see byte_columns.py.
     """
     growth = sum(_module_growth(folder, module, width) for module in folder.match.layouts)
     return growth if deterministic else growth + _byte_columns_bytes(folder)

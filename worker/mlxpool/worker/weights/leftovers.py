@@ -1,7 +1,8 @@
-"""Files that downloads and other systems leave beside a model: refused, or reported as notes.
+"""Finds files that downloads and other systems leave beside a model.
 
-All other files beside the model are never read, such as other formats (*.bin, original/, *.gguf
-beside safetensors) and hidden files (.DS_Store, ._NAME of macOS).
+Unfinished downloads are errors; some other files are reported as notes. All other files beside the
+model are never read, such as other formats (*.bin, original/, *.gguf beside safetensors) and hidden
+files (.DS_Store, ._NAME of macOS).
 """
 
 from __future__ import annotations

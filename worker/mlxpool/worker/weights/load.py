@@ -1,6 +1,7 @@
-"""Loads the weights of a checked model and builds it. Functions import MLX, the module does not.
+"""Loads the weights of a checked model and builds the model.
 
-`load` has to run in the thread that uses the model, because MLX's streams belong to threads.
+Only the functions import MLX, not the module. `load` has to run in the thread that uses the model,
+because MLX's streams belong to threads.
 """
 
 from __future__ import annotations
@@ -135,10 +136,10 @@ def _read_layers(
 def _opener(
     folder: ModelFolder,
 ) -> Iterator[tuple[Callable[[Path], _Tensors], Callable[[Path], _Parts]]]:
-    """The functions that open the folder's files, for whole tensors and for parts.
+    """Yields two functions that open a weight file: for whole tensors, and for parts.
 
-    The functions use MLX and numpy; on a CUDA GPU, device_reads.py; for other formats, their
-    readers.
+    On a CUDA GPU these are from device_reads.py; other formats have their own functions. Otherwise
+    they read with MLX and numpy.
     """
     from mlxpool.worker.weights import device_reads
     from mlxpool.worker.weights.cut_reads import CutReads
@@ -274,7 +275,10 @@ def _open(file: Path) -> dict[str, mx.array]:
 def _evaluated(
     folder: ModelFolder, arrays: dict[str, mx.array], dtype: mx.Dtype
 ) -> dict[str, mx.array]:
-    """Evaluates the arrays, floats in `dtype`; empties `arrays` to free the originals."""
+    """Evaluates the arrays, most floats in `dtype`; empties `arrays` to free the originals.
+
+    Raises ModelLoadFailed if a file cannot be read, or an array has another shape than planned.
+    """
     import mlx.core as mx
 
     def cast(name: str, array: mx.array) -> mx.array:

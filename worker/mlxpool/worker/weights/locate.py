@@ -24,12 +24,12 @@ FOLDERS = {
 
 
 def locate(config: ModelConfig) -> Path | ModelFiles:
-    """Returns the location of a model: a folder, which need not exist, or the files of other forms.
+    """Returns the location of a model: a folder, which need not exist, or the model's files.
 
     `path` is a folder, a GGUF file, a folder with a GGUF file, `ollama:NAME`, or a model of the
     Hugging Face cache: `hf:ORG/NAME`, `hf:ORG/NAME:FILE.gguf` or, if no such folder exists,
-    `ORG/NAME`. Raises ModelLoadFailed for a missing model, with advice how to get it, for an
-    unreadable GGUF file, and for a link that leads out of the models folder.
+    `ORG/NAME`. Raises ModelLoadFailed for a missing model, for an unreadable GGUF file, and for a
+    link that leads out of the models folder.
     """
     if config.path in FOLDERS:
         return FOLDERS[config.path]

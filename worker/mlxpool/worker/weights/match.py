@@ -52,7 +52,10 @@ def mismatches(plan: ModelPlan, found: Mapping[str, Tensor], known: QuantConfig)
 
 
 class _Matching:
-    """One comparison. A tensor in an error is omitted from later checks."""
+    """One comparison of a checkpoint's tensors with a model's plan.
+
+    A tensor with an error is omitted from later checks.
+    """
 
     def __init__(self, plan: ModelPlan, tensors: Mapping[str, Tensor], known: QuantConfig) -> None:
         self._plan, self._found, self._known = plan, tensors, known
@@ -65,7 +68,7 @@ class _Matching:
         self._wanted: dict[str, tuple[Shape, tuple[str, ...]]] = {}
 
     def result(self) -> WeightMatch:
-        """Returns the match; it is valid if `mismatches` yielded no error."""
+        """Returns the match; valid only if `mismatches` has yielded no error."""
         return WeightMatch(
             weights={name: self._available[name] for name in self._wanted},
             tensors={name: self._found[name] for name in _read(self._wanted, self._derived)},
@@ -127,7 +130,7 @@ class _Matching:
         return lost
 
     def _want(self, name: str, shape: Shape) -> None:
-        """Adds the expected tensors of one weight of the plan, with their allowed dtypes."""
+        """Adds the tensors that one weight of the plan needs, with their allowed dtypes."""
         module, _, kind = name.rpartition(".")
         layout = self._layout(module, shape) if kind == "weight" and len(shape) > 1 else None
         if layout is None:

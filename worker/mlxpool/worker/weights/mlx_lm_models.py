@@ -1,7 +1,7 @@
 """Models without a file in models/: mlx-lm's code computes these if the extra `zoo` is installed.
 
-Finds, before the load, whether mlx-lm has a model, its context and its vocabulary. Imports neither
-MLX nor mlx-lm.
+This module finds out, before the load, whether mlx-lm supports a model, and the model's context and
+vocabulary. Imports neither MLX nor mlx-lm.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
 
 
 def match_all(files: ModelFiles, tensors: Mapping[str, Tensor]) -> WeightMatch:
-    """Matches all stored tensors; raises ModelLoadFailed if the files are not a folder's."""
+    """Returns a WeightMatch of all stored tensors, because only mlx-lm knows which it needs.
+
+    Raises ModelLoadFailed unless the files are in a folder.
+    """
     if files.named:
         raise ModelLoadFailed(
             f"{files.where} is no folder: a model_type that only mlx-lm has is read from a folder "

@@ -56,7 +56,7 @@ class ManifestLayer(Struct, frozen=True):
 
 
 def stores() -> tuple[Path, ...]:
-    """Returns Ollama's stores: OLLAMA_MODELS, or the user's, then the Linux service's."""
+    """Returns the folders of Ollama's stores: OLLAMA_MODELS, or the user's and the service's."""
     store = os.environ.get("OLLAMA_MODELS")
     if store:
         return (expanded(store),)
@@ -98,7 +98,7 @@ def open_model(name: str) -> ModelFiles:
 
 
 def _open_gguf(name: str, manifest: Path, layers: Sequence[ManifestLayer]) -> ModelFiles:
-    """Returns the model with GGUF files as weights; of other layers, only licences are used."""
+    """Returns the files of a model with GGUF weights; of other layers, only licences are used."""
     weights = {layer.blob: layer.digest for layer in layers if layer.kind == MODEL}
     licences = [("LICENSE", layer.blob) for layer in layers if layer.kind == LICENCE]
     files = open_gguf(tuple(weights))

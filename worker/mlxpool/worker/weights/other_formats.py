@@ -1,4 +1,4 @@
-"""Recognises models in other forms than Hugging Face folders; errors name form and remedy."""
+"""Recognises models that are no Hugging Face folders; errors name their form and the remedy."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The header of a safetensors file. The library checks it against the file's size.
+"""Reads the header of a safetensors file, and finds the faults in it.
 
-The library's own errors have neither the tensor nor its bytes; `fault_of` returns both.
+The safetensors library checks the header against the file's size. The library's own errors name
+neither the tensor nor its bytes; `fault_of` names both.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ BITS = {
 
 
 class Tensor(Struct, frozen=True):
-    """A tensor of a file. `name` is its name in the model, `stored` its name in the file."""
+    """A stored tensor; `name`: its name in the model, `stored`: its name in the file."""
 
     name: str
     dtype: str
@@ -110,7 +111,10 @@ def _tensor(file: Path, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor
 
 
 def fault_of(raw: bytes, data_bytes: int) -> str:
-    """Returns the fault of a header before `data_bytes` bytes of tensors; "" if valid."""
+    """Returns the fault of a safetensors header; "" if it is valid.
+
+    `data_bytes`: the bytes of tensors after the header.
+    """
     try:
         entries = json.loads(raw)
     except (ValueError, RecursionError) as error:

@@ -65,7 +65,7 @@ class _Tokenizer(Struct):
 
 
 def _vocabulary(file: Path) -> Mapping[str, Any]:
-    """Returns the parts of tokenizer.json for TokenIds; all parts of an unusual file."""
+    """Returns the parts of tokenizer.json that TokenIds reads; all parts of an unusual file."""
     if not is_present(file):
         return {}
     with suppress(ModelLoadFailed, msgspec.DecodeError, RecursionError):
@@ -75,9 +75,10 @@ def _vocabulary(file: Path) -> Mapping[str, Any]:
 
 
 def token_names(path: FileLookup) -> dict[str, str]:
-    """Maps names such as bos_token and eos_token to texts; of several texts, to the first.
+    """Returns the text of each special token by its name, such as bos_token.
 
-    tokenizer_config.json takes precedence over special_tokens_map.json.
+    If a name has several texts, the first is returned. tokenizer_config.json takes precedence over
+    special_tokens_map.json.
     """
     return {name: texts[0] for name, texts in _names(path).items()}
 
@@ -112,8 +113,10 @@ class TokenIds(Struct, frozen=True):
 
     @classmethod
     def read(cls, tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> TokenIds:
-        """Reads tokenizer.json; missing tokens from `added_tokens_decoder` of tokenizer_config.json
-        (`settings`). Ignores invalid parts, which `tokenizers` reports.
+        """Returns the ids in tokenizer.json, and ids that only tokenizer_config.json has.
+
+        `settings` is the content of tokenizer_config.json; its key `added_tokens_decoder` has these
+        ids. Ignores invalid parts, which `tokenizers` reports.
         """
         model, listed = tokenizer.get("model"), tokenizer.get("added_tokens")
         words = model.get("vocab") if isinstance(model, Mapping) else None
@@ -133,7 +136,7 @@ class TokenIds(Struct, frozen=True):
         return cls(added, words)
 
     def of(self, text: str) -> frozenset[int]:
-        """Returns the ids (at most one) of the token with this text."""
+        """Returns the id of the token with this text, in a set; empty without such a token."""
         token: Any = self.added.get(text, self.words.get(text))
         return frozenset({token}) if _is_id(token) else frozenset()
 
@@ -152,9 +155,10 @@ def _ends(
 ) -> tuple[frozenset[int], list[str]]:
     """Returns the ids that end an answer, and notes about contradictions between the files.
 
-    All ids of the first source with ids count: generation_config.json, config.json or its
-    text_config. Of later sources only added tokens count, not words: a later file may be older and
-    of a model with other ids. End tokens in the tokenizer and in the chat template are added.
+    All ids of the first file with end ids count: generation_config.json, config.json or its
+    text_config. From later files, only ids of added tokens count, because such a file may be older
+    and of a model with other ids. The end tokens of the tokenizer and of the chat template are
+    added.
     """
     files, notes = _of_files(path, config)
     ends = next(iter(files.values()), frozenset[int]())

@@ -1,8 +1,8 @@
 """Converts the names of parts of quantised weights in files to MLX's names.
 
 X.weight.scale and X.weight_scale become X.scales, X.weight.bias and X.weight_qbias become X.biases.
-If the weight X has a scale, X.weight.bias belongs to the groups of the quantised weight, else to
-the layer. So all names of a model must be known before a name is changed.
+If the weight X has a scale, X.weight.bias has the biases of its quantised groups; otherwise it is
+the bias of the layer. So all names of a model must be known before a name is changed.
 """
 
 from __future__ import annotations

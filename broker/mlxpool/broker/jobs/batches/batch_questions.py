@@ -1,4 +1,7 @@
-"""Answers clients' and operators' questions about batches, after the commits that they need."""
+"""Answers questions of clients and operators about batches.
+
+An answer is sent only after the store has committed the changes that it reports.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,7 @@ class BatchQuestions:
         message: messages.Question | job_operations.ListAllBatches,
         now: float,
     ) -> None:
-        """Answer a question. Raises PoolError if it is refused without the store."""
+        """Answers a question. Raises PoolError if it is refused without the store."""
         if isinstance(message, SubmitBatch):
             self._submit(event, message)
         elif isinstance(message, ListBatches):
@@ -128,7 +131,7 @@ class BatchQuestions:
     def _refuse_unless_known(
         self, event: ev.QuestionAsked, message: SubmitBatch, error: PoolError
     ) -> None:
-        """Answer with the batch of an equal earlier submission, else with the error."""
+        """Answers with the batch of an equal earlier submission, else with the error."""
 
         def then(result: Result, now: float) -> None:
             known = isinstance(result, BatchView) and result.digest == batch_digest(message)
@@ -165,7 +168,7 @@ class BatchQuestions:
             read(None if message.older is None else (message.older, b""))
 
     def _list_all(self, event: ev.QuestionAsked, question: job_operations.ListAllBatches) -> None:
-        """Answer an operator with the batches of one owner or of all."""
+        """Answers an operator with the batches of one owner or of all."""
 
         def then(result: BatchList, now: float) -> None:
             rows = [_with_owner(self._batches.row(batch), batch) for batch in result.batches]
@@ -247,7 +250,7 @@ class BatchQuestions:
         self._outbox.ask(event, operation, BatchView, then, partial(_error, message.name))
 
     def _release_results(self, event: ev.QuestionAsked, message: AboutBatch) -> None:
-        """Delete the results of the done lines, or of all other lines, then answer."""
+        """Deletes the results of the done lines, or of all other lines, then answers."""
 
         def then(result: BatchChanged, now: float) -> None:
             if result.batch.live:

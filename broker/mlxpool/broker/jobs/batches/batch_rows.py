@@ -30,7 +30,10 @@ RELEASED = {DONE: Outcomes.DONE, OTHERS: Outcomes.OTHERS}  # the results, by the
 
 
 class BatchSettings(Struct, frozen=True):
-    """The settings of a batch that the store keeps packed, as `defaults`, and does not read."""
+    """The settings of a batch for the broker. The store keeps them packed and does not read them.
+
+    The store's field for them is `defaults`.
+    """
 
     file: str = ""
     lines: int = 0  # lines that the client counted; 0: it did not count
@@ -75,7 +78,10 @@ class BatchSettings(Struct, frozen=True):
 
 
 def batch_digest(message: SubmitBatch) -> bytes:
-    """Returns the digest of a batch's file and defaults; equal digests with one key: one batch."""
+    """Returns the digest of a batch's file and defaults.
+
+    Two submissions with one key are the same batch if their digests are equal.
+    """
     content = message.digest or message.file.encode()
     meaning = {"content": content, "defaults": canonical(message.defaults)}
     return hashlib.sha256(pack(meaning)).digest()[:DIGEST_BYTES]
@@ -115,7 +121,7 @@ def shown_state(batch: BatchView) -> str:
 
 
 def mark_of(batch: BatchView) -> str:
-    """Returns a text that changes whenever a fact of the batch that clients see changes."""
+    """Returns a text that changes whenever the state or progress that clients see changes."""
     counts = [batch.next_line, batch.failed, *(count for _, count in batch.counts)]
     return f"{shown_state(batch)} {'.'.join(map(str, counts))}"
 

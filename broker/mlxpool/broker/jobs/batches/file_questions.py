@@ -35,7 +35,7 @@ class FileQuestions:
         self._policy = policy
 
     def on_asked(self, event: ev.QuestionAsked, message: messages.Question) -> None:
-        """Ask the store; its result is the answer to the client."""
+        """Asks the store; its result is the answer to the client."""
         if isinstance(message, PutFile):
             self._put(event, message)
         elif isinstance(message, ReadFile):

@@ -77,7 +77,7 @@ class Portion(Struct, eq=False):
         return self.lines.batch
 
     def check_slice(self, check: Check, now: float) -> bool:
-        """Check some lines. Returns whether the last line is checked.
+        """Checks some lines. Returns whether the last line is checked.
 
         Raises the PoolError of a check that can succeed later; the lines then stay in the file.
         """
@@ -146,17 +146,17 @@ class Portion(Struct, eq=False):
 
 
 def line_key(batch: bytes, number: int) -> str:
-    """Returns the key of the job of a line."""
+    """Returns the key of the job that a line becomes."""
     return f"{batch.hex()}/{number}"
 
 
 def line_id(batch: bytes, number: int) -> bytes:
-    """Returns the id of the job of a line; every read of the line gives an equal id."""
+    """Returns the id of the job that a line becomes; it is equal whenever the line is read."""
     return hashlib.sha256(b"line %d of " % number + batch).digest()[:DIGEST_BYTES]
 
 
 def line_seed(batch: bytes, number: int) -> int:
-    """Returns the seed of a line without a `seed`; it is random, because the id of the batch is."""
+    """Returns the seed for a line without a `seed`, derived from the random id of the batch."""
     drawn = hashlib.sha256(b"seed of line %d of " % number + batch).digest()
     return int.from_bytes(drawn[:8], "big") >> (64 - EXACT_BITS)
 
@@ -168,7 +168,10 @@ class FeedPause(Struct, eq=False):
     trouble: str = ""  # the cause; "": no pause
 
     def due(self, batch: BatchView) -> float:
-        """Returns the time from which lines can become jobs; infinity if not in this state."""
+        """Returns the time from which more lines can become jobs; infinity if none can now.
+
+        They can while the batch is open and has fewer than AHEAD unfinished jobs.
+        """
         hungry = batch.state.value == "open" and batch.waiting < AHEAD
         return self.pause_until if hungry else math.inf
 
@@ -181,7 +184,7 @@ CANCELLED_END = packed_end(Done("cancelled"))
 
 
 class Watcher(Struct, frozen=True):
-    """A client that waits until the mark of a batch differs from `seen`."""
+    """A client that waits for progress of a batch: until `mark_of` differs from `seen`."""
 
     question: ev.QuestionAsked
     seen: str
@@ -200,7 +203,10 @@ class LiveBatch(Struct, eq=False):
 
 
 class Batches:
-    """Owns every LiveBatch, and the one portion of lines that is under way."""
+    """Makes jobs of the lines of batches, reports progress, and ends batches.
+
+    Owns every LiveBatch, and the one portion of lines that is under way.
+    """
 
     def __init__(
         self,
@@ -232,7 +238,7 @@ class Batches:
     # ---- the store opens and is lost -------------------------------------------------------------
 
     def find(self, behind: Place | None = None) -> None:
-        """Find the batches that have not ended, after the store was opened."""
+        """Finds the batches that have not ended, after the store was opened."""
         self._find_at = math.inf
         operation = ListBatches(live=True, count=PAGE, behind=behind)
 
@@ -248,7 +254,7 @@ class Batches:
         self._outbox.store(operation, then)
 
     def lost(self) -> None:
-        """Answer every watcher with StoreUnavailable: the store of jobs has failed."""
+        """Answers every watcher with StoreUnavailable: the store of jobs has failed."""
         error = StoreUnavailable("the store of jobs does not take anything now; try again")
         for batch in self.live.values():
             for watcher in batch.watchers.values():
@@ -258,7 +264,7 @@ class Batches:
         self._find_at = math.inf
 
     def end_all(self, error: PoolError) -> None:
-        """Answer every watcher with `error`."""
+        """Answers every watcher with `error`."""
         for batch in self.live.values():
             for watcher in batch.watchers.values():
                 self._fail(watcher.question, error)
@@ -267,7 +273,7 @@ class Batches:
     # ---- views -----------------------------------------------------------------------------------
 
     def see(self, view: BatchView, now: float) -> None:
-        """Handle a view of a batch that the store has returned."""
+        """Handles a view of a batch that the store has returned."""
         batch = self.live.get(view.id)
         if batch is None:
             if not view.live:
@@ -285,7 +291,7 @@ class Batches:
             self._ask(batch, EndBatch(view.id, settings.output_file, settings.error_file))
 
     def touched(self, id: bytes, now: float) -> None:
-        """Mark the counts of a batch as outdated: a job has changed."""
+        """Marks the counts of a batch as outdated: a job has changed."""
         batch = self.live.get(id)
         if batch is None:
             self._outbox.store(ReadBatch(id), self._seen)
@@ -303,7 +309,7 @@ class Batches:
         return BatchRow(batch_row(view, running, "" if batch is None else batch.feed_pause.trouble))
 
     def _ask(self, batch: LiveBatch, operation: Operation) -> None:
-        """Give the store an operation whose result is the new view of the batch."""
+        """Gives the store an operation whose result is the new view of the batch."""
         batch.busy = True
 
         def then(result: Result, now: float) -> None:
@@ -321,7 +327,7 @@ class Batches:
         self._outbox.store(operation, then)
 
     def changed(self, result: BatchChanged, now: float) -> None:
-        """Handle the cancel or retry of several jobs of a batch."""
+        """Handles the cancel or retry of several jobs of a batch."""
         for job in result.jobs:
             if job.ended is None:
                 self._feeder.came((job.model, job.priority), now, job.scope.owner)
@@ -335,7 +341,7 @@ class Batches:
     # ---- watchers --------------------------------------------------------------------------------
 
     def watch(self, view: BatchView, watcher: Watcher, now: float) -> None:
-        """Answer when the batch's mark differs from `watcher.seen`, or at `watcher.until`."""
+        """Answers once the progress (`mark_of`) is not `watcher.seen`, or at `watcher.until`."""
         question = watcher.question
         batch = self.live.get(view.id)
         if batch is None or watcher.seen != mark_of(view) or watcher.until <= now:
@@ -365,7 +371,7 @@ class Batches:
     # ---- work ------------------------------------------------------------------------------------
 
     def next_wake(self) -> float:
-        """Returns the latest time for `work`; the past if it is due."""
+        """Returns the latest time for the next `work`; a time in the past if work is due."""
         if self._portion is not None:
             return 0.0
         times = [self._find_at]
@@ -378,7 +384,7 @@ class Batches:
         return min(times)
 
     def work(self, now: float) -> None:
-        """Do the due work: read the views and lines of batches, and answer watchers."""
+        """Does the due work: reads the views and lines of batches, and answers watchers."""
         if now >= self._find_at:
             self.find()
         for batch in list(self.live.values()):
@@ -392,7 +398,7 @@ class Batches:
             self._read_lines(now)
 
     def _read_lines(self, now: float) -> None:
-        """Begin a portion of the next batch whose turn it is."""
+        """Starts to read a portion of lines of the batch whose turn it is."""
         hungry = [id for id, batch in self.live.items() if batch.feed_pause.due(batch.view) <= now]
         if not hungry:
             return
@@ -436,7 +442,7 @@ class Batches:
         self.see(result, now)
 
     def _give_up(self, batch: LiveBatch | None, result: Result, now: float) -> None:
-        """Abandon a portion that the store refused: its lines stay in the file."""
+        """Abandons a portion that the store refused: its lines stay in the file."""
         if isinstance(result, Refused):
             self._pause(batch, answers.store_error(result).message, now)
         else:

@@ -1,4 +1,4 @@
-"""Reads of batches: batches with their counts, lists, and outcomes of lines."""
+"""Reads batches with their counts, lists of batches, and the outcomes of batch lines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LIVE = "batch.ended IS NULL AND batch.state IN ('open', 'fed', 'cancelled')"
 
 
 class StoredBatch(NamedTuple):
-    """The columns of a batch's row."""
+    """A row of the table `batch`, and the state of the notice of the batch's end."""
 
     id: bytes
     owner: str
@@ -145,7 +145,10 @@ def list_batches(database: Database, operation: ListBatches, now: float) -> Batc
 
 
 def read_outcomes(database: Database, operation: ReadOutcomes, now: float) -> Result:
-    """Read the outcomes of jobs and failed lines together, in the order of lines."""
+    """Reads outcomes in the order of lines: of lines with a job, and of lines without a job.
+
+    A line has no job if no job could be made of it.
+    """
     batch = find(database, operation.name)
     if batch is None:
         return UnknownName()
@@ -177,14 +180,17 @@ def read_outcomes(database: Database, operation: ReadOutcomes, now: float) -> Re
 
 
 def _output_size(outcome: LineOutcome) -> int:
-    """Returns the most bytes of output in an outcome."""
+    """Returns an upper bound of the bytes of output in an outcome."""
     end = 0 if outcome.job is None else len(outcome.job.end or b"")
     blobs = sum(map(len, (*outcome.logprobs, *outcome.answer)))
     return end + 4 * len(outcome.text) + len(outcome.ids) + blobs
 
 
 def _with_output(database: Database, outcome: LineOutcome) -> LineOutcome:
-    """Returns the outcome with the output of its ended job, if that fits in MAX_OUTPUT bytes."""
+    """Returns the outcome and, if its job has ended, the output of the job.
+
+    The output is left out if it is damaged, or longer than MAX_OUTPUT bytes.
+    """
     job = outcome.job
     if job is None or job.state not in ENDED:
         return outcome

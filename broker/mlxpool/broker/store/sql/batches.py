@@ -111,7 +111,7 @@ OUTCOMES = {True: Outcomes.DONE, False: Outcomes.OTHERS}  # by whether a line is
 
 
 def retry_batch(database: Database, operation: RetryBatch, now: float) -> Result:
-    """Let at most `count` dead or expired jobs of a batch wait again."""
+    """Sets at most `count` dead or expired jobs of a batch to waiting, so that they run again."""
     batch = find(database, operation.name)
     if batch is None:
         return UnknownName()
@@ -178,7 +178,10 @@ def _jobs(
 
 
 def end_batch(database: Database, operation: EndBatch, now: float) -> Result:
-    """Store the end of a batch whose jobs have all ended, with a notice if it has `notify`."""
+    """Stores the end of a batch whose jobs have all ended.
+
+    If the batch has a `notify` URL, a notice of its end is stored, to be posted to this URL.
+    """
     batch = find(database, operation.batch)
     if batch is None:
         return UnknownName()
@@ -202,7 +205,7 @@ def end_batch(database: Database, operation: EndBatch, now: float) -> Result:
 
 
 def takes_again(database: Database, job: JobView) -> bool:
-    """Returns whether a job may wait again: False if its batch is cancelled or deleted."""
+    """Returns whether a job may be retried: False if its batch is cancelled or deleted."""
     if job.batch is None:
         return True
     row = database.one("SELECT state FROM batch WHERE id = ?", job.batch)
@@ -210,9 +213,10 @@ def takes_again(database: Database, job: JobView) -> bool:
 
 
 def sweep(database: Database, now: float, key_life: float, count: int) -> bool:
-    """Delete batches and files past their times; returns whether more may be left.
+    """Deletes batches and files whose retention time is over.
 
-    Each sweep deletes at most `count` results; the batch follows its last result.
+    Each call deletes the results of at most `count` jobs. When its last result is deleted, a batch
+    only keeps its key, for `key_life` seconds. Returns whether more batches or files may be due.
     """
     batches = database.execute(
         "SELECT id, state, end_seq FROM batch WHERE forget <= ? ORDER BY forget LIMIT ?", now, count
@@ -241,7 +245,10 @@ def sweep(database: Database, now: float, key_life: float, count: int) -> bool:
 
 
 def _delete(database: Database, id: bytes, end_seq: int | None, now: float) -> None:
-    """Delete a gone batch and its key, unless its notice is still to be tried."""
+    """Deletes the row of a batch in the state `gone`, and so its key.
+
+    The deletion is postponed while the notice of the batch's end is undelivered.
+    """
     if outbox.is_waiting(database, end_seq):
         database.change("UPDATE batch SET forget = ? WHERE id = ?", now + outbox.HOLD, id)
         return
@@ -253,7 +260,7 @@ def _delete(database: Database, id: bytes, end_seq: int | None, now: float) -> N
 
 
 def read_lines(database: Database, operation: ReadLines, now: float) -> Result:
-    """Read the next lines of a batch; only an open batch has any."""
+    """Reads the next lines of a batch's file; returns no lines unless the batch is open."""
     batch = find(database, operation.batch)
     if batch is None:
         return UnknownName()
@@ -286,7 +293,10 @@ def read_lines(database: Database, operation: ReadLines, now: float) -> Result:
 
 
 def _next_bytes(database: Database, batch: BatchView, max_bytes: int) -> bytes:
-    """Returns bytes of the file from the next line on: one stored part, or one whole long line."""
+    """Returns bytes of the batch's file from its next line on, at most `max_bytes`.
+
+    Reads one stored part, and more bytes if this part contains no line end.
+    """
     data = files.read_from(database, batch.file, batch.next_start, min(files.PART, max_bytes))
     while b"\n" not in data and len(data) < max_bytes:
         start = batch.next_start + len(data)
@@ -308,7 +318,10 @@ def _line_end(database: Database, batch: BatchView, start: int) -> int:
 
 
 def add_lines(database: Database, operation: AddLines, now: float, room: int) -> Result:
-    """Make jobs of all lines, or of no line."""
+    """Stores a job for each valid line, and an error for each other line.
+
+    Raises Full if the store refuses a job, so that the caller undoes the whole operation.
+    """
     batch = find(database, operation.batch)
     if batch is None:
         return UnknownName()
@@ -351,7 +364,7 @@ def add_lines(database: Database, operation: AddLines, now: float, room: int) ->
 
 
 class Full(Exception):
-    """Raised if one of several jobs was refused, so that all are."""
+    """Raised if the store refuses one of several jobs, so that none of them is stored."""
 
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.message)

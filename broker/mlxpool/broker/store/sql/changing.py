@@ -1,4 +1,4 @@
-"""The operations that change a named job, and the sweep."""
+"""The operations that cancel, retry or release one job, and the deletion of expired data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cancel(database: Database, operation: Cancel, now: float) -> Result:
 
 
 def retry(database: Database, operation: Retry, now: float) -> Result:
-    """Let a dead or expired job wait, unless its batch was cancelled."""
+    """Sets a dead or expired job to waiting, unless its batch was cancelled or deleted."""
     job = rows.find(database, operation.name)
     if job is None or job.state not in RETRYABLE:
         return rows.fate(database, operation.name)
@@ -58,7 +58,10 @@ def release(database: Database, operation: Release, now: float, key_life: float)
 
 
 def sweep(database: Database, operation: Sweep, now: float, key_life: float) -> Swept:
-    """Expire, empty and delete jobs, files and batches whose times have passed."""
+    """Ends jobs after their deadline, and deletes data whose retention time is over.
+
+    These data are results of jobs, deleted jobs, files and batches.
+    """
     overdue = _overdue(database, operation, now)
     expired = tuple(
         endings.end_job(database, job, JobState.EXPIRED, operation.expired_end, DEADLINE_CAUSE, now)
@@ -87,7 +90,10 @@ def _overdue(database: Database, operation: Sweep, now: float) -> list[JobView]:
 
 
 def _forget(database: Database, seq: int, now: float, key_life: float) -> None:
-    """Empty an ended job. Delete a gone job unless its notice is still to be tried."""
+    """Deletes the result of an ended job, or the row of a job in the state `gone`.
+
+    The row is kept while the notice of the job's end is undelivered.
+    """
     job = rows.by_seq(database, seq)
     if job.state is not JobState.GONE:
         endings.empty_job(database, job, now + key_life)

@@ -1,4 +1,4 @@
-"""The contents of a job outside its row in `job`: request and output, each with a checksum."""
+"""The contents of a job outside the table `job`: request and output, each with a checksum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ CHUNK = "pos, ids, text, borders, logprobs, crc"
 
 
 def chunk_of(job: JobView, row: Row) -> Chunk:
-    """Returns the chunk in a row of the columns CHUNK. Raises Damaged with the job and the ids."""
+    """Returns the chunk of output in a row with the columns CHUNK.
+
+    Raises Damaged, naming the job and the range of token ids, if the checksum is wrong.
+    """
     pos, ids, text, borders, logprobs, crc = row
     if crc != checksums.of_chunk(job.seq, job.gen, pos, (ids, text, borders, logprobs)):
         raise rows.damage(
@@ -62,7 +65,10 @@ def add_chunk(database: Database, seq: int, gen: int, chunk: Chunk) -> None:
 
 
 def begin_anew(database: Database, job: JobView) -> JobView:
-    """Delete the output and `facts` of a job, and begin its next generation."""
+    """Deletes the output of a job, and begins its next generation at position 0.
+
+    Also deletes its `facts`, the values that a worker needs to resume the output.
+    """
     size = database.number(
         "SELECT SUM(LENGTH(ids) + LENGTH(text) + LENGTH(borders) + LENGTH(logprobs))"
         " FROM chunk WHERE job = ?",
@@ -84,7 +90,10 @@ def add_blobs(database: Database, seq: int, blobs: Iterable[tuple[int, bytes]]) 
 
 
 def add_answer(database: Database, job: JobView, blobs: Sequence[bytes]) -> int:
-    """Store the blobs of a job's answer with the numbers -1, -2 and so on; returns their bytes."""
+    """Stores the blobs of a job's answer with the numbers -1, -2 and so on.
+
+    Returns the total size of the blobs in bytes.
+    """
     add_blobs(database, job.seq, ((-1 - index, data) for index, data in enumerate(blobs)))
     return sum(map(len, blobs))
 
@@ -98,7 +107,10 @@ def count_blobs(database: Database, job: JobView, *, of_answer: bool = False) ->
 
 
 def read_blob(database: Database, job: JobView, place: int) -> bytes:
-    """Read one blob of a job; numbers below 0 belong to the answer. Raises Damaged."""
+    """Reads the blob of a job with the number `place`. Raises Damaged.
+
+    Blobs of the request have the numbers 0, 1 …; blobs of the answer have -1, -2 …
+    """
     row = database.one(
         "SELECT blob.sha, data FROM job_blob JOIN blob ON blob.sha = job_blob.sha"
         " WHERE job = ? AND place = ?",

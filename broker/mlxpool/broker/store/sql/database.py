@@ -48,7 +48,7 @@ class Database(Closing):
         """The exceptions of a failed statement after which the database still works."""
 
     def lock_boot(self) -> int:
-        """Returns the number of the broker that owns the store, locked until the commit."""
+        """Returns the boot number of the store's owner, and locks this number until the commit."""
         return self.number("SELECT boot FROM meta")
 
     @abstractmethod

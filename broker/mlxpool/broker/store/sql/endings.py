@@ -1,4 +1,4 @@
-"""The ends of jobs, their return to waiting, and the deletion of their results."""
+"""Ends jobs, sets ended jobs to waiting again, and deletes the results of jobs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def end_job(
     attempts: int | None = None,
     added: int = 0,
 ) -> JobView:
-    """End a waiting job. It gets the next end number, and a notice if it has `notify`.
+    """Ends a waiting job. If it has a `notify` URL, stores a notice of its end.
 
-    `last` is appended to the job's output. `facts` are stored unless the job has facts. `attempts`
-    replaces the stored number, unless it is None. `added`: stored bytes not in its owner's usage
-    yet.
+    `last` is appended to the job's output. `facts`, the values for a resume, are stored if the job
+    has none yet. `attempts` replaces the stored number of attempts, unless it is None. `added` is
+    the number of stored bytes that its owner's usage does not include yet.
     """
     if state not in ENDED:
         raise ValueError(f"a job cannot end as {state.value!r}")
@@ -66,7 +66,7 @@ def let_wait(
     *,
     new_generation: bool = False,
 ) -> JobView:
-    """Let an ended job wait again.
+    """Sets an ended job to waiting, so that it runs again.
 
     Undelivered notices of its end, and of its batch's end, are deleted.
     """
@@ -104,12 +104,15 @@ def let_wait(
 
 
 def may_retry(job: JobView) -> bool:
-    """Returns whether a job has fewer than MAX_RETRIES stored retries."""
+    """Returns whether this generation of a job was retried fewer than MAX_RETRIES times."""
     return sum(count for _, count in job.retried) < MAX_RETRIES
 
 
 def _retried_again(job: JobView) -> tuple[tuple[int, int], ...]:
-    """Returns the (position, times) of a job's retries, with a retry at its present position."""
+    """Returns a job's (position, number of retries) with a further retry at its present position.
+
+    After MAX_RETRIES retries the numbers do not change.
+    """
     if not may_retry(job):
         return job.retried
     counts = {**dict(job.retried), job.pos: job.retries_at(job.pos) + 1}
@@ -117,7 +120,10 @@ def _retried_again(job: JobView) -> tuple[tuple[int, int], ...]:
 
 
 def count_line(database: Database, job: JobView, state: JobState, change: int) -> None:
-    """Count the end of a job in its batch. `change` is -1 if the job waits again."""
+    """Adds `change` to the number of a batch's jobs that ended in `state`.
+
+    `change` is 1 if the job has ended, and -1 if the ended job is set to waiting.
+    """
     if job.batch is not None:
         column = ENDED_COLUMNS[state]
         database.change(f"UPDATE batch SET {column} = {column} + ? WHERE id = ?", change, job.batch)

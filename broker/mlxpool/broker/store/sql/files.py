@@ -249,7 +249,10 @@ def _needed_for(database: Database, file: FileView) -> str | None:
 
 
 def let_go(database: Database, batch: bytes, now: float) -> None:
-    """Let sweeps delete a gateway's lines of a batch without results."""
+    """Marks a batch's file for deletion, if its purpose is LINES_PURPOSE.
+
+    The pool keeps a file of this purpose only as long as the results of its batch.
+    """
     database.change(
         "UPDATE file SET forget = ? WHERE purpose = ?"
         " AND id = (SELECT file FROM batch WHERE batch.id = ?)",
@@ -267,9 +270,10 @@ def drop(database: Database, file: FileView) -> None:
 
 
 def sweep(database: Database, now: float) -> bool:
-    """Delete files past their time and abandoned files; returns whether more may be left.
+    """Deletes files whose retention time is over, and abandoned uploads.
 
-    Also deletes the list positions of files that were deleted long ago.
+    Also deletes the stored creation times of files that were deleted long ago. Returns whether more
+    files may be due.
     """
     needed = f"EXISTS (SELECT 1 FROM batch WHERE {NEEDED})"
     expired = select(database, f"forget <= ? AND NOT {needed} ORDER BY forget LIMIT ?", now, SWEPT)

@@ -1,4 +1,4 @@
-"""The operations on notices of ends, and on the quarantine of requests."""
+"""The operations on notices (POSTs about ended jobs and batches), and on the quarantine."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ GIVEN_UP_AT_ONCE = 1000  # the most notices that one failed try gives up
 
 
 def _notice(row: Row) -> Notice:
-    """Returns the notice in a row of the columns NOTICE, SCOPE and VALUES."""
+    """Returns the notice in a query's row with the columns NOTICE, SCOPE and VALUES."""
     end_seq, kind, subject, owner, tenant, key, *others = row
     return Notice(end_seq, kind, subject, Scope(owner, tenant, key), *others)
 
 
 def read_notices(database: Database, operation: ReadNotices, now: float) -> Notices:
-    """Read due notices: at most the room of each origin, origins in turns."""
+    """Reads due notices, in turns from each origin (scheme, host and port of the URL).
+
+    The number of notices of an origin is limited by the origin's `room` in `operation.loads`.
+    """
     loads = {load.origin: load for load in operation.loads}
     waiting: list[tuple[int, float, list[Row]]] = []  # (number under way, earliest due, notices)
     later: list[float] = []
@@ -79,7 +82,10 @@ def _origins(database: Database) -> Iterator[str]:
 
 
 def _due(database: Database, origin: str, room: int, held: frozenset[int], now: float) -> list[Row]:
-    """Returns (end_seq, due) of the `room` longest overdue notices of an origin."""
+    """Returns (end_seq, due) of at most `room` due notices of an origin, the earliest due first.
+
+    Leaves out the notices in `held`, which are being delivered.
+    """
     stored = database.execute(
         "SELECT end_seq, due FROM outbox WHERE origin = ? AND due <= ? AND given_up IS NULL"
         " ORDER BY due, end_seq LIMIT ?",

@@ -1,4 +1,4 @@
-"""The table `outbox`: notices of ends that are not delivered yet, or were given up."""
+"""The table `outbox`: notices of ended jobs and batches, undelivered or given up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ HOLD = 60.0  # seconds until a sweep checks a deleted key with an undelivered no
 
 
 def state_of(table: str) -> str:
-    """Returns SQL for the state of a row's notice in `table`; NULL without a notice."""
+    """Returns an SQL expression for the delivery state of the notice that belongs to a row.
+
+    The row is in `table`; the value is NULL if there is no notice.
+    """
     return (
         "(SELECT CASE WHEN outbox.given_up IS NULL THEN 'waiting' ELSE 'given_up' END"
         f" FROM outbox WHERE outbox.end_seq = {table}.end_seq)"
@@ -18,7 +21,7 @@ def state_of(table: str) -> str:
 
 
 def next_end(database: Database) -> int:
-    """Returns a new number for an end, higher than the number of every earlier end."""
+    """Returns a new `end_seq`: these numbers order the ends of all jobs and batches."""
     return database.number("UPDATE meta SET last_end = last_end + 1 RETURNING last_end")
 
 
@@ -53,7 +56,7 @@ def drop(database: Database, end_seq: int | None) -> None:
 
 
 def is_waiting(database: Database, end_seq: int | None) -> bool:
-    """Returns whether the notice of an end is still to be tried."""
+    """Returns whether the notice of an end is neither delivered nor given up."""
     if not end_seq:
         return False
     waiting = database.one("SELECT 1 FROM outbox WHERE end_seq = ? AND given_up IS NULL", end_seq)

@@ -54,7 +54,7 @@ def read_history(database: Database, operation: ReadHistory, now: float) -> Resu
 
 
 def read_request(database: Database, operation: ReadRequest, now: float) -> Result:
-    """Read the submission of a job; KeyGone if the job is gone."""
+    """Reads the submitted request of a job; returns KeyGone if the job was deleted."""
     job = rows.find(database, operation.id)
     if job is None:
         return UnknownName()
@@ -68,7 +68,7 @@ def read_request(database: Database, operation: ReadRequest, now: float) -> Resu
 
 
 def fetch_page(database: Database, operation: FetchPage, now: float) -> Result:
-    """Read whole steps of output, from the border at or before `pos` on."""
+    """Reads a page of a job's output in whole steps, from the step that contains `pos` on."""
     job = rows.find(database, operation.name)
     if job is None:
         return UnknownName()
@@ -221,7 +221,10 @@ def _part(
     chunks: tuple[Chunk, ...],
     damaged: list[str],
 ) -> ExportedJob:
-    """Returns the parts of a job for a page. Blobs with numbers below 0 belong to its answer."""
+    """Returns the given parts of a job as an ExportedJob.
+
+    `blobs` are (number, data); numbers below 0 belong to the job's answer.
+    """
     of_request = tuple(blob for blob in blobs if blob[0] >= 0)
     answer = tuple((-1 - place, data) for place, data in blobs if place < 0)
     return ExportedJob(job, request, of_request, chunks, tuple(damaged), answer)

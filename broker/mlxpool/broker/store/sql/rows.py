@@ -71,7 +71,7 @@ class StoredJob(NamedTuple):
 
 
 class Record(NamedTuple):
-    """Fields of a job that no query needs, in their packed order."""
+    """Fields of a job that no query needs. They are packed in this order."""
 
     attempts: int = 0
     charge: float = 0.0
@@ -88,7 +88,10 @@ def packed(id: bytes, record: Record) -> tuple[bytes, int]:
 
 
 def unpacked(id: bytes, data: bytes | None, crc: int | None) -> Record | None:
-    """Undo `packed`. Returns None if the disk has changed the data, the defaults for NULL."""
+    """Returns the record in bytes that `packed` made; None if the checksum does not match.
+
+    For NULL it returns a record with the default values.
+    """
     if data is None:
         return Record()
     if crc != checksums.of_record(id, data):
@@ -155,8 +158,8 @@ def view(row: Row) -> JobView:
 def change(database: Database, job: JobView, **changes: Any) -> JobView:
     """Store new values of a job's fields, update its owner's usage, and return the new view.
 
-    `job` is the job's view in this transaction. A damaged record stays damaged, and is reported,
-    until its `facts` are replaced.
+    `job` is the job's view in this transaction. A damaged record is not overwritten, so that the
+    damage stays visible, unless `changes` has new `facts`.
     """
     if "cause" in changes:
         changes["cause"] = storable(changes["cause"])
@@ -229,7 +232,10 @@ def by_seq(database: Database, seq: int) -> JobView:
 
 
 def fate(database: Database, name: Name) -> Result:
-    """Returns Fate or UnknownName for an operation that changed no row of this job."""
+    """Returns the result of an operation that cannot be performed on the job of this name.
+
+    The result is UnknownName without such a job, else Fate with the job's view.
+    """
     job = find(database, name)
     return UnknownName() if job is None else Fate(job)
 
@@ -242,7 +248,10 @@ def damage(job: JobView, what: str) -> Damaged:
 
 
 def count_usage(database: Database, owner: str, jobs: int, size: int, file_bytes: int = 0) -> None:
-    """Add jobs, bytes of jobs and files, and bytes of files alone to the usage of an owner."""
+    """Adds to the stored usage of an owner.
+
+    `size` is the bytes of jobs and files, `file_bytes` the bytes of files alone.
+    """
     if jobs or size or file_bytes:
         database.change(
             "INSERT INTO usage (owner, jobs, bytes, file_bytes) VALUES (?, ?, ?, ?)"

@@ -1,4 +1,4 @@
-"""The operations on running jobs: read to run, progress, end, and return to waiting."""
+"""The operations on running jobs: start, progress, end, and return to the waiting jobs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PAGE = 64  # jobs of an owner in one query
 
 
 def feed_next(database: Database, operation: FeedNext, now: float) -> Fed:
-    """Take due jobs, owners in turns, and raise the jobs' `starts`."""
+    """Reads due jobs to run, in turns from each owner, and counts their starts in `starts`."""
     jobs: list[FedJob] = []
     last_owner, size = operation.after_owner, 0
     seen: list[str] = []
@@ -114,7 +114,10 @@ def next_due_sql(operation: FeedNext) -> str:
 
 
 def _owners(database: Database, operation: FeedNext) -> Iterator[str]:
-    """Yields owners with waiting jobs once, in name order from `after_owner` round to it."""
+    """Yields each owner with waiting jobs once, in the order of names.
+
+    Begins after `after_owner`, and after the last name continues with the first name.
+    """
     sql = owners_sql(operation)
     around = False
     owner = operation.after_owner
@@ -160,7 +163,10 @@ def _next_due(
 
 
 def _feed(database: Database, seq: int, now: float) -> FedJob:
-    """Returns a job with its durable ids. If the output is damaged, begins a new generation."""
+    """Returns a job to run, with the token ids that are already on disk.
+
+    If its output is damaged, the job begins a new generation without token ids.
+    """
     database.change("UPDATE job SET starts = starts + 1 WHERE seq = ?", seq)
     row = database.one(
         f"SELECT {rows.COLUMNS}, request.data, request.crc FROM {rows.JOBS} WHERE seq = ?", seq
@@ -182,7 +188,7 @@ def _feed(database: Database, seq: int, now: float) -> FedJob:
 
 
 def _durable_ids(database: Database, job: JobView) -> bytes | None:
-    """Returns the packed ids of a job; None if the ids or the `facts` are damaged."""
+    """Returns the packed token ids of a job's stored output; None if stored data is damaged."""
     if job.damaged:
         return None
     if not job.pos:
@@ -259,14 +265,17 @@ def finish(database: Database, operation: Finish, now: float) -> Result:
 
 
 def _running(database: Database, id: bytes, gen: int) -> JobView | None:
-    """Returns the job if it is stored as waiting and has this generation."""
+    """Returns the running job if it still has this generation, else None.
+
+    Running jobs are stored in the state `waiting`.
+    """
     job = rows.find(database, id)
     fits = job is not None and job.gen == gen and job.state is JobState.WAITING
     return job if fits else None
 
 
 def defer(database: Database, operation: Defer, now: float) -> Result:
-    """Let a running job wait until its next due time."""
+    """Returns a running job to the waiting jobs; it is due again after `operation.delay`."""
     job = _running(database, operation.id, operation.gen)
     if job is None:
         return rows.fate(database, operation.id)
@@ -285,7 +294,7 @@ def defer(database: Database, operation: Defer, now: float) -> Result:
 
 
 def set_back(database: Database, operation: SetBack, now: float) -> Result:
-    """Store the loss of the worker that ran a job."""
+    """Stores that the worker of a job was lost, as a failure of the job; the job continues."""
     job = _running(database, operation.id, operation.gen)
     if job is None:
         return rows.fate(database, operation.id)

@@ -65,7 +65,10 @@ class SqlStore(Closing):
         self._handlers = self._table()
 
     def begin(self, boot: int, now: float) -> None:
-        """Take ownership of the store. Times without a broker extend the lives of results."""
+        """Takes ownership of the store.
+
+        Retention times are extended by the time in which no broker ran.
+        """
         away = max(0.0, now - self.wall_seen)
         with self.database.transaction():
             for table in ("job", "batch", "file"):
@@ -133,11 +136,11 @@ class SqlStore(Closing):
         return int(ADMIT_SHARE * self._max_bytes)
 
     def room(self, share: float = ADMIT_SHARE) -> int:
-        """Returns the free bytes below a share of the bound; negative if more is in use."""
+        """Returns the free bytes below `share` of the store's bound; negative above it."""
         return int(share * self._max_bytes) - self.database.used_bytes()
 
     def room_of(self, operation: Operation) -> int:
-        """Returns the bytes that an operation of an owner may add."""
+        """Returns the bytes that an operation may add; more for an owner who uses few bytes."""
         room = self.room()
         owner, size = _claim(operation)
         if size <= room:

@@ -78,7 +78,7 @@ def parse_line(data: bytes, defaults: Mapping[str, Any]) -> Line:
 
 
 def check_line(line: Mapping[str, Any], size: int) -> Line:
-    """Check a line that is already parsed, or not yet written; it has `size` bytes as text.
+    """Checks a line that is given as a map. `size` is its number of bytes as JSON text.
 
     Raises BadLine.
     """

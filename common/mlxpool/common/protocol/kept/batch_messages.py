@@ -44,8 +44,8 @@ RELEASE_RESULTS = "batch_release_results"
 class SubmitBatch(Content, Struct, frozen=True):
     """Submits a batch: each line of a completely sent file becomes a job.
 
-    `file` is the key of the file. `digest` identifies its content: a batch with the key of an
-    earlier batch and another file is refused. `lines` is the number of lines that the client
+    `file` is the key of the file. `digest` identifies its content: a batch is refused if an earlier
+    batch with the same key has another file. `lines` is the number of lines that the client
     counted, or 0. `defaults` are keys for lines that lack them, see batch_lines. `deadline_ms` is
     the deadline of the whole batch. `keep_ms` is the time that the results are kept after its end.
     `metadata` is not read by the pool. `notify` has the URL for a notice of the batch's end. The

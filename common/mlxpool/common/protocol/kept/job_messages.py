@@ -220,8 +220,8 @@ class SubmitCall(Content, Struct, frozen=True):
 class Fetch(Content, Struct, frozen=True):
     """Reads a job's token ids from index `start` on, and also the ids that the job makes later.
 
-    The header's id names this read, which has a window and acks as a stream has. `gen` is the
-    generation of the ids before `start`; None: the newest.
+    The id in the header names this read. Like a stream, it has a `window`, and the client
+    acknowledges its ids. `gen` is the generation of the ids before `start`; None: the newest.
     """
 
     kind: ClassVar[str] = "fetch"
@@ -243,7 +243,7 @@ class Fetch(Content, Struct, frozen=True):
 
 
 class ListJobs(Content, Struct, frozen=True):
-    """Asks for jobs. With `after`: the jobs with a greater `end_seq`, the number of an end.
+    """Asks for jobs. With `after`: ended jobs with a greater `end_seq` (number in order of ends).
 
     Without `after`: all jobs, or all jobs in one `state`, the newest first. With `before`: only
     jobs that were submitted before the job with this number. With `batch`: the jobs of the batch
@@ -367,9 +367,10 @@ class JobRow(Content, Struct, frozen=True):
 
 
 class JobRequest(Content, Struct, frozen=True):
-    """Answer to `job_request`: the map of a job; as blobs the packed request and its blobs.
+    """Answer to `job_request`: the map of a job and its submitted request.
 
-    The request is the body of the job's `submit` with the note, without the keys of the map.
+    `packed` is the request: the body of the job's `submit` with the note, without the keys of the
+    map. `attached` are the blobs of the request.
     """
 
     kind: ClassVar[str] = REQUEST

@@ -68,7 +68,10 @@ class ListAllBatches(Struct, frozen=True):
 
 
 class ListNotices(Struct, frozen=True):
-    """Asks for waiting and failed notices of jobs that ended after the end number `after`."""
+    """Asks for notices (POSTs about ended jobs and batches) that are undelivered or given up.
+
+    `after` selects the ends with a greater end number. `owner` None: of all owners.
+    """
 
     owner: str | None
     after: int
@@ -128,7 +131,7 @@ def _number(body: Mapping[str, Any], name: str) -> int:
 
 
 class Told(Content, Struct, frozen=True):
-    """An answer to an operator, as a map."""
+    """The answer to a request of an operator, as a map of any content."""
 
     kind: ClassVar[str] = "told"
     told: Mapping[str, Any]

@@ -16,7 +16,7 @@ Question = job_messages.Question | file_messages.Question | batch_messages.Quest
 
 
 def asks(message: Message) -> bool:
-    """Returns whether a message is a request about stored data; a `cancel` is if it names a job."""
+    """Returns whether a message is a request about stored data, such as a `cancel` of a job."""
     return message.kind in KINDS or job_messages.names_a_job(message)
 
 

@@ -41,7 +41,7 @@ def results_of(file: str) -> tuple[str, str] | None:
 
 
 def is_deleted(batch: Mapping[str, Any], kind: str) -> bool:
-    """Whether a file of the results of a batch was deleted; `batch`: its map."""
+    """Whether a results file of a batch was deleted. `batch`: the pool's map of the batch."""
     return RELEASED[kind] in batch.get("deleted", ())
 
 

@@ -91,7 +91,10 @@ class KeptFiles:
         await self._about(file_messages.DELETE, key)
 
     async def place(self, key: str) -> FilePlace:
-        """Returns the position of a file in lists, also of a file that was deleted lately."""
+        """Returns a file's position in lists: its creation time and key.
+
+        Also finds a file that was deleted lately.
+        """
         try:
             return FilePlace((await self.row(key))["created"], key)
         except UnknownJob as error:
@@ -103,7 +106,10 @@ class KeptFiles:
     async def listed(
         self, purpose: str, count: int, behind: FilePlace | None, *, oldest_first: bool
     ) -> list[dict[str, Any]]:
-        """Returns at most `count` complete files of a purpose, in the order of their creation."""
+        """Returns at most `count` complete files of a purpose, sorted by the time of creation.
+
+        `behind`: the position after which the list begins; None: the first position.
+        """
         rows: list[dict[str, Any]] = []
         while len(rows) < count:
             limit = min(MAX_FILES, count - len(rows))
@@ -127,9 +133,9 @@ class KeptFiles:
             start += len(data)
 
     async def lines(self, key: str) -> AsyncGenerator[list[bytes], None]:
-        """Yields the lines of a file without line ends, as lists of the lines that end in one part.
+        """Yields the lines of a file without line ends: for each part that is read, a list.
 
-        A line over MAX_LINE is cut to MAX_LINE bytes and at most one part more.
+        A line longer than MAX_LINE bytes is truncated; at most one part is beyond MAX_LINE.
         """
         held: list[bytes] = []  # the read pieces of the last line
         size = 0
@@ -220,7 +226,10 @@ class StoredLines:
         self._line: bytes | None = b""
 
     async def line(self, number: int) -> dict[str, Any]:
-        """Returns a line as JSON; empty if the file no longer exists."""
+        """Returns a line's JSON object; empty if the file no longer exists.
+
+        `number` must not be less than in the previous call.
+        """
         while self._number < number and self._line is not None:
             self._line = await anext(self._lines, None)
             self._number += 1
@@ -287,7 +296,10 @@ class KeptBatches:
         return row, request
 
     async def listed(self, count: int, before: str = "", older: float | None = None) -> list[Found]:
-        """Returns at most `count` batches, newest first, made before a batch or a time."""
+        """Returns at most `count` batches, newest first.
+
+        They are older than the batch with the id `before` and than the time `older`, if given.
+        """
         batches: list[Found] = []
         question = ListBatches(before=before, older=older)
         while True:
@@ -344,10 +356,11 @@ class KeptBatches:
     async def _whole(
         self, outcome: dict[str, Any]
     ) -> tuple[dict[str, Any], Result | PoolError | None]:
-        """Returns a line's outcome, and its answer if the answer is too long for a page.
+        """Returns a line's outcome, and the answer if the pool's page of outcomes lacks it.
 
-        A long answer is fetched; if its job failed, the error is returned. The job's `facts` are
-        added to the outcome. Raises PoolError if the answer cannot be read now.
+        The pool leaves a long answer out of the page; it is fetched from the line's job, and the
+        job's `facts` are added to the outcome. If the job failed, its error is returned. Raises
+        PoolError if the answer cannot be read now.
         """
         if not is_too_long(outcome):
             return outcome, None

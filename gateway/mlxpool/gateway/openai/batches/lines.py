@@ -63,11 +63,11 @@ class LineFault(Struct, frozen=True):
 
 
 class AnswerSettings(Struct, frozen=True):
-    """The settings with which a line's answer is encoded.
+    """The settings for encoding the answer to a line of a batch.
 
-    `formats`: the formats of tools and of thoughts in the answer. `tools`: tools that the pool gets
-    as text. `echoed` and `summary` belong to a response, `as_base64` to embeddings, `top` and
-    `with_documents` to a reranking.
+    `formats`: the formats of tool calls and of thoughts in the answer. `tools`: tools whose
+    description is in message texts. `echoed` and `summary` are for lines of /v1/responses,
+    `as_base64` for embeddings, `top` and `with_documents` for a reranking.
     """
 
     model: str = ""
@@ -129,7 +129,7 @@ def parsed_line(data: bytes, endpoint: str) -> dict[str, Any]:
 
 
 def pool_line(line: Mapping[str, Any], endpoint: str, model: ModelInfo) -> bytes:
-    """Converts a parsed line into the pool's line, with its line end. Raises HttpError."""
+    """Converts a parsed line into a line of the pool's batch format, as bytes. Raises HttpError."""
     body = line["body"]
     if body.get("stream"):
         raise unsupported_parameter("body.stream", "leave it out: results are in a file")
@@ -297,8 +297,8 @@ def slices_of(lines: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
 class LineModels:
     """The models that the lines of a batch name, and the pool that was chosen for them.
 
-    New names come while lines are read. If then only another pool has all models, `chosen` changes,
-    and the lines have to be made again for that pool.
+    New names come while lines are read. If the chosen pool lacks a new model and another pool has
+    all models, `chosen` changes. The caller then has to convert all lines again for that pool.
     """
 
     def __init__(self, pools: Pools, among: Sequence[Pool], key: str) -> None:
@@ -318,7 +318,7 @@ class LineModels:
         """Looks up names, in the order of their lines. Raises PoolError for temporary errors.
 
         The pool is chosen again after each new name. The chosen pool therefore always has the model
-        of the first line, and the division of lines among calls changes nothing.
+        of the first line, and the result does not depend on how many lines a call has.
         """
         for name in names:
             if name not in self._known and name not in self._unknown:

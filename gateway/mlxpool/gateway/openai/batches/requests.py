@@ -25,7 +25,10 @@ HOURS = {"h": 1, "d": 24}
 
 
 class NewBatch(Struct, frozen=True):
-    """A checked request. `seconds`: the completion window; `keep`: s that results are kept."""
+    """A checked request for a batch. `seconds`: the completion window.
+
+    `keep`: seconds that the results are kept; None: the time of the pool's settings.
+    """
 
     file: str
     endpoint: str
@@ -37,7 +40,7 @@ class NewBatch(Struct, frozen=True):
 
     @property
     def digest(self) -> bytes:
-        """The digest of the request; it does not depend on the pool's file of the lines."""
+        """The SHA-256 digest of input file, endpoint, window and metadata, to compare requests."""
         meaning = [self.file, self.endpoint, self.window, dict(self.metadata)]
         return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).digest()
 

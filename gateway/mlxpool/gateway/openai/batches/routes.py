@@ -101,7 +101,7 @@ class FileRoutes:
         await response.close()
 
     async def delete(self, id: str, response: ResponseWriter) -> None:
-        """DELETE /v1/files/ID; a file of results deletes the results, and their batch stays."""
+        """DELETE /v1/files/ID. For a results file it deletes these results, but not the batch."""
         results = bodies.results_of(id)
         if results is None:
             await self._row(id)
@@ -127,7 +127,7 @@ class FileRoutes:
     async def _results(
         self, id: str, batch: str, kind: str
     ) -> tuple[dict[str, Any], AsyncIterator[bytes]]:
-        """Returns the map of a batch, and the lines of one of its files.
+        """Returns the pool's map of a batch, and the lines of one of its results files.
 
         Raises HttpError if there is no such file.
         """
@@ -180,10 +180,10 @@ class BatchRoutes:
         await response.json(batch_body(*batch))
 
     async def _earlier(self, id: str, new: NewBatch) -> Found | None:
-        """Returns the batch of an earlier request with this header.
+        """Returns the batch that an earlier request with this Idempotency-Key has made, or None.
 
-        Returns None without such a request. Raises HttpError if the earlier request differs, Gone
-        if its results were deleted.
+        `id`: the batch id made from the key. Raises HttpError if the earlier request differs, and
+        Gone if its results were deleted.
         """
         try:
             row, request = await self._pool.find_kept(
@@ -281,9 +281,10 @@ class BatchRoutes:
     async def _written(
         self, files: KeptFiles, new: NewBatch, models: LineModels, key: str
     ) -> tuple[LineReader, FileWriter]:
-        """Writes the lines of the batch, under this key, into the chosen pool.
+        """Converts the lines of the input file, and writes them as a new file in the chosen pool.
 
-        If a line has a fault, the file gets one invalid line instead.
+        `key`: the key of the new file. If a line has a fault, the file has one invalid line instead
+        of all lines, so that the batch fails.
         """
         while True:
             target = models.chosen

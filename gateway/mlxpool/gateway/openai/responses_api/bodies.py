@@ -43,7 +43,7 @@ class ResponseFrame(Struct, frozen=True):
         return self._response(status, [])
 
     def ended(self, blocks: Iterable[Block], result: Result, thought_tokens: int) -> dict[str, Any]:
-        """Returns the complete response; its status is incomplete at the bound of tokens."""
+        """Returns the ended response; the status is `incomplete` if the token limit ended it."""
         cut = result.reason == "length"
         status = STATUSES.get(result.reason, "completed")
         return {
@@ -106,7 +106,7 @@ class ResponseFrame(Struct, frozen=True):
         }
 
     def parts(self, block: Block) -> list[dict[str, Any]]:
-        """Returns the parts of a block's item: one part."""
+        """Returns a list with the only content part of a block of text or thoughts."""
         return [self.part(block, block.text, block.logprobs)]
 
     def part(
@@ -178,7 +178,7 @@ class ResponseEvents(Struct, eq=False):
         return head + self._event("response.in_progress", begun)
 
     def update(self, update: ChoiceUpdate) -> bytes:
-        """Returns the events of an update. A failure before the update takes a number."""
+        """Returns the events of an update. A job's failure before it counts as one event number."""
         self.number += update.failures
         return b"".join([self._step(step) for step in self.output.push(update)])
 
@@ -193,10 +193,10 @@ class ResponseEvents(Struct, eq=False):
         return self._event("response.failed", body)
 
     def broken_off(self, error: HttpError) -> bytes:
-        """Returns the event that ends a reading whose response goes on.
+        """Returns the error event that ends a stream although the response is still computed.
 
-        The event repeats the number of the reader's last event. Another reading continues after
-        this number, as its `starting_after`.
+        The event repeats the number of the client's last event. The client can continue after this
+        event by a request with this number as `starting_after`.
         """
         fault = {"code": error.code, "message": error.message, "param": None}
         number = max(self.number - 1, self.after)
@@ -257,7 +257,7 @@ class ResponseEvents(Struct, eq=False):
         return block.kind is Kind.THOUGHTS and self.frame.summary
 
     def _part_kind(self, block: Block) -> str:
-        """Returns the name of the events of a block's part."""
+        """Returns the type of events about a block's content part, without `.added` or `.done`."""
         if self._summarised(block):
             return "response.reasoning_summary_part"
         return "response.content_part"

@@ -33,14 +33,17 @@ OUTPUT = "_output"  # the end of the type of a call's result
 
 
 def joined(group: object, name: str) -> str:
-    """Returns a model's name of a function, with the name of its group if it has a group."""
+    """Returns a function's name as the model sees it: after the name of its namespace, if any."""
     if not isinstance(group, str) or not group:
         return name
     return f"{group}{name}" if group.endswith(_BETWEEN) else f"{group}{_BETWEEN}{name}"
 
 
 def divided(name: str, tools: object) -> dict[str, str]:
-    """Returns the members of a call that name its function, by the `tools` of the request."""
+    """Splits a name that `joined` made into the members `namespace` and `name` of a call item.
+
+    `tools`: the tools of the request.
+    """
     for group in tools if isinstance(tools, list) else ():
         if isinstance(group, Mapping) and group.get("type") == NAMESPACE:
             for tool in group.get("tools") or ():
@@ -85,7 +88,7 @@ class Conversation:
             log_left_out("an item of a conversation is left out", shown(kind), ELSEWHERE)
 
     def _foreign(self, kind: str, item: Mapping[str, Any]) -> None:
-        """Adds a call of another type, or its result, as for the call of a function."""
+        """Adds a call of a tool that is not a function, or its result, as a function call."""
         call_id = item.get("call_id") or item.get("id") or kind
         if kind not in CALLS:
             self._result(str(call_id), _as_text(item.get("output")))
@@ -161,9 +164,9 @@ class Conversation:
             message["content"] = ""
 
     def _assistant(self, lacks: Sequence[str] = ()) -> dict[str, Any]:
-        """Returns the last message if it is the assistant's, else a new message.
+        """Returns the assistant's message to add to: the last message, or else a new message.
 
-        A last message with one of the members `lacks` also gets a new message after it.
+        If the last message already has one of the members `lacks`, a new message is added.
         """
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or any(last.get(name) for name in lacks):

@@ -1,4 +1,4 @@
-"""Responses that the pool keeps as jobs: the note of a job, and the response made from it. Pure."""
+"""Responses that the pool keeps as jobs, with settings that are stored as the job's note. Pure."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ SIGNATURES = {  # first bytes of a file -> its type
 
 
 class ResponseNote(Struct, frozen=True):
-    """The properties of a response that its job does not have: see ResponseFrame and KeptAnswer.
+    """The properties of a response that are stored as the note of its job.
 
-    `tools` and `several_calls` belong to the request, `formats` to the model.
+    The job itself lacks them; ResponseFrame and KeptAnswer need them. `tools` and `several_calls`
+    are of the request, `formats` of the model.
     """
 
     created: int
@@ -75,7 +76,7 @@ class ResponseNote(Struct, frozen=True):
 
 
 class KeptResponse(Struct, frozen=True):
-    """A response whose job was found."""
+    """A response that the pool keeps as a job, as read from the pool."""
 
     id: str  # the response's id without prefix
     job: Mapping[str, Any]  # the map of the job

@@ -217,7 +217,7 @@ def _chosen(
 
 
 def _format(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the option `format` of `text`; empty for text."""
+    """Returns the pool's option `format` from the request's `text.format`; empty for plain text."""
     text = fields.mapping(body, "text")
     text = TEXT_CONFIG.check(text, "text.")
     format_field = fields.mapping(text, "format")

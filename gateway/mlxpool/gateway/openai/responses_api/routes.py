@@ -53,7 +53,10 @@ INSTEAD = {  # field that needs a pool with jobs -> advice for a pool without
 
 
 class KeptResponseRoutes:
-    """The handlers of kept responses. All handlers raise HttpError and PoolError."""
+    """The handlers of responses that the pool keeps as jobs (`store` or `background`).
+
+    All handlers raise HttpError and PoolError.
+    """
 
     def __init__(self, pool: PoolAccess) -> None:
         self._pool = pool
@@ -74,11 +77,12 @@ class KeptResponseRoutes:
         response: ResponseWriter,
         idempotency: str | None,
     ) -> None:
-        """Makes a response that is kept. A response outside the background ends with its client.
+        """Makes a response that is kept as a job, and answers with it.
 
-        A response whose client leaves before it can know the id is deleted: nobody could read it. A
-        second request with the same key in `idempotency` is answered with the first request's
-        response, so a response with a key goes on without its client.
+        If the client disconnects, the response is cancelled unless it is in the background. It is
+        deleted if the client cannot know the id yet. A second request with the same key in
+        `idempotency` is answered with the first request's response, so a response with a key is
+        continued without its client.
         """
         client, resumption = self._pool.job_client, response.resumption
         id = _hex_of(idempotency) if idempotency else drawn_key()
@@ -174,7 +178,7 @@ class KeptResponseRoutes:
     async def _find(self, id: str, param: str = "id", *, off: bool = True) -> KeptResponse:
         """Returns a response of this owner. Raises HttpError if it does not exist.
 
-        `off` False: raises JobsOff if the pool keeps no jobs.
+        If the pool keeps no jobs, also raises HttpError; if `off` is False, JobsOff.
         """
         try:
             submitted = await self._pool.find_kept(lambda client: client.submitted(id))
@@ -210,7 +214,11 @@ class KeptResponseRoutes:
         after: int | None = None,
         made: bool = False,
     ) -> None:
-        """Reads a response to its end. `made`: this request made it, and counts tokens."""
+        """Sends a kept response: streams its events, or sends it as a whole when it has ended.
+
+        `after`: the number of the last event that the client has. `made`: this request has made the
+        response, so its tokens are counted in the metrics.
+        """
         frame, output = kept.frame, OutputBlocks(call_ids(kept.id))
         number = kept.first_number
         events = ResponseEvents(frame, output, number, -1 if after is None else after)
@@ -245,7 +253,7 @@ class KeptResponseRoutes:
         error: HttpError,
         pos: int,
     ) -> None:
-        """Ends the response with the error of the job, or of this reading if the job goes on.
+        """Sends an error: that of the job if it has failed, else that of reading the job.
 
         `pos`: the number of ids that were read.
         """
@@ -271,7 +279,7 @@ def _hex_of(idempotency: str) -> str:
 async def _end(
     client: AsyncClient, key: str, submitting: asyncio.Future[Job], *, release: bool
 ) -> None:
-    """Cancels the job of a client that is gone; `release`: and deletes it, as nobody got its id."""
+    """Cancels the job of a client that has disconnected. `release`: also deletes the job."""
     with contextlib.suppress(PoolError):  # the code below checks if there is a job
         await submitting
     try:
@@ -284,7 +292,7 @@ async def _end(
 
 @contextlib.contextmanager
 def _needs_store(field: str) -> Iterator[None]:
-    """Raises HttpError naming the field in place of JobsOff."""
+    """Converts JobsOff in the context to an HttpError that names the field."""
     try:
         yield
     except JobsOff:

@@ -41,14 +41,14 @@ class GatheredBatch(DecodingRows):
     def attend(
         self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
     ) -> mx.array:
-        """See ForwardBatch.attend."""
+        """Writes k and v into the pool and attends; see ForwardBatch.attend for the shapes."""
         keys, values = self._pool.shape.read(self._stored(layer, (k, v)))
         return self._seen(layer, q, keys, values, scores)
 
     def attend_latent(
         self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
-        """See ForwardBatch.attend_latent."""
+        """Writes the latents into the pool and attends; see ForwardBatch.attend_latent."""
         (latents,) = self._stored(layer, (latent[:, None],))
         values = latents[..., : heads.rank]
         read = self._seen(layer, heads.absorb(q), latents, values, ScoreParams(scale))

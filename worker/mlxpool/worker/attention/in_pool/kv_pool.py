@@ -228,13 +228,16 @@ class PagedStore(BlockStore):
         self._memory = pool
 
     def new_row(self) -> PagedRow:
-        """See Store."""
+        """Returns a row without blocks."""
         return PagedRow(self._memory, self)
 
     # ---- the disk tier, see stored_arrays.py -----------------------------------------------------
 
     def stored(self, parts: Sequence[Part[BlockRun]]) -> list[DeviceArray]:
-        """See PortableStore. If several runs share a block, the last run has all its tokens."""
+        """Returns the arrays of one block for the disk tier.
+
+        If several runs share the block, the last run has all its tokens.
+        """
         last, block = parts[-1], parts[0].low // KV_BLOCK_TOKENS
         run = last.held
         tokens = last.high - block * KV_BLOCK_TOKENS
@@ -242,15 +245,15 @@ class PagedStore(BlockStore):
         return device_arrays((name, ((array, 0, tokens),)) for name, array in arrays)
 
     def stored_state(self, state: None) -> list[DeviceArray]:
-        """See PortableStore. Not called: blocks have no snapshots."""
+        """Not called: blocks have no snapshots. Raises NotImplementedError."""
         raise NotImplementedError("a pool of blocks has no snapshots")
 
     def bytes_of(self, record: ReadRecord, start: int, end: int) -> int:
-        """See PortableStore."""
+        """Returns the bytes of the blocks that `restored` needs."""
         return self.block_bytes * (blocks_for(end) - start // KV_BLOCK_TOKENS)
 
     def restored(self, record: ReadRecord, start: int, end: int) -> BlockRun:
-        """See PortableStore. Raises OutOfMemory if no block is free."""
+        """Returns a record's tokens [start, end) in a new block. Raises OutOfMemory."""
         tokens = end - record.header.start
         content = {
             name: device_array(dtype, array[:, :tokens])
@@ -259,5 +262,5 @@ class PagedStore(BlockStore):
         return self.take_block(start, end, lambda block: self._memory.fill_block(block, content))
 
     def restored_state(self, record: ReadRecord) -> None:
-        """See PortableStore."""
+        """Not called: blocks have no snapshots. Raises NotImplementedError."""
         raise NotImplementedError("a pool of blocks has no snapshots")

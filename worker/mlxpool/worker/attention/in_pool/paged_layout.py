@@ -115,43 +115,49 @@ class PagedLayout(Layout):
 
     @property
     def free_blocks(self) -> int | None:
-        """See Layout."""
+        """The number of blocks that neither a row nor the prefix cache uses."""
         return cast(PagedStore, self.store).free_blocks
 
     def blocks_of(self, row: Any) -> int:
-        """See Layout."""
+        """Returns the number of a row's blocks, without a block to copy before a write."""
         return cast(PagedStore, self.store).blocks_of(row)
 
     def left(self, rows: Iterable[CacheRow], whole: int) -> int:
-        """See Layout. A block that a row shares with a prefix counts as free."""
+        """Returns the bytes of a capacity of `whole` bytes that `rows` do not use.
+
+        A block that a row shares with a prefix counts as free.
+        """
         store = cast(PagedStore, self.store)
         unusable = self.blocks * store.block_bytes - whole
         return store.nbytes + store.free_blocks * store.block_bytes - unusable
 
     def kv_bytes(self, rows: Iterable[CacheRow]) -> tuple[int, int]:
-        """See Layout. A block that a row shares with a prefix counts for the prefix."""
+        """Returns the bytes of all `rows`, and the bytes allocated for rows and unused.
+
+        A block that a row shares with a prefix counts for the prefix.
+        """
         store = cast(PagedStore, self.store)
         used = store.own_bytes(cast(Iterable[PagedRow], rows))
         return used, self.pool.nbytes - store.nbytes - used
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """See Layout."""
+        """The numbers of lines of compiled passes; empty without ragged passes."""
         return () if self.ragged is None else self.ragged.sizes
 
     @property
     def follow_lines(self) -> int:  # type: ignore[override]
-        """See Layout."""
+        """The most lines of a one-kernel pass that only checks drafts; 0: no such passes."""
         return 0 if self.ragged is None else self.ragged.follow_lines
 
     def expect_drafts(self, most: int) -> None:
-        """See Layout."""
+        """Sets the most drafts that the rows of a pass check together; 0: no drafts."""
         if self.ragged is not None:
             self.ragged.drafts = most
 
     @contextmanager
     def whole_passes(self) -> Iterator[None]:
-        """See Layout."""
+        """Returns a context in which the device begins a pass only when it is evaluated."""
         if self.ragged is None:
             yield
             return
@@ -162,7 +168,7 @@ class PagedLayout(Layout):
             self.ragged.begins_parts = True
 
     def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
-        """See Layout."""
+        """Returns whether a pass over `spans` is the first of its kind and so compiles."""
         ragged = self._ragged_for(spans)
         return super().is_new(spans, wanted) if ragged is None else ragged.is_new(spans, wanted)
 
@@ -179,14 +185,17 @@ class PagedLayout(Layout):
         drawn: mx.array | None,
         wanted: Sequence[int],
     ) -> PassOutput:
-        """See Layout."""
+        """Builds one pass over inputs `ids` [T] and advances the rows, see Layout.step."""
         ragged = self._ragged_for(spans)
         if ragged is None:
             return super().step(spans, ids, drawn, wanted)
         return ragged.step(spans, ids, drawn, wanted)
 
     def forward(self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]) -> PassOutput:
-        """See Layout. Decoding rows get a pass of their own, if it can be compiled."""
+        """Builds a pass with known ids, see Layout.forward.
+
+        Decoding rows get a separate pass, if it can be compiled.
+        """
         decoding = [n for n in wanted if spans[n].count == 1 and not spans[n].wide]
         ordered = bool(decoding) and decoding == sorted(decoding)
         if self._gathered is None or not ordered or not all_plain(spans):
@@ -209,18 +218,18 @@ class PagedLayout(Layout):
         return _joined(spans, wanted, decoding, others, first, second)
 
     def _written(self, rows: Sequence[Any]) -> list[mx.array]:
-        """See Layout. The rows share the arrays of the pool."""
+        """Returns arrays of the pool, shared by all rows, whose evaluation completes all writes."""
         return self.pool.written()
 
     def invalidate(self) -> None:
-        """See Layout."""
+        """Discards the arrays that a failed pass may have damaged."""
         super().invalidate()
         self.pool.pending.clear()  # writes that were not submitted
         if self.shares_arrays:
             self.pool.renew()
 
     def close(self) -> None:
-        """See Layout."""
+        """Frees the memory of the pool."""
         self.pool.arrays = []
 
 
@@ -255,7 +264,7 @@ def _reordered(
     *,
     lines: bool,
 ) -> mx.array:
-    """Returns lines of spans in the order `wanted`; `arrays` have the spans in the order `given`.
+    """Returns the lines of the spans `wanted`, in this order, from arrays of the spans `given`.
 
     `lines`: the arrays have lines only for tokens with results; else for every token of a span.
     """

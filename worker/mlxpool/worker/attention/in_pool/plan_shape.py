@@ -51,11 +51,14 @@ class PlanShape(Struct, frozen=True):
         return not self.wanted and self.drawn is None and not self.follow
 
     def of_lines(self, numbers: Int32s) -> Int32s:
-        """Returns the numbers [5, lines] of lines, as a view."""
+        """Returns the part [5, lines] of `numbers` with five numbers for each line, as a view."""
         return numbers[: 5 * self.lines].reshape(5, -1)
 
     def arrays(self, plan: mx.array, memory: PassMemory) -> tuple[mx.array, RaggedArrays]:
-        """Returns the ids [T], negative for tokens in flight, and the arrays of the pass."""
+        """Divides the int32 array `plan` into the token ids [T] and the other arrays of the pass.
+
+        A negative id stands for a token in flight.
+        """
         sizes = [self.lines] * 5 + [self.wanted]
         sizes += [capacity_of(self.lines) * ITEM] * len(self.tiles)
         ids, positions, slots, begins, ends, wanted, *items = mx.split(

@@ -76,40 +76,40 @@ class RaggedBatch(WithoutImages):
         self._rotation = RotaryEmbedding(arrays.positions)
 
     def logit_rows(self, x: mx.array) -> mx.array:
-        """See ForwardBatch.logit_rows."""
+        """Returns the lines of x [T, ...] that get logits, [E, ...]."""
         wanted = self._arrays.wanted
         if wanted is None:
             return x
         return row_ops.take_rows(x, wanted) if row_ops.supports_rows_of(x) else x[wanted]
 
     def lines_after(self, layer: int, x: mx.array) -> mx.array:
-        """See ForwardBatch.lines_after."""
+        """Returns x [T, ...] or, in the last layer, `logit_rows` of x [E, ...]."""
         return x if self._every or layer < self._last else self.logit_rows(x)
 
     def rope(self, x: mx.array, rope: Rope) -> mx.array:
-        """See ForwardBatch.rope."""
+        """Returns x [T, H, D], each token rotated by its position."""
         return self._rotation(x, rope)
 
     def attend(
         self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
     ) -> mx.array:
-        """See ForwardBatch.attend."""
+        """Writes k and v into the pool and attends; see ForwardBatch.attend for the shapes."""
         return self._attend(layer, q, k, v, scores, None)
 
     def rotate_and_attend(
         self, layer: int, qk: Sequence[mx.array], v: mx.array, scores: ScoreParams, rope: Rope
     ) -> mx.array:
-        """See ForwardBatch.rotate_and_attend."""
+        """Rotates queries and keys, writes keys and values, and attends."""
         q, k = split_queries_keys(qk, v)
         return self._attend(layer, q, k, v, scores, rope)
 
     def attend_lines(
         self, layer: int, lines: mx.array, heads: Heads, scores: ScoreParams, rope: Rope
     ) -> mx.array:
-        """See ForwardBatch.attend_lines.
+        """Rotates, writes and attends with lines [T, (H + 2 * KV) * D].
 
-        If all spans are single lines, the kernel reads `lines` without views: a view takes a tenth
-        of the host's time for a kernel.
+        A line has queries, keys, then values. If all spans are single lines, the kernel reads
+        `lines` without views: a view takes a tenth of the host's time for a kernel.
         """
         if self._arrays.wanted is not None:
             qk, v = split_lines(lines, heads)
@@ -159,11 +159,11 @@ class RaggedBatch(WithoutImages):
     def attend_latent(
         self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
-        """See ForwardBatch.attend_latent. Ragged passes do not support such layers."""
+        """Raises NotImplementedError: ragged passes support only `attend_latent_lines`."""
         raise NotImplementedError("queries that are not compressed have passes of another kind")
 
     def attend_latent_lines(self, layer: int, lines: mx.array, attention: LatentLayer) -> mx.array:
-        """See ForwardBatch.attend_latent_lines.
+        """Attends to latents (MLA) with lines [T, C + dim], see ForwardBatch.
 
         Writes all latents of the layer, then attends: the queries depend on the write's result.
         """
@@ -185,7 +185,7 @@ class RaggedBatch(WithoutImages):
     def attend_latent_token(
         self, layer: int, x: PendingNorm, token: LatentToken, attention: LatentLayer
     ) -> mx.array | None:
-        """See ForwardBatch.attend_latent_token."""
+        """Attends to latents (MLA) for a single token; returns None without a kernel for it."""
         (pool,), arrays = self._pool.arrays[layer], self._arrays
         if arrays.wanted is not None:
             return None
@@ -200,11 +200,11 @@ class RaggedBatch(WithoutImages):
         return ragged_latents.attend(q, pool, plan, attention.scale, rank)
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
-        """See ForwardBatch.recur."""
+        """Raises NotImplementedError: a pool of blocks has no recurrent states."""
         raise NotImplementedError("a pool of blocks has no states, see RowShape")
 
     def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
-        """See ForwardBatch.recur_spans."""
+        """Raises NotImplementedError: a pool of blocks has no recurrent states."""
         raise NotImplementedError("a pool of blocks has no states, see RowShape")
 
 
@@ -222,21 +222,21 @@ class AttentionProbe(WithoutImages):
         self.part_sums = (1, 1)  # the key heads and head size with the most memory for partial sums
 
     def logit_rows(self, x: mx.array) -> mx.array:
-        """See ForwardBatch.logit_rows."""
+        """Returns x: the probe selects no tokens."""
         return x
 
     def lines_after(self, layer: int, x: mx.array) -> mx.array:
-        """See ForwardBatch.lines_after."""
+        """Returns x: the probe selects no tokens."""
         return x
 
     def rope(self, x: mx.array, rope: Rope) -> mx.array:
-        """See ForwardBatch.rope."""
+        """Returns x without rotation: the values do not matter."""
         return x
 
     def attend(
         self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
     ) -> mx.array:
-        """See ForwardBatch.attend. Records the heads of the layer."""
+        """Records the heads of the layer; returns zeros in the shape of `ForwardBatch.attend`."""
         heads, pairs = q.shape[1], v.shape[1]
         sizes, quantised = (heads, pairs, k.shape[2], v.shape[2], self._dtype), self._quantised
         if ragged_attention.supports(*sizes, quantised=quantised):
@@ -256,26 +256,26 @@ class AttentionProbe(WithoutImages):
     def rotate_and_attend(
         self, layer: int, qk: Sequence[mx.array], v: mx.array, scores: ScoreParams, rope: Rope
     ) -> mx.array:
-        """See ForwardBatch.rotate_and_attend."""
+        """Records the heads of the layer, as `attend` does."""
         q, k = split_queries_keys(qk, v)
         return self.attend(layer, q, k, v, scores)
 
     def attend_lines(
         self, layer: int, lines: mx.array, heads: Heads, scores: ScoreParams, rope: Rope
     ) -> mx.array:
-        """See ForwardBatch.attend_lines."""
+        """Records the heads of the layer, as `attend` does."""
         qk, v = split_lines(lines, heads)
         return self.rotate_and_attend(layer, (qk,), v, scores, rope)
 
     def attend_latent(
         self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
-        """See ForwardBatch.attend_latent. Ragged passes do not support such layers."""
+        """Records that ragged passes do not support the model."""
         self.supported = False
         return heads.to_values(heads.absorb(q)[..., : heads.rank])
 
     def attend_latent_lines(self, layer: int, lines: mx.array, attention: LatentLayer) -> mx.array:
-        """See ForwardBatch.attend_latent_lines. Records the heads of the layer."""
+        """Records the heads of a layer with latent attention (MLA)."""
         heads, gains = attention.heads, [norm.weight for norm in attention.norms]
         queries, rank = (gain.shape[0] for gain in gains)
         q = attention.queries(lines[:, :queries])
@@ -302,15 +302,15 @@ class AttentionProbe(WithoutImages):
     def attend_latent_token(
         self, layer: int, x: PendingNorm, token: LatentToken, attention: LatentLayer
     ) -> mx.array | None:
-        """See ForwardBatch.attend_latent_token. Leaves it to `attend_latent_lines`."""
+        """Returns None, so that the model calls `attend_latent_lines`."""
         return None
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
-        """See ForwardBatch.recur."""
+        """Raises NotImplementedError: a pool of blocks has no recurrent states."""
         raise NotImplementedError("a pool of blocks has no states, see RowShape")
 
     def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
-        """See ForwardBatch.recur_spans."""
+        """Raises NotImplementedError: a pool of blocks has no recurrent states."""
         raise NotImplementedError("a pool of blocks has no states, see RowShape")
 
 

@@ -177,7 +177,7 @@ class RaggedRunner:
         drawn: mx.array | None,
         wanted: Sequence[int],
     ) -> PassOutput:
-        """See Layout.step. The same object `spans` again means the same spans."""
+        """Builds a pass, see Layout.step. The same object `spans` again means the same spans."""
         if self._decoding is not None and self._decoding.spans is spans:
             return self._decode_again(self._decoding, ids, drawn)
         shape = self.shape_of(spans, wanted)
@@ -238,7 +238,7 @@ class RaggedRunner:
         return self._given(outputs[0][: len(rows)], outputs[1:], len(rows))
 
     def _count_on(self, decoding: DecodingRows) -> mx.array | None:
-        """Counts up the numbers of the previous pass: each row has one token more.
+        """Increments those numbers of the previous pass that count tokens, by 1 for each row.
 
         Returns None, or an array (a 0) on which the pass must depend.
         """
@@ -339,10 +339,10 @@ class RaggedRunner:
         return PlanShape(padded, named, self._chunk_tiles, chunks=True, drawn=drawn)
 
     def _named(self, padded: int, count: int) -> int:
-        """Returns the number of lines that a pass of `padded` lines lists for `count` wanted lines.
+        """Returns the number of wanted lines for which a pass of `padded` lines has room.
 
-        The drafts beside a long chunk are far fewer than the chunk's lines, and each listed line
-        needs memory for its logits.
+        It is at least `count`. The drafts beside a long chunk are far fewer than the chunk's lines,
+        and each listed line needs memory for its logits.
         """
         if count <= self._rows:
             return min(padded, self._rows)

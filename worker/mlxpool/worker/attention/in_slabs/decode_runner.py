@@ -32,7 +32,7 @@ class DecodeBatch(DecodingRows):
     def attend(
         self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
     ) -> mx.array:
-        """See ForwardBatch.attend."""
+        """Writes k and v into the slabs and attends; see ForwardBatch.attend for the shapes."""
         self._reader.write(layer, k, v)
         return self._reader.read(layer, q, scores)
 

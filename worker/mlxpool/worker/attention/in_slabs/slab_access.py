@@ -92,7 +92,7 @@ def _slab_access(
     writes: list[tuple[int, int]],
     nobody: tuple[int, int, int],
 ) -> SlabAccess:
-    """Returns the access to a range of blocks, or to a list if others own most of the range."""
+    """Returns the access to one slab; its blocks are a range, or a list if most are not `owned`."""
     first, last = min(owned), max(owned) + 1
     listed = 2 * len(owned) < last - first
     blocks = sorted(owned) if listed else list(range(first, last))

@@ -45,7 +45,7 @@ class SlabRowBatch(RowBatch):
         *,
         every: bool = False,
     ) -> None:
-        """See RowBatch."""
+        """Groups the spans that attend together. For the parameters see RowBatch."""
         super().__init__(spans, wanted, attention, every=every)
         self._rows = [cast(SlabRow, span.row) for span in spans]
         for row, span in zip(self._rows, spans, strict=True):
@@ -86,7 +86,7 @@ class SlabRowBatch(RowBatch):
     def attend(
         self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
     ) -> mx.array:
-        """See ForwardBatch.attend."""
+        """Writes k and v into the slabs and attends; see ForwardBatch.attend for the shapes."""
         if not self._together:
             return super().attend(layer, q, k, v, scores)
         seen = self._write(layer, (k, v))
@@ -104,7 +104,10 @@ class SlabRowBatch(RowBatch):
         return self._last_order(out) if last else self._order(out)
 
     def _write(self, layer: int, new: Sequence[mx.array]) -> Mapping[int, Arrays]:
-        """See RowBatch. The result has only the spans that attend alone."""
+        """Writes new [T, heads, size] into the rows; returns stored arrays by span, see RowBatch.
+
+        The result has only the spans that attend alone.
+        """
         for group in self._together:
             keys, values = map(group.select, new)
             group.reader.write(layer, keys, values)

@@ -58,33 +58,33 @@ class SlabLayout(Layout):
         self.read_bytes = shape.dequantised_bytes(read)
 
     def left(self, rows: Iterable[CacheRow], whole: int) -> int:
-        """See Layout. The unused blocks of slabs count as used."""
+        """Returns the bytes of `whole` that `rows` do not use; free blocks count as used."""
         return min(super().left(rows, whole), whole + self.spare - self.slabs.nbytes)
 
     def kv_bytes(self, rows: Iterable[CacheRow]) -> tuple[int, int]:
-        """See Layout."""
+        """Returns the bytes of all `rows`, and the bytes of slabs that these do not use."""
         used = sum(row.nbytes for row in rows)
         return used, max(0, self.slabs.nbytes - used)
 
     def reserve(self, row: Any, tokens: int) -> None:
-        """See Layout."""
+        """Allocates missing blocks of a row for `tokens` tokens."""
         row.reserve(tokens)
         mx.eval(row.arrays())
 
     def _compiled(
         self, spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]
     ) -> PassOutput | None:
-        """See Layout."""
+        """Builds a compiled pass if every span is one token with logits; otherwise returns None."""
         if not self._compiles or not is_plain_decode(spans, wanted):
             return None
         return self._decode_runner([cast(SlabRow, span.row) for span in spans], ids)
 
     def _written(self, rows: Sequence[Any]) -> list[mx.array]:
-        """See Layout."""
+        """Returns the arrays of all slabs with blocks of `rows`."""
         slabs = {slab: None for row in rows for slab, _ in row.table}
         return [array for slab in slabs for array in slab.arrays()]
 
     def invalidate(self) -> None:
-        """See Layout."""
+        """Drops all slabs after a failed pass."""
         super().invalidate()
         self.slabs.invalidate()

@@ -30,7 +30,10 @@ HOST_ROWS = 2  # the most rows for which NumPy, row by row, is faster than a com
 
 
 class HeadDrafts(ABC):
-    """Implements speculation.mtp.Predictor; used by the engine and the compute thread alone."""
+    """The base of drafts by a model's own head; implements speculation.mtp.Predictor.
+
+    Used by the engine and the compute thread alone.
+    """
 
     def __init__(self) -> None:
         self._failures = 0  # of passes, consecutively
@@ -55,10 +58,14 @@ class HeadDrafts(ABC):
 
     @abstractmethod
     def ready(self, seq: Sequence) -> bool:
-        """See Predictor."""
+        """Returns whether the state before a sequence's newest token is available."""
 
     def drafts(self, depths: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
-        """See Predictor."""
+        """Returns `depths` drafts of each ready sequence, while no pass is in flight.
+
+        Returns no drafts if the head's pass fails. Raises its error if the device no longer
+        computes.
+        """
         ready = {seq: depth for seq, depth in depths.items() if depth > 0 and self._prepared(seq)}
         if not ready:
             return {}
@@ -125,14 +132,14 @@ class StateDrafts(HeadDrafts):
 
     @property
     def nbytes(self) -> int:
-        """See HeadDrafts. Rows share the arrays of a pass."""
+        """The bytes of the stored states; rows share the arrays of a pass."""
         self._settle()
         return sum(
             {id(states.array): states.array.nbytes for states in self._states.values()}.values()
         )
 
     def most_states(self, rows: int, drafts: int) -> int:
-        """See HeadDrafts. The newest pass stores one state for each token that it drew."""
+        """Returns the most stored states: one for each token that the newest pass drew."""
         return rows + drafts
 
     def take(self, asking: Many[Span], states: mx.array, *, again: bool = False) -> None:
@@ -148,7 +155,7 @@ class StateDrafts(HeadDrafts):
         self._newest = asking, states
 
     def _settle(self) -> None:
-        """Records the places of the newest pass's states, by sequence."""
+        """Records, for each sequence, the lines of the newest pass's states."""
         if self._newest is None:
             return
         (asking, states), self._newest = self._newest, None
@@ -160,7 +167,7 @@ class StateDrafts(HeadDrafts):
             line += draws
 
     def ready(self, seq: Sequence) -> bool:
-        """See Predictor."""
+        """Returns whether the state before a sequence's newest token is available."""
         self._settle()
         known = self._states.get(seq)
         newest = seq.length + seq.awaited - 2  # a pass in flight has given this state already
@@ -188,7 +195,10 @@ class StateDrafts(HeadDrafts):
         return head.drafts(seq.token_range(length - 1, length)[0], state, depth)
 
     def compile_ahead(self, seq: Sequence, rows: int, depth: int) -> None:
-        """See HeadDrafts. Otherwise the times of the first drafts would include compilation."""
+        """Compiles the passes for drafts of up to `rows` rows and depth `depth`; `seq` is ready.
+
+        Without this call, the times of the first drafts would include compilation.
+        """
         state, on_gpu = self._gathered([seq]), device.on_gpu()
         self._depth = depth if on_gpu else 0
         least = 0 if self._host_head is None else HOST_ROWS.bit_length()
@@ -226,12 +236,12 @@ class StateDrafts(HeadDrafts):
         return mx.stack(drawn, axis=1)
 
     def release(self, seq: Sequence) -> None:
-        """See HeadDrafts."""
+        """Drops the states of a sequence; ignores an unknown sequence."""
         self._settle()
         self._states.pop(seq, None)
 
     def clear(self) -> None:
-        """See HeadDrafts."""
+        """Drops the states of all sequences."""
         self._newest = None
         self._states.clear()
         self.chain.failed()  # an unevaluated pass has failed

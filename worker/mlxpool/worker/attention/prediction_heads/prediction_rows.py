@@ -94,11 +94,11 @@ class Predictions(HeadDrafts):
 
     @property
     def nbytes(self) -> int:
-        """See HeadDrafts."""
+        """The bytes of the keys and values in the head's rows."""
         return sum(row.row.nbytes for row in self.rows.values())
 
     def most_states(self, rows: int, drafts: int) -> int:
-        """See HeadDrafts. A row stores states until the head reads them."""
+        """Returns the most stored states: a row stores states until the head reads them."""
         return rows * MAX_WAITING
 
     def take(self, spans: Many[Span], states: mx.array) -> list[mx.array]:
@@ -171,19 +171,19 @@ class Predictions(HeadDrafts):
         return mx.array(np.array(tokens, np.int32)), mx.concatenate(states)
 
     def ready(self, seq: Sequence) -> bool:
-        """See Predictor."""
+        """Returns whether the state before a sequence's newest token is available."""
         row = self.rows.get(seq)
         return row is not None and row.read < seq.length - 1 <= row.end
 
     def _prepared(self, seq: Sequence) -> bool:
-        """See HeadDrafts."""
+        """Returns whether a sequence is ready for drafts; drops entries of removed tokens."""
         row = self.rows.get(seq)
         if row is not None:
             row.cut(seq.length - 1)
         return self.ready(seq)
 
     def _computed(self, depths: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
-        """Computes one pass for each depth, over the rows whose depth is at least this."""
+        """Computes one pass for each depth, over the rows that have at least this depth."""
         rows = sorted(depths, key=lambda seq: -depths[seq])
         counts = {seq: seq.length - 1 - self.rows[seq].read for seq in rows}
         spans, (tokens, states) = self._spans(counts), self._inputs(counts)
@@ -212,9 +212,9 @@ class Predictions(HeadDrafts):
         """Does nothing: the passes of this head are not compiled."""
 
     def release(self, seq: Sequence) -> None:
-        """See HeadDrafts."""
+        """Drops the head's row of a sequence; ignores an unknown sequence."""
         self.rows.pop(seq, None)
 
     def clear(self) -> None:
-        """See HeadDrafts."""
+        """Drops the head's rows of all sequences."""
         self.rows.clear()

@@ -37,7 +37,7 @@ class Encoder(Protocol):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names of the columns of `classify`; empty: the model does not classify."""
+        """The names of the labels, in the order of a result's columns; empty: no classifier."""
 
     @property
     def digest(self) -> str:

@@ -122,7 +122,10 @@ class EncoderEngine:
         return result
 
     def _pool(self) -> ThreadPoolExecutor:
-        """Returns the threads of shares, each with its own MLX stream; starts missing threads."""
+        """Returns the thread pool that computes the shares of a pass; starts missing threads.
+
+        Each thread has its own MLX stream.
+        """
         if self._threads is None:
             self._threads = ThreadPoolExecutor(
                 os.cpu_count(), "share", lambda: mx.set_default_stream(mx.new_stream(mx.cpu))

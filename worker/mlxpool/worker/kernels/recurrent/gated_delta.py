@@ -56,9 +56,10 @@ class DeltaNetWeights(NamedTuple):
 class DeltaNetShape(Struct, frozen=True):
     """The sizes of a gated delta net.
 
-    A line (the inputs of a token) has queries, keys, values (the `channels`), gates, rates and
-    decays, each of all heads. `heads` have values; groups of these heads share one of `key_heads`.
-    `eps` is the gated norm's.
+    A line (the inputs of a token) has the queries, keys and values of all heads (the `channels`),
+    then gates, rates and decays. There are `heads` value heads and `key_heads` key heads; a group
+    of value heads shares the queries and keys of one key head. `width`: the tokens that the
+    convolution reads. `eps`: the eps of the gated norm.
     """
 
     key_heads: int

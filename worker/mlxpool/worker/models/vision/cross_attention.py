@@ -93,7 +93,7 @@ class _CrossAttention:
 
 
 class ImageKeysValues:
-    """States [n, d] of an image -> its keys and values in one layer, both [KV, n, D]."""
+    """Computes an image's keys and values [KV, n, D] in one layer from its states [n, d]."""
 
     def __init__(self, spec: CrossAttentionLayer, builder: LayerBuilder, name: str) -> None:
         self.heads = spec.heads

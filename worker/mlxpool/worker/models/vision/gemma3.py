@@ -47,7 +47,7 @@ TOKENS = {"boi_token_index": 255_999, "image_token_index": 262_144, "eoi_token_i
 
 
 def vision_plan(config: Mapping[str, Any], text: ModelPlan, hidden: int) -> VisionPlan:
-    """Returns the plan of the image encoder for a text part with states of `hidden` numbers.
+    """Returns the plan of the image encoder for a text part with the hidden size `hidden`.
 
     Raises ModelLoadFailed with the unusable key.
     """
@@ -83,7 +83,7 @@ def is_part(name: str) -> bool:
 
 
 def _is_unused(name: str) -> bool:
-    """Returns whether the image encoder ignores a tensor, as the text part does."""
+    """Returns whether the image encoder does not use a tensor."""
     return not is_part(name) or without_prefix(name, PREFIXES).startswith(siglip.UNUSED)
 
 
@@ -100,7 +100,7 @@ def _derived(found: StoredTensors) -> Iterator[DerivedWeights]:
 
 
 class ImageEncoder(Struct, frozen=True):
-    """Describes the encoder: the tower, and the conversion of its patches to inputs.
+    """The hyperparameters of the encoder: the SigLIP tower, and the projection of its patches.
 
     `merge` * `merge` patches become one input with `hidden` numbers.
     """
@@ -133,7 +133,7 @@ class ImageEncoder(Struct, frozen=True):
 
 
 class SeeingGemma(WithTextPart):
-    """See model_plan.SeeingModel."""
+    """Gemma 3 with an image encoder and its weights; implements model_plan.SeeingModel."""
 
     def __init__(self, text: Model, spec: ImageEncoder, builder: LayerBuilder) -> None:
         super().__init__(text)

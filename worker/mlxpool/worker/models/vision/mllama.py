@@ -42,7 +42,7 @@ def is_part(name: str) -> bool:
 
 
 def derived(found: StoredTensors) -> Iterator[DerivedWeights]:
-    """Yields the weights of the encoder by our names."""
+    """Yields the encoder's weights under this project's names, made from stored tensors."""
     for stored, spec in found.items():
         name = without_prefix(stored, PREFIXES)
         if name == PATCHES and len(spec.shape) == 4:
@@ -52,7 +52,10 @@ def derived(found: StoredTensors) -> Iterator[DerivedWeights]:
 
 
 class TiledEncoder(Struct, frozen=True):
-    """Describes the encoder and the projection; `taken`: the layers of TAKEN."""
+    """The hyperparameters of the image encoder and of the projection to the text part.
+
+    `taken`: the layers whose inputs go to the text part, by default TAKEN.
+    """
 
     hidden: int
     width: int  # width of the feed-forward
@@ -161,7 +164,7 @@ class TiledEncoder(Struct, frozen=True):
         yield from linear_shapes(f"{name}.mlp.fc2", self.hidden, self.width, True)
 
     def build(self, builder: LayerBuilder) -> BuiltTiledEncoder:
-        """Returns the encoder over the builder's weights."""
+        """Returns the encoder with the builder's weights."""
         return BuiltTiledEncoder(self, builder)
 
 
@@ -184,7 +187,10 @@ def _taken(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
 
 
 class BuiltTiledEncoder:
-    """pixels [height, width, 3] of whole tiles -> states [tiles * tile_tokens, out]."""
+    """Encodes an image: pixels [height, width, 3] to states [tiles * tile_tokens, out].
+
+    `height` and `width` are those of whole tiles.
+    """
 
     def __init__(self, spec: TiledEncoder, builder: LayerBuilder) -> None:
         import mlx.core as mx
@@ -266,7 +272,10 @@ class BuiltTiledEncoder:
 
 
 class _TilePositions:
-    """Index of an arrangement of tiles -> embeddings [tiles, d] to add to each tile's tokens."""
+    """The position embeddings of tiles: from the index of an arrangement to [tiles, d].
+
+    The embedding of a tile is added to all tokens of the tile.
+    """
 
     def __init__(self, spec: TiledEncoder, builder: LayerBuilder, name: str) -> None:
         import mlx.core as mx

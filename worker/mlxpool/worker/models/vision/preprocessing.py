@@ -34,9 +34,9 @@ def fixed_size(
 
 
 def tiled(config: Mapping[str, Any], side: int, patch: int, tiles: int) -> ImageSettings:
-    """Returns the settings of a model with images on up to `tiles` squares of the side `side`.
+    """Returns the settings of a model that divides an image into at most `tiles` square tiles.
 
-    Raises ModelLoadFailed with the unusable key.
+    `side`: the side of a tile in pixels. Raises ModelLoadFailed with the unusable key.
     """
     if config.get("max_image_tiles") not in (None, tiles):
         raise ModelLoadFailed(
@@ -102,7 +102,10 @@ def _common(config: Mapping[str, Any], resample: int) -> dict[str, Any]:
 
 
 def _triple(config: Mapping[str, Any], key: str) -> tuple[float, float, float]:
-    """Returns three numbers; deviations must not be 0."""
+    """Returns a key's values for red, green and blue; standard deviations must be above 0.
+
+    Raises ModelLoadFailed for any other value.
+    """
     value = config.get(key)
     numbers = value if isinstance(value, list) else []
     sound = all(type(each) in (int, float) and abs(each) < MAX_INTEGER for each in numbers)

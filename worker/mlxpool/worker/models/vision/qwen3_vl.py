@@ -45,7 +45,7 @@ def is_part(name: str) -> bool:
 
 
 def derived(found: StoredTensors) -> Iterator[DerivedWeights]:
-    """Yields the weights of the encoder by our names."""
+    """Yields the encoder's weights under this project's names, made from stored tensors."""
     for stored, spec in found.items():
         name = without_prefix(stored, PREFIXES)
         if not is_part(stored):
@@ -57,7 +57,7 @@ def derived(found: StoredTensors) -> Iterator[DerivedWeights]:
 
 
 def _patch_weights(stored: str, spec: TensorSpec) -> DerivedWeights:
-    """Makes a matrix [out, p * p * 3] of [out, 3, 2, p, p] or MLX's [out, 2, p, p, 3]."""
+    """Makes a matrix [out, p * p * 3] from [out, 3, 2, p, p] or MLX's [out, 2, p, p, 3]."""
     first = spec.shape[1] == CHANNELS
     patch = spec.shape[-2]
     shape = spec.shape[0], patch * patch * CHANNELS
@@ -72,7 +72,7 @@ def _patch_weights(stored: str, spec: TensorSpec) -> DerivedWeights:
 
 
 class QwenTower(Struct, frozen=True):
-    """Describes the encoder; its tensors begin with `visual.`.
+    """The hyperparameters of the encoder; its tensors begin with `visual.`.
 
     `side`: learned positions per side of the square. `deep`: layers whose outputs also go to the
     text part.
@@ -92,7 +92,7 @@ class QwenTower(Struct, frozen=True):
 
     @classmethod
     def from_config(cls, config: Any, out: int) -> QwenTower:
-        """`out`: size of a state of the text part. Raises ModelLoadFailed with the bad key."""
+        """`out`: the hidden size of the text part. Raises ModelLoadFailed with the bad key."""
         if not isinstance(config, Mapping):
             raise ModelLoadFailed(f"config.json has vision_config {config!r:.60}, must be a map")
         require(config, "in_channels", [CHANNELS])
@@ -162,12 +162,15 @@ class QwenTower(Struct, frozen=True):
         yield from linear_shapes(f"{name}.linear_fc2", self.out, self.merged, True)
 
     def build(self, builder: LayerBuilder) -> Tower:
-        """Returns the tower over the builder's weights."""
+        """Returns the encoder with the builder's weights."""
         return Tower(self, builder)
 
 
 class Tower:
-    """pixels [height, width, 3] -> features [1 + D, count, out]."""
+    """Encodes an image: pixels [height, width, 3] to features [1 + D, count, out].
+
+    `count` is the number of the image's inputs, D the number of layers in `deep`.
+    """
 
     def __init__(self, spec: QwenTower, builder: LayerBuilder) -> None:
         self.spec = spec
@@ -203,7 +206,7 @@ class Tower:
     def _learned(
         self, rows: npt.NDArray[Any], columns: npt.NDArray[Any], grid: tuple[int, int, int]
     ) -> mx.array:
-        """Returns position embeddings [n, hidden], interpolated in the learned square."""
+        """Returns position embeddings [n, hidden], interpolated from the learned square."""
         import mlx.core as mx
 
         side = self.spec.side
@@ -230,7 +233,10 @@ def patch_places(
 def _taps(
     places: npt.NDArray[Any], size: int, side: int
 ) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
-    """Returns the two nearest of `side` points for `places` on an axis of `size`, with weights."""
+    """Returns the two nearest of `side` learned points for each place, with their weights.
+
+    `places` are indices on an axis of `size` patches.
+    """
     at = places.astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
     floor = np.floor(at)
     return [
@@ -242,7 +248,10 @@ def _taps(
 def _turns(
     rows: npt.NDArray[Any], columns: npt.NDArray[Any], spec: QwenTower
 ) -> tuple[mx.array, mx.array]:
-    """Returns RoPE's cosines and sines [n, 1, head_dim]: quarters by row, column, row, column."""
+    """Returns RoPE's cosines and sines [n, 1, head_dim] for the patches.
+
+    The quarters of a head are rotated by row, column, row and column.
+    """
     import mlx.core as mx
 
     size = spec.hidden // spec.heads
@@ -286,7 +295,10 @@ def _turned(x: mx.array, cosines: mx.array, sines: mx.array) -> mx.array:
 
 
 class _Merger:
-    """Patches [n, hidden] -> inputs [n / merge², out]; `before`: each patch is normed alone."""
+    """Merges adjacent patches [n, hidden] into inputs [n / merge², out].
+
+    `before`: each patch is normalised alone, before the merge.
+    """
 
     def __init__(self, spec: QwenTower, builder: LayerBuilder, name: str, *, before: bool) -> None:
         self.size, self.before = spec.merged, before

@@ -1,4 +1,4 @@
-"""The image encoder SigLIP: patches with learned positions, layers with attention both ways."""
+"""The image encoder SigLIP: patches with learned positions, bidirectional attention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNUSED = "vision_tower.head."  # pools a whole image; language models do not use
 
 
 class Siglip(Struct, frozen=True):
-    """Describes the encoder; its tensors begin with `vision_tower.`."""
+    """The hyperparameters of the encoder; its tensors begin with `vision_tower.`."""
 
     hidden: int
     width: int  # width of the feed-forward
@@ -80,12 +80,12 @@ class Siglip(Struct, frozen=True):
         yield from layer_norm_shapes("vision_tower.post_layernorm", hidden)
 
     def build(self, builder: LayerBuilder) -> Tower:
-        """Returns the tower over the builder's weights."""
+        """Returns the encoder with the builder's weights."""
         return Tower(self, builder)
 
 
 class Tower:
-    """pixels [side, side, 3] -> [patches, hidden], patches row by row."""
+    """Encodes an image: pixels [side, side, 3] to states [patches, hidden], row by row."""
 
     def __init__(self, spec: Siglip, builder: LayerBuilder) -> None:
         name = "vision_tower.embeddings"
@@ -126,9 +126,10 @@ class _Layer:
 
 
 def patch_weights(stored: str, name: str, spec: TensorSpec) -> Iterator[DerivedWeights]:
-    """Makes the patches' weight a matrix [out, patch * patch * 3] over pixels, row by row.
+    """Yields the weight of the patch embedding as a matrix [out, patch * patch * 3].
 
-    Checkpoints store a convolution [out, 3, patch, patch], MLX's have [out, patch, patch, 3].
+    Its columns are the pixels of a patch, row by row. Checkpoints store a convolution [out, 3,
+    patch, patch], MLX's checkpoints [out, patch, patch, 3].
     """
     channels_first = spec.shape[1] == CHANNELS != spec.shape[-1]
     outputs, columns = spec.shape[0], spec.shape[1] * spec.shape[2] * spec.shape[3]

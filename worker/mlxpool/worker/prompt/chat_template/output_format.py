@@ -31,9 +31,9 @@ THINKING_OPENERS = ("<think>", "[THINK]")  # a prompt with one of these ends ope
 
 
 def chat_format(sources: Iterable[str]) -> dict[str, str | None] | None:
-    """Returns {tools, thinking}: names of formats, None for a format that no template shows.
+    """Returns {tools, thinking}: the names of the formats that chat templates show.
 
-    Returns None without a template.
+    A name is None if the templates show no known format. Returns None without a template.
     """
     text = "\n".join(sources)
     if not text:

@@ -148,7 +148,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Returns plain JSON; jinja2's filter escapes <, > and & for HTML, unlike training texts."""
+    """Returns plain JSON, as in training texts; jinja2's filter escapes <, > and & for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -91,12 +91,15 @@ class ChatTemplates:
         raise BadRequest(NO_TEMPLATE)
 
     def prompts_generation(self, tools: bool) -> bool:
-        """Returns whether the text may depend on `add_generation_prompt`."""
+        """Returns whether the template's source has `add_generation_prompt`."""
         return "add_generation_prompt" in self.template_for(tools).source
 
 
 def compiled(sources: Mapping[str, str], where: object = "the model") -> dict[str, Template]:
-    """Compiles templates by name, from `where`. Raises ModelLoadFailed on failure."""
+    """Compiles templates by name. Raises ModelLoadFailed on failure.
+
+    `where`: the source of the templates, for error messages.
+    """
     if not sources:
         return {}
     # This imports jinja2; a model without a template does not need it.

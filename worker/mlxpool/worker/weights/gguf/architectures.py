@@ -77,11 +77,11 @@ _GEMMA3 = {
 
 
 class Architecture(Struct, frozen=True):
-    """The rules for reading files of an architecture.
+    """The rules for reading GGUF files of one architecture.
 
-    `names`: our name of a layer's module or tensor, by the name in llama.cpp. `scales`: the dtype
-    on a GPU of scales and biases of weights in blocks. `ignored`: prefixes of names of unused
-    tensors.
+    `config` makes the content of config.json. `names`: our name of a layer's module or tensor, by
+    llama.cpp's name. `scales`: the dtype, on a GPU, of the scales and biases of quantised weights.
+    `ignored`: prefixes of the names of unused tensors.
     """
 
     config: Callable[[Fields, Tensors], Config]
@@ -168,10 +168,10 @@ def _rope_scaling(fields: Fields) -> Config | None:
 
 
 def llama3_scaling(fields: Fields, factors: Sequence[float], config: Config) -> Config:
-    """Returns the RoPE scaling of Llama 3 with these factors of wavelengths, one for each pair.
+    """Returns Llama 3's RoPE scaling for these factors of wavelengths, one for each pair.
 
-    llama.cpp stores only the factors, as a tensor. All other numbers of the scaling have been the
-    same in all releases. Raises ModelLoadFailed if these numbers lead to other factors.
+    llama.cpp stores only the factors, as a tensor. All other parameters of the scaling have been
+    the same in all releases. Raises ModelLoadFailed if these parameters give other factors.
     """
     scaling: Config = {
         "rope_type": "llama3",
@@ -262,7 +262,7 @@ _LAYERS_OF_27B = 62
 
 
 def _deepseek2(fields: Fields, tensors: Tensors) -> Config:
-    """GLM-4.7-Flash: latent attention, and experts that are chosen by sigmoids."""
+    """Returns the config.json of GLM-4.7-Flash: latent attention, experts chosen by sigmoids."""
     if fields.find("rope.scaling.type") not in (None, "none"):
         _refuse(fields, "a context that is stretched")
     if fields.integer("expert_gating_func", _SOFTMAX) != _SIGMOID:
@@ -327,9 +327,9 @@ ARCHITECTURES = {
 
 
 def as_checkpoint(header: GgufHeader, architecture: Architecture) -> Header:
-    """Returns the header of a checkpoint, with a file's used and unknown tensors.
+    """Returns a GGUF header as the header of a checkpoint, without unused tensors.
 
-    A weight in blocks is listed as the tensors of its layout: `weight`, `scales` and `biases`. The
+    A quantised weight is listed as the tensors of its layout: `weight`, `scales` and `biases`. The
     `stored` name of a tensor is llama.cpp's name, a colon, and the name of the part.
     """
     tensors: dict[str, Tensor] = {}

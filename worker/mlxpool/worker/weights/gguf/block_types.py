@@ -1,9 +1,10 @@
 """The types of GGUF's tensors, and the MLX layouts for these types. No MLX, no numpy.
 
-A row of a weight is divided into blocks. Blocks are read into groups of 32 numbers q, each group
-with a scale and a bias: weight = scale * q + bias. Types whose own groups have 32 numbers keep
-every number. Q6_K, Q3_K and Q2_K have groups of 16, which MLX lacks: their weights are rounded once
-more, to 8 bits. docs/models.md has the figures (with 6 bits, Q3_K's perplexity rose by 5 %).
+A row of a weight is divided into blocks. A block is converted to groups of 32 numbers q, each group
+with a scale and a bias: weight = scale * q + bias. If the groups of a type have 32 numbers, too,
+every number stays the same. Q6_K, Q3_K and Q2_K have groups of 16, which MLX lacks: their weights
+are rounded once more, to 8 bits. docs/models.md has measured results (with 6 bits, Q3_K's
+perplexity rose by 5 %).
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ GROUP = 32
 
 
 class BlockType(Struct, frozen=True):
-    """A tensor type: `numbers` and `nbytes` of a block, and a `dtype` of floats or a `layout`."""
+    """A type of GGUF's tensors: a block has `numbers` numbers in `nbytes` bytes.
+
+    `dtype`: the dtype of a type of floats. `layout`: the MLX layout of a quantised type.
+    """
 
     name: str
     numbers: int

@@ -25,7 +25,7 @@ _BITS, _PAIRS = np.arange(8, dtype=np.uint8)[:, None], np.arange(0, 8, 2, dtype=
 
 
 class Groups(Struct, frozen=True):
-    """The numbers [n, 32] of n groups, with the scale and the bias of each group."""
+    """The quantised numbers [n, 32] of n groups, with the scale and the bias of each group."""
 
     numbers: Bytes
     scales: Floats
@@ -108,7 +108,7 @@ def _half(blocks: Bytes, at: int) -> Floats:
 
 
 def _halves(data: Bytes) -> Bytes:
-    """Returns bytes [n, 16] as 32 numbers: the low four bits of all, then the high four."""
+    """Splits bytes [n, 16] into numbers [n, 32]: all low halves (4 bits), then all high halves."""
     return np.concatenate([data & _LOW, data >> _FOUR], axis=1)
 
 
@@ -153,7 +153,10 @@ def _q5_k(blocks: Bytes) -> Groups:
 
 
 def _nibbles_k(data: Bytes) -> Bytes:
-    """Returns bytes [n, 128] as [n, 8, 32]: low halves of 32 bytes are a group, high halves too."""
+    """Splits bytes [n, 128] into 4-bit numbers [n, 8, 32].
+
+    The low halves of 32 bytes are one group, the high halves of these bytes the next group.
+    """
     parts = data.reshape(-1, 4, 1, 32)
     return np.concatenate([parts & _LOW, parts >> _FOUR], axis=2).reshape(-1, 8, 32)
 
@@ -199,7 +202,7 @@ def _q2_k(blocks: Bytes) -> Floats:
 
 
 def _pairs(data: Bytes) -> Bytes:
-    """Returns bytes [n, 64] as [n, 8, 32]: each 32 bytes hold 4 groups of numbers of two bits."""
+    """Splits bytes [n, 64] into 2-bit numbers [n, 8, 32]: each 32 bytes become 4 groups."""
     parts = data.reshape(-1, 2, 1, 32) >> _PAIRS
     return parts.reshape(-1, 8, 32) & np.uint8(3)
 

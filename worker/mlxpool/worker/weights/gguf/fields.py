@@ -11,7 +11,7 @@ from mlxpool.common.errors import ModelLoadFailed
 
 
 class Fields:
-    """The metadata of a file; keys of its architecture are written without prefix.
+    """The metadata of a GGUF file; keys of its architecture are given without their prefix.
 
     Every method except `find` raises ModelLoadFailed, with the file, the key and the value, if the
     value has another type, or is missing without a default.
@@ -32,7 +32,7 @@ class Fields:
         return str(self._checked(key, self.find(key), str, "a text"))
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Returns a key's integer; also of a list with equal integers for all layers."""
+        """Returns a key's integer; a list of equal integers counts as this integer."""
         found = self.find(key)
         if isinstance(found, list) and found and all(item == found[0] for item in found):
             found = found[0]

@@ -184,7 +184,7 @@ class _Cursor:
         return self.texts(1)[0]
 
     def texts(self, count: int) -> list[str]:
-        """Returns the next `count` texts. A vocabulary has many, so the loop makes few calls."""
+        """Returns the next `count` texts; makes few calls, because a vocabulary has many texts."""
         texts, data, size_at, at = [], self.data, _STRUCTS["Q"].unpack_from, self.at
         for _ in range(count):
             begin = at + 8

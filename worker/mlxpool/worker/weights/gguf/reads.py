@@ -18,7 +18,10 @@ from mlxpool.worker.weights.gguf.header import StoredTensor
 
 
 class GgufReads:
-    """The tensors of a file. A tensor is read when its first part is taken."""
+    """Reads the tensors of a GGUF file; each is read when its first part is taken.
+
+    The parts are the tensors of the MLX layout: weight, scales and biases.
+    """
 
     def __init__(
         self,
@@ -83,8 +86,8 @@ class GgufReads:
     def _order(self, name: str, tensor: StoredTensor) -> npt.NDArray[np.int64] | None:
         """Returns the order of a rotated weight's rows; None: as they are stored.
 
-        llama.cpp's RoPE rotates pairs of neighbours in a head; our pairs have a number of each half
-        of the head.
+        llama.cpp's RoPE rotates pairs of neighbours in a head; a pair of our RoPE has one number
+        from each half of the head.
         """
         heads = self._architecture.heads_of(name, self._config)
         if not heads:

@@ -45,7 +45,7 @@ def _words(digits: str) -> str:
 
 
 def _cased_words(digits: str, contractions: str) -> str:
-    """Returns a pattern of words: capital letters, then small letters."""
+    """Returns a pattern that divides a text into words, in which small letters follow capitals."""
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     begin = r"[^\r\n\p{L}\p{N}]?"
     return (
@@ -249,7 +249,7 @@ def _known(left: str, right: str, ids: Mapping[str, int]) -> bool:
 
 
 def _merges(ranked: Iterable[str], known: set[str]) -> Iterator[list[str]]:
-    """Yields the pairs that make each of the pieces, the best piece first.
+    """Yields the pairs of known pieces that can be merged to each piece, best piece first.
 
     The order of a piece's pairs does not matter: a text has only one pair at a position.
     """
