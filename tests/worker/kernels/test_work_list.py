@@ -56,14 +56,15 @@ SHAPES = st.builds(
 )
 
 
-@given(ROWS, SHAPES, st.integers(0, 200))
+@given(ROWS, SHAPES, st.integers(0, 200), st.booleans())
 def test_every_line_has_one_tile_with_all_parts(
-    rows: list[tuple[int, int, int]], shape: TileShape, padding: int
+    rows: list[tuple[int, int, int]], shape: TileShape, padding: int, bounded: bool
 ) -> None:
     spans = spans_of(rows)
     lines = int(spans.lines.sum()) + padding
-    items = work_items(spans, shape, lines)
-    assert items.shape == (capacity_of(lines), 8) and items.dtype == np.int32
+    capacity = capacity_of(shape, lines, len(rows) if bounded else 0)
+    items = work_items(spans, shape, lines, capacity)
+    assert items.shape == (capacity, 8) and items.dtype == np.int32
     used = items[items[:, LINES] > 0]
     assert (items[: len(used)] == used).all()  # unused items are at the end
     begins, ends = visible_ranges(spans, lines)
@@ -92,6 +93,14 @@ def test_every_line_has_one_tile_with_all_parts(
     partial.sort()
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(partial))
     assert all(0 <= start < end <= PART_UNITS for start, end in partial)
+
+
+def test_a_list_of_few_spans_is_short() -> None:
+    """A thread block starts for each item: long passes of few spans need few."""
+    shape = TileShape(4, 8, 128)
+    assert capacity_of(shape, 1024) == 1024 + EXTRA_ITEMS
+    assert capacity_of(shape, 1024, 128) == 128 + 32 + 1 + EXTRA_ITEMS
+    assert capacity_of(shape, 128, 128) == 128 + EXTRA_ITEMS
 
 
 def each(items: Numbers) -> Numbers:

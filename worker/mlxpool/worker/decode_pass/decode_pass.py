@@ -15,7 +15,7 @@ from mlxpool.worker.decode_pass.kernel import LAYER_NUMBERS, MAX_LINES, PassArra
 from mlxpool.worker.decode_pass.model_weights import PassWeights
 from mlxpool.worker.kernels import ragged_attention
 from mlxpool.worker.kernels.device import evaluate_in_own_memory
-from mlxpool.worker.kernels.work_list import capacity_of
+from mlxpool.worker.kernels.work_list import EXTRA_ITEMS
 
 STATE_NUMBERS = 3  # of grid_barrier.cuh
 
@@ -79,7 +79,7 @@ def _arrays(weights: PassWeights, memory: PassMemory) -> PassArrays:
         turns=mx.array(memory.turns),
         tables=memory.tables,
         state=mx.zeros((STATE_NUMBERS,), dtype=mx.int32),
-        numbers=mx.zeros((5 * lines + 8 * capacity_of(lines),), dtype=mx.int32),
+        numbers=mx.zeros((5 * lines + 8 * (lines + EXTRA_ITEMS),), dtype=mx.int32),
         cosines=mx.zeros((lines, turned)),
         sines=mx.zeros((lines, turned)),
         residual=mx.zeros((lines, shape.hidden), dtype=dtype),

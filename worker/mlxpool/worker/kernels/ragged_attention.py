@@ -428,7 +428,7 @@ def _kernel(
     parts = (kind, "decode_tiles.cuh", "decode_sums.cuh", *(() if fresh else (chunks,)))
     header = include_line("integers.cuh") if quantised else ""
     if hopper and not fresh:
-        header += group_mma(8, dtype) + group_mma_values(8, dtype)
+        header += group_mma(8, dtype) + group_mma_values(size // 8, dtype)
     return build_kernel(
         "ragged_attention",
         QUANTISED_INPUTS if quantised else INPUTS,

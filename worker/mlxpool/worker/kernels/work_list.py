@@ -89,13 +89,20 @@ class Spans(Struct, frozen=True):
     begins: Numbers
 
 
-def capacity_of(lines: int) -> int:
-    """Returns the number of items in the work list of a step of `lines` lines."""
-    return lines + EXTRA_ITEMS
+def capacity_of(shape: TileShape, lines: int, spans: int = 0) -> int:
+    """Returns the number of items in the work list of a step of `lines` lines.
+
+    `spans`: the most spans of the step; 0: as many as lines. The list is as short as the step
+    allows, because a thread block starts for each item and each head, also for unused items.
+    """
+    tiles = (spans or lines) + -(-lines // min(shape.lines, TILE_ROWS)) + 1  # 1 more of padding
+    return min(lines, tiles) + EXTRA_ITEMS
 
 
-def work_items(spans: Spans, shape: TileShape, lines: int) -> Numbers:
-    """Returns the work list [capacity_of(lines), 8] of a step of `lines` lines with padding.
+def work_items(spans: Spans, shape: TileShape, lines: int, capacity: int = 0) -> Numbers:
+    """Returns the work list [capacity, 8] of a step of `lines` lines with padding.
+
+    `capacity`: a result of capacity_of; 0: that for any number of spans.
 
     Each item is a tile, or a part of a tile's keys. Its columns are: the first line, the number of
     lines, the offset of the block table, the range [low, high) of the keys that the lines see, the
@@ -106,7 +113,8 @@ def work_items(spans: Spans, shape: TileShape, lines: int) -> Numbers:
     come first, then items of decoding lines, each group sorted by descending number of keys: chunks
     multiply for long while items of decoding lines wait for memory.
     """
-    return _items(_tiles(spans, shape), shape, lines, _best_parts)[0]
+    capacity = capacity or capacity_of(shape, lines)
+    return _items(_tiles(spans, shape), shape, lines, capacity, _best_parts)[0]
 
 
 class WorkLists:
@@ -126,30 +134,33 @@ class WorkLists:
         self._share_uses = 0
         self._shares: dict[StepKey, Share] = {}  # chosen for steps with chunks, the oldest first
 
-    def items(self, spans: Spans, lines: int) -> Numbers:
+    def items(self, spans: Spans, lines: int, capacity: int = 0) -> Numbers:
         """Returns a work list as `work_items` does; it is valid until the next call."""
+        capacity = capacity or capacity_of(self._shape, lines)
         if (spans.lines > 1).any():
-            return _items(_tiles(spans, self._shape), self._shape, lines, self._parts)[0]
-        key = lines.to_bytes(4, "little") + spans.tables.tobytes()
+            tiles = _tiles(spans, self._shape)
+            return _items(tiles, self._shape, lines, capacity, self._parts)[0]
+        key = b"%d %d " % (lines, capacity) + spans.tables.tobytes()
         if key != self._key or self._uses >= STEPS_OF_PARTS:
             self._key, self._uses = key, 0
             tiles = _tiles(spans, self._shape)
-            self._kept, self._tiles = _items(tiles, self._shape, lines, _best_parts)
+            self._kept, self._tiles = _items(tiles, self._shape, lines, capacity, _best_parts)
         self._uses += 1
         kept, tiles = self._kept[: self._tiles.size], self._tiles
         kept[:, LOW], kept[:, HIGH] = spans.begins[tiles], spans.ends[tiles]
         return self._kept
 
-    def items_once(self, spans: Spans, lines: int) -> Numbers:
+    def items_once(self, spans: Spans, lines: int, capacity: int = 0) -> Numbers:
         """Returns a work list of single lines for one pass.
 
         The choice of the best parts takes longer than these save in one pass. Tiles of up to
         WHOLE_KEYS keys are not divided; larger tiles get nearly the best parts.
         """
-        keys = spans.ends - spans.begins
+        keys, capacity = spans.ends - spans.begins, capacity or capacity_of(self._shape, lines)
         if keys.size and int(keys.max()) > WHOLE_KEYS:
-            return _items(_tiles(spans, self._shape), self._shape, lines, _near_parts)[0]
-        items = np.zeros((capacity_of(lines), 8), dtype=np.int32)
+            tiles = _tiles(spans, self._shape)
+            return _items(tiles, self._shape, lines, capacity, _near_parts)[0]
+        items = np.zeros((capacity, 8), dtype=np.int32)
         used = items[: keys.size]
         used[:, FIRST_LINE], used[:, TABLE] = spans.first_lines, spans.tables
         used[:, LOW], used[:, HIGH] = spans.begins, spans.ends
@@ -286,18 +297,22 @@ def _near_parts(step: Division) -> Numbers:
 
 
 def _items(
-    tiles: Numbers, shape: TileShape, lines: int, parts_of: Callable[[Division], Numbers]
+    tiles: Numbers,
+    shape: TileShape,
+    lines: int,
+    capacity: int,
+    parts_of: Callable[[Division], Numbers],
 ) -> tuple[Numbers, Numbers]:
-    """Returns the work list of `tiles` [N, 8], and the tile of each item with keys."""
+    """Returns the work list [capacity, 8] of `tiles` [N, 8], and the tile of each used item."""
     count, keys = tiles.shape[0], tiles[:, HIGH] - tiles[:, LOW]
     decodes = tiles[:, LINES] <= shape.decode_lines
     units = np.where(decodes, shape.decode_rows, shape.rows) // UNIT_ROWS
     used = int(tiles[-1, FIRST_LINE] + tiles[-1, LINES]) if count else 0
-    extra = capacity_of(lines) - count - len(range(used, lines, TILE_ROWS))
+    extra = capacity - count - len(range(used, lines, TILE_ROWS))
     least = np.maximum(np.where(decodes, MIN_DECODE_KEYS, MIN_CHUNK_KEYS), shape.least_keys)
     places = max(shape.blocks // shape.kv_heads, 1)
     parts = parts_of(Division(keys, units, least, places, extra, shape.sum_keys))
-    work = np.zeros((capacity_of(lines), 8), dtype=np.int32)
+    work = np.zeros((capacity, 8), dtype=np.int32)
     each = -(-keys // parts)
     order = np.lexsort((-each, decodes)).astype(np.int32)
     tiles[:, PARTS] = parts
@@ -388,7 +403,7 @@ def decode_stages(shared: int, size: int, hopper: bool, quantised: bool = False)
 
 
 def keys_of(size: int) -> int:
-    """Returns how many keys of `size` numbers are in shared memory at a time."""
+    """Returns how many keys of `size` numbers are multiplied at a time."""
     return 64 if size <= WIDE else 32
 
 

@@ -30,7 +30,7 @@ class PlanShape(Struct, frozen=True):
     A line is one token or padding. `wanted`: the number of lines with results, which the array
     lists; 0: every line has results, in order. The results are logits; with `drawn` they are hidden
     states, and logits of the first `drawn` lines. `follow`: a row may have several lines, and one
-    kernel computes the pass.
+    kernel computes the pass. `spans`: the most spans of the pass; 0: as many as lines.
     """
 
     lines: int
@@ -39,11 +39,16 @@ class PlanShape(Struct, frozen=True):
     chunks: bool = False  # the pass may have chunks of prompts
     drawn: int | None = None
     follow: bool = False
+    spans: int = 0
 
     @property
     def size(self) -> int:
         """The length of the array."""
-        return 5 * self.lines + self.wanted + len(self.tiles) * capacity_of(self.lines) * ITEM
+        return 5 * self.lines + self.wanted + sum(map(self.capacity, self.tiles)) * ITEM
+
+    def capacity(self, tiles: TileShape) -> int:
+        """Returns the number of items in the work list for these tiles."""
+        return capacity_of(tiles, self.lines, self.spans)
 
     @property
     def single(self) -> bool:
@@ -60,7 +65,7 @@ class PlanShape(Struct, frozen=True):
         A negative id stands for a token in flight.
         """
         sizes = [self.lines] * 5 + [self.wanted]
-        sizes += [capacity_of(self.lines) * ITEM] * len(self.tiles)
+        sizes += [self.capacity(tiles) * ITEM for tiles in self.tiles]
         ids, positions, slots, begins, ends, wanted, *items = mx.split(
             plan, np.cumsum(sizes)[:-1].tolist()
         )

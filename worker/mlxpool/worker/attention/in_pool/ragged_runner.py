@@ -30,7 +30,7 @@ from mlxpool.worker.kernels import kernel_cache, ragged_attention
 from mlxpool.worker.kernels.compiled_passes import ComputedKinds
 from mlxpool.worker.kernels.device import evaluate_in_own_memory
 from mlxpool.worker.kernels.sampling import known_tokens
-from mlxpool.worker.kernels.work_list import HIGH, Spans, WorkLists, capacity_of
+from mlxpool.worker.kernels.work_list import HIGH, Spans, WorkLists
 from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.scheduling.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 from mlxpool.worker.transfers.uploads import Uploads, upload_copy
@@ -285,7 +285,7 @@ class RaggedRunner:
         decoding.counting = [shape.of_lines(numbers)[1:3, : len(rows)], decoding.stops]
         at = 5 * shape.lines + shape.wanted
         for tiles in shape.tiles:
-            items = numbers[at : at + capacity_of(shape.lines) * ITEM].reshape(-1, ITEM)
+            items = numbers[at : at + shape.capacity(tiles) * ITEM].reshape(-1, ITEM)
             decoding.counting.append(items[: self._work[tiles].ends, HIGH])
             at += items.size
         decoding.changes = self._store.changes
@@ -329,14 +329,16 @@ class RaggedRunner:
             return PlanShape(padded, 0, self._tiles, follow=True)
         if checks_drafts(spans, wanted) and not hidden:
             # To compile few passes, this shape is also for passes with chunks of prompts.
-            return PlanShape(padded, self._named(padded, count), self._tiles)
+            return PlanShape(padded, self._named(padded, count), self._tiles, spans=self._rows)
         named = most if count <= most else padded
         if not hidden:
-            return PlanShape(padded, named, self._chunk_tiles, chunks=True)
+            return PlanShape(padded, named, self._chunk_tiles, chunks=True, spans=self._rows)
         drawn = wanted_lines(spans, logit_spans(spans, wanted))
         if drawn:  # rounded, to compile few passes
             drawn = most if drawn <= most else named
-        return PlanShape(padded, named, self._chunk_tiles, chunks=True, drawn=drawn)
+        return PlanShape(
+            padded, named, self._chunk_tiles, chunks=True, drawn=drawn, spans=self._rows
+        )
 
     def _named(self, padded: int, count: int) -> int:
         """Returns the number of wanted lines for which a pass of `padded` lines has room.
@@ -421,7 +423,7 @@ class RaggedRunner:
         for tiles in shape.tiles:
             lists = self._work[tiles]
             items_of = lists.items_once if shape.follow else lists.items
-            items = items_of(seen, shape.lines).reshape(-1)
+            items = items_of(seen, shape.lines, shape.capacity(tiles)).reshape(-1)
             numbers[at : at + items.size] = items
             at += items.size
 

@@ -3,7 +3,7 @@
 // the layout of the tensor cores: 64 numbers of a line are 128 bytes, whose 16-byte pieces are swizzled
 // differently in each of eight lines; further numbers are in the next matrix.
 if (!decodes) {
-  constexpr int ROWS = 16 * WARPS, PIECES = SIZE / 8, PANELS = SIZE / 64;
+  constexpr int ROWS = 16 * WARPS, PIECES = SIZE / 8;
   constexpr int TILE = KEYS * SIZE * 2, STAGE = 2 * TILE, QUERY_AT = 2 * STAGE;  // bytes
   const unsigned base = (shared_address(space) + 1023) & ~1023u;
   auto swizzled = [](int line, int piece, int lines) -> unsigned {
@@ -11,17 +11,22 @@ if (!decodes) {
   };
   auto fetch = [&](int token, int stage) {
     if (token < last) {
-      const long at = place(token);
       const unsigned into = base + stage * STAGE;
-      const bool whole = token >= low && token + KEYS <= last;
-      #pragma unroll
-      for (int n = 0; n < KEYS * PIECES / THREADS; n++) {
-        const int i = n * THREADS + threadIdx.x, line = i / PIECES, piece = i % PIECES;
-        const long numbers = at + (whole ? line : inside(token + line) - token) * SIZE + piece * 8;
-        const unsigned to = into + swizzled(line, piece, KEYS);
-        copy(to, (const N*)keys + numbers);
-        copy(to + TILE, (const N*)values + numbers);
-      }
+      constexpr int COPIES = KEYS * PIECES / THREADS, LINES_APART = THREADS / PIECES;  // LINES_APART is a multiple of 8
+      const int line = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
+      const long at = place(token) + piece * 8;
+      const N *const key = (const N*)keys + at, *const value = (const N*)values + at;
+      const unsigned to = into + swizzled(line, piece, KEYS);
+      auto copy_lines = [&](auto line_of) {
+        #pragma unroll
+        for (int n = 0; n < COPIES; n++) {
+          const int number = line_of(line + n * LINES_APART) * SIZE;
+          copy(to + n * LINES_APART * 128, key + number);
+          copy(to + TILE + n * LINES_APART * 128, value + number);
+        }
+      };
+      if (token >= low && token + KEYS <= last) copy_lines([](int line) { return line; });
+      else copy_lines([&](int line) { return inside(token + line) - token; });
     }
     commit_copies();
   };
@@ -47,7 +52,7 @@ if (!decodes) {
   const int group_low = begin_of(head_line), all_low = begin_of(tail_line);
   const int group_high = group * 64 < asked ? min(end_of(tail_line), last) : 0;
   const int all_high = min(end_of(head_line), last);
-  float most[2], total[2], sum[PANELS][32];
+  float most[2], total[2], sum[SIZE / 2];
   int begin[2], end[2];
   #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -58,9 +63,7 @@ if (!decodes) {
     end[half] = min(end_of(line), last);
   }
   #pragma unroll
-  for (int h = 0; h < PANELS; h++)
-    #pragma unroll
-    for (int i = 0; i < 32; i++) sum[h][i] = 0;
+  for (int i = 0; i < SIZE / 2; i++) sum[i] = 0;
   const unsigned query_from = base + QUERY_AT + group * 64 * 128;
   int stage = 0;
   #pragma unroll 1
@@ -117,23 +120,17 @@ if (!decodes) {
       }
       if (shrink[0] != 1 || shrink[1] != 1)  // seldom, after some keys
         #pragma unroll
-        for (int h = 0; h < PANELS; h++)
-          #pragma unroll
-          for (int i = 0; i < 32; i++) sum[h][i] *= shrink[i / 2 % 2];
+        for (int i = 0; i < SIZE / 2; i++) sum[i] *= shrink[i / 2 % 2];
       __syncwarp();
-      #pragma unroll
-      for (int h = 0; h < PANELS; h++) hold(sum[h]);
+      hold(sum);
       begin_products();
       #pragma unroll
       for (int t = 0; t < KEYS / 16; t++)
-        #pragma unroll
-        for (int h = 0; h < PANELS; h++)
-          group_mma_values(sum[h], share[t][0], share[t][1], share[t][2], share[t][3],
-                           matrix_at(here + TILE + h * KEYS * 128 + t * 16 * 128, 64));
+        group_mma_values(sum, share[t][0], share[t][1], share[t][2], share[t][3],
+                         matrix_at(here + TILE + t * 16 * 128, KEYS * 8));
       commit_products();
       wait_products<0>();
-      #pragma unroll
-      for (int h = 0; h < PANELS; h++) hold(sum[h]);
+      hold(sum);
     }
     stage ^= 1;
   }
@@ -149,14 +146,14 @@ if (!decodes) {
       N* const numbers = output_at(g) + 2 * quarter;
       #pragma unroll
       for (int j = 0; j < SIZE / 8; j++) {
-        const float* const two = &sum[j / 8][j % 8 * 4 + 2 * half];
+        const float* const two = &sum[j * 4 + 2 * half];
         *(unsigned*)(numbers + 8 * j) = pair(two[0] * factor, two[1] * factor, N());
       }
     } else if (g < asked) {
       float* const numbers = parts + part * WHOLE + g * SIZE + 2 * quarter;
       #pragma unroll
       for (int j = 0; j < SIZE / 8; j++) {
-        const float* const two = &sum[j / 8][j % 8 * 4 + 2 * half];
+        const float* const two = &sum[j * 4 + 2 * half];
         *(Some<float, 2>*)(numbers + 8 * j) = {two[0], two[1]};
       }
       if (quarter == 0) {
