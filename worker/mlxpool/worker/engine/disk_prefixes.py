@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import platform
 import time
 from collections.abc import Callable, Mapping
@@ -82,8 +83,7 @@ class DiskPrefixes:
         self._saves = DiskSaves(tier, cache, store)
         self._restores: dict[Sequence, _Restore] = {}
         self._awaited: dict[Sequence, bytes] = {}  # keys of blocks that another sequence reads
-        self._paused_until = 0.0
-        self._saves_paused_until = 0.0
+        self._paused_until = self._saves_paused_until = -math.inf
 
     @property
     def counters(self) -> TierCounters:

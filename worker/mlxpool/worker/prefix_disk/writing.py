@@ -183,7 +183,7 @@ class RecordWriter:
         self._state, self._index, self._pace = state, index, state.pace(state.hurries)
         self._segment: SegmentWriter | None = None
         self._buffer: Bytes | None = None  # a buffer for the arrays of records, while records wait
-        self._paused_until = 0.0
+        self._paused_until = -math.inf
         self._error = RepeatedError(UNWRITTEN, state.folder.advice)
 
     def _run(self) -> None:
