@@ -25,7 +25,7 @@ SOURCES = {  # folder of the sources of each package below mlxpool
     "cluster": "cluster", "common": "common", "gateway": "gateway", "worker": "worker",
 }  # fmt: skip
 TABLE = re.compile(r"^TRANSITIONS\b", re.M)
-SENTENCE = re.compile(r"(?<=[.])\s+(?=[A-Z`])")
+SENTENCE = re.compile(r"(?<=[.])\s+(?=[A-Z`]|\w+\.py\b)")  # a sentence may begin with a file
 MANY = 3  # an event from this many states to one state is listed below the drawing
 Transitions = Mapping[Enum, Mapping[str, Enum]]
 

@@ -96,8 +96,8 @@ HEAD = """\
 # The Python API
 
 The names of `mlxpool.client`, made from the docstrings by docs/make_pages.py. All other names may
-change without notice. [Quickstart](quickstart.md) and [Examples](examples.md) have programs.
-An argument with the default None may be None.
+change without notice. [Quickstart](quickstart.md) and [Examples](examples.md) contain
+programs. If the default of an argument is None, None may be passed.
 
 - `Inputs` of `embed` and `classify`: a text or a list of texts; for `classify` also a list of
   pairs of texts. Token ids with the special ids may replace texts: a list of ids for each input,
@@ -130,9 +130,9 @@ with Client() as client:
     client.generate("eyes", "[img-0] and [img-1] show", images=[photo, drawing])
 ```
 
-[Protocol](protocol.md#images) has formats and bounds. A chat sends all its images in each
-request, and a request has at most 16: leave out older ones. Images are parts of `content`;
-the member `images` of a message is refused.
+[Protocol](protocol.md#images) has formats and bounds. Each request of a chat has all its images,
+at most 16: leave out older images. Images are parts of `content`; the member `images` of a message
+is refused.
 """
 FORKS = """
 ## Processes that fork
@@ -175,8 +175,8 @@ CALL_OPTIONS = """
 BATCH_OPTIONS = """
 ## Options of batches
 
-`submit_batch` takes these options, `priority`, and as defaults of its lines `tools`, `think`,
-`session` and the options of sampling.
+`submit_batch` takes these options, `priority`, and the following options as defaults of its lines:
+`tools`, `think`, `session` and the options of sampling.
 
 """
 ERRORS = """

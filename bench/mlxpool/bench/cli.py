@@ -46,8 +46,8 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "bench",
         help="measure this machine",
         description="Measures one part of mlxpool, in rounds, beside peers where they are"
-        " installed, and prints tables with ratios. Starts a pool of its own where it needs one;"
-        " `load` can measure a running one.",
+        " installed, and prints tables with ratios. Starts a pool of its own if it needs one;"
+        " `load` can measure a running pool.",
     )
     kinds = bench.add_subparsers(dest="kind", metavar="WHAT", required=True)
     for add in (
@@ -58,13 +58,15 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def _add_engine(kinds: Any, common: argparse.ArgumentParser) -> None:
-    parser = _kind(kinds, common, "engine", "decode and prefill, in one process, beside mlx-lm")
+    parser = _kind(
+        kinds, common, "engine", "speed of decode and prefill in one process, beside mlx-lm"
+    )
     _model(parser)
     _flags(
         parser,
         streams=([1, 8], "rows that decode at once"),
-        prompt=([128], "tokens of their prompts, which the rows take in turn"),
-        prefill=([], "tokens of the timed prefills"),
+        prompt=([128], "tokens of the prompts, which the rows take in turn"),
+        prefill=([], "tokens of the prompts of timed prefills"),
         turn=(
             0,
             "tokens of a conversation: time the first token of its next turn, with and without the"
@@ -74,12 +76,12 @@ def _add_engine(kinds: Any, common: argparse.ArgumentParser) -> None:
         deterministic=(False, "compare with the model setting of this name, on a CPU"),
         as_installed=(
             False,
-            "beside mlx-lm as installed: without OpenBLAS, in the dtype of the files",
+            "compare with mlx-lm as installed: without OpenBLAS, in the dtype of the files",
         ),
         memory_rate=(
             0.0,
-            "GB/s of this machine's memory: also the share of the tokens/s that it allows, if a"
-            " step reads needed weights, keys and values once, and experts are chosen evenly",
+            "GB/s of this machine's memory: also shows the share of the tokens/s that it allows,"
+            " if a step reads needed weights, keys and values once, and experts are chosen evenly",
         ),
     )
     parser.add_argument(
@@ -93,20 +95,20 @@ def _add_engine(kinds: Any, common: argparse.ArgumentParser) -> None:
         "--beside",
         type=Path,
         metavar="CHECKOUT",
-        help="beside the engine of another checkout; on a CPU by processor time, with one BLAS"
-        " thread unless OPENBLAS_NUM_THREADS has more",
+        help="compare with the engine of another checkout; on a CPU by processor time, with one"
+        " BLAS thread unless OPENBLAS_NUM_THREADS has more",
     )
     parser.add_argument(
         "--llama-cpp",
         type=Path,
         metavar="PYTHON",
-        help="beside llama.cpp, measured as with --beside; --model is a GGUF file, PYTHON that of"
-        " an environment with llama-cpp-python",
+        help="compare with llama.cpp, as --beside does; --model is a GGUF file, PYTHON the"
+        " interpreter of an environment with llama-cpp-python",
     )
 
 
 def _add_end_to_end(kinds: Any, common: argparse.ArgumentParser) -> None:
-    text = "through broker, worker and client, beside the engine alone and mlx_lm.server"
+    text = "speed through broker, worker and client, beside the engine alone and mlx_lm.server"
     parser = _kind(kinds, common, "end-to-end", text)
     _model(parser)
     _flags(
@@ -114,13 +116,13 @@ def _add_end_to_end(kinds: Any, common: argparse.ArgumentParser) -> None:
         streams=([1, 8], "streams at once"),
         prompt=(128, "bytes of a prompt"),
         tokens=(128, "tokens of a completion"),
-        clients=(4, "client processes at most"),
-        no_engine=(False, "without the engine alone, a third model in memory"),
+        clients=(4, "greatest number of client processes"),
+        no_engine=(False, "do not measure the engine alone, which needs a third model in memory"),
     )
 
 
 def _add_load(kinds: Any, common: argparse.ArgumentParser) -> None:
-    text = "mixed load as users make it, on a pool and on any server with OpenAI's completions"
+    text = "a mixed load like that of users, on a pool and on any server with OpenAI's completions"
     parser = _kind(kinds, common, "load", text, rounds=3, peers=False)
     model_flags = _model(parser)
     model_flags.add_argument(
@@ -129,32 +131,43 @@ def _add_load(kinds: Any, common: argparse.ArgumentParser) -> None:
     _add_work(parser, [0.0])
     _flags(
         parser,
-        sequences=(32, "of a pool of its own"),
+        sequences=(32, "greatest number of requests that run at once in a pool of its own"),
         clients=(4, "processes that send"),
-        against=("", "the URL of a server to compare, as http://127.0.0.1:8000"),
-        against_model=("", "its model (its first one)"),
-        against_text=(False, "send it text of about this many tokens instead of token ids"),
-        api_key=("", "its key ($OPENAI_API_KEY)"),
-        no_pool=(False, "measure that server alone"),
+        against=("", "URL of a server to compare, such as http://127.0.0.1:8000"),
+        against_model=("", "model of the server of --against (its first model)"),
+        against_text=(False, "send that server text of about as many tokens, instead of token ids"),
+        api_key=("", "key for that server ($OPENAI_API_KEY)"),
+        no_pool=(False, "measure only the server of --against"),
     )
 
 
 def _add_work(parser: argparse.ArgumentParser, rates: list[float]) -> None:
     """Adds the flags that define a mixed load: lengths, rates, objectives."""
-    for name, default in (("prompt", PROMPT_LENGTHS), ("output", OUTPUT_LENGTHS)):
+    for name, default, kind in (
+        ("prompt", PROMPT_LENGTHS, "a prompt"),
+        ("output", OUTPUT_LENGTHS, "an output"),
+    ):
         parser.add_argument(
             f"--{name}-lengths",
             type=float,
             nargs=len(LENGTHS),
             default=default,
             metavar=LENGTHS,
-            help=f"tokens, log-normal ({' '.join(map(str, default))})",
+            help=f"log-normal number of tokens of {kind} ({' '.join(map(str, default))})",
         )
     parser.add_argument(
-        "--rate", type=float, nargs="+", default=rates, metavar="PER_S", help="0: all at once"
+        "--rate",
+        type=float,
+        nargs="+",
+        default=rates,
+        metavar="PER_S",
+        help="requests a second; 0: all at once",
     )
     parser.add_argument(
-        "--warm-up", type=int, metavar="REQUESTS", help="before the first load (--requests)"
+        "--warm-up",
+        type=int,
+        metavar="REQUESTS",
+        help="requests before the first load (--requests)",
     )
     parser.add_argument(
         "--ignore-eos",
@@ -164,20 +177,22 @@ def _add_work(parser: argparse.ArgumentParser, rates: list[float]) -> None:
     )
     _flags(
         parser,
-        requests=(128, "of a load"),
-        context=(0, "tokens; of a pool of its own (as needed)"),
-        seed=(0, "of lengths, ids and arrivals"),
-        goodput=(False, "refuse to run without an --slo-…"),
+        requests=(128, "requests of a load"),
+        context=(0, "context in tokens of a pool of its own (as needed)"),
+        seed=(0, "seed of the random lengths, ids and arrivals"),
+        goodput=(False, "fail without one of the objectives --slo-…"),
         **{
-            f"slo_{name}": (0.0, f"ms; goodput: longest {text}")
+            f"slo_{name}": (0.0, f"objective of goodput: longest {text} in ms")
             for name, text in OBJECTIVES.items()
         },
     )
 
 
 def _add_broker(kinds: Any, common: argparse.ArgumentParser) -> None:
-    parser = _kind(kinds, common, "broker", "the broker without a model, beside a bare relay")
-    _flags(parser, seconds=(5.0, "of a paced round"))
+    parser = _kind(
+        kinds, common, "broker", "speed of the broker without a model, beside a bare relay"
+    )
+    _flags(parser, seconds=(5.0, "seconds of a paced round"))
 
 
 def _add_prefix(kinds: Any, common: argparse.ArgumentParser) -> None:
@@ -185,13 +200,13 @@ def _add_prefix(kinds: Any, common: argparse.ArgumentParser) -> None:
     _model(parser)
     _flags(
         parser,
-        conversations=(8, "that grow"),
-        turns=(10, "of a conversation"),
-        tokens=(4000, "of a conversation at its end"),
+        conversations=(8, "number of growing conversations"),
+        turns=(10, "turns of a conversation"),
+        tokens=(4000, "tokens of a conversation at its end"),
         disk=(
             False,
-            "instead, of prefixes on disk: first tokens of a new conversation, after a restart,"
-            " from memory; gaps of streams beside saving",
+            "measure prefixes on disk instead: time to the first token of a new conversation, after"
+            " a restart, and from memory; gaps of streams during saves",
         ),
     )
 
@@ -201,13 +216,13 @@ def _add_routing(kinds: Any, common: argparse.ArgumentParser) -> None:
     parser = _kind(kinds, common, "routing", text, rounds=3, peers=False)
     _flags(
         parser,
-        workers=(4, "of the model"),
+        workers=(4, "workers of the model"),
         cache=(0, "tokens that a worker caches (32000; real: 12000)"),
-        slow=(1.0, "how many times slower one simulated worker is"),
-        load=("", "only this one, such as chats"),
-        recorded=("", "a file with a recorded load instead of random ones"),
-        real=(False, "pools of real workers of the shape small"),
-        rate=(4.0, "arrivals a second of real loads"),
+        slow=(1.0, "factor by which one simulated worker is slower"),
+        load=("", "run only this load, such as chats"),
+        recorded=("", "file of a recorded load, instead of random loads"),
+        real=(False, "use pools of real workers with the shape small"),
+        rate=(4.0, "arrivals a second of loads on real workers"),
         count=(
             0,
             "chats, agents or calls of a load (its own number; real: 16 agents or 120 calls)",
@@ -216,79 +231,95 @@ def _add_routing(kinds: Any, common: argparse.ArgumentParser) -> None:
 
 
 def _add_groups(kinds: Any, common: argparse.ArgumentParser) -> None:
-    text = "one model on several devices, beside replicas"
+    text = "speed of one model on several devices, beside replicas"
     parser = _kind(kinds, common, "groups", text, rounds=3, peers=False)
     _model(parser)
     _flags(
         parser,
-        setup=(["1x1", "2x1", "1x2"], "pools: workers x devices of each"),
+        setup=(["1x1", "2x1", "1x2"], "pools to measure: workers x devices of each worker"),
         streams=([1, 32, 128], "streams at once"),
         prompt=(128, "tokens of a prompt"),
         tokens=(128, "tokens of a completion"),
         prefill=(4096, "tokens of a long prompt"),
         clients=(4, "processes that send"),
     )
-    parser.add_argument("--sequences", type=int, help="of a worker (the most streams)")
-    parser.add_argument("--sums", choices=("auto", "nccl"), default="auto", help="device_sums")
+    parser.add_argument(
+        "--sequences",
+        type=int,
+        help="greatest number of requests that run at once in a worker (the number of streams)",
+    )
+    parser.add_argument(
+        "--sums", choices=("auto", "nccl"), default="auto", help="the setting device_sums (auto)"
+    )
     _add_work(parser, [])
 
 
 def _add_speculation(kinds: Any, common: argparse.ArgumentParser) -> None:
-    parser = _kind(kinds, common, "speculation", "tokens/s with drafts and without", peers=False)
+    parser = _kind(
+        kinds,
+        common,
+        "speculation",
+        "tokens/s with drafts, beside tokens/s without drafts",
+        peers=False,
+    )
     _model(parser)
     parser.add_argument(
         "--speculation",
         choices=("off", "ngram", "mtp", "draft", "auto"),
         default="auto",
-        help="source of drafts, as the setting of this name (auto); off: no drafts on either side,"
-        " which shows how far equal batches differ",
+        help="source of drafts, like the setting of this name (auto); off: no drafts on either"
+        " side, which shows how far equal batches differ",
     )
     _flags(
         parser,
-        draft=("", "the draft model, as the setting of this name"),
+        draft=("", "the draft model, like the setting of this name"),
         streams=([1, 8, 32, 128], "requests at once"),
-        tokens=(128, "that each request generates"),
+        tokens=(128, "tokens that each request generates"),
         loads=(
             ["edits", "completions", "sampled"],
-            "kinds of prompts: a function of Python's library and its begin again under another"
-            " name, the begin of one, the same with temperature 1",
+            "kinds of prompts: edits: a function of Python's library, and its beginning again under"
+            " another name; completions: the beginning of a function; sampled: as completions, with"
+            " temperature 1",
         ),
         processor=(False, CPU_TIME),
         acceptance=(
             0.0,
-            "drafts count as right with this chance, so random weights show what a shape gains",
+            "probability that a draft counts as right, so random weights show the gain of a shape",
         ),
     )
 
 
 def _add_formats(kinds: Any, common: argparse.ArgumentParser) -> None:
-    text = "tokens/s of a batch with formats, beside one without"
+    text = "tokens/s of a batch with formats, beside a batch without formats"
     parser = _kind(kinds, common, "formats", text, rounds=7, peers=False)
     _model(parser)
     _flags(
         parser,
-        rows=([8, 32], "of a batch"),
-        tokens=(96, "of each row"),
+        rows=([8, 32], "rows of a batch"),
+        tokens=(96, "tokens of each row"),
         processor=(False, CPU_TIME),
     )
 
 
 def _add_deaths(kinds: Any, common: argparse.ArgumentParser) -> None:
-    text = "how long streams wait after kills and stops of workers, ranks and brokers"
+    text = "waits of streams after kills and stops of workers, ranks and brokers"
     parser = _kind(kinds, common, "deaths", text, rounds=3, peers=False)
     _flags(
         parser,
-        model=("builtin:counting", "a reference; another than the default has to count to 90"),
+        model=(
+            "builtin:counting",
+            "reference of the model; another than the default has to count to 90",
+        ),
         faults=(
             ["kill", "stop", "broker"],
-            "kinds: SIGKILL or SIGSTOP of each process of a worker while it reads prompts and while"
-            " it decodes, SIGKILL of the broker",
+            "kinds of faults: kill, stop: SIGKILL or SIGSTOP of each process of a worker while it"
+            " reads prompts and while it decodes; broker: SIGKILL of the broker",
         ),
-        streams=(8, "that run when a fault comes"),
-        tokens=(400, "of each stream"),
+        streams=(8, "streams that run when a fault comes"),
+        tokens=(400, "tokens of each stream"),
         replicas=(3, "workers of the model"),
-        devices=(1, "of each worker; more are a group"),
-        limit=(1.5, "seconds; step_limit and prefill_limit"),
+        devices=(1, "devices of each worker; several are a group"),
+        limit=(1.5, "the settings step_limit and prefill_limit in seconds"),
     )
 
 
@@ -296,13 +327,17 @@ def _add_checkpoint(kinds: Any, common: argparse.ArgumentParser) -> None:
     text = "write a model folder of a known shape with random weights"
     parser = kinds.add_parser("checkpoint", parents=[common], help=text)
     _shape(parser, required=True)
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="that does not exist yet")
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="a folder that does not exist yet"
+    )
     parser.set_defaults(run=checkpoint)
 
 
 def _add_report(kinds: Any, common: argparse.ArgumentParser) -> None:
-    parser = kinds.add_parser("report", parents=[common], help="the tables of saved figures")
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="as --out wrote them")
+    parser = kinds.add_parser("report", parents=[common], help="print the tables of saved figures")
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="JSON files that --out wrote"
+    )
     parser.set_defaults(run=report)
 
 
@@ -320,11 +355,11 @@ def _kind(
         name, parents=[common], help=text, description=text[0].upper() + text[1:] + "."
     )
     parser.set_defaults(run=run)
-    _flags(parser, rounds=(rounds, "of everything"))
+    _flags(parser, rounds=(rounds, "rounds of each measurement"))
     if peers:
-        _flags(parser, no_peers=(False, "without anything but mlxpool"))
+        _flags(parser, no_peers=(False, "measure only mlxpool"))
     parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="figures as JSON, tables, and pictures there"
+        "--out", type=Path, metavar="FOLDER", help="folder for figures as JSON, tables and pictures"
     )
     return parser
 
@@ -332,7 +367,9 @@ def _kind(
 def _model(parser: argparse.ArgumentParser) -> Any:
     """Adds the flags that choose a model; returns their group, whose flags exclude each other."""
     model_flags = parser.add_mutually_exclusive_group()
-    model_flags.add_argument("--model", default="", metavar="PATH", help="a folder or a reference")
+    model_flags.add_argument(
+        "--model", default="", metavar="PATH", help="the model: a folder or a reference"
+    )
     _shape(parser, model_flags)
     return model_flags
 
@@ -342,8 +379,13 @@ def _shape(
 ) -> None:
     text = "random weights of a known shape: small, llama-3.1-8b, …"
     (model_flags or parser).add_argument("--shape", default="", required=required, help=text)
-    _flags(parser, layers=(0, "of the shape (all)"))
-    parser.add_argument("--quantise", default="", metavar="MODE", help="affine, mxfp4, …")
+    _flags(parser, layers=(0, "number of layers of the shape (all)"))
+    parser.add_argument(
+        "--quantise",
+        default="",
+        metavar="MODE",
+        help="quantisation of the weights: affine, mxfp4, …",
+    )
 
 
 def _flags(parser: argparse.ArgumentParser, **flags: tuple[Any, str]) -> None:

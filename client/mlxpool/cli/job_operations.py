@@ -57,18 +57,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     of_all.add_argument(
         "--owner",
         metavar="OWNER",
-        help="only jobs, batches or notices of this owner, such as uid:1000",
+        help="list only jobs, batches or notices of this owner, such as uid:1000",
     )
-    of_all.add_argument("--model", metavar="MODEL", help="only jobs of this model")
-    of_all.add_argument("--of-batch", metavar="ID", help="only the lines of the batch with this id")
+    of_all.add_argument("--model", metavar="MODEL", help="list only jobs of this model")
     of_all.add_argument(
-        "--show", metavar="ID", help="everything about one job, with the stacks of workers"
-    )
-    of_all.add_argument(
-        "--notices", action="store_true", help="the notices that were not delivered"
+        "--of-batch", metavar="ID", help="list only the jobs of the batch with this id"
     )
     of_all.add_argument(
-        "--export", metavar="FILE", help="write all stored data as JSON lines; -: to the output"
+        "--show", metavar="ID", help="show everything about one job, with the stacks of workers"
+    )
+    of_all.add_argument(
+        "--notices", action="store_true", help="list the notices that were not delivered"
+    )
+    of_all.add_argument(
+        "--export",
+        metavar="FILE",
+        help="write all stored data as JSON lines; -: to standard output",
     )
     of_all.add_argument(
         "--verify", action="store_true", help="compare all stored data with its checksums"

@@ -35,9 +35,9 @@ NOTES = (
 EXAMPLES = {
     "mlxpool serve &": "start a broker",
     'mlxpool run demo "def main():"': "complete a text",
-    "mlxpool ps": "workers and what they are doing",
+    "mlxpool ps": "show workers and their work",
     "mlxpool pull ORG/NAME": "download a model",
-    "mlxpool check /path/to/model": "what a model is and needs",
+    "mlxpool check /path/to/model": "show a model's properties and needs",
 }
 
 
@@ -53,7 +53,7 @@ def parser(arguments: Sequence[str] = ()) -> RootParser:
         " $XDG_RUNTIME_DIR/mlxpool, ~/.mlxpool/run)",
     )
     common.add_argument(
-        "--json", action="store_true", default=argparse.SUPPRESS, help="output for programs"
+        "--json", action="store_true", default=argparse.SUPPRESS, help="print JSON, for programs"
     )
     root = RootParser(
         "mlxpool",

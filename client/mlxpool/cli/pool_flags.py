@@ -22,14 +22,16 @@ def add_endpoints(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the broker's additional endpoints, key, metrics, HTTP and log format."""
     for name, peers in (
         ("front", "clients"),
-        ("back", "workers that dial in"),
+        ("back", "workers that connect"),
         ("admin", "operators"),
     ):
         parser.add_argument(
             f"--{name}", action="append", metavar="ENDPOINT", help=f"further endpoint for {peers}"
         )
     parser.add_argument(
-        "--secret-key", metavar="FILE", help="the broker's secret key; with it tcp uses CURVE"
+        "--secret-key",
+        metavar="FILE",
+        help="file of the broker's secret key; with it tcp uses CURVE",
     )
     parser.add_argument(
         "--metrics",
@@ -40,13 +42,13 @@ def add_endpoints(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--http",
         metavar="HOST:PORT",
-        help="address of the HTTP APIs of OpenAI and Ollama, such as 127.0.0.1:11434 (default:"
-        " `http` of the settings, else none)",
+        help="address of the HTTP APIs of OpenAI, Anthropic and Ollama, such as 127.0.0.1:11434"
+        " (default: `http` of the settings, else none)",
     )
     parser.add_argument(
         "--http-keys",
         metavar="FILE",
-        help="bearer keys, one a line; needed if others can reach the address of --http",
+        help="file of bearer keys, one a line; needed if others can reach the address of --http",
     )
     parser.add_argument(
         "--state-dir",
@@ -54,7 +56,7 @@ def add_endpoints(parser: argparse.ArgumentParser) -> None:
         help="folder of the jobs, which outlive the broker; '': no jobs (default: `state_dir` of"
         " the settings, else a folder of yours)",
     )
-    parser.add_argument("--log-format", choices=("text", "json"))
+    parser.add_argument("--log-format", choices=("text", "json"), help="format of the log")
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +77,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=PATH",
-        help="the model at PATH, a folder or a reference, as NAME; may be repeated",
+        help="add the model at PATH, a folder or a reference, as NAME; may be repeated",
     )
 
 

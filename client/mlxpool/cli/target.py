@@ -45,7 +45,7 @@ def add_flags(
         dest=f"server_key{ending}",
         default=argparse.SUPPRESS,
         metavar="PUBLIC",
-        help=f"the broker's public key, or a file with it (default: ${SERVER_KEY_VARIABLE})"
+        help=f"the broker's public key, or a file that has it (default: ${SERVER_KEY_VARIABLE})"
         f"{'; repeated: one for each --endpoint' if several else ''}",
     )
     if not with_key:
@@ -54,7 +54,7 @@ def add_flags(
         "--key",
         default=argparse.SUPPRESS,
         metavar="FILE",
-        help=f"the file of your own key, as `mlxpool keygen` made it (default: ${KEY_VARIABLE})",
+        help=f"the file of your own key, which `mlxpool keygen` made (default: ${KEY_VARIABLE})",
     )
 
 

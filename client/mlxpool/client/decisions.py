@@ -30,8 +30,8 @@ class Decision(Struct, frozen=True):
     A label is a text, a boolean (yes or no), or a number.
     """
 
-    answer: Label
-    probabilities: Mapping[Label, float]  # by label, in the order of the labels; the sum is 1
+    answer: Label  # the label with the greatest probability
+    probabilities: Mapping[Label, float]  # each label's probability, in the labels' order; sum: 1
     outside: float  # the probability of all answers that are not labels
 
     @property

@@ -101,8 +101,8 @@ class Job(Struct, frozen=True):
     key: str  # the job's name, for clients of the same user or with the same key
     id: bytes  # the id, 16 bytes, which also names the job
     gen: int  # the number of times that the job restarted because its model had changed
-    seed: int
-    state: str  # at its submission: waiting, or the state of the earlier job with this key
+    seed: int  # the seed of the random choices
+    state: str  # state at submission: waiting, or the state of the earlier job with this key
     warnings: tuple[str, ...] = ()  # the broker's warnings about ignored keys of the request
 
 

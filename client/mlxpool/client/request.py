@@ -311,8 +311,8 @@ def tokenize(model: str, text: str) -> Question[list[int]]:
 class ChatTokens(Struct, frozen=True):
     """The token ids of a chat that the model's template has formatted."""
 
-    ids: list[int]
-    thinks: bool  # the prompt ends inside the thinking: the completion begins with thoughts
+    ids: list[int]  # the token ids of the prompt
+    thinks: bool  # True if the prompt ends within thoughts, which the completion then continues
 
 
 def tokenize_chat(

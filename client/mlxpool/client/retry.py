@@ -32,9 +32,9 @@ class Pace(Struct, frozen=True):
     retries.
     """
 
-    ping: float = 1.0  # between two pings while a stream or a call is open
-    tick: float = 0.25  # between two checks for due work
-    gap: float = 0.5  # the most that the client's clock advances between two readings
+    ping: float = 1.0  # time between two pings while a stream or a call is open
+    tick: float = 0.25  # time between two checks for due work
+    gap: float = 0.5  # the greatest advance of the client's clock between two readings
     silence: float = 3.0  # time without frames before the connection is replaced
     answer: tuple[float, ...] = (2.0, 4.0, 8.0)  # the wait for `accepted` or `fate`, before a retry
     pause: tuple[float, ...] = (0.0, 0.0, 2.0, 4.0, 8.0)  # wait before a retry, if no new id came

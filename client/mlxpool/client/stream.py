@@ -31,8 +31,8 @@ from mlxpool.common.protocol.token_ids import unpack_ids
 class Delta(Struct, frozen=True):
     """A part of a completion, as it arrives."""
 
-    text: str
-    ids: tuple[int, ...] = ()
+    text: str  # the text of the part
+    ids: tuple[int, ...] = ()  # the token ids of the part
     pos: int = 0  # the index of `ids[0]` in the completion
     logprobs: tuple[Mapping[str, Any], ...] = ()  # an entry for each id, if requested
     prompt: tuple[Mapping[str, Any], ...] = ()  # the next prompt tokens, if requested
@@ -43,16 +43,16 @@ class Delta(Struct, frozen=True):
 class Result(Struct, frozen=True):
     """A whole completion."""
 
-    text: str
-    ids: tuple[int, ...]
+    text: str  # the whole text
+    ids: tuple[int, ...]  # the token ids of the text
     reason: str  # why the completion ended: stop, length or cancelled
     usage: Mapping[str, int]  # prompt_tokens, cached_tokens, completion_tokens, total_tokens
-    timings_ms: Mapping[str, float]  # of queue, prepare, prefill, first_token, decode, total
-    seed: int
+    timings_ms: Mapping[str, float]  # ms of queue, prepare, prefill, first_token, decode, total
+    seed: int  # the seed of the random choices
     attempts: int  # the number of workers that had the request; 0: not reported
     logprobs: tuple[Mapping[str, Any], ...] = ()  # an entry for each id, if requested
     warnings: tuple[str, ...] = ()  # the broker's warnings about ignored keys of the request
-    complete: bool | None = None  # True if the text has the requested format; None: no format
+    complete: bool | None = None  # True if the text has the requested format; None: none requested
     prompt: tuple[Mapping[str, Any], ...] = ()  # the tokens of the prompt, if requested
     index: int = 0  # the index of the choice
     answer: CallAnswer | None = None  # the answer of a job that is a call, see `Vectors.of`

@@ -44,8 +44,8 @@ Inputs = str | Sequence[str] | Sequence[tuple[str, str]] | Sequence[int] | Seque
 class Ranked(Struct, frozen=True):
     """One document of a `rerank`: its index in the request, and its score."""
 
-    index: int
-    score: float
+    index: int  # the index of the document in the request
+    score: float  # the score of the document, greater for a better one
 
 
 class Ranking(list[Ranked]):
@@ -66,9 +66,9 @@ class Vectors(Sequence["list[float]"], Struct, frozen=True, metaclass=_SequenceR
     `vectors[0]` is the first row as a list, `numpy.asarray(vectors)` the array [rows, columns].
     """
 
-    data: bytes  # little-endian float32
-    rows: int
-    columns: int
+    data: bytes  # the numbers of all rows as little-endian float32
+    rows: int  # the number of rows
+    columns: int  # the number of columns
     labels: tuple[str, ...] = ()  # names of the columns, for `classify`
     usage: Mapping[str, int] = field(default_factory=dict)  # prompt_tokens, total_tokens
 

@@ -162,16 +162,16 @@ def _process(value: Callable[[psutil.Process], float]) -> Callable[[object], Row
 
 # The families of the process that this module runs in.
 PROCESS: tuple[Family[Any], ...] = (
-    Family("process_virtual_memory_bytes", GAUGE, "Virtual memory",
+    Family("process_virtual_memory_bytes", GAUGE, "Virtual memory of the process in bytes",
            (), _process(lambda process: process.memory_info().vms)),
-    Family("process_resident_memory_bytes", GAUGE, "Resident memory",
+    Family("process_resident_memory_bytes", GAUGE, "Resident memory of the process in bytes",
            (), _process(lambda process: process.memory_info().rss)),
-    Family("process_start_time_seconds", GAUGE, "Time of the start, in seconds since 1970",
+    Family("process_start_time_seconds", GAUGE, "Start of the process in seconds since 1970",
            (), _process(lambda process: process.create_time())),
-    Family("process_cpu_seconds_total", COUNTER, "Processor time",
+    Family("process_cpu_seconds_total", COUNTER, "Processor time of the process in seconds",
            (), _process(lambda process: sum(process.cpu_times()[:2]))),
-    Family("process_open_fds", GAUGE, "Open descriptors",
+    Family("process_open_fds", GAUGE, "Number of open file descriptors",
            (), _process(lambda process: process.num_fds())),
-    Family("process_max_fds", GAUGE, "Bound of open descriptors",
+    Family("process_max_fds", GAUGE, "Bound of the number of open file descriptors",
            (), lambda source: [((), resource.getrlimit(resource.RLIMIT_NOFILE)[0])]),
 )  # fmt: skip

@@ -118,13 +118,15 @@ class Options(Struct, frozen=True):
     max_tokens: Annotated[
         int,
         IntegerIn(-(2**31), MAX_COUNT),
-        "the most tokens to generate, 0: up to the context (default: from the settings)",
+        "greatest number of tokens to generate, 0: up to the context (default: as set)",
     ] = -1  # below 0: the setting default_max_tokens; if that is 0, up to the context
     temperature: Annotated[
         float, NumberIn(0, 100), "randomness of the choice of tokens, 0: greedy (default 0.8)"
     ] = 0.8
     top_p: Annotated[
-        float, NumberIn(0, 1), "keep the most likely tokens of this mass (default 0.9)"
+        float,
+        NumberIn(0, 1),
+        "keep the most likely tokens up to this total probability (default 0.9)",
     ] = 0.9  # 1 (or 0) is off
     top_k: Annotated[
         int,
@@ -132,49 +134,61 @@ class Options(Struct, frozen=True):
         "keep this many of the most likely tokens, 0: all (default 40)",
     ] = 40
     min_p: Annotated[
-        float, NumberIn(0, 1), "drop tokens this much less likely than the first (default 0)"
+        float,
+        NumberIn(0, 1),
+        "drop tokens below this share of the greatest probability (default 0)",
     ] = 0.0  # 0 is off
     repeat_penalty: Annotated[
-        float, NumberIn(0.01, 100), "divide the logits of recent tokens (default 1, off)"
+        float, NumberIn(0.01, 100), "divide the logits of recent tokens by this (default 1, off)"
     ] = 1.0
     repeat_last_n: Annotated[
-        int, IntegerIn(-1, MAX_COUNT), "how many tokens are recent, -1: all (default 64)"
+        int, IntegerIn(-1, MAX_COUNT), "number of last tokens that are recent, -1: all (default 64)"
     ] = 64  # -1: the context, 0: none
     presence_penalty: Annotated[
-        float, NumberIn(-100, 100), "subtract from recent tokens once (default 0)"
+        float,
+        NumberIn(-100, 100),
+        "subtract this from the logits of recent tokens (default 0)",
     ] = 0.0
     frequency_penalty: Annotated[
-        float, NumberIn(-100, 100), "subtract from recent tokens for each time (default 0)"
+        float,
+        NumberIn(-100, 100),
+        "subtract this from the logit of a recent token for each occurrence (default 0)",
     ] = 0.0
     logit_bias: Annotated[Mapping[int, float], _biases] = field(default_factory=dict)
     seed: Annotated[
-        int, IntegerIn(-1, MAX_SEED), "random seed, for the same text again (default: drawn)"
+        int,
+        IntegerIn(-1, MAX_SEED),
+        "seed of the random choices: the same seed gives the same text (default: drawn)",
     ] = -1  # below 0: the broker draws a seed
-    stop: Annotated[tuple[str, ...], _stops, "end before this text; may be repeated"] = ()
+    stop: Annotated[
+        tuple[str, ...], _stops, "end the output before this text; may be repeated"
+    ] = ()
     logprobs: Annotated[bool, _boolean, "report each token's log-probability, with --json"] = False
     top_logprobs: Annotated[
-        int, IntegerIn(0, MAX_TOP_LOGPROBS), "alternatives reported with --json (default 0)"
+        int,
+        IntegerIn(0, MAX_TOP_LOGPROBS),
+        "number of alternatives reported with --json (default 0)",
     ] = 0
-    ignore_eos: Annotated[bool, _boolean, "go on past the model's own end"] = False
+    ignore_eos: Annotated[bool, _boolean, "continue after the model's end token"] = False
     truncate: Annotated[
         bool, _boolean, "cut a prompt that is too long, after its first num_keep tokens"
     ] = False
     shift: Annotated[
-        bool, _boolean, "at a full context discard tokens after the first num_keep, and go on"
+        bool, _boolean, "if the context is full, discard tokens after the first num_keep"
     ] = False
     num_keep: Annotated[
         int,
         IntegerIn(-1, MAX_COUNT),
-        "first tokens that truncate and shift keep, -1: the prompt (default 4)",
+        "number of first tokens that --truncate and --shift keep, -1: the prompt (default 4)",
     ] = 4
     num_ctx: Annotated[
-        int, IntegerIn(0, MAX_COUNT), "context of this request (default, 0: the model's)"
+        int, IntegerIn(0, MAX_COUNT), "length of this request's context (default, 0: the model's)"
     ] = 0
     format: Annotated[Mapping[str, Any] | None, check_format] = None  # the form of the answer
     thinking_budget: Annotated[
         int,
         IntegerIn(-1, MAX_COUNT),
-        "the most tokens of thoughts before the answer (default, -1: no bound)",
+        "greatest number of tokens of thoughts before the answer (default, -1: no bound)",
     ] = -1
     # The answer continues the last message, which is of the role assistant.
     continue_message: Annotated[bool, _boolean] = False

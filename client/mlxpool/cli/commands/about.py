@@ -16,7 +16,9 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "help", parents=[common], help="show the commands, or the options of a command"
     )
-    parser.add_argument("words", metavar="COMMAND", nargs="*", help="`run`, `config show`, …")
+    parser.add_argument(
+        "words", metavar="COMMAND", nargs="*", help="a command: `run`, `config show`, …"
+    )
     parser.set_defaults(run=show_help)
     commands.add_parser("version", parents=[common], help="print the version").set_defaults(
         run=show_version
@@ -25,10 +27,12 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "completion",
         parents=[common],
         help="print a script that completes this command line in a shell",
-        description='For this session: `eval "$(mlxpool completion bash)"`, or with zsh;'
+        description='In this session, run `eval "$(mlxpool completion bash)"`, or with zsh;'
         " `mlxpool completion fish | source`. docs/cli.md shows how to install the script.",
     )
-    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
+    parser.add_argument(
+        "shell", choices=SHELLS, metavar="SHELL", help=f"shell of the script: {', '.join(SHELLS)}"
+    )
     parser.set_defaults(run=complete)
 
 

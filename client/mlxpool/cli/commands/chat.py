@@ -253,8 +253,8 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "chat",
         parents=[common],
         help="talk with a model in the terminal",
-        description="A conversation: the model sees the earlier messages. Without a terminal each"
-        " line of standard input is a message. /? lists the commands that can be typed.",
+        description="Holds a conversation: the model sees the earlier messages. Without a terminal"
+        " each line of standard input is a message. /? lists the commands that can be typed.",
     )
     parser.add_argument("model", metavar="MODEL", help="a name that `mlxpool models` shows")
     parser.add_argument("--system", metavar="TEXT", help="the system's message")
@@ -263,7 +263,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         metavar="FILE",
         action="append",
         default=[],
-        help="an image before the first message; may be repeated",
+        help="an image file to put before the first message; may be repeated",
     )
     add_options(parser)
     add_connect_timeout(parser)

@@ -31,13 +31,13 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         " it. Exit code 0: it is sound and can run here; 1: it is not sound, or cannot run here.",
     )
     parser.add_argument(
-        "name", metavar="MODEL", help="a name of the settings, or a folder or a reference"
+        "name", metavar="MODEL", help="a name in the settings, a folder or a reference"
     )
     parser.add_argument(
         "--context",
         type=int,
         metavar="TOKENS",
-        help="context for which memory is computed (default: the model's own)",
+        help="length of the context for which memory is computed (default: the model's own)",
     )
     add_settings(parser)
     parser.set_defaults(run=run)

@@ -22,7 +22,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "decide", parents=[common], help="print the probabilities of given answers to questions"
     )
     parser.add_argument("model", metavar="MODEL", help="a name that `mlxpool models` shows")
-    parser.add_argument("prompt", metavar="TEXT", help="the text; -: standard input")
+    parser.add_argument("prompt", metavar="TEXT", help="the text to decide on; -: standard input")
     parser.add_argument(
         "questions",
         metavar="QUESTION",
@@ -37,12 +37,12 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         help="a possible answer; give several (default: yes or no)",
     )
     kinds.add_argument(
-        "--scale", type=scale, metavar="LOW-HIGH", help="answer with a whole number, as 1-10"
+        "--scale", type=scale, metavar="LOW-HIGH", help="answer with a whole number, such as 1-10"
     )
     parser.add_argument(
         "--temperature",
         type=float,
-        help="above 1 flattens the probabilities, below 1 sharpens them (default 1)",
+        help="above 1 it flattens the probabilities, below 1 it sharpens them (default 1)",
     )
     parser.add_argument(
         "--deadline", type=seconds, metavar="SECONDS", help="give up after this time"

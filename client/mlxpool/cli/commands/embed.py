@@ -11,27 +11,29 @@ from mlxpool.cli.formatting import count, json_text, table
 from mlxpool.cli.request_flags import add_connect_timeout, client_of, decode_utf8, seconds
 from mlxpool.common.escapes import escape_line
 
-TEXTS_HELP = "texts; without any, or with -, the lines of standard input"
+TEXTS_HELP = "texts; without texts, or with -, the lines of standard input"
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     """Add `embed`, `rerank` and `classify`."""
     embed = _add(commands, common, "embed", "print a vector for each text")
     embed.add_argument("texts", metavar="TEXT", nargs="*", help=TEXTS_HELP)
-    embed.add_argument("--dimensions", type=count, help="the number of kept dimensions of a vector")
+    embed.add_argument(
+        "--dimensions", type=count, help="number of dimensions that each vector keeps"
+    )
     embed.add_argument(
         "--normalise",
         action=argparse.BooleanOptionalAction,
-        help="give vectors the length 1 (default: as set for the model)",
+        help="scale vectors to the length 1 (default: as set for the model)",
     )
     embed.add_argument(
         "--prompt-name", metavar="NAME", help="put this prompt of the model before each text"
     )
     embed.set_defaults(run=run_embed)
     rerank = _add(commands, common, "rerank", "order documents by how well they fit a query")
-    rerank.add_argument("query", metavar="QUERY")
+    rerank.add_argument("query", metavar="QUERY", help="text with which documents are compared")
     rerank.add_argument("texts", metavar="DOCUMENT", nargs="*", help=TEXTS_HELP)
-    rerank.add_argument("--top", type=count, metavar="N", help="print the best N only")
+    rerank.add_argument("--top", type=count, metavar="N", help="print only the N best documents")
     rerank.set_defaults(run=run_rerank)
     classify = _add(commands, common, "classify", "print the probability of each label of a text")
     classify.add_argument("texts", metavar="TEXT", nargs="*", help=TEXTS_HELP)
@@ -44,7 +46,7 @@ def _add(
     parser: argparse.ArgumentParser = commands.add_parser(name, parents=[common], help=text)
     parser.add_argument("model", metavar="MODEL", help="a name that `mlxpool models` shows")
     parser.add_argument(
-        "--truncate", action="store_true", help="cut texts that are too long; otherwise an error"
+        "--truncate", action="store_true", help="cut texts that are too long, instead of failing"
     )
     parser.add_argument(
         "--deadline", type=seconds, metavar="SECONDS", help="give up after this time"

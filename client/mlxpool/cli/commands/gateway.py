@@ -15,7 +15,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     gateway = commands.add_parser(
         "gateway",
         parents=[common],
-        help="answer HTTP as OpenAI, Anthropic, Ollama do, for pools",
+        help="serve the HTTP APIs of OpenAI, Anthropic and Ollama",
     )
     add_flags(gateway, several=True)
     gateway.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
@@ -23,11 +23,14 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "--port", type=int, default=11434, help="port to listen on, 0: any free port (11434)"
     )
     gateway.add_argument(
-        "--keys", type=Path, metavar="FILE", help="bearer keys, one a line (none: all may ask)"
+        "--keys",
+        type=Path,
+        metavar="FILE",
+        help="file of bearer keys, one a line (default: none, requests need no key)",
     )
     gateway.add_argument(
         "--max-body", type=int, default=8 * 2**20, metavar="BYTES",
-        help="the most bytes of a request's body (8388608)",
+        help="greatest number of bytes of a request's body (8388608)",
     )  # fmt: skip
     gateway.add_argument(
         "--idle-time", type=float, default=120.0, metavar="SECONDS",
@@ -35,11 +38,11 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     gateway.add_argument(
         "--stream-keep", type=float, default=600.0, metavar="SECONDS",
-        help="time that an answer with an Idempotency-Key is kept after its end (600)",
+        help="time for which an answer with an Idempotency-Key is kept after its end (600)",
     )  # fmt: skip
     gateway.add_argument(
         "--keep-alive", type=float, default=10.0, metavar="SECONDS",
-        help="time of silence before a stream sends a sign of life (10)",
+        help="time without output after which a stream sends a sign of life (10)",
     )  # fmt: skip
     gateway.add_argument(
         "--deadline", type=float, metavar="SECONDS",
@@ -47,16 +50,16 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     gateway.add_argument(
         "--per-key", type=int, metavar="N",
-        help="the most requests at once of one key (default: any number)",
+        help="greatest number of requests of one key at once (default: no limit)",
     )  # fmt: skip
     gateway.add_argument(
         "--drain-timeout", type=float, default=30.0, metavar="SECONDS",
-        help="time for running requests after SIGTERM (30)",
+        help="time in which running requests may end after SIGTERM (30)",
     )  # fmt: skip
     gateway.add_argument(
         "--cors-origin", action="append", default=[], metavar="ORIGIN",
-        help="origin whose pages in browsers may use it, such as https://app.example, or '*' for"
-        " all; may be repeated (none)",
+        help="origin whose pages may use the gateway in browsers, such as https://app.example, or"
+        " '*' for all; may be repeated (none)",
     )  # fmt: skip
     gateway.add_argument(
         "--name-owners", action="store_true",
@@ -71,7 +74,9 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "--access-log", action=argparse.BooleanOptionalAction, default=True,
         help="log a line for each request (yes)",
     )  # fmt: skip
-    gateway.add_argument("--log-format", choices=("text", "json"), default="text")
+    gateway.add_argument(
+        "--log-format", choices=("text", "json"), default="text", help="format of the log (text)"
+    )
     gateway.set_defaults(run=run)
 
 

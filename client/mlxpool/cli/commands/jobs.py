@@ -48,9 +48,9 @@ KEY = "the key that `mlxpool submit` printed"
 OF_JOBS = ("state", "after", "follow")  # flags that select jobs
 LISTING = ("state", "after", "batch", "batches", "files", "follow", *job_operations.FLAGS)
 DESCRIPTIONS = {
-    "retry": "Lets a dead or expired job wait again; it goes on after the tokens that it has.",
-    "release": "Deletes the result of a job that has ended. Its key answers `gone` for"
-    " job_key_life (24 h), then it is free.",
+    "retry": "Lets a dead or expired job wait again; it goes on after its present tokens.",
+    "release": "Deletes the result of a job that has ended. Requests with its key get `gone` for"
+    " job_key_life (24 h), then the key is free.",
 }
 
 
@@ -75,7 +75,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         parents=[common],
         help="print a job's text, and wait for its end",
         description="Prints a job's text from its beginning, and waits for the rest if the job is"
-        " not done. Any number of programs may read a job; leaving does not cancel it.",
+        " not done. Any number of programs may read a job; their end does not cancel it.",
     )
     sub.add_argument("key", metavar="KEY", help=KEY)
     sub.add_argument(
@@ -90,7 +90,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "--gen",
         type=int,
         metavar="N",
-        help="generation of the job: fail if it was begun anew since; see `jobs --json`",
+        help="generation of the job, see `jobs --json`: fail if the job has begun anew since",
     )
     sub.add_argument(
         "--raw",
@@ -111,21 +111,21 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "--state",
         choices=JOB_STATES,
         metavar="STATE",
-        help=f"only jobs that are {', '.join(JOB_STATES[:-1])} or {JOB_STATES[-1]}",
+        help=f"list only jobs that are {', '.join(JOB_STATES[:-1])} or {JOB_STATES[-1]}",
     )
     sub.add_argument(
         "--after",
         metavar="END_SEQ",
         type=int,
-        help="jobs whose end has a higher number than this, in order; 0: all ended jobs",
+        help="list jobs whose end has a higher number than this, in order; 0: all ended jobs",
     )
     sub.add_argument(
-        "--limit", metavar="N", type=count, default=100, help="the most rows (default 100)"
+        "--limit", metavar="N", type=count, default=100, help="greatest number of rows (100)"
     )
     of = sub.add_mutually_exclusive_group()
-    of.add_argument("--batch", metavar="KEY", help="a batch, and the jobs of its lines")
-    of.add_argument("--batches", action="store_true", help="your batches")
-    of.add_argument("--files", action="store_true", help="the files that are kept for batches")
+    of.add_argument("--batch", metavar="KEY", help="show a batch, and the jobs of its lines")
+    of.add_argument("--batches", action="store_true", help="list your batches")
+    of.add_argument("--files", action="store_true", help="list the files kept for batches")
     sub.add_argument(
         "--follow",
         action="store_true",
@@ -160,16 +160,21 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
         help="a name that `mlxpool models` shows; with --batch for lines that name no model",
     )
     parser.add_argument(
-        "prompt", metavar="PROMPT", nargs="?", help="the text (default, or -: standard input)"
+        "prompt",
+        metavar="PROMPT",
+        nargs="?",
+        help="the text to complete (default, or -: standard input)",
     )
     parser.add_argument(
-        "--key", dest="job_key", help="key of the job; with it the same request is the same job"
+        "--key",
+        dest="job_key",
+        help="key of the job; the same request with the same key is the same job",
     )
     parser.add_argument(
         "--keep",
         type=_seconds,
         metavar="TIME",
-        help="time that the result is kept after the end, such as 1h (default: job_keep, 24h)",
+        help="time for which the result is kept after the end, such as 1h (default: job_keep, 24h)",
     )
     parser.add_argument(
         "--delay", type=_seconds, metavar="TIME", help="time before the job may begin"
@@ -181,16 +186,18 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
         "--priority",
         type=_priority,
         metavar="P",
-        help="0 to 2, 2 goes first; idle: if no other request waits (default 0)",
+        help="priority, 0 to 2, 2 goes first; idle: run if no other request waits (default 0)",
     )
     parser.add_argument(
         "--batch",
         metavar="FILE",
         help="submit every line of a file of JSON lines (-: standard input) as a job; the options"
-        " hold for lines that do not set them",
+        " apply to lines that do not set them",
     )
     parser.add_argument(
-        "--wait", action="store_true", help="with --batch: show its progress until it has ended"
+        "--wait",
+        action="store_true",
+        help="with --batch: show the batch's progress until the batch has ended",
     )
     batches.add_output(parser)
     parser.add_argument(
@@ -205,7 +212,7 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
         type=Path,
         action="append",
         default=[],
-        help="an image before the prompt, or at its [img-n]; may be repeated",
+        help="an image file to put before the prompt, or at its [img-n]; may be repeated",
     )
     add_options(parser)
     add_connect_timeout(parser)

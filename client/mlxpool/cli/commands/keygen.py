@@ -15,15 +15,15 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "keygen",
         parents=[common],
-        help="make a key for tcp",
+        help="make a CURVE key for tcp",
         description="Writes NAME.key, which only you can read, and never overwrites a file. The"
         " broker admits clients, workers and operators whose public key is in its config; its own"
         " key (--role server) is named there by pool.secret_key.",
     )
     sub.add_argument("name", metavar="NAME", help="name of the key, as in logs")
-    sub.add_argument("--role", choices=keys.ROLES, required=True)
+    sub.add_argument("--role", choices=keys.ROLES, required=True, help="role of the key")
     sub.add_argument(
-        "--folder", type=Path, metavar="FOLDER", help="its folder (default: ~/.mlxpool/keys)"
+        "--folder", type=Path, metavar="FOLDER", help="folder of the key (default: ~/.mlxpool/keys)"
     )
     sub.set_defaults(run=run)
 

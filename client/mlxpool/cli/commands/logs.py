@@ -23,14 +23,14 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "logs",
         parents=[common],
         help="show the log of a worker",
-        description="Prints the last lines of a worker's log; without SLOT a line for each log. The"
-        " broker logs to its standard error. Workers on other machines log there.",
+        description="Prints the last lines of a worker's log; without SLOT prints a line for each"
+        " log. The broker logs to its standard error. Workers on other machines log there.",
     )
     parser.add_argument("slot", nargs="?", metavar="SLOT", help="a slot in `mlxpool ps`: demo/0")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on, until Ctrl-C")
+    parser.add_argument("-f", "--follow", action="store_true", help="follow the log until Ctrl-C")
     parser.add_argument(
         "-n", "--tail", type=count, default=100, metavar="LINES",
-        help="number of last lines, 0: all (100)",
+        help="number of last lines to print, 0: all (100)",
     )  # fmt: skip
     parser.set_defaults(run=run)
 

@@ -46,24 +46,26 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         parents=[common],
         help="end the broker and its workers",
         description="Ends the broker for good: its streams end. To restart it, send it SIGTERM;"
-        " its streams then go on in the next one.",
+        " its streams then go on in the next broker.",
     ).set_defaults(run=stop)
     sub = commands.add_parser("load", parents=[common], help="start a model's workers now")
     sub.add_argument("model", metavar="MODEL", help="a name that `mlxpool models` shows")
     sub.add_argument(
-        "--wait", action="store_true", help="wait until it is loaded; exit code 1 if that fails"
+        "--wait",
+        action="store_true",
+        help="wait until the model is loaded; exit code 1 if the load fails",
     )
     sub.add_argument(
         "--timeout",
         metavar="SECONDS",
         type=float,
         default=math.inf,
-        help="with --wait: time until it ends with exit code 1 (default: no limit)",
+        help="with --wait: time after which the command ends with exit code 1 (default: no limit)",
     )
     add_connect_timeout(sub)
     sub.set_defaults(run=load)
     sub = commands.add_parser(
-        "unload", parents=[common], help="end a model's workers and the streams they run"
+        "unload", parents=[common], help="end a model's workers and their streams"
     )
     sub.add_argument("model", metavar="MODEL", help="a name that `mlxpool models` shows")
     sub.set_defaults(run=unload)
@@ -71,9 +73,9 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "drain",
         parents=[common],
         help="let a worker, a model or the whole pool finish, then end it",
-        description="A drained worker's slot is filled again, of a pinned model at once, else"
-        " when there is work for it; a drained model stays closed until `mlxpool load`. Without"
-        " TARGET the pool finishes what it has accepted, then the broker ends.",
+        description="The slot of a drained worker gets a new worker: of a pinned model at once,"
+        " else when there is work for it; a drained model stays closed until `mlxpool load`."
+        " Without TARGET the pool finishes what it has accepted, then the broker ends.",
     )
     sub.add_argument(
         "target", nargs="?", metavar="TARGET", help="a slot (demo/0) or a model (demo)"
@@ -82,24 +84,29 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "--timeout",
         metavar="SECONDS",
         type=float,
-        help="time that streams may go on; then streams of a worker move to another worker, and"
-        " other streams end with `draining` (default: drain_grace, 30)",
+        help="time for which streams may go on; then streams of a worker move to another worker,"
+        " and other streams end with `draining` (default: drain_grace, 30)",
     )
     sub.set_defaults(run=drain)
     sub = commands.add_parser(
         "restart",
         parents=[common],
-        help="replace a worker; its streams go on in the next one",
+        help="replace a worker; its streams go on in the next worker",
     )
     sub.add_argument("slot", metavar="SLOT", help="a slot in `mlxpool ps`, such as demo/0")
     sub.set_defaults(run=restart)
     sub = commands.add_parser("cancel", parents=[common], help="cancel a request, a job or a batch")
     named = sub.add_mutually_exclusive_group(required=True)
     named.add_argument(
-        "id", metavar="ID", nargs="?", help="an id in `mlxpool requests`, or its first digits"
+        "id",
+        metavar="ID",
+        nargs="?",
+        help="cancel the request with this id of `mlxpool requests`, or with these first digits",
     )
-    named.add_argument("--job", metavar="KEY", help="your job with this key, running or not")
-    named.add_argument("--batch", metavar="KEY", help="your batch with this key, and all its lines")
+    named.add_argument("--job", metavar="KEY", help="cancel your job with this key")
+    named.add_argument(
+        "--batch", metavar="KEY", help="cancel your batch with this key, and all its lines"
+    )
     add_connect_timeout(sub)
     sub.set_defaults(run=cancel)
 

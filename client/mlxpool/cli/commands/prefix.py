@@ -30,10 +30,10 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "ls",
         parents=[common],
         help="list prefixes by model and digest",
-        description="A row for each digest of each model. The present workers cannot use segments"
-        " of another digest than their own; these are the first to be deleted.",
+        description="Prints a row for each digest of each model. The present workers cannot use"
+        " segments of another digest than their own; these are the first to be deleted.",
     )
-    _add_flags(parser, "only prefixes of this model", optional=True)
+    _add_flags(parser, "list only prefixes of this model", optional=True)
     parser.set_defaults(run=ls)
     parser = verbs.add_parser(
         "verify",
@@ -42,16 +42,18 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         description="Exit code 0: every record is sound; 1: some are bad, which workers treat as"
         " misses. An incomplete record of a killed worker is `torn`, which is not a fault.",
     )
-    _add_flags(parser, "only prefixes of this model", optional=True)
+    _add_flags(parser, "check only prefixes of this model", optional=True)
     parser.set_defaults(run=verify)
     parser = verbs.add_parser(
         "rm",
         parents=[common],
         help="delete the prefixes of a model",
-        description="Workers may run: they notice it within a second.",
+        description="Workers may run: they notice the deletion within a second.",
     )
-    _add_flags(parser, "model whose prefixes are deleted", optional=False)
-    parser.add_argument("--digest", default="", help="only prefixes whose digest begins with this")
+    _add_flags(parser, "the model whose prefixes are deleted", optional=False)
+    parser.add_argument(
+        "--digest", default="", help="delete only prefixes whose digest begins with this"
+    )
     parser.set_defaults(run=rm)
 
 
@@ -61,8 +63,8 @@ def _add_flags(parser: argparse.ArgumentParser, text: str, *, optional: bool) ->
         "--prefix-dir",
         type=Path,
         metavar="DIR",
-        help="the folder (default: `prefix_dir` of the settings, else mlxpool/prefixes in"
-        " $XDG_CACHE_HOME)",
+        help="folder of the prefixes (default: `prefix_dir` of the settings, else mlxpool/prefixes"
+        " in $XDG_CACHE_HOME)",
     )
     add_settings(parser)
 

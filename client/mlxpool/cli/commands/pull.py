@@ -24,7 +24,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="ORG/NAME[:FILE.gguf]",
-        help="the repository, and the GGUF file if it has several",
+        help="the repository, and a GGUF file if the repository has several",
     )
     parser.set_defaults(run=run)
 

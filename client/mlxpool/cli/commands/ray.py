@@ -22,7 +22,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     group = commands.add_parser(
         "ray",
         parents=[common],
-        help="a pool on a Ray cluster",
+        help="run a pool on a Ray cluster",
         description="Runs the broker on the node with the resource mlxpool_broker, and workers"
         " wherever the cluster has room for them: docs/scale.md. Needs `pip install"
         " 'mlxpool[ray]'` on every node.",
@@ -32,11 +32,15 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "up", parents=[common], help="start a pool, or give a running pool new settings"
     )
     down = verbs.add_parser("down", parents=[common], help="end a pool; its files stay")
-    status = verbs.add_parser("status", parents=[common], help="the broker and its workers")
-    up.add_argument("file", type=Path, metavar="FILE", help="the settings of the pool, TOML")
+    status = verbs.add_parser("status", parents=[common], help="show the broker and its workers")
+    up.add_argument("file", type=Path, metavar="FILE", help="file of the pool's settings, in TOML")
     for parser in (down, status):
         parser.add_argument(
-            "file", type=Path, nargs="?", metavar="FILE", help="the settings; only its name is used"
+            "file",
+            type=Path,
+            nargs="?",
+            metavar="FILE",
+            help="file of the settings, of which the name is used",
         )
     for parser in (up, down, status):
         parser.add_argument("--name", help="name of the pool (default: FILE without .toml)")
@@ -50,8 +54,12 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         default="",
         help="folder of the broker's key, sockets and log on its machine (~/.mlxpool/ray/NAME)",
     )
-    up.add_argument("--front-port", type=int, default=7200, help="port for clients (7200)")
-    up.add_argument("--back-port", type=int, default=7201, help="port for workers (7201)")
+    up.add_argument(
+        "--front-port", type=int, default=7200, help="the broker's port for clients (7200)"
+    )
+    up.add_argument(
+        "--back-port", type=int, default=7201, help="the broker's port for workers (7201)"
+    )
     up.set_defaults(run=run_up)
     down.set_defaults(run=run_down)
     status.set_defaults(run=run_status)

@@ -19,9 +19,9 @@ from mlxpool.cli.style import UNBOUNDED, Cells, print_table, width_of
 from mlxpool.common.load_times import activity
 
 PS_COLUMNS = (
-    "A row for each worker. SLOT: its name for logs, drain and restart; PHASE: its activity;"
-    " FOR: the time since its begin; RUN: requests that it computes; WAIT: requests in the queue of"
-    " its model; RESTARTS: restarts of the slot."
+    "Prints a row for each worker. SLOT: its name for logs, drain and restart; PHASE: its activity;"
+    " FOR: the duration of the activity; RUN: requests that it computes; WAIT: requests in the"
+    " queue of its model; RESTARTS: restarts of the slot."
 )
 
 

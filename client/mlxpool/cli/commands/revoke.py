@@ -23,7 +23,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "revoke",
         parents=[common],
-        help="take a key away at once",
+        help="make a key invalid at once",
         description="Removes [keys.NAME] from the broker's config, replaces that file, and makes"
         " the broker read it. The key's file stays where it is.",
     )

@@ -36,12 +36,15 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     run_parser = commands.add_parser(
         "run",
         parents=[common],
-        help="complete a text, printed as it is generated",
+        help="complete a text, and print it as it is generated",
         description="Completes a text from an argument or from standard input.",
     )
     run_parser.add_argument("model", metavar="MODEL", help="a name that `mlxpool models` shows")
     run_parser.add_argument(
-        "prompt", metavar="PROMPT", nargs="?", help="the text (default, or -: standard input)"
+        "prompt",
+        metavar="PROMPT",
+        nargs="?",
+        help="the text to complete (default, or -: standard input)",
     )
     run_parser.add_argument(
         "--chat", action="store_true", help="send the prompt as a user's message"
@@ -52,7 +55,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         type=Path,
         action="append",
         default=[],
-        help="an image before the prompt, or at its [img-n]; may be repeated",
+        help="an image file to put before the prompt, or at its [img-n]; may be repeated",
     )
     run_parser.add_argument(
         "-n",
@@ -74,7 +77,9 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     add_options(run_parser)
     add_connect_timeout(run_parser)
-    run_parser.add_argument("--quiet", action="store_true", help="no figures on standard error")
+    run_parser.add_argument(
+        "--quiet", action="store_true", help="print no figures on standard error"
+    )
     run_parser.set_defaults(run=run, take_rest=take_prompt)
 
 

@@ -25,7 +25,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     broker = commands.add_parser(
         "broker",
         parents=[common],
-        help="run a broker alone: workers connect with `mlxpool worker`",
+        help="run a broker whose workers connect with `mlxpool worker`",
     )
     for parser in (serve, broker):
         add_settings(parser)
@@ -35,11 +35,11 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
     worker = commands.add_parser(
         "worker",
         parents=[common],
-        help="run a worker of a broker elsewhere",
-        description="Dials a broker's back endpoint over tcp with a key of the role `worker`, or a"
-        " `mlxpool broker` of this machine over ipc. A worker that crashes or hangs is restarted."
-        " Exit codes: 0 the broker stopped it, or SIGTERM; 1 its key is refused; 3 no broker"
-        " answered within --orphan-grace.",
+        help="run a worker that connects to a broker",
+        description="Connects to a broker's back endpoint over tcp with a key of the role"
+        " `worker`, or a `mlxpool broker` of this machine over ipc. A worker that crashes or hangs"
+        " is restarted. Exit codes: 0 the broker stopped it, or SIGTERM; 1 its key is refused; 3"
+        " no broker answered within --orphan-grace.",
     )
     add_flags(worker)
     worker.add_argument("name", metavar="MODEL", help="the model's name in requests")
@@ -49,9 +49,9 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         type=float,
         default=ORPHAN_GRACE,
         metavar="SECONDS",
-        help="time without a broker before the worker ends (default 60)",
+        help="time without a broker after which the worker ends (default 60)",
     )
-    worker.add_argument("--log-format", choices=("text", "json"))
+    worker.add_argument("--log-format", choices=("text", "json"), help="format of the log")
     worker.set_defaults(run=run_worker)
 
 

@@ -242,10 +242,10 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         "top",
         parents=[common],
         help="show workers and their work, live",
-        description="A snapshot each second. RUN: requests that a worker computes; WAIT: requests"
-        " in the queue of its model; TOK/S: tokens a second, over three seconds; TTFT: median time"
-        " to the first token; KV%: share of the memory left by the weights that running requests"
-        f" use; DRAFTS: share of accepted draft tokens. Keys: {', '.join(KEYS)}.",
+        description="Shows a snapshot each second. RUN: requests that a worker computes; WAIT:"
+        " requests in the queue of its model; TOK/S: tokens a second, over three seconds; TTFT:"
+        " median time to the first token; KV%: share that running requests use of the memory left"
+        f" by the weights; DRAFTS: share of accepted draft tokens. Keys: {', '.join(KEYS)}.",
     )
     columns = [order.name for order in SORT_ORDERS]
     parser.add_argument(
@@ -253,10 +253,14 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
         metavar="COLUMN",
         choices=columns,
         default=columns[0],
-        help=f"the first column to sort by: {', '.join(columns)} (default: %(default)s)",
+        help=f"first column to sort by: {', '.join(columns)} (default: %(default)s)",
     )
     parser.add_argument(
-        "--count", type=count, default=0, metavar="N", help="end after N snapshots (default: never)"
+        "--count",
+        type=count,
+        default=0,
+        metavar="N",
+        help="end after N snapshots (default: do not end)",
     )
     parser.set_defaults(run=run)
 

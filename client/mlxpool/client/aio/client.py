@@ -159,7 +159,7 @@ class AsyncClient(AsyncJobMethods):
             return await choices.read()
 
     async def models(self) -> list[dict[str, Any]]:
-        """Returns the models of the pool, each a map; see `Client.models`."""
+        """Returns a map for each model of the pool; see `Client.models`."""
         return await self._caller.call(list_models())
 
     async def describe(self, model: str) -> dict[str, Any]:

@@ -23,8 +23,8 @@ class LineResult(Struct, frozen=True):
     id: str  # the `id` of the line, "" if the line has no `id`
     state: str  # done, dead, expired, cancelled or gone; failed: the line did not become a job
     job: bytes | None  # the id of the line's job; None: the line did not become a job
-    result: Result | None
-    error: PoolError | None
+    result: Result | None  # the result of the line; None without a result
+    error: PoolError | None  # the error of the line; None without an error
 
     @property
     def text(self) -> str:

@@ -160,7 +160,7 @@ class Client(JobMethods):
             return choices.read()
 
     def models(self) -> list[dict[str, Any]]:
-        """Returns the models, each a map: name, state, … (docs/protocol.md, `models`)."""
+        """Returns a map for each model, with name, state, … (docs/protocol.md, `models`)."""
         return self._caller.call(list_models())
 
     def describe(self, model: str) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class JobMethods(Closing):
         limit: int = 0,
         batch: str = "",
     ) -> list[dict[str, Any]]:
-        """Returns this user's jobs, the newest first, each a map (docs/protocol.md, `jobs`).
+        """Returns a map for each of this user's jobs, the newest first (docs/protocol.md, `jobs`).
 
         `state` selects jobs in a state, `batch` the jobs of a batch's lines; `limit` 0 means all.
         `end_seq` of an ended job is its number in the order of ends. `after` selects jobs with a
@@ -110,8 +110,8 @@ class JobMethods(Closing):
         """Yields this user's jobs as they end, in this order, without end.
 
         `end_seq` of a job is its number in the order of ends. The first yielded job is the
-        first above `after`: a program that stored the last `end_seq` can continue there. `interval`
-        is the number of seconds between two requests for newly ended jobs.
+        first with an `end_seq` above `after`: a program that stored the last `end_seq` can continue
+        there. `interval` is the number of seconds between two requests for newly ended jobs.
         """
         while True:
             for row in self.jobs(after=after):
@@ -174,7 +174,7 @@ class JobMethods(Closing):
         return Batch(self._caller, row)
 
     def batches(self, *, limit: int = 0) -> list[dict[str, Any]]:
-        """Returns this user's batches, the newest first, each a map (docs/protocol.md, `batch`).
+        """Returns a map for each of this user's batches, newest first (docs/protocol.md, `batch`).
 
         `limit` 0 means all.
         """
@@ -186,7 +186,7 @@ class JobMethods(Closing):
     def files(
         self, *, purpose: str = "", limit: int = 0, oldest_first: bool = False
     ) -> list[dict[str, Any]]:
-        """Returns this user's files, the newest first, each a map (docs/protocol.md, `file`).
+        """Returns a map for each of this user's files, the newest first (docs/protocol.md, `file`).
 
         `purpose` selects files with this purpose; uploads through OpenAI's API have "batch".
         `limit` 0 means all.

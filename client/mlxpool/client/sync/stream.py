@@ -15,8 +15,8 @@ from mlxpool.common.closing import Closing
 class Stream(Closing):
     """An iterator over the deltas of one completion, as they arrive.
 
-    An unfinished stream is cancelled when its `for` loop is left, by `close`, at the end of a
-    `with` block, and when the object is deleted.
+    An unfinished stream is cancelled by `close`, at the end of a `with` block, when its `for` loop
+    is left, and when the object is deleted.
     """
 
     def __init__(self, connection: AnyConnection, draft: Draft) -> None:

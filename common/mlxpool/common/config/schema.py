@@ -279,8 +279,7 @@ class PoolConfig(Struct, frozen=True):
     stop_grace: Annotated[Seconds, Within(0.0, 600.0)] = 5.0
     # Time in which streams may finish on a draining worker.
     drain_grace: Annotated[Seconds, Within(0.0, 10**6)] = 30.0
-    # The longest time for which clients may keep an idle model loaded beyond its keep_alive; -1:
-    # any time.
+    # The longest keep_alive that clients may set, unless the model's keep_alive is longer; -1: any.
     client_keep_alive: Annotated[Seconds, Within(-1.0, 10**8)] = -1.0
     # The most bytes of memory of all workers together; 0: 80 % of the machine's memory.
     memory_limit: Annotated[Bytes, Within(0, 2**62)] = 0
