@@ -71,10 +71,10 @@ class Admissions:
         return deltas
 
     def _free_row(self, live: Many[Sequence], max_sequences: int) -> None:
-        """Preempt a row for a waiting `decide` line (one prompt of the call), if no row is free.
+        """Preempt a row for a waiting prompt of a `decide` call, if no row is free.
 
-        The broker reserves a row for each stream, but not for lines. A row that still reads its
-        prompt is not preempted, so that every row makes progress.
+        The broker reserves a row for each stream, but not for the prompts of `decide`. A row that
+        still reads its prompt is not preempted, so that every row makes progress.
         """
         rows = len(running(live))
         if rows < max_sequences or rows == len(live):
@@ -98,8 +98,8 @@ class Admissions:
     def _waits(self, live: Many[Sequence], sequence: Sequence) -> bool:
         """Return whether a sequence waits for the disk, or for another reader of its prompt.
 
-        Marks the other sequence, so that the prefix cache stores its prompt immediately after the
-        read.
+        Marks the other reader as shared. Then the prefix cache stores its prompt as soon as it has
+        read it.
         """
         if sequence.restoring:
             return True

@@ -44,23 +44,24 @@ class ConstrainedRows:
         return MIN_RUN_OF_ALL if everyone and rows < limits.run_lines else NO_RUN
 
     def take_ahead(self, drawn: Many[SampledToken]) -> None:
-        """Begins to advance constraints by tokens that are committed after the next forward pass.
+        """Begins to advance constraints by drawn tokens, before the next forward pass begins.
 
         Another thread advances them and makes the next masks, while this thread begins the pass.
+        The tokens are committed after the pass has begun.
         """
         self.mask_maker.take_ahead(self._tokens(drawn, ()), self.min_run())
 
     def take(self, drawn: Many[SampledToken], least: int, drafts: Container[Sequence] = ()) -> None:
-        """Advances the constraints of rows by the drawn tokens, before these are committed.
+        """Advances the constraints of rows by the drawn tokens, before these tokens are committed.
 
-        Skips tokens that end an answer, and rows that checked `drafts`. If other threads make
-        masks, starts the next masks, except for rows that append `least` or more forced tokens.
+        Skips tokens that end an answer, and rows that checked `drafts`. May begin the next masks in
+        another thread, except for rows that append `least` or more forced tokens.
         """
         if self._generations.constrained_count:
             self.mask_maker.take(self._tokens(drawn, drafts), least)
 
     def give_back(self) -> None:
-        """Undoes `take_ahead` after a failed pass: its tokens are not committed."""
+        """Undoes `take_ahead` after a failed pass, because its tokens will not be committed."""
         self.mask_maker.give_back()
 
     def _tokens(
@@ -78,7 +79,7 @@ class ConstrainedRows:
         return taken
 
     def begin_behind_runs(self, rows: Iterable[Generation]) -> None:
-        """Begins the masks of rows with new forced tokens, which a pass reads before it draws."""
+        """Begins the masks of rows whose new forced tokens the next pass reads before it draws."""
         if not self._generations.constrained_count or not self._engine.limits.ahead:
             return
         running = Phase.RUNNING
@@ -94,9 +95,9 @@ class ConstrainedRows:
     ) -> tuple[RowMasks, list[tuple[Generation, Exception]]]:
         """Returns the masks for the draws of the newest pass, and rows whose masks failed.
 
-        A row whose next tokens are already known does not draw. A row whose mask is late does not
-        draw either: it reads its last input again when the mask is made. A row that checks `drafts`
-        has a mask after each draft.
+        A row whose next tokens are already known does not draw. A row whose mask is not made yet
+        does not draw either. It reads its last input again in a later step, when the mask is made.
+        A row that checks `drafts` has a mask after each draft.
         """
         asking: dict[Constraint, Generation] = {}
         for row in rows:
@@ -121,9 +122,9 @@ class ConstrainedRows:
         return masks, failed
 
     def _hold(self, row: Generation, *, draws: bool) -> None:
-        """Excludes a row with a late mask from steps until `release`.
+        """Excludes a row whose mask was late from steps until `release`.
 
-        Unless the row `draws`, the newest step withdraws it as well.
+        If the row does not draw in the newest step (`draws`), also withdraws it from this step.
         """
         if not draws and row.sequence.phase is Phase.RUNNING:
             self._engine.withdraw(row.sequence, again=True)
@@ -135,9 +136,9 @@ class ConstrainedRows:
         return row.constraint is not None and self.mask_maker.is_quick(row.constraint)
 
     def release(self) -> None:
-        """Lets rows whose masks are made take part in steps again.
+        """Lets the excluded rows whose masks are made take part in steps again.
 
-        Begins a row's mask as soon as the token before it is known.
+        Begins the mask of an excluded row when no pass in flight draws a token of this row.
         """
         if not self._held:
             return
@@ -154,7 +155,7 @@ class ConstrainedRows:
                 self._held.append(row)
 
     def wait(self) -> None:
-        """Waits, for a bounded time, until a row can be released; without rows, does not wait."""
+        """Waits, for a bounded time, until one more mask is made, if any row is excluded."""
         if self._held:
             self.mask_maker.wait()
 

@@ -83,7 +83,7 @@ class Line(Generation, eq=False, kw_only=True):
         )
 
     def become(self, call: DecideState, index: int, branch: Path) -> None:
-        """Become another line of the call; the KV row keeps the call's text."""
+        """Makes this object another line of the call, whose KV row keeps the text of the call."""
         question, sequence = call.message.questions[index], self.sequence
         sequence.prompt = (*question.prompt, *branch)
         sequence.scored = question.branches[branch]
@@ -98,9 +98,10 @@ class Line(Generation, eq=False, kw_only=True):
         find: bool = False,
         least: int = 1,
     ) -> Delta:
-        """Keeps the log-probabilities of the answers' tokens; the line ends or becomes another.
+        """Keeps the log-probabilities of the next tokens; ends the line, or makes it another line.
 
-        The drawn token is ignored. For the parameters see Generation.commit.
+        A pass computes these log-probabilities; its drawn token is ignored. For the parameters see
+        Generation.commit.
         """
         assert drawn.logprob is not None
         self.found = dict(drawn.logprob.top)
@@ -109,7 +110,7 @@ class Line(Generation, eq=False, kw_only=True):
         return self.last_delta(RunEnd("stop"))
 
     def last_delta(self, end: RunEnd | PoolError) -> Delta:
-        """Returns the delta that ends the line; `Decisions.take` keeps it from the streams."""
+        """Returns the delta that ends the line; `Decisions.take` does not pass it on to streams."""
         self.sequence.phase = Phase.FINISHED
         if isinstance(end, PoolError):
             self.error = end
@@ -117,10 +118,11 @@ class Line(Generation, eq=False, kw_only=True):
 
 
 class DecideState(Struct, eq=False):
-    """A `decide` call in progress. `pending`: the lines that did not begin, as (question, branch).
+    """A `decide` call in progress.
 
-    `leads`: whether the first line still has to read the text. `running`: the running lines.
-    `found`: log-probabilities by question and branch. `results`: answers to finished questions.
+    `pending`: the lines that have not begun, as (question, branch). `leads`: whether the first line
+    still has to read the text. `running`: the running lines. `found`: log-probabilities by question
+    and branch. `results`: answers to finished questions.
     """
 
     message: Decide
@@ -201,7 +203,7 @@ class Decisions:
         self._owners.setdefault(message.owner)
 
     def remove(self, key: CallKey) -> None:
-        """Remove a call, and its lines in the engine; ignores a call that is not open."""
+        """Remove a call and its running lines; ignores a call that is not open."""
         call = self._open.pop(key, None)
         if call is None:
             return
@@ -217,7 +219,7 @@ class Decisions:
             self.remove(key)
 
     def begin(self, room: int, *, apart: bool) -> None:
-        """Begin at most `room` lines, but at least one if no line runs.
+        """Begin at most `room` lines of calls; if no line runs, begin one line even without room.
 
         `apart`: two rows cannot use the same cached text at the same time, so at most one line
         runs.
@@ -234,7 +236,7 @@ class Decisions:
             self._generations.add(line)
 
     def _next(self) -> DecideState | None:
-        """Returns the next call, by turns of owners; None: no line may begin."""
+        """Returns the next call with a line that may begin, or None; owners take turns."""
         for owner in self._owners:
             own = (call for call in self._open.values() if call.message.owner == owner)
             call = next((call for call in own if call.ready), None)
@@ -244,7 +246,7 @@ class Decisions:
         return None
 
     def _continue(self, line: Line) -> bool:
-        """Make an ended line the next line of its call, unless other sequences wait for a row."""
+        """Make an ended line the next line of its call, unless another sequence or owner waits."""
         call = self._open.get(line.call)
         if call is None or not call.pending or call.leads or call.message.alone:
             return False
@@ -258,7 +260,7 @@ class Decisions:
         return True
 
     def take(self, deltas: list[Delta]) -> list[Delta]:
-        """Handle the ends of lines among a step's deltas; returns the deltas of streams."""
+        """Handle the deltas that end lines; returns the other deltas, which belong to streams."""
         if not self._lines:
             return deltas
         lines = [self._lines.get((delta.id, delta.attempt)) for delta in deltas]
@@ -289,7 +291,7 @@ class Decisions:
             call.running.clear()
 
     def _stop(self, line: Line) -> None:
-        """Remove a running line, unless its end is among the deltas of this step."""
+        """Remove a running line from the generations, unless it has already ended in this step."""
         if self._lines.pop(line.key, None) is not None and self._is_live(line):
             self._generations.forget(line)
 
@@ -303,5 +305,5 @@ class Decisions:
 
 
 def named(body: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Returns the body of an error, with the question's number before its message."""
+    """Returns the body of an error, with the number of the question before the message."""
     return {**body, "message": f"questions[{number}]: {body['message']}"}

@@ -32,7 +32,7 @@ MAX_FAILURES = 3  # consecutive failures to make drafts, after which drafts are 
 def make_speculator(setting: str, engine: Engine, model: str) -> Speculator | None:
     """Returns the speculator for the setting `speculation`; None: no drafts.
 
-    Gives the engine, before its warm-up, the most drafts of a step.
+    Tells the engine, before its warm-up, the most drafts that a step may check.
 
     Raises ModelLoadFailed if drafts are demanded or a draft model is set, but the engine checks no
     drafts, or if the demanded head or draft model is missing.
@@ -70,8 +70,8 @@ def make_drafter(setting: str, engine: Engine, clock: Callable[[], float]) -> Dr
     """Returns the drafter that the setting names, which the engine must have.
 
     The drafter of "auto" chooses the best of the engine's drafters for each row: n-grams, the
-    model's own head, or the draft model. N-grams take no time, so they are first. A vocabulary that
-    is too large excludes n-grams.
+    model's own head, or the draft model. N-grams come first, because they take no time. They are
+    left out if the vocabulary is too large.
     """
     drafters_by_name: dict[str, Drafter] = {}
     if setting not in (MTP, DRAFT) and engine.vocab_size <= MAX_TOKENS:
@@ -176,7 +176,7 @@ class DraftingRows:
         return drafts
 
     def _may_check(self, sequence: Sequence) -> bool:
-        """Returns whether the masks after drafts of a sequence can be made within a step."""
+        """Returns whether the masks after a sequence's drafts can be made in time for a step."""
         generation = self._generations.of(sequence)
         return generation.constraint is None or self._constrained.finds_forced(generation)
 

@@ -2,8 +2,8 @@
 
 Rank 0 sends the passes. The main thread computes, as it does not have to answer a broker.
 
-A rank after the first knows neither sequences nor prefixes and draws no tokens: messages have the
-blocks of rows.
+A rank after the first knows neither sequences nor prefixes, and draws no tokens. The messages have
+the block tables of the rows.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class FollowerLayout(PagedLayout):
 class _Flight(Struct, frozen=True):
     """A pass in flight over `rows` rows; `tokens`: the number of prompt tokens that it reads.
 
-    `fresh`: the pass compiles something. It ends with the evaluation of `done`.
+    `fresh`: the pass compiles something. The pass has ended when the arrays `done` are evaluated.
     """
 
     rows: int

@@ -204,7 +204,7 @@ class Generation(Struct, eq=False):
         )
 
     def _facts(self) -> dict[str, object] | None:
-        """Returns the facts (constant values) of the request for the first delta; then None."""
+        """Returns the constant values of the request for its first delta, and None later."""
         if self.facts_sent:
             return None
         self.facts_sent = True

@@ -39,10 +39,11 @@ class NoRoom(Struct, frozen=True):
 
 
 def next_job(live: Iterable[Sequence], engine: Engine) -> ImageJob | NoRoom | None:
-    """Returns the job of the first sequence whose next input needs an image without features.
+    """Returns a job for the first sequence whose next input belongs to an image not encoded yet.
 
-    None: no sequence needs an image, or the sequence has to wait until earlier sequences no longer
-    need their images' features. `live` is in the order of arrival.
+    Returns NoRoom if the features that the sequence needs do not fit into the cache together. None:
+    no sequence waits for an image, or the sequence has to wait until earlier sequences no longer
+    need the features of their images. `live` is in the order of arrival.
     """
     encoded = engine.encoded
     earlier: set[ImageKey] = set()  # features that earlier sequences need
@@ -72,7 +73,7 @@ def _no_room(images: int, encoded: EncodedImages[Any]) -> TooLarge:
 
 
 def perform(job: ImageJob, engine: Engine, progress: Progress) -> None:
-    """Encodes the image. During the encoding, the broker's time limit is `fresh_limit`."""
+    """Encodes the image of a job, as a compilation: the broker's time limit is `fresh_limit`."""
     progress.awaits(job.sequence.id, job.count, 0)
     progress.compiles()
     try:

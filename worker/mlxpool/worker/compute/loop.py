@@ -46,9 +46,10 @@ BeginGeneration = Callable[[Admit, Callable[[int], bytes]], Generation]
 
 
 class ComputeLoop:
-    """The loop, which owns the engine. `post` sends a message to the main thread.
+    """The loop, which owns the engine.
 
-    `begin` makes the generation of an admitted sequence. `speculator` None: no step checks drafts.
+    `post` sends a message to the main thread. `begin` makes the generation of an admitted sequence.
+    `speculator` None: no step checks drafts.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class ComputeLoop:
                 self._report_memory(now)
 
     def _take_messages(self) -> list[Delta]:
-        """Handle the messages in the inbox; without any generation or call, wait for a message."""
+        """Handle the messages in the inbox; without a generation or call, wait for a message."""
         deltas: list[Delta] = []
         while not self._generations and self._steps.in_flight:
             self._steps.collect()  # the sequences of these steps have left

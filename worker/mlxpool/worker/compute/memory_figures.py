@@ -1,7 +1,7 @@
 """The figures of a worker's memory in heartbeats: parts that add up to a total, and peaks.
 
-The compute thread reads the memory after steps, at most every READ_INTERVAL. The main thread sends
-the newest figures with each heartbeat; a peak is since the last heartbeat.
+The compute thread reads the memory after steps, at most once every READ_INTERVAL. The main thread
+sends the newest figures with each heartbeat. A peak is the largest value since the last heartbeat.
 """
 
 from __future__ import annotations

@@ -44,8 +44,9 @@ class Admit(Struct, frozen=True):
     """Run a prepared sequence; `facts` are sent with its first delta.
 
     `detokenizer` has replayed the ids of a resume: the client already has their text. `received`
-    and `deadline` are monotonic seconds. `constraint` has also processed the ids; None: any token
-    may follow, within the `bound` of thoughts. `report`: the report of the prompt.
+    and `deadline` are monotonic seconds. `constraint` has also processed these ids; None: the
+    request has no format. `bound`: the token bound of the thoughts. `report`: the report of the
+    prompt.
     """
 
     sequence: Sequence
@@ -78,8 +79,8 @@ class Compute(Struct, frozen=True):
     """Compute the inputs of a call with an encoder model; answered by `Answer`.
 
     `dimensions` (0: all) and `normalise` (None: the model's default) are parameters of `embed`.
-    `first`: the number of the first input, for errors. `alone`: passes with no inputs of other
-    calls.
+    `first`: the number of the first input, for errors. `alone`: no pass joins these inputs with
+    inputs of other calls.
     """
 
     key: CallKey

@@ -65,7 +65,8 @@ class Progress:
     def enter(self, phase: str) -> None:
         """Change the phase; the main thread sends a heartbeat immediately.
 
-        The phase "idle" also ends a compilation for drafts that no step has checked.
+        The phase "idle" also clears the mark of a compilation, if it was for drafts that no step
+        checked.
         """
         if phase == "idle" and self._compiling:
             self._end_compiling()
@@ -87,9 +88,10 @@ class Progress:
     ) -> None:
         """Record that the thread waits for a pass from now on.
 
-        The pass reads `tokens` tokens, some of them of the prompt of `request` (None: of several
-        requests); 0: the pass is a decode step of `rows` rows. If not `measured`, the time does not
-        count: the device computed the pass while the thread did other work.
+        `tokens`: the number of inputs of a pass that reads prompts; 0: the pass is a decode step of
+        `rows` rows. `request`: the request whose prompt is read; None: no or several requests. If
+        not `measured`, the time of the pass does not count, because the device computed it while
+        the thread did other work.
         """
         self.prefilling_request = request
         self.block.write_request(request)
@@ -106,7 +108,7 @@ class Progress:
         """Returns a context in which the thread waits for another thread.
 
         In the context the phase is "blocked", whose time the broker does not limit. Afterwards the
-        previous phase goes on, with its awaited pass, if any.
+        previous phase continues, and so does its wait for a pass, if any.
         """
         phase = self.phase
         self.enter("blocked")
@@ -115,10 +117,9 @@ class Progress:
         self.enter(phase)
 
     def drafts(self) -> None:
-        """Record that drafts of the next step are made from now on, perhaps by passes.
+        """Record that the drafts of the next step are being made, perhaps by passes.
 
-        The broker limits the time of every phase but "idle". After a time without requests, a
-        worker is in this phase until its first step.
+        Changes the phase "idle" to "decode", because the broker does not limit the time of "idle".
         """
         if self.phase == "idle":
             self.enter("decode")
@@ -127,7 +128,8 @@ class Progress:
         """Record that something is compiled, which may take long, until the awaited pass ends.
 
         The compilation is for the awaited pass, or for a pass that is built meanwhile. If no pass
-        is awaited, it is for drafts, and ends when the next pass is awaited or the worker is idle.
+        is awaited, the compilation is for drafts. Then the record ends when the next pass is
+        awaited, or when the worker is idle.
         """
         if not self._compiling:
             self._compiling = True

@@ -24,8 +24,8 @@ class PromptReport(Struct, eq=False):
     """The state of a prompt's report. `reported`: the number of tokens reported so far.
 
     `alternatives`: the number of alternatives for each token; -1: no log-probabilities. `unseen`:
-    the number of first tokens that the tokenizer has added; the text lacks these. `text`: makes the
-    text of the prompt for `echo`.
+    the number of first tokens that the tokenizer has added; the text lacks these tokens. `text`:
+    makes the text of the prompt for `echo`.
     """
 
     prompt: tuple[int, ...]
@@ -39,7 +39,7 @@ class PromptReport(Struct, eq=False):
     def of(
         cls, options: Options, prompt: tuple[int, ...], piece: Piece, reported: int, unseen: int
     ) -> PromptReport | None:
-        """Returns the report of a request from token `reported` on; None: it wants no report.
+        """Returns the report of a request from token `reported` on; None: no report was requested.
 
         Raises BadRequest if the report is too long, or `reported` is larger than the prompt.
         """
@@ -61,9 +61,10 @@ class PromptReport(Struct, eq=False):
         return cls(prompt, piece, alternatives, reported, unseen, text)
 
     def begin(self) -> Iterator[Row]:
-        """Yields the rows that are known before the prompt is read: of the first or of all tokens.
+        """Yields the rows that are known before the prompt is read.
 
-        The rows are of all tokens if the report has no log-probabilities.
+        These are the rows of all tokens if the report has no log-probabilities, else the row of the
+        first token, which never has a log-probability.
         """
         if self.alternatives < 0:
             yield from self.add([None] * (len(self.prompt) - self.reported))

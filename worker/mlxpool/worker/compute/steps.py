@@ -314,10 +314,10 @@ class Steps:
     def _failed(self, error: Exception) -> list[Delta]:
         """End the requests that a failed step affects. Returns their last deltas.
 
-        If the steps in flight read prompts and had several requests, no request ends: each prompt
-        is read again alone, and a request ends only if its prompt fails alone. Otherwise the
-        requests of the steps end. Sequences that lost their rows wait for new rows. Raises
-        DeviceLost.
+        If the steps in flight read prompts and had several requests, no request ends. Instead each
+        prompt is read again in a step of its own, and a request ends only if that step fails.
+        Otherwise the requests of the steps end. Sequences that lost their rows wait for new rows.
+        Raises DeviceLost.
         """
         log.warning("a step failed", exc_info=error)
         flights = [*self._flights]
@@ -349,7 +349,8 @@ class Steps:
     def _discard_passes(self) -> None:
         """Makes the engine end its passes in flight, after it has refused a new pass.
 
-        Their steps end with the refused step, and the next step must not get their tokens.
+        The steps of these passes end together with the refused step. Their tokens are dropped, so
+        that the next step does not get them.
         """
         try:
             while self._engine.in_flight:

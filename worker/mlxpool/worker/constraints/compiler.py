@@ -52,7 +52,7 @@ class Compiler:
         self._thread: threading.Thread | None = None
 
     def digest(self, format: Mapping[str, Any]) -> str:
-        """Returns the digest of a format; a resume compares it."""
+        """Returns the digest of a format; a resumed stream must have the same digest."""
         return grammar.digest_of(format, self._vocabulary)
 
     def knows(self, format: Mapping[str, Any]) -> bool:

@@ -77,9 +77,11 @@ class Constraint:
         small: bool = True,
         numbers: NumberBound | None = None,
     ) -> None:
-        """`tokens`: the size of llguidance's vocabulary. `canonical`: llguidance knows the token
-        ids of a forced text. `small`: the grammar is short, so texts are tokenised quickly.
-        `numbers`: a new bound of the answer's JSON numbers; None: no bound.
+        """`tokens`: the size of llguidance's vocabulary.
+
+        `canonical`: llguidance knows the tokenizer's ids of a forced text. `small`: the grammar is
+        short, so texts are tokenised quickly. `numbers`: a new bound of the answer's JSON numbers;
+        None: no bound.
         """
         self.matcher = matcher  # mask_batch.py gives it tokens and reads its masks, too
         self.end_tokens = ends
@@ -196,14 +198,14 @@ class Constraint:
         return True
 
     def draws_next(self, least: int) -> bool:
-        """Returns whether the next token is sampled.
+        """Returns whether the next token is sampled: the answer goes on, and no run is forced.
 
-        It is not if the answer is complete, or if `least` or more tokens are forced.
+        A run has `least` or more forced tokens.
         """
         return not self._finished and len(self._forced) < least
 
     def give_back(self) -> None:
-        """Takes the token of `taken_ahead`, if any, back from the matcher: it is not committed."""
+        """Removes the token of `taken_ahead`, if any, from the matcher: it is not committed."""
         if self._ahead is None:
             return
         self._ahead = None
@@ -256,9 +258,10 @@ class Constraint:
             self._numbers.take_all(run)
 
     def _behind_token(self) -> None:
-        """Clears the cached state before the matcher's newest token.
+        """Clears the values that were stored before the matcher got its newest token.
 
-        If tokens are forced, the newest token was the first of these; drops it from them.
+        If tokens were forced, the newest token was the first of these. Removes it from the forced
+        tokens.
         """
         self._forget()
         if self._forced:
@@ -286,8 +289,8 @@ class Constraint:
     def masks_behind(self, mask: Words, drafts: Sequence[int]) -> Words:
         """Returns masks [1 + drafts, words]: `mask` for the next token, then one after each draft.
 
-        A mask allows no token if the drafts before its token cannot follow in the answer, or after
-        an error. The answer's own next mask raises this error.
+        A mask allows no token if the drafts before it cannot follow in the answer, or if an error
+        occurred. If the answer reaches that position, its own next mask raises the error.
         """
         lines = np.zeros((1 + len(drafts), mask.size), dtype=np.uint32)
         lines[0] = mask
@@ -332,7 +335,7 @@ class Constraint:
         """Whether the answer is complete, though it may go on.
 
         The first read after a token asks the matcher. Later reads return the stored value, so any
-        thread may do them, also while a mask is made.
+        thread may read it, also while a mask is made.
         """
         if self._accepts is None:
             self._accepts = self._thoughts is None and self.matcher.is_accepting()

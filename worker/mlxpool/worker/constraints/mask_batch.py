@@ -42,8 +42,8 @@ class FilledTable(Struct, frozen=True):
 def take_together(tokens: Sequence[tuple[Constraint, int]], *, find: bool) -> list[Constraint]:
     """Gives each constraint's matcher its next token, before `Constraint.take` is called with it.
 
-    See Constraint.taken_ahead. Returns the constraints that got their token. For any other
-    constraint, `take` raises an error, also if llguidance failed.
+    See Constraint.taken_ahead. Returns the constraints that got their tokens. For any other
+    constraint, and after a failure of llguidance, the later `take` raises an error.
     """
     if len(tokens) >= MANY:
         try:
@@ -142,7 +142,8 @@ def fill_table(
 def _set_ends(constraint: Constraint, masks: Words, accepts: Sequence[bool]) -> None:
     """Allows end tokens in masks [masks, words] of the library if answers are complete.
 
-    `constraint` is any of the constraints: all have the same vocabulary. Only few words change.
+    `constraint` is any of the constraints: all have the same vocabulary. Changes only the few words
+    that have bits of end tokens.
     """
     columns = constraint.end_tokens.columns
     ends = np.where(np.array(accepts)[:, None], constraint.ends[columns], np.uint32(0))

@@ -131,9 +131,10 @@ class Batch:
         return MadeMasks(self.table, self.filled.used, lines, failed)
 
     def found(self, place: int) -> Found:
-        """Returns the result for the constraint at index `place`; valid as long as the table.
+        """Returns the result for the constraint at index `place`.
 
-        It is a mask [1, words], the line of a row that needs no mask, or an error.
+        The result is a mask [1, words], the negative line of a row that needs no mask, or an error.
+        A mask is valid only until the table is used again.
         """
         if self.error is not None:
             return self.error
@@ -164,11 +165,11 @@ class Batch:
             self._made()
 
     def _fill_table(self, begins: Callable[[], None]) -> None:
-        """Makes the masks.
+        """Makes the masks, and measures the processor time.
 
-        Sets `seconds` to the processor time of a single mask. For several masks it is 0, unless the
-        process has used far too much time; then it is the whole time, and none of the constraints
-        counts as quick until it has proved this again.
+        `seconds` becomes the time of the mask if there is only one. For several masks it becomes 0,
+        or the time of all masks if they took far too long. In that case none of the constraints
+        counts as quick until its masks have been quick again.
         """
         if len(self.constraints) == 1:
             begins()
@@ -182,14 +183,14 @@ class Batch:
 
 
 class SingleMask:
-    """A job for the mask of one constraint: a thread makes the mask, or it is already made."""
+    """A job for the mask of one constraint: a thread makes the mask, or has already made it."""
 
     def __init__(self, made: Future[tuple[Found, float]]) -> None:
         self._future = made
 
     @classmethod
     def kept(cls, mask: Found) -> SingleMask:
-        """Returns a finished job with a copy of this mask."""
+        """Returns a finished job with a copy of `mask`."""
         future: Future[tuple[Found, float]] = Future()
         future.set_result((mask.copy() if isinstance(mask, np.ndarray) else mask, 0.0))
         return cls(future)
@@ -222,7 +223,7 @@ def timed_mask(constraint: Constraint) -> tuple[Found, float]:
 
 
 def _filled_by(constraint: Constraint, table: MaskTable) -> tuple[FilledTable, float]:
-    """Writes the mask of one constraint into a table. Returns it and its seconds."""
+    """Writes the mask of one constraint into a table. Returns the table's state and the seconds."""
     mask, seconds = timed_mask(constraint)
     if isinstance(mask, Exception):
         return FilledTable([0], 0, {0: mask}), seconds
@@ -256,5 +257,5 @@ class _Helper:
 
 @cache
 def helper() -> _Helper:
-    """Returns the thread that makes masks together; all models of the process share it."""
+    """Returns the thread that runs jobs of masks; all models of the process share it."""
     return _Helper()

@@ -40,10 +40,10 @@ def words_of_mask(tokens: int) -> int:
 
 
 def only(token: int) -> int:
-    """Returns the negative line number of a row that may draw only `token`, so needs no mask."""
+    """Returns the negative line of a row that needs no mask, because it may draw only `token`."""
     return _ONLY - token
 
 
 def only_token(line: int) -> int | None:
-    """Returns the only token that a row with this line may draw; None: it may draw more."""
+    """Returns the only token that a row with this line may draw; None: the row has a mask."""
     return _ONLY - line if line <= _ONLY else None

@@ -63,7 +63,7 @@ class Masks:
         return constraint.record.quick >= QUICK_MASKS and constraint.small
 
     def is_made(self, constraint: Constraint) -> bool:
-        """Returns whether the constraint's mask, if any, is made."""
+        """Returns whether the constraint's mask is made; True if no mask was begun."""
         making = constraint.record.making
         return making is None or making.is_made()
 
@@ -101,8 +101,9 @@ class Masks:
     def take(self, tokens: Sequence[tuple[Constraint, int]], least: int) -> None:
         """Gives quick constraints their tokens together, unless `take_ahead` already did.
 
-        The caller then commits each token by Constraint.take. If the masks are too many for the
-        calling thread, it also begins them in another thread, as `take_ahead` does.
+        The caller then commits each token by Constraint.take. If there are too many masks for the
+        calling thread, this method also begins to make the masks in another thread, as `take_ahead`
+        does.
         """
         batch, self._ahead = self._ahead, None
         if batch is not None:
@@ -242,9 +243,9 @@ class Masks:
         return new_table(max(LEAST_LINES, 1 << (lines - 1).bit_length()), words)
 
     def _drop_unwanted(self) -> None:
-        """Drops batches if all their answers have ended: nothing will read their masks.
+        """Drops each batch whose answers have all ended, because nothing will read its masks.
 
-        Otherwise these batches would keep their tables, and the grammars of the answers.
+        Otherwise the batch would keep its table, and the grammars of the answers.
         """
         for batch in [*self._unread]:
             if batch.is_made() and all(constraint.ended for constraint in batch.constraints):
@@ -265,9 +266,10 @@ class Masks:
     def _merged(
         self, constraints: Sequence[Constraint], made: Mapping[Batch | SingleMask, bool]
     ) -> MadeMasks:
-        """Returns the masks of several jobs in one table: the largest batch's, if that has room.
+        """Returns the masks of several jobs in one table.
 
-        Masks of constraints outside of `constraints` are copied, and kept as finished jobs.
+        The table is that of the largest batch if it has room, else another table. Masks of
+        constraints that are not in `constraints` are copied, and kept as finished jobs.
         """
         batches = [job for job, is_made in made.items() if is_made and isinstance(job, Batch)]
         base = max(batches, key=lambda batch: len(batch.constraints), default=None)
@@ -351,9 +353,9 @@ def _kept(
 
 
 def few() -> int:
-    """Returns how many quick masks the calling thread makes itself, at most.
+    """Returns the most quick masks that the calling thread makes itself.
 
-    It is at least the number of threads: with no more masks than threads, the calling thread waits
-    only as long as one mask takes.
+    This is at least the number of threads, because one mask on each thread takes only as long as
+    one mask alone.
     """
     return max(FEW, mask_batch.threads())

@@ -96,7 +96,10 @@ class NumberBound:
         return copy
 
     def limit(self, words: npt.NDArray[Any]) -> None:
-        """Takes digits out of a mask [words] after a number of full length, outside of strings."""
+        """Removes digits from a mask [words] if the answer ends with a number of full length.
+
+        Changes nothing inside of strings, or if the grammar allows only digits.
+        """
         if len(self._tail) < 2:
             return
         if _FULL.search(self._tail):

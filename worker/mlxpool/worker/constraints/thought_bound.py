@@ -45,7 +45,7 @@ class ThoughtBound(Constraint):
         return left is not None and left <= NEAR
 
     def copy(self) -> ThoughtBound:
-        """See Constraint.copy."""
+        """Returns an independent constraint with the same state; see Constraint."""
         return ThoughtBound(self._bounded.copy(), self._vocab_size)
 
     @property
@@ -60,7 +60,7 @@ class ThoughtBound(Constraint):
 
 
 class _AnyToken:
-    """A matcher that allows all tokens, for a constraint after the thoughts."""
+    """A matcher that allows all tokens: the matcher of a ThoughtBound."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size

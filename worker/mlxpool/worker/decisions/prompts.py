@@ -33,8 +33,9 @@ THINKS = "the chat template of this model opens its thoughts: the next token is 
 class AskQuestions(Struct, frozen=True):
     """A job: make the prompts of questions (maps as in `decide`) about a text.
 
-    `chat`: the model has a chat template. `think`: the template's setting. `now`: seconds since
-    1970. `context`: the most tokens of a prompt and its answer. `first`: see DecideCall.
+    `chat`: the model has a chat template. `think`: whether the model shall think; None: the
+    template decides. `now`: seconds since 1970. `context`: the most tokens of a prompt and its
+    answer. `first`: see DecideCall.
     """
 
     prompt: str
@@ -88,7 +89,7 @@ def prompts_of(text: TextModel, job: AskQuestions) -> Prompts:
 
 
 def worded_end(tail: str, words: str) -> str:
-    """Returns the template's text after a question's words, or else the end of these words."""
+    """Returns the part of `tail` after the question's words; if it is empty, the end of `words`."""
     return tail[len(words) :] or words[-_CONTEXT_CHARS:]
 
 
@@ -135,7 +136,7 @@ def _common(first: Sequence[object], second: Sequence[object]) -> int:
 
 
 def _parts(text: TextModel) -> Callable[[str], list[int]]:
-    """Returns a function that tokenises a part of a text, without begin-of-prompt tokens."""
+    """Returns a function that tokenises a text as it is in the middle of a prompt."""
     begin = len(text.encode(_ANCHOR))
 
     @cache
@@ -185,7 +186,12 @@ def _answers(
 
 
 def _paths(part: Callable[[str], list[int]], end: str, texts: Sequence[str]) -> list[list[Path]]:
-    """Returns the tokens of texts after the end of a prompt, and the tokens of the texts alone."""
+    """Returns the tokens of answers, in one or two forms.
+
+    The first form are the tokens after a prompt that ends with `end`. If they differ, the second
+    form are the tokens of the answers alone. If a token would span the end of the prompt, only the
+    second form is returned.
+    """
     before = part(end)
     alone = [tuple(part(text)) for text in texts]
     joint = [part(end + text) for text in texts]

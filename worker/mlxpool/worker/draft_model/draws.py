@@ -30,7 +30,10 @@ class DraftDraws(TokenDraws):
         before: Flight | None,
         masks: RowMasks,
     ) -> SamplerOutput:
-        """See TokenDraws.draw."""
+        """Draws the tokens of spans, without probabilities if all rows are greedy.
+
+        See TokenDraws.draw.
+        """
         if any(span.sequence.options.temperature > 0 for span in spans):
             return super().draw(spans, logits, before, masks)
         return SamplerOutput(*likeliest(logits))

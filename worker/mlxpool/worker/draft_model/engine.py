@@ -23,7 +23,7 @@ MAX_IN_FLIGHT = 2  # the most passes in flight; fewer than shared_array.SETS
 
 
 class DraftModelEngine:
-    """The DraftEngine of speculation/model_drafter.py; used by one thread.
+    """The DraftEngine (see speculation/model_drafter.py) of a loaded model; used by one thread.
 
     Each of `rows` rows may have MAX_DRAFT_CONTEXT tokens, or the draft model's context if shorter.
     """
@@ -56,53 +56,59 @@ class DraftModelEngine:
         return self.engine.no_drafts
 
     def report(self, compiles: Callable[[], None], moved: Callable[[], None]) -> None:
-        """See DraftEngine."""
+        """Sets functions to call before a compilation and after each pass; see DraftEngine."""
         self.engine.report_compiles(compiles)
         self._moved = moved
 
     @property
     def held_bytes(self) -> int:
-        """See DraftEngine."""
+        """The bytes reserved for weights, all KV rows and a step; see DraftEngine."""
         budget = self.engine.parts.memory.budget
         rows = self.engine.blocks.capacity * budget.block + self.max_rows * budget.row
         return budget.weights + rows + budget.step + budget.spare
 
     @property
     def used_bytes(self) -> int:
-        """See DraftEngine."""
+        """The allocated bytes of weights and KV rows; see DraftEngine."""
         memory = self.engine.parts.memory
         return memory.budget.weights + sum(memory.kv_bytes())
 
     @property
     def max_lines(self) -> int:
-        """See DraftEngine."""
+        """The most inputs of a pass; see DraftEngine."""
         return self.engine.limits.lines
 
     def admit(self, seq: Sequence) -> None:
-        """See DraftEngine."""
+        """Gives a sequence an empty KV row; see DraftEngine."""
         self.engine.admit(seq)
 
     def holds(self, seq: Sequence) -> bool:
-        """See DraftEngine."""
+        """Returns whether a sequence has a KV row; see DraftEngine."""
         return seq in self.engine.parts.memory.rows and not self.engine.lost(seq)
 
     def rewind(self, seq: Sequence, count: int) -> bool:
-        """See DraftEngine. Keeps the sampling batch, unlike Pipeline.rewind."""
+        """Shortens a KV row to its first `count` inputs; see DraftEngine.
+
+        Keeps the sampling batch, unlike Pipeline.rewind.
+        """
         self.engine.parts.memory.rows[seq].trim(count)
         seq.submitted = count
         return True
 
     def release(self, seq: Sequence) -> None:
-        """See DraftEngine."""
+        """Frees the KV row of a sequence; see DraftEngine."""
         self.engine.release(seq)
 
     def read(self, spans: Many[Span]) -> None:
-        """See DraftEngine."""
+        """Computes a pass that draws nothing; see DraftEngine."""
         self.engine.submit(spans)
         self._collect()
 
     def propose(self, spans: Many[Span], count: int) -> Mapping[Sequence, Many[SampledToken]]:
-        """See DraftEngine."""
+        """Proposes `count` next tokens for the sequence of each span, in `count` passes.
+
+        See DraftEngine.
+        """
         rows = [span.sequence for span in spans]
         proposed: dict[Sequence, list[SampledToken]] = {seq: [] for seq in rows}
         for number in range(count):
@@ -125,22 +131,25 @@ class DraftModelEngine:
         return drawn
 
     def seconds(self, rows: int, lines: int) -> float:
-        """See DraftEngine."""
+        """Predicts the seconds of a pass of `rows` KV rows and `lines` inputs, from the warm-up.
+
+        See DraftEngine.
+        """
         keys = rows * self.context // 2
         pairs = 0 if rows == lines else lines * self.context // 2
         return self.engine.cost.seconds(Load(lines, keys, pairs, rows))
 
     def warm_up(self, on_progress: Callable[[], None] = lambda: None) -> None:
-        """See DraftEngine."""
+        """Computes a pass of each compiled size once; see DraftEngine."""
         self.engine.warm_up(on_progress)
 
     def make_room(self, size: int) -> None:
-        """See DraftEngine."""
+        """Drops all KV rows, however small `size` is; see DraftEngine."""
         for seq in [*self.engine.parts.memory.rows]:
             self.engine.release(seq)
 
     def close(self) -> None:
-        """See DraftEngine."""
+        """Frees all KV rows and arrays; see DraftEngine."""
         self.engine.close()
 
 

@@ -119,8 +119,8 @@ class EncoderText:
     ) -> list[EncoderInput]:
         """Returns the input of each pair of a query and a document; raises like `encode_texts`.
 
-        `prompt`, or else the model's default prompt, is put before the first text. For a model that
-        answers questions about pairs it is the instruction.
+        `prompt`, or else the model's default prompt, is put before the first text. If the model
+        answers questions about pairs, the prompt is the instruction of the question.
         """
         before = self._prompt("") if prompt is None else prompt
         if self.source.asks:

@@ -23,7 +23,7 @@ def require_dimensions(wanted: int, dimensions: int) -> None:
 def finished(vectors: Vectors, dimensions: int, *, normalise: bool) -> Vectors:
     """Returns the first `dimensions` numbers of vectors [n, d]; 0: all numbers.
 
-    `normalise`: divides them by their lengths.
+    `normalise`: divides the vectors by their lengths.
     """
     cut = vectors[:, :dimensions] if dimensions else vectors
     if not normalise:

@@ -167,7 +167,7 @@ class CountingEngine:
         return len(self.flights)
 
     def rewind(self, seq: Sequence, count: int) -> bool:
-        """See Engine.rewind."""
+        """Returns False: the counting model cannot trim rows."""
         return False
 
     def lost(self, seq: Sequence) -> bool:

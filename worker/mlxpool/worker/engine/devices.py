@@ -26,7 +26,7 @@ class Passes(Protocol):
         """Starts one pass, see Engine.submit; if not `at_once`, `draw` draws its tokens later."""
 
     def collect(self) -> StepResult:
-        """See Engine.collect."""
+        """Waits for the oldest pass in flight; see Engine."""
 
 
 class PassQueue(Passes, Protocol):
@@ -62,7 +62,7 @@ class OneDevice:
         return model.logits_of
 
     def warmed_up(self, buffers: int) -> None:
-        """Called after the warm-up; `buffers`: the bytes of freed buffers that MLX keeps."""
+        """Does nothing; called after the warm-up with the bytes of freed buffers that MLX keeps."""
 
     def work(self) -> bool:
         """Returns True if the device still computes, see Engine.device_works."""

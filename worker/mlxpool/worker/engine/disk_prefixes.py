@@ -1,7 +1,7 @@
 """The disk tier in the compute thread: reads prefixes for waiting sequences, saves the tree.
 
-`open_disk` decides for which settings records are valid, and which engines have a tier. The thread
-waits for the disk only at the end of the worker, for a bounded time.
+`open_disk` decides with which settings an engine has a disk tier, and which stored records it can
+use. The thread waits for the disk only at the end of the worker, for a bounded time.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class DiskPrefixes:
     """Moves prefixes between an engine's prefix tree and the disk; used by the compute thread.
 
     `tier`: reads and writes the records on the disk. `bound`: a function that limits the prefix
-    cache to the bytes that rows do not use. `claim`: a function that gets a number of bytes; it
-    returns True if these are free, besides the bytes that rows have or were promised. It evicts
-    prefixes if necessary.
+    cache to the bytes that rows do not use. `claim`: a function that returns True if a number of
+    bytes is free. The bytes that rows have, or that were promised to rows, are not free. `claim`
+    evicts prefixes if necessary.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class DiskPrefixes:
     def begin(self, seq: Sequence, now: float) -> None:
         """Begins to read a waiting sequence's prefix, if the disk has more tokens than the memory.
 
-        The sequence waits until `turn` has taken all records. While another sequence reads a prefix
-        that begins with the same block, this sequence waits for the other, and `begin` is called
-        again. `now`: monotonic seconds.
+        The sequence waits until `turn` has taken all records. If another sequence already reads a
+        prefix that begins with the same block, this sequence first waits for that sequence; then
+        `begin` is called again. `now`: monotonic seconds.
         """
         if seq.looked_up or self._is_read(self._awaited.pop(seq, None), seq):
             return
@@ -163,7 +163,7 @@ class DiskPrefixes:
             self.counters.tokens += restore.got
 
     def unpin(self, seq: Sequence) -> bool:
-        """Unpins prefixes that were read for other sequences: the row of `seq` needs memory.
+        """Unpins prefixes that were read for other sequences, when the row of `seq` needs memory.
 
         Returns True if any of these prefixes were pinned.
         """

@@ -1,8 +1,9 @@
 """Chooses the records of the prefix tree that go to the disk next, in the compute thread.
 
-Records go to the writer one by one. While the worker is idle and before it ends, all records are
-saved. While sequences run, the records that may soon be evicted are saved. One step runs between
-two passes. Its work is bounded, however large the tree is and however long its paths are.
+Records go to the writer one by one. While the worker is idle, and before it ends, all records are
+saved. While sequences run, only the records that may soon be evicted are saved, one step of work
+between two passes. The work of a step is bounded, however large the tree is and however long its
+paths are.
 """
 
 from __future__ import annotations
@@ -117,7 +118,10 @@ class DiskSaves:
         return False
 
     def again(self) -> None:
-        """Searches the whole tree again: the disk may have deleted saved records."""
+        """Forgets which records were saved, because the disk may have deleted some of these.
+
+        The next steps search the whole tree again.
+        """
         self._given.clear()
         self._saved.clear()
         self._plan.clear()
@@ -156,9 +160,9 @@ class DiskSaves:
         return True
 
     def _make_plan(self, *, leaving: bool) -> bool:
-        """Visits some nodes of the tree, to plan whose paths are saved.
+        """Visits some nodes of the tree, to choose the nodes whose paths are saved.
 
-        Returns False if the tree has not changed since the last plan.
+        Returns False if the tree has not changed since the last choice.
         """
         if self._walk is None:
             if self._planned_at == self._cache.uses:

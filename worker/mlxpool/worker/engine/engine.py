@@ -61,7 +61,7 @@ class HiddenStates(Struct, frozen=True):
 
 
 class StepResult(Struct, frozen=True):
-    """The results of one pass, except for sequences that have left since.
+    """The results of one pass, without the sequences that were released since its start.
 
     `drawn`: one token of each sequence, or for a sequence with drafts, the accepted drafts and the
     next token. `failed`: the sequences whose logits were NaN; other sequences are not affected.
@@ -180,10 +180,10 @@ class Engine(Protocol):
         """Starts one pass over the spans; the device may still compute the previous pass.
 
         Adds the inputs of each span to `seq.submitted`, and its tokens to draw to `seq.awaited`.
-        Returns True if the pass compiles something; its time is then not representative. A failure
-        loses the rows of all sequences in flight. Raises ValueError for spans that the engine
-        cannot compute: drafts of a sequence with a pass in flight, drafts of a row that cannot be
-        trimmed, hidden states.
+        Returns True if the pass compiles something; its time is then not representative. If the
+        pass fails, all sequences in flight lose their rows. Raises ValueError for spans that the
+        engine cannot compute: drafts of a sequence with a pass in flight, drafts of a row that
+        cannot be trimmed, hidden states.
         """
 
     def forward(self, spans: Many[Span], built: Callable[[], None] = lambda: None) -> bool:
@@ -219,15 +219,16 @@ class Engine(Protocol):
     def withdraw(self, seq: Sequence, *, again: bool) -> None:
         """Takes a sequence out of the newest pass before the draw: the sequence gets no token.
 
-        `again`: the sequence gives up its last input, and a later pass reads that input again;
-        otherwise its next tokens are known. The sequence gives up its drafts in any case.
+        `again`: the sequence gives up its last input, and a later pass reads that input again.
+        Otherwise the sequence keeps its inputs, because its next tokens are already known. In both
+        cases it gives up its drafts.
         """
 
     def collect(self) -> StepResult:
         """Waits for the oldest pass in flight; the caller appends the tokens to `seq.ids`.
 
-        Removes wrong drafts from the rows, and lowers `seq.submitted` accordingly. A failure loses
-        the rows of all sequences in flight.
+        Removes wrong drafts from the rows, and lowers `seq.submitted` accordingly. If the pass
+        fails, all sequences in flight lose their rows.
         """
 
     def rewind(self, seq: Sequence, count: int) -> bool:

@@ -115,18 +115,18 @@ class EngineMemory(Generic[L, R]):
     # ---- blocks ----------------------------------------------------------------------------------
 
     def blocks_in_use(self) -> int:
-        """See BlockMemory."""
+        """Returns the blocks of cached prefixes, or of rows and prefixes; see BlockMemory."""
         free = self.layout.free_blocks
         # Rows that share no blocks have copies of the prefixes that they began from.
         return self.prefix_blocks() if free is None else self.layout.blocks - free
 
     def blocks_of(self, seq: Sequence) -> int:
-        """See BlockMemory."""
+        """Returns the blocks of a row that `blocks_in_use` includes; see BlockMemory."""
         row = self.rows.get(seq)
         return 0 if row is None else self.layout.blocks_of(row)
 
     def shrink(self, blocks: int, *, in_use: bool = False) -> int:
-        """See BlockMemory."""
+        """Evicts prefix-cache entries to free `blocks` blocks; see BlockMemory."""
         before = self.prefix_blocks()
         self.prefix.shrink(self.prefix.nbytes - (before - blocks) * self.budget.block)
         if in_use and before - self.prefix_blocks() < blocks:
@@ -135,7 +135,10 @@ class EngineMemory(Generic[L, R]):
         return before - self.prefix_blocks()
 
     def unpin(self, seq: Sequence) -> bool:
-        """See BlockMemory."""
+        """Lets `shrink` evict prefixes that were read from the disk for other sequences.
+
+        See BlockMemory.unpin.
+        """
         return self.disk is not None and self.disk.unpin(seq)
 
     def prefix_blocks(self) -> int:
@@ -202,7 +205,10 @@ class EngineMemory(Generic[L, R]):
         )
 
     def kv_use(self) -> tuple[int, int]:
-        """See Engine.kv_use."""
+        """Returns the numbers of tokens and of bytes in the rows of running sequences.
+
+        See Engine.
+        """
         return sum(row.offset for row in self.rows.values()), self.kv_bytes()[0]
 
     def kv_bytes(self) -> tuple[int, int]:
@@ -215,14 +221,17 @@ class EngineMemory(Generic[L, R]):
         return self.layout.left(self.rows.values(), self.blocks.capacity * self.budget.block)
 
     def reserve(self, size: int) -> None:
-        """See Engine.reserve. A device with its own memory reserves nothing."""
+        """Reserves `size` bytes for other processes, unless the device has its own memory.
+
+        See Engine.reserve.
+        """
         self.budget = replace(self.budget, reserved=0 if device.has_own_memory() else size)
         self._measure_process()
         self.bound_prefix()
         self.prefix.shrink(self.prefix.nbytes - self.prefix.budget)
 
     def make_room(self, size: int) -> None:
-        """See Engine.make_room."""
+        """Frees `size` bytes of freed buffers, prefixes, draft rows and images; see Engine."""
         size -= mx.get_cache_memory()
         size -= self.prefix.shrink(size)
         if self.draft is not None and size > 0:
@@ -235,7 +244,7 @@ class EngineMemory(Generic[L, R]):
     def bound_prefix(self) -> None:
         """Limits the prefix cache to its configured bytes, and to the bytes that rows do not use.
 
-        The cache does not use reserved bytes, even if rows may use some of these.
+        Rows may use some of the bytes reserved for other processes; the cache uses none of them.
         """
         left, budget = self.bytes_left(), self.budget
         if budget.reserved and self.fixed_blocks is None:
@@ -284,7 +293,10 @@ class EngineMemory(Generic[L, R]):
         folder: ModelFolder,
         rules: Mapping[str, Any],
     ) -> None:
-        """See Engine.open_disk. `rules`: everything that decides the stored arrays of tokens."""
+        """Opens the disk tier, after the warm-up; see Engine.
+
+        `rules`: everything that decides the stored arrays of tokens.
+        """
         room = room_of(self.budget.limit)
         if folder.files.stamps() != folder.stamps:
             raise ModelLoadFailed(

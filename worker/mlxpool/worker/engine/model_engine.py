@@ -76,7 +76,7 @@ class ModelEngine:
         self._passes = self.parts.devices.passes(self.pipeline)
 
     def inspect(self) -> Inspection:
-        """See Inspection."""
+        """Returns the parts of this engine that tests read."""
         memory = self.parts.memory
         return Inspection(
             memory, memory.layout, memory.rows, tuple(self.pipeline.flights), memory.budget
@@ -86,79 +86,79 @@ class ModelEngine:
 
     @property
     def layout(self) -> str:
-        """See Engine.layout."""
+        """The memory layout in a few words for operators; see Engine."""
         name, kv = self.parts.memory.layout.name, self.parts.shape.kv
         return name if kv == AUTO else f"{name}, {kv}"
 
     @property
     def no_drafts(self) -> str:
-        """See Engine.no_drafts."""
+        """The reason why the engine checks no drafts, for operators; see Engine."""
         return self.parts.no_drafts
 
     @property
     def predictor(self) -> Predictor | None:
-        """See Engine.predictor."""
+        """The drafter that uses the model's MTP head; see Engine."""
         return self.parts.predictions
 
     @property
     def yields_cores(self) -> bool:
-        """See Engine.yields_cores."""
+        """True if steps may use fewer cores while other processes need them; see Engine."""
         return not device.on_gpu() and not self.parts.loaded.deterministic
 
     @property
     def prefix(self) -> PrefixCache[CacheRow]:
-        """See Engine.prefix."""
+        """The prefix cache, for its counters; see Engine."""
         return self.parts.memory.prefix
 
     @property
     def disk(self) -> DiskPrefixes | None:
-        """See Engine.disk."""
+        """The disk tier of the prefix cache; see Engine."""
         return self.parts.memory.disk
 
     @property
     def in_flight(self) -> int:
-        """See Engine.in_flight."""
+        """The number of passes that were submitted and not collected; see Engine."""
         return len(self.pipeline.flights)
 
     # ---- the load and the end --------------------------------------------------------------------
 
     def report_compiles(self, tell: Callable[[], None]) -> None:
-        """See Engine.report_compiles."""
+        """Sets the function to call before a pass that compiles kernels is built; see Engine."""
         self.parts.memory.layout.notice.tell = tell
         if self.parts.predictions is not None:
             self.parts.predictions.notice.tell = tell
 
     def expect_drafts(self, most: int) -> None:
-        """See Engine.expect_drafts."""
+        """Sets the most drafts that the rows of a pass check together; see Engine."""
         self.most_drafts = most
         expect_drafts(self.parts, most)
 
     def warm_up(self, on_progress: Callable[[], None] = lambda: None) -> None:
-        """See Engine.warm_up."""
+        """Computes each kind of step once, so that no request waits for compilation; see Engine."""
         self.limits = limits_of(self.parts, warm_up(self, on_progress))
 
     def open_disk(self, settings: DiskSettings, wake: Callable[[], None]) -> None:
-        """See Engine.open_disk."""
+        """Opens the disk tier, after the warm-up; see Engine."""
         rules = {**kept_rules(self.parts), "weights": self.digest}
         self.parts.memory.open_disk(settings, wake, self.parts.loaded.folder, rules)
 
     def close(self) -> None:
-        """See Engine.close."""
+        """Frees all rows and arrays; see Engine."""
         self.pipeline.flights.clear()
         self.parts.memory.close()
 
     # ---- sequences -------------------------------------------------------------------------------
 
     def admit(self, seq: Sequence) -> None:
-        """See Engine.admit."""
+        """Gives the sequence a row, filled from the prefix cache; see Engine."""
         self.pipeline.rows.admit(seq)
 
     def clip(self, seq: Sequence, tokens: int) -> int:
-        """See Engine.clip."""
+        """Returns the number of inputs of a prompt's next chunk; see Engine."""
         return self.pipeline.rows.clip(seq, tokens)
 
     def encode(self, image: PreparedImage, pinned: Collection[ImageKey]) -> None:
-        """See Engine.encode."""
+        """Computes the features of an image and keeps them in `encoded`; see Engine."""
         if self.parts.image_encoder is None:
             raise NotImplementedError("the model reads no images")
         features = self.parts.image_encoder(image)
@@ -166,71 +166,74 @@ class ModelEngine:
         self.encoded.put(image.key, features, pinned)
 
     def rewind(self, seq: Sequence, count: int) -> bool:
-        """See Engine.rewind."""
+        """Trims a running sequence's row to its first `count` inputs; see Engine."""
         return self.pipeline.rewind(seq, count)
 
     def lost(self, seq: Sequence) -> bool:
-        """See Engine.lost."""
+        """Returns True if a failed pass has lost inputs of a running sequence; see Engine."""
         return self.pipeline.rows.lost(seq)
 
     def release(self, seq: Sequence) -> None:
-        """See Engine.release."""
+        """Frees row and blocks of a sequence in any phase; see Engine."""
         self.pipeline.release(seq)
 
     def piece(self, token: int) -> bytes:
-        """See Engine.piece."""
+        """Returns the text of a token as bytes; see Engine."""
         return self._text.piece(token)
 
     # ---- passes ----------------------------------------------------------------------------------
 
     def submit(self, spans: Many[Span]) -> bool:
-        """See Engine.submit."""
+        """Starts one pass over the spans; see Engine."""
         return self._passes.start(spans, at_once=True)
 
     def forward(self, spans: Many[Span], built: Callable[[], None] = lambda: None) -> bool:
-        """See Engine.forward."""
+        """Starts a pass that draws no tokens until `draw` is called; see Engine."""
         return self._passes.start(spans, at_once=False, built=built)
 
     def draw(self, masks: RowMasks) -> None:
-        """See Engine.draw."""
+        """Draws the tokens of the pass that `forward` started; see Engine."""
         self.pipeline.draw(masks)
 
     def mask_memory(self, lines: int) -> MaskTable | None:
-        """See Engine.mask_memory."""
+        """Returns memory for masks that the device reads directly; see Engine."""
         if self.parts.uploads is None:
             return None
         return self.masks.take(lines, self.parts.memory.most_rows())
 
     def drawn(self) -> list[SampledToken] | None:
-        """See Engine.drawn."""
+        """Returns the tokens of the oldest pass in flight, if already known; see Engine."""
         return self.pipeline.drawn()
 
     def withdraw(self, seq: Sequence, *, again: bool) -> None:
-        """See Engine.withdraw."""
+        """Takes a sequence out of the newest pass before the draw; see Engine."""
         self.pipeline.withdraw(seq, again=again)
 
     def collect(self) -> StepResult:
-        """See Engine.collect."""
+        """Waits for the oldest pass in flight; see Engine."""
         return self._passes.collect()
 
     def device_works(self) -> bool:
-        """See Engine.device_works."""
+        """Returns True if the device still computes; see Engine."""
         return self.parts.devices.work()
 
     # ---- memory ----------------------------------------------------------------------------------
 
     def reserve(self, size: int) -> None:
-        """See Engine.reserve."""
+        """Reserves `size` bytes of the memory limit for other processes, in total; see Engine."""
         self.parts.memory.reserve(size)
 
     def make_room(self, size: int) -> None:
-        """See Engine.make_room."""
+        """Frees memory that running sequences do not need; see Engine."""
         self.parts.memory.make_room(size)
 
     def memory(self) -> MemoryUse:
-        """See Engine.memory."""
+        """Returns the memory in use; see Engine."""
         return self.parts.devices.used(self.parts.memory.use())
 
     def kv_use(self) -> tuple[int, int]:
-        """See Engine.kv_use."""
+        """Returns the numbers of tokens and of bytes in the rows of running sequences.
+
+        See Engine.
+        """
         return self.parts.memory.kv_use()

@@ -105,7 +105,7 @@ class Parts(Struct, frozen=True):
 
 
 class Warmed(Struct, frozen=True):
-    """The choices of the warm-up, besides the sizes in the memory budget.
+    """The choices of the warm-up, except the sizes, which are in the memory budget.
 
     `seconds`: the time of a pass while sequences decode. `long_passes`: a pass without decoding
     rows has twice the inputs.
@@ -210,7 +210,10 @@ def make_layout(parts: Parts, blocks: int | None = None, *, long_passes: bool = 
 def remake_layout(
     parts: Parts, most_drafts: int, blocks: int | None = None, *, long_passes: bool
 ) -> None:
-    """Replaces the layout by one with new blocks or passes. The old layout must have no rows."""
+    """Replaces the layout by a layout with other blocks or passes.
+
+    The old layout must have no rows.
+    """
     tell = parts.memory.layout.notice.tell
     parts.memory.layout.close()
     mx.clear_cache()
@@ -223,7 +226,7 @@ def remake_layout(
 def expect_drafts(parts: Parts, most: int) -> None:
     """Sets the most drafts that the rows of a pass check together.
 
-    Counts the memory for their states in the budget.
+    Counts the memory for the states of these drafts in the budget.
     """
     memory, loaded, states = parts.memory, parts.loaded, 0
     memory.layout.expect_drafts(most)
@@ -279,7 +282,10 @@ def kept_rules(parts: Parts) -> dict[str, Any]:
 def _predictions_of(
     loaded: LoadedModel, shape: RowShape, memory: EngineMemory[Layout, CacheRow]
 ) -> HeadDrafts | None:
-    """Makes the drafter that uses the model's own MTP head; None: not loaded, or not used."""
+    """Makes the drafter that uses the model's own MTP head.
+
+    Returns None if the head is not loaded, or cannot be used.
+    """
     plan = loaded.folder.plan
     if not plan.predicts:
         return None

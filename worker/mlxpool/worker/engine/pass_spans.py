@@ -69,7 +69,7 @@ class PassSpans(Struct, frozen=True):
 
     @property
     def wanted(self) -> list[int]:
-        """The numbers of the spans with results, in the order that layouts expect."""
+        """The indices of the spans with results, in the order that layouts expect."""
         return [*self.drawing, *self.hidden] if self.hidden else self.drawing
 
     @property

@@ -89,7 +89,7 @@ class Pipeline:
     def start(
         self, spans: Many[Span], *, at_once: bool, built: Callable[[], None] = lambda: None
     ) -> bool:
-        """See Passes."""
+        """Builds and starts one pass; see Passes."""
         began = monotonic()
         newest = self.flights[-1] if self.flights else None
         assert newest is None or newest.undrawn is None, "`draw` comes before the next pass"
@@ -149,7 +149,7 @@ class Pipeline:
         return fresh
 
     def draw(self, masks: RowMasks) -> None:
-        """See Engine.draw."""
+        """Draws the tokens of the newest pass, which `forward` started; see Engine."""
         flight = self.flights[-1]
         assert flight.undrawn is not None, "the newest pass has drawn its tokens"
         asking, logits = flight.undrawn
@@ -163,11 +163,11 @@ class Pipeline:
         )
 
     def drawn(self) -> list[SampledToken] | None:
-        """See Engine.drawn."""
+        """Returns the tokens of the oldest pass in flight, if already known; see Engine."""
         return self.flights[0].drawn() if self.flights else None
 
     def withdraw(self, seq: Sequence, *, again: bool) -> None:
-        """See Engine.withdraw."""
+        """Takes a sequence out of the newest pass before the draw; see Engine."""
         flight = self.flights[-1]
         assert flight.undrawn is not None, "the newest pass has drawn its tokens"
         self.flights[-1] = flight.without(seq)
@@ -200,9 +200,9 @@ class Pipeline:
         return rows
 
     def _free_states(self, wants: PassSpans, rows: list[RowSpan]) -> None:
-        """Moves recurrent states of rows outside of the next pass into separate arrays.
+        """Moves the recurrent states of rows that are not in the next pass into separate arrays.
 
-        So the shared arrays can be freed. opening.py counts the most states that rows hold.
+        Then the arrays that these rows shared with rows of the pass can be freed.
         """
         if wants.again or not self._memory.layout.store.stateful:
             return
@@ -239,7 +239,7 @@ class Pipeline:
         return (*download.done, *kept), download
 
     def collect(self) -> StepResult:
-        """See Engine.collect."""
+        """Waits for the oldest pass in flight; see Engine."""
         flight = self.flights[0]
         assert flight.undrawn is None, "`draw` comes before `collect`"
         with self.discard_on_failure(flight.spans):  # also if the results cannot be read
@@ -306,7 +306,7 @@ class Pipeline:
         return ids, drawn
 
     def release(self, seq: Sequence) -> None:
-        """See Engine.release."""
+        """Frees row and blocks of a sequence in any phase; see Engine."""
         self._draws.forget()
         self._spans_before = None
         self._forget_predictions([seq])
@@ -325,7 +325,7 @@ class Pipeline:
     def rehearse(self, spans: Many[Span], mask: Mask) -> None:
         """Builds a pass, a draw without masks, and a draw with `mask`; computes nothing.
 
-        The pass must not be computed: the arrays of its rows are lost.
+        The caller must not compute the pass. The arrays of its rows are lost.
         """
         if self._parts.uploads is not None:
             self._parts.uploads.begin()
@@ -348,7 +348,7 @@ class Pipeline:
                 self._parts.predictions.release(seq)
 
     def rewind(self, seq: Sequence, count: int) -> bool:
-        """See Engine.rewind."""
+        """Trims a running sequence's row to its first `count` inputs; see Engine."""
         if self._memory.layout.store.stateful or seq.awaited:
             return False
         self._draws.forget()
@@ -360,7 +360,7 @@ class Pipeline:
     def discard_on_failure(self, spans: Many[Span] = ()) -> Iterator[None]:
         """A context for a pass over `spans`: a failure empties the rows of all passes in flight.
 
-        If rows share arrays, it empties all rows, see `lost`.
+        If rows share arrays, a failure empties all rows, see `lost`.
         """
         try:
             yield

@@ -25,7 +25,7 @@ class Rows(Generic[R]):
         self._draws_alone = draws_alone
 
     def admit(self, seq: Sequence) -> None:
-        """See Engine.admit."""
+        """Gives the sequence a row, filled from the prefix cache; see Engine."""
         memory = self._memory
         restore_at = len(seq.lasting) if seq.discarded else seq.restore_at
         memory.rows[seq], seq.submitted = memory.prefix.begin(
@@ -38,7 +38,7 @@ class Rows(Generic[R]):
             seq.cached = min(seq.submitted, most)
 
     def clip(self, seq: Sequence, tokens: int) -> int:
-        """See Engine.clip.
+        """Returns the number of inputs of a prompt's next chunk; see Engine.
 
         The last input of a prompt has its own span if log-probabilities of the prompt are reported.
         """
@@ -59,7 +59,7 @@ class Rows(Generic[R]):
         return max(1, end - seq.submitted)
 
     def lost(self, seq: Sequence) -> bool:
-        """See Engine.lost."""
+        """Returns True if a failed pass has lost inputs of a running sequence; see Engine."""
         row = self._memory.rows.get(seq)
         return row is not None and row.offset < seq.submitted
 
@@ -96,7 +96,7 @@ class Rows(Generic[R]):
         memory.prefix.keep(memory.rows[seq], seq.tokens, restore_point=restore_point)
 
     def release(self, seq: Sequence) -> None:
-        """See Engine.release."""
+        """Frees row and blocks of a sequence in any phase; see Engine."""
         memory = self._memory
         memory.blocks.free(seq)
         if memory.disk is not None:

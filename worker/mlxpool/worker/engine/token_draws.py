@@ -79,7 +79,8 @@ class TokenDraws:
     ) -> SamplerOutput:
         """Draws as `draw` does if some spans draw several tokens, each after the drafts before it.
 
-        Draws take several times the memory of their logits, so many lines are drawn in parts.
+        Draws take several times the memory of their logits. So the draws of many tokens are divided
+        into parts.
         """
         batch = self._batch([span.sequence for span in spans for _ in range(span.draws)])
         most = lines_at_a_time(self._vocab_size)
@@ -157,7 +158,10 @@ class TokenDraws:
 
 
 def _parts(spans: Many[Span], most: int) -> Iterator[tuple[list[Span], int, int]]:
-    """Yields groups of spans with their lines [first, end): at most `most` draws, or one span."""
+    """Yields groups of spans, each with its range [first, end) of draws.
+
+    A group has at most `most` draws, or only one span.
+    """
     part: list[Span] = []
     first = end = 0
     for span in spans:

@@ -46,22 +46,22 @@ class LoadedEngine(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """See Engine."""
+        """The number of passes that were submitted and not collected; see Engine."""
 
     def submit(self, spans: Many[Span], /) -> bool:
-        """See Engine."""
+        """Starts one pass over the spans; see Engine."""
 
     def forward(self, spans: Many[Span], /) -> bool:
-        """See Engine."""
+        """Starts a pass that draws no tokens until `draw` is called; see Engine."""
 
     def draw(self, masks: RowMasks, /) -> None:
-        """See Engine."""
+        """Draws the tokens of the newest pass, which `forward` started; see Engine."""
 
     def mask_memory(self, lines: int, /) -> MaskTable | None:
-        """See Engine."""
+        """Returns memory for masks that the device reads directly; see Engine."""
 
     def collect(self) -> StepResult:
-        """See Engine."""
+        """Waits for the oldest pass in flight; see Engine."""
 
 
 class PassKind(Struct, frozen=True):
@@ -125,7 +125,7 @@ def decode_sizes(engine: LoadedEngine, rows: int) -> list[int]:
 def compile_kernels(
     engine: LoadedEngine, kinds: Iterable[PassKind], on_progress: Callable[[], None]
 ) -> None:
-    """Compiles our kernels of passes of these kinds together, and computes no pass.
+    """Compiles our kernels of passes of these kinds together; computes no pass.
 
     Built passes stay compiled, so that the warm-up does not build them again.
     """
@@ -163,8 +163,8 @@ def warm_passes(engine: LoadedEngine, on_progress: Callable[[], None]) -> None:
 def hold_rows(engine: LoadedEngine) -> list[Sequence]:
     """Returns a dummy row that keeps the rows' arrays allocated during the warm-up.
 
-    Outside of a pool, arrays are freed with their last row, and each pass would write hundreds of
-    MB of zeros. Returns no row if there is a pool.
+    Returns no row if rows are in a pool of blocks. Without a pool, arrays are freed with their last
+    row, and each pass would write hundreds of MB of zeros into new arrays.
     """
     layout = engine.parts.memory.layout
     if layout.holds_prefixes:
@@ -193,7 +193,7 @@ def warm_masks(engine: LoadedEngine, count: int, options: Options | None = None)
 
 
 def warm_head(engine: LoadedEngine, head: HeadDrafts) -> None:
-    """Makes the model's own head draft for one row, and the row check the drafts."""
+    """Drafts with the model's own head for one row, and computes passes that check the drafts."""
     (seq,) = dummy_rows(engine, 1, 1)
     for _ in range(min(WARM_UP_PASSES, engine.context // 4)):  # at most four inputs
         seq.ids += [drawn.token for drawn in step(engine, [Span(seq, seq.submitted, 1, 1)]).drawn]

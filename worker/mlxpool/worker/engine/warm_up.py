@@ -196,12 +196,13 @@ def pass_bytes(
 def choose_long_passes(
     engine: LoadedEngine, small: tuple[int, int], large: tuple[int, int]
 ) -> bool:
-    """Makes a layout of long passes if they are faster and allowed; returns True if it did.
+    """Makes a layout of long passes if these are allowed; returns True if it did.
 
     Long passes have twice the inputs of the `large` chunk, which is the longest of the layout. They
-    are faster for small models: the host takes as long to build a pass as the device to compute it.
-    They are allowed if they end within the step target's upper bound, so that new requests are not
-    delayed, and if they leave LONG_PASSES_LEAVE of the blocks.
+    are faster for small models, because the host takes as long to build a pass as the device to
+    compute it. They are allowed if two conditions hold. They end within the step target's upper
+    bound, so that new requests are not delayed. They leave at least a share LONG_PASSES_LEAVE of
+    the blocks.
     """
     parts, memory, size = engine.parts, engine.parts.memory, large[0]
     most = min(parts.batch, engine.context)

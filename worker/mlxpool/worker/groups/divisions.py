@@ -1,7 +1,8 @@
 """The division of each architecture's weights among the ranks of a group. No MLX.
 
-Attention is divided by heads, feed-forwards and experts by width, embedding and output head by
-tokens of the vocabulary. Weights that no table below names are whole on every rank.
+The weights of attention are divided by heads. Those of feed-forwards and experts are divided by
+width. The embedding and the output head are divided by tokens of the vocabulary. Weights that no
+table below names are whole on every rank.
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ def _experts(name: str) -> dict[str, Share]:
 class Division(Struct, frozen=True):
     """The division of an architecture.
 
-    `numbers` are the keys of config.json that are divided by the number of ranks; the divided
-    config describes a rank's part. `shares` has the shares of modules, or of single tensors, by
-    their names inside a layer.
+    `numbers`: the keys of config.json whose values are divided by the number of ranks; the divided
+    config describes a rank's part. `shares`: the shares of modules, or of single tensors, by their
+    names inside a layer.
     """
 
     numbers: tuple[str, ...]

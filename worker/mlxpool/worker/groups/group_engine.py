@@ -66,7 +66,7 @@ class Group(OneDevice):
         blocks: int,
         **settings: Any,
     ) -> Layout:
-        """See OneDevice."""
+        """Makes the layout that sends each pass to the other ranks; see OneDevice."""
         return Rank0Layout(
             shape,
             model,
@@ -79,11 +79,14 @@ class Group(OneDevice):
         )
 
     def passes(self, pipeline: PassQueue) -> Passes:
-        """See OneDevice."""
+        """Returns the GroupPasses over a pipeline; see OneDevice."""
         return GroupPasses(pipeline, self._orders, self._collectives)
 
     def logits_of(self, model: Model) -> Callable[[mx.array], mx.array]:
-        """See OneDevice."""
+        """Returns the function from hidden states to logits, which all ranks compute.
+
+        See OneDevice.
+        """
 
         def logits_of(hidden: mx.array) -> mx.array:
             self._orders.send(Head(*hidden.shape))
@@ -92,15 +95,15 @@ class Group(OneDevice):
         return logits_of
 
     def warmed_up(self, buffers: int) -> None:
-        """See OneDevice."""
+        """Makes the other ranks free the memory of the warm-up; see OneDevice."""
         self._collectives.check()
         self._orders.send(Settle(buffers))
 
     def work(self) -> bool:
-        """See OneDevice.
+        """Returns True if the group can still compute; see OneDevice.
 
-        If a pass has failed, or a rank did not get a message, the ranks are out of step and the
-        group has to end. Its streams go on in another group.
+        If a pass has failed, or a rank did not get a message, the ranks no longer compute the same
+        passes, and the group has to end. Its streams go on in another group.
         """
         if self._orders.broken:
             return False
@@ -110,7 +113,10 @@ class Group(OneDevice):
         return False
 
     def used(self, use: MemoryUse) -> MemoryUse:
-        """See OneDevice. The figures are totals over all ranks, which have equal parts."""
+        """Returns the memory that all ranks use together; see OneDevice.
+
+        The ranks have equal parts.
+        """
         return replace(use, **{name: self.ranks * getattr(use, name) for name in _OF_EACH_RANK})
 
 
@@ -123,10 +129,10 @@ class GroupPasses:
     def start(
         self, spans: Many[Span], *, at_once: bool, built: Callable[[], None] = lambda: None
     ) -> bool:
-        """See Passes.
+        """Starts one pass; see Passes.
 
-        If a pass fails before its message is sent, all ranks still have the same passes in flight:
-        passes that rank 0 discards end on the other ranks, too.
+        A pass can fail before its message is sent. Then all ranks still have the same passes in
+        flight: passes that rank 0 discards also end on the other ranks.
         """
         in_flight = len(self._pipeline.flights)
         try:
@@ -138,7 +144,10 @@ class GroupPasses:
             raise
 
     def collect(self) -> StepResult:
-        """See Passes. Raises RankLost before a result of an incomplete sum is used."""
+        """Waits for the oldest pass in flight; see Passes.
+
+        Raises RankLost before a result of an incomplete sum is used.
+        """
         result = self._pipeline.collect()
         self._collectives.check()
         self._end_pass()

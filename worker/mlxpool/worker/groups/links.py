@@ -57,8 +57,7 @@ class GroupLinks(Struct, frozen=True):
     """The connections of rank 0 to the other ranks: their addresses, and the pipes to them.
 
     `ready` is the descriptor of a pipe; each other rank writes a byte into it before it joins.
-    `ports` are reserved for the group until it listens on them, and closed when all ranks have
-    joined.
+    `ports`: the sockets that reserve the group's ports; they are closed when all ranks have joined.
     """
 
     meeting: Meeting

@@ -50,12 +50,12 @@ class Pass(Struct, frozen=True):
     """Compute one pass.
 
     `rows`: the row number of each span. `offsets`: the number of tokens that each row has.
-    `counts`: the number of new tokens of each row. `lines` and `hidden` (numbers of spans): as in
-    RowSpan. `tables`: changes of block tables: a row number, the index of the first new entry, and
-    the new entries. `left`: the numbers of released rows. `ids` and `wanted`: as in Layout.step; a
-    negative id refers to one of the `drawn` tokens, which rank 0 sends to all ranks before the
-    pass. `fresh`: the pass may compile something. `builds`: the pass is only built, to list its
-    kernels, and not computed.
+    `counts`: the number of new tokens of each row. `lines`: see RowSpan. `hidden`: the indices of
+    the spans that give hidden states. `tables`: the changes of block tables; each has a row number,
+    the index of the first new entry, and the new entries. `left`: the numbers of released rows.
+    `ids` and `wanted`: see Layout.step. A negative id refers to one of the `drawn` tokens, which
+    rank 0 sends to all ranks before the pass. `fresh`: the pass may compile something. `builds`:
+    the pass is only built, to list its kernels, and not computed.
     """
 
     rows: Sequence[int]
@@ -75,7 +75,7 @@ class Pass(Struct, frozen=True):
 class Again(Struct, frozen=True):
     """Compute the newest pass once more, with one more token in each row.
 
-    All spans of the newest pass were single inputs. The fields are as in Pass.
+    It requires that all spans of the newest pass were single inputs. The fields are as in Pass.
     """
 
     ids: Sequence[int]

@@ -44,7 +44,11 @@ class PartLayerBuilder(WeightLayerBuilder):
         self._part, self._collectives = part, collectives
 
     def linear(self, name: str) -> Linear:
-        """See LayerBuilder."""
+        """Builds a linear layer whose output is whole on every rank, if the model needs it.
+
+        The output head joins the ranks' columns. A layer that is divided by its inputs adds up the
+        ranks' products.
+        """
         layer = super().linear(name)
         if name == HEAD:
             return JoinedLinear(layer, self._collectives)
@@ -53,24 +57,24 @@ class PartLayerBuilder(WeightLayerBuilder):
         return layer
 
     def embedding(self, name: str) -> PartEmbedding:  # type: ignore[override]
-        """See LayerBuilder."""
+        """Builds the token embedding, of which this rank has the rows of some tokens."""
         part = self._part
         return PartEmbedding(
             super().embedding(name), part.first_token, part.tokens, self._collectives
         )
 
     def latent_token(self, parts: LatentParts) -> LatentToken | None:
-        """See LayerBuilder."""
+        """Builds a LatentToken whose output is summed over all ranks; None as in LayerBuilder."""
         assert isinstance(parts.out, SummedLinear)
         token = super().latent_token(parts._replace(out=parts.out.layer))
         return None if token is None else SummedLatentToken(token, self._collectives)
 
     def whole_sum(self, x: mx.array) -> mx.array:
-        """See LayerBuilder."""
+        """Returns the sum of x over all ranks; see LayerBuilder."""
         return self._collectives.all_sum(x)
 
     def whole_product(self, product: PendingProduct) -> PendingProduct:
-        """See LayerBuilder."""
+        """Returns the pending sum of `product` over all ranks; see LayerBuilder."""
         return PendingProduct(SummedLinear(product.layer, self._collectives), product.x)
 
 
@@ -84,7 +88,10 @@ class SummedLinear(Struct, frozen=True):
         return self.collectives.all_sum(self.layer(x))
 
     def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
-        """See layer_types.Linear. Adds the residual once, after the sum."""
+        """Returns `residual` plus the sum of all ranks' products of x; see layer_types.Linear.
+
+        The residual is added once, after the sum. Returns None if no kernel computes both.
+        """
         if x.dtype != residual.dtype or not self.collectives.adds(residual.nbytes, x.dtype):
             return None
         return self.collectives.sum_onto(residual, self.layer(x))
@@ -98,7 +105,7 @@ class SummedLatentToken(SummedLinear, frozen=True):
     def queries(
         self, x: PendingNorm, pool: mx.array, slots: mx.array, turns: RopeTables
     ) -> mx.array | None:
-        """See layer_types.LatentToken."""
+        """Returns the queries of this rank's heads; see layer_types.LatentToken."""
         return self.layer.queries(x, pool, slots, turns)
 
 
@@ -112,7 +119,7 @@ class JoinedLinear(Struct, frozen=True):
         return self.collectives.joined(self.layer(x))
 
     def add_to(self, x: mx.array, residual: mx.array) -> None:
-        """See layer_types.Linear. Returns None: no kernel does it."""
+        """Returns None: no kernel joins the columns and adds a residual."""
 
 
 class PartEmbedding(Struct, frozen=True):

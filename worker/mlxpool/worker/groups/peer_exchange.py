@@ -53,8 +53,8 @@ def connect(
     """Returns the sums of this rank, after all ranks have mapped all buffers and tried the sums.
 
     `shape_of` returns the shape of buffers; its argument is True if NVLink connects all GPUs.
-    `tries` replaces the trial. Raises PeerMemoryError on all ranks if any rank fails; its text is
-    this rank's error, or that another rank failed.
+    `tries` replaces the trial. Raises PeerMemoryError on all ranks if any rank fails. The text of
+    the exception is the error of this rank, or says that another rank failed.
     """
     memory, identity, own, handle, why = None, NO_IDENTITY, 0, NO_HANDLE, ""
     try:

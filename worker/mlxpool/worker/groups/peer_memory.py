@@ -81,13 +81,16 @@ class CudaPeerMemory:
         self._device, self._management = device, management
 
     def identity(self) -> bytes:
-        """See PeerMemory. It is the UUID."""
+        """Returns the UUID of the GPU; see PeerMemory."""
         identity = (ctypes.c_ubyte * IDENTITY_BYTES)()
         self._call("cuDeviceGetUuid_v2", ctypes.byref(identity), self._device)
         return bytes(identity)
 
     def over_nvlink(self, identity: bytes) -> bool:
-        """See PeerMemory. False for a part of a GPU (MIG), which has no NVLink."""
+        """Returns whether NVLink connects this GPU with another GPU; see PeerMemory.
+
+        False for a part of a GPU (MIG), which has no NVLink.
+        """
         own = self.identity()
         if own == identity:
             return False
@@ -103,7 +106,7 @@ class CudaPeerMemory:
             return False
 
     def allocate(self, size: int) -> int:
-        """See PeerMemory."""
+        """Allocates `size` bytes of zeros; see PeerMemory."""
         address = ctypes.c_uint64()
         with self._current():
             self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
@@ -117,14 +120,17 @@ class CudaPeerMemory:
         return address.value
 
     def export(self, address: int) -> bytes:
-        """See PeerMemory."""
+        """Returns a handle of HANDLE_BYTES, by which another process maps the memory.
+
+        See PeerMemory.
+        """
         handle = _Handle()
         with self._current():
             self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
         return bytes(handle.bytes)
 
     def open(self, handle: bytes) -> int:
-        """See PeerMemory."""
+        """Maps memory that another process exported; see PeerMemory."""
         address, given = ctypes.c_uint64(), _Handle.from_buffer_copy(handle)
         with self._current():
             self._call(
@@ -136,12 +142,12 @@ class CudaPeerMemory:
         return address.value
 
     def close(self, address: int) -> None:
-        """See PeerMemory."""
+        """Unmaps memory that `open` mapped; see PeerMemory."""
         with self._current():
             self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def free(self, address: int) -> None:
-        """See PeerMemory."""
+        """Frees memory that `allocate` returned; see PeerMemory."""
         with self._current():
             self._call("cuMemFree_v2", ctypes.c_uint64(address))
 

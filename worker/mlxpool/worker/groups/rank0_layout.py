@@ -42,11 +42,14 @@ class Rank0Store(PagedStore):
         self.left: list[int] = []  # numbers of rows that were released since the last pass
 
     def new_row(self) -> NumberedRow:
-        """See Store."""
+        """Returns an empty KV row with a new number; see Store."""
         return NumberedRow(self._memory, self, self._new_number())
 
     def release(self, row: BlockRow) -> None:
-        """See Store."""
+        """Frees the KV row and gives it a new number; see Store.
+
+        The next pass tells the other ranks that the old number has left.
+        """
         super().release(row)
         assert isinstance(row, NumberedRow)
         self.left.append(row.number)
@@ -98,7 +101,7 @@ class Rank0Layout(PagedLayout):
         return Rank0Store(self.pool, self._orders)
 
     def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
-        """See Layout."""
+        """Returns True if a pass over `spans` may compile something; see Layout."""
         self._fresh = super().is_new(spans, wanted)
         return self._fresh
 
@@ -109,7 +112,10 @@ class Rank0Layout(PagedLayout):
         drawn: mx.array | None,
         wanted: Sequence[int],
     ) -> PassOutput:
-        """See Layout. Raises OutOfMemory before anything is sent."""
+        """Sends a pass to the other ranks, then builds the pass on this rank; see Layout.
+
+        Raises OutOfMemory before anything is sent.
+        """
         rows = [cast(NumberedRow, span.row) for span in spans]
         store = cast(Rank0Store, self.store)
         ends = [row.offset + span.count for row, span in zip(rows, spans, strict=True)]

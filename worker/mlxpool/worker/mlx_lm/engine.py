@@ -163,77 +163,80 @@ class MlxLmEngine:
 
     @property
     def context(self) -> int:
-        """See Engine.context."""
+        """The most tokens of prompt and completion together; see Engine."""
         return self._memory.context
 
     @property
     def vocab_size(self) -> int:
-        """See Engine.vocab_size."""
+        """The number of token ids; see Engine."""
         return self._folder.plan.vocab_size
 
     @property
     def eos(self) -> frozenset[int]:
-        """See Engine.eos."""
+        """The token ids that end a completion; see Engine."""
         return self._folder.eos_ids
 
     @property
     def cost(self) -> StepCost:
-        """See Engine.cost."""
+        """The cost model of passes; see Engine."""
         return self._times.cost
 
     @property
     def prefix(self) -> PrefixCache[MlxLmRow]:
-        """See Engine.prefix."""
+        """The prefix cache, for its counters; see Engine."""
         return self._memory.prefix
 
     @property
     def disk(self) -> DiskPrefixes | None:
-        """See Engine.disk."""
+        """The disk tier of the prefix cache; see Engine."""
         return self._memory.disk
 
     def open_disk(self, settings: DiskSettings, wake: Callable[[], None]) -> None:
-        """See Engine.open_disk."""
+        """Opens the disk tier, after the warm-up; see Engine."""
         rules = {"layout": self.layout, "mlx_lm": version("mlx-lm"), "weights": self.digest}
         self._memory.open_disk(settings, wake, self._folder, rules)
 
     @property
     def yields_cores(self) -> bool:
-        """See Engine.yields_cores."""
+        """True if steps may use fewer cores while other processes need them; see Engine."""
         return not device.on_gpu()
 
     @property
     def encoded(self) -> EncodedImages[Any]:
-        """See Engine.encoded."""
+        """The cache of encoded images; see Engine."""
         return self._memory.encoded
 
     @property
     def in_flight(self) -> int:
-        """See Engine.in_flight."""
+        """The number of passes that were submitted and not collected; see Engine."""
         return len(self._flights)
 
     def inspect(self) -> Inspection:
-        """See Inspection."""
+        """Returns the parts of this engine that tests read."""
         memory = self._memory
         return Inspection(memory, memory.layout, memory.rows, tuple(self._flights), memory.budget)
 
     def admit(self, seq: Sequence) -> None:
-        """See Engine.admit."""
+        """Gives the sequence a row, filled from the prefix cache; see Engine."""
         self._rows.admit(seq)
 
     def clip(self, seq: Sequence, tokens: int) -> int:
-        """See Engine.clip."""
+        """Returns the number of inputs of a prompt's next chunk; see Engine."""
         return self._rows.clip(seq, tokens)
 
     def encode(self, image: PreparedImage, pinned: Collection[ImageKey]) -> None:
-        """See Engine.encode."""
+        """Raises NotImplementedError: the engine reads no images."""
         raise NotImplementedError("the model reads no images")
 
     def report_compiles(self, tell: Callable[[], None]) -> None:
-        """See Engine.report_compiles."""
+        """Sets the function to call before a pass that compiles kernels; see Engine."""
         self._tell_compiles = tell
 
     def submit(self, spans: Many[Span]) -> bool:
-        """See Engine.submit. Computes span by span; waits for every chunk."""
+        """Starts one pass over the spans; see Engine.
+
+        Computes the spans one after the other, and waits for the end of each chunk of a prompt.
+        """
         began = monotonic()
         require_plain(spans, "an engine of mlx-lm's code")
         fresh = any([self._kinds.is_new(kind) for kind in _kinds_of(spans)])  # measures all spans
@@ -255,7 +258,7 @@ class MlxLmEngine:
         return fresh
 
     def collect(self) -> StepResult:
-        """See Engine.collect."""
+        """Waits for the oldest pass in flight; see Engine."""
         flight = self._flights[0]
         with self._discard_on_failure(flight.spans):
             mx.eval(*flight.done)
@@ -267,64 +270,67 @@ class MlxLmEngine:
             return flight.result()
 
     def forward(self, spans: Many[Span], built: Callable[[], None] = lambda: None) -> bool:
-        """See Engine.forward."""
+        """Raises NotImplementedError: `submit` draws tokens in the pass itself."""
         raise NotImplementedError("mlx-lm's code draws tokens in the pass itself")
 
     def draw(self, masks: RowMasks) -> None:
-        """See Engine.draw."""
+        """Raises NotImplementedError: `submit` has drawn the tokens."""
         raise NotImplementedError("mlx-lm's code draws tokens in the pass itself")
 
     def withdraw(self, seq: Sequence, *, again: bool) -> None:
-        """See Engine.withdraw."""
+        """Raises NotImplementedError: `submit` has drawn the tokens."""
         raise NotImplementedError("mlx-lm's code draws tokens in the pass itself")
 
     def mask_memory(self, lines: int) -> MaskTable | None:
-        """See Engine.mask_memory."""
+        """Returns None: the engine draws without masks."""
         return None
 
     def drawn(self) -> list[SampledToken] | None:
-        """See Engine.drawn."""
+        """Returns None: the host gets tokens only from `collect`."""
         return None
 
     def rewind(self, seq: Sequence, count: int) -> bool:
-        """See Engine.rewind."""
+        """Returns False: the engine trims no rows."""
         return False
 
     def lost(self, seq: Sequence) -> bool:
-        """See Engine.lost."""
+        """Returns True if a failed pass has lost inputs of a running sequence; see Engine."""
         return self._rows.lost(seq)
 
     def release(self, seq: Sequence) -> None:
-        """See Engine.release."""
+        """Frees row and blocks of a sequence in any phase; see Engine."""
         self._flights = deque(flight.without(seq) for flight in self._flights)
         self._rows.release(seq)
 
     def reserve(self, size: int) -> None:
-        """See Engine.reserve."""
+        """Reserves `size` bytes of the memory limit for other processes, in total; see Engine."""
         self._memory.reserve(size)
 
     def make_room(self, size: int) -> None:
-        """See Engine.make_room."""
+        """Frees memory that running sequences do not need; see Engine."""
         self._memory.make_room(size)
 
     def device_works(self) -> bool:
-        """See Engine.device_works."""
+        """Returns True if the device still computes; see Engine."""
         return device.device_computes()
 
     def memory(self) -> MemoryUse:
-        """See Engine.memory."""
+        """Returns the memory in use; see Engine."""
         return self._memory.use()
 
     def kv_use(self) -> tuple[int, int]:
-        """See Engine.kv_use."""
+        """Returns the numbers of tokens and of bytes in the rows of running sequences.
+
+        See Engine.
+        """
         return self._memory.kv_use()
 
     def piece(self, token: int) -> bytes:
-        """See Engine.piece."""
+        """Returns the text of a token as bytes; see Engine."""
         return self._text.piece(token)
 
     def close(self) -> None:
-        """See Engine.close."""
+        """Frees all rows and arrays; see Engine."""
         self._flights.clear()
         self._memory.close()
 
@@ -363,7 +369,7 @@ class MlxLmEngine:
         """Does nothing: this engine checks no drafts."""
 
     def warm_up(self, on_progress: Callable[[], None] = lambda: None) -> None:
-        """See Engine.warm_up. Measures the size of mlx-lm's caches, which grow by blocks."""
+        """Measures the size of mlx-lm's caches, which grow by blocks; see Engine.warm_up."""
         context, chunk = self.context, self.limits.lines
         small, large = (self._measure_row(min(n, context - 2), on_progress) for n in WARM_UP_CHUNKS)
         grown, more = large[1] - small[1], blocks_for(large[0]) - blocks_for(small[0])

@@ -107,15 +107,15 @@ class MlxLmLayout:
         self.fixed = 0  # bytes of a KV row besides its tokens
 
     def blocks_of(self, row: MlxLmRow) -> int:
-        """See RowLayout."""
+        """Returns 0: KV rows share no blocks."""
         return 0
 
     def left(self, rows: Iterable[MlxLmRow], whole: int) -> int:
-        """See RowLayout."""
+        """Returns the bytes of `whole` that the tokens of `rows` do not use; see RowLayout."""
         return whole - sum(max(0, row.nbytes - self.fixed) for row in rows)
 
     def kv_bytes(self, rows: Iterable[MlxLmRow]) -> tuple[int, int]:
-        """See RowLayout."""
+        """Returns the bytes of all `rows`, and 0 as the bytes of free blocks; see RowLayout."""
         return sum(row.nbytes for row in rows), 0
 
 

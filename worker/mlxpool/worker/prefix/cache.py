@@ -54,15 +54,16 @@ def usable(prompt: Sequence[int], most: int | None) -> int:
 
 
 class PrefixCache(Generic[R]):
-    """The interface of the three modes, and the mode `off`, which keeps nothing.
+    """The base class of the three modes. It is also the mode `off`, which keeps nothing.
 
     Counters since the start: `hits` and `misses` of `begin`; `tokens`, the cached tokens that
     `begin` has found; `evictions`; `evicted_tokens`, the tokens that are no longer in any entry.
     `reason` explains the result of the newest `begin`.
 
-    `shares`: other sequences can use the tokens of a KV row that is still in use. `whole`: a
-    sequence gets all of these tokens or none. `exclusive`: an entry is used by at most one row.
-    `by_owner`: a sequence finds only entries of sequences with the same owner.
+    `shares`: a sequence can use cached tokens of a KV row that is still in use. `whole`: cached
+    tokens can be used only up to a snapshot. So the tokens cached from a row can be used together,
+    or not at all. `exclusive`: an entry is used by at most one row. `by_owner`: a sequence finds
+    only entries of sequences with the same owner.
     """
 
     shares = False
@@ -177,7 +178,7 @@ class SingleCache(PrefixCache[R]):
 
     @property
     def nbytes(self) -> int:
-        """See PrefixCache: the allocated bytes of the KV row."""
+        """The allocated bytes of the cached KV row; 0 without a row."""
         return self._entry.row.nbytes if self._entry else 0
 
     def begin(
@@ -188,7 +189,10 @@ class SingleCache(PrefixCache[R]):
         most: int | None = None,
         owner: str = "",
     ) -> tuple[R, int]:
-        """See PrefixCache. Drops the entry if the prompt cannot use it."""
+        """Returns the cached KV row, trimmed to the tokens that match, or an empty KV row.
+
+        Frees the cached row if the prompt cannot use it. See PrefixCache.
+        """
         entry, self._entry = self._entry, None
         scope = self._scope(owner)
         alike = entry is not None and entry.scope == scope
@@ -206,7 +210,7 @@ class SingleCache(PrefixCache[R]):
         return row, 0
 
     def close(self, row: R, tokens: Sequence[int]) -> None:
-        """See PrefixCache. Replaces the entry, unless the KV row is empty or too large."""
+        """Makes a KV row the only entry, or frees an empty or too large row; see PrefixCache."""
         end = min(row.offset, len(tokens))
         scope = self._scopes.pop(id(row), "")
         if end > 0 and row.nbytes <= self._budget and self._rewind(row, end):
@@ -216,7 +220,7 @@ class SingleCache(PrefixCache[R]):
             self._release(row)
 
     def shrink(self, needed: int) -> int:
-        """See PrefixCache."""
+        """Frees the entry if `needed` is above 0; returns the freed bytes."""
         if needed <= 0 or self._entry is None:
             return 0
         self.evictions += 1
@@ -224,7 +228,7 @@ class SingleCache(PrefixCache[R]):
         return self.clear()
 
     def clear(self) -> int:
-        """See PrefixCache."""
+        """Frees the entry and returns its bytes."""
         freed, entry = self.nbytes, self._entry
         self._entry = None
         if entry is not None:

@@ -102,7 +102,7 @@ class BlockStore:
 
     @property
     def nbytes(self) -> int:
-        """See Store."""
+        """The bytes of the tree's blocks, each block counted once; see Store."""
         return self._bytes * len(self._kept)
 
     def own_bytes(self, rows: Iterable[BlockRow]) -> int:
@@ -122,11 +122,11 @@ class BlockStore:
         return self._pool.free
 
     def new_row(self) -> BlockRow:
-        """See Store."""
+        """Returns a KV row without blocks; see Store."""
         return BlockRow(self._bytes)
 
     def reserve(self, row: BlockRow, tokens: int) -> None:
-        """Allocates blocks for `tokens` tokens, and copies a shared block before writes.
+        """Allocates blocks for `tokens` tokens; copies the shared block that the row will write.
 
         Raises OutOfMemory; the KV row then keeps the blocks allocated so far.
         """
@@ -153,13 +153,13 @@ class BlockStore:
         ]
 
     def release(self, row: BlockRow) -> None:
-        """See Store."""
+        """Drops the KV row's references to its blocks; see Store."""
         for block in row.table:
             self._pool.drop_reference(block)
         row.table, row.offset, row.changed = [], 0, 0
 
     def rewind(self, row: BlockRow, to: int) -> bool:
-        """See Store."""
+        """Removes the tokens from `to` on; always returns True; see Store."""
         self.changes += 1
         row.offset = min(row.offset, to)
         while (len(row.table) - 1) * self._size >= row.offset and row.table:
@@ -175,9 +175,10 @@ class BlockStore:
         tokens: int,
         capacity: int,
     ) -> None:
-        """See Store. If two runs meet inside a block, uses the block of the later run.
+        """Fills an empty KV row with the blocks of cached runs; see Store.
 
-        This block has the tokens of both runs.
+        If two runs meet inside a block, uses the block of the later run, which has the tokens of
+        both runs.
         """
         self.changes += 1
         by_number = {}
@@ -191,11 +192,17 @@ class BlockStore:
             self._pool.add_reference(block)
 
     def fit(self, row: BlockRow, start: int, end: int, free: int) -> int:
-        """See Store."""
+        """Returns the position in [start, end] up to which `free` bytes suffice for `keep`.
+
+        See Store.
+        """
         return min(end, max(start, (start // self._size + free // self._bytes) * self._size))
 
     def keep(self, row: BlockRow, start: int, end: int) -> BlockRun:
-        """See Store. The KV row's last block is copied before its next write."""
+        """Caches tokens [start, end) of a KV row; see Store.
+
+        The KV row's last block is copied before its next write.
+        """
         blocks = self._between(row, start, end)
         for block in blocks:
             self._hold(block)
@@ -216,7 +223,7 @@ class BlockStore:
         return BlockRun(start, end, (block,))
 
     def cut(self, held: BlockRun, at: int) -> tuple[BlockRun, BlockRun]:
-        """See PieceStore."""
+        """Splits a run after its first `at` tokens; see PieceStore."""
         middle = held.start + at
         first = held.start // self._size
         left = held.blocks[: -(-middle // self._size) - first]
@@ -226,7 +233,7 @@ class BlockStore:
         return BlockRun(held.start, middle, left), BlockRun(middle, held.end, right)
 
     def join(self, left: BlockRun, right: BlockRun) -> BlockRun:
-        """See PieceStore."""
+        """Joins two neighbouring runs into one; see PieceStore."""
         blocks = left.blocks
         if left.end % self._size:
             self._let_go(blocks[-1])
@@ -234,22 +241,22 @@ class BlockStore:
         return BlockRun(left.start, right.end, blocks + right.blocks)
 
     def free(self, held: BlockRun) -> None:
-        """See PieceStore."""
+        """Drops the tree's references to the blocks of a run; see PieceStore."""
         for block in held.blocks:
             self._let_go(block)
 
     def state_bytes(self, row: BlockRow) -> int:
-        """See Store. Blocks have no snapshots."""
+        """Returns 0: blocks have no snapshots."""
         return 0
 
     def keep_state(self, row: BlockRow) -> None:
-        """See Store."""
+        """Does nothing: blocks have no snapshots."""
 
     def free_state(self, state: None) -> None:
-        """See PieceStore."""
+        """Does nothing: blocks have no snapshots."""
 
     def lowest(self, state: None) -> int:
-        """See Store."""
+        """Returns 0: blocks have no snapshots."""
         return 0
 
     def _between(self, row: BlockRow, start: int, end: int) -> tuple[int, ...]:

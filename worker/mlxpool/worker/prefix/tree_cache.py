@@ -50,7 +50,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
 
     @property
     def nbytes(self) -> int:
-        """See PrefixCache."""
+        """The bytes of all entries; see PrefixCache."""
         return self._store.nbytes
 
     @property
@@ -66,7 +66,10 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         most: int | None = None,
         owner: str = "",
     ) -> tuple[R, int]:
-        """See PrefixCache. The path that the KV row began from is not evicted until `close`."""
+        """Returns a KV row with the cached tokens of a prompt; see PrefixCache.
+
+        The nodes from which the row was filled are not evicted until `close`.
+        """
         prompt = tuple(prompt)
         empty = not self.nbytes
         self._now += 1
@@ -85,12 +88,15 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         return row, cached
 
     def next_restore_point(self, row: R) -> int | None:
-        """See PrefixCache."""
+        """Returns the position where the next prefill chunk must end; see PrefixCache."""
         reader = self._readers.get(id(row))
         return reader.stops[0] if reader is not None and reader.stops else None
 
     def keep(self, row: R, tokens: Sequence[int], *, restore_point: bool = False) -> None:
-        """See PrefixCache. Also makes a restore point at a position from `next_restore_point`."""
+        """Caches the tokens that the KV row has so far; see PrefixCache.
+
+        Also makes a restore point at a position from `next_restore_point`.
+        """
         reader = self._readers[id(row)]
         node = self._insert(row, tuple(tokens[: row.offset]), reader.scope)
         if node is not None:
@@ -101,7 +107,10 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         reader.stops = [stop for stop in reader.stops if stop > row.offset]
 
     def close(self, row: R, tokens: Sequence[int]) -> None:
-        """See PrefixCache. Caches only tokens that the tree lacks; ignores an unknown KV row."""
+        """Ends the use of a KV row, and caches the tokens that the tree lacks; see PrefixCache.
+
+        Ignores an unknown KV row.
+        """
         reader = self._readers.pop(id(row), None)
         if reader is None:
             return
@@ -116,7 +125,10 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
             self.shrink(self.nbytes - self._budget)
 
     def shrink(self, needed: int) -> int:
-        """See PrefixCache. Does not evict nodes that KV rows in use began from."""
+        """Evicts entries until `needed` bytes are freed, if possible; see PrefixCache.
+
+        Does not evict nodes from which KV rows in use were filled.
+        """
         before = self.nbytes
         while (
             before - self.nbytes < needed
@@ -126,7 +138,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         return before - self.nbytes
 
     def clear(self) -> int:
-        """See PrefixCache."""
+        """Frees all entries and returns their bytes; see PrefixCache."""
         before = self.nbytes
         self._tree.clear()
         for reader in self._readers.values():

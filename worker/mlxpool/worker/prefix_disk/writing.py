@@ -134,9 +134,9 @@ def areas(shape: Sequence[int], item: int, most: int) -> Iterator[tuple[slice, .
 class WriteQueue:
     """The records that the compute thread enqueued and has not freed: at most `limit` bytes.
 
-    `waiting` has the records to write, and None at the end, which ends the writing thread.
-    `written` has the records to free. Each record is in a list of its own. Only the compute thread
-    removes a record from this list, so that only this thread frees the record.
+    `waiting` has the records to write, and then None, which ends the writing thread. `written` has
+    the records to free. A record is passed on in a list with only this record. The compute thread
+    alone takes the record out of its list, so that no other thread frees the record.
     """
 
     def __init__(self, limit: int) -> None:

@@ -28,10 +28,11 @@ def late(size: int) -> DeadlineExceeded:
 
 
 class MemoryParts(Struct, frozen=True):
-    """The memory in bytes when it exceeds `limit`, for the error of a job.
+    """The sizes of the memory in bytes when it exceeds `limit`, for the error of a job.
 
-    `worker`: of the worker. `prepare`: of all processes that prepare requests. `own`: of the job's
-    own process. `figures`: the memory figures of a heartbeat. `others`: the number of other jobs.
+    `worker`: the memory of the worker. `prepare`: the memory of all processes that prepare
+    requests. `own`: the memory of the job's own process. `figures`: the memory figures of a
+    heartbeat. `others`: the number of other jobs.
     """
 
     limit: int

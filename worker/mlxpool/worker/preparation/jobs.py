@@ -292,7 +292,7 @@ def image_fields(image: PreparedImage) -> ImageFields:
 
 
 def image_of(fields: ImageFields) -> PreparedImage:
-    """Returns the image with the values of `image_fields`."""
+    """Returns the image from `fields`; the inverse of `image_fields`."""
     key, data, high, wide, (times, rows, columns), count = fields
     pixels = np.frombuffer(data, np.uint8).reshape(high, wide, 3)
     return PreparedImage(key, pixels, (times, rows, columns), count)

@@ -173,36 +173,39 @@ class BoundedText:
         *,
         continues: bool = False,
     ) -> RenderedChat:
-        """See TextModel."""
+        """Renders a chat within the limits of a chat template; see TextModel."""
         with self._bounds.template():
             return self._text.render(messages, tools, now, think, continues=continues)
 
     def infill(self, text: str, suffix: str) -> list[int]:
-        """See TextModel."""
+        """Tokenizes a prompt with a gap within the limits of the tokenizer; see TextModel."""
         with self._bounds.tokenizer(len(text) + len(suffix)):
             return self._text.infill(text, suffix)
 
     def piece(self, token: int) -> bytes:
-        """See TextModel."""
+        """Returns the bytes of a token, without limits."""
         return self._text.piece(token)
 
     def encode(self, text: str, cuts: Sequence[int] = (), *, begins: bool = True) -> list[int]:
-        """See TextModel."""
+        """Tokenizes a text within the limits of the tokenizer; see TextModel."""
         with self._bounds.tokenizer(len(text)):
             return self._text.encode(text, cuts, begins=begins)
 
     def read_image(self, data: bytes, index: int) -> PreparedImage:
-        """See TextModel. The limit of time is for all images of a job together."""
+        """Decodes an image within the limits of images; see TextModel.
+
+        The time limit is for all images of a job together.
+        """
         with self._bounds.image():
             return self._text.read_image(data, index)
 
     def restore_at(self, text: str, messages_end: int, ids: Sequence[int]) -> int:
-        """See TextModel."""
+        """Returns the number of ids before the generation prompt, within the tokenizer's limits."""
         with self._bounds.tokenizer(len(text)):
             return self._text.restore_at(text, messages_end, ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See TextModel."""
+        """Decodes ids to text within the limits of the tokenizer."""
         with self._bounds.tokenizer(len(ids)):
             return self._text.decode(ids)
 
@@ -215,17 +218,17 @@ class BoundedEncoderText:
         self._bounds = bounds
 
     def encode_inputs(self, job: EncodeInputs) -> Sequence[EncoderInput]:
-        """See EncoderFunctions."""
+        """Returns the inputs of texts or pairs, within the limits of the tokenizer."""
         with self._bounds.tokenizer(job.size):
             return self._text.encode_inputs(job)
 
     def encode(self, text: str) -> list[int]:
-        """See EncoderFunctions."""
+        """Returns the ids of a text, within the limits of the tokenizer."""
         with self._bounds.tokenizer(len(text)):
             return self._text.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See EncoderFunctions."""
+        """Decodes ids to text within the limits of the tokenizer."""
         with self._bounds.tokenizer(len(ids)):
             return self._text.decode(ids)
 

@@ -62,9 +62,11 @@ def end_process() -> None:
 
 
 class Running(Struct, eq=False):
-    """A job in a lane process. `long`: short jobs do not wait for it. `tries`: lanes used so far.
+    """A job in a lane process.
 
-    `announced`: steps leave a core to the job.
+    `long`: the job counts as long, so short jobs do not wait for it. `tries`: the number of lanes
+    that were used for the job so far. `announced`: the job is announced as long work, so steps
+    leave a core free.
     """
 
     waiting: Waiting
@@ -121,19 +123,19 @@ class LaneService(threading.Thread):
     # ---- any thread ----------------------------------------------------------------------------
 
     def submit(self, waiting: Waiting) -> None:
-        """See Service."""
+        """Enqueues a job; see Service."""
         self._command(partial(self._add, waiting))
 
     def submit_result(self, key: Hashable, result: Result) -> None:
-        """See Service."""
+        """Delivers a result that needs no job; see Service."""
         self._command(partial(self._deliver, key, result))
 
     def cancel(self, key: Hashable) -> None:
-        """See Service."""
+        """Ends a job with the result CANCELLED, unless it already has a result; see Service."""
         self._command(partial(self._end, key, CANCELLED))
 
     def cancel_all(self) -> None:
-        """See Service."""
+        """Ends every job that was submitted so far, without a result; see Service."""
         self._command(self._end_all)
 
     def close(self) -> None:

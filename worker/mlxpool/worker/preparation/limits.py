@@ -21,7 +21,8 @@ BYTES_PER_SECOND = 100_000  # characters of text per second; every tokenizer is 
 class Limits(Struct, frozen=True):
     """The time limits for the preparation of a request, in seconds.
 
-    `render`: of a chat template. `tokenize`: of the tokenizer for a short text, see `encoding`.
+    `render`: the limit of a chat template. `tokenize`: the limit of the tokenizer for a short text,
+    see `encoding`.
     """
 
     render: float = 2.0

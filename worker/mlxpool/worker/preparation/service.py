@@ -71,7 +71,7 @@ class InlineService(threading.Thread):
             self._inbox.get()()
 
     def submit(self, waiting: Waiting) -> None:
-        """See Service."""
+        """Enqueues a job; see Service."""
         self._inbox.put(partial(self._perform, waiting))
 
     def _perform(self, waiting: Waiting) -> None:
@@ -81,7 +81,7 @@ class InlineService(threading.Thread):
         self._deliver(waiting.key, result)
 
     def submit_result(self, key: Hashable, result: Result) -> None:
-        """See Service."""
+        """Delivers a result that needs no job; see Service."""
         self._inbox.put(partial(self._deliver, key, result))
 
     def cancel(self, key: Hashable) -> None:

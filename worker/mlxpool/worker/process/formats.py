@@ -57,8 +57,9 @@ class Formats:
     ) -> None:
         """Makes the constraint of a format, in the separate thread.
 
-        Then calls `finish` with `result` (of the job that prepared the prompt), and with the
-        constraint or its error. If `result` is an error, calls `finish(result)` immediately.
+        Then calls `finish` with `result` and the constraint, or with `result` and the error of the
+        constraint. `result` is the result of the job that prepared the prompt. If it is an error,
+        calls `finish(result)` immediately.
         """
         if isinstance(result, PoolError):
             finish(result)

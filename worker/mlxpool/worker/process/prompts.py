@@ -144,9 +144,9 @@ def _admit(
 ) -> Admit:
     """Returns the message that admits a run, whose prompt has known ids.
 
-    `received` and `deadline` are monotonic seconds, `now` is as in `_job`. The ids of a resume are
-    replayed here, not in the compute thread; also in the `constraint` of the request's format.
-    Raises BadRequest or ContextExceeded.
+    `received` and `deadline` are monotonic seconds, `now` is as in `_job`. Replays the ids of a
+    resume in the detokenizer and in the `constraint` of the request's format, so that the compute
+    thread need not do this. Raises BadRequest or ContextExceeded.
     """
     if constraint is not None:
         _require_known_thoughts(opened, work, prompt)
@@ -244,7 +244,7 @@ def _replay_in_thoughts(
 def _report(
     opened: Opened, work: Work, prompt: tuple[int, ...], ids: list[int]
 ) -> PromptReport | None:
-    """Returns the part of the prompt's log-probabilities to report; None: nothing to report.
+    """Returns the report of the prompt that the run has to send; None: nothing to report.
 
     Raises BadRequest if a resume has ids before the whole prompt was reported.
     """
@@ -259,7 +259,7 @@ def _report(
 
 
 def _reported(work: Work) -> int:
-    """Returns how many prompt tokens of the stream have log-probabilities that were sent."""
+    """Returns the number of prompt tokens that earlier runs of the stream have reported."""
     return 0 if work.resume is None else work.resume.reported
 
 

@@ -107,7 +107,7 @@ class ChatTokenizer:
         return ids
 
     def infill(self, text: str, suffix: str) -> list[int]:
-        """See TextModel. The ids begin with `prefix`."""
+        """Returns the ids of a prompt with a gap, which begin with `prefix`; see TextModel."""
         return [*self.prefix, *infill_ids(text, suffix, self._tokenizer.token_to_id, self._ids)]
 
     def piece(self, token: int) -> bytes:
@@ -120,7 +120,10 @@ class ChatTokenizer:
         return TokenTable(pieces, self.max_bytes_per_token)
 
     def read_image(self, data: bytes, index: int) -> PreparedImage:
-        """See TextModel. Call it in a process with limits: it may take any time and memory."""
+        """Decodes and resizes the file of image `index` of a request; see TextModel.
+
+        Call it in a process with limits: it may take any time and memory.
+        """
         from mlxpool.worker.media.decode import prepared_image  # the worker itself needs no Pillow
 
         assert self.images is not None

@@ -64,8 +64,8 @@ def penalty_history(seq: Sequence, awaited: int = 0) -> Many[int]:
     """Returns the newest tokens of a stream, at least those that its penalties count.
 
     Empty without penalties. Tokens discarded by a context shift are included. If penalties count
-    the whole stream and its context can shift, returns at most a context less the `awaited` tokens,
-    which come before the token to sample and are not known yet.
+    the whole stream and its context can shift, returns as many tokens as the context holds besides
+    the `awaited` tokens. The awaited tokens come before the token to sample, and are not known yet.
     """
     if not has_penalties(seq.options):
         return ()

@@ -62,11 +62,12 @@ def sample_batch(
     awaited: Sequence[int] = (),
     masks: TokenMasks | None = None,
 ) -> SamplerOutput:
-    """As `sample`, with the options of a batch; for positions and histories see SampleRequest.
+    """Samples as `sample` does, with the options of a batch.
 
-    Positions are used only with random choices, histories only with penalties. `awaited` [R]: 1 if
-    `pending` has a token of the row, 0 if NO_TOKEN; empty: every row has a pending token. `masks`
-    exclude tokens before all filters, but not from log-probabilities.
+    For positions and histories see SampleRequest. Positions are used only with random choices,
+    histories only with penalties. `awaited` [R]: 1 if `pending` has a token of the row, 0 if
+    NO_TOKEN; empty: every row has a pending token. `masks` exclude tokens before all filters, but
+    not from log-probabilities.
     """
     if awaited and not any(awaited):
         pending = None
@@ -93,7 +94,10 @@ def _by_kernel(
     awaited: Sequence[int],
     masks: TokenMasks | None,
 ) -> SamplerOutput:
-    """As `sample_batch`, by our kernel: sums and exponentials may differ in the last digits."""
+    """Samples as `sample_batch` does, by our kernel.
+
+    Sums and exponentials may differ from those of `sample_batch` in the last digits.
+    """
     adjusted = processed_logits(logits, batch, histories, pending, awaited)
     places = batch.zero_positions
     if batch.any_random:

@@ -40,8 +40,9 @@ class MemoryBudget(Struct, frozen=True, kw_only=True):
     def blocks_for(self, context: int) -> int:
         """Returns the number of blocks that fit into memory beside the reserved memory.
 
-        A sequence of the whole `context` gets its blocks even from the reserved memory. While it
-        uses them, other processes cannot get all of this memory.
+        But a sequence of the whole `context` always gets its blocks, if need be from the reserved
+        memory. While the sequence uses these blocks, other processes cannot get all of the reserved
+        memory.
         """
         free = self.free_blocks
         beside = free - -(-self.reserved // self.block)

@@ -77,10 +77,11 @@ def schedule(
 ) -> Step:
     """Returns the next step, which may be empty.
 
-    A sequence is omitted if its next input needs an image without features, see compute/image_jobs.
-    `alone`: a prompt that failed before may be read now, in a step of its own; otherwise it waits
-    while other sequences decode. `drafts` are checked in the decode steps of their sequences, with
-    no pass in flight. `turns`: for each owner, the number of the last pass that read a prompt.
+    Omits a sequence whose next input belongs to an image that is not encoded, see
+    compute/image_jobs. `alone`: a prompt that failed before may be read now, in a step of its own;
+    otherwise the prompt waits while other sequences decode. `drafts`: the drafts that decode steps
+    of sequences check, with no pass in flight. `turns`: for each owner, the number of the last pass
+    that read a prompt of the owner.
     """
     rows, prompts, runs = _rows_and_prompts(live, limits, clip)
     prompts = _in_turn(prompts, turns)

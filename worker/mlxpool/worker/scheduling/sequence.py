@@ -35,8 +35,8 @@ class Sequence(Struct, eq=False):
     `discarded` tokens after the first `shift.keep`. Positions count inputs unless noted otherwise.
     For an image, `prompt` has the image's slots, see media/spans.py; a stream ends with a token.
 
-    `reported`: the number of first tokens of the prompt with reported log-probabilities. It is at
-    least 1, because the first token has no log-probability; 0: log-probabilities are not requested.
+    `reported`: the number of first tokens of the prompt with reported log-probabilities. 0: they
+    are not requested. Otherwise it is at least 1, because the first token has no log-probability.
     """
 
     id: bytes
@@ -150,7 +150,7 @@ class Sequence(Struct, eq=False):
         return self.phase is Phase.RUNNING and self.unread > 1 and not self.reads_run
 
     def token_range(self, start: int, end: int) -> list[int]:
-        """Returns `tokens[start:end]` without building `tokens`; `end` is at most `length`."""
+        """Returns `tokens[start:end]` without a list of all tokens; `end` is at most `length`."""
         if self.shift is None or not self.discarded:
             return self._stream_range(start, end)
         keep, gone = self.shift.keep, self.discarded

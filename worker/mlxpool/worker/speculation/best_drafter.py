@@ -31,7 +31,10 @@ class BestDrafter:
         self._failures = [0] * len(drafters)  # failures of each drafter since its newest drafts
 
     def follow(self, seq: Sequence) -> bool:
-        """See Drafter. A drafter that lags or fails does not affect other drafters."""
+        """Makes all drafters read a sequence's new tokens; returns whether one can draft now.
+
+        A drafter that lags or fails does not affect other drafters.
+        """
         ready = [
             number
             for number, drafter in enumerate(self.drafters)
@@ -41,7 +44,7 @@ class BestDrafter:
         return bool(ready)
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
-        """See Drafter. Chooses the drafter of the sequence and returns its chances."""
+        """Chooses the best drafter for a sequence, and returns its chances; see Drafter."""
         best: tuple[float, ...] = ()
         self._forget_choice(seq)
         for number in self._ready.get(seq, ()):
@@ -58,18 +61,21 @@ class BestDrafter:
             self._counts[number] -= 1
 
     def seconds(self, rows: int, depth: int) -> float:
-        """See Drafter. Adds the times of all drafters, each for the rows that chose it."""
+        """Predicts the seconds of `drafts`: the sum over the drafters that rows chose.
+
+        See Drafter.
+        """
         pairs = zip(self.drafters, self._counts, strict=True)
         return sum(drafter.seconds(min(rows, count), depth) for drafter, count in pairs if count)
 
     def reading_seconds(self, seq: Sequence, depth: int) -> float:
-        """See Drafter."""
+        """Predicts the seconds in which the chosen drafter reads unread tokens; see Drafter."""
         if seq not in self._chosen:
             return 0.0
         return self.drafters[self._chosen[seq]].reading_seconds(seq, depth)
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
-        """See Drafter."""
+        """Returns the drafts that each sequence's chosen drafter makes; see Drafter."""
         drafts: dict[Sequence, tuple[int, ...]] = {}
         for number, drafter in enumerate(self.drafters):
             own = {seq: depth for seq, depth in depths.items() if self._chosen[seq] == number}
@@ -81,11 +87,11 @@ class BestDrafter:
         return drafts
 
     def sharper_chances(self, seq: Sequence) -> tuple[float, ...]:
-        """See Drafter."""
+        """Returns the updated chances from the chosen drafter; see Drafter."""
         return self.drafters[self._chosen[seq]].sharper_chances(seq)
 
     def reset(self) -> None:
-        """See Drafter. Keeps the counts of failures."""
+        """Drops the state of all sequences, but not the counts of failures; see Drafter."""
         self._ready.clear()
         self._chosen.clear()
         self._counts = [0] * len(self.drafters)
@@ -93,7 +99,7 @@ class BestDrafter:
             drafter.reset()
 
     def forget(self, seq: Sequence) -> None:
-        """See Drafter."""
+        """Drops the state of a sequence in all drafters; see Drafter."""
         self._ready.pop(seq, None)
         self._forget_choice(seq)
         for drafter in self.drafters:

@@ -136,7 +136,10 @@ class ModelDrafter(Struct):
     _ratios: dict[int, float] = field(default_factory=dict)  # measured / predicted seconds
 
     def follow(self, seq: Sequence) -> bool:
-        """See Drafter. Computes nothing."""
+        """Learns from a sequence's new tokens, without a pass; always returns True.
+
+        See Drafter.
+        """
         stream = self.streams.get(seq)
         if stream is None:
             row = _row_of(seq, self.engine.context)
@@ -189,7 +192,7 @@ class ModelDrafter(Struct):
         return count
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
-        """See Drafter."""
+        """Returns the same estimated chance for each draft; see Drafter."""
         stream = self.streams.get(seq)
         if stream is None:
             return ()
@@ -199,17 +202,17 @@ class ModelDrafter(Struct):
         )
 
     def sharper_chances(self, seq: Sequence) -> tuple[float, ...]:
-        """See Drafter."""
+        """Returns the chance of each newest draft, by the draft's class; see Drafter."""
         stream = self.streams[seq]
         return tuple(stream.chances[kind] for _, kind in stream.proposed)
 
     def seconds(self, rows: int, depth: int) -> float:
-        """See Drafter."""
+        """Predicts the seconds of `depth` passes of the draft model; see Drafter."""
         ratio = self._ratios.get(rows.bit_length(), 1.0)
         return depth * self.engine.seconds(rows, rows) * ratio
 
     def reading_seconds(self, seq: Sequence, depth: int) -> float:
-        """See Drafter."""
+        """Predicts the seconds in which the draft model reads unread tokens; see Drafter."""
         stream = self.streams.get(seq)
         if stream is None:
             return 0.0
@@ -225,7 +228,7 @@ class ModelDrafter(Struct):
         return seconds if stream.rate_before_probe is None else PROBE_READING * seconds
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
-        """See Drafter."""
+        """Computes the drafts of sequences with the draft model; see Drafter."""
         if not depths:
             return {}
         most = max(depths.values())
@@ -274,7 +277,7 @@ class ModelDrafter(Struct):
         return row
 
     def _make_place(self, needed: Mapping[Sequence, int]) -> None:
-        """Frees a KV row if all rows are used, preferably of a stream that does not run."""
+        """Frees a KV row if all rows are used: of a stream that does not run, if there is one."""
         held = [
             (seq.phase is Phase.RUNNING, number, stream.row)
             for number, (seq, stream) in enumerate(self.streams.items())
@@ -311,13 +314,13 @@ class ModelDrafter(Struct):
         self._ratios[size] = known + NEW_SECONDS * (ratio - known)
 
     def forget(self, seq: Sequence) -> None:
-        """See Drafter."""
+        """Drops the state and the KV row of a sequence; see Drafter."""
         stream = self.streams.pop(seq, None)
         if stream is not None:
             self.engine.release(stream.row)
 
     def reset(self) -> None:
-        """See Drafter."""
+        """Drops the state and the KV rows of all sequences; see Drafter."""
         for seq in [*self.streams]:
             self.forget(seq)
 
@@ -326,8 +329,8 @@ def _row_of(seq: Sequence, context: int) -> Sequence:
     """Returns the sequence of a KV row over a stream's newest tokens, at most half of `context`.
 
     The row samples with the options and the noise of the stream, so that random choices of both
-    models agree as often as possible, but without penalties, which need tokens that are not sampled
-    yet.
+    models agree as often as possible. But it samples without penalties, because these need tokens
+    that are not sampled yet.
     """
     size = len(seq.prompt) + len(seq.ids)
     options = replace(

@@ -94,7 +94,7 @@ class MtpDrafter(Struct):
     _streams: dict[Sequence, _Stream] = field(default_factory=dict)
 
     def follow(self, seq: Sequence) -> bool:
-        """See Drafter."""
+        """Learns from a sequence's new tokens; returns whether the head can draft now."""
         stream = self._streams.get(seq)
         if stream is None:
             own = [_Average(0.0, 0.0) for _ in FIRST_CHANCES]
@@ -120,29 +120,33 @@ class MtpDrafter(Struct):
                 return
 
     def _go_back(self, stream: _Stream, tokens: int) -> None:
-        """Moves averages a little to their first values, after `tokens` tokens without drafts."""
+        """Moves the averages a little back towards their initial values.
+
+        `tokens`: the number of new tokens that came without drafts. The sequence's own averages
+        lose weight; the averages over all sequences move towards FIRST_CHANCES.
+        """
         kept, back = (1 - RETURN_STREAM) ** tokens, 1 - (1 - RETURN_MODEL) ** tokens
         for own, others, first in zip(stream.own, stream.others, FIRST_CHANCES, strict=True):
             own.seen *= kept
             others.share += back * (first - others.share)
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
-        """See Drafter."""
+        """Returns the chances of drafts by the averages so far; see Drafter."""
         stream = self._streams.get(seq)
         if stream is None or not self.head.ready(seq):
             return ()
         return tuple(stream.chances()[:most])
 
     def seconds(self, rows: int, depth: int) -> float:
-        """See Drafter. The passes of the head count as part of the step."""
+        """Returns 0: the passes of the head count as part of the step."""
         return 0.0
 
     def reading_seconds(self, seq: Sequence, depth: int) -> float:
-        """See Drafter. The number of inputs that wait for the head is bounded."""
+        """Returns 0: the head only ever has a bounded number of inputs left to read."""
         return 0.0
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
-        """See Drafter. Computes the drafts of all sequences together."""
+        """Computes the drafts of all sequences together; see Drafter."""
         drafts = self.head.drafts(depths)
         for seq in depths:
             stream = self._streams[seq]
@@ -150,13 +154,13 @@ class MtpDrafter(Struct):
         return drafts
 
     def sharper_chances(self, seq: Sequence) -> tuple[float, ...]:
-        """See Drafter."""
+        """Returns (): the chances do not change."""
         return ()
 
     def reset(self) -> None:
-        """See Drafter."""
+        """Drops the state of all sequences, after `drafts` raised an exception; see Drafter."""
         self._streams.clear()
 
     def forget(self, seq: Sequence) -> None:
-        """See Drafter."""
+        """Drops the state of a sequence; see Drafter."""
         self._streams.pop(seq, None)

@@ -29,7 +29,11 @@ _CLASS_OF = tuple(
 
 
 class _Stream(Struct):
-    """The state of one sequence: `place` is the position of the next draft in its tokens."""
+    """The state of one sequence. `place`: the position of the next draft in `tokens`.
+
+    `length`: the length of the match that drafts follow. `chances`: the chances of right drafts, by
+    class of length.
+    """
 
     tokens: StreamTokens
     chances: list[float]
@@ -51,7 +55,7 @@ class NgramDrafter(Struct):
     _streams: dict[Sequence, _Stream] = field(default_factory=dict)
 
     def follow(self, seq: Sequence) -> bool:
-        """See Drafter."""
+        """Reads a sequence's new tokens and updates its match; see Drafter."""
         stream = self._streams.get(seq)
         if stream is None:
             stream = self._streams[seq] = _Stream(StreamTokens(), [*self.chances_of_all])
@@ -98,7 +102,11 @@ class NgramDrafter(Struct):
         stream.place, stream.length = place, length
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
-        """See Drafter. Tokens in flight have drafts, too: the first chance includes these."""
+        """Returns the chances of the drafts that come after the tokens in flight; see Drafter.
+
+        The first chance includes that the drafts at the positions of the tokens in flight are
+        right.
+        """
         stream = self._streams.get(seq)
         if stream is None or stream.place == NOWHERE:
             return ()
@@ -112,15 +120,15 @@ class NgramDrafter(Struct):
         return tuple(chances[awaited:])
 
     def seconds(self, rows: int, depth: int) -> float:
-        """See Drafter."""
+        """Returns 0: drafts are only copied from the tokens of the stream."""
         return 0.0
 
     def reading_seconds(self, seq: Sequence, depth: int) -> float:
-        """See Drafter."""
+        """Returns 0: no tokens are left to read before drafts."""
         return 0.0
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
-        """See Drafter."""
+        """Returns copies of the tokens that follow the match; see Drafter."""
         drafts = {}
         for seq, count in depths.items():
             stream = self._streams[seq]
@@ -128,13 +136,13 @@ class NgramDrafter(Struct):
         return drafts
 
     def sharper_chances(self, seq: Sequence) -> tuple[float, ...]:
-        """See Drafter."""
+        """Returns (): the chances do not change."""
         return ()
 
     def reset(self) -> None:
-        """See Drafter."""
+        """Drops the state of all sequences, after `drafts` raised an exception; see Drafter."""
         self._streams.clear()
 
     def forget(self, seq: Sequence) -> None:
-        """See Drafter."""
+        """Drops the state of a sequence; see Drafter."""
         self._streams.pop(seq, None)

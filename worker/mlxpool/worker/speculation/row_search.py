@@ -49,9 +49,10 @@ class RowSearch:
         self._save(TIME_SHARE * step + GAIN_SHARE * max(0.0, gained))
 
     def pass_by(self) -> bool:
-        """Adds to the budget for a step without a search, by the newest step's time.
+        """Credits the budget for a step without a search, as if it took as long as the newest step.
 
-        Returns False and adds nothing if a search is now affordable; `earn` then counts the step.
+        Returns False and credits nothing if a search is now affordable; `earn` will credit that
+        step.
         """
         before = self.saved
         self._save(TIME_SHARE * self._step)
@@ -64,7 +65,7 @@ class RowSearch:
         self.saved = min(MAX_SAVED, self.saved + seconds)
 
     def follow(self, seq: Sequence) -> bool:
-        """See Drafter.follow."""
+        """Makes the drafter read a sequence's new tokens; see Drafter.follow."""
         self._followed.add(seq)
         return self._drafter.follow(seq)
 

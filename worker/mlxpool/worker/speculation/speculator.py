@@ -57,8 +57,9 @@ Seconds: TypeAlias = Callable[[int, int, int], float]
 class Choice(Struct):
     """A step for which drafts are chosen.
 
-    `rows`: the number of its sequences. `keys`: the keys that they read. `chances`: the chances of
-    each sequence's drafts. `right`: the number of checked drafts that were right.
+    `rows`: the number of sequences in the step. `keys`: the keys that these sequences read.
+    `chances`: the chances of each sequence's drafts. `right`: the number of checked drafts that
+    were right.
     """
 
     rows: int = 0
@@ -139,11 +140,12 @@ class Speculator:
     def depths(
         self, rows: int, lines: int, candidates: Many[Candidate], began: float
     ) -> dict[Sequence, int]:
-        """Returns the number of drafts that each sequence checks in the next step; missing: 0.
+        """Returns the number of drafts that each sequence checks in the next step.
 
-        First, the drafter reads the candidates' new tokens. `rows`: the number of sequences that
-        decode in the step. `lines`: the most inputs of the step; drafts get half of the inputs that
-        remain. `began`: the time when the search for candidates began.
+        Omits sequences without drafts. First, the drafter reads the candidates' new tokens. `rows`:
+        the number of sequences that decode in the step. `lines`: the most inputs of the step;
+        drafts get half of the inputs that remain. `began`: the time when the search for candidates
+        began.
         """
         self.search.forget_ended(rows)
         self._apart = 0.0
@@ -165,7 +167,7 @@ class Speculator:
         return depths
 
     def read(self, readers: Iterable[Sequence]) -> None:
-        """See RowSearch.read."""
+        """Makes the drafter follow sequences in prefill, within the budget; see RowSearch."""
         self.search.read(readers)
 
     def _chosen(self, rows: int, most: int, ready: Many[Candidate]) -> dict[Sequence, int]:

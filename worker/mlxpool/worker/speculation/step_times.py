@@ -139,9 +139,9 @@ class StepTimes:
     def with_drafts(self, rows: int, drafts: int, predict: Predict, plain: float) -> float:
         """Returns the seconds of a step with drafts. `plain`: seconds without drafts.
 
-        If the step has more drafts than any measured step, each further draft costs as much as a
-        measured draft. But if passes are submitted ahead, most of the measured cost is a wait. Then
-        the cost of the further drafts is predicted instead.
+        A step with more drafts than any measured step is extrapolated: each further draft is
+        assumed to cost as much as a measured draft. But if passes are submitted ahead, most of the
+        measured cost is a wait. Then the cost of the further drafts is predicted instead.
         """
         curve = self._curves.get(rows.bit_length())
         most = self.known_drafts(rows)

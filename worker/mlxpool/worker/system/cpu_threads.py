@@ -69,11 +69,11 @@ class OpenBlas:
         self._set = library.openblas_set_num_threads
 
     def count(self) -> int:
-        """See BlasThreads."""
+        """Returns the number of threads of the next product; see BlasThreads."""
         return int(self._get())
 
     def set(self, count: int) -> None:
-        """See BlasThreads."""
+        """Sets the number of threads from the next product on; see BlasThreads."""
         self._set(count)
 
 
@@ -139,7 +139,7 @@ class CpuThreads:
         self._divided = False
 
     def divide_steps(self) -> None:
-        """Makes each step run in `parts` threads with one BLAS thread each, from the next on."""
+        """Makes steps run in `parts` threads with one BLAS thread each, from the next step on."""
         self._divided = True
 
     @property

@@ -138,8 +138,8 @@ def _opener(
 ) -> Iterator[tuple[Callable[[Path], _Tensors], Callable[[Path], _Parts]]]:
     """Yields two functions that open a weight file: for whole tensors, and for parts.
 
-    On a CUDA GPU these are from device_reads.py; other formats have their own functions. Otherwise
-    they read with MLX and numpy.
+    A format such as GGUF has its own functions. Safetensors files are read by device_reads.py on a
+    CUDA GPU, otherwise by MLX and numpy.
     """
     from mlxpool.worker.weights import device_reads
     from mlxpool.worker.weights.cut_reads import CutReads

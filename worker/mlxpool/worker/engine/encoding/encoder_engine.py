@@ -94,11 +94,14 @@ class EncoderEngine:
         self._threads: ThreadPoolExecutor | None = None
 
     def report_compiles(self, tell: Callable[[], None]) -> None:
-        """See Encoder.report_compiles."""
+        """Sets the function that this thread calls before it builds a pass of a new size.
+
+        See Encoder.
+        """
         self._tell_compiles = tell
 
     def encode(self, inputs: Sequence[EncoderInput], threads: int = 1) -> npt.NDArray[np.float32]:
-        """See Encoder.encode."""
+        """Computes one pass over inputs in any order; see Encoder."""
         order = sorted(range(len(inputs)), key=lambda index: len(inputs[index].ids))
         texts = [inputs[index] for index in order]
         lengths = [len(text.ids) for text in texts]
@@ -153,11 +156,14 @@ class EncoderEngine:
         return vectors
 
     def device_works(self) -> bool:
-        """See Encoder.device_works."""
+        """Returns True if the device still computes; see Encoder."""
         return device.device_computes()
 
     def warm_up(self, on_progress: Callable[[], None]) -> None:
-        """See Encoder.warm_up."""
+        """Computes passes of the sizes of requests, so that no request waits for compilation.
+
+        See Encoder.
+        """
         for length in WARM_UP_LENGTHS:
             length = min(length, self.context)
             self.encode([EncoderInput((0,) * length)] * max(self.lines // length, 1))
@@ -165,7 +171,7 @@ class EncoderEngine:
         mx.clear_cache()
 
     def memory(self) -> MemoryUse:
-        """See Encoder.memory."""
+        """Returns the memory in use; see Encoder."""
         active, peak = mx.get_active_memory(), mx.get_peak_memory()
         mx.reset_peak_memory()
         return MemoryUse(
@@ -178,7 +184,7 @@ class EncoderEngine:
         )
 
     def close(self) -> None:
-        """See Encoder.close."""
+        """Frees all arrays; see Encoder."""
         if self._threads is not None:
             self._threads.shutdown()
         self._dense.clear()

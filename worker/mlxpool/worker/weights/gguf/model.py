@@ -39,7 +39,7 @@ _MAX_FACTORS = 4096
 
 
 def is_gguf(file: Path) -> bool:
-    """Returns whether the first bytes or the name are a GGUF file's."""
+    """Returns whether a file is a GGUF file, by its first bytes or its name."""
     with file.open("rb") as stream:
         return stream.read(len(MAGIC)) == MAGIC or file.suffix == GGUF_SUFFIX
 

@@ -84,7 +84,7 @@ class GgufReads:
         return raw
 
     def _order(self, name: str, tensor: StoredTensor) -> npt.NDArray[np.int64] | None:
-        """Returns the order of a rotated weight's rows; None: as they are stored.
+        """Returns the order of a rotated weight's rows; None: the rows keep their stored order.
 
         llama.cpp's RoPE rotates pairs of neighbours in a head; a pair of our RoPE has one number
         from each half of the head.
