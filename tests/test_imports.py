@@ -61,7 +61,7 @@ def packages() -> list[Path]:
 
 @pytest.mark.parametrize("folder", packages(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_package_says_what_it_is_for(folder: Path) -> None:
-    """It has a docstring with a sentence."""
+    """The package has a docstring, which contains a sentence."""
     doc = ast.get_docstring(ast.parse((folder / "__init__.py").read_text("utf-8")))
     assert doc is not None
     assert re.search(r"\.(\s|$)", doc)  # a sentence at least

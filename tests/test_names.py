@@ -123,7 +123,7 @@ def imports(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("root", SOURCE_ROOTS)
 def test_nothing_pickles(root: str) -> None:
-    """To unpickle data from a socket would run code that the sender chooses."""
+    """No module imports pickle: unpickling data from a socket would run code of the sender."""
     found = list(modules(root))
     assert found
     for path in found:

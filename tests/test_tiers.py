@@ -57,7 +57,7 @@ def collected(*words: str) -> list[tuple[str, str]]:
 
 
 def test_each_function_has_a_case_in_make_test_but_for_those_of_the_table() -> None:
-    """Also, each line of the table belongs to an existing test."""
+    """Each key of the table also belongs to an existing test."""
     everything = collected("--full")
     assert tiers().unknown(everything) == []
     kept = tiers().kept(everything)

@@ -350,7 +350,10 @@ def bodies(reader: Reader, seed: str) -> Iterator[dict[str, Any]]:
 
 
 def plain(value: object) -> object:
-    """Returns a value as lists of type, fields and elements; struct and dataclass look alike."""
+    """Returns a value as nested lists of type, fields and elements.
+
+    Structs and dataclasses look alike in these lists.
+    """
     names = getattr(type(value), "__match_args__", None)
     if names is not None and not isinstance(value, tuple):
         return [type(value).__name__, *(plain(getattr(value, name)) for name in names)]

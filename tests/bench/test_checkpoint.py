@@ -119,7 +119,7 @@ def test_shapes_with_experts_are_stored_as_conversions_have_them(
 def test_rows_use_about_as_many_experts_as_with_balanced_routing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a model of random weights would read fewer bytes than the bound assumes."""
+    """With fewer experts, a model of random weights would read less than the bound assumes."""
     sizes = {"n_routed_experts": 64, "num_experts_per_tok": 4}
     monkeypatch.setitem(SHAPES, "glm", {**SHAPES["glm-4.7-flash"], **sizes})
     ours = OurEngine(checkpoint.write(tmp_path / "cut", "glm", layers=3))

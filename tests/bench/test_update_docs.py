@@ -34,7 +34,7 @@ FILES = update_docs.saved_runs()
 
 
 def unmarked(page: str) -> str:
-    """Returns a page without the parts between marks and without code."""
+    """Returns a page without code, and without the parts between the comments that mark figures."""
     return FENCE.sub("", update_docs.MARK.sub("", page))
 
 
@@ -118,7 +118,7 @@ RUN = Figures(
 
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Writes the figures of RUN into a folder of the test, in place of bench/figures/."""
+    """Writes the figures of RUN into a temporary folder, which replaces bench/figures/."""
     (tmp_path / "here").mkdir()
     file = tmp_path / "here" / "run.json"
     report.write(file, RUN)

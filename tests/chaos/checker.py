@@ -75,7 +75,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
 def check(lines: Sequence[TraceLine], expected: Mapping[str, Sequence[int]]) -> Findings:
     """Checks all streams, and returns the findings.
 
-    `expected` maps the id of a stream to all token ids that it has if it ends with `done`.
+    `expected` maps the id of a stream to the token ids that it must have if it ends with `done`.
     """
     findings = Findings(streams=len(expected))
     streams: dict[str, list[TraceLine]] = defaultdict(list)
@@ -133,7 +133,7 @@ def _check_position(
 
 
 def _count_hits(lines: Iterable[TraceLine], findings: Findings) -> None:
-    """Counts the dispatches of each stream after its first one."""
+    """Counts, for each stream, how often it was dispatched again after the first dispatch."""
     for line in lines:
         if line["who"] == "broker" and line["what"] == "work":
             findings.hits[line["id"]] += 1
@@ -142,7 +142,7 @@ def _count_hits(lines: Iterable[TraceLine], findings: Findings) -> None:
 
 
 def detection(lines: Sequence[TraceLine]) -> list[float]:
-    """Returns the seconds from each deadly fault of a worker to the broker's reaction."""
+    """Returns, for each fault that ends a worker, the seconds until the broker's reaction."""
     ended = [
         (line["t"], line["slot"]) for line in lines
         if line["who"] == "broker" and line["what"] == "exited"

@@ -1,7 +1,8 @@
 """A client in its own process, for tests that stop or kill it: `client_process.py RUN_DIR JSON`.
 
-JSON: {model, prompt, seed, count, streams, read}; with `read` false it reads only the first delta.
-It prints `begun` when all streams have had a delta, and their outcomes when all have ended.
+JSON: {model, prompt, seed, count, streams, read}. If `read` is false, the client reads only the
+first delta of each stream. It prints `begun` when all streams have had a delta, and their outcomes
+when all have ended.
 """
 
 from __future__ import annotations

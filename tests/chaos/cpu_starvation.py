@@ -15,7 +15,7 @@ NICENESS = 13  # 56 against 1024 shares of the processor
 
 @contextmanager
 def busy_process() -> Iterator[int]:
-    """Runs a busy process on the first available processor inside the context.
+    """Inside the context, runs a busy process on the first available processor.
 
     Yields the processor.
     """

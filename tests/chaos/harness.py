@@ -69,7 +69,7 @@ class ChaosStream:
 
     @property
     def wanted(self) -> list[int]:
-        """The token ids that this request must get."""
+        """The token ids that this request must get, if it is not cut short."""
         return expected_ids(self.prompt, self.seed, self.count)
 
 

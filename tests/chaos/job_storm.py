@@ -98,7 +98,7 @@ class JobStorm(Storm):
                 time.sleep(PAUSE)
 
     def _ended_batch(self, key: str) -> list[LineResult]:
-        """Returns the results of a batch, after a check that every line is done exactly once.
+        """Returns the results of a batch; checks that every line was done exactly once.
 
         Returns [] if the batch was refused.
         """
@@ -196,7 +196,7 @@ class JobStorm(Storm):
         return all_done and not self.wrong and not self.errors
 
     def report(self) -> dict[str, Any]:
-        """Returns figures in addition to those of the outcome."""
+        """Returns figures beyond those of the outcome."""
         return {
             "jobs": len(self.counts),
             "lines": self.lines,
@@ -213,8 +213,7 @@ def started_alone(lines: Sequence[TraceLine]) -> set[str]:
 def rerun_waits(lines: Sequence[TraceLine]) -> list[tuple[str, float]]:
     """Returns (job id, seconds from a broker's death to the job's next token) of interrupted jobs.
 
-    If the job's next broker dies, too, before the job has a token, the time counts from the first
-    death.
+    If a further broker dies before the job has a token, the time still counts from the first death.
     """
     running: set[str] = set()
     waiting: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""The faults of a storm of kept jobs, in the processes and on the disk of a pool."""
+"""Faults for a storm of stored jobs, in the processes and on the disk of a pool."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ if offset:
 
 
 class Faults:
-    """Causes random faults in a pool; each fault's call returns when its processes run again."""
+    """Causes random faults in a pool; each call returns when the hit processes run again."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Faults:
                 self.counts[name] += 1
 
     def stop(self) -> None:
-        """Prevents further faults; a running fault goes on to its end."""
+        """Prevents further faults; a fault in progress is completed."""
         self._over.set()
 
     def _between(self, least: float, most: float) -> float:
@@ -139,7 +139,7 @@ class Faults:
         self._start_broker()
 
     def _start_broker(self) -> None:
-        """Starts the broker on a disk without faults; with a fault it would report it and end."""
+        """Starts the broker on a disk without faults, because a faulty disk would end it."""
         if isinstance(self._disk, ShimmedDisk):
             self._disk.fail_syncs(0)
         self._pool.start()
@@ -164,7 +164,7 @@ class Faults:
             gateway.start()
 
     def _small_store(self) -> None:
-        """Runs a broker whose store is nearly full, then one with room again."""
+        """Runs a broker whose store is nearly full, then a broker with free space."""
         config = self._pool.config.read_text()
         for bound in (SMALL, LARGE):
             self._pool.config.write_text(config.replace(f'"{LARGE}"', f'"{bound}"'))

@@ -1,4 +1,4 @@
-"""An owner that keeps jobs, responses and batches over HTTP, while processes die."""
+"""A client that has the pool store jobs, responses and batches over HTTP, while processes die."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOO_OFTEN = 20  # repetitions of a key that exceed the context of the model `sma
 
 
 class HttpOwner:
-    """One thread that uses the HTTP API for an owner; each `act` does one random action.
+    """A thread that uses the HTTP API for one owner; each `act` performs one random action.
 
     The keys of all its jobs, responses and batches begin with `name`.
     """
@@ -99,9 +99,9 @@ class HttpOwner:
         return f"{self.name}-{self.number}"
 
     def _one(self, last: int = 60, *, live: bool = True) -> Known | None:
-        """Returns one of the last `last` jobs of this thread at random; None without a job.
+        """Returns a random job among the last `last` jobs of this thread; None if there is no job.
 
-        `live`: only jobs that are not released.
+        With `live` only jobs that are not released are considered.
         """
         found = [one for one in self.mine if not (live and one.released)][-last:]
         return self.random.choice(found) if found else None
@@ -109,7 +109,10 @@ class HttpOwner:
     # ---- submissions -----------------------------------------------------------------------------
 
     def submit(self) -> None:
-        """Submits a job, sometimes one that expires or cannot succeed; sometimes twice."""
+        """Submits a job; sometimes twice.
+
+        Some jobs expire or cannot succeed.
+        """
         key, chance = self._key(), self.random.random()
         count, model, fates = count_of(key), "m", frozenset({"done"})
         more: dict[str, Any] = {}
@@ -158,7 +161,7 @@ class HttpOwner:
     # ---- readings --------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Reads a job from an id at random, for some events or to its end."""
+        """Reads a job from a random id on: some events, or all events up to the end."""
         known = self._one()
         if known is None:
             return

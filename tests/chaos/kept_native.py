@@ -1,4 +1,4 @@
-"""An owner that keeps jobs and batches with the Python client, while processes die."""
+"""A client that has the pool store jobs and batches, in Python, while processes die."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Answer = TypeVar("Answer")
 
 
 class NativeOwner:
-    """One thread that uses the Python client for an owner; each `act` does one random action.
+    """A thread that uses the Python client for one owner; each `act` performs one random action.
 
     The keys of all its jobs and batches begin with `name`.
     """
@@ -56,7 +56,7 @@ class NativeOwner:
         self.client.close()
 
     def fine(self, ask: Callable[[], Answer]) -> Answer:
-        """Returns the answer to a question, which is repeated until the pool accepts it.
+        """Calls `ask` until the pool accepts it; returns the answer.
 
         Raises a PoolError that is not retryable.
         """
@@ -119,7 +119,7 @@ class NativeOwner:
             self.truth.row(known, self.fine(lambda: self.client.release(known.key)))
 
     def foreign(self) -> None:
-        """Checks that other owners' jobs do not exist for this owner."""
+        """Checks that this owner cannot see other owners' jobs."""
         others = [one for one in self.truth.jobs.copy().values() if one.owner != self.owner]
         if not others:
             return

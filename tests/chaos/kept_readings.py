@@ -1,4 +1,4 @@
-"""Readings of kept jobs over as many connections as needed: each is compared with the truth."""
+"""Reads stored jobs, over as many connections as needed, and checks every id and end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def events(response: httpx.Response) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 class HttpReading:
-    """A reading of one job over HTTP that is begun again until it is `over`."""
+    """Reads the output of one job over HTTP; connects again after each loss, until it is `over`."""
 
     def __init__(self, http: httpx.Client, truth: Truth, known: Known) -> None:
         self.http, self.truth, self.known = http, truth, known
@@ -63,7 +63,7 @@ class HttpReading:
                 time.sleep(PAUSE)
 
     def _copy(self, response: httpx.Response) -> bool:
-        """Checks the events of one connection; returns whether the reading is over."""
+        """Checks the events of one connection; returns whether all wanted events were read."""
         for ident, event in events(response):
             self._left -= 1
             if not self._take(ident, event):
@@ -78,11 +78,14 @@ class HttpReading:
         raise NotImplementedError
 
     def _is_behind_end(self) -> bool:
-        """Returns whether the reading began after the last event, so that it gets no end event."""
+        """Returns whether the first wanted event lies after the last event of the answer.
+
+        If so, the gateway sends no end event.
+        """
         return False
 
     def _take(self, ident: str, event: dict[str, Any]) -> bool:
-        """Checks one event; returns False if this connection ends, but the job continues."""
+        """Checks one event; returns False if the connection ends with it, but the job continues."""
         raise NotImplementedError
 
     def refused(self, response: httpx.Response) -> None:
@@ -95,7 +98,10 @@ class HttpReading:
 
 
 class JobReading(HttpReading):
-    """The events of `/v1/jobs/ID/events`; a later connection continues after the last event."""
+    """Reads `/v1/jobs/ID/events`.
+
+    Each later connection continues after the last event of the connection before.
+    """
 
     def __init__(self, http: httpx.Client, truth: Truth, known: Known, start: int = 0) -> None:
         super().__init__(http, truth, known)
@@ -140,7 +146,7 @@ class JobReading(HttpReading):
 
 
 class ResponseReading(HttpReading):
-    """The events of a response after the number `after`."""
+    """Reads the events of a response that follow event number `after`."""
 
     def __init__(self, http: httpx.Client, truth: Truth, known: Known, after: int = -1) -> None:
         super().__init__(http, truth, known)

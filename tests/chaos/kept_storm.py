@@ -1,9 +1,10 @@
-"""Keeps jobs for two owners over HTTP and for one with the Python client, while processes die.
+"""A storm: clients have the pool store jobs over HTTP and from Python, while processes die.
 
-Threads with their own seeds submit jobs, background responses and batches, read them from any
-position, cancel, retry and delete them. Meanwhile workers, broker, gateways, clients and the disk
-fail. Afterwards each accepted job is read once more, and compared with the counting model's answer
-and with earlier readings. Then the store is audited.
+There are two owners over HTTP, and one with the Python client. Threads with their own seeds submit
+jobs, background responses and batches, read them from any position, cancel, retry and delete them.
+Meanwhile workers, broker, gateways, clients and the disk fail. Afterwards each accepted job is read
+once more, and compared with the counting model's answer and with earlier readings. Then the store
+is audited.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class KeptStorm:
     """A storm; `run` may be called once, and returns its figures."""
 
     def __init__(self, plan: Plan, tmp_path: Path, server: PostgresServer | None = None) -> None:
-        """`server` has the store, in place of a folder; faults then kill the server, too."""
+        """If `server` is given, it has the store in place of a folder, and faults kill it, too."""
         self.plan = plan
         self.truth = Truth()
         self._folder = tmp_path
@@ -238,7 +239,7 @@ class KeptStorm:
                 reader.read_job(known)
 
     def _check_processes(self) -> None:
-        """Checks that the broker is sound, and has not grown."""
+        """Checks that the broker reports no inconsistency, and has not grown."""
         assert self._pool.process is not None
         stats = self._pool.ask("stats")
         if stats["internal_errors"] or not stats["conserved"]:

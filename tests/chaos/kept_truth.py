@@ -1,7 +1,7 @@
-"""The states of jobs that owners have seen, and their consistency. Pure logic, except for a lock.
+"""The states of jobs that clients have seen, and checks that these states agree.
 
-The answer of a job follows from its key: the prompt is the key, the seed is SEED, and the number of
-ids is `count_of(key)`. So every reading, from any id on, can be compared.
+Pure logic, except for a lock. The answer of a job follows from its key: the prompt is the key, the
+seed is SEED, and the number of ids is `count_of(key)`. So any part of the output can be checked.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def prompt_of(key: str, kind: str) -> str:
 
 @dataclass(eq=False)
 class Known:
-    """A job that was accepted, and the states that were reported since."""
+    """An accepted job, and the states of it that the pool has reported."""
 
     owner: str
     key: str
@@ -70,7 +70,10 @@ class Known:
 
 @dataclass(eq=False)
 class Truth:
-    """State that all owners of a storm share; `wrong` has a sentence for each contradiction."""
+    """The state that all threads of a storm share.
+
+    `wrong` has a sentence for each contradiction.
+    """
 
     jobs: dict[tuple[str, str], Known] = field(default_factory=dict)  # by owner and key
     wrong: list[str] = field(default_factory=list)
@@ -111,7 +114,7 @@ class Truth:
     # ---------------------------------------------------------------------------
 
     def row(self, known: Known, row: dict[str, Any]) -> None:
-        """Compares a row of a job, as the pool returned it, with what is known of the job.
+        """Compares a row of a job, as the pool returned it, with the earlier states of the job.
 
         Only one thread at a time may call this for a job that has not ended.
         """
@@ -151,7 +154,7 @@ class Truth:
         return pos + len(ids)
 
     def read(self, known: Known, had: int, reason: str) -> None:
-        """Checks the end of a reading, with this reason and `had` ids in total."""
+        """Checks the end of an output that was read: its reason, and the total of `had` ids."""
         self.count(f"read to {reason}")
         if reason in WHOLE and had != len(known.ids):
             self.error(f"{known.key}: {reason} after {had} of {len(known.ids)} ids")

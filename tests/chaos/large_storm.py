@@ -1,7 +1,8 @@
-"""Runs streams under random faults: counts lost streams (there must be none), times recoveries.
+"""Runs streams under random faults; counts lost streams and measures recoveries.
 
-`make chaos` runs it with `--streams 10000 --faults 1000`, which takes about ten minutes.
-With --jobs each stream is a job, brokers die more often, and each job must be done exactly once.
+There must be no lost stream. `make chaos` runs it with `--streams 10000 --faults 1000`, which takes
+about ten minutes. With --jobs each stream is a job, brokers die more often, and each job must be
+done exactly once.
 """
 
 from __future__ import annotations

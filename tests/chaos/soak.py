@@ -1,4 +1,4 @@
-"""Runs half an hour of streams with a fault a minute, to find growth of memory or descriptors.
+"""Runs streams for half an hour, with a fault a minute, to find growth of memory or descriptors.
 
 The broker's memory, descriptors, threads and the sizes of its maps are sampled every ten seconds.
 The growth over the second half is printed, because caches fill in the first half. After the end of

@@ -43,7 +43,7 @@ LARGE_PROMPT = "x" * 2**21  # bytes; the context of the counting model is 131,07
 class Plan:
     """The size of the storm. `pause`: the mean time between two faults in seconds.
 
-    `streams` is a minimum: new ones start until all faults have happened.
+    `streams` is a minimum: new streams start until all faults have happened.
     """
 
     streams: int = 300
@@ -265,7 +265,7 @@ class Storm:
 
 
 def _failed_after_few_losses(lines: Sequence[TraceLine], findings: Findings) -> list[str]:
-    """Returns streams that were dispatched again at most twice and did not end with `done`."""
+    """Returns streams that were dispatched at most three times, and did not end with `done`."""
     ends = {
         line["id"]: line.get("reason") for line in lines
         if line["what"] == "end" and line["who"] == "client" and "id" in line

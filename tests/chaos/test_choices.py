@@ -1,4 +1,4 @@
-"""Several choices, and log-probabilities of prompts, under faults: as in an undisturbed run."""
+"""Several choices, and log-probabilities of prompts, under faults: the results do not change."""
 
 from __future__ import annotations
 

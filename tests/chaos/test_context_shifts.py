@@ -1,4 +1,4 @@
-"""Faults in streams that continue by context shifts: their ids are those without a fault."""
+"""Faults in streams with context shifts: the ids are those of an undisturbed run."""
 
 from __future__ import annotations
 

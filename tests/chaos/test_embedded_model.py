@@ -1,4 +1,4 @@
-"""A model with weights, under faults: the completion is the same as without them."""
+"""Faults in streams of a model with weights: the completions are those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def read(
 ) -> list[Result]:
     """Reads concurrent completions; causes the fault once the first stream has `at` ids.
 
-    Every stream has at least one id by then. Its small window keeps it unfinished until the fault.
+    Every stream has at least one id by then. Its small flow-control window prevents its end before
+    the fault.
     """
     with ExitStack() as stack:
         streams = [
@@ -103,7 +104,10 @@ def read(
 
 @pytest.fixture(scope="module")
 def client(pool: Pool) -> Iterator[Client]:
-    """A client that acknowledges deltas often, so that small windows do not stop its streams."""
+    """A client that acknowledges deltas often.
+
+    Otherwise small flow-control windows would stop its streams.
+    """
     with pool.client(pace=Pace(ping=0.05)) as connected:
         yield connected
 

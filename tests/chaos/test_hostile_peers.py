@@ -192,7 +192,7 @@ def test_the_sender_of_an_unfinished_message_is_disconnected(target: Target, nam
 
 
 def test_a_peer_that_reconnects_at_once_cannot_fill_the_memory(target: Target) -> None:
-    """Four such connections are cut; other streams may have to resume, and stay correct."""
+    """Four connections reconnect and are closed each time; other streams may have to resume."""
     streams = target.start(1500, 2)
     target.reach(streams, 10)
     cuts = 0
@@ -229,9 +229,9 @@ def test_a_message_of_half_a_million_parts(target: Target) -> None:
 
 
 def test_excess_parts_are_read_in_pieces(tmp_path: Path) -> None:
-    """The loop serves other peers between two pieces.
+    """Excess parts of a message are read in pieces, between which the loop serves other peers.
 
-    Tested without a broker, to count the pieces.
+    The test counts the pieces, so it needs no broker.
     """
     import zmq
 
@@ -296,9 +296,9 @@ FLOODS: dict[str, Callable[[], bytes]] = {
 
 @contextmanager
 def flood(endpoint: str, data: Callable[[], bytes], reads: bool) -> Iterator[RawZmtp]:
-    """Runs a thread that sends data without end to an endpoint, inside the context.
+    """Inside the context, runs a thread that sends data to an endpoint without end.
 
-    With `reads` a second thread reads the answers.
+    If `reads` is true, a second thread reads the answers.
     """
     stopping = threading.Event()
 
@@ -414,7 +414,7 @@ def test_a_thousand_clients_come_and_vanish(target: Target) -> None:
 
 
 def test_a_crowd_that_is_reset(tmp_path: Path, monkeypatch: Patch) -> None:
-    """The connections end over tcp, all at once, by RST."""
+    """All tcp connections of the crowd end at once, by RST."""
     port = free_port()
     limits = f'{SHORT_GRACE}front = ["tcp://127.0.0.1:{port}"]\n'
     with Target(tmp_path, monkeypatch, model(), limits) as target:

@@ -68,7 +68,7 @@ def arm(engine):
 
 @pytest.fixture(scope="module")
 def armed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the file in which a test writes the phase where the next worker ends."""
+    """Returns the file into which a test writes the phase in which the next worker ends."""
     return tmp_path_factory.mktemp("armed") / "site"
 
 

@@ -1,7 +1,7 @@
-"""Storms over jobs, responses in the background and batches that the pool keeps, also over HTTP.
+"""Storms over jobs, background responses and batches that the pool stores, also over HTTP.
 
-The short storm takes about 12 seconds of a processor, most of it for the starts of the brokers,
-workers and gateways that it kills.
+The short storm takes about 12 seconds of a processor, most of it for starting the brokers, workers
+and gateways that it kills.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ if "MLXPOOL_WORKER" in os.environ:
 
 
 def test_resets_at_the_back(tmp_path: Path, monkeypatch: Patch) -> None:
-    """The same worker sends `hello` again, and its streams are resumed there."""
+    """The same worker sends `hello` again, and continues its streams."""
     with back_relay(tmp_path, monkeypatch, 5000) as (chaos, relay):
         streams = chaos.start(200, 4)
         chaos.reach(streams, 20)
@@ -112,7 +112,10 @@ def test_resets_at_the_back(tmp_path: Path, monkeypatch: Patch) -> None:
 
 
 def _connected_again(chaos: Chaos) -> dict[str, Any]:
-    """Returns the row of the worker once it has connected two more times; {} before."""
+    """Returns the row of the worker, if it has connected two more times.
+
+    Returns {} before that.
+    """
     worker = chaos.pool.worker("m/0")
     return worker if worker["epoch"] >= 3 else {}
 
@@ -128,7 +131,7 @@ def test_a_half_open_link_at_the_back(tmp_path: Path, monkeypatch: Patch) -> Non
 
 
 def test_a_link_at_the_back_that_never_recovers(tmp_path: Path, monkeypatch: Patch) -> None:
-    """The worker is ended without blame for its requests; the next one connects anew."""
+    """The worker is ended, and its requests are not blamed; the next worker connects anew."""
     with back_relay(tmp_path, monkeypatch, 5000) as (chaos, relay):
         streams = chaos.start(150, 3)
         chaos.reach(streams, 20)

@@ -72,7 +72,7 @@ def descriptors_were_short(chaos: Chaos) -> bool:
 def test_a_crowd_of_clients_and_few_descriptors(tmp_path: Path, monkeypatch: Patch) -> None:
     """The broker ends idle connections, or shuts all clients out for a while; streams resume.
 
-    Which of the two it does depends on how fast the clients connect.
+    Its choice depends on how fast the clients connect.
     """
     with Chaos(tmp_path, monkeypatch, model(), prefix=with_descriptors(DESCRIPTORS)) as chaos:
         streams = chaos.start(200, 3)
@@ -115,7 +115,7 @@ def test_a_full_file_system(tmp_path: Path, monkeypatch: Patch) -> None:
 
 
 def test_a_starved_worker_is_not_hung(tmp_path: Path, monkeypatch: Patch) -> None:
-    """With 1/20 of a processor steps take long; time without a processor does not count."""
+    """On 1/20 of a processor steps take long; time without a processor does not count as a hang."""
     with Chaos(tmp_path, monkeypatch, model(step_us=1000)) as chaos:
         (first,) = chaos.start(20)
         chaos.finish([first])

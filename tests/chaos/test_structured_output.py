@@ -1,4 +1,4 @@
-"""A worker that is killed in an answer with a format: the answer is the same, and parses."""
+"""A worker is killed during an answer with a format: the answer does not change, and parses."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_without_a_socket_nothing_is_waited_for(
 def test_a_run_directory_in_which_no_broker_starts_is_named(
     arguments: list[str], empty: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The error names the folder's wrong mode; a broker in the background would only log it."""
+    """The error names the folder's wrong mode, which a background broker would only log."""
     empty.chmod(0o777)
     assert main([*arguments, "--run-dir", str(empty)]) == UNREACHABLE
     said = capsys.readouterr().err

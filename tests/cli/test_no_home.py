@@ -62,7 +62,7 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 @pytest.mark.parametrize("home", [None, "x" * 300], ids=["no home", "a closed home"])
 def test_every_command(nobody: None, command: list[str], home: str | None) -> None:
-    """A home folder with a too long name replaces a closed one, as both raise OSError."""
+    """A home folder whose name is too long stands for a closed folder: both raise OSError."""
     environment = {"PATH": "/usr/bin:/bin"} | ({} if home is None else {"HOME": home})
     with patch.dict(ask.__kwdefaults__, {"timeout": 0.01}):  # no broker answers
         done = run_here(command, environment)

@@ -346,7 +346,10 @@ def test_after_the_deadline_a_stream_is_given_up_and_not_sent_again() -> None:
 
 
 def run(timer: SilenceTimer, wall: float, seconds: float) -> float:
-    """Advances the timer in the steps of a healthy loop. Returns the monotonic time."""
+    """Advances the timer from the monotonic time `wall`, in the steps of a healthy loop.
+
+    Returns the monotonic time after `seconds`.
+    """
     for _ in range(round(seconds / 0.25)):
         wall += 0.25
         timer.advance(wall)

@@ -79,7 +79,7 @@ class ModelBroker:
         self.out.append(Message(Header(kind, ident, self.boot, self.attempt, pos), body, blobs))
 
     def relink(self) -> None:
-        """Loses the frames that are in flight."""
+        """Begins a new link; frames in flight are lost."""
         self.link += 1
         self.open = True
         self.out.clear()
@@ -117,7 +117,7 @@ class Reader:
         self._send(kinds.GENERATE, draft.body(), *draft.blobs())
 
     def turn(self, seconds: float = TICK) -> None:
-        """Makes one turn of the connection: reads everything, then does the due work."""
+        """Runs one turn of the connection: reads everything, then does the due work."""
         self.wall += seconds
         self.timer.advance(self.wall)
         while self.broker.open and self.broker.out:

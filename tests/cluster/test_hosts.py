@@ -106,7 +106,7 @@ def test_a_stream_outlives_broker_and_worker(pool: HostedPool) -> None:
 
 
 def test_a_worker_that_comes_back_elsewhere_brings_a_new_key(pool: HostedPool) -> None:
-    """The copy that may still run on a cut-off node has its key revoked."""
+    """The key of the old worker is revoked: a copy of it may still run on a cut-off node."""
     id, host = next(iter(pool.cluster.hosts.items()))
     old = keys.read(next(host.folder.glob("*.key")))
     assert old.public in (pool.folder / "pool.toml").read_text()

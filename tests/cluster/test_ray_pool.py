@@ -206,7 +206,7 @@ def test_no_stream_is_lost_while_nodes_actors_and_broker_are_killed(
 def test_replicas_follow_what_waits_and_lost_workers_are_back(
     pool: RayPool, running: dict[str, Any]
 ) -> None:
-    """The storm needs more workers than the minimum; after it the number falls to the minimum."""
+    """The storm needs more workers than the minimum; after it their number falls to the minimum."""
     assert json.loads((pool.folder / "workers.json").read_text())["last"] > 2
 
     def at_least() -> bool:

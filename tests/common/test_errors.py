@@ -1,4 +1,4 @@
-"""The hierarchy of errors, and the bodies of error messages."""
+"""The hierarchy of exceptions, and the bodies of error messages."""
 
 from __future__ import annotations
 

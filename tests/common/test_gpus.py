@@ -1,4 +1,4 @@
-"""The GPUs that a process, and a model's workers, may use. No GPU is needed."""
+"""The GPUs that a process, and a model's workers, may use. The tests need no GPU."""
 
 from __future__ import annotations
 

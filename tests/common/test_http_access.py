@@ -1,4 +1,4 @@
-"""Two headers of browsers identify pages of other sites."""
+"""Two headers of browsers show that a request comes from a page of another site."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from mlxpool.common import logs
 
 @pytest.fixture(autouse=True)
 def root() -> Iterator[logging.Logger]:
-    """The root logger; it and the hooks for exceptions are restored after the test."""
+    """The root logger. The fixture restores it and the hooks for exceptions after the test."""
     logger = logging.getLogger()
     handlers, level = logger.handlers[:], logger.level
     hooks = sys.excepthook, threading.excepthook

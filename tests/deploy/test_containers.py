@@ -55,7 +55,7 @@ def base_of(stage: str) -> str:
 
 
 def last(stage: str, instruction: str) -> str:
-    """Returns the last value of an instruction in a stage or its bases; fails if there is none."""
+    """Returns the last value of an instruction in a stage or its bases; fails if it is missing."""
     while stage in stages():
         values = [value for name, value in stages()[stage] if name == instruction]
         if values:

@@ -40,7 +40,7 @@ def test_its_keys_and_their_types(agent: dict[str, object]) -> None:
 
 
 def test_every_path_is_absolute(agent: dict[str, object]) -> None:
-    """launchd expands neither ~ nor variables."""
+    """The paths contain neither ~ nor variables, which launchd would not expand."""
     for key in ("WorkingDirectory", "StandardOutPath", "StandardErrorPath"):
         assert str(agent[key]).startswith(f"{HOME}/")
     text = FILE.read_text("utf-8").partition("<plist")[2]

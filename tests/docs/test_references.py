@@ -55,5 +55,5 @@ def test_every_test_that_a_page_names_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_text_of_a_link_to_a_page_is_its_subject(page: Path) -> None:
-    """The text must not be the name of a file, which readers of the site do not know."""
+    """The text must not be a file name, which readers of the site do not know."""
     assert re.findall(r"\[([a-z-]+\.md)\]\(", page.read_text("utf-8")) == []

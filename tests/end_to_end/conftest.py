@@ -1,4 +1,4 @@
-"""Fixtures that several end-to-end tests share."""
+"""Fixtures that several end-to-end tests share: pools, clients and gateways."""
 
 from __future__ import annotations
 

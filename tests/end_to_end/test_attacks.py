@@ -205,7 +205,10 @@ def test_a_revoked_key_is_disconnected_at_once(secure: SecurePool, bystander: By
 def test_a_plain_client_may_hear_nothing_of_its_revoked_key(
     secure: SecurePool, bystander: Bystander
 ) -> None:
-    """Its connection is cut right after `unauthorized` is sent; the monitor reports the refusal."""
+    """The connection of a client without the library is closed right after `unauthorized` is sent.
+
+    So the client may miss the error; the socket monitor reports the refusal.
+    """
     ident, raw = os.urandom(16), peer(secure, "alice", "front")
     handshake = Handshake(raw, secure.endpoint("front"))
     body = {"model": "counting", "prompt": "mine", "options": {"max_tokens": 10**6}}

@@ -94,9 +94,9 @@ def test_bad_input_gets_one_clear_error(pool: Pool, name: str) -> None:
 
 
 def error_beside(peer: RawPeer, ident: bytes) -> frames.Message:
-    """Returns an error that arrives while the stream `ident` runs, which must not be affected.
+    """Returns an error that arrives while the stream `ident` runs; the stream must not be affected.
 
-    The stream has the seed 1, and is cancelled at the end.
+    The stream has the seed 1. It is cancelled afterwards.
     """
     error: frames.Message | None = None
     ids: list[int] = []
@@ -205,7 +205,7 @@ def test_a_resume_that_does_not_fit_the_stream(
 def test_a_resume_that_no_worker_can_take(
     pool: Pool, resume: dict[str, object], ids: list[int], code: str, words: str
 ) -> None:
-    """A resume without a running stream, as after a broker's death, with wrong ids or facts."""
+    """A resume without a running stream, as after a broker's death, with wrong ids or `facts`."""
     body = {"model": "slow", "prompt": "x", "options": {"seed": 1}, "resume": resume}
     with RawPeer(pool.run_dir) as peer:
         peer.say(Header(kinds.GENERATE, os.urandom(16), 0, 2), body, token_ids.pack_ids(ids))

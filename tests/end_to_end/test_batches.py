@@ -1,4 +1,4 @@
-"""Batches over processes: complete, cancelled, after deaths of clients, workers and brokers."""
+"""Batches in real pools: completed, cancelled, and after deaths of clients, workers and brokers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several choices of one prompt, and reports of prompts, through a pool of two replicas."""
+"""Several choices of one prompt, and log-probabilities of prompts, in a pool of two replicas."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_an_error_of_one_choice_ends_all(pool: Pool, client: Client) -> None:
 
 
 def test_others_go_past_choices_that_wait_for_their_worker(pool: Pool, client: Client) -> None:
-    """One replica runs 8 of the 12 choices; the other replica takes the requests after them."""
+    """One replica runs 8 of the 12 choices; the other replica runs requests that came later."""
     ask: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "window": 1}
     with client.stream_choices("demo", "one " + WORDS, n=12, **ask) as stream:
         deltas = iter(stream)
@@ -193,9 +193,9 @@ def test_log_probabilities_of_a_prompt(client: Client, batch: bool) -> None:
 
 
 def test_an_echo_begins_with_the_text_of_the_prompt(client: Client) -> None:
-    """A text is echoed as sent, without tokens that the tokenizer adds.
+    """A prompt that is a text is echoed as sent, without tokens that the tokenizer adds.
 
-    Ids are echoed completely.
+    A prompt of ids is echoed completely.
     """
     text = "caf\u00e9 \u2014 def f(x):\n    return '\U0001f642'"
     found = client.generate("demo", text, echo=True, max_tokens=4, seed=3)

@@ -57,7 +57,7 @@ LONG = "org/a-model-with-a-long-name-4bit"
 def test_tables_fit_the_terminal(
     pool: Pool, command: tuple[str, ...], shown: tuple[str, ...], columns: int
 ) -> None:
-    """Columns are left out until the rest has room; a figure in the table has its unit."""
+    """Columns are left out until the others have room; each figure in the table has its unit."""
     with pool.client() as client, client.stream(LONG, "x") as stream:
         deltas = iter(stream)
         next(deltas)

@@ -130,7 +130,7 @@ def test_a_broker_that_is_killed_while_results_are_read(
 
 
 def test_a_cancel_that_meets_the_end(api: openai.OpenAI) -> None:
-    """Whichever comes first, the cancel or the end: the batch ends once and keeps its answers."""
+    """The cancel or the end may come first: the batch ends once, and its answers remain."""
     file = upload(api, lines(40))
     states = Counter[str]()
     for done in (0, 1, 20, 38, 39, 40):
@@ -216,7 +216,7 @@ def test_a_client_that_leaves_while_its_batch_is_made(
 def test_a_gateway_that_is_killed_while_a_batch_is_made(
     pool: Pool, url: str, client: Client
 ) -> None:
-    """The same request to another gateway makes the batch, once."""
+    """The client repeats the request at another gateway, which makes the batch once."""
     count, padding = 2000, 1000
     command = [sys.executable, "-m", "mlxpool.cli.main", "--run-dir", str(pool.run_dir), "gateway"]
     process = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True)

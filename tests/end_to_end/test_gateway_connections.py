@@ -1,4 +1,4 @@
-"""Connections without a request end, and take no place from connections with a request."""
+"""Connections without a request are closed, and displace no connection with a request."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def connect(url: str, stack: contextlib.ExitStack) -> socket.socket:
 
 
 def ends(connection: socket.socket) -> bool:
-    """Waits until the peer has closed the connection."""
+    """Waits until the peer closes the connection. Returns False if the peer sends data instead."""
     try:
         return connection.recv(1) == b""
     except ConnectionResetError:
@@ -83,7 +83,7 @@ def test_a_connection_without_a_request_ends_after_the_idle_time(
 
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_connection_that_was_idle_takes_a_request(tmp_path: Path, asks: bool) -> None:
-    """As with a load balancer, the connection is idle for longer than header_time at first."""
+    """Like a load balancer, the client first keeps a connection idle for more than header_time."""
     with GatewayThread(tmp_path, header_time=0.1) as gateway, contextlib.ExitStack() as stack:
         connection = connect(gateway.url, stack)
         if asks:

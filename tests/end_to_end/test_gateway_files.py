@@ -156,7 +156,10 @@ def test_uploads_at_once_do_not_pass_the_bound_together(
 
 
 def test_the_lines_of_a_batch_count(alice: openai.OpenAI, native: Client) -> None:
-    """If the quota refuses a batch, the file of its lines, which counts as well, is deleted."""
+    """The file of a batch's lines counts in the quota of its owner.
+
+    If the quota refuses the batch, the file is deleted.
+    """
     line = (
         b'{"custom_id": "a", "method": "POST", "url": "/v1/completions",'
         b' "body": {"model": "m", "prompt": "%s"}}\n' % (b"x" * 600_000)

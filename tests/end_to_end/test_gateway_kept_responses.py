@@ -1,4 +1,4 @@
-"""Responses that are kept, by OpenAI's client: in the background, read late, cancelled, deleted."""
+"""Stored responses, with OpenAI's client: run in the background, read late, cancelled, deleted."""
 
 from __future__ import annotations
 

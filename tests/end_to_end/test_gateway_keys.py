@@ -1,4 +1,7 @@
-"""A gateway's keys: removed, two in a request, without operator's rights; no folders in errors."""
+"""Keys of a gateway: removed keys, two keys in one request, keys without operator's rights.
+
+Errors never name the folders of the gateway.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One gateway for two pools, one of which dies."""
+"""A gateway for several pools, some of which die."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def test_a_call_that_cannot_be_forced(
 
 
 def test_strict_calls_are_left_to_the_model(api: openai.OpenAI) -> None:
-    """The model answers with a call, whose arguments must follow the schema, or with text."""
+    """The model may answer with text, or with a call, whose arguments must follow the schema."""
     cities = ["Lisbon", "Rome"]
     parameters = {
         "type": "object",

@@ -1,4 +1,4 @@
-"""Workers of all models share the GPUs that a broker may use; no GPU is needed.
+"""Workers of all models share the GPUs that a broker may use. The tests need no GPU.
 
 The broker is configured for four GPUs. All models compute on the CPU; the environment of a worker's
 process has the GPUs that it would use.

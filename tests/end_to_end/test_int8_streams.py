@@ -31,7 +31,7 @@ ASKED: GenerateOptions = {"max_tokens": 60, "seed": 5, "temperature": 0.8, "igno
 
 
 def test_a_stream_goes_on_with_the_same_ids(pool: Pool, client: Client) -> None:
-    """The new worker prefills prompt and ids together; sampled ids stay the same, too."""
+    """The new worker prefills prompt and ids together. Sampled ids do not change either."""
     prompt = "def main(arguments):\n    " * 8
     whole = client.generate("exact", prompt, **ASKED)
     ids: list[int] = []
@@ -49,7 +49,8 @@ def test_a_stream_goes_on_with_the_same_ids(pool: Pool, client: Client) -> None:
 def test_streams_that_may_go_on_with_other_ids_have_no_gap(pool: Pool, client: Client) -> None:
     """Without `deterministic` a new worker continues after the ids that the client already has.
 
-    It might have sampled other ids, but each position has one id, and the text is that of the ids.
+    It might have sampled other ids for these positions. But the client gets one id for each
+    position, and the text of these ids.
     """
     prompts = ["def main(arguments):\n    " * 8, "import os\n", "class Reader:\n    " * 30]
 

@@ -1,4 +1,4 @@
-"""Operators' actions on jobs, the feed of ends, notices, a disk that stalls: over processes."""
+"""Real pools: operators' actions on jobs, the feed of ended jobs, notices, a stalled disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs over processes: they outlive clients, workers, brokers, and all of them at once."""
+"""Jobs in real pools: they survive the end of clients, workers, brokers, and all at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mlxpool serve` keeps jobs without a setting; if it cannot, it reports it, and streams go on."""
+"""`mlxpool serve` keeps jobs without a setting. If it cannot, it logs this, and streams run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Tools for models whose chat template does not support tools, in every interface.
 
-A forced call works all the same; with the setting `always` all calls do. Otherwise tools are
-refused by name.
+Forced calls work, and with the setting `always` all calls do. Otherwise a request with tools is
+refused, and the error names `tools`.
 """
 
 from __future__ import annotations

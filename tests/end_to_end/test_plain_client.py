@@ -29,7 +29,7 @@ def complete(pool: Pool, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("count", [1, 40, 1500])
 def test_it_prints_the_completion(tmp_path: Path, count: int) -> None:
-    """1,500 tokens exceed the default window, so acks are needed."""
+    """1,500 tokens exceed the default flow-control window, so the client must send acks."""
     with Pool(tmp_path) as pool:
         result = complete(pool, "counting", "hello", "--max-tokens", str(count), "--seed", "7")
     prompt = list(b"hello")

@@ -211,7 +211,7 @@ def test_a_missing_openblas_is_said_by_logs_and_ps(tmp_path: Path) -> None:
 
 
 def test_it_works_without_a_compiler(tmp_path: Path) -> None:
-    """MLX compiles CPU kernels with a C++ compiler if it finds one."""
+    """MLX compiles CPU kernels only if it finds a C++ compiler; without it the ids are the same."""
     empty = tmp_path / "bin"
     empty.mkdir()
     folder = write_checkpoint(tmp_path / "good")

@@ -57,7 +57,7 @@ def busy(secure: SecurePool) -> int:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_stream_outlives_a_remote_worker(tmp_path: Path, number: signal.Signals) -> None:
-    """A killed worker is detected by its connection, a stopped one by its heartbeats."""
+    """The broker detects a killed worker by its connection, and a stopped one by its heartbeats."""
     limits = "beat_limit = 1.0" if number == signal.SIGSTOP else ""
     with (
         broker(tmp_path, pool=limits) as secure,

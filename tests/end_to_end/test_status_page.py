@@ -317,7 +317,7 @@ def test_a_broker_that_is_killed_and_restarted(browser: Chromium, tmp_path: Path
 
 
 def test_a_broker_whose_loop_is_stuck(browser: Chromium) -> None:
-    """Its HTTP threads still answer, and report it."""
+    """The HTTP threads of the broker still answer, and report the stuck loop."""
     with HttpServer("127.0.0.1:0") as server, Loop(server, snapshots.of(Story())) as loop:
         browser.open(server.url)
         browser.wait_for_text("#state", "ready")

@@ -336,7 +336,10 @@ def test_heartbeats_continue_during_a_long_load_and_prefill(pool: Pool) -> None:
             return row.get("state") == "ready"
 
         def progress_was_seen() -> bool:
-            """Loads the model; returns whether `ps` showed two progress values, else unloads it."""
+            """Loads the model; returns whether `ps` showed two progress values meanwhile.
+
+            If not, unloads the model.
+            """
             seen.clear()
             loading = client.stream("slow_load", "x", max_tokens=1)
             until(beat_in_load, "the model is loaded")

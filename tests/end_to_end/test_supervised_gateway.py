@@ -105,7 +105,7 @@ class Completion:
 
 @pytest.fixture
 def completions() -> Iterator[list[Completion]]:
-    """Streams that are closed at the end of a test."""
+    """Returns a list for streams, which are closed at the end of a test."""
     made: list[Completion] = []
     yield made
     for each in made:
@@ -216,7 +216,7 @@ def test_a_second_signal_ends_answers_with_the_error_of_their_interface(
 def test_streams_over_http_outlive_the_broker(
     tmp_path: Path, completions: list[Completion]
 ) -> None:
-    """The old gateway gives up its address to the new one, and ends after its last stream."""
+    """The old gateway hands its address to the new gateway, and ends after its last stream."""
     address = f"127.0.0.1:{free_port()}"
     with Pool(tmp_path, settings(address, step=SLOW)) as pool:
         first = pool.gateway(state="ready")

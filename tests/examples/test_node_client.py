@@ -57,7 +57,7 @@ def complete(main: list[str], pool: Pool, *arguments: str) -> subprocess.Complet
 
 @pytest.mark.parametrize("count", [1, 40, 1500])
 def test_it_prints_the_completion(main: list[str], pool: Pool, count: int) -> None:
-    """1,500 tokens exceed the window, so acks are needed."""
+    """1,500 tokens exceed the flow-control window, so the client must send acks."""
     done = complete(main, pool, "counting", "hello", "--max-tokens", str(count), "--seed", "7")
     expected = text_of(expected_ids("hello", 7, count)) + "\n"
     assert (done.returncode, done.stdout) == (0, expected), done.stderr

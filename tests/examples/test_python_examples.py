@@ -337,7 +337,7 @@ def test_strict_tools_calls_in_one_round_and_answers_in_the_next(
 
 
 def test_strict_tools_never_gets_arguments_that_do_not_fit(url: str) -> None:
-    """This holds also for a question that needs neither of the tools."""
+    """The arguments also fit if a question needs neither of the tools."""
     done = example("strict_tools.py", "Book a table for 4.", "--url", url)
     assert done.returncode == 0
     assert done.stdout.startswith(("calls    get_weather Weather(city='", "calls    add Add(a="))

@@ -1,4 +1,4 @@
-"""The grammars of calls allow the texts that the parser of the same format reads as these calls."""
+"""A tool call's grammar allows texts that the same format's parser reads as this call."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_parameters_that_tags_cannot_hold_are_named(
 
 
 def test_values_between_tags_keep_their_text() -> None:
-    """Values with white space, marks of other parts, or text like JSON stay as they are."""
+    """Values with white space, markers of other parts, or text like JSON stay unchanged."""
     parameters = {"properties": {"a": {"type": "string", "minLength": 2}}, "required": ["a"]}
     tools: Any = [{"function": {"name": "f", "parameters": parameters}}]
     for value in ("\n a\n", "</tool_call>", "12", "é</", "<parameter=a>"):

@@ -154,7 +154,7 @@ def test_what_is_nested_too_deeply_is_refused(small_parts: int) -> None:
 
 
 def test_one_call_reads_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise other threads wait for it: the decoder holds the interpreter's lock."""
+    """The decoder holds the interpreter's lock, so other threads run only between two parts."""
     read: list[int] = []
     scan = json_parts._scan
 

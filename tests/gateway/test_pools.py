@@ -102,7 +102,10 @@ def test_a_request_goes_where_least_waits_for_each_worker() -> None:
 
 
 def test_requests_since_the_last_look_count() -> None:
-    """Otherwise all requests would go to one pool until its load is read again."""
+    """Each new request counts at once in the load of the pool that gets it.
+
+    Otherwise all requests would go to one pool until its load is read again.
+    """
     a, b = OnePool({"name": "m", "running": 2}), OnePool({"name": "m", "running": 0})
 
     async def test() -> list[AsyncClient]:

@@ -1,4 +1,7 @@
-"""Changing lines, such as dates, leave the start of a system's message, for the prefix cache."""
+"""Changing lines of a system message: dates move to its end, and headers are removed.
+
+So the prefix cache finds the unchanged start.
+"""
 
 from __future__ import annotations
 

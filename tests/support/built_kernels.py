@@ -19,8 +19,8 @@ from support import simt
 def built_kernels(*, right: bool = True) -> Iterator[list[str]]:
     """Replaces CUDA kernels by kernels that return zeros, and makes MLX report a CUDA GPU.
 
-    `right`: every trial run of a kernel succeeds in spite of the zeros. Yields the names of the
-    called kernels, one name for each call. MLX compiles forward passes.
+    If `right` is true, every trial run of a kernel succeeds in spite of the zeros. Yields the names
+    of the called kernels, one name for each call. Forward passes are compiled by MLX.
     """
     called: list[str] = []
 

@@ -498,5 +498,8 @@ def body_of(action: act.ToClient | act.ToWorker) -> dict[str, Any]:
 
 
 def owed(worker: Worker) -> int:
-    """Returns the worker's reported free sequences minus the work that it had not seen then."""
+    """Returns the number of sequences that the core counts as free in a worker.
+
+    It is the number that the worker reported, minus the work that the report did not include.
+    """
     return worker.sequences - (worker.works_sent - worker.works_seen)

@@ -20,7 +20,7 @@ class KernelNeeds:
 
 
 def needs_of(code: bytes) -> KernelNeeds:
-    """Returns the needs of the only kernel of an ELF file. Raises KeyError if they are missing."""
+    """Returns the registers and the stack of the only kernel in an ELF file. Raises KeyError."""
     attributes: dict[int, int] = {}
     for name, content in _sections(code):
         if name == INFO:

@@ -19,7 +19,7 @@ _HEAD = struct.Struct("<cQQI")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """`what` is one of
+    """A record of the log; `what` is its type.
 
     O: a file was opened to be created (inode, truncated, path); W: written (inode, offset, bytes);
     T: truncated (inode, size); S: synced (inode); D: a folder was synced (path); U: unlinked
@@ -58,7 +58,7 @@ class _File:
 
 @dataclass(slots=True)
 class Disk:
-    """The files of the folder `root` after the first records, with their unsynced changes."""
+    """The files of the folder `root` after the played records, with their unsynced changes."""
 
     root: str
     _files: dict[int, _File] = field(default_factory=dict)  # by a number that this class assigns

@@ -30,7 +30,7 @@ STREAMS, JOBS = 8, 4
 
 
 class Phases:
-    """The gaps in each phase; a gap belongs to the phase in which it ends."""
+    """The gaps measured in each phase; a gap belongs to the phase in which it ends."""
 
     def __init__(self) -> None:
         self.now = ""

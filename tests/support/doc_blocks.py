@@ -48,7 +48,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command of a page and its expected output; None: any output."""
+    """A command of a page, and its expected output; `printed` is None if any output is accepted."""
 
     text: str
     printed: str | None

@@ -64,7 +64,10 @@ class OracleDrafter:
 
 
 class EagerSpeculator(Speculator):
-    """Checks drafts of every row with room even if that is slow: all, or a random number."""
+    """Checks drafts of every row that has room, even if the drafts save no time.
+
+    It checks all available drafts, or a random number of them.
+    """
 
     def __init__(self, drafter: Drafter | None = None, draw: random.Random | None = None) -> None:
         """Without `draw` all available drafts are checked."""

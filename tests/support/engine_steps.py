@@ -76,7 +76,7 @@ def decode(engine: Engine, rows: Many[Sequence], steps: int = 1) -> list[Sampled
 def step(engine: Engine, spans: Iterable[Span]) -> list[SampledToken]:
     """Computes one forward pass; returns its tokens, without appending them to sequences.
 
-    No other pass may be in flight. Raises the first failure of a sequence.
+    No other pass may be in flight. If sequences fail, raises the first failure.
     """
     assert not engine.in_flight
     engine.submit(list(spans))
@@ -98,7 +98,7 @@ def may_continue(engine: Engine, seq: Sequence) -> bool:
 
 
 def collect(engine: Engine) -> StepResult:
-    """Collects the oldest pass in flight and appends its tokens; raises its first failure."""
+    """Collects the oldest pass in flight and appends its tokens. Raises its first failure."""
     result = engine.collect()
     for token in result.drawn:
         token.sequence.ids.append(token.token)

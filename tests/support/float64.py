@@ -8,7 +8,7 @@ import numpy as np
 
 
 def numbers(array: Any) -> Any:
-    """Returns an array of MLX in float64."""
+    """Returns an array of MLX as a NumPy array in float64."""
     import mlx.core as mx  # references for whole models do not use it
 
     return np.array(array.astype(mx.float32)).astype(np.float64)

@@ -70,7 +70,10 @@ class GatewayProcess(Closing):
 
 @contextmanager
 def serving(pool: Pool, log: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Runs `mlxpool gateway` for a pool on a free port; yields the process and its URL."""
+    """Runs `mlxpool gateway` for a pool, on a free port.
+
+    Yields the process and its URL.
+    """
     with log.open("wb") as stderr:
         process = subprocess.Popen(
             [*pool.command(), "gateway", "--port", "0", *arguments],

@@ -1,4 +1,4 @@
-"""An API server of Kubernetes on loopback, with its store, but without nodes and controllers."""
+"""An API server of Kubernetes on the loopback, with its store, but without nodes or controllers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Compares next tokens with an 8-bit KV cache and with a KV cache in the model's number format.
+"""Compares the next tokens of an 8-bit KV cache with those of an unquantised KV cache.
 
-The text is teacher-forced, in windows: each token follows the text before it. With the model's
-numbers a window is read in chunks, as a resumed stream is. With 8 bits the first half is read in
-chunks, as a prompt is, and the second half token by token, as an answer is.
+The unquantised cache has the model's number format. The text is teacher-forced, in windows: each
+token follows the text before it. The unquantised cache reads a window in chunks, as a resumed
+stream is read. The 8-bit cache reads the first half in chunks, as a prompt is read, and the second
+half token by token, as an answer is read.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ CHUNK = 256  # tokens of a chunk
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The fraction of `positions` at which both caches give the same most likely token.
+    """The agreement of both caches over a text.
 
+    `share` is the fraction of `positions` at which both caches give the same most likely token.
     `divergence` is the mean Kullback-Leibler divergence, in nats. `capacity` is the ratio of the
     numbers of tokens that fit into the same bytes.
     """
@@ -72,7 +74,10 @@ def _chunks(tokens: int) -> list[int]:
 
 
 def _log_probabilities(layout: Layout, ids: Sequence[int], counts: Sequence[int]) -> np.ndarray:
-    """Returns log-probabilities [n, vocabulary]: after each token, in passes of `counts` tokens."""
+    """Returns log-probabilities [n, vocabulary] after each token.
+
+    The tokens are read in passes of `counts` tokens.
+    """
     row, start, parts = layout.store.new_row(), 0, []
     for count in counts:
         inputs = mx.array(list(ids[start : start + count]), dtype=mx.int32)

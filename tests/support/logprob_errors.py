@@ -1,4 +1,4 @@
-"""Compares an engine's log-probabilities in bfloat16 with another computation's."""
+"""Compares an engine's bfloat16 log-probabilities with those of another computation."""
 
 from __future__ import annotations
 

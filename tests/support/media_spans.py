@@ -8,7 +8,7 @@ from mlxpool.worker.media.spans import MediaSpan
 
 
 def check_spans(spans: Iterable[MediaSpan], inputs: int) -> None:
-    """Raises ValueError unless spans are not empty, in order, disjoint, and within `inputs`."""
+    """Raises ValueError if a span is empty, out of order, overlaps another, or exceeds `inputs`."""
     last = 0
     for number, span in enumerate(spans):
         if span.count < 1 or span.start < last or span.end > inputs:

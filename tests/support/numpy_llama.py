@@ -18,7 +18,10 @@ Numbers = npt.NDArray[np.float64]
 
 
 def demo_logprobs(ids: Sequence[int]) -> Numbers:
-    """Returns [T - 1, vocabulary]: row i has the log-probabilities of token i + 1."""
+    """Returns log-probabilities [T - 1, vocabulary] of the tokens of a prompt.
+
+    Row i has the log-probabilities after tokens 0 to i, and so of token i + 1.
+    """
     config = json.loads((DEMO / "config.json").read_text(encoding="utf-8"))
     weights = _weights(DEMO / "model.safetensors")
     x = weights["model.embed_tokens.weight"][np.array(ids)]

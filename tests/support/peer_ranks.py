@@ -33,7 +33,7 @@ class FakePeerMemory:
     def __init__(
         self, *, exports: bool = True, opens: bool = True, identity: int = 1, nvlink: bool = False
     ) -> None:
-        """`exports`, `opens`: whether these calls succeed. Identity 0: `identity()` fails."""
+        """`exports`, `opens`: whether these calls succeed. If `identity` is 0, its call raises."""
         self.exports, self.opens, self.number, self.nvlink = exports, opens, identity, nvlink
         self.allocated: dict[int, np.ndarray] = {}
         self.opened: list[int] = []
@@ -98,7 +98,10 @@ class SimulatedRanks:
 
 
 class MappedPeerMemory:
-    """Implements PeerMemory between processes: a handle is the path of an unnamed file."""
+    """Implements PeerMemory between processes on memfd files, which have no name in a folder.
+
+    A handle is the path of the file in /proc.
+    """
 
     _kept: ClassVar[list[tuple[int, mmap.mmap]]] = []  # open until the process ends
 

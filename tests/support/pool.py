@@ -1,4 +1,4 @@
-"""A broker in its own process; removes its files at the end."""
+"""A broker in its own process, with a run directory that is removed at the end."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def patient_commands() -> Iterator[None]:
 
 
 class Pool(Closing):
-    """`mlxpool serve` with a config. The run directory is short, as socket paths are limited."""
+    """`mlxpool serve` with a config, and a run directory whose path is short enough for sockets."""
 
     def __init__(
         self,

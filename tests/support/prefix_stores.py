@@ -20,7 +20,7 @@ STATE = 70  # bytes of a snapshot
 
 
 def chain(before: int, token: int) -> int:
-    """Returns the cell of a token after the cell `before`; 0: the first token."""
+    """Returns the cell of a token after the cell `before`; `before` is 0 for the first token."""
     return (before * 48271 + token + 1) % (2**31 - 1)
 
 

@@ -65,7 +65,7 @@ def only(words: Sequence[str], *known: str) -> None:
 
 
 def placed(path: str) -> Path:
-    """Returns the path, put into the page's root folder if absolute and not yet inside."""
+    """Returns a path; an absolute path outside the page's root folder is put into this folder."""
     root = os.environ[ROOT_VARIABLE]
     return Path(path) if not path.startswith("/") or path.startswith(root) else Path(root + path)
 

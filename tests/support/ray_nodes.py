@@ -42,7 +42,10 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 class RayNode:
-    """A `ray start` with its descendants. They are recorded: their parents may end first."""
+    """A `ray start` with its descendants.
+
+    The descendants are recorded, because their parents may end first.
+    """
 
     def __init__(self, log: Path, temp: Path, *arguments: str) -> None:
         """`temp` is the node's TMPDIR: hosts that are killed leave temporary folders there."""

@@ -13,8 +13,8 @@ from support.fake_broker import FACTS, PATIENCE, FakeBroker, fake_broker
 def output_over_every_loss(command: Sequence[str]) -> str:
     """Runs a client against the losses of `play_every_loss`; returns the client's output.
 
-    `command` is continued by the run directory, a model and a prompt. The output is six `x` if no
-    token is lost. Fails unless the client ends with exit code 0.
+    A run directory, a model and a prompt are appended to `command`. If no token is lost, the output
+    is six `x`. Fails unless the client ends with exit code 0.
     """
     with fake_broker() as broker:
         program = subprocess.Popen(

@@ -244,7 +244,7 @@ class Weights(dict[str, np.ndarray]):
 
 
 def gemma_weights(seed: int = 3) -> dict[str, np.ndarray]:
-    """Returns weights by the names in released files of Gemma 3."""
+    """Returns random weights by tensor name, as in released files of Gemma 3."""
     weights = Weights(seed)
     _add_text(weights)
     _add_tower(weights)
@@ -295,7 +295,7 @@ def _add_tower(weights: Weights) -> None:
 
 
 def qwen_weights(seed: int = 4) -> dict[str, np.ndarray]:
-    """Returns weights by the names in released files of Qwen3-VL."""
+    """Returns random weights by tensor name, as in released files of Qwen3-VL."""
     weights = Weights(seed)
     text, name = QWEN["text_config"], "model.language_model"
     hidden, width, heads, kv, dim = text["hidden_size"], text["intermediate_size"], 4, 2, 16
@@ -344,7 +344,7 @@ def _add_qwen_tower(weights: Weights) -> None:
 
 
 def mllama_weights(seed: int = 5) -> dict[str, np.ndarray]:
-    """Returns weights by the names in released files of Llama 3.2 Vision."""
+    """Returns random weights by tensor name, as in released files of Llama 3.2 Vision."""
     weights = Weights(seed)
     text, name = MLLAMA["text_config"], "language_model.model"
     hidden, width, heads, kv, dim = text["hidden_size"], text["intermediate_size"], 4, 2, 16

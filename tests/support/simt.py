@@ -187,7 +187,7 @@ class Ranks:
 
     @contextmanager
     def on(self, rank: int) -> Iterator[None]:
-        """Kernels called in the block are launched on this GPU."""
+        """Launches the kernels that are called in the block on this GPU."""
         self.rank = rank
         yield
         self.rank = 0
@@ -450,7 +450,7 @@ def _expanded(text: str, header: str) -> str:
 
 
 class _Managed(ctypes.Structure):
-    """The fields of DLPack's DLManagedTensor that are read here."""
+    """The fields of DLPack's DLManagedTensor that this module reads."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),

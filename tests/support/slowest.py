@@ -119,7 +119,10 @@ def total_of(files: Mapping[str, Spent]) -> float:
 
 
 def main() -> int:
-    """Prints the tables; with --budget only folders: returns 1 if the budget is exceeded."""
+    """Prints the tables; with --budget only the table of the budget.
+
+    Returns 1 if the budget is exceeded and --budget is given, or if there is no record.
+    """
     parser = argparse.ArgumentParser(description="where the time of the last `make test` went")
     parser.add_argument("record", type=Path)
     parser.add_argument("--count", type=int, default=40, help="rows of each table")

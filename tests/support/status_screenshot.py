@@ -57,7 +57,7 @@ SCENES = {
 
 
 async def read(client: AsyncClient, model: str, random: Random, mean_pause: float) -> None:
-    """Sends one request after the other without end."""
+    """Sends requests without end, one after the other, with pauses of `mean_pause` on average."""
     while True:
         prompt = "hello " * random.randint(1, 200)
         with contextlib.suppress(PoolError):

@@ -37,7 +37,10 @@ class Row:
 
 
 class StoreModel:
-    """The store, with jobs by id. `clock` is wall time; the store's time never goes back."""
+    """The store, with jobs by id.
+
+    `clock` returns wall time; the store's time never goes back.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.rows: dict[bytes, Row] = {}

@@ -1,4 +1,4 @@
-"""The figures of a load from its clients' samples."""
+"""The figures of a load test, computed from the samples of its clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request to a server of OpenAI's completions, and its client's records."""
+"""A client of a load test: its request to a server of OpenAI's completions, and its record."""
 
 from __future__ import annotations
 

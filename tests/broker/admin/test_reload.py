@@ -74,7 +74,7 @@ class FakeTarget:
 
 
 class Reload:
-    """A reload from `before` to `after`, read and applied, for an operator."""
+    """A reload that an operator requests, from the settings `before` to the settings `after`."""
 
     def __init__(self, before: PoolConfig, after: PoolConfig | Exception) -> None:
         self.settings, self.target = CurrentSettings(before), FakeTarget()
@@ -99,7 +99,7 @@ class Reload:
         assert self.answered_at == [1.0]
 
     def apply(self, now: float) -> None:
-        """Apply the settings that were read."""
+        """Applies the settings that were read."""
         assert select([self.reloader.waker], [], [], 60)[0]
         self.reloader.apply(now)
 

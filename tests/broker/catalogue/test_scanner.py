@@ -33,7 +33,7 @@ Start = Callable[..., tuple[Scanner, Reports]]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start a scanner over some models."""
+    """Starts a scanner over some models."""
     started: list[Scanner] = []
 
     def begin(
@@ -63,7 +63,7 @@ def start() -> Iterator[Start]:
 
 
 def scan(scanner: Scanner, reports: Reports) -> None:
-    """Run one more scan."""
+    """Runs one more scan."""
     reports.scanned.clear()
     number = scanner.request_scan()
     assert reports.scanned.wait(PATIENCE)

@@ -341,7 +341,10 @@ def run(command: Sequence[str], environment: dict[str, str]) -> tuple[int, str]:
 
 
 def pytest_of(paths: Sequence[str], environment: dict[str, str]) -> str:
-    """Returns the first failed test; "" if all tests pass."""
+    """Returns the name of the first failed test.
+
+    Returns "" if all tests pass.
+    """
     ignored = [f"--ignore={STORIES}/{name}" for name in NOT_STORIES]
     options = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *ignored]
     code, output = run([*options, *paths], environment)

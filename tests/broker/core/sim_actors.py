@@ -137,7 +137,7 @@ class Worker:
         self.runs[key] = Run(*key, made, have, now + 0.1 + 0.02 * (self.count % 7), facts)
 
     def step(self, ids: int, now: float) -> bool:
-        """Do one step of all runs. Returns whether sequences became free."""
+        """Runs one step of all runs. Returns whether sequences became free."""
         self.count += 1
         rows = [Delta(r.id, r.run, r.pos, "", b"", end={"reason": "cancelled"}) for r in self.over]
         self.over.clear()
@@ -283,7 +283,7 @@ class Client:
                 raise Violation(f"{kind} after the terminal of {stream.state.attempt}")
 
     def _show(self, stream: Stream, text: str) -> None:
-        """Check each new token id and character."""
+        """Checks each new token id and character."""
         made, ids = stream.truth, stream.state.ids
         if made is None:
             raise Violation("a delta before accepted")

@@ -1,7 +1,7 @@
 """The simulator's world: a core, workers, clients and their connections, on a virtual clock.
 
-Frames keep their order on a connection. If a connection is lost, its frames in transit are lost.
-Frames are never duplicated.
+A connection delivers frames in order and never twice. If it is lost, its frames in transit are
+lost.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class World:
         self.after(LOOK, self.look, self.boot)
 
     def kill_broker(self) -> None:
-        """End the broker and its workers; all frames in transit are lost."""
+        """Ends the broker and its workers; all frames in transit are lost."""
         self.core = None
         for worker in self.workers.values():
             worker.alive = worker.conn.alive = False
@@ -127,7 +127,7 @@ class World:
             self.at(max(due, self.now), self.wake, self.boot)
 
     def frozen(self, call: Callable[..., None], *args: Any) -> bool:
-        """Returns whether the broker is frozen; then `call` is made after the freeze."""
+        """Returns whether the broker is frozen; if so, `call` is made after the freeze."""
         if self.now >= self.core_frozen:
             return False
         self.at(self.core_frozen, call, *args)
@@ -139,7 +139,7 @@ class World:
             self.do(ev.Wake())
 
     def look(self, boot: int) -> None:
-        """Let the supervisor sample every worker."""
+        """Lets the supervisor sample every worker."""
         if boot != self.boot or self.core is None or self.frozen(self.look, boot):
             return
         for slot, worker in list(self.workers.items()):
@@ -161,7 +161,7 @@ class World:
         return client
 
     def reconnect(self, client: Client) -> None:
-        """Replace the connection; frames in transit in both directions are lost."""
+        """Replaces the connection; frames in transit in both directions are lost."""
         self.conns[client.number].alive = False
         self.conns[client.number] = Conn()
 
@@ -256,9 +256,10 @@ class World:
         self.at(conn.there, self.at_back, worker, conn, kind, body)
 
     def at_back(self, worker: Worker, conn: Conn, kind: str, body: Any) -> None:
-        """Passes a worker's frame to the core. `hello` starts or replaces a worker's session.
+        """Passes a worker's frame to the core. A `hello` starts or replaces its session.
 
-        Other frames need a connection on which the broker has sent `welcome`; else it sends `who`.
+        Other frames need a connection on which the broker has sent `welcome`. On another connection
+        the broker answers `who`.
         """
         if not conn.alive or self.core is None:
             return
@@ -366,7 +367,7 @@ class World:
 
 
 def _nothing(world: World, action: Any) -> None:
-    """Do nothing: actions such as log notes and stack dumps are only for users."""
+    """Does nothing: actions such as log notes and stack dumps are only for users."""
 
 
 ACTIONS: dict[type, Callable[[World, Any], None]] = {

@@ -80,7 +80,7 @@ class Run:
         return Outcome(self.world.seed, self.events, self.faults, ends)
 
     def advance(self, until: float, going: Callable[[], bool]) -> None:
-        """Let time pass until `until`, while `going()` is true."""
+        """Lets time pass until `until`, while `going()` is true."""
         world = self.world
         heap = world.heap
         while heap and heap[0][0] <= until and going():
@@ -196,7 +196,7 @@ class Run:
     # ---- checks ------------------------------------------------------------------------------
 
     def check(self, stream: Stream) -> str:
-        """Check how a stream ended, and that it is complete unless it may end early."""
+        """Checks how a stream ended, and that it is complete unless it may end early."""
         state, made = stream.state, stream.truth
         if state.error is not None:
             return self.check_error(stream)
@@ -230,7 +230,7 @@ class Run:
         return error.code
 
     def settle(self) -> None:
-        """Check that nothing is left after a while, without clients and with healthy workers."""
+        """Checks that nothing is left after a while, without clients and with healthy workers."""
         world = self.world
         world.quiet = True
         for worker in world.workers.values():
@@ -248,7 +248,10 @@ class Run:
             raise Violation(f"left at the end: {left}")
 
     def left(self) -> dict[str, int]:
-        """Returns counts that must be 0 without clients; `broker` is 1 while the broker is down."""
+        """Returns counts that must be 0 after all clients have left.
+
+        The count `broker` is 1 while the broker is down.
+        """
         core = self.world.core
         if core is None or self.world.now < max(self.world.core_frozen, self.world.up_at):
             return {"broker": 1}

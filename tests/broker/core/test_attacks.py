@@ -40,7 +40,7 @@ def test_a_model_that_grew_beyond_the_limit_can_still_be_started() -> None:
 
 
 def test_a_new_connection_of_a_worker_counts_as_no_loss() -> None:
-    """After a freeze of the broker all workers send `hello` again, one after another."""
+    """After a freeze of the broker, each worker sends `hello` on a new connection; none is lost."""
     story = Story({"m": model(replicas=4)})
     workers = [story.ready_worker(replica=n) for n in range(4)]
     request = story.generate()

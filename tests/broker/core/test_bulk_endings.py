@@ -31,7 +31,10 @@ def terminals(actions: list[act.Action]) -> list[bytes | None]:
 
 
 def ended_by_all(story: Story, first: list[act.Action]) -> list[bytes | None]:
-    """Returns the ids of streams that end in this event and the next; checks MAX_ENDED."""
+    """Returns the ids of the streams that end in the actions `first`, and in later due events.
+
+    Checks that no event ends more than MAX_ENDED streams.
+    """
     ids = terminals(first)
     assert len(ids) <= MAX_ENDED
     while story.core.next_wake() <= story.now:
@@ -187,7 +190,7 @@ def test_a_worker_that_dies_while_the_broker_ends_disturbs_no_end(story: Story) 
 
 
 def test_workers_that_are_killed_while_the_broker_ends_change_no_error(story: Story) -> None:
-    """At the second signal, workers end before all of their streams were ended."""
+    """At the second signal, workers are killed before all of their streams have ended."""
     worker = story.ready_worker(sequences=MANY)
     ids = [story.generate(durable=False) for _ in range(MANY)]
     assert len(worker.runs) == MANY
@@ -246,7 +249,10 @@ def test_a_stream_that_is_sent_again_after_its_end_is_not_of_the_bulk_that_ended
 def test_a_timer_that_raises_costs_no_other_timer_of_the_same_wake(
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise, for example, the timer of a bulk end would be lost, and the broker would hang."""
+    """The other timers fire in the next wake-up.
+
+    Without the timer of a bulk end, for example, the broker would hang.
+    """
     story.ready_worker(sequences=1)
     late = story.generate(deadline_ms=1000)
     ids = streams(story)
@@ -274,7 +280,7 @@ def test_a_timer_that_raises_costs_no_other_timer_of_the_same_wake(
 
 
 def resumed(story: Story, digest: str, count: int = MANY) -> list[bytes]:
-    """Queue streams that started under another broker, with weights of this digest."""
+    """Queues streams that started under another broker, with weights of this digest."""
     resume = {"count": 1, "facts": {"digest": digest, "context": 2048}}
     return [
         story.generate(attempt=2, resume=resume, blobs=[pack_ids([0])], link=3)
@@ -316,7 +322,7 @@ def test_a_stream_of_other_weights_ends_though_its_worker_was_suspect_in_between
 def test_waiting_streams_are_compared_once_with_the_workers_of_a_model(
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Thousands of streams may wait, and each report of a worker makes the core assign streams."""
+    """Further reports of a worker repeat no comparison, although thousands of streams may wait."""
     worker = story.ready_worker(sequences=0, digest="new")
     compared: list[bytes] = []
     fits = placement.fits_facts

@@ -1,4 +1,7 @@
-"""Drain and restart: streams end in their worker or are resumed elsewhere, and are not charged."""
+"""Drain and restart: streams end in their worker, or continue in another worker.
+
+The move to another worker does not count as a failed attempt.
+"""
 
 from __future__ import annotations
 

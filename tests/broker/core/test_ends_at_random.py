@@ -139,7 +139,7 @@ class Pool:
     # ---- the end -------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """End the broker while everything else continues; afterwards nothing may be left."""
+        """Ends the broker while everything else continues; afterwards nothing may be left."""
         self.do(ev.Shutdown())
         for _ in range(10):
             self.step()

@@ -1,4 +1,4 @@
-"""`keep` of clients: the time that an idle model stays loaded, and the bounds of this time."""
+"""The option `keep` of clients: how long an idle model stays loaded, and the option's bounds."""
 
 from __future__ import annotations
 

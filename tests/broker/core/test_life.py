@@ -281,7 +281,10 @@ def test_an_error_about_a_huge_value_fits_into_a_message(
 
 
 def test_a_body_of_the_largest_size_can_be_handed_to_a_worker(story: Story) -> None:
-    """`work` has more fields than `generate`; the protocol's bound is for the client's message."""
+    """The bound of the protocol holds for the client's message.
+
+    The message `work` to the worker has more fields than the client's `generate`.
+    """
     body: dict[str, Any] = {"model": "m", "options": {}, "prompt": ""}
     room = frames.MAX_BODY - len(frames.encode(frames.Header("generate"), body)[1]) - 4
     worker = story.ready_worker()

@@ -89,7 +89,7 @@ def test_a_silent_client_with_many_streams_is_ended_in_portions(story: Story) ->
 
 
 def test_whether_somebody_waits_is_looked_up_once_for_each_model(story: Story) -> None:
-    """The queue is not searched for each stream of a silent client: both may be thousands."""
+    """The queue is not searched again for each stream of a silent client: both may be thousands."""
     story.running(sequences=8)
     for _ in range(7 + 100):
         story.generate()
@@ -173,7 +173,7 @@ def test_many_links_that_are_lost_at_once_end_in_portions_together(story: Story)
 
 
 def test_streams_that_have_a_place_are_the_first_of_a_lost_link(story: Story) -> None:
-    """These streams occupy sequences of a worker, for which other requests wait."""
+    """Running streams of a lost link end before its waiting streams, of which there may be many."""
     waiting = plain_streams(story, 2 * MAX_ENDED)
     resume = {"count": 1}  # another broker ran them, so they precede other requests
     running = [

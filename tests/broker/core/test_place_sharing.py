@@ -34,7 +34,7 @@ def patient(story: Story) -> None:
 
 
 def confirm(worker: FakeWorker) -> list[bytes]:
-    """Let the worker end its cancelled runs, and report free sequences."""
+    """Lets the worker end its cancelled runs, and report free sequences."""
     told = [one for one, run in worker.cancelled if one in worker.runs]
     for request in told:
         worker.confirm(request)
@@ -101,7 +101,10 @@ def test_one_owner_has_no_turns() -> None:
 
 
 def test_the_place_goes_to_those_for_whom_it_was_given_up() -> None:
-    """A run was preempted for another owner. That owner precedes even resumed streams here."""
+    """A run was preempted for another owner.
+
+    This owner gets the free sequence, even before streams that must be resumed.
+    """
     story = Story({"m": model(replicas=2)})
     first, second = (story.ready_worker("m", 2, replica=n) for n in (0, 1))
     requests = [story.generate() for _ in range(4)]
@@ -230,7 +233,10 @@ def test_a_stream_that_gave_up_its_place_can_be_sent_again_and_cancelled() -> No
 
 
 def test_a_kept_place_is_free_for_others_when_its_time_is_over() -> None:
-    """A worker's sequence (place) was reserved for an owner that has no requests left."""
+    """A worker's sequence (place) was reserved for an owner that has no requests left.
+
+    After a while other owners get it.
+    """
     story, worker, requests = flooded(more=0)
     waits = bob(story)
     patient(story)

@@ -75,7 +75,10 @@ def test_a_charge_of_one_is_retried_alone(story: Story) -> None:
 
 
 def test_a_solo_retry_gets_its_worker_though_others_come_and_go() -> None:
-    """One worker gets no other requests before the solo retry; the other worker serves them."""
+    """A request that may have crashed its worker is retried alone.
+
+    One worker gets no other requests until then; the other worker serves them.
+    """
     story = Story({"m": model(replicas=2)})
     first = story.ready_worker(sequences=2)
     second = story.ready_worker(sequences=2, replica=1)
@@ -170,7 +173,10 @@ def test_a_cleared_request_counts_no_resume_without_progress(story: Story) -> No
 
 
 def test_a_request_that_runs_alone_may_be_resumed_more_often(story: Story) -> None:
-    """A kill from outside does not charge it, but the number of kills is bounded, too."""
+    """A worker that another program kills does not count against the request.
+
+    But the number of such kills is bounded, too.
+    """
     worker, (bad, other) = company(story, 2)
     worker.die("killed by SIGSEGV", own=True, prefill=bad)
     story.cancel(other)

@@ -83,7 +83,7 @@ class Pool(RuleBasedStateMachine):
             self.send(request, link, 1, window=link, batch=link == 2)
 
     def send(self, request: bytes, link: int, attempt: int, have: int = 0, **body: Any) -> None:
-        """Send `generate`; the content of a request depends only on its id."""
+        """Sends `generate`; the content of a request depends only on its id."""
         number = IDS.index(request)
         self.newest[request] = max(attempt, self.newest.get(request, 0))
         blobs = [pack_ids(range(have))] if have else []
@@ -96,7 +96,7 @@ class Pool(RuleBasedStateMachine):
         )
 
     def busy(self, replica: int) -> FakeWorker | None:
-        """Returns a worker with runs, preferably the worker of `replica`; None without one."""
+        """Returns a worker with runs, preferably that of `replica`; None if no worker has runs."""
         for number in (replica, 1 - replica):
             worker = self.pick(number)
             if worker is not None and worker.runs:
@@ -128,7 +128,7 @@ class Pool(RuleBasedStateMachine):
         deadline: int | None,
         queue: int | None,
     ) -> None:
-        """Send a request for the first time or again, in any state of the request."""
+        """Sends a request for the first time or again, in any state of the request."""
         times: dict[str, Any] = {"deadline_ms": deadline, "queue_ms": queue}
         if request == IDS[4]:  # a difference that a retry may not have
             times["first_token_ms"] = 2_000
@@ -136,7 +136,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule(request=ids, link=links, share=st.integers(0, 3), window=st.sampled_from([1, 1000]))
     def resend(self, request: bytes, link: int, share: int, window: int) -> None:
-        """Let a client resume from a part of its ids."""
+        """Lets a client resume from a part of its ids."""
         core = self.story.core
         live, tomb = core.state.requests.get(request), core.state.tombstones.get(request)
         known = live or tomb
@@ -163,7 +163,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule(request=ids, link=links)
     def foreign_ids(self, request: bytes, link: int) -> None:
-        """Ids that differ from the stream's ids end this stream, and no other stream."""
+        """A client sends ids that differ from those of its stream: only this stream ends."""
         live = self.story.core.state.requests.get(request)
         if live is None or request in (NOT_DURABLE, IDS[4]) or link in self.lost:
             return
@@ -229,7 +229,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule(replica=replicas)
     def serve(self, replica: int) -> None:
-        """Serve requests as usual, so that a worker always has work."""
+        """Serves requests as usual, so that a worker always has work."""
         self.story.do(ev.LoadModel("m"))
         worker = self.pick(replica)
         if worker is not None:
@@ -327,7 +327,10 @@ class Pool(RuleBasedStateMachine):
 
     @rule(replica=replicas, phase=phases, seconds=st.sampled_from([1, 6, 12, 25]))
     def stand_still(self, replica: int, phase: str, seconds: int) -> None:
-        """A worker beats without progress: it is suspect, then condemned, or well again."""
+        """A worker sends heartbeats, but makes no progress: it becomes suspect.
+
+        It is then condemned, or recovers.
+        """
         worker = self.pick(replica)
         if worker is None:
             return
@@ -356,7 +359,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([1.0, 10.0, 13.0]), told=st.booleans())
     def suspend(self, seconds: float, told: bool) -> None:
-        """Let the machine sleep: all due timers fire in one wake-up."""
+        """Lets the machine sleep: all due timers fire in one wake-up."""
         self.story.now += seconds
         if told:
             self.story.do(ev.Late(seconds))
@@ -413,7 +416,7 @@ class Pool(RuleBasedStateMachine):
             self.check_lease(request)
 
     def check_lease(self, request: Request) -> None:
-        """Check that a request is in its queue exactly while QUEUED; otherwise a worker has it."""
+        """Checks that a request is in its queue exactly while QUEUED; otherwise a worker has it."""
         queue = self.story.model(request.message.model).queue
         worker = self.story.core.state.leaseholder(request)
         queued = request.state is RequestState.QUEUED
@@ -462,7 +465,7 @@ class Pool(RuleBasedStateMachine):
             assert {(r, run.attempt) for r, run in fake.runs.items()} <= worker.leases
 
     def teardown(self) -> None:
-        """Finish everything: only tombstones remain, and they expire."""
+        """Finishes everything: only tombstones remain, and they expire."""
         story = self.story
         for worker in list(story.workers.values()):
             for request in list(worker.runs):
@@ -487,7 +490,7 @@ class Pool(RuleBasedStateMachine):
         assert not any(isinstance(key, bytes) for key in story.core.state.timers._at)
 
     def check_ends(self) -> None:
-        """Check that streams have ended, unless they were sent again or their client has left."""
+        """Checks that streams have ended, unless they were sent again or their client has left."""
         for (request, attempt), stream in self.story.heard.items():
             gone = stream.forgotten or stream.link in self.lost
             replaced = attempt < self.newest[request]

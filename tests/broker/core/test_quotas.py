@@ -11,7 +11,7 @@ from support.core_harness import BOB, OWNER, FakeWorker, Story, body_of, model
 
 
 def refused(story: Story, *words: str) -> int:
-    """Check that the newest request exceeded its owner's quota. Returns `retry_after_ms`."""
+    """Checks that the newest request exceeded its owner's quota. Returns `retry_after_ms`."""
     body = body_of(story.assert_refused("over_quota", OWNER, *words))
     assert body["retryable"] is True
     return int(body["retry_after_ms"])
@@ -125,7 +125,7 @@ def test_the_many_streams_of_a_revoked_key_end_in_portions() -> None:
 
 
 def dial(story: Story, name: str = "m") -> FakeWorker:
-    """Let a worker of this model connect by itself and take work."""
+    """Lets a worker of this model connect by itself and take work."""
     slot = story.core.state.registry.remote_slot_name(name)
     worker = story.workers.setdefault(slot, FakeWorker(story, slot))
     story.do(make.dialled(slot, name, {"context": 2048, "pid": 5}, "t"))

@@ -68,7 +68,7 @@ def test_a_second_replica_comes_back_too() -> None:
 
 
 def fail_in_a_row(story: Story, times: int) -> list[float]:
-    """Let the model's workers die in their load. Returns the pause before each restart."""
+    """Lets the model's workers die while they load. Returns the pause before each restart."""
     pauses = []
     for number in range(times):
         story.workers["m/0"].die("exit code 3", own=True)
@@ -242,7 +242,10 @@ def test_the_delays_of_two_pools_differ() -> None:
 
 
 def test_the_exit_of_a_worker_that_said_bye_charges_no_request(story: Story) -> None:
-    """A worker sends `bye` if another program told it to end."""
+    """The exit does not count against the requests of the worker.
+
+    A worker sends `bye` if another program told it to end.
+    """
     worker, request = story.running()
     story.do(make.bye(worker.epoch, None))
     worker.die("exit code 0", own=True)

@@ -16,7 +16,10 @@ TOKENS = {"max_tokens": 600}
 
 
 def busy_story() -> tuple[Story, FakeWorker]:
-    """Makes one worker of at most three, with a run; four requests wait, with 2,400 tokens."""
+    """Makes a model of at most three workers, with one worker so far.
+
+    The worker runs one request. Four requests wait, with 2,400 tokens in total.
+    """
     story = Story({"m": model(scaling=RULES, sequences=1)}, restart_delay=0.0)
     worker = story.ready_worker(sequences=1)
     assert "m/1" not in story.workers
@@ -26,7 +29,7 @@ def busy_story() -> tuple[Story, FakeWorker]:
 
 
 def hear_for(story: Story, seconds: int) -> None:
-    """Let time pass while the client sends signs of life."""
+    """Lets time pass while the client sends signs of life."""
     for _ in range(seconds):
         story.hear()
         story.later(1.0)
@@ -49,7 +52,7 @@ def test_what_waits_starts_workers_and_quiet_drains_them() -> None:
 
 
 def test_fewer_at_most_drains_a_worker_that_finishes_first() -> None:
-    """A worker that is not needed may finish its runs."""
+    """If the maximum number of workers falls, a superfluous worker first finishes its run."""
     story, _ = busy_story()
     hear_for(story, round(HOLD) + 2)
     second = story.ready_worker(replica=1, sequences=1)
@@ -62,7 +65,7 @@ def test_fewer_at_most_drains_a_worker_that_finishes_first() -> None:
 
 
 def test_a_lower_least_holds_without_a_request() -> None:
-    """The number falls although no other event makes the core check the model."""
+    """The number of workers falls although no other event makes the core check the model."""
     story = Story({"m": model(scaling=replace(RULES, min=3))})
     story.do(ev.LoadModel("m"))
     story.later(5.0)

@@ -153,7 +153,7 @@ class Play:
         worker.credit()
 
     def confirms(self, worker: FakeWorker, rest: str, words: list[str]) -> None:
-        """Confirm the end of a cancelled run, which may not be the newest of that name."""
+        """Confirms the end of a cancelled run, which may not be the newest of that name."""
         request, run = worker.cancelled.pop(0)
         assert request == self.ids[words[1]]
         if worker.runs.get(request) and worker.runs[request].attempt == run:

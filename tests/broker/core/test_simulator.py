@@ -58,7 +58,8 @@ def test_every_fault_happens(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_simulator_notices_a_wrong_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     """The faulty core resumes after the ids that were sent to the client.
 
-    It thus computes ids again that were held back because the client's window was full.
+    It thus computes ids again that were held back because the client's flow-control window was
+    full.
     """
     make_work = dispatcher.work_of
 

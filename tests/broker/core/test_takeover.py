@@ -20,7 +20,7 @@ from support.core_harness import (
 
 
 def again(story: Story, have: int = 0, **body: Any) -> None:
-    """Send X a second time, with `have` of its ids."""
+    """Sends X a second time, with `have` of its ids."""
     resume = {"count": have, **body.pop("resume", {})}
     story.generate(
         X, attempt=body.pop("attempt", 2), resume=resume, blobs=[pack_ids(range(have))], **body
@@ -183,7 +183,10 @@ def test_a_refused_sending_ends_the_stream_on_its_new_link(story: Story) -> None
 
 
 def test_a_loss_after_a_take_over_in_the_same_worker_counts_once(story: Story) -> None:
-    """The old run, with the same id, still has its sequence in this worker."""
+    """The worker still has the replaced run, with the same id as the new run.
+
+    The worker's death counts as one loss of the request, not as two.
+    """
     worker, _ = story.running(request=X)
     worker.tokens(X, 2)
     again(story, 2)

@@ -72,7 +72,7 @@ def test_an_idle_pool_collects_no_more_often_than_the_interval(
 
 @pytest.mark.usefixtures("collector")
 def test_memory_is_bounded_though_streams_are_always_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the pool is busy, Python itself finds old cycles, only later."""
+    """While the pool is busy, Python's own full collections still free old cycles, only later."""
     monkeypatch.setattr(full_collections, "MIDDLE_COLLECTIONS", 3)
     collections = FullCollections(lambda: True, lambda: 0)
     collections.start(100.0)
@@ -98,7 +98,10 @@ def test_what_is_there_at_the_start_is_not_looked_at_again() -> None:
 
 @pytest.mark.usefixtures("collector")
 def test_a_process_that_grows_though_streams_are_live_is_collected() -> None:
-    """A few cycles may hold large buffers, but Python only counts containers."""
+    """A full collection is forced when the process has grown by half.
+
+    A few cycles may hold large buffers, but Python only counts containers.
+    """
     memory = 200 * 2**20
     collections = FullCollections(lambda: True, lambda: memory)
     collections.start(100.0)
@@ -117,7 +120,10 @@ def test_a_process_that_grows_though_streams_are_live_is_collected() -> None:
 def test_a_process_that_needs_more_and_more_has_few_full_collections(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The process needs the memory, so a collection frees nothing."""
+    """Collections free nothing here, because the process uses all of its memory.
+
+    So the next one follows only when the memory has grown by half again.
+    """
     memory, made = 40 * 2**20, list[int]()
     collections = FullCollections(lambda: True, lambda: memory)
     collections.start(100.0)

@@ -17,7 +17,10 @@ CONFIG = PoolConfig(
 
 
 class FakeProcess:
-    """A fake gateway process. `news`: the next number of heartbeats; None: it has ended."""
+    """A fake gateway process.
+
+    `news` is the next number of heartbeats, or None if the process has ended.
+    """
 
     url = "http://127.0.0.1:1"
 
@@ -191,7 +194,10 @@ def test_a_reload_has_it_read_its_keys() -> None:
 
 
 def test_a_reload_while_it_starts_comes_when_it_is_ready() -> None:
-    """A process that has not yet set its signal handler would end."""
+    """The reload signal is sent when the gateway is ready.
+
+    Before the gateway has set its handler, the signal would end it.
+    """
     one = Supervised()
     one.gateway.start(0.0)
     one.gateway.reload()

@@ -28,7 +28,7 @@ SUBMIT = Submit.parse({"model": "m", "prompt": "x", "key": "k"}, ())
 
 
 class FakeWriter:
-    """A writer that performs operations immediately, in memory, while its health is good."""
+    """A fake store writer: performs operations immediately, in memory, while its health is good."""
 
     def __init__(self, opener: object, boot: int, wake: Callable[[], None]) -> None:
         self.model = StoreModel(lambda: 1000.0)

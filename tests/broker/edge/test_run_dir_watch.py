@@ -52,7 +52,7 @@ class Watched:
         self.watch.check(self.now)
 
     def reach_all(self) -> None:
-        """Check that old and new connections reach each socket."""
+        """Checks that old and new connections reach each socket."""
         for name in NAMES:
             with self.connect(name) as fresh:
                 for one in (self.old[name], fresh):

@@ -33,7 +33,10 @@ class FakeChild:
 
 
 class FakeSupervisor:
-    """A fake supervisor. Its workers start and are reaped once; a start raises `error`, if set."""
+    """A fake supervisor, each of whose workers starts and is reaped once.
+
+    If `error` is set, a start raises it.
+    """
 
     def __init__(self) -> None:
         self.running: dict[str, FakeChild] = {}
@@ -114,7 +117,7 @@ class Workers:
         self.events.clear()
 
     def exit(self, now: float) -> bool:
-        """Run a pass with a readable exit descriptor. Returns whether the exit was reported."""
+        """Runs a pass with a readable exit descriptor. Returns whether the exit was reported."""
         self.loop.handlers[7](now)
         return bool(self.events)
 

@@ -209,7 +209,10 @@ def test_a_connection_that_does_not_read_its_answer_is_closed(
 def test_while_all_wait_for_the_loop_a_further_one_is_turned_away(
     server: HttpServer, loop: Loop
 ) -> None:
-    """The waiting connections are not closed for it: each ends within PATIENCE seconds."""
+    """No waiting connection is closed to make room for a new one.
+
+    Each waiting connection ends within PATIENCE seconds.
+    """
     server.latest.max_wait = PATIENCE
     loop.turning = False
     with ExitStack() as waiting:
@@ -275,7 +278,7 @@ def test_the_past_goes_on_after_a_stuck_loop(story: Story) -> None:
 
 
 def test_close_does_not_wait_for_the_loop(server: HttpServer) -> None:
-    """The loop itself closes the server, so it cannot answer."""
+    """The loop itself closes the server, so it cannot answer a request that waits for it."""
     server.latest.max_wait = 3600.0
     with connect(server, b"GET /stats HTTP/1.0\r\n\r\n") as peer:
         until(

@@ -52,7 +52,7 @@ class World:
     # ---- events ----------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """Let a little time pass; the store may commit or not."""
+        """Lets a little time pass; the store may commit or not."""
         story, draw = self.story, self.random
         for link in list(story.core.state.links):
             story.hear(link)
@@ -67,7 +67,7 @@ class World:
         self.follow()
 
     def work(self) -> None:
-        """Let workers start, compute an id, end or fail runs, and answer calls."""
+        """Lets workers start, compute an id, end or fail runs, and answer calls."""
         story = self.story
         for worker in list(story.workers.values()):
             known = story.core.state.registry.slots[worker.slot].worker
@@ -88,7 +88,7 @@ class World:
             worker.credit()
 
     def compute(self, worker: FakeWorker, id: bytes) -> None:
-        """Compute the next token; each run has two tokens."""
+        """Computes the next token of a run; each run has two tokens."""
         draw, pos = self.random.random(), worker.runs[id].pos
         if self.story.core.state.requests.get(id) is None or draw < 0.3:
             return
@@ -119,7 +119,7 @@ class World:
         draw.choice([*choices, self.refuse, self.cancel, self.retry])()
 
     def submit(self) -> None:
-        """Submit a new batch, or submit an old batch again, which changes nothing."""
+        """Submits a new batch, or submits an old batch again, which changes nothing."""
         key = f"b{self.random.randrange(BATCHES)}"
         if key not in self.lines:
             lines = prompts(self.random.randint(1, 200))
@@ -135,7 +135,7 @@ class World:
             assert self.ids.setdefault(key, row["batch"]) == row["batch"]
 
     def crash(self) -> None:
-        """Kill the broker, before or after the commit of waiting operations."""
+        """Kills the broker, before or after the commit of waiting operations."""
         if self.random.random() < 0.5:
             self.story.settle()
         self.story = self.story.restart()
@@ -147,7 +147,7 @@ class World:
                 worker.die()
 
     def lose_store(self) -> None:
-        """Let the disk fail: waiting operations are refused. Then the store works again."""
+        """Lets the disk fail: waiting operations are refused. Then the store works again."""
         story, store = self.story, self.store
         store.results += [(one, Refused("store_closed", "lost")) for one in store.inbox]
         store.inbox = []
@@ -195,7 +195,7 @@ class World:
             self.seen[key] = (ident, row)
 
     def check_row(self, key: str, before: dict[str, Any], row: dict[str, Any]) -> None:
-        """Check that the number of ended lines does not fall, unless lines are retried."""
+        """Checks that the number of ended lines does not fall, unless lines are retried."""
         parts = ("waiting", "running", "done", "dead", "expired", "cancelled", "failed")
         assert sum(row[part] for part in parts) == row["lines"]
         assert all(row[part] >= 0 for part in parts), row
@@ -205,7 +205,7 @@ class World:
     # ---- the end ---------------------------------------------------------------------------------
 
     def rest(self) -> None:
-        """Run without faults until everything has ended."""
+        """Runs without faults until everything has ended."""
         end = self.story.now + REST
         self.story.ready_worker(sequences=64)
         while self.story.now < end and not self.ended():

@@ -50,7 +50,7 @@ def counts(row: dict[str, Any]) -> tuple[int, ...]:
 
 
 def list_all(story: BatchStory, **body: Any) -> dict[str, Any]:
-    """Send an operator's request for the batches of all owners. Returns the answer."""
+    """Sends an operator's request for the batches of all owners. Returns the answer."""
     owner, question = parse_question("batches", body)
     ident = request_id(90_000 + len(story.told))
     story.tell_manager(ev.QuestionAsked(9, owner, ident, 0, question, operator=True))
@@ -212,7 +212,10 @@ def test_what_is_not_done_by_the_deadline_expires(story: BatchStory) -> None:
 def test_lines_that_the_deadline_cuts_off_are_expired(
     story: BatchStory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds even if the jobs of all lines are done and a bad line after them has failed."""
+    """At the deadline, the lines without a job expire.
+
+    This holds even if all existing jobs of the batch are done, and a later bad line has failed.
+    """
     monkeypatch.setattr(live_batches, "AHEAD", 4)
     monkeypatch.setattr(live_batches, "PORTION_LINES", 4)
     worker = story.ready_worker(sequences=4)

@@ -41,7 +41,7 @@ def story() -> JobStory:
 
 
 def answer(worker: FakeWorker, ident: bytes, data: bytes = b"1234") -> None:
-    """Let the worker answer a call with one vector of one number."""
+    """Lets the worker answer a call with one vector of one number."""
     fields = {"rows": 1, "columns": len(data) // 4, "usage": {"prompt_tokens": 3}}
     found = from_worker.CallAnswer({**fields, "timings_ms": {}}, (data,), kinds.VECTORS)
     worker.story.do(core.WorkerAnswer(worker.epoch, ident, found))
@@ -297,7 +297,7 @@ def test_the_call_of_a_client_takes_turns_with_those_of_jobs(story: JobStory) ->
 def test_answers_that_may_come_are_bounded_in_bytes(
     story: JobStory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The total size of answers to the calls in the core is at most MAX_ANSWERS bytes."""
+    """The expected answers of all calls in the core have at most MAX_ANSWERS bytes."""
     monkeypatch.setattr(feeding, "MAX_ANSWERS", 5 * 4 * 1024 * 1024)
     for number in range(12):
         texts = [f"text {number}"] * 256
@@ -432,7 +432,7 @@ def vector(line: int) -> bytes:
 
 
 def work_off(story: BatchStory, worker: FakeWorker, done: int = 0) -> int:
-    """Let a worker answer its calls until there are no more calls. Returns their number."""
+    """Lets a worker answer its calls until there are no more calls. Returns their number."""
     while done < len(worker.asked):
         for call in worker.asked[done:]:
             done += 1

@@ -1,4 +1,4 @@
-"""Jobs that are suspected to have ended a worker run alone, but must not delay streams."""
+"""Jobs that are suspected to have ended a worker run alone, but do not delay streams."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def charged_in_the_next_broker(priority: int = 0) -> tuple[JobStory, JobView]:
 
 
 def running_alone(priority: int = 0) -> tuple[JobStory, JobView, FakeWorker]:
-    """Makes the same simulation, in which the next worker runs the job."""
+    """Makes the simulation of `charged_in_the_next_broker`, and a worker that runs its job."""
     story, job = charged_in_the_next_broker(priority)
     worker = story.ready_worker(sequences=PLACES)
     story.pass_time(0.5)
@@ -37,7 +37,7 @@ def running_alone(priority: int = 0) -> tuple[JobStory, JobView, FakeWorker]:
 
 
 def tokens(story: JobStory, worker: FakeWorker, job: JobView, count: int) -> None:
-    """Let the worker make tokens while it runs the job, and confirm a cancel."""
+    """Lets the worker make tokens while it runs the job, and confirm a cancel."""
     for _ in range(count):
         if any(id == job.id for id, _ in worker.cancelled):
             break
@@ -63,7 +63,7 @@ def busy(story: JobStory, worker: FakeWorker, seconds: float) -> None:
 
 
 def test_a_charged_job_runs_alone_in_the_next_broker_as_well() -> None:
-    """Thus only this job is blamed if a worker ends again, and other jobs lose nothing."""
+    """If a worker ends again, only this job is blamed, and other jobs lose nothing."""
     story, job = charged_in_the_next_broker()
     for key in ("b", "c"):
         story.submit(key)

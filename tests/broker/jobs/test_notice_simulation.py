@@ -56,7 +56,7 @@ class History:
         return story
 
     def look(self) -> None:
-        """Check the new posts: each notice is posted only once at a time, for a stored end."""
+        """Checks that each notice is posted only once at a time, and only for a stored end."""
         for post in self.story.posts[self.seen :]:
             assert post.end_seq not in self.under_way
             self.under_way[post.end_seq] = post
@@ -80,7 +80,7 @@ class History:
         self.story.about("release", self.draw.choice(self.keys))
 
     def answer(self) -> None:
-        """End a post. A receiver may have the notice although the broker does not know it."""
+        """Ends a post. A receiver may have the notice although the broker does not know it."""
         if not self.under_way:
             return
         number = self.draw.choice(sorted(self.under_way))
@@ -95,7 +95,7 @@ class History:
             self.story.tell_manager(ev.Posted(number, True))
 
     def kill(self) -> None:
-        """Kill the broker (SIGKILL): the store's inbox and all results are lost."""
+        """Kills the broker (SIGKILL): the store's inbox and all results are lost."""
         self.story = self.made(self.story.restart())
         self.seen, self.under_way = 0, {}
 
@@ -113,12 +113,12 @@ class History:
         self.look()
 
     def change(self) -> None:
-        """Let a host fail or recover."""
+        """Lets a host fail or recover."""
         host = self.draw.choice(HOSTS)
         self.dead ^= {host}
 
     def finish(self) -> None:
-        """Let all hosts work from now on."""
+        """Lets all hosts work from now on."""
         self.dead.clear()
         self.story.settle()
         for key in self.keys:

@@ -250,7 +250,10 @@ def test_many_notices_are_posted_a_few_at_a_time_and_each_once() -> None:
 
 
 def test_the_broker_waits_while_the_store_is_away(store: StoredJobs) -> None:
-    """A notice is delivered, but the delivery cannot be stored; then another notice is due."""
+    """While the store is unavailable, the broker posts nothing.
+
+    Afterwards it posts each notice again whose delivery it could not store.
+    """
     story = telling_story(store)
     end_jobs(story, 2)
     assert len(story.posts) == 2

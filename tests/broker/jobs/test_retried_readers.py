@@ -20,7 +20,7 @@ def story() -> JobStory:
 
 
 def fail(story: JobStory, worker: FakeWorker, key: str = "a") -> None:
-    """End the job with an error, and have it retried."""
+    """Ends the job with an error, and has it retried."""
     job = story.job(key)
     worker.fail(job.id, "bad_request", "no such thing")
     story.settle()

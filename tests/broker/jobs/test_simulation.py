@@ -44,7 +44,7 @@ class World:
     # ---- events ----------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """Let a little time pass; each commit may or may not happen."""
+        """Lets a little time pass; each commit may or may not happen."""
         story, draw = self.story, self.random
         for link in list(story.core.state.links):
             story.hear(link)
@@ -59,7 +59,7 @@ class World:
         self.note_answers()
 
     def work(self) -> None:
-        """Let workers start, compute a few ids, or end runs."""
+        """Lets workers start, compute a few ids, or end runs."""
         for worker in list(self.story.workers.values()):
             known = self.story.core.state.registry.slots[worker.slot].worker
             if known is None:
@@ -93,7 +93,7 @@ class World:
             worker.tokens(id, count, facts=facts)
 
     def fault(self) -> None:
-        """Cause a fault, or add a job or a reader."""
+        """Causes a fault, or adds a job or a reader."""
         draw = self.random
         choices = [self.submit, self.submit, self.read, self.kill_worker, self.crash, self.step]
         choices += [self.fail, self.cancel, self.reconnect, self.lose_store, self.lose_results]
@@ -117,7 +117,7 @@ class World:
             self.readers.append((key, [], self.story.fetch(key)))
 
     def reconnect(self) -> None:
-        """Let readers that have not ended read again, from their position."""
+        """Lets readers that have not ended read again, from their position."""
         again = []
         for key, before, reading in self.readers:
             if reading.end is not None or reading.accepted is None:
@@ -166,7 +166,7 @@ class World:
         story.tell_manager(ev.StoreOpened())
 
     def lose_results(self) -> None:
-        """Perform a commit, but report it as failed."""
+        """Performs a commit, but reports it as failed."""
         store = self.story.store
         self.story.drain()
         told = [(one, Refused("store_closed", "a lost connection")) for one in store.inbox]
@@ -175,7 +175,7 @@ class World:
         self.story.drain()
 
     def refuse(self) -> None:
-        """Let the store refuse all operations for a moment."""
+        """Lets the store refuse all operations for a moment."""
         self.story.store.refusing = self.random.choice(("store_busy", "store_full"))
         self.story.settle()
         self.story.store.refusing = ""
@@ -189,7 +189,7 @@ class World:
                 self.accepted.add(key)
 
     def finish(self) -> None:
-        """Run without faults until everything has ended."""
+        """Runs without faults until everything has ended."""
         end = self.story.now + REST
         while self.story.now < end:
             self.turn()

@@ -64,7 +64,10 @@ def test_a_job_runs_and_its_ids_are_stored_with_its_end() -> None:
 
 
 def test_the_count_of_jobs_is_of_one_moment_and_follows_their_ends() -> None:
-    """Otherwise an ended job would be shown as waiting until the next count."""
+    """The counts are never a mixture of two moments.
+
+    An ended job must not be shown as waiting until the next count.
+    """
 
     def counts() -> tuple[int, int, int]:
         figures = story.manager.figures()
@@ -115,7 +118,10 @@ def test_a_reader_that_came_before_the_first_token_gets_the_facts_too() -> None:
 
 
 def test_nothing_is_due_while_a_write_is_under_way() -> None:
-    """Otherwise the broker's loop would run without pause until the commit."""
+    """During a write the manager plans no further write of the job.
+
+    Otherwise the broker's loop would run without pause until the commit.
+    """
     story = JobStory()
     worker, job = started(story)
     worker.tokens(job.id, 1)
@@ -552,7 +558,7 @@ def test_a_job_that_ends_the_broker_runs_alone_and_is_dead_in_the_end() -> None:
 
 
 def blamed_story(*keys: str) -> JobStory:
-    """Makes a simulation of suspects: the broker ended three times after they started."""
+    """Makes a simulation whose jobs `keys` were started three times before the broker ended."""
     story = JobStory()
     for key in keys or ("bad",):
         story.submit(key)
@@ -613,7 +619,10 @@ def test_jobs_that_have_to_run_alone_and_have_waited_take_turns_with_the_others(
 
 
 def test_suspects_of_several_priorities_leave_the_others_a_turn_together() -> None:
-    """Otherwise a suspect of another priority would run in the turn of the other jobs."""
+    """Suspects of all priorities share one turn, which alternates with a turn of other jobs.
+
+    Otherwise a suspect of another priority would run in the turn of the other jobs.
+    """
     keys = [f"bad {number}" for number in range(8)]
     story = JobStory()
     for number, key in enumerate(keys):
@@ -667,7 +676,11 @@ def test_an_innocent_job_of_another_model_is_not_dead_with_the_one_that_ends_the
 
 
 def test_a_suspect_for_which_there_is_no_place_does_not_hold_up_urgent_jobs_for_ever() -> None:
-    """Streams of higher priority use all sequences; a suspect of another model waits after it."""
+    """Streams of higher priority use all sequences, so that the first suspect gets none.
+
+    Meanwhile urgent jobs and jobs of another model run. A second suspect, of another model, waits
+    until the first one has run.
+    """
     story = JobStory()
     story.submit("bad")
     story.submit("worse", model="other", prompt="another")
@@ -710,7 +723,7 @@ def test_a_suspect_waits_until_jobs_of_other_models_have_ids_but_not_for_ever() 
 
 
 def test_streams_do_not_wait_for_a_job_that_has_to_run_alone() -> None:
-    """Only other jobs wait, because the end of the broker would be charged to them, too."""
+    """Only other jobs wait, because they, too, would be blamed for the end of the broker."""
     story = blamed_story()
     worker, bad = story.ready_worker(sequences=2), story.job("bad").id
     story.pass_time(0.3)
@@ -739,7 +752,10 @@ def test_a_job_that_waits_for_a_place_alone_does_not_hold_up_streams() -> None:
 
 
 def test_other_jobs_go_on_once_an_id_of_the_one_that_had_to_run_alone_is_on_the_disk() -> None:
-    """The job has not ended the broker, and may run for hours."""
+    """A stored token id proves that the job does not crash the broker.
+
+    Other jobs need not wait for its end, which may take hours.
+    """
     story = blamed_story()
     worker, bad = story.ready_worker(sequences=2), story.job("bad").id
     story.pass_time(0.3)
@@ -794,7 +810,10 @@ def test_a_job_that_has_to_run_alone_is_run_again_when_it_was_put_back() -> None
 
 
 def test_a_job_that_has_to_run_alone_and_has_waited_is_given_to_the_core() -> None:
-    """Streams may use all workers as long as the pool runs; the core finds it a sequence."""
+    """After SUSPECT_WAIT the core gets the job, even if streams use all sequences.
+
+    Streams may do so as long as the pool runs; the core then finds a sequence for the job.
+    """
     story = blamed_story()
     streams = [story.generate() for _ in range(2)]
     worker, bad = story.ready_worker(sequences=2), story.job("bad").id

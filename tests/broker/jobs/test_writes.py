@@ -24,7 +24,7 @@ from support.stored_jobs import StoredJobs
 
 
 def waiting(story: JobStory, kind: type[Operation]) -> list[Operation]:
-    """Returns the operations of this type that the store has not performed."""
+    """Returns the operations of this type that the store has not performed yet."""
     return [operation for operation in story.store.inbox if isinstance(operation, kind)]
 
 

@@ -155,7 +155,7 @@ def test_a_server_that_sends_a_byte_now_and_then_is_left() -> None:
 
 
 def left_unanswered(port: int) -> None:
-    """Asserts that a post is given up without an answer; a busy machine may need a second post."""
+    """Asserts that a post gives up without an answer; on a busy machine a second post may do so."""
     unconnected = f"no connection to http://127.0.0.1:{port} in"
     for seconds in (0.8, 8.0, 80.0):
         outcome = post(port, timeout=seconds)

@@ -54,7 +54,10 @@ def config(run_dir: Path, port: int = 0) -> PoolConfig:
 def test_a_gateway_that_has_just_ended_frees_its_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first attempt to listen fails, but the gateway has ended by then: the second succeeds."""
+    """The first attempt to listen fails, because the old gateway still has the address.
+
+    By the second attempt the old gateway has ended.
+    """
     tries, listen = [0], listening.listen
 
     def busy_once(host: str, port: int) -> list[socket.socket]:

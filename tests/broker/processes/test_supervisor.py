@@ -408,7 +408,7 @@ def test_a_group_is_observed_rank_by_rank(nursery: Nursery) -> None:
 
 
 def test_a_pid_outside_of_the_worker_is_no_rank(nursery: Nursery) -> None:
-    """A rank has ended and another process has its pid: this process is not sampled."""
+    """A rank has ended and another process has its pid: that process is not sampled."""
     nursery.config = replace(
         nursery.config, models={"m": ModelConfig(path="builtin:counting", devices=2)}
     )

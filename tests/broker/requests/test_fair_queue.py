@@ -1,4 +1,4 @@
-"""The order of waiting requests: strict priorities, and fair queueing of owners by tokens."""
+"""The order of waiting requests: by priority first; then owners take turns, weighted by tokens."""
 
 from __future__ import annotations
 

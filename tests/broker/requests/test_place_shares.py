@@ -1,4 +1,4 @@
-"""Preemption of running requests for waiting owners: shares, turns, priorities, no thrashing."""
+"""Preemption of runs for waiting owners: fair shares, turns, priorities, no endless swapping."""
 
 from __future__ import annotations
 
@@ -189,7 +189,10 @@ def test_a_job_takes_no_place_of_a_stream_and_an_idle_one_gives_up_first() -> No
 
 @pytest.fixture
 def places() -> Places:
-    """Makes a table of sequences: owner a has three, and a fourth was taken from a for owner b."""
+    """Makes a table of four sequences: owner `a` has three, owner `b` has one.
+
+    The sequence of `b` was taken from `a`.
+    """
     made = Places()
     for _ in range(4):
         made.get("a")

@@ -99,7 +99,10 @@ def operation(draw: random.Random) -> Operation:
 
 
 def comparable(value: Any) -> Any:
-    """Returns a result without arrival numbers, because PostgreSQL skips those of refused jobs."""
+    """Returns a result without arrival numbers.
+
+    They differ between the stores: PostgreSQL also uses up the numbers of refused jobs.
+    """
     if isinstance(value, JobView):
         return replace(value, seq=0)
     if isinstance(value, tuple):

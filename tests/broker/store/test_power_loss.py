@@ -44,7 +44,7 @@ class Acknowledged:
 
 
 def losses(state: Path, told: Acknowledged) -> list[str]:
-    """Opens a disk image as a store; returns its faults, and acknowledged data that is missing."""
+    """Opens a disk image as a store; returns its faults, and acknowledged data that it lacks."""
     try:
         with SqliteOpener(state, MAX_BYTES, reserve_bytes=1) as opener, opener.open() as store:
             store.begin(BOOT + 1, store.wall_seen)
@@ -114,7 +114,7 @@ def lost_in_images(
 
 @pytest.fixture
 def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns off the state folder's syncs, which images that are only read do not need."""
+    """Turns off syncs of the state folder, which disk images do not need if they are only read."""
     monkeypatch.setattr(state_dir, "sync", lambda path: None)
 
 

@@ -105,7 +105,10 @@ def test_a_second_record_at_the_same_time_makes_no_point(story: Story) -> None:
 
 
 def columns(*points: tuple[float, str, int]) -> list[RateColumn]:
-    """Returns the columns of a history to which points (time, model, tokens) of 2 s are added."""
+    """Returns the columns of a history that consists of these points.
+
+    A point (time, model, tokens) covers 2 s.
+    """
     ring = RecentHistory()
     for at, name, made in points:
         ring.add_to_column(at, 2.0, {name: made})

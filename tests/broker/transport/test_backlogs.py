@@ -1,4 +1,4 @@
-"""Backlogs of slow peers: the times of their send retries, and the memory that they count as."""
+"""Backlogs of slow peers: when sending is retried, and how much memory a backlog counts as."""
 
 from __future__ import annotations
 

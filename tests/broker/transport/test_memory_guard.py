@@ -1,4 +1,4 @@
-"""The memory whose use the guard can explain, and the connections that it does not close."""
+"""The memory guard: the memory that requests explain, and the connections that it never closes."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Wire:
         return peer
 
     def met_as(self, name: bytes) -> tuple[zmq.Socket[bytes], Peer]:
-        """Connects a DEALER with this identity; retries until libzmq has dropped an older one."""
+        """Connects a DEALER of this identity; retries until libzmq has dropped an older one."""
         for _ in range(10 * PATIENCE):
             dealer = self.dealer(name=name)
             dealer.send_multipart([b"hi"])

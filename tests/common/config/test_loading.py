@@ -291,7 +291,10 @@ def test_all_that_is_wrong_is_told_at_once(file: Path) -> None:
 
 
 def test_a_batch_without_a_place_for_prompts_is_refused_before_a_worker_loads(file: Path) -> None:
-    """If this were found only at a worker's load, a reload would have ended running workers."""
+    """The settings are refused when they are read.
+
+    At the load of a worker a reload would already have ended running workers.
+    """
     model = '[models.a]\npath = "builtin:demo"\n'
     for settings in ("batch = 8", "batch = 12\nsequences = 12"):
         file.write_text(f"{model}{settings}")

@@ -248,7 +248,7 @@ def planted(shared: Path, names: list[str]) -> Iterator[Path]:
 
 
 def test_a_library_that_another_user_planted_is_not_loaded(shared: Path, planted: Path) -> None:
-    """A process that sets TMPDIR does not load it; without that MLX does load it."""
+    """A process that sets TMPDIR does not load the library; a process that does not, loads it."""
     computing(f"{SAFE}\n{COMPUTE}", shared)
     assert not planted.exists()
     with pytest.raises(subprocess.CalledProcessError):
@@ -297,7 +297,7 @@ def test_every_program_that_computes_sets_it() -> None:
 
 
 def test_no_module_is_imported_from_the_folder_in_which_a_program_was_started() -> None:
-    """Without `-P`, `python -m` looks there first; a file there may belong to anybody."""
+    """Without `-P`, `python -m` searches this folder first; anybody may have put a file there."""
     started = re.compile(r'sys\.executable, "-m"')
     packages = ("bench", "broker", "client", "cluster", "common", "gateway", "worker")
     files = [file for package in packages for file in (ROOT / package).rglob("*.py")]

@@ -152,7 +152,7 @@ def bend(parts: list[bytes], rng: random.Random) -> list[bytes]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_mutated_messages_raise_pool_errors_alone(seed: int) -> None:
-    """Some mutated messages are decoded and some fail, so the test covers both outcomes."""
+    """Some mutated messages can be decoded and some cannot, so the test covers both outcomes."""
     rng, legal = random.Random(seed), corpus()
     seen = {"garbage": 0}
     for number in range(MUTATIONS // 4):
@@ -230,7 +230,7 @@ def test_nesting_is_refused_before_it_hurts(opener: bytes) -> None:
 
 
 def test_sizes_are_checked_before_anything_is_read() -> None:
-    """The body is too large and no valid msgpack, and the error must be about its size."""
+    """The body is both too large and invalid msgpack; the error must be about its size."""
     head = frames.encode(Header(kinds.PING))[0]
     with pytest.raises(Garbage) as caught:
         frames.decode([head, b"\xc1" * (frames.MAX_BODY + 1)])

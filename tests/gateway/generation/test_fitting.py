@@ -1,4 +1,4 @@
-"""Chat messages that are left out to fit a context, from none to all but the last."""
+"""Chat messages are left out to fit a context: none, some, or all but the last."""
 
 from __future__ import annotations
 

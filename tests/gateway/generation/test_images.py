@@ -1,4 +1,4 @@
-"""Images in HTTP requests: data URLs and base64, and refused values."""
+"""Images in HTTP requests: data URLs, base64, and values that are refused."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ BESIDE = 3 * 2**20  # bytes of scores and sums
 
 
 def rows_of(layout: str, tokens: int) -> list[Any]:
-    """Returns rows with these numbers of tokens."""
+    """Returns ROWS rows of a layout, each with `tokens` tokens."""
     slabs = Slabs(SHAPE)
     new = mx.random.normal((1, PAIRS, tokens, SIZE))
     rows: list[Any] = []

@@ -67,7 +67,7 @@ def test_ties_are_rounded_to_even() -> None:
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_no_number_is_read_as_none(number: float) -> None:
-    """The error stays in one head, as NaN or infinity, so a failed model is still noticed."""
+    """A NaN or infinite number spoils only its own head, so a failed model is still noticed."""
     read = quantised([[1.0, number, 2.0], [1.0, 2.0, 3.0]])[2]
     assert not np.isfinite(read[0]).all() and np.isfinite(read[1]).all()
 
@@ -108,7 +108,10 @@ def test_the_arrays_that_layers_store() -> None:
 
 @pytest.mark.parametrize("size", [64, 80, 96, 128, 256])
 def test_twice_the_tokens_fit_into_the_bytes_of_16_bits(size: int) -> None:
-    """1.94 times with heads of 64 numbers, 1.97 times with 128; four times those of 32 bits."""
+    """With heads of 64 numbers 1.94 times as many tokens fit, with 128 numbers 1.97 times.
+
+    In the bytes of 32-bit numbers, four times as many fit.
+    """
     caches = (KeyValueSpec(8, size, size), RecurrentSpec(((4, 4),)))
     for dtype, least in ((mx.bfloat16, 1.9), (mx.float16, 1.9), (mx.float32, 3.8)):
         plain, quantised_shape = (RowShape(caches, dtype, 4096, kv=kv) for kv in (AUTO, INT8))

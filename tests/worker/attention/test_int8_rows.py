@@ -173,7 +173,10 @@ def test_blocks_of_a_pool_are_copied_with_their_scales() -> None:
 
 @pytest.mark.usefixtures("machine")
 def test_kernels_write_integers_and_scales_into_blocks() -> None:
-    """Passes with images need this kernel, because no kernel that rotates writes for them."""
+    """This kernel writes without rotating keys.
+
+    Passes with images need it, because kernels that rotate and write do not serve them.
+    """
     assert kernel_trials.kernels_write(FULL)
     row = PagedStore(KVPool(FULL, 3, in_place=True)).new_row()
     for count in (250, 20, 1):

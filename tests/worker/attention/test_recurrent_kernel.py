@@ -60,7 +60,10 @@ def predicting(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Runs the recurrent kernel, simulated if there is no GPU; yields each launch's span count."""
+    """Runs the recurrent kernel, simulated if there is no GPU.
+
+    Yields a list that gets the number of spans of each launch.
+    """
     launches: list[int] = []
     recur = row_states.PassStates.recur
 
@@ -210,7 +213,10 @@ def test_a_row_that_sits_out_keeps_its_own_states_alone(
 def test_a_row_that_is_kept_for_the_next_prompt_keeps_its_newest_states_alone(
     loaded: LoadedModel, kernel: list[int]
 ) -> None:
-    """A cache of one entry counts one state for a kept row; the next prompt continues from it."""
+    """The prefix cache holds the row, with the bytes of one state.
+
+    The next prompt continues from this row.
+    """
     engine = engine_of(loaded, prefix="single")
     rows = [sequence(prompt_of(9 + salt, salt)) for salt in range(3)]
     for seq in rows:

@@ -99,7 +99,7 @@ class KindsRow:
             self.offset += 1
 
     def _feed(self, kind: CacheKind, token: int) -> None:
-        """Appends the cell of a token, computed from the layer's newest cell, to a layer."""
+        """Appends a cell to a layer: the cell of a token, computed from the layer's newest cell."""
         held, factor = self.layers.get(kind.layer), kind.layer + 1
         before = 0 if held is None else int(held.reshape(-1)[-1].item()) // factor
         cell = mx.array([chain(before, token) * factor], dtype=mx.int64)
@@ -180,7 +180,10 @@ def test_a_restored_prefix_equals_a_computed_one(
 
 
 def test_a_snapshot_is_restored_at_its_own_length_only() -> None:
-    """Covers reference cases: restores of a snapshot of 10 at 5 and 15 tokens, and after a wrap."""
+    """A snapshot of 10 tokens is restored for a limit of 15 tokens, but not for a limit of 5.
+
+    Covers the reference cases of restores at 5 and 15 tokens, and after a wrap.
+    """
     for kind in (StateCache(0), WindowCache(0, 4)):
         cache = cache_of((kind,))
         serve(cache, (kind,), ([*range(10)], [], 10, 0))
@@ -269,7 +272,7 @@ def test_snapshot_free_restore_then_split_and_merge(cut: int) -> None:
 
 
 def test_a_later_write_does_not_change_a_kept_prefix() -> None:
-    """A later append does not change a kept prefix: the row has its own memory."""
+    """The row has its own memory, so an append to it does not change the prefix in the cache."""
     cache = TreeCache(row_store(), ROOMY)
     for prompt in ([*range(300)], [*range(200), 7, 7, 7]):
         row, _ = cache.begin(prompt)

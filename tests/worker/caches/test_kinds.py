@@ -1,4 +1,4 @@
-"""Tests how far the cache of a layer can be trimmed. No MLX."""
+"""Tests how far the cache of a layer can be trimmed. Needs no MLX."""
 
 from __future__ import annotations
 

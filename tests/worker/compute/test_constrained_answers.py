@@ -68,7 +68,7 @@ def request(number: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(loaded: LoadedModel) -> list[list[int]]:
-    """The ids of each request, computed alone."""
+    """The ids of each request, which is computed alone."""
     found = []
     for number in range(len(FORMATS)):
         one = answers(loaded)
@@ -118,7 +118,7 @@ def test_white_space_does_not_go_on_for_ever(loaded: LoadedModel) -> None:
 
 
 def test_classes_of_unicode_fit_the_bounds(loaded: LoadedModel) -> None:
-    """Patterns of ordinary schemas, also in the middle of an answer."""
+    """Patterns with classes of Unicode characters, as in ordinary schemas, exceed no bound."""
     batch = answers(loaded)
     patterns = [r"^\p{Letter}{8}cole$", r"^\p{L}+$", r"^(\p{Lu}\p{Ll}+ ){2}$", r"^\w+ \w+$"]
     for number, pattern in enumerate(patterns):

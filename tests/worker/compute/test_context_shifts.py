@@ -208,7 +208,7 @@ class Reference:
         self._known: dict[tuple[int, ...], list[tuple[int, float]]] = {}
 
     def assert_read(self, prompt: list[int], ids: list[int], context: int) -> None:
-        """Assert that each id is the likeliest after the tokens in the context, up to ties."""
+        """Asserts that each id is the likeliest after the tokens in the context, up to ties."""
         for count, token in enumerate(ids):
             (best, first), (other, second) = self._best_two(
                 tuple(window([*prompt, *ids[:count]], context, KEEP))
@@ -314,7 +314,10 @@ def test_a_stream_may_shift_at_the_models_own_context(
 def test_of_a_shifted_stream_only_the_kept_tokens_are_cached_again(
     loaded: dict[str, LoadedModel],
 ) -> None:
-    """The prefix cache has the prompt and the ids before the first cut, and nothing after it."""
+    """The prefix cache has the prompt and the ids before the first shift.
+
+    It has no ids after the shift.
+    """
     harness = harness_of(loaded["keys and values"].folder)
     prompt = prompt_of(10, 1)
     harness.admit(1, prompt, STEPS, temperature=0.0, **SHIFT)

@@ -14,7 +14,10 @@ from support.pool import until
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_a_step_in_flight_is_awaited_again_when_the_queue_has_room(phase: str) -> None:
-    """A blocked worker has no time limit, but a worker that waits for a step has one."""
+    """While the queue is full the worker is `blocked`, which has no time limit.
+
+    Afterwards it waits for the step again, with a time limit; the time so far does not count.
+    """
     posted: list[Outbound] = []
     progress = Progress(lambda: None)
     deltas = DeltaQueue(posted.append, progress)

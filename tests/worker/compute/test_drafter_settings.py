@@ -112,7 +112,7 @@ def test_auto_has_the_best_of_what_is_there(
 def test_a_draft_model_of_what_checks_no_drafts_is_refused(
     draft: LoadedModel, setting: str, tmp_path: Path
 ) -> None:
-    """Also with "auto", because the draft model would be loaded in vain."""
+    """The draft model is also refused with "auto", because it would be loaded in vain."""
     recurrent = load(inspect(write_checkpoint(tmp_path, **{**QWEN3_NEXT, "num_hidden_layers": 2})))
     drafts = DraftModelEngine(draft, demo()[2], rows=1, limit=0)
     made = model_engine(recurrent, blocks=4, draft=drafts)

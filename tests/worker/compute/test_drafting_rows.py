@@ -83,7 +83,7 @@ def test_forced_tokens_get_their_blocks_before_others_check_drafts() -> None:
 
 
 class CopyingEngine(CountingEngine):
-    """Finds all but the last token of each prompt in a cache, and copies them for COPY seconds."""
+    """Finds all but the last token of each prompt in a cache; copying them takes COPY seconds."""
 
     def __init__(self, ahead: int, speculator: ClockedSpeculator) -> None:
         super().__init__(Counting(step_us=0, prefill_us=0, joint=8), 1000)

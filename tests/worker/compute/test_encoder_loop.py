@@ -71,7 +71,7 @@ class FakeEncoder:
 
 
 class Ended(Exception):
-    """All messages are taken."""
+    """Raised when all messages of the inbox have been taken."""
 
 
 class Inbox(queue.SimpleQueue[Any]):

@@ -1,4 +1,4 @@
-"""Tests the progress of a rank after the first, from before a pass is built until it ends."""
+"""Tests the progress of ranks other than rank 0, from before the build of a pass to its end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def shown(progress: Progress) -> tuple[str, int, bool]:
 
 
 def begun(ids: int, *, fresh: bool) -> Pass:
-    """A pass over `ids` inputs, which reads prompts if there are several."""
+    """A pass over `ids` inputs: a decode pass if there is one input, else a prefill pass."""
     wanted = [0] if ids == 1 else []
     return Pass([], [], [], [], [], [], [], [0] * ids, wanted, 0, fresh, builds=False)
 
@@ -65,7 +65,7 @@ def test_a_pass_that_compiles_is_shown_while_it_is_built() -> None:
 
 
 def test_the_oldest_pass_in_flight_is_shown() -> None:
-    """When it has ended, the next pass is shown, and whether it compiles."""
+    """When the oldest pass has ended, the next pass is shown, and whether it compiles."""
     follower, layout, progress = ranked()
     follower.handle(begun(1, fresh=False))
     follower.handle(begun(4, fresh=True))

@@ -121,7 +121,7 @@ def test_an_answer_is_that_of_single_tokens(
     ahead: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Constrained and free rows give the answers of single-token draws, in fewer passes."""
+    """Constrained and free rows get the answers of single-token draws, in fewer passes."""
     passes: list[int] = []
     true = ModelEngine.collect
 

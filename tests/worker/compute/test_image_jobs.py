@@ -1,4 +1,4 @@
-"""Tests the encoding of images between steps, with an engine that only counts."""
+"""Tests the encoding of images between steps, with an engine that computes nothing."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def crossed(run: Run, *parts: int | bytes, name: bytes, ids: int = 4) -> Sequenc
 
 
 def test_a_stream_keeps_the_images_that_it_attends_to() -> None:
-    """Other images must not evict image A, which the stream attends to until its end."""
+    """Other images must not evict image A, to which the stream attends until its end."""
     run = Run(SeeingEngine(FEATURES))
     seq = crossed(run, 2, A, 2, name=b"x", ids=30)
     for _ in range(3):
@@ -362,7 +362,10 @@ class AheadEngine(SeeingEngine):
 
 @pytest.mark.parametrize("damaged", [b"", A])
 def test_the_step_in_flight_is_awaited_again_behind_an_image(damaged: bytes) -> None:
-    """The step is neither shown nor measured as an image, not even if the encoding failed."""
+    """While the image is encoded, the step in flight is not shown as progress.
+
+    Its measured time excludes the image's time, even if the encoding fails.
+    """
     engine = AheadEngine()
     engine.damaged = damaged
     run = Run(engine)

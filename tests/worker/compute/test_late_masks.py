@@ -92,7 +92,7 @@ def batch_of(loaded: LoadedModel, layout: str, *, ahead: bool) -> Answers:
 
 @pytest.fixture(scope="module")
 def undelayed(loaded: LoadedModel) -> Callable[[str, bool], dict[int, Answer]]:
-    """Returns a function that computes the answers to OTHERS and to SLOW (number 9) undelayed."""
+    """Returns a function that answers OTHERS and SLOW (number 9); no mask is late."""
 
     @functools.cache
     def found(layout: str, ahead: bool) -> dict[int, Answer]:
@@ -175,7 +175,10 @@ def test_a_late_mask_that_fails_ends_its_own_stream(
 def test_masks_that_are_quick_are_made_at_once(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are made in the thread of the step; after a slow mask, in another thread again."""
+    """After some quick masks, further masks are made in the thread of the step.
+
+    After a slow mask they are made in another thread again.
+    """
     threads: list[str] = []
     true = Constraint.mask
 

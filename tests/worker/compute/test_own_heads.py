@@ -22,7 +22,7 @@ from mlxpool.worker.diagnose.check import check
 
 
 def without_head(path: Path, family: str) -> Path:
-    """A model like most conversions: config.json describes a head, but the weights lack it."""
+    """Makes a model like most conversions: config.json describes a head that the weights lack."""
     return write_checkpoint(path, weights=random_weights(settings(family)), **FAMILIES[family])
 
 
@@ -57,7 +57,7 @@ NGRAMS_TOO = ("no head in the weights", "another family")  # the other cases che
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_cannot_draft_with_a_head_is_refused(name: str, tmp_path: Path) -> None:
-    """It is refused before its weights are read; `mlxpool check` reports the same error."""
+    """The error comes before the weights are read; `mlxpool check` reports the same error."""
     write, changes, words = CASES[name]
     path = write(tmp_path / "model")
     with pytest.raises(ModelLoadFailed, match=f"speculation is 'mtp', but .*{words}") as caught:

@@ -41,7 +41,10 @@ class Scene:
     def pass_over(
         self, tokens: int, seconds: float, *, rows: int = 1, fresh: bool = False
     ) -> ProgressReading:
-        """Runs a pass and returns the progress shown during it; 0 `tokens`: a decode step."""
+        """Runs a pass; returns the progress shown during it.
+
+        With `tokens` 0 the pass is a decode step.
+        """
         self.progress.awaits(ID if tokens else None, tokens, rows)
         if fresh:
             self.progress.compiles()
@@ -88,7 +91,7 @@ def test_a_decode_step_is_shown_without_request_and_tokens() -> None:
 
 
 def test_the_next_pass_in_flight_is_shown_with_a_start_of_its_own() -> None:
-    """The time of a queued pass starts at the end of the previous pass."""
+    """The time of a queued pass starts when the pass before it ends."""
     scene = Scene()
     scene.progress.awaits(None, 0, 2)
     scene.clock.now += 0.5
@@ -103,7 +106,7 @@ def test_the_next_pass_in_flight_is_shown_with_a_start_of_its_own() -> None:
 
 
 def test_drafts_that_compile_are_shown_until_the_next_pass_is_awaited() -> None:
-    """The time of the awaited pass excludes the time in which drafts were made."""
+    """The time of the awaited pass excludes the time in which the drafts were made."""
     scene = Scene()
     scene.pass_over(0, 0.5)
     scene.progress.drafts()
@@ -164,7 +167,7 @@ def test_the_block_holds_both_thread_ids() -> None:
 
 
 def test_drafts_that_compile_are_not_shown_by_an_idle_worker() -> None:
-    """The compilation ends with the phase "idle"; the next drafts have the shorter time limit."""
+    """Phase "idle" also ends the compilation; the next drafts have the shorter time limit."""
     scene = Scene()
     scene.progress.drafts()
     scene.progress.compiles()

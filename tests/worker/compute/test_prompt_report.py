@@ -1,4 +1,4 @@
-"""Tests the report of a prompt: its tokens with log-probabilities, and its text."""
+"""Tests the answer's part about its prompt: tokens with log-probabilities, and text."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ def test_an_echo_is_told_before_the_prompt_is_read() -> None:
 
 @pytest.mark.parametrize("cut", range(len(PROMPT) + 1))
 def test_a_report_goes_on_at_any_token(cut: int) -> None:
-    """Both parts of a report join to the prompt's text, even if the cut is inside a character."""
+    """A resume after `cut` reported tokens continues the text and the log-probabilities.
+
+    Both parts join to the prompt's text, even if the cut is inside a character.
+    """
     logprobs = [TokenLogprob(-float(n), ((1, -0.5), (2, -1.5))) for n in range(len(PROMPT))]
     first = report(echo=True, prompt_logprobs=2)
     text, entries = joined(first.begin()) if cut else ("", [])

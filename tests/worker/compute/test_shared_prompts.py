@@ -35,7 +35,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class Counted(ModelEngine):
-    """Counts the reads of each position of a prompt."""
+    """Counts how often each position of a prompt is read."""
 
     places: Counter[int]
 
@@ -58,7 +58,10 @@ def prompt_of(size: int) -> list[int]:
 def answers(
     folder: Path, prompts: list[list[int]], shared: bool = True, **settings: Any
 ) -> tuple[list[list[int]], list[int]]:
-    """Serves prompts that arrive together; returns the ids and each one's cached token count."""
+    """Serves prompts that arrive together.
+
+    Returns the ids of each answer, and the number of cached tokens of each prompt.
+    """
     harness = ComputeHarness(source=source_of(folder, Counted, **settings)).ready()
     names = range(1, len(prompts) + 1)
     for name, prompt in zip(names, prompts, strict=True):

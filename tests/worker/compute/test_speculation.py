@@ -1,4 +1,4 @@
-"""Answers are the same with drafts as without: ids, text, log-probabilities and end.
+"""Answers with drafts equal answers without: ids, text, log-probabilities and end.
 
 Tests every drafter with random numbers of drafts. An oracle drafter mixes right and wrong drafts,
 see support/drafting.py.
@@ -226,9 +226,9 @@ def test_answers_are_the_same_with_drafts(
     seed: int,
     disturbs: int,
 ) -> None:
-    """Requests are resumed at any id, preempted in the middle, and run beside a cancelled row.
+    """Requests are resumed at any id, preempted while they run, and run beside a cancelled row.
 
-    A draft model loses its rows in the middle.
+    A draft model also loses its rows while requests run.
     """
     model, layout = DRAFTERS[name][place % len(DRAFTERS[name])]
     plain = Answers(engine(models, layout, model=model))
@@ -325,7 +325,7 @@ def test_right_drafts_save_steps(models: Models, layout: str, lookahead: bool) -
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_a_right_head_saves_steps(models: Models, family: str, lookahead: bool) -> None:
-    """Rows in one batch: one greedy, one sampled, one with penalties."""
+    """Runs three rows in one batch: one greedy, one sampled, one with penalties."""
     options: list[dict[str, Any]] = [
         {"temperature": 0.0, "logprobs": True},
         {"temperature": 0.1, "seed": 4},
@@ -362,7 +362,7 @@ def test_drafts_of_the_demo_model_are_right(
     layout: str,
     lookahead: bool,
 ) -> None:
-    """More than a few drafts are right, and the answers are the same."""
+    """Many drafts are right, and the answers are the same as without drafts."""
     requests = [requested(number) for number in range(len(REQUESTED))]
     wanted = plain_answers(layout)
     made = engine(models, layout, drafter=setting, lookahead=lookahead)
@@ -390,7 +390,7 @@ def test_drafts_of_the_demo_model_are_right(
 def test_the_speculator_of_each_setting_gives_the_same_answers(
     models: Models, plain_answers: Callable[[str], dict[int, Answer]], setting: str, model: str
 ) -> None:
-    """Its choices depend on the clock, so the test does not check the number of drafts."""
+    """The test does not check the number of drafts, because it depends on the clock."""
     layout = "slabs" if model == DEMO else "rows"
     requests = [requested(number) for number in range(len(REQUESTED))]
     if model == DEMO:

@@ -216,7 +216,7 @@ def chunks(spans: Pass) -> list[int]:
 
 
 def reads(name: int) -> Callable[[Pass], bool]:
-    """A condition: the pass has a chunk of this sequence."""
+    """Returns the condition that a pass has a chunk of this sequence."""
     return lambda spans: name in chunks(spans)
 
 
@@ -357,7 +357,7 @@ def test_a_prompt_that_fails_beside_others_is_read_again_alone_and_ends(
 
 @AT
 def test_a_step_fails_while_another_is_in_flight(at: str) -> None:
-    """Both steps lose their rows, and each prompt is read again alone; only the bad one ends."""
+    """Both steps lose their rows. Each prompt is read again alone; only the faulty prompt ends."""
     scene = Scene(ahead=1)
     scene.engine.at, scene.engine.fails = at, reads(2)
     scene.admit(1, "p" * 18)
@@ -507,7 +507,7 @@ def test_a_pass_in_flight_ends_with_the_step_of_one_that_is_refused() -> None:
 
 @AHEAD
 def test_rows_that_a_failed_pass_lost_are_read_again(ahead: int) -> None:
-    """Rows outside the failed pass: their streams go on with the right tokens."""
+    """Streams whose rows were not in the failed pass continue with the right tokens."""
     scene = Scene(ahead, shares=True)
     streams = [scene.admit(name, "s" * name, 25) for name in (1, 2)]
     for _ in range(5):

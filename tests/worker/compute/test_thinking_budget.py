@@ -125,7 +125,7 @@ def test_drafts_end_at_the_bound(loaded: LoadedModel, alone: list[Answer]) -> No
 def test_a_resumed_answer_is_bounded_as_before(
     loaded: LoadedModel, alone: list[Answer], request_number: int
 ) -> None:
-    """Tests resumes before the bound, inside the end mark, and after it."""
+    """Tests resumes before the bound, inside the mark that ends the thoughts, and after it."""
     request, whole = REQUESTS[request_number], alone[request_number].ids
     most = request["thinking_budget"]
     for had in (1, most, most + 1, most + len(end_of_thoughts()), MAX_TOKENS - 1):

@@ -150,7 +150,7 @@ def test_a_failed_joint_pass_ends_only_the_prompt_to_blame(at: int) -> None:
 
 
 class Clumsy(Recording):
-    """Fails in every pass over several prompts."""
+    """Raises in every pass over several prompts."""
 
     def submit(self, spans: Many[Span]) -> bool:
         fresh = super().submit(spans)
@@ -495,7 +495,7 @@ PLACES = ("admit", "prefill", "joint", "decode")
 
 
 def losing(monkeypatch: pytest.MonkeyPatch, place: str, **settings: Any) -> ComputeHarness:
-    """A harness whose sequences 1 to 3 are admitted during the read of another prompt."""
+    """Returns a harness whose sequences 1 to 3 are admitted while another prompt is read."""
     for name, value in {"place": place, **settings}.items():
         monkeypatch.setattr(Losing, name, value)
     joint = 8 if place == "joint" else 1
@@ -536,7 +536,7 @@ def test_an_error_on_a_working_device_ends_the_requests_of_its_pass(
 
 
 def test_the_disk_tier_is_told_that_nothing_runs_also_where_all_is_saved() -> None:
-    """Otherwise the tier's threads would still pause between pieces of work for running steps."""
+    """Otherwise the threads of the disk tier would still pause for steps that no longer run."""
     told: list[bool] = []
     disk = SimpleNamespace(may_save=False, turn=lambda now, *, busy: told.append(busy))
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -47,7 +47,10 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(params=["runs", "single tokens"])
 def taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Makes drawn tokens available early; yields each call's number of tokens taken ahead."""
+    """Makes drawn tokens available early.
+
+    Yields a list that gets, for each call, the number of tokens taken ahead.
+    """
 
     def drawn(engine: ModelEngine) -> list[SampledToken] | None:
         flight = engine.inspect().flights[0]

@@ -1,4 +1,4 @@
-"""Tests the grammars of formats: the texts they allow, and the names in refusals."""
+"""Tests the grammars of formats: the allowed texts, and errors that name the faulty part."""
 
 from __future__ import annotations
 

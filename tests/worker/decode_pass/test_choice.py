@@ -1,4 +1,4 @@
-"""Tests which models a single kernel serves, and that engines draw the same tokens with it."""
+"""Tests which models the single kernel supports, and that engines draw the same tokens with it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,10 @@ def test_an_engine_draws_the_same_tokens(
 def test_an_engine_checks_drafts_by_it(
     tmp_path: Path, called: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that check drafts have several consecutive lines, beside rows with one line."""
+    """Rows that check drafts have several consecutive inputs in the pass.
+
+    Other rows have one input.
+    """
     folder = model_folder(tmp_path)
     plain = model_engine(load(folder), layout="rows", lookahead=False)
     for module in (builder, dense_weights):
@@ -194,7 +197,7 @@ def test_a_kernel_has_the_shared_memory_that_it_needs() -> None:
 
 
 def test_it_needs_the_whole_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks of a launch wait for each other, so none may wait for a multiprocessor."""
+    """The thread blocks of a launch wait for each other, so all of them must run at once."""
     pools = [(mx.zeros((1,)),) * 2]
     monkeypatch.setattr(trial, "works", lambda dtype: True)
     monkeypatch.setattr(device, "multiprocessors", lambda: 131)

@@ -66,8 +66,8 @@ pytestmark = pytest.mark.usefixtures("simulated_kernels")
 class Rows:
     """Decoding rows in a pool with scattered blocks; unused memory is NaN.
 
-    `lengths`: the number of keys of each row, including new keys. `counts`: the number of lines
-    (new tokens) of each row, by default 1. `begins`: the first key that each row sees.
+    `lengths`: the number of keys of each row, including new keys. `counts`: the number of new
+    tokens (lines) of each row, by default 1. `begins`: the first key that each row sees.
     """
 
     shape: PassShape
@@ -236,7 +236,7 @@ def test_random_rows_begins_and_windows(seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_lines_that_follow_each_other_in_a_row(name: str) -> None:
-    """A line sees the earlier lines of its row, also across two blocks and inside a window."""
+    """A new token sees earlier new tokens of its row, also across blocks and inside a window."""
     shape = SHAPES[name]
     lengths, counts = [4, BLOCK + 2, 2 * BLOCK + 40, 9], [4, 3, 1, 2]
     check(Rows(shape, lengths, [0] * 4, [3] * shape.layers, counts=counts), 12)

@@ -1,4 +1,4 @@
-"""Tests `check`, which reports a model's properties, needs and problems in one run."""
+"""Tests `check`, which reports a model's properties, memory and problems in one run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def of(path: Path, **settings: Any) -> dict[str, Any]:
 
 
 def problems(path: Path) -> list[str]:
-    """All problems; the first is always a worker's error."""
+    """Returns all problems. The first is always the error of a worker."""
     found = of(path)["problems"]
     with pytest.raises(ModelLoadFailed) as caught:
         inspect(path)
@@ -413,7 +413,10 @@ def test_keys_and_values_of_8_bits_take_a_quarter_of_32(good: Path) -> None:
 
 
 def test_memory_of_a_draft_model_is_needed_beside_that_of_its_model(tmp_path: Path) -> None:
-    """The estimate has the draft model's weights and rows; the broker reserves the weights too."""
+    """The estimate includes the draft model's weights and rows.
+
+    The broker also reserves memory for these weights.
+    """
     plain = ModelConfig(path="builtin:demo", sequences=4)
     path = write_draft(tmp_path / "draft")
     drafting = replace(plain, draft=str(path), speculation="draft")

@@ -27,7 +27,7 @@ Change = Callable[[dict[str, Any]], None]
 
 
 def copied(folder: Path, file: str, change: Change) -> str:
-    """The path of a draft model of the demo with one of its files changed."""
+    """Makes a draft model of the demo model with one of its files changed; returns its path."""
     write_draft(folder)
     data = json.loads((folder / file).read_text())
     change(data)
@@ -53,7 +53,7 @@ def make_ordinary(data: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The path of a draft model of the demo."""
+    """The path of a draft model of the demo model."""
     return str(write_draft(tmp_path_factory.mktemp("models") / "draft"))
 
 

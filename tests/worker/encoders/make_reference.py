@@ -126,7 +126,7 @@ def main() -> None:
 
 
 def _short(text: str) -> str:
-    """JSON with a line for each row of numbers."""
+    """Returns JSON text with a line for each row of numbers."""
     lines: list[str] = []
     for line in text.splitlines():
         number = line.strip().rstrip(",").lstrip("-")

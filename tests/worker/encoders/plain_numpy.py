@@ -44,7 +44,7 @@ def rotated(x: Array, base: float) -> Array:
 def attention(q: Array, k: Array, v: Array, window: int = 0, *, causal: bool = False) -> Array:
     """Returns attention [L, H * D] of q [L, H, D], k and v [L, KV, D], with scale 1 / sqrt(D).
 
-    `window`: a token sees only tokens less than `window` away; 0: all.
+    A token sees only tokens that are less than `window` away. With 0 it sees all tokens.
     """
     length = len(q)
     distance = np.arange(length)[:, None] - np.arange(length)

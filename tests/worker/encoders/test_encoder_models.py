@@ -27,7 +27,7 @@ CHECKED = [name for name, case in CASES.items() if case.config["model_type"] in 
 
 
 def opened(folder: Path, case: Case) -> tuple[EncoderFolder, EncoderEngine, list[EncoderInput]]:
-    """A case's checkpoint, its engine and the inputs that it is checked with."""
+    """Returns a case's checkpoint, its engine, and the inputs with which it is tested."""
     encoder = inspect_encoder(folder_files(folder), "rerank" if case.answers else "")
     text = EncoderText(encoder.source)
     if encoder.task == "rerank":

@@ -1,4 +1,4 @@
-"""Tests encoder model folders: the settings read from their files, and the named refusals."""
+"""Tests encoder folders: the settings read from their files, and refusals that name the fault."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def sequence(prompt: Many[int], **named: Any) -> Sequence:
 def opened(
     loaded: LoadedModel, path: Path, *, budget: int = 2**28, name: str = "m", **settings: Any
 ) -> ModelEngine:
-    """Returns an engine with a disk tier in a folder."""
+    """Returns an engine with a disk tier in the folder `path`."""
     engine = model_engine(loaded, **{"lookahead": False, "blocks": 64, **settings})
     engine.open_disk(DiskSettings(path, name, budget), lambda: None)
     assert engine.disk is not None
@@ -101,7 +101,7 @@ def opened(
 
 
 def closed(engine: ModelEngine) -> None:
-    """Closes an engine after all its prefixes are written, as a worker does when it ends."""
+    """Closes an engine when all its prefixes are on the disk, as a worker does at its end."""
     assert engine.disk is not None
     engine.disk.save_all(time.monotonic() + 60)
     assert engine.disk.counters.dropped == 0
@@ -491,7 +491,7 @@ def test_saving_that_fails_costs_a_record_and_pauses(
 def test_a_request_waits_for_the_first_look_at_the_folder(
     loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first request after a restart may come before all segments were scanned."""
+    """The first request after a restart may come before all segments have been scanned."""
     model, prompt = loaded("full"), prompt_of(SIZE)
     answer = saved(model, tmp_path, prompt)
     scan, may_scan = FolderIndex.refresh, threading.Event()
@@ -562,7 +562,7 @@ def test_a_part_that_saves_little_is_not_written(loaded: Any, tmp_path: Path) ->
 def test_a_step_of_saving_is_bounded(
     loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A larger tree with longer paths takes more steps, not longer steps."""
+    """With a larger tree and longer paths, saving takes more steps, but not longer steps."""
     monkeypatch.setattr(disk_saves, "STEP_BLOCKS", 2)
     monkeypatch.setattr(disk_saves, "STEP_NODES", 3)
     model, begin = loaded("full"), prompt_of(600)

@@ -48,7 +48,11 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 def sequence(number: int, size: int = 250) -> Sequence:
-    """The prompt ends before a block does, so that drafts begin blocks that the row gives back."""
+    """Returns a sequence with a random prompt of `size` tokens; `number` is the seed.
+
+    The prompt ends shortly before a block does, so that drafts begin blocks. The row gives back the
+    blocks of wrong drafts.
+    """
     prompt = tuple(np.random.default_rng(number).integers(0, 256, size).tolist())
     options = Options.parse({**OPTIONS[number % len(OPTIONS)], "ignore_eos": True})
     return Sequence(bytes([number] * 16), 1, prompt, options, number, TOKENS)
@@ -67,7 +71,7 @@ def answers(loaded: LoadedModel, layout: str) -> list[list[Any]]:
 
 
 def drafts_of(seq: Sequence, answer: list[Any], draw: random.Random) -> tuple[int, ...]:
-    """Returns up to five of the next tokens, half of the time with a wrong token."""
+    """Returns up to five of the next tokens of an answer; half of the time one token is wrong."""
     right = [one.token for one in answer[len(seq.ids) :][: draw.choice([0, 1, 3, 5])]]
     if right and draw.random() < 0.5:
         right[draw.randrange(len(right))] ^= 1
@@ -76,7 +80,7 @@ def drafts_of(seq: Sequence, answer: list[Any], draw: random.Random) -> tuple[in
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_checked_drafts_give_the_tokens_of_single_draws(loaded: LoadedModel, layout: str) -> None:
-    """Right and wrong drafts, beside a decode row and a prompt, in any order of the spans."""
+    """Tests right and wrong drafts beside a decode row and a prompt, in any order of the spans."""
     draw = random.Random(layout)
     expected = answers(loaded, layout)
     engine = model_engine(loaded, layout=layout, prefix="off", lookahead=False)
@@ -122,7 +126,10 @@ def test_checked_drafts_give_the_tokens_of_single_draws(loaded: LoadedModel, lay
 def test_draws_of_many_lines_are_divided(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Divided draws give the results of single draws, in the memory of few lines."""
+    """The logits of only a few inputs are computed at a time, in bounded memory.
+
+    The results are those of draws one by one.
+    """
     most, taken = 7, []
     sample = sampler.sample_batch
 
@@ -369,7 +376,10 @@ def test_nothing_compiles_in_a_pass_that_was_not_told(
 def test_a_pass_that_failed_has_compiled_nothing(
     loaded: LoadedModel, layout: str, fails_in: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next pass of its kind is reported; a pass of a kind that was evaluated before is not."""
+    """After a failure the next pass of the same kind is reported as compiling.
+
+    A pass of a kind that was evaluated before is not reported.
+    """
     engine = model_engine(loaded, layout=layout, prefix="off", lookahead=False)
     known, new = sequence(0, 40), sequence(1, 40)
     told: list[str] = []

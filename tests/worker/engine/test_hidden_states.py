@@ -1,4 +1,4 @@
-"""Spans that want hidden states get the inputs of the model's head in a plain pass."""
+"""Spans that request hidden states get the inputs that the model's head has in a plain pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine with 8-bit keys and values: capacity, resumed streams, models refused by name."""
+"""An engine with 8-bit keys and values: capacity, resumed streams, and models that are refused."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def answer(engine: ModelEngine, prompt: tuple[int, ...], tokens: int, chunk: int
 def test_a_resumed_stream_goes_on_with_the_same_tokens(
     name: str, models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is resumed after any token, in chunks of any size, with and without the prefix tree.
+    """The stream resumes after any token, in chunks of any size, with and without prefix tree.
 
     The models have full attention, sliding windows, and recurrent layers between these.
     """
@@ -165,7 +165,7 @@ def test_8_bits_keep_the_likeliest_token() -> None:
 def test_another_kind_of_cache_is_another_digest(
     models: dict[str, LoadedModel], tmp_path: Path
 ) -> None:
-    """A stream is therefore not resumed on a worker that stores keys and values differently."""
+    """So a stream is not resumed on a worker that stores keys and values differently."""
     path = write_checkpoint(tmp_path)
     engines = [model_engine(models["llama"], kv=kv) for kv in ("auto", "int8")]
     plain, quantised = (engine.digest for engine in engines)
@@ -177,7 +177,7 @@ def test_another_kind_of_cache_is_another_digest(
 
 @pytest.mark.parametrize("name", ["builtin:counting", "builtin:demo-embed", "glm4_moe_lite"])
 def test_models_without_keys_and_values_refuse_it(name: str, tmp_path: Path) -> None:
-    """The load and `mlxpool check` name the model that they refuse."""
+    """Both the load and `mlxpool check` refuse the model; the error names the reason."""
     path = str(write_checkpoint(tmp_path, **GLM)) if name == "glm4_moe_lite" else name
     config = ModelConfig(path=path, kv="int8")
     with pytest.raises(ModelLoadFailed, match="kv = 'int8' is not built for"):
@@ -199,7 +199,7 @@ def test_a_gpu_without_kernels_for_the_heads_refuses_it(
 def test_a_gpu_without_cuda_refuses_it(
     models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The reason does not depend on the model's heads: no kernel is written for Metal."""
+    """The error names the missing kernels for Metal, whatever the heads of the model."""
     path = write_checkpoint(tmp_path, head_dim=64)
     monkeypatch.setattr(device, "on_gpu", lambda: True)
     wanted = "on this GPU, as the kernels .* are written for CUDA, not for Metal"
@@ -237,7 +237,10 @@ def test_an_operator_is_told_that_resumed_answers_may_differ(
 def test_a_model_of_images_has_memory_for_rows_that_operations_read(
     models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model with images needs memory for dequantised rows, as its image passes have no kernel."""
+    """The images' passes have no kernel for 8-bit keys and values.
+
+    So a model with images needs memory for dequantised rows.
+    """
     runner, probe = SimpleNamespace(kinds=ComputedKinds()), SimpleNamespace(supported=True)
     monkeypatch.setattr(paged_layout, "RaggedRunner", lambda *_, **__: runner)
     monkeypatch.setattr(paged_layout, "attention_of", lambda *_, **__: probe)

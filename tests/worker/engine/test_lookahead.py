@@ -152,7 +152,7 @@ def test_a_pass_takes_its_inputs_from_the_pass_in_flight(
 def test_a_failed_pass_loses_all_rows_in_flight(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
-    """The rows are also lost if the pass has ended and the host lacks memory for its tokens."""
+    """The rows are also lost if the pass has ended, but the host lacks memory for its tokens."""
     engine = model_engine(loaded, text, lookahead=True, layout="rows")
     rows = [sequence(number, 20, 8) for number in range(3)]
     for seq in rows:

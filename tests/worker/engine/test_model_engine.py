@@ -249,7 +249,10 @@ def test_a_cancelled_completion_is_a_prefix_for_the_next_turn(
 def test_an_end_of_sequence_that_is_not_appended(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
-    """With lookahead the token is the input of a pass in flight when the host reads it."""
+    """The sampled end token is dropped by the host.
+
+    With look-ahead it is then already the input of a pass in flight.
+    """
     engine, seq = model_engine(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
     enter(engine, seq)
     decode(engine, [seq], 5)
@@ -416,9 +419,9 @@ def test_passes_of_a_small_model_in_which_nothing_decodes_are_long(
 ) -> None:
     """A pass that only reads prompts may be longer if its time and memory permit.
 
-    `prefill`: the expected longest pass in tokens; 0: no longer pass. It takes twice `seconds`, and
-    new requests must wait for at most 40 ms. It needs twice the `mebibytes`, of 256 MiB, and must
-    leave most of the blocks.
+    `prefill`: the expected longest pass in tokens, or 0 if no longer pass is expected. A longer
+    pass takes twice `seconds`; new requests must wait for at most 40 ms. A longer pass needs twice
+    the `mebibytes`, out of 256 MiB, and must leave most of the blocks.
     """
     made: list[bool] = []
 
@@ -766,7 +769,7 @@ def test_a_pass_without_blocks_waits_for_those_that_it_discards(
     error: Exception,
     waits: int,
 ) -> None:
-    """It waits because a new pass writes into memory that the discarded passes still read.
+    """The new pass writes into memory that the discarded passes still read, so it waits for them.
 
     If the device is lost, it does not wait: discarded passes never end.
     """

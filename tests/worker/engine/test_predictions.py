@@ -61,7 +61,7 @@ def kind_of_head(loaded: LoadedModel) -> type:
 def wanted(
     loaded: LoadedModel, seq: Sequence, count: int, first: int = 0, kv: str = AUTO
 ) -> tuple[int, ...]:
-    """Returns the drafts of a head that reads the sequence again, from input `first` on."""
+    """Returns the drafts of a head that reads the sequence again, beginning at input `first`."""
     shape = RowShape(loaded.folder.plan.caches, loaded.dtype, 512, 512, kv=kv)
     own = RowShape((loaded.folder.plan.prediction_cache,), loaded.dtype, 512, 512)  # type: ignore[arg-type]
     model = cast(PredictingModel, loaded.model)

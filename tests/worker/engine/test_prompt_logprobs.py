@@ -94,7 +94,7 @@ def engines(demo: LoadedModel) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def plain_ids(demo: LoadedModel) -> Callable[[str, int], list[int]]:
-    """Returns the first three ids after some tokens of the prompt, without a report."""
+    """Returns the first three ids after some prompt tokens, without prompt log-probabilities."""
 
     @functools.cache
     def found(layout: str, size: int) -> list[int]:
@@ -195,7 +195,7 @@ def test_after_a_preemption_nothing_is_reported_twice(
 def test_logits_are_made_of_few_lines_at_a_time(
     demo: LoadedModel, engines: Any, expected: Numbers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits are computed for 13 tokens at a time; the number of tokens need not be a multiple."""
+    """Logits are computed for 13 tokens at a time; the last group may have fewer tokens."""
     monkeypatch.setattr(prompt_logprobs, "LOGIT_BYTES", 4 * 4096 * 13)
     sizes: list[int] = []
     logits_of = demo.model.logits_of

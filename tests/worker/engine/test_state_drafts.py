@@ -67,7 +67,10 @@ def head_of(engine: ModelEngine) -> StateDrafts:
 
 
 def wanted(loaded: LoadedModel, seq: Sequence, count: int) -> tuple[int, ...]:
-    """Returns the drafts after the state of the whole sequence, computed again."""
+    """Returns the expected drafts.
+
+    Computes the state of the whole sequence anew, and the drafts from this state.
+    """
     shape = RowShape(loaded.folder.plan.caches, loaded.dtype, 512, 512)
     model = cast(PredictingModel, loaded.model)
     batch = RowBatch([RowSpan(RowCache(shape), seq.length - 1)], None)
@@ -151,7 +154,7 @@ def test_a_chain_of_drafts_is_told_before_it_is_compiled(
 def test_on_a_gpu_all_chains_are_compiled_at_load(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    """At load, the passes that draft are compiled for each number of rows and the full depth."""
+    """At load, passes that make drafts are compiled for each number of rows, at the full depth."""
     monkeypatch.setattr(HostHead, "of", lambda head: None)
     engine = engine_of(loaded, max_sequences=6)
     head, rows = head_of(engine), [sequence(number, 20 + number) for number in range(count)]
@@ -351,7 +354,7 @@ def test_the_host_drafts_as_mlx_does_for_the_demo() -> None:
 
 
 def test_a_head_whose_weights_are_others_is_left_to_mlx(loaded: LoadedModel) -> None:
-    """The head has another dtype, another layer, or the whole vocabulary as its output."""
+    """NumPy makes no drafts with a head of another dtype or layer, or with the whole vocabulary."""
     whole = cast(PredictingModel, loaded.model).prediction
     assert HostHead.of(whole) is None
     demo = inspect(DEMO_FOLDER, predicts=True)
@@ -360,7 +363,7 @@ def test_a_head_whose_weights_are_others_is_left_to_mlx(loaded: LoadedModel) -> 
 
 
 def test_the_head_of_the_demo_is_right_mostly() -> None:
-    """Its first draft mostly equals the demo's next greedy token; and the head is small."""
+    """The head is small, and its first draft mostly equals the demo's next greedy token."""
     folder = inspect(DEMO_FOLDER, predicts=True)
     own = sum(one.nbytes for name, one in folder.tensors.items() if name.startswith("mtp."))
     assert 0 < own < 1_000_000

@@ -1,4 +1,4 @@
-"""Tests the sums of a rank: by our kernels over peers' memory, and by MLX without them."""
+"""Tests the sums over ranks: by our kernels over peers' memory, or else by MLX."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Peers:
         self.bound = 0.0
 
     def set_bound(self, seconds: float) -> None:
-        """Records the seconds after which a peer counts as lost."""
+        """Records the time limit in seconds, after which a peer counts as lost."""
         self.bound = seconds
 
     def takes(self, size: int, dtype: Any) -> bool:
@@ -185,7 +185,10 @@ def test_a_rank_that_got_no_message_ends_the_group(group: Collectives) -> None:
 def test_a_pass_of_a_group_has_the_pairs_of_all_ranks(
     group: Collectives, sizes: tuple[int, ...], second: int
 ) -> None:
-    """If passes are compiled, a long prompt is read in chunks of equal length."""
+    """If passes are compiled, all chunks of a long prompt have the same length.
+
+    Otherwise later chunks are shorter, because the pairs of queries and keys in a pass are limited.
+    """
     layout = SimpleNamespace(sizes=sizes, store=SimpleNamespace(stateful=False))
     parts = SimpleNamespace(
         loaded=SimpleNamespace(deterministic=True),
@@ -199,7 +202,7 @@ def test_a_pass_of_a_group_has_the_pairs_of_all_ranks(
 
 
 def test_a_rank_whose_port_is_taken_names_it() -> None:
-    """Another program listens on the port without the option to share it."""
+    """Another program uses the port, and does not allow sharing it."""
     with socket.create_server((LOOPBACK, 0), reuse_port=False) as taken:
         port = taken.getsockname()[1]
         hosts = hosts_file([port, 1])

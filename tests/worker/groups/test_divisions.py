@@ -1,4 +1,7 @@
-"""Tests which part of a model each rank loads, and the named refusals. No MLX."""
+"""Tests which part of a model each rank loads, and refused divisions, which name the reason.
+
+Needs no MLX.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,7 @@ def test_the_cuts_of_all_ranks_make_the_whole(tmp_path: Path, name: str) -> None
 
 
 def test_heads_that_cannot_be_divided_are_refused_by_name(tmp_path: Path) -> None:
-    """Key-value heads are not copied: more ranks than heads would hold the same cache twice."""
+    """More ranks than key-value heads are refused: two ranks would hold the same cache."""
     whole = folder_of(tmp_path)
     said = refusal(whole, 4)
     assert "devices is 4" in said and "num_key_value_heads 2" in said

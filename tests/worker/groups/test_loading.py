@@ -60,7 +60,7 @@ def test_the_peak_of_a_rank_is_its_part(tmp_path: Path) -> None:
 
 
 def _peak(folder: Path, ranks: int) -> tuple[int, int]:
-    """The KiB that a load takes, and the bytes of the weights."""
+    """Returns the KiB that a load takes, and the bytes of the weights."""
     found = subprocess.run(
         [sys.executable, "-c", PEAK, str(folder), str(ranks)],
         capture_output=True,

@@ -135,7 +135,7 @@ def sequence(number: int, size: int, **options: Any) -> Sequence:
 
 
 def tokens(engine: Engine) -> list[list[int]]:
-    """Greedy and drawn tokens of three rows; one leaves before the others."""
+    """Returns greedy and sampled tokens of three rows; one row leaves before the others."""
     rows = [
         sequence(1, 40, temperature=0.0),
         sequence(2, 21, temperature=0.8),
@@ -213,7 +213,7 @@ def test_a_prompt_is_found_in_the_prefix_cache(engines: tuple[ModelEngine, Model
 
 
 def test_log_probabilities_of_a_prompt_agree(engines: tuple[ModelEngine, ModelEngine]) -> None:
-    """The logits of prompt tokens are computed outside of the pass."""
+    """The logits of prompt tokens are computed outside of the pass, on each rank."""
     found = []
     for engine in engines:
         row = sequence(4, 30, temperature=0.0, prompt_logprobs=2)

@@ -47,7 +47,7 @@ class Others:
     def __init__(
         self, handle: bytes, answers: Sequence[int] = (1, 1), identity: bytes = IDENTITY
     ) -> None:
-        """`answers`: rank 1's answers after the first (NVLink: 1); later answers are 1 (yes)."""
+        """`answers`: rank 1's answers after the first (NVLink: 1); further answers are 1 (yes)."""
         self._handle, self.answers, self._identity = handle, [1, *answers], identity
         self.told: list[bytes | int] = []
         self.memory: FakePeerMemory | None = None  # of rank 0
@@ -67,7 +67,7 @@ class Others:
 
 
 def right(sums: PeerSums) -> bool:
-    """A trial of the sums on a rank that always succeeds."""
+    """A trial of the sums that always succeeds."""
     return True
 
 

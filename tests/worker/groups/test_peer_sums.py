@@ -50,7 +50,7 @@ def parts(ranks: int, shape: Sequence[int], dtype: Any, seed: int) -> list[Any]:
 
 
 def added(every: Sequence[Any], residual: Any = None) -> Any:
-    """The sum in the order of the ranks, rounded once."""
+    """Returns the sum in the order of the ranks, rounded once."""
     kind = mx.int32 if every[0].dtype == mx.int32 else mx.float32
     total = mx.zeros(every[0].shape, kind)
     for one in [*every, *([] if residual is None else [residual])]:
@@ -242,7 +242,10 @@ def test_buffers_have_room_for_what_peers_write() -> None:
 
 
 def test_flags_of_all_launches_have_the_same_places() -> None:
-    """A flag of one launch may arrive while a peer reads flags of a launch of another size."""
+    """The place of a flag does not depend on the size of the launch.
+
+    A flag of one launch may arrive while a peer reads flags of a launch of another size.
+    """
     shape = BufferShape(2, Limits(0, 2**20), (Launch(2**18, 1, 4), Launch(2**20, 4, 2)))
     assert shape.chunks == 2**20 // (512 * 16)
     assert [shape.launch_of(size).unroll for size in (1, 2**18, 2**18 + 1, 2**30)] == [1, 1, 4, 4]

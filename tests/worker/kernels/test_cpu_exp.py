@@ -27,7 +27,7 @@ by_numpy = pytest.mark.skipif(
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Selects the vectorised path even without a compiler; its numbers are the same."""
+    """Selects the vectorised path even without a compiler, which does not change its numbers."""
     monkeypatch.setattr(cpu_exp, "vectorised", lambda: True)
 
 

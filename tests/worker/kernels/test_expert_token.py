@@ -61,7 +61,10 @@ def mixture_of(
 def test_one_token_equals_the_kernels_of_many(
     routing: RoutingParams, hidden: int, width: int, dtype: str, shared: bool
 ) -> None:
-    """Uses more columns than a lane loads at once; runs twice, because launches share memory."""
+    """Tests more columns than a lane loads at once.
+
+    The kernel runs twice, because launches share memory.
+    """
     kind = getattr(mx, dtype)
     mixture, x = mixture_of(routing, hidden, width, kind, shared=shared)
     assert expert_token.supports(x, mixture.norm, mixture.gate, mixture.routing, mixture.experts)
@@ -91,7 +94,7 @@ def test_groups_of_experts_and_one_shared() -> None:
 def test_one_token_with_quantised_weights(
     packed: PackedFormat, routing: RoutingParams, hidden: int, width: int, biased: bool
 ) -> None:
-    """Uses more columns than a warp holds, and more strips of down weights than thread blocks."""
+    """Tests more columns than a warp holds, and more strips of down weights than thread blocks."""
     kind = mx.bfloat16
     mixture, x = mixture_of(routing, hidden, width, kind, shared=False)
     dense = mixture.experts

@@ -31,7 +31,10 @@ pytestmark = pytest.mark.usefixtures("token_grid_machine")
     ids=["heads that are values mostly", "more columns than a lane asks for"],
 )
 def test_both_kernels_equal_float64(sizes: tuple[int, ...], dtype: str, traditional: bool) -> None:
-    """Runs twice, because launches share memory; a token without a slot writes nothing."""
+    """The kernels run twice, because launches share memory.
+
+    A token without a slot writes nothing.
+    """
     size, queries, heads, rank, plain, turned, value = sizes
     kind = getattr(mx, dtype)
     mx.random.seed(size)

@@ -65,8 +65,8 @@ class Heads:
 class Batch:
     """Spans of rows with scattered blocks in a pool; memory that no row uses is NaN.
 
-    A span is (its number of lines, its row's first visible key, the end of the row's keys). Rows
-    with equal `owners` share all blocks but the last.
+    A span is (number of new tokens, first visible key of its row, end of the row's keys). Rows with
+    equal `owners` share all blocks but the last.
     """
 
     def __init__(self, heads: Heads, spans: list[tuple[int, int, int]], padding: int) -> None:
@@ -205,7 +205,10 @@ MORE += [replace(one, kv=INT8) for one in MORE if one.size in work_list.QUANTISE
 
 
 def spans_of(seed: int, rows: int, longest: int) -> list[tuple[int, int, int]]:
-    """Returns random spans, one for each row: (lines, first visible key, end of the keys)."""
+    """Returns random spans, one for each row.
+
+    A span is (number of new tokens, first visible key of its row, end of the row's keys).
+    """
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(rows):

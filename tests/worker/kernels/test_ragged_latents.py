@@ -47,7 +47,10 @@ GLM = Latents(20, 576, 512)
 
 
 class Batch:
-    """Spans (lines, latents of the row) whose blocks lie anywhere; unused memory is NaN."""
+    """Spans (new tokens, latents of the row) whose blocks lie anywhere.
+
+    Unused memory is NaN.
+    """
 
     def __init__(self, kind: Latents, spans: list[tuple[int, int]], padding: int) -> None:
         self.kind, self.padding = kind, padding
@@ -128,7 +131,7 @@ MORE = [
 @runs
 @pytest.mark.parametrize("kind", [*KINDS, *(MORE if ON_GPU else ())], ids=str)
 def test_ragged_attention_over_latents_equals_float64(kind: Latents) -> None:
-    """Tests single lines and chunks of rows, padding, and NaN in memory that no row uses."""
+    """Tests single tokens and chunks of rows, padding, and NaN in memory that no row uses."""
     spans = [(1, 40), (5, 300), (1, 1), (17, 17), (1, 256), (2, 257), (70, 71)]
     if ON_GPU:
         spans += [(1, 16_000), (300, 4000), (1, 700), (4, 1000)]
@@ -161,7 +164,8 @@ def test_chunks_are_the_same_with_other_instructions(
 ) -> None:
     """Tests chunks with 1 to 5 tiles of latents, for each way to multiply by the values.
 
-    `numbers_at_once`: the numbers of one instruction; 0: the tiles of few rows are used.
+    `numbers_at_once`: the numbers that one instruction multiplies. With 0 the tiles for few rows
+    are used.
     """
     spans = [(3, 40), (4, 100), (3, 129), (6, 256), (5, 300)]
     batch = Batch(GLM, spans, padding=3)

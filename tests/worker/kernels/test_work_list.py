@@ -40,7 +40,10 @@ from mlxpool.worker.kernels.work_list import (
 
 
 def spans_of(rows: list[tuple[int, int, int]]) -> Spans:
-    """Returns the spans of rows, each given as (lines, visible keys before, invisible keys)."""
+    """Returns the spans of rows.
+
+    A row is (new tokens, visible keys before them, invisible keys).
+    """
     lines, before, begins = (np.array(one, dtype=np.int32) for one in zip(*rows, strict=True))
     ends = (before + begins + lines).astype(np.int32)
     blocks = -(-ends // 256)
@@ -96,7 +99,7 @@ def test_every_line_has_one_tile_with_all_parts(
 
 
 def test_a_list_of_few_spans_is_short() -> None:
-    """A thread block starts for each item: long passes of few spans need few."""
+    """A thread block starts for each item, so a long pass with few spans needs few items."""
     shape = TileShape(4, 8, 128)
     assert capacity_of(shape, 1024) == 1024 + EXTRA_ITEMS
     assert capacity_of(shape, 1024, 128) == 128 + 32 + 1 + EXTRA_ITEMS
@@ -216,7 +219,7 @@ def test_chunks_have_lists_of_their_own() -> None:
 
 
 def single_lines(ends: Any) -> Spans:
-    """Returns spans of one line each, whose block tables are consecutive."""
+    """Returns spans of one new token each, whose block tables are consecutive."""
     count = ends.shape[0]
     numbers = np.arange(count, dtype=np.int32)
     return Spans(numbers, np.ones_like(numbers), numbers * 9, ends, np.zeros_like(numbers))
@@ -224,7 +227,7 @@ def single_lines(ends: Any) -> Spans:
 
 @pytest.mark.parametrize("longest", [40, WHOLE_KEYS, 50_000])
 def test_a_list_for_one_pass_has_the_lines_of_another(longest: int) -> None:
-    """A list for a single pass has the same lines, but simpler parts.
+    """A list for a single pass covers the same tokens and keys, but its division is simpler.
 
     Short rows have one part; for other rows the division is nearly the best.
     """

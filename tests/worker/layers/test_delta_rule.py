@@ -59,7 +59,10 @@ def test_chunks_equal_single_tokens(count: int, alike: float) -> None:
 
 
 def test_a_state_without_decay_stays_exact() -> None:
-    """Without decay, with a rate of 1 and keys nearly alike, powers of the system overflow."""
+    """The state stays exact for keys that are nearly alike, with a rate of 1 and without decay.
+
+    Powers of the chunk's system of equations overflow for such inputs.
+    """
     q, k, v, decay, rate, state = inputs_of(400, alike=3.0)
     inputs = (q, k, v, np.zeros_like(decay), np.ones_like(rate), state)
     out, after = delta_rule.delta_rule(*(mx.array(x) for x in inputs))

@@ -90,7 +90,10 @@ def test_experts_equal_single_products(
 
 
 def test_rows_of_sorted_experts_are_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU kernel uses the stride of the second-last axis, even if that axis has length 1."""
+    """The input rows have the stride of contiguous rows.
+
+    A GPU kernel uses the stride of the second-last axis, even if that axis has length 1.
+    """
     arrays, layouts, _ = stored("plain")
     mlp = WeightLayerBuilder(dict(arrays), layouts, mx.float32).switch_glu("mlp")
     product, strides = mx.gather_mm, []

@@ -1,4 +1,4 @@
-"""Quantisation settings of config.json, and tensors that do not match them; no MLX."""
+"""Quantisation settings of config.json, and tensors that do not match them. Needs no MLX."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def packed(rows: int, columns: int, bits: int = 4, group: int = 64) -> Quantised
 def test_products_equal_those_of_the_dense_weight(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """300 tokens are more than the kernels take, so the weight is dequantised for them."""
+    """300 tokens exceed the kernels' limit, so the weight is dequantised for them."""
     monkeypatch.setattr(matmul_4bit_tiles, "MAX_TOKENS", 256)
     weight = packed(64, 64)
     tiled = in_tiles(weight)

@@ -1,4 +1,4 @@
-"""Image files: what they are by content, bounds before decoding, damage, orientation and alpha."""
+"""Image files: type by content, bounds before decoding, damaged files, orientation and alpha."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RED, BLUE = (250, 10, 20), (10, 20, 250)
 
 
 def halves(width: int = 40, height: int = 20, mode: str = "RGB") -> Image.Image:
-    """Red on the left, blue on the right."""
+    """Returns an image whose left half is red and whose right half is blue."""
     image = Image.new("RGB", (width, height), RED)
     image.paste(BLUE, (width // 2, 0, width, height))
     return image.convert(mode)

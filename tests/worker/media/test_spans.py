@@ -22,7 +22,7 @@ def span(start: int, count: int, *, group: bool = True, image: bytes = KEY) -> M
 
 @st.composite
 def spans_of_inputs(draw: st.DrawFn) -> tuple[tuple[MediaSpan, ...], int]:
-    """Spans in order, some side by side, and the number of inputs around them."""
+    """Draws spans in order, some without a gap, and the total number of inputs."""
     found, at = [], 0
     for _ in range(draw(st.integers(0, 5))):
         at += draw(st.integers(0, 4))

@@ -396,7 +396,7 @@ def test_the_description_without_loading(checked: dict[str, Checked]) -> None:
 
 
 def test_check_reports_what_is_known_without_mlx_lms_code(checked: dict[str, Checked]) -> None:
-    """The report has no numbers that only mlx-lm's code knows."""
+    """The report lacks the numbers that only mlx-lm's code knows."""
     path = str(checked["phi3"].folder.path)
     report = check("m", ModelConfig(path=path), machine=True)
     assert report["problems"] == []
@@ -427,7 +427,7 @@ def test_the_quantisation_of_mlx_lm_in_words(
 
 
 def test_engine_forces_a_side(tmp_path: Path, checked: dict[str, Checked]) -> None:
-    """`engine` selects our code or mlx-lm's for a model; tokens are equal, digests differ."""
+    """`engine` selects our code or mlx-lm's for a model; tokens are equal, digests are not."""
     both, seen = str(write_checkpoint(tmp_path / "both")), []
     for side in ("auto", "own", "mlx-lm"):
         source = model_source.open_generator(ModelConfig(path=both, engine=side))

@@ -68,7 +68,7 @@ class Case:
 def quantised(
     settings: Mapping[str, Any], kept: str = "no such name", **more: Any
 ) -> dict[str, Case]:
-    """A case for each of MODES: weights are quantised, but for names that contain `kept`."""
+    """Returns a case for each of MODES; weights whose names contain `kept` are not quantised."""
     return {
         f"quantised, {mode}": Case(
             {**settings, "quantization": {"group_size": group, "bits": bits, "mode": mode}, **more},
@@ -132,7 +132,7 @@ class Checked:
 
 
 def prepare(root: Path, cases: Mapping[str, Case]) -> dict[str, Checked]:
-    """All cases with mlx-lm's answers; skips the test where mlx-lm is not installed."""
+    """Returns all cases with mlx-lm's answers; skips the test if mlx-lm is not installed."""
     paths = {
         name: _write(root / str(number), case, number)
         for number, (name, case) in enumerate(cases.items())
@@ -184,7 +184,10 @@ def alone(checked: Checked) -> None:
 
 
 def in_chunks(checked: Checked, size: int) -> None:
-    """Prefills the longest prompt in chunks of `size` tokens; for chunks of 1 the first prompt."""
+    """Prefills the longest prompt in chunks of `size` tokens.
+
+    Chunks of one token are tested with the first prompt.
+    """
     answer = checked.answers[0] if size == 1 else checked.answers[-1]
     _assert_logits(checked, answer, size, 4)
     engine, seq = checked.engine(), answer.sequence()
@@ -211,7 +214,7 @@ def in_a_batch(checked: Checked) -> None:
 
 
 def after_prefix_hits(checked: Checked) -> None:
-    """For each number n, the first n tokens of the prompt are in the prefix cache."""
+    """Compares answers to a prompt whose first n tokens are cached, for each number n."""
     answer, engine = checked.answers[0], checked.engine()
     running = {}
     for split in range(1, len(answer.prompt)):
@@ -225,7 +228,10 @@ def after_prefix_hits(checked: Checked) -> None:
 
 
 def after_a_longer_one(checked: Checked) -> None:
-    """The prompt is the beginning of a finished sequence: it continues from a restore point."""
+    """Compares the answer to a prompt that is the beginning of a finished sequence.
+
+    The prompt continues from a restore point.
+    """
     answer, engine = checked.answers[0], checked.engine()
     longer = answer.sequence([*answer.prompt, 1, 2, 3])
     longer.restore_at = 20
@@ -237,7 +243,7 @@ def after_a_longer_one(checked: Checked) -> None:
 
 
 def after_preemption(checked: Checked, prefix: str) -> None:
-    """The sequence is preempted while decoding, and readmitted from its cached prefix."""
+    """Compares the answer of a sequence that is preempted, then readmitted from its prefix."""
     answer, engine = checked.answers[0], checked.engine(prefix)
     seq = answer.sequence()
     enter(engine, seq)

@@ -80,7 +80,7 @@ HERE = [name for name in CASES if name in models.SUPPORTED]
 
 @pytest.fixture(autouse=True)
 def no_buffers_kept() -> Iterator[None]:
-    """A reused buffer may be larger than requested."""
+    """Turns off the reuse of freed buffers: a reused buffer may be larger than requested."""
     before = mx.set_cache_limit(0)
     yield
     mx.set_cache_limit(before)
@@ -115,7 +115,7 @@ def prefill(loaded: LoadedModel, row: RowCache) -> None:
 
 
 def active() -> int:
-    """The bytes of arrays."""
+    """Returns the bytes of all live arrays."""
     gc.collect()
     mx.synchronize()
     return int(mx.get_active_memory())

@@ -1,4 +1,4 @@
-"""Our Gemma 3 against mlx-lm's, as a text model and within a multimodal one."""
+"""Compares our Gemma 3 with mlx-lm's, as a text model and as a part of a multimodal model."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def logits_of(path: Path, *, deterministic: bool = False, size: int = 300) -> np
 
 
 def test_newer_names_of_vision_tensors(tmp_path: Path) -> None:
-    """mlx-lm reads the older names only."""
+    """mlx-lm reads only the older names."""
     weights = random_weights(config(**PICTURES))
     older = within("language_model.model.", "language_model.", "")(weights)
     newer = within("model.language_model.", "", "model.")(weights)
@@ -128,7 +128,7 @@ def test_defaults_of_released_files() -> None:
 
 
 def test_logits_are_soft_capped(tmp_path: Path) -> None:
-    """mlx-lm's Gemma 3 has no soft caps."""
+    """mlx-lm's Gemma 3 has no soft caps, so the expected logits are computed here."""
     plain = logits_of(write_checkpoint(tmp_path / "plain", **GEMMA))
     capped = logits_of(write_checkpoint(tmp_path / "capped", final_logit_softcapping=5.0, **GEMMA))
     assert np.abs(capped - 5 * np.tanh(plain / 5)).max() < 1e-5

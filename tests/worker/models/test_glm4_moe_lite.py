@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash's architecture against mlx-lm's, on small random checkpoints."""
+"""Compares GLM-4.7-Flash's architecture with mlx-lm's, on small random checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpt-oss's architecture against mlx-lm's, on small random checkpoints."""
+"""Compares gpt-oss's architecture with mlx-lm's, on small random checkpoints."""
 
 from __future__ import annotations
 

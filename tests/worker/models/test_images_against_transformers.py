@@ -1,4 +1,4 @@
-"""Images: three models against transformers, whose answers are stored (seeing_reference.py)."""
+"""Compares three models that read images with stored answers of transformers."""
 
 from __future__ import annotations
 

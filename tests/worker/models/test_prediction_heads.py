@@ -33,7 +33,10 @@ TOLERANCE = 2e-4  # of the largest number
 
 
 def head_of(path: Path) -> tuple[Prediction, RowShape | None]:
-    """Returns the prediction head of a model folder, and its row shape; None: it has no cache."""
+    """Returns the prediction head of a model folder, and the shape of the head's rows.
+
+    The shape is None if the head has no cache.
+    """
     loaded = load(inspect(path, predicts=True))
     plan = loaded.folder.plan
     assert plan.predicts
@@ -42,7 +45,7 @@ def head_of(path: Path) -> tuple[Prediction, RowShape | None]:
 
 
 def computed(path: Path, tokens: list[int], states: np.ndarray, parts: list[int]) -> Any:
-    """States and logits of the tokens, read in parts of these sizes."""
+    """Returns states and logits of the tokens, which are read in parts of these sizes."""
     head, shape = head_of(path)
     row, found = None if shape is None else RowCache(shape), []
     begin = 0
@@ -162,7 +165,7 @@ def test_a_tensor_that_a_head_lacks_is_named(family: str, tmp_path: Path) -> Non
 
 
 def test_further_heads_are_left_out(tmp_path: Path) -> None:
-    """The first one drafts at every depth."""
+    """Of several heads only the first is loaded, which drafts at every depth."""
     changes = {**FAMILIES["glm4_moe_lite"], "num_nextn_predict_layers": 2}
     stored = weights_with_head("glm4_moe_lite", num_nextn_predict_layers=2)
     stored["model.layers.3.eh_proj.weight"] = np.ones((4, 8), np.float32)

@@ -1,4 +1,4 @@
-"""Our Qwen2 against mlx-lm's, and unusable values of its config.json."""
+"""Compares our Qwen2 with mlx-lm's, and tests unusable values of its config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our Qwen3 against mlx-lm's, without and with experts, and unusable config values."""
+"""Compares our Qwen3 with mlx-lm's, without and with experts; tests unusable config values."""
 
 from __future__ import annotations
 

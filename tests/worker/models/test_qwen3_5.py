@@ -1,4 +1,4 @@
-"""Qwen3.5's text part against mlx-lm's, under each naming of its tensors."""
+"""Compares the text part of Qwen3.5 with mlx-lm's, under each naming of its tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3-Next against mlx-lm's, released and converted, and unusable config values."""
+"""Compares released and converted Qwen3-Next with mlx-lm's; tests unusable config values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hits, insertions and evictions of the prefix cache in each mode. No MLX."""
+"""Hits, insertions and evictions of the prefix cache in each mode. Needs no MLX."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_off_keeps_nothing() -> None:
 
 
 def test_an_exact_match_reuses_all_but_the_last_token(cache: PrefixCache[ListRow]) -> None:
-    """ExactMatchSeed: the last token is never cached."""
+    """Covers the reference case ExactMatchSeed: the last token is never cached."""
     prompt = [1, 2, 3, 4, 5]
     assert [serve(cache, prompt, (6,)), serve(cache, prompt, (6,))] == [0, 4]
     assert [serve(cache, [7], (8,)), serve(cache, [7], (8,))] == [0, 0]
@@ -243,7 +243,10 @@ def test_the_same_prompt_twice_at_once_is_kept_once() -> None:
 
 
 def test_lru_only_updates_used_nodes() -> None:
-    """LRUOnlyUpdatesUsedNodes: a use of one branch does not count for the other."""
+    """A use of one branch does not count as a use of the other branch.
+
+    Covers the reference case LRUOnlyUpdatesUsedNodes.
+    """
     cache = tree()
     serve(cache, A, (9,))
     serve(cache, B, (9,))
@@ -420,7 +423,10 @@ def test_a_long_prompt_has_restore_points(monkeypatch: pytest.MonkeyPatch) -> No
 def test_restore_points_are_reported_until_the_row_is_past_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """'Captures persist over two writes': a restore point is reported until the row is past it."""
+    """A restore point is reported until the row is past it.
+
+    Covers the reference case 'Captures persist over two writes'.
+    """
     monkeypatch.setattr(tree_cache, "RESTORE_POINT_INTERVAL", 3)
     cache = tree(stateful=True)
     row, _ = cache.begin([*range(9)], 5)
@@ -498,7 +504,10 @@ def test_a_memory_error_in_close_leaks_nothing() -> None:
 def test_ten_turns_of_a_conversation(
     style: str, stateful: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ScenarioConversationTurns: ten turns that keep or drop answers, or branch off and return."""
+    """Ten turns keep or drop answers, or branch off and return.
+
+    Covers the reference case ScenarioConversationTurns.
+    """
     monkeypatch.setattr(tree_cache, "RESTORE_POINT_INTERVAL", 8)
     cache, history, other = tree(stateful=stateful), [*range(50)], [*range(500, 530)]
     before: list[int] = []

@@ -23,7 +23,7 @@ Prompt = tuple[tuple[int, ...], tuple[MediaSpan, ...]]
 
 
 def prompt_of(*parts: int | bytes, group: bool = True) -> Prompt:
-    """Token ids and images as the inputs of a prompt, with the places of the images."""
+    """Returns a prompt of token ids and images, with the spans of the images."""
     items: list[int] = []
     spans = []
     for part in parts:

@@ -51,7 +51,7 @@ class Lists:
         return list(row.cells)
 
     def left(self) -> int:
-        """The rows that were not released."""
+        """The number of rows that were not released."""
         return int(self.store.rows)
 
 
@@ -73,7 +73,7 @@ class Blocks:
         return self.memory.read(row)
 
     def left(self) -> int:
-        """The blocks with references."""
+        """The number of blocks that have references."""
         return 400 - self.memory.pool.free
 
 

@@ -1,4 +1,7 @@
-"""Blocks shared by rows and the tree: reference counts, copies of at most one block. No MLX."""
+"""Blocks shared by rows and the tree: reference counts, and copies of at most one block.
+
+Needs no MLX.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The nodes of the tree: matches, splits, merges, drops. No MLX."""
+"""The nodes of the prefix tree: matches, splits, merges, drops. Needs no MLX."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ def test_a_match_ends_at_its_limit() -> None:
 
 
 def test_a_match_begins_at_the_root() -> None:
-    """'KV snapshot [5,10) onto an empty cache: refused': paths begin at the root."""
+    """A match must begin at the root: tokens from the middle of a path do not match.
+
+    Covers the reference case 'KV snapshot [5,10) onto an empty cache: refused'.
+    """
     tree = planted(ListStore(), [*range(5)], [*range(10)], [0, 1, 2, 3, 4, 77])
     match = tree.match(tuple(range(10)), 10)
     assert (match.nodes[0].start, [node.end for node in match.nodes]) == (0, [5, 10])
@@ -168,7 +171,7 @@ def test_common_prefix(left: list[int], right: list[int]) -> None:
 
 
 def test_a_tree_that_is_cleared_leaves_nothing_in_its_nodes() -> None:
-    """Other objects may still refer to the nodes, so these must not keep their tokens' memory."""
+    """Other objects may still refer to the nodes, so these must not keep memory of their tokens."""
     store = ListStore()
     tree = planted(store, [1, 2, 3, 4, 5], [1, 2, 3, 6, 7])
     nodes = list(tree.walk())

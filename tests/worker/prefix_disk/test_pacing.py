@@ -39,7 +39,7 @@ from support.disk_records import ABOUT, DIGEST, encoded
 
 
 class Clock:
-    """Time that passes by sleeping, and processor time that passes by `work`."""
+    """A simulated clock: sleeping advances its time, `work` advances its processor time."""
 
     def __init__(self) -> None:
         self.now = self.used = 0.0

@@ -143,7 +143,10 @@ def test_flipped_bits_of_arrays_are_found(data: st.DataObject) -> None:
 
 
 def test_a_segment_that_ends_anywhere_has_its_whole_records(tmp_path: Path) -> None:
-    """Cuts it anywhere, as a full disk or a killed writer would, also with zeros after the cut."""
+    """A segment is cut anywhere, as a full disk or a killed writer would cut it.
+
+    Zeros may follow the cut.
+    """
     path = written(tmp_path, records_of(IDS, states=[40]))
     sound, data = readable(path), path.read_bytes()
     ends, torn = [0], tmp_path / "torn.seg"

@@ -186,7 +186,7 @@ def test_equal_images_are_read_once(tmp_path: Path) -> None:
 
 
 class CountingReads:
-    """A tokenizer that notes which images it was asked to read."""
+    """A tokenizer that records which images it was asked to read."""
 
     def __init__(self, text: ChatTokenizer) -> None:
         self._text = text

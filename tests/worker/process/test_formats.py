@@ -1,4 +1,7 @@
-"""Tests requests with a format: their facts, and the facts that a resume must match."""
+"""Tests requests with a format: the facts about them, which a resume must match.
+
+Facts are values of a stream that stay the same on each worker, such as its format's digest.
+"""
 
 from __future__ import annotations
 

@@ -246,7 +246,10 @@ def test_a_cancelled_call_is_not_answered_and_the_next_with_its_id_is() -> None:
 
 
 def test_what_an_older_connection_brought_is_forgotten() -> None:
-    """Another worker computes the old requests by now, so their runs would keep rows for ever."""
+    """Their runs would keep sequences for ever.
+
+    By now another worker computes the old requests.
+    """
     harness = Harness()
     harness.work(1)
     harness.call(2, kinds.TOKENIZE, text="a")

@@ -1,4 +1,7 @@
-"""Tests the environments of a group's ranks, and the named refusals. No process is started."""
+"""Tests the environments of a group's ranks, and refused groups, whose errors name the reason.
+
+No process is started.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
 
 
 def held_back(text: str, stops: Sequence[str]) -> int:
-    """The oracle: the length of the longest suffix that may begin a stop."""
+    """Returns the expected length of held-back text: the longest suffix that may begin a stop."""
     return next(
         (n for n in range(len(text), 0, -1) if any(s.startswith(text[-n:]) for s in stops)), 0
     )

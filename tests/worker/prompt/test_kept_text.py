@@ -66,7 +66,10 @@ def test_changed_files_are_read(tmp_path: Path, reads: list[Path]) -> None:
 def test_what_is_read_of_files_that_changed_after_the_check_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Otherwise the wrong result would be used once the files have their old contents again."""
+    """Such a result is not stored.
+
+    Otherwise it would be used, though wrong, when the files have their old contents again.
+    """
     path = write_checkpoint(tmp_path / "model")
     file, folder, read = path / name, inspect(path), kept_text._read
 

@@ -1,4 +1,4 @@
-"""Tests thoughts in answers: their beginning, the tokens that count, and the bound's end mark."""
+"""Tests thoughts in answers: their beginning, the tokens that count, and the mark at the bound."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ def test_brackets() -> None:
 
 
 def test_channels_are_left_for_the_next_message() -> None:
-    """With tools the first bound lets the model choose a channel; the second forces an answer."""
+    """With tools, the mark at the first bound lets the model choose a channel, such as a call.
+
+    The mark at the second bound forces an answer.
+    """
     choose, reply = [STOP, START, ASSISTANT], [STOP, START, ASSISTANT, CHANNEL, FINAL, MESSAGE]
     begin = [CHANNEL, ANALYSIS, MESSAGE]
 

@@ -127,7 +127,10 @@ def test_a_token_across_the_boundary_is_not_counted() -> None:
 
 
 def test_a_generation_prompt_that_begins_with_plain_text() -> None:
-    """Encoded alone, it begins a text, so its ids differ from those inside the whole prompt."""
+    """The generation prompt's ids are cut from the whole prompt's ids.
+
+    Encoded alone, it would begin a text and have other ids.
+    """
     source = "{{ messages[0].content }}{% if add_generation_prompt %} fox{% endif %}"
     text = with_template(zoo.sentencepiece(), source)
     prompt = chat_ids(text, [{"role": "user", "content": "the"}])
@@ -160,7 +163,10 @@ def test_a_source_whose_file_has_changed_is_refused(good: Path) -> None:
 def test_a_chat_has_the_begin_token_where_its_template_writes_it(
     tmp_path: Path, template: str, begin: list[int]
 ) -> None:
-    """As in apply_chat_template of transformers; a prompt that is text begins with the token."""
+    """A chat begins with the token only if its template writes it, as in apply_chat_template.
+
+    A prompt that is a text begins with the token.
+    """
     settings = {"add_bos_token": True, "chat_template": template + "{{ messages[0].content }}"}
     path = write_checkpoint(tmp_path, tokenizer_config=settings)
     _add_post_processor(path)

@@ -37,7 +37,7 @@ BATCHES: dict[str, list[dict[str, Any]]] = {
 
 
 def rows_of(options: list[dict[str, Any]]) -> list[SampleRequest]:
-    """Returns rows with histories of 0 to 3 tokens, for a window of 3."""
+    """Returns rows with histories of 0 to 3 tokens, for a penalty window of 3."""
     return [
         SampleRequest(Options(**each), 7 + n, n, (4, 1, 4)[:n]) for n, each in enumerate(options)
     ]

@@ -170,7 +170,7 @@ def test_a_refusal_has_the_numbers() -> None:
 def test_beside_others_nobody_gets_more_than_there_is(
     calls: list[tuple[str, int]], cached: int, capacity: int
 ) -> None:
-    """The allocated blocks and the blocks of the prefix cache never exceed the capacity."""
+    """The blocks of rows and of the prefix cache never exceed the capacity."""
     memory = Memory(idle=min(cached, capacity))
     blocks = BlockManager(memory, capacity)
     rows = [sequence(100 * number + 1, max_tokens=3000) for number in range(6)]

@@ -193,7 +193,7 @@ def test_blocks_are_bounded_by_the_context_of_the_request() -> None:
 
 
 def test_no_pass_is_submitted_ahead_of_a_shift() -> None:
-    """A token in flight may cause a shift."""
+    """No pass follows a token in flight that may cause a shift."""
     seq = shifted(8, 2, 5, 2)
     seq.phase, seq.submitted, seq.awaited = Phase.RUNNING, 7, 1
 

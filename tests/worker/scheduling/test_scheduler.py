@@ -334,7 +334,10 @@ def test_runs_are_cut_so_that_the_others_of_a_step_hardly_notice() -> None:
 
 
 def test_runs_fill_a_pass_no_further_than_its_bound() -> None:
-    """Runs share the lines left in a pass; without any left, each run continues by one token."""
+    """Runs of forced tokens share the inputs that are left in a pass.
+
+    If none are left, each run continues by one token.
+    """
     limits, rows = replace(LIMITS, run_lines=16), [decoding() for _ in range(5)]
     assert [span.count for span in plan([*rows, reading_a_run(40)], limits).spans] == [1] * 5 + [11]
     full = [decoding() for _ in range(16)]
@@ -497,7 +500,8 @@ def test_every_sequence_ends_with_its_tokens(
 ) -> None:
     """Steps are submitted and collected as by the compute thread.
 
-    A request has a prompt, tokens, the steps before the next one arrives, and may have failed.
+    A request is (prompt tokens, new tokens, steps until the next request arrives, whether it must
+    be read alone after a failure).
     """
     arriving = [
         (sequence(size, max_tokens=count, read_alone=alone), gap)
@@ -548,7 +552,7 @@ def collect(flights: list[Step], live: list[Sequence]) -> None:
 
 
 def test_prompts_of_owners_are_read_in_turn() -> None:
-    """After one pass with another owner's prompts it is a short prompt's turn."""
+    """A short prompt is read after at most one pass with another owner's prompts."""
     long, more, short = (sequence(1000) for _ in range(3))
     long.owner = more.owner = "a"
     short.owner = "b"

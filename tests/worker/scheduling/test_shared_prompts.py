@@ -84,7 +84,10 @@ def test_a_report_of_the_prompt_and_a_shifted_context_wait_for_nobody() -> None:
 
 
 def test_the_others_are_admitted_past_those_that_wait() -> None:
-    """Of equal prompts only the first is admitted; the others wait for it."""
+    """Of equal prompts only the first is admitted, and the others wait for it.
+
+    A sequence with another prompt is admitted meanwhile.
+    """
     equal = [sequence(range(300)) for _ in range(3)]
     other = sequence(range(900, 1000))
     live = [*equal, other]

@@ -1,4 +1,4 @@
-"""The predicted time of a pass: fits to synthetic passes whose cost is known."""
+"""The predicted time of a pass: fits to synthetic passes with known costs."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_loads_that_are_all_alike_give_a_finite_prediction(kind: str) -> None:
 
 @pytest.mark.parametrize("factor", [100.0, 0.01])
 def test_a_few_strange_passes_change_little(factor: float) -> None:
-    """For example, a pass waited for another process, or its end was noticed late."""
+    """Such a pass waited for another process, for example, or its end was noticed late."""
     cost, draw = StepCost(), random.Random(8)
     for number in range(2 * OBSERVATIONS):
         load = mixed_load(draw) if number % 2 else decode_load(draw)

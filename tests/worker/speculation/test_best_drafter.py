@@ -113,7 +113,7 @@ def test_of_equal_drafts_those_of_the_first_are_taken() -> None:
 
 
 def test_only_the_first_drafts_are_compared() -> None:
-    """A row seldom has more than COMPARED drafts."""
+    """Only the first COMPARED drafts are compared, because a row seldom has more."""
     free, head, _, drafter = three()
     seq = sequence()
     free.known, head.known = {seq: (0.9,) * 16}, {seq: (0.95,) * COMPARED}

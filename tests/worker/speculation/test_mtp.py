@@ -57,7 +57,7 @@ def test_a_row_that_is_not_ready_has_no_drafts() -> None:
 
 
 def test_chances_of_each_depth_are_learned() -> None:
-    """Drafts after the first wrong one do not change the chances."""
+    """Drafts after the first wrong draft do not change the chances."""
     drafter, seq = MtpDrafter(Counting()), sequence()
     for _ in range(60):
         first, *_ = proposed(drafter, seq, 3)

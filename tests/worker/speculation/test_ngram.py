@@ -40,7 +40,7 @@ def test_what_followed_the_same_tokens_in_the_prompt_is_proposed() -> None:
 
 
 def test_a_changed_token_is_passed_over() -> None:
-    """If an answer repeats the prompt but for one token, drafts go on after that token."""
+    """If an answer repeats the prompt except for one token, drafts continue after that token."""
     drafter, seq = NgramDrafter(), sequence([*range(100, 140)])
     followed(drafter, seq, [110, 111, 112, 113, 7])
     assert proposed(drafter, seq, 3) == (115, 116, 117)
@@ -57,7 +57,10 @@ def test_the_newest_of_the_longest_matches_is_followed() -> None:
 
 
 def test_right_drafts_raise_the_chances_and_wrong_ones_lower_them() -> None:
-    """The chances of the stream and, more slowly, of all streams; by the length of the match."""
+    """Drafts change the chances of their stream and, more slowly, of all streams.
+
+    There are chances for each class of lengths of the match.
+    """
     drafter, seq = NgramDrafter(), sequence([*range(100, 200)])
     followed(drafter, seq, [110, 111, 112])
     assert drafter.chances(seq, 3) == (0.25, 0.25, 0.45)

@@ -60,7 +60,7 @@ def test_the_newest_of_equal_matches_is_found() -> None:
 
 
 def test_a_match_is_found_anywhere_in_a_long_stream() -> None:
-    """Also if thousands of shorter matches follow it."""
+    """The longest match is found even if thousands of shorter matches follow it."""
     stream = StreamTokens()
     wanted = [*range(1000, 1000 + MAX_MATCH + 8)]
     stream.extend([*range(900), *wanted, *(9, *wanted[-3:]) * 3000, *wanted])

@@ -171,7 +171,7 @@ def test_now_and_then_a_step_without_drafts_shows_what_it_costs() -> None:
 
 
 def test_drafts_end_when_they_turn_out_to_cost_more_than_they_give() -> None:
-    """Drafts are tried again now and then, and go on if they then pay."""
+    """Drafts are tried again now and then, and continue if they save time by then."""
     scene = Scene(4, 0.9, lambda checked, drafts: 0.0025 * drafts)
     found = scene.run(256)
     assert 0 < sum(map(bool, found)) <= 6 and max(found) <= 4 * FIRST_DRAFTS
@@ -214,7 +214,10 @@ def test_a_trial_comes_when_its_cost_is_a_small_share_of_the_steps(line: float, 
 
 
 def test_where_steps_wait_for_drafts_a_search_looks_at_all_rows() -> None:
-    """The search time of a step suffices for one row only, but drafts of one row do not pay."""
+    """The bound of search time alone would allow a search for one row.
+
+    But drafts pay only if several rows have them.
+    """
     scene = Scene(16, 0.9, lambda checked, drafts: STEP, follow=0.01 * STEP, ahead=True)
     scene.run(1024)
     assert sum(map(bool, scene.run(2 * PLAIN_INTERVAL))) > PLAIN_INTERVAL
@@ -231,7 +234,10 @@ def test_steps_without_drafts_are_measured_before_the_first_ones(rows: int) -> N
 
 
 def test_a_slow_first_step_of_many_drafts_does_not_forbid_fewer_for_ever() -> None:
-    """Four drafts of eight rows gain too little, 120 drafts pay; their first step is slow."""
+    """The first step with 120 drafts is slow, the later ones pay.
+
+    Four drafts of eight rows would gain too little.
+    """
     checks = itertools.count()
 
     def cost(checked: int, drafts: int) -> float:
@@ -251,7 +257,10 @@ def test_looks_that_were_in_vain_do_not_put_later_trials_off() -> None:
 
 
 def test_a_search_is_no_part_of_what_a_step_takes_without_drafts() -> None:
-    """Searches find no drafts, and each takes the time of a step."""
+    """The searches find no drafts, and each takes the time of a step.
+
+    This time does not count in the time of steps without drafts.
+    """
     scene = Scene(2, 0.0, follow=STEP / 2, ahead=True)
     scene.run(2000)
     assert scene.drafter.followed
@@ -274,7 +283,7 @@ def test_a_share_of_what_drafts_gain_is_saved_for_searches() -> None:
 
 
 def test_a_long_search_beside_drafts_is_paid_for() -> None:
-    """The batch has rows that pay, and a row whose search takes the time of ten steps."""
+    """The batch has rows whose drafts pay, and a row whose search takes the time of ten steps."""
     scene = Scene(2, 0.95)
     scene.run(50)
     slow = sequence()
@@ -387,7 +396,7 @@ def test_most_steps_pass_by_where_no_draft_pays() -> None:
 
 
 def test_drafts_that_were_waited_for_in_vain_are_not_wanted_for_a_while() -> None:
-    """The passes in flight were collected for drafts, but gave other tokens than expected.
+    """Passes in flight were collected for drafts, but gave other tokens than the drafts expected.
 
     Each such failure doubles the number of steps until the next attempt.
     """
@@ -407,7 +416,7 @@ def test_drafts_that_were_waited_for_in_vain_are_not_wanted_for_a_while() -> Non
 
 
 def test_the_time_of_drafts_that_were_made_in_vain_is_taken_from_no_later_step() -> None:
-    """The step for which the drafts were made is not measured."""
+    """The step for which the drafts were made is not measured; later steps keep their times."""
     scene = Scene(1, 0.95)
     speculator, row = scene.speculator, scene.rows[0]
     for _ in range(4):

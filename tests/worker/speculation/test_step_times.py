@@ -41,7 +41,7 @@ def test_plain_steps_are_those_measured_with_as_many_rows() -> None:
 
 
 def test_slow_steps_change_nothing_until_most_are_slow() -> None:
-    """Both for steps with drafts and for steps without."""
+    """This holds for steps with drafts and for steps without drafts."""
     times = StepTimes()
     for _ in range(NEWEST):
         times.observe(1, 0, 0.020)
@@ -64,7 +64,11 @@ def test_a_step_whose_time_is_not_that_of_its_kind_changes_nothing() -> None:
 
 
 def test_costs_of_numbers_of_drafts_are_learned_and_lie_between_those_measured() -> None:
-    """A draft above the measured number costs as much as a measured one, or the guessed time."""
+    """Between measured numbers of drafts the cost is interpolated.
+
+    Beyond them each further draft is assumed to cost as much as the measured drafts. If passes are
+    submitted ahead, it is assumed to cost the time of the cost model.
+    """
     for ahead, further in ((False, 0.0265), (True, 0.025)):
         times = StepTimes(ahead=ahead)
         for _ in range(5):
@@ -79,7 +83,7 @@ def test_costs_of_numbers_of_drafts_are_learned_and_lie_between_those_measured()
 
 
 def test_numbers_of_rows_are_apart() -> None:
-    """Each power of two is measured apart: the cost of one row does not predict that of eight."""
+    """Each power of two is measured separately: one row's cost does not predict that of eight."""
     times = StepTimes()
     for rows in (1, 8):
         times.observe(rows, 0, STEP)
@@ -91,7 +95,7 @@ def test_numbers_of_rows_are_apart() -> None:
 
 
 def test_a_number_of_drafts_that_is_slower_than_the_others_is_known_as_such() -> None:
-    """For example, a device uses another kernel from some number of lines on."""
+    """A device may use another, slower kernel from some number of inputs on."""
     times = StepTimes()
     for _ in range(40):
         times.observe(1, 0, 0.010)
@@ -132,7 +136,10 @@ def test_a_machine_that_becomes_slower_slows_both_kinds_of_steps() -> None:
 
 
 def test_what_the_steps_behind_drafts_take_more_is_a_cost_of_the_drafts() -> None:
-    """If passes are submitted ahead, only later steps show the time of steps without drafts."""
+    """If passes are submitted ahead, the steps right after a step with drafts are slower, too.
+
+    Their extra time, compared with later plain steps, counts as a cost of the drafts.
+    """
     times = StepTimes(ahead=True)
     times.observe(1, 0, STEP)
     for _ in range(2):  # the first known cost is used at once
@@ -149,7 +156,7 @@ def test_what_the_steps_behind_drafts_take_more_is_a_cost_of_the_drafts() -> Non
 
 
 def test_drafts_behind_which_no_step_is_measured_cost_what_their_own_steps_took() -> None:
-    """The time of a later, disturbed step does not count as their cost."""
+    """Only the time of the steps with drafts counts, not that of the disturbed steps after them."""
     times = StepTimes(ahead=True)
     times.observe(1, 0, STEP)
     for _ in range(2 * NEWEST):

@@ -303,7 +303,7 @@ class OnCpu(CountingEngine):
 def test_a_worker_adjusts_threads_before_its_steps(
     yields: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless the engine does not allow it, see Engine.yields_cores."""
+    """With `yields` false the engine keeps its threads, see Engine.yields_cores."""
     fake = Fake(2)
     one = CpuThreads(fake, 2)
     monkeypatch.setattr("mlxpool.worker.compute.thread.process_cpu_threads", lambda: one)

@@ -177,7 +177,10 @@ def test_the_machines_key_changes_with_our_code(
 def test_any_name_and_a_link_to_nothing_have_a_place_in_our_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file name may contain any bytes; editors leave broken links beside a file in use."""
+    """The digest of our source also covers file names with any bytes, and broken links.
+
+    Editors leave broken links beside a file in use.
+    """
     module = tmp_path / os.fsdecode(b"caf\xe9") / "__init__.py"
     module.parent.mkdir()
     module.with_name(".#layers.py").symlink_to("me@here.1:2")

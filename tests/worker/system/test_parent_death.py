@@ -23,7 +23,7 @@ def struck(worker: WorkerProcess) -> bool:
 
 @pytest.mark.parametrize(("fault", "words"), [("gil", "_sleep_in"), ("lock", "_lock")])
 def test_a_stuck_worker_shows_its_stacks(tmp_path: Path, fault: str, words: str) -> None:
-    """With `gil`, no Python code of that process can run."""
+    """The dump works even with the fault `gil`, which stops all Python code of the process."""
     with WorkerProcess(tmp_path, fault=fault, fault_at=2) as worker:
         worker.welcome(1)
         worker.work(1, max_tokens=9)
@@ -49,7 +49,7 @@ def test_sigterm_ends_a_worker_whose_compute_thread_is_stuck(tmp_path: Path, fau
 
 @pytest.mark.parametrize("place", ["decode", "accept"])
 def test_the_end_of_stdin_ends_a_worker_even_a_stuck_one(tmp_path: Path, place: str) -> None:
-    """With the fault in `accept` the main thread itself hangs."""
+    """With the fault in `accept` it is the main thread that hangs."""
     with WorkerProcess(tmp_path, fault="lock", fault_in=place) as worker:
         worker.welcome(1)
         worker.work(1)
@@ -61,7 +61,7 @@ def test_the_end_of_stdin_ends_a_worker_even_a_stuck_one(tmp_path: Path, place: 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a feature of Linux")
 def test_the_kernel_ends_a_worker_with_its_parent(tmp_path: Path) -> None:
-    """Its stdin stays open, so only the kernel can end it."""
+    """The worker's stdin stays open, so only the kernel can end the worker."""
     child = tmp_path / "child.py"
     child.write_text(
         textwrap.dedent("""

@@ -36,7 +36,7 @@ def test_it_works() -> None:
 
 @pytest.mark.parametrize("size", [1, 4096])
 def test_uploads_have_the_numbers_of_the_host(size: int) -> None:
-    """Also tests arrays that exceed the memory, and a pass that is not evaluated yet."""
+    """Also tests arrays larger than the reused memory, and a pass that is not evaluated yet."""
     uploads = Uploads(size)
     for _ in range(2 * SETS):
         uploads.begin()

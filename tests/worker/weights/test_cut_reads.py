@@ -1,4 +1,4 @@
-"""Parts of tensors are read from files without the rest."""
+"""Parts of tensors are read from files without reading the other parts."""
 
 from __future__ import annotations
 

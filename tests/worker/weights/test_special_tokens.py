@@ -74,7 +74,10 @@ def notes(path: Path, config: Any = None, **files: Any) -> str:
 
 
 def test_files_that_agree_have_no_notes(tmp_path: Path) -> None:
-    """As in Qwen, one of two end tokens is also the end in the tokenizer's files."""
+    """Files agree if one of two end tokens is also the end token of the tokenizer's files.
+
+    Qwen's files are like this.
+    """
     ends = {"eos_token_id": [7, 2]}
     settings = {"eos_token": "<|im_end|>", "chat_template": "{{ x }}<|im_end|>"}
     assert notes(tmp_path, ends, generation_config=ends, tokenizer_config=settings) == ""

@@ -1,4 +1,4 @@
-"""Lines of input files that are not requests, or have an unusual form, and their faults."""
+"""Lines of input files: lines of unusual form, and errors for lines that are not requests."""
 
 from __future__ import annotations
 

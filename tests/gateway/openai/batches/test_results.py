@@ -24,7 +24,7 @@ from mlxpool.gateway.openai.batches.results import result_line
 def test_answers_that_are_numbers_are_made_in_another_thread(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such an answer may have 256 vectors, whose conversion takes a fraction of a second."""
+    """Converting such an answer takes a fraction of a second: it may have 256 vectors."""
     threads: list[int] = []
 
     def made(*_: Any) -> tuple[bool, bytes]:

@@ -20,7 +20,7 @@ SIZE, ENTRIES, ROWS = 4, 8, 3
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_device_has_the_tables_of_the_rows_of_a_pass(seed: int, on_cuda: bool) -> None:
-    """Each step simulates a forward pass: rows enter, grow, share blocks, rewind or leave."""
+    """Simulates forward passes, before which rows enter, grow, share blocks, rewind or leave."""
     draw = random.Random(seed)
     store = BlockStore(BlockPool(200), SIZE, 1, lambda source, target: None)
     uploads = Uploads()

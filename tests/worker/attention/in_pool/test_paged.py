@@ -201,7 +201,7 @@ def answer(slow: ModelEngine, seq: Sequence) -> list[int]:
 
 
 def test_prompts_read_in_one_pass_decode_beside_others(loaded: LoadedModel) -> None:
-    """Prompts may be released before their first token, or fail and be read again."""
+    """Some prompts are released before their first token, or fail and are read again."""
     engine, slow = engine_of(loaded, "pool"), engine_of(loaded, "rows", "off")
     prompts = [tuple((5 * n + n * n * salt) % 256 for n in range(20 * salt)) for salt in (1, 2, 3)]
     rows = [greedy(prompts[0][::-1])]

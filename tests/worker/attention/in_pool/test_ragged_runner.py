@@ -1,4 +1,4 @@
-"""Passes over the same decoding rows get the same input numbers as passes built from scratch."""
+"""Passes over the same decoding rows get the same input numbers as passes that are built anew."""
 
 from __future__ import annotations
 
@@ -163,7 +163,10 @@ def test_a_pass_is_begun_in_parts_while_no_row_decodes(monkeypatch: pytest.Monke
 @pytest.mark.usefixtures("no_device")
 @pytest.mark.parametrize("seed", range(6))
 def test_passes_over_the_same_rows(seed: int) -> None:
-    """A runner gets the same object `spans` again while the same rows decode."""
+    """While the same rows decode, a runner gets the same object `spans` again.
+
+    Its input numbers equal those of a runner that always gets a new object.
+    """
     again, anew = both = Passes(), Passes()
     spans: list[RowSpan] = []
     repeated = 0

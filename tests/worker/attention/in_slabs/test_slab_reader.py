@@ -44,7 +44,7 @@ def filled(slabs: Slabs, length: int, draw: np.random.Generator) -> SlabRow:
 def test_rows_attend_together_as_alone(
     lengths: list[int], counts: list[int], left: bool, softcap: float, kv: str, seed: int
 ) -> None:
-    """New tokens may begin blocks; blocks between those of the rows are free or of other rows."""
+    """New tokens may begin new blocks; blocks in between are free, or belong to other rows."""
     draw = np.random.default_rng(seed)
     shape = SHAPES[kv]
     slabs = Slabs(shape, 4)

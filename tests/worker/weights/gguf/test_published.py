@@ -163,7 +163,10 @@ def test_smollm2_knows_the_capital_of_france(smollm2: Published) -> None:
 
 
 def test_gemma_in_k_types_is_as_good_as_its_numbers(gemma3: Published) -> None:
-    """Nine of the model's weights are Q6_K and are rounded again; all others are exact."""
+    """Nine weights of the model are Q6_K, and are rounded a second time.
+
+    All other weights are exact.
+    """
     difference, equal = largest_difference(gemma3, STORED["gemma3"])
     assert equal > 0.9 and difference < 0.03
     assert gemma3.folder.bos_token == "<bos>" and 106 in gemma3.folder.eos_ids
