@@ -22,7 +22,7 @@ MASKED_SCORE = -1e30  # finite, so that fully masked blocks give no NaN
 def exact_attention(
     q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, window: int = 0
 ) -> mx.array:
-    """Computes dot_product.causal_attention; the bits do not depend on batch or chunk."""
+    """Attends as dot_product.causal_attention does, but no bit depends on batch or chunk."""
     if scores.sinks is not None or window:
         raise NotImplementedError("no model with sinks or windows is deterministic")
     count, heads, size = q.shape
@@ -41,7 +41,8 @@ def _mask(start: int, tiles: int, each: int, length: int) -> mx.array:
     """Returns the mask [tiles, 1, B, TILE_ROWS * each, KV_BLOCK_TOKENS].
 
     A number of the mask is 0 if the query may attend to the key, else MASKED_SCORE. The first query
-    belongs to token `start`; the blocks have `length` tokens.
+    belongs to token `start`. `each` query heads share a key head. The keys of the B blocks belong
+    to `length` tokens.
     """
     blocks = -(-length // KV_BLOCK_TOKENS)
     places = mx.arange(blocks * KV_BLOCK_TOKENS).reshape(1, 1, blocks, 1, KV_BLOCK_TOKENS)
@@ -61,7 +62,7 @@ def _blocks(array: mx.array) -> mx.array:
 def _attend_blocks(
     queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array, cap: float
 ) -> mx.array:
-    """Returns [tiles, KV, queries, D]: the softmax averages of the blocks, combined."""
+    """Returns the outputs [tiles, KV, queries, D], combined from the outputs of the blocks."""
     scores = apply_softcap(queries @ keys.swapaxes(-1, -2), cap) + mask
     shares = mx.softmax(scores, axis=-1)
     # The greatest share is 1 / sum(exp(score - max)), so `sums` is log(sum(exp(score))).

@@ -95,14 +95,17 @@ def _queries_per_part(length: int, heads: int) -> int:
 
 
 def pairs_in_memory(shape: RowShape, pairs: int) -> int:
-    """Returns the most query-key pairs with scores in memory, for a step of `pairs` pairs."""
+    """Returns how many scores are in memory together at most.
+
+    `pairs`: the pairs of a query and a key in the step. On a CPU a long step is computed in parts.
+    """
     if on_gpu() or any(isinstance(cache, LatentSpec) for cache in shape.caches):
         return pairs  # keys and values expanded from a latent cache grow with the tokens
     return min(pairs, MAX_PARTS_IN_FLIGHT * max(MAX_CPU_PAIRS, MIN_CPU_QUERIES * shape.capacity))
 
 
 def _fused(q: mx.array, values: mx.array, scores: ScoreParams) -> bool:
-    """Returns True if MLX's fused GPU kernel attends; it never stores the scores."""
+    """Returns True if MLX's fused GPU kernel computes the attention, without storing scores."""
     size = q.shape[-1]
     return on_gpu() and not scores.softcap and size == values.shape[-1] and size in FUSED_HEAD_SIZES
 
@@ -126,7 +129,7 @@ def _attend_part(
 
 
 def _pads(q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, window: int) -> bool:
-    """Returns True if cuDNN attends, so that lengths are padded, see `pad_to_blocks`."""
+    """Returns True if cuDNN computes the attention; `pad_to_blocks` then pads the lengths."""
     masked = bool(window) and keys.shape[2] > window
     served = q.shape[0] > 1 and not masked and scores.sinks is None
     return served and mx.cuda.is_available() and _fused(q, values, scores)
@@ -156,7 +159,10 @@ def pad_to_blocks(
 
 
 def padded_lengths(start: int, count: int) -> tuple[int, int, int]:
-    """Returns the padding before `count` queries at `start`, and both padded lengths."""
+    """Returns the padding before the queries, and the padded lengths of queries and keys.
+
+    The `count` queries belong to the tokens from `start` on.
+    """
     block = PLAN_BLOCK if start + count <= LONG_ROW else LONG_PLAN_BLOCK
     before = start % block
     whole = -(-(before + count) // block) * block
@@ -173,7 +179,7 @@ def _mask(count: int, length: int, window: int) -> mx.array | str | None:
 
 
 def _mask_array(mask: mx.array | str | None, count: int, length: int) -> mx.array | None:
-    """Returns a result of `_mask` as an array."""
+    """Converts a result of `_mask` to an array; None: no mask."""
     if isinstance(mask, str):
         return mx.arange(length)[None] <= mx.arange(length - count, length)[:, None]
     return mask

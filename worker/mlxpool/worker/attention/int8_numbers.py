@@ -13,7 +13,7 @@ NUMBER_DTYPES = {Numbers.INT8: mx.int8, Numbers.SCALE: SCALES}  # others have th
 
 
 def dtype_of(numbers: Numbers, model: mx.Dtype) -> mx.Dtype:
-    """Returns the dtype of stored numbers of a model that computes in the dtype `model`."""
+    """Returns the dtype in which `numbers` are stored; `model`: the dtype of the computation."""
     return NUMBER_DTYPES.get(numbers, model)
 
 

@@ -87,19 +87,19 @@ class Layout:
         return None
 
     def blocks_of(self, row: Any) -> int:
-        """Returns the number of a row's blocks that are not free; 0 if rows share no blocks."""
+        """Returns the number of blocks that a row uses; 0 if rows share no blocks."""
         return 0
 
     def left(self, rows: Iterable[CacheRow], whole: int) -> int:
-        """Returns the bytes of a capacity of `whole` bytes that `rows` do not use."""
+        """Returns the bytes that `rows` do not use, of a capacity of `whole` bytes."""
         return whole - sum(max(0, row.nbytes - self._fixed) for row in rows)
 
     def kv_bytes(self, rows: Iterable[CacheRow]) -> tuple[int, int]:
-        """Returns the bytes of all `rows`, and the bytes allocated for rows and unused."""
+        """Returns the bytes that `rows` use, and the allocated bytes that no row uses."""
         return sum(row.nbytes for row in rows), 0
 
     def reserve(self, row: Any, tokens: int) -> None:
-        """Allocates a row's memory for `tokens` tokens, if writes do not allocate memory."""
+        """Allocates a row's memory for `tokens` tokens; does nothing if writes allocate memory."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -110,10 +110,10 @@ class Layout:
         """Sets the most drafts that the rows of a pass check together; 0: no drafts."""
 
     def whole_passes(self) -> AbstractContextManager[None]:
-        """Returns a context in which a pass begins only when it is evaluated, with all its memory.
+        """Returns a context in which the device begins a pass only when the pass is evaluated.
 
-        Outside of the context the device may begin a pass, and free memory, while the pass is
-        built.
+        Outside of the context the device may begin a pass, and free a part of its memory, while the
+        host builds the pass.
         """
         return nullcontext()
 
@@ -141,9 +141,10 @@ class Layout:
     ) -> PassOutput:
         """Builds one pass over inputs `ids` [T] and advances the rows.
 
-        Computes nothing yet, or begins the pass, see `whole_passes`. A negative id -1 - r means
-        element r of `drawn`. `wanted`: the numbers of spans with results, see RowSpan: first spans
-        with logits of one token, then of several tokens, then spans with hidden states.
+        The pass is computed later; outside of `whole_passes` the device may begin it now. A
+        negative id -1 - r means element r of `drawn`. `wanted`: the numbers of spans with results,
+        see RowSpan. In `wanted`, spans with logits of one token come first, then spans with logits
+        of several tokens, then spans with hidden states.
         """
         inputs = self._upload(np.array(ids, dtype=np.int32))
         if drawn is not None:

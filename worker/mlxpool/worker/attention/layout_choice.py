@@ -20,9 +20,9 @@ def choose_layout(
 ) -> tuple[str, RowShape]:
     """Returns the name of the layout and its row shape.
 
-    If `name` is None: a pool on a CUDA GPU, slabs on a CPU, and rows for models that support
-    neither. A model with windows gets a pool only if our kernels compute its attention, see
-    kernels/ragged_attention.py: MLX's operations would copy whole rows.
+    If `name` is None, the layout is a pool on a CUDA GPU, slabs on a CPU, and rows for models that
+    neither supports. A model with windows gets a pool only if our kernels compute its attention,
+    see kernels/ragged_attention.py: MLX's operations would copy whole rows.
     """
     if name is None:
         name = "rows"

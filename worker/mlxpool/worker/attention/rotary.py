@@ -49,7 +49,7 @@ class RotaryEmbedding:
         return self.by_kernel(x, rope) if fused else self.by_table(x, rope)
 
     def turns(self, rope: Rope) -> RopeTables:
-        """Returns the tables of cosines and sines for a kernel that also rotates."""
+        """Returns the cosines and sines of all tokens, for kernels that rotate and do more."""
         if rope not in self._tables and makes_tables():
             frequencies = mx.array(frequencies_of(rope))
             self._tables[rope] = rope_tables(self._positions, frequencies, rope.scale, rope.gain)
@@ -129,13 +129,13 @@ def frequencies_of(rope: Rope) -> npt.NDArray[np.float32]:
 
 
 class WithoutImages:
-    """The part of ForwardBatch about images, for passes over texts alone."""
+    """The methods of ForwardBatch for images, in passes without images."""
 
     image_layers = 0
     sees_images: mx.array | None = None
 
     def attend_images(self, layer: int, q: mx.array, scores: ScoreParams) -> mx.array:
-        """Raises NotImplementedError; not called for a batch that sees no images."""
+        """Raises NotImplementedError; models do not call it for a batch that sees no images."""
         raise NotImplementedError
 
     def with_images(self, x: mx.array) -> mx.array:
@@ -220,7 +220,7 @@ class DecodingRows(RotateThenAttend):
     def attend_latent(
         self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
-        """Raises NotImplementedError with the reason `no_states`; a subclass may override it."""
+        """Raises NotImplementedError with the reason `no_states`; a subclass may replace it."""
         raise NotImplementedError(self.no_states)
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:

@@ -166,7 +166,8 @@ class RowBatch(RotateThenAttend):
     def _read(self, held: Arrays, parts: Sequence[mx.array]) -> Arrays:
         """Returns the numbers in a span's stored arrays.
 
-        They are read only after the last of the attention outputs `parts`, to bound the memory.
+        The arrays are read only after the last of the attention outputs `parts` is computed, to
+        bound the memory.
         """
         return self._shape.read(self._shape.held_after(held, parts[-1]) if parts else held)
 
@@ -290,7 +291,7 @@ class RowBatch(RotateThenAttend):
         return self.lines_after(layer, self._states.recur(layer, lines, scan))
 
     def done(self) -> None:
-        """Advances the rows after the last layer has written."""
+        """Advances the rows; called after the last layer has written."""
         for span in self.spans:
             span.row.advance(span.count)
 

@@ -122,7 +122,7 @@ class WindowLayer:
             self._append(part)
 
     def trim(self, offset: int, to: int) -> None:
-        """Removes the tokens [to, offset): one token, or more if no token was dropped yet."""
+        """Removes the tokens [to, offset): one token, or any number if no token was dropped yet."""
         self._last = max(self._first, self._last - (offset - to))
 
     def _append(self, new: Arrays) -> Arrays:
@@ -159,7 +159,7 @@ class WindowLayer:
 
 
 class StateLayer:
-    """The cache of a recurrent layer: the state after all tokens, and before each recent step.
+    """The cache of a recurrent layer: the state after all tokens, and states before recent steps.
 
     A state has its own arrays, or is a line of an array that the rows of a pass share. The empty
     tuple is the initial state.
@@ -215,7 +215,7 @@ class StateLayer:
             del self._before[next(iter(self._before))]
 
     def settle(self) -> None:
-        """Drops all earlier states: the row will not be trimmed to them."""
+        """Drops all earlier states; the row cannot be trimmed to these states any more."""
         self._before = {}
 
     def own(self) -> list[mx.array]:
@@ -260,10 +260,10 @@ class RowCache:
         self.layers = [_layer(cache, shape) for cache in shape.caches]
 
     def write(self, layer: int, *new: mx.array) -> Arrays:
-        """Writes arrays [1, heads, n, size] after `offset` tokens.
+        """Writes arrays [1, heads, n, size] after `offset` tokens; does not change `offset`.
 
         Returns the stored arrays of all tokens that the new tokens see; `RowShape.read` converts
-        them. After the last layer, `advance` moves `offset`.
+        these arrays. The caller calls `advance` after the last layer.
         """
         return self._tokens(layer).write(self.offset, new)
 
@@ -274,7 +274,7 @@ class RowCache:
     def put(self, layer: int, parts: Sequence[Arrays], capacity: int) -> None:
         """Copies parts from `part` into an empty row, with space for `capacity` tokens.
 
-        `advance` moves `offset`.
+        Does not change `offset`; the caller calls `advance`.
         """
         assert self.offset == 0, "only an empty row is filled"
         self._tokens(layer).put(parts, capacity)

@@ -1,6 +1,6 @@
 """The prefix-cache store of rows with their own arrays (Metal, CPU), which copies tokens.
 
-`fill` copies the cached path into a new row. `keep` copies new tokens out of a row. So cached
+`fill` copies a cached prefix into a new row. `keep` copies new tokens out of a row. So cached
 prefixes never share memory with rows.
 """
 
@@ -37,7 +37,7 @@ Kept = tuple[Arrays, ...]  # keys and values [1, KV, n, D] of each FullCache lay
 
 
 class LayerStates(Struct, frozen=True):
-    """The snapshot of the layers that are not FullCache, after `end` tokens."""
+    """A snapshot, after `end` tokens, of the layers whose kind is not FullCache."""
 
     end: int
     layers: tuple[Arrays, ...]
@@ -61,7 +61,10 @@ class RowStore(Generic[R]):
         row.release()
 
     def rewind(self, row: R, to: int) -> bool:
-        """Trims the row to `to` tokens; if a layer cannot, does nothing and returns False."""
+        """Trims the row to `to` tokens; returns False if a layer cannot be trimmed.
+
+        In this case the row does not change.
+        """
         if not all(can_rewind(kind, row.offset, to) for kind in self._kinds):
             return False
         row.trim(to)
@@ -129,11 +132,11 @@ class RowStore(Generic[R]):
         return joined
 
     def free(self, held: Kept) -> None:
-        """Subtracts the bytes of a cached piece, which the caller drops."""
+        """Subtracts the bytes of a cached piece from `nbytes`; the caller drops the piece."""
         self.nbytes -= sum(_nbytes(arrays) for arrays in held)
 
     def free_state(self, state: LayerStates) -> None:
-        """Subtracts the bytes of a snapshot, which the caller drops."""
+        """Subtracts the bytes of a snapshot from `nbytes`; the caller drops the snapshot."""
         self.free(state.layers)
 
     # ---- the disk tier, see stored_arrays.py -----------------------------------------------------
@@ -239,7 +242,7 @@ def _owned(arrays: Arrays) -> Arrays:
 
 
 def _evaluate(*arrays: Arrays) -> None:
-    """Computes the copies now; on a GPU without waiting for the step in flight.
+    """Computes the copies now; on a GPU does not wait for the computation.
 
     An unevaluated copy refers to its source. MLX would then copy the source before the next write.
     """

@@ -21,7 +21,8 @@ Ids: TypeAlias = Sequence[int] | npt.NDArray[np.int32]  # the ids of a pass's in
 class ImageLines(Struct, frozen=True):
     """The tokens [begin, end) of a span that are inputs of one image.
 
-    `features` [1 + L, n, d]: see SeeingModel.encode_image. `group`: the tokens attend both ways.
+    `features` [1 + L, n, d]: see SeeingModel.encode_image. `group`: every token of the image
+    attends to all its tokens, also to later tokens.
     """
 
     begin: int
@@ -149,7 +150,10 @@ def is_plain_decode(spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
 def singles_first(
     spans: Sequence[RowSpan], ids: mx.array, wanted: Sequence[int]
 ) -> tuple[Sequence[RowSpan], mx.array, Sequence[int]]:
-    """Moves the spans of one token to the front, with their `ids` [T] and `wanted` numbers."""
+    """Moves the spans of one token to the front; returns spans, ids and wanted numbers.
+
+    `ids` [T] follow their spans. `wanted` has the new numbers of the same spans.
+    """
     order = sorted(range(len(spans)), key=lambda number: spans[number].count > 1)
     if order == list(range(len(spans))):
         return spans, ids, wanted

@@ -86,9 +86,10 @@ def settle(rows: Iterable[RowCache]) -> None:
 
 
 def keep_alone(row: RowCache) -> list[mx.array]:
-    """Leaves a row only its newest states, in its own arrays: no pass will compute the row.
+    """Drops a row's states except the newest, and copies these out of shared arrays.
 
-    Returns the arrays to evaluate.
+    Called for a row that may stay in the prefix cache after its sequence. Returns the arrays to
+    evaluate.
     """
     settle([row])
     return [array for layer in row.state_layers() for array in layer.own()]
@@ -141,5 +142,5 @@ def sources_of(
 
 
 def _starts(counts: Iterable[int]) -> list[int]:
-    """Returns the start of each of several consecutive runs of these lengths, and the last end."""
+    """Returns the starts of consecutive runs with these lengths, and the end of the last run."""
     return [0, *accumulate(counts)]

@@ -60,9 +60,9 @@ class PortableStore(Protocol[E, S]):
     """The methods that a prefix store needs for the disk tier, besides those of prefix/store.py."""
 
     def stored(self, parts: Sequence[Part[E]]) -> list[DeviceArray]:
-        """Returns the arrays of the tokens of one block of 256, from neighbouring parts.
+        """Returns the arrays of the tokens of one block, from neighbouring parts.
 
-        Submits their evaluation. Later changes of the parts do not change the arrays.
+        Submits the evaluation of the arrays. Later changes of the parts do not change the arrays.
         """
 
     def stored_state(self, state: S) -> list[DeviceArray]:

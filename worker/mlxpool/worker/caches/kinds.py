@@ -42,7 +42,7 @@ class LayeredRow(Protocol[A]):
         """Frees the memory of the row."""
 
     def arrays(self) -> list[A]:
-        """All arrays of the row."""
+        """Returns all arrays of the row."""
 
 
 class RecurrentRow(LayeredRow[A], Protocol[A]):

@@ -21,8 +21,8 @@ def window_capacity(window: int, chunk: int) -> int:
 class KeyValueSpec(Struct, frozen=True):
     """The cache of a layer: keys [heads, key_dim] and values [heads, value_dim] of each token.
 
-    With a `window` a token sees `window` tokens, itself included, and older tokens are dropped; 0:
-    a token sees all tokens.
+    If `window` is not 0, a token sees `window` tokens, itself included, and older tokens are
+    dropped. If `window` is 0, a token sees all tokens.
     """
 
     heads: int
@@ -86,7 +86,7 @@ class RecurrentSpec(Struct, frozen=True):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one state."""
+        """The bytes of one state."""
         return 4 * sum(math.prod(shape) for shape in self.shapes)
 
 

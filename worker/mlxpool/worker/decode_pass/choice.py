@@ -20,7 +20,7 @@ from mlxpool.worker.layers.model_plan import Model
 log = logging.getLogger("mlxpool.worker")
 
 MIN_MULTIPROCESSORS = matmul_tiled.FULL_GPU_BLOCKS  # each computes a tile of each product
-STORED_AS_THEY_ARE = 2  # number of a layer's arrays: keys and values, without scales
+STORED_AS_THEY_ARE = 2  # how many arrays a layer has without scales: keys and values
 
 
 def serves(lines: int) -> bool:
@@ -58,7 +58,7 @@ def decode_pass_of(
 
 
 def missing(dtype: mx.Dtype, pools: Sequence[tuple[mx.array, ...]]) -> str:
-    """Returns why the kernel does not support these pools or this device; "": it does."""
+    """Returns why the kernel does not support these pools or this device; "" if it does."""
     if any(len(arrays) != STORED_AS_THEY_ARE for arrays in pools):
         return "keys and values are stored as integers"
     count = device.multiprocessors()

@@ -45,12 +45,12 @@ class PassShape(Struct, frozen=True):
 
     @property
     def queries(self) -> int:
-        """How many numbers the query heads of a line have."""
+        """The size of all queries of a line together."""
         return self.kv_heads * self.group * self.size
 
     @property
     def qkv(self) -> int:
-        """How many numbers the queries, keys and values of a line have."""
+        """The size of all queries, keys and values of a line together."""
         return self.queries + 2 * self.kv_heads * self.size
 
     @property
@@ -65,7 +65,11 @@ class PassShape(Struct, frozen=True):
 
 
 class LayerWeights(Struct, frozen=True):
-    """The weights of a layer. The kernel does not read missing weights; `norm` replaces them."""
+    """The weights of a layer.
+
+    If the layer lacks `bias`, `query_norm` or `key_norm`, the field has the array of `norm` as a
+    placeholder, which the kernel does not read.
+    """
 
     norm: mx.array
     qkv: mx.array
@@ -117,7 +121,7 @@ def weights_of(model: Model, dtype: mx.Dtype) -> PassWeights | str:
 
 
 def unsupported(shape: PassShape) -> str:
-    """Returns why the kernel does not support models of this shape; "": it does."""
+    """Returns why the kernel does not support models of this shape; "" if it does."""
     if shape.dtype not in HALF_DTYPES:
         return f"it computes in {shape.dtype}"
     for rows, columns in shape.products:
@@ -193,7 +197,7 @@ def _layer(layer: object) -> tuple[_LayerKind, LayerWeights] | None:
 
 
 def _dense(layer: object) -> Linear | None:
-    """Returns `layer` if it is a linear layer with a whole, unquantised weight; else None."""
+    """Returns `layer` if it is a Linear, so unquantised, and not batch-invariant; else None."""
     return layer if type(layer) is Linear and not layer.batch_invariant else None
 
 

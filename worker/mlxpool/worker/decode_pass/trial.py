@@ -26,9 +26,9 @@ Floats = npt.NDArray[np.float64]
 
 @cache
 def works(dtype: mx.Dtype) -> bool:
-    """Returns whether the kernel computes right results here, with all thread blocks resident.
+    """Returns whether the kernel's results are right on this device.
 
-    Tries the kernel once; logs a failure.
+    All thread blocks must also be resident. Tries the kernel once; logs a failure.
     """
     return kernel_works("a whole decode pass", lambda: _is_right(dtype))
 

@@ -16,10 +16,10 @@ MAX_PASSES = 16  # compiled functions of a model; 0.7 to 1.5 MB each for six lay
 
 
 class CompileNotice:
-    """A callable for code that is about to compile something; it calls the function `tell`.
+    """A callable for code that is about to compile something; calls the function `tell`.
 
-    `given`: it was called during the current pass; the code that begins a pass sets it to False.
-    `tell` may be replaced.
+    `given`: the notice was called during the current pass; the code that begins a pass sets `given`
+    to False. `tell` may be replaced.
     """
 
     __slots__ = ("given", "tell")
@@ -29,15 +29,15 @@ class CompileNotice:
         self.tell = tell
 
     def __call__(self) -> None:
-        """Calls `tell`: a compilation begins."""
+        """Calls `tell`, because a compilation begins, and sets `given`."""
         self.given = True
         self.tell()
 
 
 class ComputedKinds:
-    """Remembers which kinds of passes were computed: another pass of a kind compiles nothing.
+    """Remembers the kinds of the computed passes: a second pass of a kind compiles nothing.
 
-    The kind of a pass is its constants and shapes. It counts as computed when its first pass
+    The kind of a pass is its constants and shapes. A kind counts as computed when its first pass
     begins. A pass may compile until it is evaluated, so after a failure the kinds of all
     unevaluated passes are new again.
     """
@@ -49,7 +49,7 @@ class ComputedKinds:
         self._begun: list[Hashable] = []  # kinds whose first pass may not be evaluated yet
 
     def is_new(self, kind: Hashable) -> bool:
-        """Returns whether a pass of this kind, which begins now, is the first."""
+        """Records that a pass of this kind begins; returns True if it is the first of its kind."""
         if kind in self._kinds:
             return False
         self._kinds.add(kind)

@@ -45,7 +45,7 @@ def multiprocessors() -> int:
 
 
 def shares_multiprocessors() -> bool:
-    """Returns whether kernels of other processes run at the same time (NVIDIA's MPS)."""
+    """Returns whether kernels of other processes may run at the same time (NVIDIA's MPS)."""
     return bool(_attribute(_MPS_ENABLED))
 
 
@@ -61,9 +61,10 @@ def _attribute(number: int) -> int:
 
 
 def prefill_chunk(configured: int = 0) -> int:
-    """Returns the tokens of a prefill chunk: `configured`; 0: the device's default.
+    """Returns the number of tokens of a prefill chunk.
 
-    Chunks above the default are not faster and delay other requests longer.
+    It is `configured` or, if that is 0, the device's default. Chunks above the default are not
+    faster and delay other requests longer.
     """
     return configured or (GPU_CHUNK if on_gpu() else CPU_CHUNK)
 
@@ -92,7 +93,10 @@ def device_computes() -> bool:
 
 
 def memory_limit(configured: int) -> int:
-    """Returns the memory limit of a worker in bytes; `configured` 0: DEFAULT_MEMORY_SHARE."""
+    """Returns the memory limit of a worker in bytes.
+
+    It is `configured` or, if that is 0, DEFAULT_MEMORY_SHARE of the device's memory.
+    """
     return configured or int(device_memory()[0] * DEFAULT_MEMORY_SHARE)
 
 
@@ -147,10 +151,11 @@ def blas_of(platform: str, preload: str) -> str | None:
 
 
 def worker_chunk(configured: int, sequences: int) -> int:
-    """Returns the tokens of a prefill chunk of a worker; 0: the device's default.
+    """Returns the number of tokens of a worker's prefill chunk; 0 means the device's default.
 
-    It is `configured`, if that is not 0. With the slow reference BLAS it is a small number, but
-    larger than `sequences`, because a step has a token of each sequence.
+    It is `configured`, if that is not 0. Otherwise it is a small number with the slow reference
+    BLAS, and 0 in all other cases. The small number is larger than `sequences`, because a step has
+    a token of each sequence.
     """
     slow = not on_gpu() and blas_of(sys.platform, os.environ.get("LD_PRELOAD", "")) is None
     return configured or (max(SLOW_CHUNK, 2 * sequences) if slow else 0)

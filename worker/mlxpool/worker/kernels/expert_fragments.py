@@ -24,7 +24,7 @@ MAX_MXFP4_SCALE = 128  # E8M0; a larger exponent means 4 and more
 class PackedFormat(Struct, frozen=True):
     """A format of quantised numbers: `bits` each, in groups of `group` with a scale, as in MLX.
 
-    `floats`: mxfp4; otherwise affine, with biases.
+    If `floats` is true, the mode is mxfp4; otherwise it is affine, with biases.
     """
 
     bits: int

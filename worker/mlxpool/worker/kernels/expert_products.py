@@ -73,7 +73,8 @@ class ExpertWeight(Struct, frozen=True):
 class ExpertWeights(Struct, frozen=True):
     """The experts' gates and ups [E, 2 * W, d], gates first, and downs [E, d, W].
 
-    `limit`: above 0: gpt-oss's activation with this limit; 0: silu(gate) * up.
+    If `limit` is above 0, the activation is that of gpt-oss with this limit; if `limit` is 0, it is
+    silu(gate) * up.
     """
 
     gate_up: ExpertWeight
@@ -399,7 +400,10 @@ def _is_right(dtype: mx.Dtype, packed: PackedFormat | None) -> bool:
 
 
 def trial(tokens: int, dtype: mx.Dtype, packed: PackedFormat | None) -> tuple[mx.array, mx.array]:
-    """Returns a mixture by our kernels and MLX's: all tokens choose the second of three experts."""
+    """Returns the result of a mixture by our kernels, and the expected result by MLX.
+
+    All tokens choose the second of three experts.
+    """
     routing = RoutingParams(count=3, chosen=1, sigmoid=True, normed=False)
     hidden, width = 3 * COLUMNS, 2 * COLUMNS
 

@@ -8,8 +8,9 @@ the plan of T tokens with k choices each has the words
 - 4 + C: the experts of the choices [T, k];
 - 4 + 2 * C: the indices of the choices in the order of their experts [C], then, with a shared
   expert, C + t for each token t [T];
-- at the next even word: items, each expert | lines << 16 and the position of the first line in this
-  order. The shared expert has the index E.
+- at the next even word: the items of two words each. The first word is expert | lines << 16, the
+  second word the position of the first line among the ordered indices. The shared expert has the
+  index E.
 """
 
 from __future__ import annotations
@@ -156,9 +157,10 @@ def _plan(
 def item_lines(tokens: int, routing: RoutingParams) -> int:
     """Returns the most lines (token vectors) of a work item.
 
-    If tokens use all experts evenly, nearly every expert has at most this many lines: the mean plus
-    three standard deviations, which are about the mean's square root. So each weight is read once.
-    If experts are used unevenly, fewer weights are read, some again from the cache.
+    The number is the mean of an expert's lines plus three standard deviations; a standard deviation
+    is about the square root of the mean. If tokens use all experts evenly, nearly every expert has
+    at most this many lines, so that each weight is read once. If experts are used unevenly, fewer
+    weights are read, and some of these are read again from the cache.
     """
     mean = tokens * routing.chosen / routing.count
     likely = min(tokens, mean + 3 * mean**0.5, ITEM_LINES[-1])
@@ -233,9 +235,10 @@ def choice_constants(routing: RoutingParams, *, added: bool) -> dict[str, Consta
 
 @cache
 def _counters() -> Any:
-    """Yields zeros to count finished thread blocks; concurrent kernels get other arrays.
+    """Yields arrays of zeros in turn, in which a kernel counts its finished thread blocks.
 
-    The kernel resets its counters to zero. Only one thread of a process computes.
+    So concurrent kernels have different arrays. The kernel resets its counters to zero. Only one
+    thread of a process computes.
     """
     shape = (DEVICE_NUMBERS,)
     counters = [mx.zeros(shape, dtype=mx.int32) for _ in range(COUNTER_ARRAYS)]
@@ -257,7 +260,7 @@ def _kernel_works() -> bool:
 
 
 def _is_right() -> bool:
-    """Returns whether the weights equal MLX's, and whether the items have all choices."""
+    """Returns True if the weights of choices equal MLX's and the items have all choices."""
     routing = RoutingParams(count=40, chosen=3, sigmoid=False, normed=True)
     tokens, choices = 20, 60
     logits = mx.random.normal((tokens, routing.count), key=mx.random.key(1))

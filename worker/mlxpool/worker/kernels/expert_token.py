@@ -35,7 +35,7 @@ FILES = {**CHOICE, "TOKEN_CHOICE": "token_choice.cuh"}
 class TokenMixture(Struct, frozen=True):
     """A mixture of experts with the norm before it, for one token.
 
-    `gate` [E, d] is the router, `added` [E] see RoutingParams. `shared`: gates and ups [2 * W, d]
+    `gate` [E, d]: the router. `added` [E]: see RoutingParams. `shared`: gates and ups [2 * W, d]
     and down [d, W] of an expert for every token.
     """
 
@@ -58,7 +58,7 @@ def supports(
     routing: RoutingParams,
     experts: ExpertWeights,
 ) -> bool:
-    """Returns whether a TokenMixture of these supports x [T, d]; the first call tries it."""
+    """Returns whether a TokenMixture of these parts supports x [T, d]; the first call tries it."""
     weights, sizes = (experts.gate_up, experts.down), (x.shape[1], experts.width)
     biases = [weight.bias for weight in weights if weight.bias is not None]
     dense = [weight.weight for weight in weights if weight.packed is None]
@@ -143,7 +143,7 @@ def _kernel_works(dtype: mx.Dtype, packed: PackedFormat | None) -> bool:
 
 
 def _is_right(dtype: mx.Dtype, packed: PackedFormat | None) -> bool:
-    """Compares the mixture of a token, twice, with the kernels for more tokens."""
+    """Returns True if two launches for a token give the results of the kernels for more tokens."""
     mixture, x = trial(dtype, packed)
     expected = x + by_kernels(mixture, x)
     outputs = [_launch(mixture, x, x, gives_up=True) for _ in range(2)]

@@ -48,8 +48,8 @@ def supports(columns: int, rows: int, dtype: mx.Dtype) -> bool:
 def product(x: mx.array, weight: mx.array, turns: RopeTables | None = None) -> mx.array:
     """Returns x [T, heads, in] times the weight [heads, out, in] of each head: [T, heads, out].
 
-    With `turns`, heads of x are longer: numbers after the first `in` are rotated, and follow the
-    products in the result.
+    With `turns`, a head of x has more than `in` numbers. The further numbers are rotated, and
+    follow the head's products in the result.
     """
     lines, heads, size = x.shape
     _, out, columns = weight.shape
@@ -111,7 +111,10 @@ def _works(dtype: mx.Dtype) -> bool:
 
 
 def _is_right(dtype: mx.Dtype) -> bool:
-    """Compares a product, and rotated numbers, with NumPy: MLX would compile its operations."""
+    """Returns True if a product and rotated numbers equal NumPy's.
+
+    NumPy needs no compilation, which MLX's operations would.
+    """
     lines, heads, columns, half, rng = 11, 2, 2 * COLUMNS, 8, np.random.default_rng(1)
     x, weight = (
         mx.array(rng.normal(size=size).astype(np.float32)).astype(dtype)

@@ -114,8 +114,8 @@ def launch_bounds(threads: int, blocks: int) -> str:
 def source_text(name: str, inputs: Sequence[str]) -> str:
     """Returns a short source that includes `name`.cu: MLX hashes a kernel's source in every step.
 
-    MLX passes the shapes and strides that the source names, so it names all shapes and strides that
-    the file uses.
+    MLX passes only the shapes and strides that a kernel's source names. So the short source names
+    all shapes and strides that the file uses.
     """
     text = (CUDA_FOLDER / f"{name}.cu").read_text(encoding="utf-8")
     words = (f"{each}_{kind}" for each in inputs for kind in ("shape", "strides"))
@@ -159,8 +159,8 @@ def warps_of(pieces: int, most: int) -> int:
 def kernel_works(what: str, trial: Callable[[], bool]) -> bool:
     """Returns whether a kernel compiles here and `trial` returns True; logs a warning if not.
 
-    Inside `kernel_cache.rehearsing`, it only lists the kernels that `trial` calls, and returns
-    True.
+    Inside `kernel_cache.rehearsing` the function only lists the kernels that `trial` calls, and
+    returns True.
     """
     if not mx.cuda.is_available():
         return False

@@ -113,7 +113,7 @@ _rehearsed = False  # whether collected kernels return zeros
 
 @contextmanager
 def collecting() -> Iterator[list[KernelJob]]:
-    """Lists the kernels called inside `with`, without compilation; nothing may be evaluated.
+    """A context in which called kernels are listed, not compiled; nothing may be evaluated in it.
 
     Yields the list, for `compile_together`.
     """
@@ -135,8 +135,8 @@ def is_collecting() -> bool:
 def rehearsing() -> Iterator[list[KernelJob]]:
     """A context like `collecting`, in which listed kernels return zeros.
 
-    So results may be evaluated. Trials run in it only to list the kernels that they call; the
-    caller ignores their results.
+    The zeros may be evaluated. Trials run in the context only to list the kernels that they call;
+    the caller ignores the results of the trials.
     """
     global _rehearsed
     before, _rehearsed = _rehearsed, True
@@ -154,7 +154,7 @@ def is_rehearsing() -> bool:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Compiles the kernels called inside `with`, also inside of `collecting`; for trials."""
+    """A context for trials in which called kernels are compiled, also inside of `collecting`."""
     global _collected
     before, _collected = _collected, None
     try:
@@ -167,8 +167,8 @@ def compile_together(jobs: Iterable[KernelJob], on_progress: Callable[[], None])
     """Compiles kernels to disk in as many processes as there are cores; NVRTC uses one core.
 
     If another worker or rank is compiling a kernel, leaves the kernel to that process, and waits
-    for it at the end. Calls `on_progress` after each kernel. A kernel that fails here is compiled
-    again before its first call.
+    for the process at the end. Calls `on_progress` after each kernel. A kernel that fails here is
+    compiled again before its first call.
     """
     compiler = compiler_here()
     if compiler is None:
@@ -208,9 +208,9 @@ def _missing(jobs: Iterable[KernelJob]) -> dict[Path, tuple[str, str]]:
 def _compile_in_process(
     compiler: nvrtc.Compiler, path: Path, names: tuple[str, str], *, wait: bool
 ) -> bool:
-    """Compiles one kernel to `path`, unless another process compiles it meanwhile.
+    """Compiles one kernel to `path`, unless another process has compiled it meanwhile.
 
-    Without `wait`, returns False if another process is compiling it.
+    If another process is compiling the kernel, waits; without `wait`, returns False instead.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -298,7 +298,7 @@ def with_disk_cache(text: KernelText, make: Callable[[KernelText], Any]) -> Call
 
 @functools.cache
 def build_key() -> str:
-    """Returns a text of all inputs to the machine code, which is part of the file names."""
+    """Returns a text that names everything on which machine code depends; file names contain it."""
     compiler = compiler_here()
     with_what = "" if compiler is None else f"NVRTC {compiler.version} {compiler.architecture}"
     return f"{_texts()} MLX {_mlx()} {with_what}"
@@ -370,7 +370,7 @@ def is_intact(path: Path) -> bool:
 
 
 def _checksum_line(code: bytes) -> bytes:
-    """Returns a checksum line for the list of kernels; MLX ignores this line without a tab."""
+    """Returns a checksum line for the list of kernels; MLX ignores it, because it has no tab."""
     return f"# {hashlib.sha256(code).hexdigest()}\n".encode()
 
 

@@ -98,7 +98,10 @@ def _works(dtype: mx.Dtype) -> bool:
 
 
 def _is_right(dtype: mx.Dtype) -> bool:
-    """Compares a line and a padding line with NumPy: MLX would compile its operations."""
+    """Returns True if the results for a line and for a padding line equal NumPy's.
+
+    NumPy needs no compilation, which MLX's operations would.
+    """
     queries, rank, turned, block, rng = 64, 128, 16, 4, np.random.default_rng(1)
     lines, *gains = (
         mx.array(rng.normal(size=size).astype(np.float32)).astype(dtype)

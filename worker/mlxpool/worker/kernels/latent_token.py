@@ -1,7 +1,7 @@
 """Latent attention (MLA) of one token: the parts before and after the attention, in two kernels.
 
-The first kernel computes the norm, the compressed queries, the latent, which it writes into the
-pool, and the queries in the space of latents. The second kernel computes the output after the
+The first kernel computes the norm, the compressed queries, the queries in the space of latents, and
+the latent; it writes the latent into the pool. The second kernel computes the output after the
 attention.
 """
 
@@ -34,8 +34,8 @@ class LatentTokenWeights(Struct, frozen=True):
     """The dense weights of a layer, of one dtype, and the eps of its norms.
 
     `first` [C + R + D, d], `second` [H * (P + D), C], `keys` [H, R, P], `values` [H, V, R] and
-    `last` [d, H * V]. The compressed queries of a token are C numbers, its latent R + D, the query
-    of each of H heads P + D; RoPE rotates the last D numbers of a latent or a query.
+    `last` [d, H * V]. C is the size of a token's compressed queries, R + D of its latent, and P + D
+    of the query of each of H heads. RoPE rotates the last D numbers of a latent or a query.
     """
 
     gain: mx.array
@@ -190,7 +190,10 @@ def _works(dtype: mx.Dtype) -> bool:
 
 
 def _is_right(dtype: mx.Dtype) -> bool:
-    """Compares both kernels, twice, with NumPy: MLX would compile its operations."""
+    """Returns True if two launches of each kernel equal NumPy's results.
+
+    NumPy needs no compilation, which MLX's operations would.
+    """
     weights, x, read, turns = trial(dtype)
     pool = mx.zeros((1, 1, 4, weights.latent_gain.shape[0] + weights.turned), dtype=dtype)
     slots = mx.array([2], dtype=mx.int32)

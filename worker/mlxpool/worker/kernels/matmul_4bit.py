@@ -71,10 +71,10 @@ def kernel_matmul(
 
 
 def tiles_of(rows: int, sets: int, gated: bool) -> int:
-    """Returns the tiles of weight rows in a thread block.
+    """Returns the number of tiles of weight rows in a thread block.
 
-    It is the largest number in TILES with which the thread blocks occupy the whole GPU, or the
-    smallest.
+    It is the largest number in TILES with which the thread blocks occupy the whole GPU; if there is
+    none, the smallest number that the kernel supports.
     """
     fitting = [n for n in TILES if rows % (ROWS * n) == 0 and n * sets <= MAX_SUMS and n > gated]
     return next((n for n in fitting if rows // (ROWS * n) >= FULL_GPU_BLOCKS), fitting[-1])

@@ -89,10 +89,10 @@ def kernel_matmul(
 
 
 def fragments_of(rows: int, gated: bool) -> int:
-    """Returns the fragments (of 16 weight rows) in a strip, the work of a thread block at a time.
+    """Returns the number of fragments (of 16 weight rows) in a strip.
 
-    It is the largest number in FRAGMENTS with which the strips occupy the whole GPU, or the
-    smallest.
+    A thread block computes one strip at a time. The number is the largest in FRAGMENTS with which
+    the strips occupy the whole GPU; if there is none, the smallest that the kernel supports.
     """
     fitting = [n for n in FRAGMENTS if n > gated]
     enough = (n for n in fitting if rows // (FRAGMENT_ROWS * n) >= BUSY_BLOCKS)
@@ -102,8 +102,9 @@ def fragments_of(rows: int, gated: bool) -> int:
 def integers_of(tokens: int, steps: int, group: int) -> tuple[int, int] | None:
     """Returns the sizes of a kernel that converts tokens to integers, to multiply them faster.
 
-    They are the tokens that the kernel converts, and the steps of 64 columns of each warp. None:
-    the kernel multiplies without conversion, which is as fast for more tokens.
+    The first size is the number of tokens that the kernel converts, the second the number of steps
+    of 64 columns in each warp. None: the kernel multiplies without conversion, which is as fast for
+    more tokens.
     """
     lines = next((n for n in INTEGER_TOKENS if n >= tokens), 0)
     held = -(-steps // WARPS)
@@ -257,7 +258,10 @@ def _kernel_works(group: int, dtype: mx.Dtype) -> bool:
 
 
 def _is_right(group: int, dtype: mx.Dtype) -> bool:
-    """Compares products of few and of many tokens, in one and in several parts, with MLX's."""
+    """Returns True if products of few and of many tokens equal MLX's.
+
+    Products of many tokens are computed in one part and in several parts.
+    """
     columns = 20 * TILE  # more steps than stages
     numbers = mx.random.normal((2 * TILE, columns), key=mx.random.key(1)).astype(dtype)
     packed = mx.quantize(numbers * columns**-0.5, group_size=group, bits=BITS)

@@ -49,7 +49,8 @@ def supports(tokens: int, columns: int, rows: int, dtype: mx.Dtype) -> bool:
 def is_fusable(x: mx.array) -> bool:
     """Returns whether a product of x [T, in] can have fused operations.
 
-    A fused norm multiplies by the gain before the division by the RMS, which overflows float16.
+    float16 cannot: a fused norm multiplies by the gain before it divides by the RMS, which may
+    overflow.
     """
     return x.ndim == 2 and x.shape[0] <= MAX_FUSED_TOKENS and x.dtype == mx.bfloat16
 
@@ -70,7 +71,7 @@ def can_fuse_norm(x: mx.array, gain: mx.array) -> bool:
 def matmul(x: mx.array, weight: mx.array, bias: mx.array | None = None) -> mx.array:
     """Returns x @ weight.T + bias [T, out] of x [T, in], weight [out, in] and bias [out].
 
-    Our kernel computes it if it supports these arrays; otherwise MLX does.
+    Our kernel computes the product if it supports these arrays; otherwise MLX does.
     """
     if supports_arrays(x, weight, bias):
         return kernel_matmul(x, weight, FusedOps(bias=bias))
@@ -86,7 +87,7 @@ def supports_arrays(x: mx.array, weight: mx.array, bias: mx.array | None = None)
 class FusedOps(Struct, frozen=True):
     """Operations fused into a product of few tokens, each rounded like a separate operation."""
 
-    gated: bool = False  # the first half of the weight are gates -> silu(gate) * other
+    gated: bool = False  # the first half of the weight are gates -> silu(gate) * up
     gain: mx.array | None = None  # gain [in] of an RMS norm of x before the product
     eps: float = 0.0  # epsilon of this norm
     beside: mx.array | None = None  # [T, out] is added to the product
@@ -133,7 +134,7 @@ def kernel_matmul(x: mx.array, weight: mx.array, fused: FusedOps = NO_FUSED_OPS)
 
 
 def gated_matmul(x: mx.array, weight: mx.array) -> mx.array:
-    """Returns silu(gate) * other [T, out] of x [T, in] and weight [2 * out, in], gates first."""
+    """Returns silu(gate) * up [T, out] of x [T, in] and weight [2 * out, in], gates first."""
     return kernel_matmul(x, weight, FusedOps(gated=True))
 
 

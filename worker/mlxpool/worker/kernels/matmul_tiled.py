@@ -59,7 +59,7 @@ def kernel_matmul(
 ) -> mx.array:
     """Returns x @ weight.T + bias [T, out] of x [T, in], weight [out, in] and bias [out].
 
-    `gated`: the first half of the weight are gates; returns silu(gate) * other [T, out / 2].
+    `gated`: the first half of the weight's rows are gates; returns silu(gate) * up [T, out / 2].
     """
     tokens, columns = x.shape
     rows, sets = weight.shape[0], next(n for n in SETS if 8 * n >= tokens)
@@ -121,8 +121,8 @@ def tile_of_rows(rows: int) -> str:
 def group_mma(sets: int, dtype: mx.Dtype) -> str:
     """Returns CUDA code of c += a * b for 64 x 16 and 16 x 8 * `sets` numbers in shared memory.
 
-    Four warps compute it. The instruction lists all sums of a thread, so its text depends on
-    `sets`.
+    Four warps compute the product together. The instruction lists all sums of a thread, so its text
+    depends on `sets`.
     """
     count = 4 * sets
     return (
@@ -160,7 +160,10 @@ def _values_function(name: str, sets: int, dtype: mx.Dtype, *, transposed: bool)
 
 
 def _group_product(sets: int, dtype: mx.Dtype, a: Sequence[str], transposed: str) -> str:
-    """Returns the instruction of 4 * `sets` sums; `a`: constraints and names, as in "r(a0)"."""
+    """Returns the instruction of a product of which each thread has 4 * `sets` sums.
+
+    `a`: the registers or the address of the first matrix, each after its constraint: "r(a0)".
+    """
     count, name = 4 * sets, PTX_TYPES[dtype]
     sums = ",".join(f"%{i}" for i in range(count))
     first = ", ".join(f"%{count + i}" for i in range(len(a)))
@@ -206,7 +209,7 @@ def _kernel_works(dtype: mx.Dtype) -> bool:
 
 
 def _is_right(dtype: mx.Dtype) -> bool:
-    """Compares products in one part and in several with MLX's."""
+    """Returns True if products in one part and in several parts equal MLX's."""
     right = []  # compares both, because a rehearsal lists the kernels of both
     # Fewer columns than all stages together have, and more columns.
     for rows, columns in ((ROWS, COLUMNS), (FEWER_ROWS, 12 * MAX_SPLITS * COLUMNS)):

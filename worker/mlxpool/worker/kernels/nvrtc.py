@@ -32,7 +32,10 @@ class Compiler:
         includes: Sequence[Path],
         headers: Mapping[str, str],
     ) -> None:
-        """`architecture`: for example sm_90a; `includes`: folders of headers; `headers`: texts."""
+        """`architecture`: the GPU's, for example sm_90a.
+
+        `includes`: folders of headers. `headers`: the texts of further headers, by name.
+        """
         self.architecture = architecture
         self.includes = tuple(includes)
         self.headers = dict(headers)

@@ -99,7 +99,8 @@ def tile_shape(
     """Returns the tile shape of layers with these heads. The work list is made for this shape.
 
     `chunks`: the pass has chunks of prompts, possibly beside decoding tokens. Chunks use Hopper's
-    tiles if possible, up to 1.6 times as fast; 8-bit keys and values never use Hopper's tiles.
+    tiles if possible, which are up to 1.6 times as fast; 8-bit keys and values never use Hopper's
+    tiles.
     """
     hopper = chunks and not quantised and hopper_tiles(size)
     return _tile_shape(heads // pairs, pairs, size, hopper)
@@ -336,7 +337,7 @@ def _is_right(
 def _fresh_is_right(
     group: int, pairs: int, size: int, dtype: mx.Dtype, quantised: bool = False
 ) -> bool:
-    """Returns whether `attend_fresh` has the results of rotate_and_write and attention.
+    """Returns whether `attend_fresh` gives the results of rotate_and_write and then `attend`.
 
     The results include the keys and values in the pools.
     """

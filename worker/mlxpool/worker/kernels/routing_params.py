@@ -10,8 +10,8 @@ class RoutingParams(Struct, frozen=True):
 
     The experts' weights are a softmax of all logits, or sigmoids of logits. An array [E] may be
     added to the logits of a softmax, or to the sigmoids for the choice of experts; it does not
-    change the weights of sigmoids. If sigmoids are in `groups`, only the `chosen_groups` best
-    groups, by their two best experts, count; the sigmoids of all other groups count as 0.
+    change the weights of sigmoids. If the experts are in `groups`, the sigmoids outside of the
+    `chosen_groups` best groups count as 0. A group is rated by its two best experts.
     """
 
     count: int

@@ -40,9 +40,10 @@ def take_columns(table: mx.array, ids: mx.array) -> mx.array:
 def column_sums(ids: mx.array, values: mx.array, size: int) -> mx.array:
     """Returns the sums of values in each of `size` columns of each row: float32 [R, size].
 
-    Column ids[r, j] gets values[r, j]; ids are int32 [R, k], values float32 [R, k], or [1, 1] for
-    all ids. Ids below 0, and of `size` or more, are skipped. The order of the additions to one
-    column is not fixed, so the sums must be exact without rounding.
+    values[r, j] is added to column ids[r, j] of row r. `ids` [R, k] are int32, `values` float32 of
+    the same shape. If `values` is [1, 1], its number is added for each id. Ids below 0, and of
+    `size` or more, are skipped. The order of the additions is not fixed, so the values must be
+    numbers whose sums need no rounding.
     """
     rows = ids.shape[0]
     outputs: list[mx.array] = _sum_kernel(size, values.size > 1)(

@@ -59,8 +59,8 @@ def packed_options(
 ) -> npt.NDArray[np.int32]:
     """Returns the options of R rows as one array [R, OPTIONS], for one copy to the device.
 
-    `heats` are temperatures, 0: greedy; `top_ks` 0: off; `top_ps` 1 or more: off. Floats are stored
-    as the bits of float32; a seed as its upper and its lower half.
+    `heats`: temperatures; 0 chooses the likeliest token. A top-k of 0 and a top-p of 1 or more keep
+    all tokens. Floats are stored as the bits of float32, a seed as its upper and its lower half.
     """
     options = np.empty((len(seeds), OPTIONS), dtype=np.int32)
     options[:, :3].view(np.float32)[:] = np.array((heats, top_ps, min_ps), dtype=np.float32).T

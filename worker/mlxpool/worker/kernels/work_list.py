@@ -1,6 +1,6 @@
-"""Divides the attention of a step into tiles for thread blocks; computes the shared memory.
+"""Divides the attention of a step into tiles for thread blocks.
 
-Imports no MLX.
+Also computes the shared memory that a thread block needs. Imports no MLX.
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ def capacity_of(shape: TileShape, lines: int, spans: int = 0) -> int:
     `spans`: the most spans of the step; 0: as many as lines. The list is as short as the step
     allows, because a thread block starts for each item and each head, also for unused items.
     """
-    tiles = (spans or lines) + -(-lines // min(shape.lines, TILE_ROWS)) + 1  # 1 more of padding
+    tiles = (spans or lines) + -(-lines // min(shape.lines, TILE_ROWS)) + 1  # and one of padding
     return min(lines, tiles) + EXTRA_ITEMS
 
 
 def work_items(spans: Spans, shape: TileShape, lines: int, capacity: int = 0) -> Numbers:
     """Returns the work list [capacity, 8] of a step of `lines` lines with padding.
 
-    `capacity`: a result of capacity_of; 0: that for any number of spans.
+    `capacity`: a result of capacity_of; 0: the capacity for any number of spans.
 
     Each item is a tile, or a part of a tile's keys. Its columns are: the first line, the number of
     lines, the offset of the block table, the range [low, high) of the keys that the lines see, the
@@ -110,8 +110,9 @@ def work_items(spans: Spans, shape: TileShape, lines: int, capacity: int = 0) ->
     the index of its counter.
 
     Items with 0 parts fill padding lines with zeros; items with 0 lines are unused. Items of chunks
-    come first, then items of decoding lines, each group sorted by descending number of keys: chunks
-    multiply for long while items of decoding lines wait for memory.
+    come first, then items of decoding lines. Each of these groups is sorted by descending number of
+    keys. Chunks come first because they multiply for long while items of decoding lines wait for
+    memory.
     """
     capacity = capacity or capacity_of(shape, lines)
     return _items(_tiles(spans, shape), shape, lines, capacity, _best_parts)[0]
@@ -218,8 +219,8 @@ class Division(Struct, frozen=True):
     """The tiles of a step, with the bounds for dividing them into parts.
 
     Tile n has keys[n] keys; a part has at least least[n] keys and needs units[n] units of partial
-    sums. `places` tiles run concurrently. There may be `extra` more parts than tiles. `sum_keys`:
-    see TileShape.
+    sums. `places` tiles run concurrently. There may be at most `extra` more parts than tiles.
+    `sum_keys`: see TileShape.
     """
 
     keys: Numbers

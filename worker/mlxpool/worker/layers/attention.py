@@ -50,7 +50,7 @@ class GroupedQueryAttention(Struct, frozen=True):
         return KeyValueSpec(self.heads.kv, self.heads.dim, self.heads.dim, self.window)
 
     def shapes(self, name: str) -> WeightShapes:
-        """See Mixer."""
+        """Yields the names and shapes of the layer's tensors; the names begin with `name`."""
         q_size, kv_size = self.heads.query * self.heads.dim, self.heads.kv * self.heads.dim
         for projection, size in (("q", q_size), ("k", kv_size), ("v", kv_size)):
             yield from linear_shapes(
@@ -64,7 +64,7 @@ class GroupedQueryAttention(Struct, frozen=True):
         yield from linear_shapes(f"{name}.o_proj", self.hidden, q_size, "o" in self.biases)
 
     def build(self, builder: LayerBuilder, name: str, layer: int) -> MixerFunction:
-        """See Mixer."""
+        """Builds the attention over the builder's weights, whose names begin with `name`."""
         return GroupedQueryAttentionLayer(self, builder, name, layer)
 
 
@@ -85,7 +85,7 @@ class GroupedQueryAttentionLayer(FusableSublayer):
         self.o = builder.linear(f"{name}.o_proj")
 
     def pending(self, x: LinearInput, *batches: ForwardBatch) -> PendingProduct:
-        """See FusableSublayer."""
+        """Returns the layer's output with the last product pending; see FusableSublayer."""
         (batch,), heads = batches, self.spec.heads
         lines = self.qkv(x)
         if self.norms is None:
@@ -112,7 +112,7 @@ class GatedAttention(Struct, frozen=True):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> GatedAttention:
-        """Reads config.json. Raises ModelLoadFailed with a missing or unusable key."""
+        """Reads config.json. Raises ModelLoadFailed with the missing or unusable key."""
         heads = Heads.from_config(config)
         scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
         factor = number({**config, **scaling}, "partial_rotary_factor", ROTARY_FACTOR)
@@ -130,7 +130,7 @@ class GatedAttention(Struct, frozen=True):
         return KeyValueSpec(self.heads.kv, self.heads.dim, self.heads.dim)
 
     def shapes(self, name: str) -> WeightShapes:
-        """See Mixer."""
+        """Yields the names and shapes of the layer's tensors; the names begin with `name`."""
         heads, queries = self.heads, self.heads.query * self.heads.dim
         yield from linear_shapes(f"{name}.q_proj", 2 * queries, self.hidden, self.bias)
         for projection in "kv":
@@ -142,7 +142,7 @@ class GatedAttention(Struct, frozen=True):
         yield from linear_shapes(f"{name}.o_proj", self.hidden, queries, self.bias)
 
     def build(self, builder: LayerBuilder, name: str, layer: int) -> MixerFunction:
-        """See Mixer."""
+        """Builds the attention over the builder's weights, whose names begin with `name`."""
         import mlx.core as mx
 
         size, queries = self.heads.dim, self.heads.query

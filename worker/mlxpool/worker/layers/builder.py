@@ -43,8 +43,9 @@ class WeightLayerBuilder:
 
     `layouts` maps modules with a quantised weight to its layout. With `dequantise` quantised
     weights are dequantised once, by the builder. With `batch_invariant` the bits of a row of x do
-    not depend on other rows of x (see `tiled_matmul`); this needs dequantised weights, too. Each
-    layer removes its weights from `weights`, so that no weight is in memory twice.
+    not depend on other rows of x (see `tiled_matmul`); quantised weights are then always
+    dequantised. Each layer removes its weights from `weights`, so that no weight is in memory
+    twice.
     """
 
     def __init__(
@@ -66,10 +67,10 @@ class WeightLayerBuilder:
         return self.concatenated([name])
 
     def concatenated(self, names: Sequence[str]) -> AnyLinear:
-        """Returns one layer for the linear layers `names` of one input, with concatenated outputs.
+        """Returns one layer for the linear layers `names`, whose outputs it concatenates.
 
-        Fewer and larger products are faster. Quantised weights may stay separate inside the layer,
-        see `_concatenated_weight`.
+        The linear layers have the same input. Fewer and larger products are faster. Quantised
+        weights may stay separate inside the layer, see `_concatenated_weight`.
         """
         if self._are_dense(names):
             stored = [self._stored(name) for name in names]

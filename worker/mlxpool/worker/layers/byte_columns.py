@@ -53,7 +53,7 @@ class ByteColumns(Struct, frozen=True):
         return x.ndim == 2 and x.shape[0] == 1 and x.dtype == mx.float32
 
     def __call__(self, x: mx.array) -> mx.array:
-        """x [1, in] @ weight.T -> [1, out]."""
+        """Multiplies x [1, in] with weight.T -> [1, out]."""
         blocks, groups, size, words = self.numbers.shape
         width = 4 * words
         shared = next(unit for unit in UNIT_WIDTHS if width % unit == 0)

@@ -2,9 +2,10 @@
 
 Some models have a second head, which predicts the token after the next one (MTP). Its inputs are a
 token, and the model's state of the previous token after the last norm. The norms of the token's
-embedding and of the state are concatenated. A decoder layer reads both and, with its own keys and
-values, earlier tokens; a FeedLayer sees each token alone. The layer's output, after the head's own
-norm, replaces the model's state for the next token, so the head can draft several tokens.
+embedding and of the state are concatenated. The layer of the head reads both: a DecoderLayer also
+reads earlier tokens, with its own keys and values; a FeedLayer reads each token alone. The layer's
+output, after the head's own norm, replaces the model's state for the next token, so the head can
+draft several tokens.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class HeadModel:
             self.output = PartOfVocabulary(self.embed, self.drafted)
 
     def __call__(self, tokens: mx.array, states: mx.array, batch: ForwardBatch | None) -> mx.array:
-        """See model_plan.Prediction."""
+        """Returns the head's states for tokens and preceding states; see model_plan.Prediction."""
         import mlx.core as mx
 
         halves = [self.token_norm(self.embed(tokens)), self.state_norm(states)]
@@ -142,11 +143,11 @@ class HeadModel:
         return add_and_norm(self.norm, x)[1]
 
     def logits_of(self, states: mx.array) -> mx.array:
-        """See model_plan.Prediction."""
+        """Returns the head's logits of states; see model_plan.Prediction."""
         return self.output(states)
 
     def likeliest(self, states: mx.array) -> mx.array:
-        """See model_plan.Prediction."""
+        """Returns the tokens with the highest logits; see model_plan.Prediction."""
         import mlx.core as mx
 
         likeliest = mx.argmax(self.output(states), axis=-1).astype(mx.int32)
@@ -253,11 +254,11 @@ class DecoderModel:
         )
 
     def hidden_states(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
-        """See model_plan.Model."""
+        """Returns the states after the last norm; see model_plan.Model."""
         return add_and_norm(self.norm, self._residual(tokens, batch))[1]
 
     def logits_of(self, hidden: LinearInput) -> mx.array:
-        """See model_plan.Model."""
+        """Returns the logits of hidden states, also of states whose norm is pending."""
         logits = self.head(hidden)
         return soft_capped(logits, self.spec.softcap) if self.spec.softcap else logits
 
@@ -280,7 +281,7 @@ def _numbered(layers: Iterable[DecoderLayer]) -> Iterator[tuple[DecoderLayer, in
 
 
 def _token_numbers(stored: mx.array, vocabulary: int) -> mx.array:
-    """Returns token ids [N] of float32 numbers. Raises ModelLoadFailed for wrong numbers."""
+    """Converts float32 numbers to token ids [N]. Raises ModelLoadFailed if they are no ids."""
     import mlx.core as mx
 
     tokens = stored.astype(mx.int32)

@@ -74,9 +74,10 @@ class FusableSublayer:
     """
 
     def pending(self, x: LinearInput, *batch: ForwardBatch) -> mx.array | PendingProduct:
-        """Returns the sublayer's output, its last product pending; only mixers get a `batch`.
+        """Returns the sublayer's output with the last product pending.
 
-        Returns a computed array if no kernel adds the last product to the residual stream.
+        Returns a computed array if no kernel adds the last product to the residual stream. Only
+        mixers get a `batch`.
         """
         raise NotImplementedError
 
@@ -147,14 +148,14 @@ class PreNormLayer(Struct, frozen=True):
         return self.mixer.cache
 
     def shapes(self, name: str) -> WeightShapes:
-        """See DecoderLayer."""
+        """Yields the names and shapes of the layer's tensors; the names begin with `name`."""
         yield f"{name}.input_layernorm.weight", (self.hidden,)
         yield from self.mixer.shapes(f"{name}.{self.mixer_name}")
         yield f"{name}.post_attention_layernorm.weight", (self.hidden,)
         yield from self.feed.shapes(f"{name}.mlp")
 
     def build(self, builder: LayerBuilder, name: str, layer: int) -> DecoderLayerFunction:
-        """See DecoderLayer."""
+        """Builds the layer over the builder's weights, whose names begin with `name`."""
         return PreNorm(self, builder, name, layer)
 
 
@@ -183,15 +184,15 @@ class FeedLayer(Struct, frozen=True):
 
     @property
     def cache(self) -> None:
-        """See DecoderLayer."""
+        """None: the layer needs no cache of earlier tokens."""
 
     def shapes(self, name: str) -> WeightShapes:
-        """See DecoderLayer."""
+        """Yields the names and shapes of the layer's tensors; the names begin with `name`."""
         yield f"{name}.post_attention_layernorm.weight", (self.hidden,)
         yield from self.feed.shapes(f"{name}.mlp")
 
     def build(self, builder: LayerBuilder, name: str, layer: int) -> DecoderLayerFunction:
-        """See DecoderLayer. The built layer uses no batch."""
+        """Builds the layer over the builder's weights; the built layer does not use its batch."""
         norm = builder.rms_norm(f"{name}.post_attention_layernorm", self.eps)
         return Feed(norm, self.feed.build(builder, f"{name}.mlp"))
 

@@ -44,8 +44,8 @@ class GatedDeltaNet(Struct, frozen=True):
     """A Mixer: groups of value heads share the queries and keys of one key head.
 
     One product gives the inputs of all heads: queries, keys, values, gates (z), rates (b) and
-    decays (a). A checkpoint stores this product as two layers, ordered by key head (`fused`), or as
-    four layers.
+    decays (a). A checkpoint stores the weight of this product as two layers, ordered by key head
+    (`fused`), or as four layers.
     """
 
     hidden: int
@@ -59,7 +59,7 @@ class GatedDeltaNet(Struct, frozen=True):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, fused: bool) -> GatedDeltaNet:
-        """Reads config.json. Raises ModelLoadFailed with a missing or unusable key."""
+        """Reads config.json. Raises ModelLoadFailed with the missing or unusable key."""
         spec = cls(
             hidden=integer(config, "hidden_size"),
             key_heads=integer(config, "linear_num_key_heads"),
@@ -114,7 +114,7 @@ class GatedDeltaNet(Struct, frozen=True):
         }
 
     def shapes(self, name: str) -> WeightShapes:
-        """See Mixer."""
+        """Yields the names and shapes of the layer's tensors; the names begin with `name`."""
         for module, size in self.inputs.items():
             yield from linear_shapes(f"{name}.{module}", size, self.hidden)
         yield f"{name}.conv1d.weight", (self.channels, 1, self.width)
@@ -135,7 +135,7 @@ class GatedDeltaNet(Struct, frozen=True):
             yield DerivedWeights((conv,), outputs, lambda arrays: [arrays[0].reshape(shape)])
 
     def build(self, builder: LayerBuilder, name: str, layer: int) -> MixerFunction:
-        """See Mixer."""
+        """Builds the layer over the builder's weights, whose names begin with `name`."""
         from mlxpool.worker.kernels.recurrent.gated_delta import DeltaNetShape
         from mlxpool.worker.layers.delta_rule import GatedDeltaRule
 
@@ -185,14 +185,14 @@ class GatedDeltaNetLayer(FusableSublayer):
         self.out = builder.linear(f"{name}.out_proj")
 
     def pending(self, x: LinearInput, *batches: ForwardBatch) -> PendingProduct:
-        """See FusableSublayer."""
+        """Returns the layer's output with the last product pending; see FusableSublayer."""
         (batch,), mixed = batches, self.inputs(x)
         if self._serves(mixed.dtype):
             return PendingProduct(self.out, batch.recur_spans(self.layer, mixed, self._scan))
         return PendingProduct(self.out, self._by_operations(mixed, batch))
 
     def _by_operations(self, mixed: mx.array, batch: ForwardBatch) -> mx.array:
-        """Computes the result of our kernel for the lines `mixed` by MLX's operations."""
+        """Computes by MLX's operations what our kernel computes for the lines `mixed`."""
         spec = self.spec
         gates = spec.channels + spec.values
         z = batch.lines_after(self.layer, mixed[:, spec.channels : gates])
@@ -209,7 +209,7 @@ class GatedDeltaNetLayer(FusableSublayer):
     def _scan(self, lines: mx.array, states: SpanStates) -> tuple[mx.array, mx.array]:
         """Computes the gated delta net and its norm for all spans of a pass, by our kernel.
 
-        It is a SpanScan.
+        The method is a SpanScan.
         """
         return self._delta_net(self.shape, lines, states, self._weights)
 
@@ -222,7 +222,8 @@ class GatedDeltaNetLayer(FusableSublayer):
 def rows_by_kind(heads: int, sizes: tuple[int, ...]) -> list[int]:
     """Returns the indices that sort rows by kind, then by head.
 
-    The rows are sorted by head, then by kind; a head has `sizes[i]` rows of kind i.
+    The unsorted rows are in the order of the heads; each head has `sizes[i]` rows of kind i, in the
+    order of the kinds.
     """
     stride = sum(sizes)
     starts = [sum(sizes[:kind]) for kind in range(len(sizes))]

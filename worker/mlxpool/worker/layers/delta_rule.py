@@ -62,7 +62,7 @@ class GatedDeltaRule(Struct, frozen=True):
         return DeltaNetWeights(conv, *(x.astype(mx.float32) for x in others))
 
     def _split(self, mixed: mx.array, matrix: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """[B, n, C] -> queries and keys [B, n, key heads, K], values [B, n, heads, V]."""
+        """Splits [B, n, C] into queries, keys [B, n, key heads, K] and values [B, n, heads, V]."""
         (batch, count, _), (heads, key_dim, value_dim) = mixed.shape, matrix.shape[1:]
         keys = self.key_heads * key_dim
         q, k, v = mx.split(mixed, [keys, 2 * keys], axis=-1)
@@ -114,7 +114,7 @@ def delta_rule(
 
 
 def _by_head(x: mx.array) -> mx.array:
-    """[B, n, H, R, D] -> [B, H, R, n, D]."""
+    """Reorders the axes [B, n, H, R, D] as [B, H, R, n, D]."""
     return x.transpose(0, 2, 3, 1, 4)
 
 
@@ -158,7 +158,7 @@ def _chunks(
 
 
 def _into_chunks(x: mx.array, size: int) -> mx.array:
-    """[B, H, R, n, D] -> [B, H, R, chunks, size, D], the last chunk padded with zeros."""
+    """Divides [B, H, R, n, D] into [B, H, R, chunks, size, D]; pads the last chunk with zeros."""
     batch, heads, ratio, count, width = x.shape
     missing = -count % size
     if missing:
@@ -167,9 +167,10 @@ def _into_chunks(x: mx.array, size: int) -> mx.array:
 
 
 def _decay_between(log_decay: mx.array) -> mx.array:
-    """[..., size, 1] -> [..., size, size]: the decay of token j's write at row i, 0 for j > i.
+    """Returns the decay [..., size, size] of token j's write at row i; 0 for j > i.
 
-    Each sum is computed separately: a difference of two cumulative sums would cancel small terms.
+    `log_decay` is [..., size, 1]. Each sum is computed separately: a difference of two cumulative
+    sums would cancel small terms.
     """
     size = log_decay.shape[-2]
     index = mx.arange(size)
@@ -200,7 +201,7 @@ def _inverse(below: mx.array) -> mx.array:
 def kernel_serves(shape: DeltaNetShape, dtype: mx.Dtype) -> bool:
     """Returns True if our kernel computes layers of this shape; tries each kind of layer once.
 
-    If the kernel does not, on a GPU that it was written for, logs the reason.
+    On a CUDA GPU, logs the reason if the kernel does not.
     """
     if why := gated_delta.refusal(shape, dtype):
         if mx.cuda.is_available():

@@ -1,7 +1,7 @@
-"""Makes dense weights of dense or quantised weights, in the memory order that a device reads fast.
+"""Makes dense weights from dense or quantised weights, in the memory order that the device needs.
 
-On a CPU a quantised weight is dequantised in parts of some rows, in reused memory: writing to new
-memory takes longer than dequantising.
+A device reads its own order fast. On a CPU a quantised weight is dequantised in parts of some rows,
+in reused memory: writing to new memory takes longer than dequantising.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _shape(weight: Weight) -> tuple[int, int]:
 
 
 def _write_strips(weights: Sequence[Weight], write: Callable[[slice, np.ndarray], None]) -> None:
-    """Calls `write` with the range and the numbers of some rows, until all weights are written.
+    """Calls `write` for parts of some rows, with their range and numbers, until all are written.
 
     Several threads call `write`; NumPy releases the GIL meanwhile.
     """

@@ -1,9 +1,9 @@
 """Weights that a checkpoint stores under other names or in another layout than the model uses.
 
 A ModelPlan names the weights of the model. If a checkpoint differs, the function
-`ModelPlan.derived` gets the tensors that the headers list. It yields a DerivedWeights for each
-weight that is made from stored tensors: renamed, stacked, split, transposed, shifted. Weights are
-made during loading, one after the other, so that only one weight is in memory twice. MLX is
+`ModelPlan.derived` gets the tensors that the headers list. The function yields a DerivedWeights for
+each weight that is made from stored tensors: renamed, stacked, split, transposed, shifted. Weights
+are made during loading, one after the other, so that only one weight is in memory twice. MLX is
 imported only when a weight is made.
 """
 
@@ -41,7 +41,7 @@ class DerivedWeights(Struct, frozen=True):
     """Weights that are made from stored tensors; the model does not get the stored tensors.
 
     `transform` maps the arrays of `sources` to the arrays of `outputs`, both in this order. The
-    error for a missing source has its name. An output may have the name of a source.
+    error for a missing source names the source. An output may have the name of a source.
     """
 
     sources: tuple[str, ...]
@@ -64,7 +64,7 @@ def renamed(found: StoredTensors, module: str, source: str) -> Iterator[DerivedW
 def stacked(found: StoredTensors, module: str, sources: Sequence[str]) -> Iterator[DerivedWeights]:
     """Yields `module`: the modules `sources`, stacked on a new first axis, quantised or not.
 
-    Raises ModelLoadFailed if their tensors have different shapes or dtypes.
+    Raises ModelLoadFailed if the tensors of the sources have different shapes or dtypes.
     """
     for kind in _stored(found, sources[0]):
         names = tuple(f"{source}.{kind}" for source in sources)
@@ -127,10 +127,10 @@ def from_dequantised(
     outputs: Mapping[str, tuple[int, ...]],
     function: Callable[[mx.array], Sequence[mx.array]],
 ) -> DerivedWeights:
-    """Returns unquantised weights `outputs` (name -> shape) of `module`'s weight [..., columns].
+    """Returns unquantised weights `outputs` (name -> shape) made from `module`'s weight.
 
-    `function` gets the weight, dequantised if it is stored quantised. Raises ModelLoadFailed if its
-    layout is unknown.
+    `function` gets the weight [..., columns], dequantised if it is stored quantised. Raises
+    ModelLoadFailed if its layout is unknown.
     """
     names = tuple(f"{module}.{kind}" for kind in _stored(found, module) if kind != "bias")
     weight = found[f"{module}.weight"]

@@ -1,4 +1,8 @@
-"""The plan of an encoder model, and common functions for its parts. No MLX at import."""
+"""EncoderPlan: the tensors, head and pooling of an encoder model, read from its config.json.
+
+Also the functions that the files of encoder models share: for layer norms, labels and names of
+tensors. MLX is imported only when a layer is built.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +59,10 @@ class EncoderPlan(Struct, frozen=True):
 
 
 def label_count(config: Mapping[str, Any]) -> int:
-    """Returns the number of labels of a ForSequenceClassification; 0 for another architecture.
+    """Returns the number of labels of a model for sequence classification; 0 for other models.
 
-    Raises ModelLoadFailed if num_labels and id2label disagree.
+    The architecture's name must end with ForSequenceClassification. Raises ModelLoadFailed if
+    num_labels and id2label disagree.
     """
     listed_names = config.get("architectures")
     names = listed_names if isinstance(listed_names, list) else []
@@ -80,7 +85,7 @@ def renamed_tensors(
 ) -> Callable[[StoredTensors], Iterator[DerivedWeights]]:
     """Returns a function for ModelPlan.derived that replaces prefixes of stored tensor names.
 
-    `prefixes`: stored -> ours.
+    `prefixes` maps stored prefixes to this project's prefixes.
     """
 
     def derived(found: StoredTensors) -> Iterator[DerivedWeights]:

@@ -41,14 +41,14 @@ class SwitchLinear(Struct, frozen=True):
     bias: mx.array | None
 
     def __call__(self, x: mx.array, experts: mx.array) -> mx.array:
-        """x [T, in] or [T, k, in] and the experts [T, k] of each token -> [T, k, out]."""
+        """Multiplies x [T, in] or [T, k, in] with the weights of experts [T, k] -> [T, k, out]."""
         rows = x[:, None, None] if x.ndim == 2 else x[:, :, None]
         return self.rows(rows, experts, is_sorted=False).squeeze(-2)
 
     def rows(self, x: mx.array, experts: mx.array, *, is_sorted: bool) -> mx.array:
-        """x [..., 1, in] and the expert [...] of each row -> [..., 1, out].
+        """Multiplies each row of x [..., 1, in] with its expert's weight -> [..., 1, out].
 
-        `is_sorted`: the experts are in ascending order.
+        `experts` [...]: the expert of each row. `is_sorted`: they are in ascending order.
         """
         if isinstance(self.weight, QuantisedWeight):
             out = self.weight.gathered_product(x, experts, is_sorted)
@@ -74,7 +74,7 @@ class SwitchGLU(Struct, frozen=True):
     limit: float | None = None
 
     def __call__(self, x: mx.array, experts: mx.array) -> mx.array:
-        """x [T, in] and the experts [T, k] of each token -> [T, k, in]."""
+        """Returns the outputs [T, k, in] of each token's experts [T, k] for x [T, in]."""
         if self.batch_invariant or experts.size < SORT_CHOICES:
             return self._rows(x[:, None, None], experts, is_sorted=False).squeeze(-2)
         flat = experts.flatten()
@@ -98,7 +98,10 @@ class SwitchGLU(Struct, frozen=True):
         added: mx.array | None = None,
         shared: LayerFunction | None = None,
     ) -> PendingProduct | None:
-        """See layer_types.SwitchGLU."""
+        """Returns the weighted sum of the experts that `router` chooses, pending.
+
+        Returns None if no kernel computes the sum. See layer_types.SwitchGLU.
+        """
         weights = self._kernel_weights(x.x if isinstance(x, PendingNorm) else x)
         return kernel_sum(weights, x, router, routing, added, shared)
 
@@ -165,7 +168,10 @@ class ExpertSum(Struct, frozen=True):
         return self.whole(x)
 
     def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
-        """See layer_types.Linear. For several tokens, the next norm adds the residual."""
+        """Returns the sum plus `residual`; None for more than a few tokens.
+
+        For more tokens, the next norm adds the residual.
+        """
         few = matmul_small.is_fusable(residual) and residual.dtype == x.dtype
         return self.whole(x, residual) if few else None
 

@@ -28,13 +28,13 @@ class GatedMLP(Struct, frozen=True):
     activation: Activation | None = None
 
     def shapes(self, name: str) -> WeightShapes:
-        """See FeedForward."""
+        """Yields the names and shapes of the tensors; the names begin with `name`."""
         yield from linear_shapes(f"{name}.gate_proj", self.width, self.hidden, self.bias)
         yield from linear_shapes(f"{name}.up_proj", self.width, self.hidden, self.bias)
         yield from linear_shapes(f"{name}.down_proj", self.hidden, self.width, self.bias)
 
     def build(self, builder: LayerBuilder, name: str) -> LayerFunction:
-        """See FeedForward."""
+        """Builds the feed-forward over the builder's weights, whose names begin with `name`."""
         return GatedMLPLayer(self, builder, name)
 
 
@@ -47,5 +47,5 @@ class GatedMLPLayer(FusableSublayer):
         self.down = builder.linear(f"{name}.down_proj")
 
     def pending(self, x: LinearInput, *batch: ForwardBatch) -> PendingProduct:
-        """See FusableSublayer."""
+        """Returns the pending product of `down` and the gated inputs; see FusableSublayer."""
         return PendingProduct(self.down, self.gated(x))

@@ -23,7 +23,10 @@ class LatentToken(Struct, frozen=True):
     def queries(
         self, x: PendingNorm, pool: mx.array, slots: mx.array, turns: RopeTables
     ) -> mx.array | None:
-        """See layer_types.LatentToken."""
+        """Returns the queries and writes the latent; None if no kernel does both.
+
+        See layer_types.LatentToken.
+        """
         if x.x.shape[0] != 1 or not isinstance(x.norm, RMSNorm):
             return None
         weights = replace(self.weights, gain=x.norm.weight, eps=x.norm.eps)
@@ -32,12 +35,12 @@ class LatentToken(Struct, frozen=True):
         return latent_token.before_attention(x.x, weights, pool, slots, turns)
 
     def __call__(self, x: LinearInput) -> mx.array:
-        """See layer_types.Linear. Outputs of heads [1, H * R] -> [1, d]."""
+        """Returns the output [1, d] of the attention for the heads' outputs x [1, H * R]."""
         assert isinstance(x, mx.array)
         return latent_token.after_attention(x, self.weights)
 
     def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
-        """See layer_types.Linear."""
+        """Returns `residual` plus the output for x; None if their dtypes differ."""
         fits = residual.dtype == x.dtype
         return latent_token.after_attention(x, self.weights, residual) if fits else None
 
@@ -45,7 +48,7 @@ class LatentToken(Struct, frozen=True):
 def latent_token_of(parts: LatentParts) -> LatentToken | None:
     """Returns the layer for one token.
 
-    None if a weight is quantised, a layer has a bias, or the `eps` of the norms differ.
+    Returns None if a weight is quantised, a layer has a bias, or the `eps` of the norms differ.
     """
     queries, latents = parts.query_norm, parts.latent_norm
     first, second, last = (_dense(layer) for layer in (parts.down, parts.up, parts.out))

@@ -36,10 +36,10 @@ SpanScan: TypeAlias = "Callable[[mx.array, SpanStates], tuple[mx.array, mx.array
 class Rope(Struct, frozen=True):
     """Rotary position embedding of queries and keys.
 
-    `freqs` replaces `base` if it is not None. Rotated numbers are multiplied by `gain`. `axes`: for
-    each pair of dimensions, the number of the position that rotates it. A token has three
-    positions, in time, height and width; they differ only for inputs of images. None: a token has
-    one position.
+    `freqs` replaces `base` if it is not None. Rotated numbers are multiplied by `gain`. With `axes`
+    None, a token has one position. Otherwise a token has three positions, in time, height and
+    width; they differ only for inputs of images. `axes` then has, for each pair of dimensions, the
+    number of the position that rotates the pair.
     """
 
     dims: int
@@ -66,7 +66,7 @@ class LatentProjections(Protocol):
         """Returns True if decompressing is cheaper for the last `count` of `length` tokens."""
 
     def absorb(self, q: mx.array) -> mx.array:
-        """q [T, H, D] -> [T, H, dim]."""
+        """Returns queries [T, H, dim] with the latents as their keys, made from q [T, H, D]."""
 
     def absorb_and_rotate(self, q: mx.array, turns: RopeTables) -> mx.array | None:
         """Rotates the last numbers of queries by `turns`, then absorbs the queries.
@@ -75,10 +75,10 @@ class LatentProjections(Protocol):
         """
 
     def to_values(self, read: mx.array) -> mx.array:
-        """read [T, H, rank] -> [T, H, V]."""
+        """Returns the values [T, H, V] of the attention output `read` [T, H, rank]."""
 
     def decompress(self, latents: mx.array) -> tuple[mx.array, mx.array]:
-        """latents [L, dim] -> keys [H, L, D], values [H, L, V]."""
+        """Returns the keys [H, L, D] and values [H, L, V] of latents [L, dim]."""
 
 
 class LatentLayer(Protocol):
@@ -102,13 +102,13 @@ class LatentLayer(Protocol):
         """The norms of compressed queries, and of the first `rank` numbers of latents."""
 
     def queries(self, compressed: mx.array) -> mx.array:
-        """Normed compressed queries [T, C] -> queries [T, H, D], not rotated."""
+        """Returns the queries [T, H, D], not rotated, of normed compressed queries [T, C]."""
 
     def rotated_queries(self, q: mx.array, batch: ForwardBatch) -> mx.array:
-        """Queries [T, H, D] with their last numbers rotated."""
+        """Returns queries [T, H, D] with their last numbers rotated."""
 
     def split(self, lines: mx.array, batch: ForwardBatch) -> tuple[mx.array, mx.array]:
-        """Lines -> queries [T, H, D] and latents [T, dim], normed and rotated."""
+        """Returns the queries [T, H, D] and latents [T, dim] in lines, normed and rotated."""
 
 
 class LatentToken(Protocol):
@@ -125,7 +125,7 @@ class LatentToken(Protocol):
     def __call__(self, x: LinearInput) -> mx.array: ...
 
     def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
-        """See Linear."""
+        """Returns `residual` plus the projected outputs x; None if no kernel can do both."""
 
 
 class ForwardBatch(Protocol):
@@ -144,9 +144,9 @@ class ForwardBatch(Protocol):
     def lines_after(self, layer: int, x: mx.array) -> mx.array:
         """Returns x [T, ...], or in the last layer `logit_rows` of x, [E, ...].
 
-        The results of `attend`, `attend_latent` and `recur` have these tokens. So a layer selects
-        them from each array that it adds to a result or multiplies with it. If the pass wants no
-        logits, one token remains.
+        The results of `attend`, `attend_latent` and `recur` have only the returned tokens. So a
+        layer selects these tokens from each array that it adds to a result or multiplies with a
+        result. If the pass wants no logits, one token remains.
         """
 
     @property
@@ -167,7 +167,7 @@ class ForwardBatch(Protocol):
         """
 
     def attend_images(self, layer: int, q: mx.array, scores: ScoreParams) -> mx.array:
-        """q [T, H, D] -> [T, H, D] over the keys and values of the images that each token sees.
+        """Attends to the images that each token sees: q [T, H, D] -> [T, H, D].
 
         `layer`: the index among the layers of cross-attention. A token that sees no image gets
         zeros.
@@ -179,7 +179,10 @@ class ForwardBatch(Protocol):
     def attend(
         self, layer: int, q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams
     ) -> mx.array:
-        """q [T, H, D], k [T, KV, D], v [T, KV, V] -> [T or E, H, V], for a KeyValueSpec layer."""
+        """Attends in a KeyValueSpec layer; returns [T or E, H, V].
+
+        q is [T, H, D], k [T, KV, D], v [T, KV, V].
+        """
 
     def rotate_and_attend(
         self, layer: int, qk: Sequence[mx.array], v: mx.array, scores: ScoreParams, rope: Rope
@@ -200,7 +203,7 @@ class ForwardBatch(Protocol):
     def attend_latent(
         self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
-        """q [T, H, D], latent [T, dim] -> [T or E, H, V], for a LatentSpec layer."""
+        """Attends in a LatentSpec layer: q [T, H, D], latent [T, dim] -> [T or E, H, V]."""
 
     def attend_latent_lines(self, layer: int, lines: mx.array, attention: LatentLayer) -> mx.array:
         """Computes `attend_latent` for lines [T, C + dim] of the first product of `attention`."""
@@ -214,7 +217,7 @@ class ForwardBatch(Protocol):
         """
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
-        """Inputs [T, ...] -> outputs [T or E, ...] of `scan`, over each sequence from its state."""
+        """Scans inputs [T, ...] of each sequence from its state; returns outputs [T or E, ...]."""
 
     def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
         """Computes `recur` by a scan that takes the spans of all sequences in one call."""
@@ -288,16 +291,16 @@ class MultiLinear(Protocol):
     def __call__(self, x: mx.array) -> mx.array: ...
 
     def of_lines(self, x: mx.array) -> mx.array:
-        """x [T, H, in] -> [T, H, out]."""
+        """Multiplies each head's numbers with the head's weight: x [T, H, in] -> [T, H, out]."""
 
     def of_rotated_lines(self, x: mx.array, turns: RopeTables) -> mx.array | None:
-        """x [T, H, in + R] -> [T, H, out + R], with the last R numbers rotated by `turns`.
+        """Multiplies the first numbers of x [T, H, in + R] and rotates the last R by `turns`.
 
-        Returns None if one kernel cannot do both.
+        Returns [T, H, out + R], or None if one kernel cannot do both.
         """
 
     def transposed(self, x: mx.array) -> mx.array:
-        """x [H, T, out] -> [H, T, in], with the same weights."""
+        """Multiplies with the transposed weights: x [H, T, out] -> [H, T, in]."""
 
 
 class LatentParts(NamedTuple):

@@ -42,17 +42,17 @@ class FusableLinear:
         return self.plain_gated(x())
 
     def add_to(self, x: mx.array, residual: mx.array) -> mx.array | None:
-        """See layer_types.Linear."""
+        """Returns `residual` plus the product of x; None if one kernel cannot compute both."""
         if residual.dtype == x.dtype and self.fuses(x):
             return self.fused(x, FusedOps(beside=residual))
         return None
 
     def plain(self, x: mx.array) -> mx.array:
-        """x [T, in] -> [T, out]."""
+        """Computes the layer for x [T, in] without a pending norm; returns [T, out]."""
         raise NotImplementedError
 
     def plain_gated(self, x: mx.array) -> mx.array | None:
-        """Computes `gated` for an array."""
+        """Computes `gated` for an array without a pending norm."""
         raise NotImplementedError
 
     def fuses(self, x: mx.array) -> bool:
@@ -87,7 +87,7 @@ class Linear(FusableLinear, Struct, frozen=True):
         force_setattr(self, "columns", columns)
 
     def plain(self, x: mx.array) -> mx.array:
-        """See FusableLinear."""
+        """Computes the layer for an array x; see FusableLinear."""
         if self.batch_invariant:
             out = tiled_matmul(x, self.weight)
             return out if self.bias is None else out + self.bias
@@ -99,17 +99,17 @@ class Linear(FusableLinear, Struct, frozen=True):
         return x @ self.columns if self.bias is None else mx.addmm(self.bias, x, self.columns)
 
     def plain_gated(self, x: mx.array) -> mx.array | None:
-        """See FusableLinear."""
+        """Computes silu(gate) * up for an array x; None if no kernel does it. See FusableLinear."""
         if self.batch_invariant or not matmul_small.supports_arrays(x, self.weight, self.bias):
             return None
         return matmul_small.kernel_matmul(x, self.weight, FusedOps(gated=True, bias=self.bias))
 
     def fuses(self, x: mx.array) -> bool:
-        """See FusableLinear."""
+        """Returns True if a kernel supports x and the operations around the product."""
         return not self.batch_invariant and matmul_small.can_fuse(x, self.weight, self.bias)
 
     def fused(self, x: mx.array, around: FusedOps) -> mx.array:
-        """See FusableLinear."""
+        """Returns the product of x with the operations `around` it; see FusableLinear."""
         return matmul_small.kernel_matmul(x, self.weight, replace(around, bias=self.bias))
 
 
@@ -140,7 +140,7 @@ class QuantisedLinear(FusableLinear, Struct, frozen=True):
     bias: mx.array | None
 
     def plain(self, x: mx.array) -> mx.array:
-        """See FusableLinear."""
+        """Computes the layer for an array x; see FusableLinear."""
         if self.bias is None:
             return self.weight(x)
         if self.bias.dtype == x.dtype and self.weight.has_kernel(x):
@@ -148,7 +148,7 @@ class QuantisedLinear(FusableLinear, Struct, frozen=True):
         return self.weight(x) + self.bias
 
     def plain_gated(self, x: mx.array) -> mx.array | None:
-        """See FusableLinear."""
+        """Computes silu(gate) * up for an array x; None if no kernel does it. See FusableLinear."""
         if self.bias is None:
             return self.weight.gated(x)
         if self.bias.dtype == x.dtype and self.weight.has_kernel(x, gated=True):
@@ -156,11 +156,11 @@ class QuantisedLinear(FusableLinear, Struct, frozen=True):
         return None
 
     def fuses(self, x: mx.array) -> bool:
-        """See FusableLinear."""
+        """Returns True if a kernel supports x and the operations around the product."""
         return (self.bias is None or self.bias.dtype == x.dtype) and self.weight.fuses(x)
 
     def fused(self, x: mx.array, around: FusedOps) -> mx.array:
-        """See FusableLinear."""
+        """Returns the product of x with the operations `around` it; see FusableLinear."""
         return self.weight.packed_product(x, replace(around, bias=self.bias))
 
 
@@ -174,7 +174,7 @@ class ConcatenatedLinear(Struct, frozen=True):
         return mx.concatenate([layer(x) for layer in self.layers], axis=-1)
 
     def add_to(self, x: mx.array, residual: mx.array) -> None:
-        """See layer_types.Linear. Returns None: no kernel adds this product."""
+        """Returns None: no kernel adds this product to another array."""
 
 
 class RMSNorm(Struct, frozen=True):
@@ -194,7 +194,7 @@ class RMSNorm(Struct, frozen=True):
         return x, self(x)
 
     def deferred(self, x: mx.array) -> LinearInput:
-        """See layer_types.Norm."""
+        """Returns the norm of x, pending if the next product can include it."""
         return PendingNorm(x, self) if matmul_small.can_fuse_norm(x, self.weight) else self(x)
 
 
@@ -241,20 +241,23 @@ class MultiLinear(Struct, frozen=True):
     batch_invariant: bool = False
 
     def __call__(self, x: mx.array) -> mx.array:
-        """x [H, T, in] -> [H, T, out]."""
+        """Multiplies each head's rows with the head's weight: x [H, T, in] -> [H, T, out]."""
         if isinstance(self.weight, QuantisedWeight):
             return self.weight(x)
         return self._product(x, self.weight.swapaxes(-1, -2))
 
     def of_lines(self, x: mx.array) -> mx.array:
-        """x [T, H, in] -> [T, H, out]."""
+        """Multiplies each head's numbers with the head's weight: x [T, H, in] -> [T, H, out]."""
         weight = self.kernel_weight(x)
         if weight is not None:
             return head_product.product(x, weight)
         return self(x.swapaxes(0, 1)).swapaxes(0, 1)
 
     def of_rotated_lines(self, x: mx.array, turns: RopeTables) -> mx.array | None:
-        """See layer_types.MultiLinear."""
+        """Multiplies the first numbers of x [T, H, in + R] and rotates the last R numbers.
+
+        Returns None if no kernel does both; see layer_types.MultiLinear.
+        """
         weight = self.kernel_weight(x)
         return None if weight is None else head_product.product(x, weight, turns)
 
@@ -267,7 +270,7 @@ class MultiLinear(Struct, frozen=True):
         return weight if head_product.supports(columns, out, x.dtype) else None
 
     def transposed(self, x: mx.array) -> mx.array:
-        """x [H, T, out] -> [H, T, in], with the same weight."""
+        """Multiplies with the transposed weights: x [H, T, out] -> [H, T, in]."""
         if isinstance(self.weight, QuantisedWeight):
             return self.weight(x, transpose=False)
         return self._product(x, self.weight)

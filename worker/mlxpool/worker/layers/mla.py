@@ -74,7 +74,7 @@ class LatentDims(Struct, frozen=True):
 
 
 class LatentAttention(Struct, frozen=True):
-    """A Mixer: attention over latents. With a `query_rank`, queries are compressed first, too."""
+    """A Mixer: attention over latents; with a `query_rank` the layer compresses queries, too."""
 
     hidden: int
     sizes: LatentDims
@@ -90,7 +90,7 @@ class LatentAttention(Struct, frozen=True):
         return LatentSpec(self.sizes.latent, self.sizes.rank)
 
     def shapes(self, name: str) -> WeightShapes:
-        """See Mixer."""
+        """Yields the names and shapes of the layer's tensors; the names begin with `name`."""
         sizes, d = self.sizes, self.hidden
         queries = sizes.heads * sizes.query
         if self.query_rank:
@@ -124,7 +124,7 @@ class LatentAttention(Struct, frozen=True):
         return [mx.contiguous(keys.swapaxes(-1, -2)), mx.contiguous(values)]
 
     def build(self, builder: LayerBuilder, name: str, layer: int) -> MixerFunction:
-        """See Mixer."""
+        """Builds the attention over the builder's weights, whose names begin with `name`."""
         return _Attention(self, builder, name, layer)
 
 
@@ -149,7 +149,7 @@ class _Attention(FusableSublayer):
             self.token = builder.latent_token(parts)
 
     def pending(self, x: LinearInput, *batches: ForwardBatch) -> PendingProduct:
-        """See FusableSublayer."""
+        """Returns the layer's output with the last product pending; see FusableSublayer."""
         (batch,) = batches
         if self.token is not None and isinstance(x, PendingNorm):
             read = batch.attend_latent_token(self.layer, x, self.token, self)
@@ -165,32 +165,35 @@ class _Attention(FusableSublayer):
 
     @property
     def scale(self) -> float:
-        """See LatentLayer."""
+        """The factor of the scores."""
         return self.spec.scale
 
     @property
     def rope(self) -> Rope:
-        """See LatentLayer."""
+        """The rotation of queries and keys."""
         return self.spec.rope
 
     @property
     def norms(self) -> tuple[GainNorm, GainNorm]:
-        """See LatentLayer."""
+        """The norms of compressed queries and of latents; see LatentLayer."""
         return self.query_norm, self.latent_norm
 
     def queries(self, compressed: mx.array) -> mx.array:
-        """See LatentLayer. If queries are not compressed, `compressed` is x [T, d]."""
+        """Returns queries [T, H, D] of compressed queries, not rotated.
+
+        If the layer does not compress queries, `compressed` is x [T, d].
+        """
         return self.up(compressed).reshape(-1, self.spec.sizes.heads, self.spec.sizes.query)
 
     def rotated_queries(self, q: mx.array, batch: ForwardBatch) -> mx.array:
-        """See LatentLayer."""
+        """Returns the queries with their last numbers rotated; see LatentLayer."""
         import mlx.core as mx
 
         plain, end = q[..., : self.spec.sizes.plain], q[..., self.spec.sizes.plain :]
         return mx.concatenate([plain, batch.rope(end, self.rope)], axis=-1)
 
     def split(self, lines: mx.array, batch: ForwardBatch) -> tuple[mx.array, mx.array]:
-        """See LatentLayer."""
+        """Splits lines into queries and latents, normed and rotated; see LatentLayer."""
         rank = self.spec.query_rank
         q = self.queries(self.query_norm(lines[:, :rank]))
         return self._rotated(q, lines[:, rank:], batch)
@@ -222,26 +225,26 @@ class LatentAttentionProjections(Struct, frozen=True):
         return self.sizes.rank
 
     def decompresses(self, count: int, length: int) -> bool:
-        """See LatentDims.decompresses."""
+        """Returns True if decompressing is cheaper; see LatentDims.decompresses."""
         return self.sizes.decompresses(count, length)
 
     def absorb(self, q: mx.array) -> mx.array:
-        """q [T, H, query] -> [T, H, latent]."""
+        """Returns queries [T, H, latent] with latents as their keys, made from q [T, H, query]."""
         import mlx.core as mx
 
         plain, rotated = q[..., : self.sizes.plain], q[..., self.sizes.plain :]
         return mx.concatenate([self.keys.of_lines(plain), rotated], axis=-1)
 
     def absorb_and_rotate(self, q: mx.array, turns: RopeTables) -> mx.array | None:
-        """See LatentProjections."""
+        """Absorbs queries and rotates their last numbers; see LatentProjections."""
         return self.keys.of_rotated_lines(q, turns)
 
     def to_values(self, read: mx.array) -> mx.array:
-        """read [T, H, rank] -> [T, H, value]."""
+        """Returns the values [T, H, value] of the attention output `read` [T, H, rank]."""
         return self.values.of_lines(read)
 
     def decompress(self, latents: mx.array) -> tuple[mx.array, mx.array]:
-        """latents [L, latent] -> keys [H, L, query], values [H, L, value]."""
+        """Returns the keys [H, L, query] and values [H, L, value] of latents [L, latent]."""
         import mlx.core as mx
 
         compressed, rotated = latents[None, :, : self.rank], latents[None, :, self.rank :]

@@ -79,7 +79,7 @@ class SeeingModel(Model, Protocol):
         values of C layers, alternating.
 
         `pixels` [height, width, 3] are normalised. `batch` has the image's patches as tokens of one
-        text that attends both ways.
+        text, in which all tokens attend to each other.
         """
 
 

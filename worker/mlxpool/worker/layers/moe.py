@@ -89,7 +89,7 @@ class SoftmaxMoE(Struct, frozen=True):
         )
 
     def shapes(self, name: str) -> WeightShapes:
-        """See FeedForward."""
+        """Yields the names and shapes of the tensors; the names begin with `name`."""
         yield from linear_shapes(f"{name}.gate", self.count, self.hidden)
         yield from _expert_shapes(name, GatedMLP(self.hidden, self.width), self.count)
         if self.shared_width:
@@ -101,7 +101,7 @@ class SoftmaxMoE(Struct, frozen=True):
         return _derived_experts(found, name, self.count)
 
     def build(self, builder: LayerBuilder, name: str) -> LayerFunction:
-        """See FeedForward."""
+        """Builds the experts and the router over the weights whose names begin with `name`."""
         routed = _RoutedExperts(self, builder, name)
         return _WithShared(self, builder, name, routed) if self.shared_width else routed
 
@@ -124,7 +124,7 @@ class _RoutedExperts(FusableSublayer):
         self.whole_sum, self.whole_product = builder.whole_sum, builder.whole_product
 
     def pending(self, x: LinearInput, *batch: ForwardBatch) -> mx.array | PendingProduct:
-        """See FusableSublayer."""
+        """Returns the weighted sum of the chosen experts, pending if a kernel computes it."""
         product = self.experts.routed_sum(x, self.gate, self.spec.routing)
         if product is not None:
             return self.whole_product(product)
@@ -149,7 +149,10 @@ class _WithShared:
 
 
 def _softmax_route(logits: mx.array, count: int, normed: bool) -> tuple[mx.array, mx.array]:
-    """logits [T, E] -> the `count` best experts [T, k] of each token, and weights in float32."""
+    """Returns the `count` best experts [T, k] of each token by its logits, and their weights.
+
+    The logits are [T, E], the weights [T, k] in float32.
+    """
     import mlx.core as mx
 
     scores = mx.softmax(logits.astype(mx.float32), axis=-1)
@@ -173,7 +176,7 @@ class SigmoidMoE(Struct, frozen=True):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> SigmoidMoE:
-        """Reads config.json. Raises ModelLoadFailed with a missing or unusable key."""
+        """Reads config.json. Raises ModelLoadFailed with the missing or unusable key."""
         require(config, "topk_method", ["noaux_tc"])
         require(config, "scoring_func", ["sigmoid"])
         mixture = cls(
@@ -207,7 +210,7 @@ class SigmoidMoE(Struct, frozen=True):
             )
 
     def shapes(self, name: str) -> WeightShapes:
-        """See FeedForward."""
+        """Yields the names and shapes of the tensors; the names begin with `name`."""
         yield f"{name}.gate.weight", (self.count, self.hidden)
         yield f"{name}.gate.{CORRECTION}", (self.count,)
         yield from _expert_shapes(name, GatedMLP(self.hidden, self.width), self.count)
@@ -219,7 +222,7 @@ class SigmoidMoE(Struct, frozen=True):
         return _derived_experts(found, name, self.count)
 
     def build(self, builder: LayerBuilder, name: str) -> LayerFunction:
-        """See FeedForward."""
+        """Builds the experts and the router over the weights whose names begin with `name`."""
         return _SigmoidMoE(self, builder, name)
 
     @property
@@ -254,7 +257,7 @@ class _SigmoidMoE(FusableSublayer):
         self.whole_sum, self.whole_product = builder.whole_sum, builder.whole_product
 
     def pending(self, x: LinearInput, *batch: ForwardBatch) -> mx.array | PendingProduct:
-        """See FusableSublayer."""
+        """Returns the sum of the chosen and shared experts, pending if a kernel computes it."""
         spec = self.spec
         product = self.experts.routed_sum(x, self.gate, spec.routing, self.correction, self.shared)
         if product is not None:
@@ -268,10 +271,10 @@ class _SigmoidMoE(FusableSublayer):
 def _sigmoid_route(
     logits: mx.array, correction: mx.array, spec: SigmoidMoE
 ) -> tuple[mx.array, mx.array]:
-    """logits [T, E], correction [E] -> experts [T, k] of each token, and weights in float32.
+    """Returns the experts [T, k] of each token, and their weights in float32.
 
-    Experts outside of the chosen groups have score 0, as in training: such experts can still be
-    chosen if the corrected scores of other experts are below 0.
+    `logits` are [T, E], `correction` [E]. Experts outside of the chosen groups have score 0, as in
+    training: such experts can still be chosen if the corrected scores of other experts are below 0.
     """
     import mlx.core as mx
 

@@ -29,7 +29,7 @@ class PackedGLU(Struct, frozen=True):
     dtype: mx.Dtype  # dtype of x in the kernels
 
     def __call__(self, x: mx.array, experts: mx.array) -> mx.array:
-        """x [T, in] and the experts [T, k] of each token -> [T, k, in]."""
+        """Returns the outputs [T, k, in] of each token's experts [T, k] for x [T, in]."""
         tokens, chosen = experts.shape
         most = expert_routing.MAX_CHOICES // chosen
         if chosen > WARP_SIZE:
@@ -54,7 +54,10 @@ class PackedGLU(Struct, frozen=True):
         added: mx.array | None = None,
         shared: LayerFunction | None = None,
     ) -> PendingProduct | None:
-        """See layer_types.SwitchGLU."""
+        """Returns the weighted sum of the experts that `router` chooses, pending.
+
+        Returns None if no kernel computes the sum. See layer_types.SwitchGLU.
+        """
         lines = x.x if isinstance(x, PendingNorm) else x
         fits = lines.ndim == 2 and lines.dtype == self.dtype
         return kernel_sum(self.weights if fits else None, x, router, routing, added, shared)

@@ -65,7 +65,10 @@ class QuantLayout(Struct, frozen=True):
 
 
 def byte_columns_bytes(layout: QuantLayout, shape: tuple[int, ...]) -> int:
-    """Returns the bytes of such a weight as byte columns; 0 if it cannot have this form."""
+    """Returns the bytes in which a weight of this shape is stored as byte columns.
+
+    Returns 0 if weights of this layout or shape cannot have this form.
+    """
     has_form = layout.mode == "affine" and len(shape) == 2 and shape[0] % COLUMN_ROWS == 0
     if not has_form or sys.platform != "linux":
         return 0

@@ -18,7 +18,7 @@ GPU_DEQUANTISE_ROWS = 6
 
 
 def _pays_to_dequantise(x: mx.array, group_size: int) -> bool:
-    """Returns True if dequantising the weight first is faster, or exacter, for x [..., T, in]."""
+    """Returns True if dequantising the weight first is faster or more exact for x [..., T, in]."""
     if not on_gpu():
         return x.shape[-2] >= CPU_DEQUANTISE_ROWS
     if x.dtype == mx.float32 and x.shape[-1] <= group_size < x.size:
@@ -52,7 +52,10 @@ class QuantisedWeight(Struct, frozen=True):
         )
 
     def __call__(self, x: mx.array, *, transpose: bool = True) -> mx.array:
-        """x [..., in] @ weight.T -> [..., out]; without `transpose` x [..., out] -> [..., in]."""
+        """Multiplies x [..., in] with weight.T -> [..., out].
+
+        Without `transpose`, multiplies x [..., out] with the weight -> [..., in].
+        """
         layout = self.layout
         if transpose and self.has_kernel(x):
             return self.packed_product(x)
@@ -74,7 +77,7 @@ class QuantisedWeight(Struct, frozen=True):
         return _scaled(out, None if self.factor is None else self.factor[..., None, None])
 
     def gated(self, x: mx.array) -> mx.array | None:
-        """x [T, in] -> silu(gate) * up [T, out / 2]; `out` is gate, then up.
+        """Returns silu(gate) * up [T, out / 2] of x [T, in]; the first half of `out` are the gates.
 
         Returns None if no single kernel computes this.
         """
@@ -93,7 +96,7 @@ class QuantisedWeight(Struct, frozen=True):
         return matmul_small.is_fusable(x) and self.has_kernel(x)
 
     def packed_product(self, x: mx.array, around: FusedOps = matmul_small.NO_FUSED_OPS) -> mx.array:
-        """x [T, in] @ weight.T -> [T, out], by our own kernel over the packed weight."""
+        """Multiplies x [T, in] with weight.T -> [T, out], by our kernel over the packed weight."""
         assert self.biases is not None
         group = self.layout.group_size
         return matmul_4bit.kernel_matmul(x, self.weight, self.scales, self.biases, group, around)
@@ -109,7 +112,10 @@ class QuantisedWeight(Struct, frozen=True):
         return fits and matmul_4bit.supports(x.shape[0], rows, columns, layout.group_size, x.dtype)
 
     def gathered_product(self, x: mx.array, experts: mx.array, is_sorted: bool) -> mx.array:
-        """x [..., 1, in] and each row's expert -> [..., 1, out], for a weight [E, out, in]."""
+        """Multiplies each row of x [..., 1, in] with its expert's weight -> [..., 1, out].
+
+        The whole weight is [E, out, in].
+        """
         layout = self.layout
         out = mx.gather_qmm(
             x,
@@ -126,7 +132,7 @@ class QuantisedWeight(Struct, frozen=True):
         return _scaled(out, None if self.factor is None else self.factor[experts][..., None, None])
 
     def rows(self, tokens: mx.array, dtype: mx.Dtype) -> mx.array:
-        """tokens [T] -> [T, in]: the rows of the weight for these tokens, dequantised."""
+        """Returns the dequantised rows of the weight for these tokens."""
         if self._has_rows_kernel(tokens, dtype):
             assert self.biases is not None
             bits, group = self.layout.bits, self.layout.group_size
@@ -146,7 +152,7 @@ class QuantisedWeight(Struct, frozen=True):
         return plain and some and dequantise.supports_rows(layout.bits, layout.group_size, dtype)
 
     def dequantised(self, dtype: mx.Dtype | None = None) -> mx.array:
-        """Returns the dense weight [..., out, in]; `dtype` None: in a dtype without loss."""
+        """Returns the dense weight [..., out, in]; `dtype` None: in a dtype that loses nothing."""
         layout = self.layout
         kind = dtype or self.scales.dtype
         plain = self.weight.ndim == 2 and self.factor is None
@@ -170,7 +176,7 @@ class QuantisedWeight(Struct, frozen=True):
 def concatenated(weights: Sequence[QuantisedWeight]) -> QuantisedWeight:
     """Returns weights [..., out, in] concatenated along `out`.
 
-    Several weights must have the same layout and no factor.
+    If there are several weights, they must have the same layout and no factor.
     """
     first = weights[0]
     if len(weights) == 1:

@@ -124,9 +124,10 @@ def _periods(plain: Rope) -> list[float]:
 
 
 def _blended(plain: Rope, settings: Settings, kept: list[float]) -> tuple[float, ...]:
-    """Returns wavelengths between the plain ones (`kept` = 1) and `factor` times these (0).
+    """Returns blended wavelengths.
 
-    `kept` has a number from 0 to 1 for each wavelength.
+    `kept` has a number from 0 to 1 for each wavelength: 1 gives the plain wavelength, 0 a
+    wavelength `factor` times as long.
     """
     factor = number(settings, "factor")
     waves = zip(_periods(plain), kept, strict=True)

@@ -18,7 +18,7 @@ class TiledWeight(Struct, frozen=True):
     dtype: mx.Dtype  # the dtype of scales and biases
 
     def __call__(self, x: mx.array) -> mx.array:
-        """x [..., in] @ weight.T -> [..., out]."""
+        """Multiplies x [..., in] with weight.T -> [..., out]."""
         if x.ndim != 2:
             return self(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
         if self.has_kernel(x):
@@ -26,7 +26,7 @@ class TiledWeight(Struct, frozen=True):
         return matmul_small.matmul(x, self.dequantised(x.dtype))
 
     def gated(self, x: mx.array) -> mx.array | None:
-        """x [T, in] -> silu(gate) * up [T, out / 2]; `out` is gate, then up.
+        """Returns silu(gate) * up [T, out / 2] of x [T, in]; the first half of `out` are the gates.
 
         Returns None if no single kernel computes this.
         """
@@ -39,7 +39,7 @@ class TiledWeight(Struct, frozen=True):
         return matmul_small.is_fusable(x) and self.has_kernel(x, gated=True)
 
     def packed_product(self, x: mx.array, around: FusedOps = matmul_small.NO_FUSED_OPS) -> mx.array:
-        """x [T, in] @ weight.T -> [T, out], by our own kernel over the tiles."""
+        """Multiplies x [T, in] with weight.T -> [T, out], by our own kernel over the tiles."""
         return matmul_4bit_tiles.kernel_matmul(x, self.tiles, self.group_size, around)
 
     def has_kernel(self, x: mx.array, *, gated: bool = False) -> bool:
@@ -49,7 +49,7 @@ class TiledWeight(Struct, frozen=True):
         return fits and matmul_4bit_tiles.supports(x.shape[0], rows, gated=gated)
 
     def rows(self, tokens: mx.array, dtype: mx.Dtype) -> mx.array:
-        """tokens [...] -> [..., in]: the rows of the weight for these tokens, dequantised."""
+        """Returns the dequantised rows of the weight for these tokens."""
         ids = tokens.reshape(-1).astype(mx.int32)
         dequantised = tiles_4bit.dequantised_rows(self.tiles, ids, self.group_size, self.dtype)
         return dequantised.reshape(*tokens.shape, -1).astype(dtype)

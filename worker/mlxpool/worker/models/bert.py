@@ -135,11 +135,11 @@ class BertModel:
             self.out = builder.linear(spec.head.out)
 
     def __call__(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
-        """See model_plan.Model."""
+        """Returns the head's logits of the tokens that the batch selects; see model_plan.Model."""
         return self.logits_of(batch.logit_rows(self.hidden_states(tokens, batch)))
 
     def hidden_states(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
-        """See model_plan.Model."""
+        """Returns the states of all tokens; see EncoderPlan."""
         texts = text_batch(batch)
         places = self.positions(texts.positions + self.spec.first)
         x = self.norm(self.words(tokens) + places + self.segments(texts.types))
@@ -148,7 +148,7 @@ class BertModel:
         return x
 
     def logits_of(self, hidden: mx.array) -> mx.array:
-        """See EncoderPlan."""
+        """Returns the logits [n, labels] of pooled states; see EncoderPlan."""
         import mlx.core as mx
 
         return self.out(mx.tanh(self.dense(hidden)))

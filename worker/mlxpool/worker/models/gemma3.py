@@ -181,7 +181,7 @@ class SandwichNormLayer(Struct, frozen=True):
         return self.mixer.cache
 
     def shapes(self, name: str) -> WeightShapes:
-        """See DecoderLayer."""
+        """Yields the names and shapes of the layer's tensors; the names begin with `name`."""
         yield f"{name}.input_layernorm.weight", (self.hidden,)
         yield from self.mixer.shapes(f"{name}.self_attn")
         yield f"{name}.post_attention_layernorm.weight", (self.hidden,)
@@ -190,7 +190,7 @@ class SandwichNormLayer(Struct, frozen=True):
         yield f"{name}.post_feedforward_layernorm.weight", (self.hidden,)
 
     def build(self, builder: LayerBuilder, name: str, layer: int) -> DecoderLayerFunction:
-        """See DecoderLayer."""
+        """Builds the layer over the builder's weights, whose names begin with `name`."""
         return _Sandwich(self, builder, name, layer)
 
 

@@ -91,11 +91,11 @@ class GptOssMoE(Struct, frozen=True):
     width: int
     count: int
     chosen: int
-    limit: float  # up is clamped to -limit..limit, gate from above
+    limit: float  # up is clamped to [-limit, limit], gate to at most limit
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> GptOssMoE:
-        """Raises ModelLoadFailed with the missing or unusable key."""
+        """Reads config.json. Raises ModelLoadFailed with the missing or unusable key."""
         experts = cls(
             hidden=integer(config, "hidden_size"),
             width=integer(config, "intermediate_size"),
@@ -111,7 +111,7 @@ class GptOssMoE(Struct, frozen=True):
         return experts
 
     def shapes(self, name: str) -> WeightShapes:
-        """See FeedForward."""
+        """Yields the names and shapes of the tensors; the names begin with `name`."""
         yield from linear_shapes(f"{name}.router", self.count, self.hidden, bias=True)
         sizes = {"gate": (self.width, self.hidden), "up": (self.width, self.hidden)}
         for part, shape in {**sizes, "down": (self.hidden, self.width)}.items():
@@ -121,8 +121,8 @@ class GptOssMoE(Struct, frozen=True):
     def derived(self, found: StoredTensors, name: str) -> Iterable[DerivedWeights]:
         """Splits the stacked expert weights of released checkpoints into gate, up and down.
 
-        The rows of gate and up are interleaved in one weight. It is stored in mxfp4, or dense and
-        transposed.
+        The rows of gate and up are interleaved in one weight. The stored weights are mxfp4 blocks,
+        or dense and transposed.
         """
         stacks = {"gate_up": ("gate", "up"), "down": ("down",)}
         for stored, names in stacks.items():
@@ -134,7 +134,7 @@ class GptOssMoE(Struct, frozen=True):
                 yield from _from_transposed(found, source, modules)
 
     def build(self, builder: LayerBuilder, name: str) -> LayerFunction:
-        """See FeedForward."""
+        """Builds the experts and the router over the weights whose names begin with `name`."""
         return _GptOssExperts(self, builder, name)
 
 
@@ -146,7 +146,7 @@ class _GptOssExperts(FusableSublayer):
         self.whole_sum, self.whole_product = builder.whole_sum, builder.whole_product
 
     def pending(self, x: LinearInput, *batch: ForwardBatch) -> mx.array | PendingProduct:
-        """See FusableSublayer."""
+        """Returns the weighted sum of the chosen experts, pending if a kernel computes it."""
         import mlx.core as mx
 
         spec = self.spec

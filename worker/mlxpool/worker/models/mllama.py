@@ -1,8 +1,8 @@
 """Llama 3.2 Vision: a Llama in which some layers attend to images instead of earlier tokens.
 
 An image is one token of the text. The keys and values of an image for these layers are outside the
-KV cache and are the same in every conversation. A token attends to the last images before it.
-Without an image before it, these layers do not change a token, as in Meta's own code.
+KV cache and are the same in every conversation. A token attends to the last images before it. If no
+image precedes a token, these layers do not change the token, as in Meta's own code.
 """
 
 from __future__ import annotations
@@ -154,7 +154,10 @@ class SeeingLlama(WithTextPart):
     def encode_image(
         self, pixels: mx.array, grid: tuple[int, int, int], batch: ForwardBatch
     ) -> mx.array:
-        """See model_plan.SeeingModel."""
+        """Returns the image's keys and values in all layers of cross-attention.
+
+        See model_plan.SeeingModel.
+        """
         import mlx.core as mx
 
         states = self.encoder(pixels, grid, batch)

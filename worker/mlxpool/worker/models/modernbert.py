@@ -169,18 +169,18 @@ class ModernBertModel:
             self.classifier = builder.linear("classifier")
 
     def __call__(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
-        """See model_plan.Model."""
+        """Returns the head's logits of the tokens that the batch selects; see model_plan.Model."""
         return self.logits_of(batch.logit_rows(self.hidden_states(tokens, batch)))
 
     def hidden_states(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
-        """See model_plan.Model."""
+        """Returns the states of all tokens; see EncoderPlan."""
         x = self.embedding_norm(self.words(tokens))
         for layer in self.layers:
             x = layer(x, batch)
         return self.norm(x)
 
     def logits_of(self, hidden: mx.array) -> mx.array:
-        """See EncoderPlan."""
+        """Returns the logits [n, labels] of pooled states; see EncoderPlan."""
         return self.classifier(self.head_norm(self.spec.head_activation(self.head(hidden))))
 
 

@@ -127,18 +127,18 @@ class NomicBertModel:
         self.layers = [_Layer(spec, builder, index) for index in range(spec.layers)]
 
     def __call__(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
-        """See model_plan.Model."""
+        """Returns the states of the tokens that the batch selects; the model has no head."""
         return self.logits_of(batch.logit_rows(self.hidden_states(tokens, batch)))
 
     def hidden_states(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
-        """See model_plan.Model."""
+        """Returns the states of all tokens; see EncoderPlan."""
         x = self.norm(self.words(tokens) + self.segments(text_batch(batch).types))
         for layer in self.layers:
             x = layer(x, batch)
         return x
 
     def logits_of(self, hidden: mx.array) -> mx.array:
-        """See model_plan.Model. Without a head, returns the hidden states."""
+        """Returns the hidden states unchanged: the model has no head."""
         return hidden
 
 

@@ -87,10 +87,9 @@ def _plan(
     normed: bool,
     routed: bool | None = None,
 ) -> ModelPlan:
-    """Returns the plan as `plan_of` does, with a given MTP head or none.
+    """Returns the plan as `plan_of` does, with or without the head for multi-token prediction.
 
-    `routed`: whether the layer of the head for multi-token prediction (MTP) has experts; None: no
-    head.
+    `routed`: whether the layer of this head (MTP) has experts; None: the plan has no such head.
     """
     hidden, eps = integer(config, "hidden_size"), number(config, "rms_norm_eps")
     attention = GatedAttention.from_config(config)
@@ -159,6 +158,9 @@ def _derived(
 
 
 def _as_released(found: StoredTensors) -> bool:
-    """Returns whether convolutions have the axes of released checkpoints, not of MLX's."""
+    """Returns True if the axes of convolutions are in the order of released checkpoints.
+
+    Returns False if the axes are in MLX's order.
+    """
     convolutions = [spec.shape for name, spec in found.items() if name.endswith("conv1d.weight")]
     return any(shape[-1] != 1 for shape in convolutions)

@@ -139,5 +139,8 @@ class SeeingQwen(WithTextPart):
     def encode_image(
         self, pixels: mx.array, grid: tuple[int, int, int], batch: ForwardBatch
     ) -> mx.array:
-        """See model_plan.SeeingModel."""
+        """Returns the image's features for the inputs and for some layers' outputs.
+
+        See model_plan.SeeingModel.
+        """
         return self.tower(pixels, grid, batch)

@@ -104,15 +104,15 @@ class _States:
         self.decoder = decoder
 
     def __call__(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
-        """See model_plan.Model."""
+        """Returns the head's logits of the tokens that the batch selects; see model_plan.Model."""
         return self.logits_of(batch.logit_rows(self.hidden_states(tokens, batch)))
 
     def hidden_states(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
-        """See model_plan.Model."""
+        """Returns the states of all tokens; see EncoderPlan."""
         return self.decoder.hidden_states(tokens, batch)
 
     def logits_of(self, hidden: mx.array) -> mx.array:
-        """See EncoderPlan."""
+        """Raises NotImplementedError: only subclasses have a head."""
         raise NotImplementedError
 
 
@@ -124,7 +124,7 @@ class _ScoredModel(_States):
         self.score = builder.linear("score")
 
     def logits_of(self, hidden: mx.array) -> mx.array:
-        """See EncoderPlan."""
+        """Returns the scores of texts from their last tokens' states."""
         return self.score(hidden)
 
 
@@ -136,7 +136,7 @@ class _AnsweringModel(_States):
         self.answers = answers
 
     def logits_of(self, hidden: mx.array) -> mx.array:
-        """See EncoderPlan."""
+        """Returns the scores [n, 1] of texts from their last tokens' states."""
         logits = self.decoder.logits_of(hidden)
         return (logits[:, self.answers.yes] - logits[:, self.answers.no])[:, None]
 

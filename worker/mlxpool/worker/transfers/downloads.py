@@ -14,7 +14,7 @@ from mlxpool.worker.kernels.kernel_builder import build_kernel, kernel_works, wr
 from mlxpool.worker.transfers.shared_array import LEAST_NUMBERS, SETS, Numbers, SharedArray, aligned
 from mlxpool.worker.transfers.uploads import Uploads
 
-# Neither a token nor a count; it fills the memory of the first array before a pass.
+# Fills the memory of the first array before a pass; it is neither a token nor a count.
 NOT_THERE = -(2**31)
 _KINDS = {mx.int32: "i4", mx.uint32: "u4", mx.float32: "f4"}
 
@@ -23,7 +23,10 @@ class Downloads:
     """Transfers the results of passes in flight to the host. Used by one thread."""
 
     def __init__(self, size: int = LEAST_NUMBERS) -> None:
-        """`size`: the expected numbers of a pass; for more numbers, more memory is allocated."""
+        """`size`: the count of numbers that a pass is expected to download.
+
+        If a pass downloads more numbers, more memory is allocated.
+        """
         self._size = size
         self._free = [SharedArray(size) for _ in range(SETS)]
 
@@ -56,9 +59,10 @@ class Download:
             at += aligned(array.size)
 
     def arrived(self) -> Numbers | None:
-        """Returns the first array's numbers, if the device has already written them.
+        """Returns the first array's numbers, if the device has already written them; else None.
 
-        The numbers must never be NOT_THERE; the device writes each number atomically.
+        The first array must not have NOT_THERE as a result. The device writes each number
+        atomically.
         """
         at, shape, kind = self._places[0]
         numbers = self._into.numbers[at : at + math.prod(shape)].copy()

@@ -32,7 +32,7 @@ Numbers = npt.NDArray[Any]
 
 
 class SharedArray:
-    """`size` int32 numbers: `array` for the device, `numbers` for the host."""
+    """Memory for `size` int32 numbers: the device uses `array`, the host uses `numbers`."""
 
     def __init__(self, size: int) -> None:
         self.array = mx.zeros((size,), dtype=mx.int32)
@@ -45,7 +45,7 @@ class SharedArray:
 
 
 def aligned(count: int) -> int:
-    """Memory for `size` int32 numbers: the device uses `array`, the host uses `numbers`."""
+    """Returns `count` rounded up to a multiple of ALIGNMENT."""
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 

@@ -18,7 +18,7 @@ class Upload(Protocol):
     """A function that makes a device array of 4-byte numbers; the pass evaluates the array."""
 
     def __call__(self, numbers: Numbers, /) -> mx.array:
-        """See Upload."""
+        """Returns the device array of `numbers`."""
 
 
 def upload_copy(numbers: Numbers) -> mx.array:
@@ -30,7 +30,10 @@ class Uploads:
     """Makes device arrays of host numbers for passes. Used by one thread."""
 
     def __init__(self, size: int = LEAST_NUMBERS) -> None:
-        """`size`: the expected numbers of a pass; for more numbers, more memory is allocated."""
+        """`size`: the count of numbers that a pass is expected to upload.
+
+        If a pass uploads more numbers, more memory is allocated.
+        """
         self._sets = [SharedArray(size) for _ in range(SETS)]
         self._newest = 0
         self._used = 0  # numbers used of the newest memory
@@ -56,13 +59,13 @@ class Uploads:
         return of_pass.numbers[first:end], of_pass.array[first:end]
 
     def __call__(self, numbers: Numbers, /) -> mx.array:
-        """See Upload. int32, uint32 and float32 numbers of any shape."""
+        """Returns the device array of int32, uint32 or float32 numbers of any shape; see Upload."""
         into, array = self.take(numbers.size)
         into[:] = numbers.reshape(-1).view(np.int32)
         return (array + 0).view(_DTYPES[numbers.dtype.kind]).reshape(numbers.shape)
 
     def table(self, head: Numbers, lines: Numbers) -> mx.array:
-        """See upload_table."""
+        """Returns an array of `head`, then the numbers of `lines`; see upload_table."""
         into, array = self.take(head.size + lines.size)
         into[: head.size] = head
         into[head.size :] = lines.reshape(-1)
@@ -73,7 +76,10 @@ class SharedTable:
     """A table of int32 numbers with a head, in memory that the host writes and the device reads."""
 
     def __init__(self, lines: int, width: int) -> None:
-        """The head has room for a number of each line (table row), at least MIN_HEAD numbers."""
+        """`lines`: the most lines (table rows), of `width` numbers each.
+
+        The head has room for as many numbers as there are lines, and for at least MIN_HEAD numbers.
+        """
         self._head = aligned(max(lines, MIN_HEAD))
         self._memory = SharedArray(self._head + lines * width)
         self.lines = self._memory.numbers[self._head :].reshape(lines, width)

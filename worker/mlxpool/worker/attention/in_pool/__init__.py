@@ -1,1 +1,1 @@
-"""Rows and prefixes in blocks of one pool, for CUDA, and the compiled passes over rows."""
+"""For CUDA: rows and cached prefixes in the blocks of one pool, and compiled passes over rows."""

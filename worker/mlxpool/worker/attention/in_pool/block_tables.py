@@ -35,7 +35,10 @@ class BlockTables:
         self._free = list(range(rows))
 
     def lines_of(self, rows: Sequence[BlockRow]) -> npt.NDArray[np.int32]:
-        """Returns the table's lines of `rows`, which have blocks; at most one row for each line."""
+        """Returns the line of the table for each row; a row without a line gets one.
+
+        The rows must have blocks. There are at most as many rows as lines.
+        """
         lines = self._lines
         return np.array(
             [lines[row] if row in lines else self._enter(row, set(rows)) for row in rows],

@@ -23,7 +23,7 @@ from mlxpool.worker.layers.model_plan import Model
 from mlxpool.worker.scheduling.kv_blocks import blocks_for
 
 MAX_PASSES = 128  # the most compiled passes in memory; a GPU's host has memory for this many
-TABLE_STEP = 8  # blocks; table widths are multiples of it, so that few passes are compiled
+TABLE_STEP = 8  # blocks; table widths are multiples of this, so that few passes are compiled
 NO_STATES = "a pool of blocks has no states, see RowShape.fits_blocks"
 
 
@@ -72,9 +72,10 @@ class GatheredBatch(DecodingRows):
 
 
 class GatheredDecode:
-    """Runs decode passes over rows of a pool, each compiled once for one of a few widths.
+    """Runs decode passes over rows of a pool; a pass is compiled once for each padded width.
 
-    Padding repeats the last row: it computes and writes the same numbers again.
+    The width is the number of rows, see `padded_width`. Padding repeats the last row: it computes
+    and writes the same numbers again.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class GatheredDecode:
 
 
 def padded_width(rows: int) -> int:
-    """Returns the padded tokens of a pass: a power of two, or three times one (3, 6, 12, ...)."""
+    """Returns the number of rows of a pass with padding: 2**n or 3 * 2**n."""
     lines = 1 << (rows - 1).bit_length()
     return lines * 3 // 4 if rows <= lines * 3 // 4 and lines >= 4 else lines
 

@@ -80,8 +80,8 @@ class KVPool:
     def block(self, block: int, tokens: int) -> list[tuple[str, mx.array]]:
         """Returns copies [heads, tokens, size] of a block's first `tokens` tokens, by name.
 
-        A name has the numbers of the layer and the array. The copies happen after all submitted
-        passes.
+        A name is the number of the layer and the number of the array in the layer: "3.0". The
+        copies happen after all submitted passes.
         """
         mx.async_eval(*self.written())  # type: ignore[no-untyped-call]
         copies = [
@@ -114,8 +114,8 @@ class KVPool:
     def write(self, layer: int, fresh: Arrays, slots: mx.array, table: mx.array) -> mx.array:
         """Writes new keys and values [n, heads, size] into slots [n] of a layer.
 
-        Returns `table`; readers of the written tokens must depend on this array, see
-        worker/kernels.
+        Returns an array that is equal to `table`. Readers of the written tokens must use the
+        returned array, see worker/kernels.
         """
         for array, new in zip(self.arrays[layer], self.shape.stored(fresh), strict=True):
             if self.in_place:
@@ -236,7 +236,7 @@ class PagedStore(BlockStore):
     def stored(self, parts: Sequence[Part[BlockRun]]) -> list[DeviceArray]:
         """Returns the arrays of one block for the disk tier.
 
-        If several runs share the block, the last run has all its tokens.
+        If the block's tokens belong to several runs, the block of the last run has all of them.
         """
         last, block = parts[-1], parts[0].low // KV_BLOCK_TOKENS
         run = last.held

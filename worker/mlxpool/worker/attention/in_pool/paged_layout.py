@@ -58,9 +58,10 @@ class PagedLayout(Layout):
         keeps_drawn: bool = False,
         long_passes: bool = False,
     ) -> None:
-        """`rows`: the most rows of a pass. `uploads`: sends a pass's numbers; None: MLX copies
-        them. `images`: passes may have spans with images, see RowSpan. `keeps_states`,
-        `keeps_drawn`: see Layout. `long_passes`: ragged passes have up to 2,048 tokens.
+        """`rows`: the most rows of a pass. `uploads`: sends a pass's numbers to the device; None:
+        MLX copies the numbers. `images`: passes may have spans with images, see RowSpan.
+        `keeps_states`, `keeps_drawn`: see Layout. `long_passes`: ragged passes have up to 2,048
+        tokens.
         """
         super().__init__(
             shape,
@@ -119,11 +120,11 @@ class PagedLayout(Layout):
         return cast(PagedStore, self.store).free_blocks
 
     def blocks_of(self, row: Any) -> int:
-        """Returns the number of a row's blocks, without a block to copy before a write."""
+        """Returns the number of a row's blocks that need no copy before the next write."""
         return cast(PagedStore, self.store).blocks_of(row)
 
     def left(self, rows: Iterable[CacheRow], whole: int) -> int:
-        """Returns the bytes of a capacity of `whole` bytes that `rows` do not use.
+        """Returns the bytes that `rows` do not use, of a capacity of `whole` bytes.
 
         A block that a row shares with a prefix counts as free.
         """
@@ -132,9 +133,9 @@ class PagedLayout(Layout):
         return store.nbytes + store.free_blocks * store.block_bytes - unusable
 
     def kv_bytes(self, rows: Iterable[CacheRow]) -> tuple[int, int]:
-        """Returns the bytes of all `rows`, and the bytes allocated for rows and unused.
+        """Returns the bytes that `rows` use, and the allocated bytes that no row uses.
 
-        A block that a row shares with a prefix counts for the prefix.
+        A block of a cached prefix counts in neither number, even if a row shares the block.
         """
         store = cast(PagedStore, self.store)
         used = store.own_bytes(cast(Iterable[PagedRow], rows))
@@ -241,7 +242,10 @@ def _joined(
     first: PassOutput,
     second: PassOutput,
 ) -> PassOutput:
-    """Joins the results of passes over the spans `decoding` and `others` to those of one pass."""
+    """Returns the results of two passes as the results of one pass over all spans.
+
+    `first` is the output of the pass over the spans `decoding`, `second` of the pass over `others`.
+    """
     drawing = logit_spans(spans, wanted)
     order = [*decoding, *(n for n in drawing if n not in set(decoding))]
     logits = _reordered(spans, order, drawing, (first.logits, second.logits), lines=True)
@@ -266,7 +270,7 @@ def _reordered(
 ) -> mx.array:
     """Returns the lines of the spans `wanted`, in this order, from arrays of the spans `given`.
 
-    `lines`: the arrays have lines only for tokens with results; else for every token of a span.
+    `lines` True: the arrays have lines only for tokens with results; False: for every token.
     """
     counts = [spans[n].lines if lines else spans[n].count for n in given]
     ends = dict(zip(given, accumulate(counts), strict=True))

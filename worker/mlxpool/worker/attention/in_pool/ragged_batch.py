@@ -38,9 +38,9 @@ class RaggedArrays(Struct, frozen=True):
     """The arrays of one pass over T lines (tokens, or padding); E lines get logits.
 
     `positions` [T]: the positions of the rotation. `slots` [T]: the slots of the pool for new keys
-    and values; -1 for padding lines. `wanted` [E]: the lines that get logits; None: all, and every
-    line is then the only line of its row. `plans`: the keys that lines see, for each shape of
-    tiles.
+    and values; -1 for padding lines. `wanted` [E]: the lines that get logits; None: all lines get
+    logits, and each line is the only line of its row. `plans`: the keys that lines see, for each
+    shape of tiles.
     """
 
     positions: mx.array
@@ -135,9 +135,10 @@ class RaggedBatch(WithoutImages):
         scores: ScoreParams,
         rope: Rope | None,
     ) -> mx.array:
-        """Writes all keys and values of the layer, then attends with the `q` from the write.
+        """Writes all keys and values of the layer, then attends with the queries of the write.
 
-        If all spans are single lines, one kernel writes and attends.
+        The write returns the rotated queries. If all spans are single lines, one kernel writes and
+        attends.
         """
         pools, shape = self._pool.arrays[layer], self._pool.shape
         if shape.quantised:
@@ -185,7 +186,7 @@ class RaggedBatch(WithoutImages):
     def attend_latent_token(
         self, layer: int, x: PendingNorm, token: LatentToken, attention: LatentLayer
     ) -> mx.array | None:
-        """Attends to latents (MLA) for a single token; returns None without a kernel for it."""
+        """Attends to latents (MLA) for a single token; returns None if no kernel supports this."""
         (pool,), arrays = self._pool.arrays[layer], self._arrays
         if arrays.wanted is not None:
             return None
@@ -193,7 +194,7 @@ class RaggedBatch(WithoutImages):
         return None if q is None else self._read_latents(q, pool, attention).reshape(1, -1)
 
     def _read_latents(self, q: mx.array, pool: mx.array, attention: LatentLayer) -> mx.array:
-        """Returns the latents [T, H, rank] that queries [T, H, line] read in the pool."""
+        """Returns the attention [T, H, rank] of queries [T, H, line] over latents in the pool."""
         _, count, size = q.shape
         rank = attention.heads.rank
         plan = self._arrays.plans[ragged_latents.tile_shape(count, size, rank)]
@@ -222,11 +223,11 @@ class AttentionProbe(WithoutImages):
         self.part_sums = (1, 1)  # the key heads and head size with the most memory for partial sums
 
     def logit_rows(self, x: mx.array) -> mx.array:
-        """Returns x: the probe selects no tokens."""
+        """Returns x unchanged: the probe keeps all tokens."""
         return x
 
     def lines_after(self, layer: int, x: mx.array) -> mx.array:
-        """Returns x: the probe selects no tokens."""
+        """Returns x unchanged: the probe keeps all tokens."""
         return x
 
     def rope(self, x: mx.array, rope: Rope) -> mx.array:

@@ -41,15 +41,16 @@ PASS_LINES = (
     1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 576, 640,
     704, 768, 896, 1024,
 )  # fmt: skip
-# With a small model, or with parts of each product on several GPUs, passes are so short that the
-# host hardly keeps up with passes of 1,024 lines.
+# With a small model, or a model that is divided among GPUs, a pass of 1,024 lines is so short that
+# the host hardly keeps up.
 LONG_PASS_LINES = (*PASS_LINES, 1280, 1536, 1792, 2048)
 NOT_WRITTEN = -1  # the slot of a padding line
 # Further lines of the block tables besides a pass's rows: released rows keep their lines for a
 # while.
 SPARE_TABLES = 2
 
-# Takes the numbers of a pass and the tokens in flight; returns the pass's results and its parts.
+# A function of a pass's numbers and the tokens in flight: the pass's results, and the last array of
+# each part of the pass.
 OnePass: TypeAlias = Callable[[mx.array, mx.array], tuple[list[mx.array], list[mx.array]]]
 
 
@@ -57,10 +58,10 @@ class DecodingRows(Struct):
     """The common state of passes over the same `spans`, all single tokens with logits.
 
     `lines`: the lines of the rows in the block tables. `seen`: the tokens that the spans see;
-    passes that only increment `counting` leave its ends stale. `numbers`: the numbers of the newest
-    pass. `counting`: the parts of `numbers` that count tokens and grow by 1 in each pass.
-    `bounds` [R]: the number of tokens at which each row's last block is full; no row exceeds
-    its bound in the next `left` passes. The fields are valid while `changes` equals the store's
+    passes that only increment `counting` do not update `seen.ends`. `numbers`: the numbers of the
+    newest pass. `counting`: the parts of `numbers` that count tokens and grow by 1 in each pass.
+    `bounds` [R]: the number of tokens at which each row's last block is full; no row exceeds its
+    bound in the next `left` passes. The fields are valid while `changes` equals the store's
     `changes`; before the second pass `changes` is -1.
     """
 
@@ -91,7 +92,7 @@ class DecodingRows(Struct):
 
     @property
     def stops(self) -> Int32s:
-        """The ends of the rows in tokens, a view of `numbers`."""
+        """The number of tokens of each row after the pass, a view of `numbers`."""
         return self.shape.of_lines(self.numbers)[4, : len(self.rows)]
 
 
@@ -116,8 +117,8 @@ class RaggedRunner:
     ) -> None:
         """`lines`: the possible numbers of lines of a pass, up to the pool's chunk.
 
-        `uploads`: sends the numbers of a pass; None: MLX copies them. `keeps_states`,
-        `keeps_drawn`: see Layout; at most one of them is True.
+        `uploads`: sends the numbers of a pass to the device; None: MLX copies the numbers.
+        `keeps_states`, `keeps_drawn`: see Layout; at most one of them is True.
         """
         self._model, self._pool, self._rows, self._uploads = model, pool, rows, uploads
         self._keeps_states, self._keeps_drawn = keeps_states, keeps_drawn
@@ -161,7 +162,7 @@ class RaggedRunner:
         return max((size for size in self.sizes if size <= MAX_LINES), default=0)
 
     def decodes(self, spans: Sequence[RowSpan]) -> bool:
-        """Returns True if the newest pass was over this same object `spans`, all single lines."""
+        """Returns True if the newest pass decoded this same object `spans`: one line per span."""
         return self._decoding is not None and self._decoding.spans is spans
 
     def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
@@ -177,7 +178,10 @@ class RaggedRunner:
         drawn: mx.array | None,
         wanted: Sequence[int],
     ) -> PassOutput:
-        """Builds a pass, see Layout.step. The same object `spans` again means the same spans."""
+        """Builds a pass, see Layout.step.
+
+        If `spans` is the object of the previous pass, the spans in it must be the same.
+        """
         if self._decoding is not None and self._decoding.spans is spans:
             return self._decode_again(self._decoding, ids, drawn)
         shape = self.shape_of(spans, wanted)
@@ -238,7 +242,7 @@ class RaggedRunner:
         return self._given(outputs[0][: len(rows)], outputs[1:], len(rows))
 
     def _count_on(self, decoding: DecodingRows) -> mx.array | None:
-        """Increments those numbers of the previous pass that count tokens, by 1 for each row.
+        """Increments by 1 those numbers of the previous pass that count tokens.
 
         Returns None, or an array (a 0) on which the pass must depend.
         """
@@ -296,9 +300,9 @@ class RaggedRunner:
     ) -> list[mx.array]:
         """Returns the arrays of a pass's results.
 
-        `plan` is the host's memory; the pass depends on the array `written`. A pass over chunks
-        without a token in flight is submitted part by part, because the device may be idle
-        meanwhile.
+        `plan` is the host's memory; the pass depends on the array `written`. If no token is in
+        flight, a pass over chunks is submitted part by part: the device may be idle while the host
+        builds the pass.
         """
         single = shape.single and choice.serves(shape.lines)
         if self._one_kernel is not None and (single or shape.follow):
@@ -354,7 +358,10 @@ class RaggedRunner:
         return min(padded, next((size for size in self.sizes if size >= most), padded))
 
     def _padded(self, drawn: mx.array | None) -> mx.array:
-        """Returns the tokens in flight as an array [rows]; tokens of checked drafts come last."""
+        """Returns the tokens in flight as an array [rows], padded or cut off.
+
+        Only tokens of checked drafts, which come last, are cut off.
+        """
         if drawn is None:
             return self._none
         if drawn.shape[0] > self._rows:
@@ -432,8 +439,9 @@ class RaggedRunner:
     ) -> tuple[list[mx.array], list[mx.array]]:
         """Returns the results of a pass, and the last array of each part.
 
-        The arrays are logits [wanted, vocabulary], or hidden states [wanted, d] and any logits.
-        Kept states follow: the states of the logits, or the states [T, d] of all lines.
+        The results are logits [wanted, vocabulary]; or hidden states [wanted, d], then logits if
+        any span wants logits. Kept states follow: the states of the logits, or the states [T, d] of
+        all lines.
         """
         ids, arrays = shape.arrays(plan, self._memory)
         ids = known_tokens(ids, drawn)

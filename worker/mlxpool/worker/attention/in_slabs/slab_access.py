@@ -32,11 +32,12 @@ class SlabAccess(Struct, frozen=True):
 
 
 class SlabTokens(Struct, frozen=True):
-    """The blocks of rows in one slab, and the places of the rows' new tokens in it.
+    """The blocks of rows in one slab, and the places of the rows' new tokens in the slab.
 
-    `blocks`: for each block the number of its row, the number of its tokens that the row's first
-    query sees (0 or less: none), and the number that the row's last query sees. `writes`: the
-    number of each new token among the new tokens of all rows, and its token number in the slab.
+    `blocks` has three numbers for each block: the number of its row, how many of its tokens the
+    row's first query sees (0 or less: none), and how many the row's last query sees. `writes` has
+    two numbers for each new token: its number among the new tokens of all rows, and its number in
+    the slab.
     """
 
     blocks: dict[int, tuple[int, int, int]] = field(default_factory=dict)
@@ -92,7 +93,11 @@ def _slab_access(
     writes: list[tuple[int, int]],
     nobody: tuple[int, int, int],
 ) -> SlabAccess:
-    """Returns the access to one slab; its blocks are a range, or a list if most are not `owned`."""
+    """Returns the access to one slab.
+
+    The pass reads a range of blocks, or a list of blocks if most blocks of the range are not in
+    `owned`.
+    """
     first, last = min(owned), max(owned) + 1
     listed = 2 * len(owned) < last - first
     blocks = sorted(owned) if listed else list(range(first, last))

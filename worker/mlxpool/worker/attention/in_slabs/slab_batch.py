@@ -1,6 +1,6 @@
-"""Passes over rows in slabs, in any mixture of single tokens, checks of drafts and chunks.
+"""Passes over rows in slabs: any mixture of single tokens, checks of drafts and chunks.
 
-These passes are not compiled, because their lengths differ. Passes over single tokens alone are
+These passes are not compiled, because their lengths differ. Passes that have only single tokens are
 compiled, see decode_runner.py.
 """
 
@@ -22,7 +22,7 @@ from mlxpool.worker.kernels.score_params import ScoreParams
 
 
 class Together(Struct, frozen=True):
-    """Spans that attend together: `select` picks their tokens `lines` from a pass's tokens."""
+    """Spans that attend together; `select` picks their tokens `lines` from all tokens of a pass."""
 
     reader: SlabReader
     lines: Sequence[int]
@@ -32,8 +32,8 @@ class Together(Struct, frozen=True):
 class SlabRowBatch(RowBatch):
     """A RowBatch of rows in slabs: writes all tokens of a layer before any token attends.
 
-    MLX copies a slab that is written before all its readers have read it. Leading spans of one
-    token attend together. Spans that check drafts attend together as well. With an attention other
+    MLX copies a slab that is written before all its readers have read it. The leading spans of one
+    token attend together, and the spans that check drafts attend together. With an attention other
     than causal_attention every span attends alone.
     """
 

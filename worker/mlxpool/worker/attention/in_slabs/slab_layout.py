@@ -58,11 +58,11 @@ class SlabLayout(Layout):
         self.read_bytes = shape.dequantised_bytes(read)
 
     def left(self, rows: Iterable[CacheRow], whole: int) -> int:
-        """Returns the bytes of `whole` that `rows` do not use; free blocks count as used."""
+        """Returns the bytes that `rows` do not use, of `whole`; free blocks count as used."""
         return min(super().left(rows, whole), whole + self.spare - self.slabs.nbytes)
 
     def kv_bytes(self, rows: Iterable[CacheRow]) -> tuple[int, int]:
-        """Returns the bytes of all `rows`, and the bytes of slabs that these do not use."""
+        """Returns the bytes that `rows` use, and the bytes of slabs that no row uses."""
         used = sum(row.nbytes for row in rows)
         return used, max(0, self.slabs.nbytes - used)
 

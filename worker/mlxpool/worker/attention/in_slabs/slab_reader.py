@@ -1,4 +1,4 @@
-"""Attention of all rows in slabs together, for one or a few new tokens of each row.
+"""Attention over slabs: all rows attend together, each with one or a few new tokens.
 
 Queries attend to each block by itself, so that only the last block of a row is padded. After that,
 the blocks of a row are combined by their softmax weights. Rows with fewer new tokens than others

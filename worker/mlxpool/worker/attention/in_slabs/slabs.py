@@ -24,7 +24,7 @@ SLAB_BLOCKS = 16
 
 
 class Slab(Struct, eq=False):
-    """A few arrays with blocks of tokens of any rows.
+    """A few arrays with blocks of tokens; the blocks may belong to different rows.
 
     `layers`: the stored arrays of each layer, [KV, blocks * KV_BLOCK_TOKENS, size]. A slab has the
     only references to its arrays, so that MLX writes them in place. Unused tokens are finite

@@ -61,10 +61,10 @@ class HeadDrafts(ABC):
         """Returns whether the state before a sequence's newest token is available."""
 
     def drafts(self, depths: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
-        """Returns `depths` drafts of each ready sequence, while no pass is in flight.
+        """Returns drafts of each ready sequence, `depths[seq]` drafts for `seq`.
 
-        Returns no drafts if the head's pass fails. Raises its error if the device no longer
-        computes.
+        No pass may be in flight. If the head's pass fails, returns no drafts; but raises the pass's
+        error if the device no longer computes.
         """
         ready = {seq: depth for seq, depth in depths.items() if depth > 0 and self._prepared(seq)}
         if not ready:
@@ -83,7 +83,7 @@ class HeadDrafts(ABC):
         return drafts
 
     def _prepared(self, seq: Sequence) -> bool:
-        """Returns True if a sequence is ready for drafts; drops the data of lost tokens."""
+        """Returns True if a sequence is ready for drafts; drops the data of removed tokens."""
         return self.ready(seq)
 
     @abstractmethod
@@ -92,7 +92,10 @@ class HeadDrafts(ABC):
 
     @abstractmethod
     def compile_ahead(self, seq: Sequence, rows: int, depth: int) -> None:
-        """Compiles the passes for drafts of up to `rows` rows and depth `depth`; `seq` is ready."""
+        """Compiles the passes for up to `depth` drafts of each of up to `rows` rows.
+
+        The passes compute with the state of `seq`; `ready(seq)` must be true.
+        """
 
     @abstractmethod
     def release(self, seq: Sequence) -> None:
@@ -115,10 +118,11 @@ class _States(NamedTuple):
 class StateDrafts(HeadDrafts):
     """Drafts of a head without a cache, from the newest state of a row and the token after it.
 
-    One compiled pass gives all drafts of all rows. The pass has the deepest wanted depth, and a
-    power of two as its number of rows. On a CPU the drafts of few rows need no compiled pass, see
-    host_head.py. On a GPU the compilation of a new kind of pass takes some 0.15 s. So there all
-    passes have the greatest depth, and the passes of all numbers of rows are compiled at load.
+    One compiled pass gives the drafts of all rows. It computes as many drafts for each row as any
+    row wants, and its number of rows is a power of two. On a CPU the drafts of few rows need no
+    compiled pass, see host_head.py. On a GPU the compilation of a new kind of pass takes some 0.15
+    s. So on a GPU every pass computes the greatest possible number of drafts, and a pass for each
+    number of rows is compiled at load.
     """
 
     def __init__(self, head: Prediction) -> None:
@@ -132,7 +136,7 @@ class StateDrafts(HeadDrafts):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the stored states; rows share the arrays of a pass."""
+        """The bytes of the stored states; an array that rows share counts once."""
         self._settle()
         return sum(
             {id(states.array): states.array.nbytes for states in self._states.values()}.values()
@@ -145,8 +149,9 @@ class StateDrafts(HeadDrafts):
     def take(self, asking: Many[Span], states: mx.array, *, again: bool = False) -> None:
         """Stores the states [E, d] from which the spans of a pass draw their tokens, in order.
 
-        The array may have more lines. `again`: the sequences are the same as in the previous pass,
-        whose states are no longer needed; so a step without drafts does no work for each row.
+        `states` may have further lines, which are not used. `again`: the sequences are the same as
+        in the previous pass, whose states are no longer needed. So a step without drafts does no
+        work for each row.
         """
         if self.failed:
             return
@@ -155,7 +160,7 @@ class StateDrafts(HeadDrafts):
         self._newest = asking, states
 
     def _settle(self) -> None:
-        """Records, for each sequence, the lines of the newest pass's states."""
+        """Records for each sequence which lines of the newest pass's states belong to it."""
         if self._newest is None:
             return
         (asking, states), self._newest = self._newest, None
@@ -195,9 +200,11 @@ class StateDrafts(HeadDrafts):
         return head.drafts(seq.token_range(length - 1, length)[0], state, depth)
 
     def compile_ahead(self, seq: Sequence, rows: int, depth: int) -> None:
-        """Compiles the passes for drafts of up to `rows` rows and depth `depth`; `seq` is ready.
+        """Compiles the passes for up to `depth` drafts of each of up to `rows` rows.
 
-        Without this call, the times of the first drafts would include compilation.
+        The passes compute with the state of `seq`; `ready(seq)` must be true. On a CPU only passes
+        of up to MAX_AHEAD rows are compiled. Without this call, the times of the first drafts would
+        include compilation.
         """
         state, on_gpu = self._gathered([seq]), device.on_gpu()
         self._depth = depth if on_gpu else 0
@@ -227,7 +234,10 @@ class StateDrafts(HeadDrafts):
         return mx.concatenate(parts)[mx.array(numbers, dtype=mx.int32)]
 
     def _drafted(self, tokens: mx.array, states: mx.array, depth: int) -> mx.array:
-        """Returns drafts [R, depth] that follow tokens [R]; states [R, d]: of the inputs before."""
+        """Returns drafts [R, depth] that follow `tokens` [R].
+
+        `states` [R, d]: the states of the inputs before the tokens.
+        """
         drawn: list[mx.array] = []
         for _ in range(depth):
             states = self._head(tokens, states, None)

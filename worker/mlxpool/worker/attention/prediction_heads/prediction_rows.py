@@ -1,10 +1,11 @@
 """Drafts of a model's own head (MTP) whose layer has a cache: its keys and values, and its passes.
 
-Entry i of a row of the head belongs to input `first` + i of the sequence. The head computes it from
-the input's state, which a pass of the model gave, and the token after the input. A few states wait
-until drafts are wanted; the pass that gives the first draft reads these states. If states of inputs
-are missing, the head's row begins again after the gap, also after a prefix from the cache. Drafts
-may then be worse, but tokens never change. The head's row is released with the sequence's row.
+The head has a row for each sequence. Entry i of the row belongs to input `first` + i of the
+sequence. The head computes an entry from the input's state, which a pass of the model gave, and the
+token after the input. A few states wait until drafts are wanted; the pass that gives the first
+draft reads these states. If the states of some inputs are missing, for example of a prefix from the
+cache, the head's row begins again after these inputs. Drafts may then be worse, but tokens never
+change. The head's row is released with the sequence's row.
 """
 
 from __future__ import annotations
@@ -161,7 +162,10 @@ class Predictions(HeadDrafts):
         return [RowSpan(self.rows[seq].row, count) for seq, count in counts.items()]
 
     def _inputs(self, counts: Mapping[Sequence, int]) -> tuple[mx.array, mx.array]:
-        """Returns the tokens [T] after the first waiting inputs, and the states of these inputs."""
+        """Removes the first `counts` waiting states; returns tokens [T] and these states [T, d].
+
+        Each token follows the input of its state.
+        """
         tokens: list[int] = []
         states: list[mx.array] = []
         for seq, count in counts.items():
@@ -183,7 +187,7 @@ class Predictions(HeadDrafts):
         return self.ready(seq)
 
     def _computed(self, depths: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
-        """Computes one pass for each depth, over the rows that have at least this depth."""
+        """Computes one pass for each depth, over the rows that want at least this many drafts."""
         rows = sorted(depths, key=lambda seq: -depths[seq])
         counts = {seq: seq.length - 1 - self.rows[seq].read for seq in rows}
         spans, (tokens, states) = self._spans(counts), self._inputs(counts)

@@ -42,7 +42,7 @@ class CrossAttentionLayer(Struct, frozen=True):
         """None: the layer has no KV cache; its keys and values come from images."""
 
     def shapes(self, name: str) -> WeightShapes:
-        """See DecoderLayer."""
+        """Yields the names and shapes of the layer's tensors; the names begin with `name`."""
         yield f"{name}.input_layernorm.weight", (self.hidden,)
         inner, heads = f"{name}.cross_attn", self.heads
         yield from linear_shapes(f"{inner}.q_proj", heads.query * heads.dim, self.hidden)
@@ -57,7 +57,7 @@ class CrossAttentionLayer(Struct, frozen=True):
         yield f"{name}.cross_attn_mlp_gate", (1,)
 
     def build(self, builder: LayerBuilder, name: str, layer: int) -> DecoderLayerFunction:
-        """See DecoderLayer."""
+        """Builds the layer over the builder's weights, whose names begin with `name`."""
         return _CrossAttention(self, builder, name, layer)
 
 

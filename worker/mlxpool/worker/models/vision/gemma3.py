@@ -111,7 +111,7 @@ class ImageEncoder(Struct, frozen=True):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], hidden: int) -> ImageEncoder:
-        """Raises ModelLoadFailed with the missing or unusable key."""
+        """Reads config.json. Raises ModelLoadFailed with the missing or unusable key."""
         vision = config["vision_config"]
         if not isinstance(vision, Mapping):
             raise ModelLoadFailed(f"config.json has vision_config {vision!r:.60}, must be a map")
@@ -145,7 +145,7 @@ class SeeingGemma(WithTextPart):
     def encode_image(
         self, pixels: mx.array, grid: tuple[int, int, int], batch: ForwardBatch
     ) -> mx.array:
-        """See model_plan.SeeingModel."""
+        """Returns the features [1, count, d] of an image; see model_plan.SeeingModel."""
         merge, side = self.spec.merge, self.spec.tower.rows // self.spec.merge
         squares = self.tower(pixels, batch).reshape(side, merge, side, merge, -1)
         pooled = squares.mean(axis=(1, 3)).reshape(side * side, -1)

@@ -32,7 +32,7 @@ PARTS = ("vision_model.", "multi_modal_projector.")
 PATCHES = "vision_model.patch_embedding.weight"
 PROJECTION = "multi_modal_projector"
 CHANNELS = 3
-TILE_MULTIPLE = 8  # a tile's tokens are padded to a multiple of it
+TILE_MULTIPLE = 8  # a tile's tokens are padded to a multiple of this number
 TAKEN = (3, 7, 15, 23, 30)  # by default the inputs of these layers go to the text part
 
 
@@ -72,7 +72,7 @@ class TiledEncoder(Struct, frozen=True):
 
     @classmethod
     def from_config(cls, config: Any, out: int) -> TiledEncoder:
-        """Raises ModelLoadFailed with the missing or unusable key."""
+        """Reads config.json. Raises ModelLoadFailed with the missing or unusable key."""
         if not isinstance(config, Mapping):
             raise ModelLoadFailed(f"config.json has vision_config {config!r:.60}, must be a map")
         require(config, "num_channels", [CHANNELS])
@@ -128,7 +128,7 @@ class TiledEncoder(Struct, frozen=True):
         return grid[1] // rows, grid[2] // rows
 
     def tokens(self, grid: tuple[int, int, int]) -> tuple[int, int]:
-        """See VisionPlan.encoder_tokens."""
+        """Returns the numbers of encoder tokens and of padding tokens for an image with a grid."""
         high, wide = self.tiles_of(grid)
         tokens = high * wide * self.tile_tokens
         return tokens, self.tiles * (self.tile_tokens + self.filling) - tokens
@@ -272,7 +272,7 @@ class BuiltTiledEncoder:
 
 
 class _TilePositions:
-    """The position embeddings of tiles: from the index of an arrangement to [tiles, d].
+    """The position embeddings of tiles: a call maps the index of an arrangement to [tiles, d].
 
     The embedding of a tile is added to all tokens of the tile.
     """

@@ -51,7 +51,7 @@ def tiled(config: Mapping[str, Any], side: int, patch: int, tiles: int) -> Image
 def free_size(
     config: Mapping[str, Any], patch: int, merge: int, resample: int = BICUBIC
 ) -> ImageSettings:
-    """Returns the settings of a model with images of any proportions, within bounds of the area.
+    """Returns the settings of a model whose images have any proportions and a bounded area.
 
     Raises ModelLoadFailed with the unusable key.
     """

@@ -92,7 +92,10 @@ class QwenTower(Struct, frozen=True):
 
     @classmethod
     def from_config(cls, config: Any, out: int) -> QwenTower:
-        """`out`: the hidden size of the text part. Raises ModelLoadFailed with the bad key."""
+        """Reads config.json; `out`: the hidden size of the text part.
+
+        Raises ModelLoadFailed with the missing or unusable key.
+        """
         if not isinstance(config, Mapping):
             raise ModelLoadFailed(f"config.json has vision_config {config!r:.60}, must be a map")
         require(config, "in_channels", [CHANNELS])

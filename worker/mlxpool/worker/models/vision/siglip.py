@@ -37,7 +37,7 @@ class Siglip(Struct, frozen=True):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Siglip:
-        """Raises ModelLoadFailed with the missing or unusable key."""
+        """Reads config.json. Raises ModelLoadFailed with the missing or unusable key."""
         require(config, "model_type", ["siglip_vision_model"])
         require(config, "num_channels", [CHANNELS])
         side, patch = integer(config, "image_size", 224), integer(config, "patch_size", 16)
@@ -128,8 +128,8 @@ class _Layer:
 def patch_weights(stored: str, name: str, spec: TensorSpec) -> Iterator[DerivedWeights]:
     """Yields the weight of the patch embedding as a matrix [out, patch * patch * 3].
 
-    Its columns are the pixels of a patch, row by row. Checkpoints store a convolution [out, 3,
-    patch, patch], MLX's checkpoints [out, patch, patch, 3].
+    The columns of the matrix are the pixels of a patch, row by row. Checkpoints store a convolution
+    [out, 3, patch, patch], MLX's checkpoints [out, patch, patch, 3].
     """
     channels_first = spec.shape[1] == CHANNELS != spec.shape[-1]
     outputs, columns = spec.shape[0], spec.shape[1] * spec.shape[2] * spec.shape[3]

@@ -18,13 +18,13 @@ class WithTextPart:
         self.text = text
 
     def __call__(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
-        """See model_plan.Model."""
+        """Returns the logits of the text part; see model_plan.Model."""
         return self.text(tokens, batch)
 
     def hidden_states(self, tokens: mx.array, batch: ForwardBatch) -> mx.array:
-        """See model_plan.Model."""
+        """Returns the states of the text part after the last norm; see model_plan.Model."""
         return self.text.hidden_states(tokens, batch)
 
     def logits_of(self, hidden: mx.array) -> mx.array:
-        """See model_plan.Model."""
+        """Returns the text part's logits of hidden states; see model_plan.Model."""
         return self.text.logits_of(hidden)
