@@ -1,4 +1,4 @@
 """The worker: one process that holds one model and computes the broker's requests.
 
-It never sees a client.
+Clients talk only to the broker, never to a worker.
 """

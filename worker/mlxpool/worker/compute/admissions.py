@@ -23,7 +23,7 @@ from mlxpool.worker.scheduling.shared_prompts import awaited_prompt
 
 
 class Admissions:
-    """Asks the BlockManager for blocks of sequences, and fails sequences that cannot get blocks."""
+    """Gets blocks for sequences from the BlockManager; ends sequences that cannot get blocks."""
 
     def __init__(self, engine: Engine, generations: Generations, progress: Progress) -> None:
         self._blocks = engine.blocks
@@ -52,8 +52,8 @@ class Admissions:
     def admit(self, max_sequences: int, admit: Callable[[Sequence], list[Delta]]) -> list[Delta]:
         """Call `admit` for waiting sequences that fit into memory, until `max_sequences` run.
 
-        Skips sequences that wait for the disk, or for a shared prompt that another sequence reads.
-        Returns the deltas that `admit` returned.
+        Skips a sequence that waits for the disk, or for another sequence that reads the beginning
+        of its prompt. Returns the deltas that `admit` returned.
         """
         deltas: list[Delta] = []
         live = self._generations.sequences()
@@ -85,7 +85,10 @@ class Admissions:
             self._preempt(victim)
 
     def _finds_blocks(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence its blocks; may preempt rows of an owner that has more rows."""
+        """Give a waiting sequence its blocks, if possible. Returns whether it got them.
+
+        May preempt rows of an owner that has more running rows than the sequence's owner.
+        """
         while True:
             sequences = self._generations.sequences()
             if self._blocks.admit(sequence, alone=not running(sequences)):

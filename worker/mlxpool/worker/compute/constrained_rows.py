@@ -67,7 +67,7 @@ class ConstrainedRows:
     def _tokens(
         self, drawn: Many[SampledToken], drafts: Container[Sequence]
     ) -> list[tuple[Constraint, int]]:
-        """Returns the drawn tokens of rows with constraints, with these constraints."""
+        """Returns each drawn token with the constraint of its row; omits rows without one."""
         of, running, eos = self._generations.constrained_of, Phase.RUNNING, self._engine.eos
         taken: list[tuple[Constraint, int]] = []
         for sequence, token, _ in drawn:

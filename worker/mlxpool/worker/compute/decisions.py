@@ -37,7 +37,8 @@ _OPTIONS = Options(temperature=0, max_tokens=1)
 class Line(Generation, eq=False, kw_only=True):
     """A line of a `decide` call: question `index` after the tokens `branch` of an answer.
 
-    `goes_on` is called when the line has ended. It may make the line the next line of the call.
+    `goes_on` is called at the end of the line. It returns True if it has made this object the next
+    line of the call.
     """
 
     call: CallKey
@@ -246,7 +247,11 @@ class Decisions:
         return None
 
     def _continue(self, line: Line) -> bool:
-        """Make an ended line the next line of its call, unless another sequence or owner waits."""
+        """Make an ended line the next line of its call; returns whether it did.
+
+        The line must end, for example, if other sequences wait for a row, if other owners have
+        calls, or if the KV row cannot keep the text.
+        """
         call = self._open.get(line.call)
         if call is None or not call.pending or call.leads or call.message.alone:
             return False

@@ -88,7 +88,8 @@ def make_drafter(setting: str, engine: Engine, clock: Callable[[], float]) -> Dr
 def one_each(deltas: list[Delta], drafts: Drafts) -> list[Delta]:
     """Returns a step's deltas, with one joined delta for each stream that checked drafts.
 
-    The joined deltas of a stream are consecutive; each has one token, or the stream's end.
+    Such a stream has several deltas in `deltas`, one after the other. Each has one token, or the
+    end of the stream.
     """
     joined: list[Delta] = []
     places: dict[RunKey, int | None] = {
@@ -151,7 +152,11 @@ class DraftingRows:
         return speculator.depths(rows, limits.lines, candidates, began)
 
     def depths_after_wait(self, live: Many[Sequence], limits: StepLimits) -> dict[Sequence, int]:
-        """Returns `depths` again, after drafts made the step wait for the passes in flight."""
+        """Returns `depths` once more, after the step has waited for the passes in flight.
+
+        The step waited because `depths` first returned drafts. If there are no drafts now, drafts
+        pause.
+        """
         self._waited = True
         depths = self.depths(live, limits)
         if not depths and self.speculator is not None:
@@ -183,7 +188,10 @@ class DraftingRows:
     def collected(
         self, step: Step, drafts: Drafts, drawn: Many[SampledToken], *, fresh: bool
     ) -> None:
-        """Counts the accepted drafts and the time of a step, before its tokens are appended."""
+        """Counts the accepted drafts and the time of a step, before its tokens are appended.
+
+        `fresh`: the step compiled something, so its time is not typical.
+        """
         if self.speculator is None:
             return
         now = self.speculator.clock()

@@ -109,7 +109,7 @@ class EncoderCalls:
         self._waiting.clear()
 
     def next_pass(self, lines: int) -> list[PassInput]:
-        """Take the inputs of the next pass: at least one input, then inputs up to `lines` tokens.
+        """Take the inputs of the next pass: one input, and further inputs up to `lines` tokens.
 
         A call that is computed alone has a pass of its own.
         """

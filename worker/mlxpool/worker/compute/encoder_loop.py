@@ -74,7 +74,7 @@ class EncoderLoop:
                 self._report_memory(now)
 
     def _take_messages(self) -> None:
-        """Handle the messages in the inbox; without a call, wait for one."""
+        """Handle the messages in the inbox; if no call is open, wait for a message."""
         if not self._calls:
             self._report_memory(monotonic())
             self._progress.running = self._progress.waiting = 0

@@ -32,8 +32,8 @@ log = logging.getLogger("mlxpool.worker")
 class Generation(Struct, eq=False):
     """One completion. Times are monotonic seconds; a time is 0 until its event has happened.
 
-    `bound`: the token bound of the thoughts, until the thoughts end or a format applies. Near its
-    end the bound is also the constraint.
+    `bound`: the token bound of the thoughts, until the thoughts end or a format applies. When few
+    tokens are left, the bound is also the constraint.
     """
 
     sequence: Sequence
@@ -78,11 +78,11 @@ class Generation(Struct, eq=False):
         find: bool = False,
         least: int = 1,
     ) -> Delta:
-        """Append one drawn token. Returns its delta, with the end after the last token.
+        """Append one drawn token. Returns its delta, which also has the end if the completion ends.
 
         Also appends the tokens that the constraint forces next, if they are `least` or more.
-        `find`: compute the forced tokens; else use only known forced tokens. Raises BadRequest for
-        a token that the constraint does not allow.
+        `find`: compute the forced tokens; otherwise use only forced tokens that are already known.
+        Raises BadRequest for a token that the constraint does not allow.
         """
         sequence, detokenizer, token = self.sequence, self.detokenizer, drawn.token
         if not self.decode_at:
@@ -115,7 +115,7 @@ class Generation(Struct, eq=False):
         return Delta(id, number, position, text, packed, self._logprobs(drawn), self._facts(), end)
 
     def append(self, token: int, eos: frozenset[int], least: int) -> Delta | None:
-        """Append one token of a `plain` completion that does not end. Returns the token's delta.
+        """Append one token to a `plain` completion. Returns the token's delta.
 
         Returns None and does nothing if the token may be the last token, or if `least` or more
         forced tokens may follow. The caller then calls `commit`.

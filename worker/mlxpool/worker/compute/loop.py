@@ -90,7 +90,10 @@ class ComputeLoop:
                 self._report_memory(now)
 
     def _take_messages(self) -> list[Delta]:
-        """Handle the messages in the inbox; without a generation or call, wait for a message."""
+        """Handle the messages in the inbox; if there is no generation or call, wait for a message.
+
+        Returns the last deltas of streams that the messages end.
+        """
         deltas: list[Delta] = []
         while not self._generations and self._steps.in_flight:
             self._steps.collect()  # the sequences of these steps have left
@@ -109,7 +112,7 @@ class ComputeLoop:
         return deltas
 
     def _next_message(self) -> Inbound:
-        """Wait for a message; after SAVE_DELAY, save prefixes to disk while waiting."""
+        """Wait for a message and return it. After SAVE_DELAY, save prefixes to disk meanwhile."""
         disk = self._engine.disk
         if disk is None:
             return self._inbox.get()

@@ -66,7 +66,7 @@ class Drop(Struct, frozen=True):
 
 
 class DropAll(Struct, frozen=True):
-    """Drop every run, without deltas; later messages have the new `fence`."""
+    """Drop every run, without deltas. Later messages to the main thread have the new `fence`."""
 
     fence: int
 
@@ -182,8 +182,8 @@ class Unusable(Struct, frozen=True):
 class StepDeltas(Struct, frozen=True):
     """The deltas of one step: at most one delta with tokens for each sequence.
 
-    `fence` counts the connections to the broker: deltas for an older connection must not be sent
-    over a newer one.
+    `fence`: the number of connections to the broker that had been dropped when the deltas were
+    made. If another connection was dropped since, the main thread does not send the deltas.
     """
 
     deltas: Many[Delta]
@@ -209,9 +209,9 @@ Outbound = Opened | OpenedEncoder | Loaded | Unusable | StepDeltas | HandedBack 
 class DeltaQueue:
     """The bounded queue of deltas from the compute thread to the main thread.
 
-    Messages carry the current fence. When the deltas of MAX_UNTAKEN_STEPS steps wait, `put` blocks
-    in the phase `blocked`. The compute thread calls all methods but `acknowledge`, which the main
-    thread calls.
+    When the deltas of MAX_UNTAKEN_STEPS steps wait, `put` blocks in the phase `blocked`. The main
+    thread calls `acknowledge`; the compute thread calls all other methods. Each message has the
+    current fence, see StepDeltas.
     """
 
     def __init__(self, post: Callable[[Outbound], None], progress: Progress) -> None:
@@ -234,5 +234,5 @@ class DeltaQueue:
         self._post(HandedBack(self.fence))
 
     def acknowledge(self) -> None:
-        """Free the slot of one `StepDeltas`, which the main thread has taken."""
+        """Record that the main thread has taken one `StepDeltas`; then `put` can post another."""
         self._slots.release()

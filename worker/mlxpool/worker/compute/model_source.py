@@ -78,9 +78,10 @@ def open_source(
     counting: Callable[[Counting, int], CountingEngine] = CountingEngine,
     start_group: StartGroup | None = None,
 ) -> ModelSource | EncoderSource:
-    """Checks the model without MLX. Raises ModelLoadFailed with the reason if it cannot be used.
+    """Checks the model without MLX, and returns it with a function that loads it.
 
-    `start_group` starts the other processes of a model on several devices, during its load.
+    `start_group` starts the other processes of a model on several devices, during its load. Raises
+    ModelLoadFailed with the reason if the model cannot be used.
     """
     if config.path != COUNTING:
         files = open_files(locate(config))
@@ -450,7 +451,7 @@ def _text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource]:
 
 
 def as_load_error(error: BaseException, name: str) -> PoolError:
-    """Returns the error for requests that wait for the model."""
+    """Returns the error with which requests end if the model could not be loaded."""
     if isinstance(error, PoolError):
         return error
     return ModelLoadFailed(f"loading model {name!r} failed: {type(error).__name__}: {error}")

@@ -242,7 +242,7 @@ class Steps:
         return self._draw(constrained, drafts) if constrained else []
 
     def _note_turns(self, step: Step) -> None:
-        """Records the owners whose prompts a step reads; removes owners without sequences."""
+        """Records the owners whose prompts a step reads; forgets owners without sequences."""
         self._passes += 1
         self._turns.update((span.sequence.owner, self._passes) for span in step.chunks)
         if len(self._turns) > MAX_TURNS:
@@ -287,7 +287,7 @@ class Steps:
         return deltas
 
     def collect(self) -> list[Delta]:
-        """Wait for the oldest step in flight and commit its tokens."""
+        """Wait for the oldest step in flight, and commit its tokens. Returns their deltas."""
         flight = self._flights[0]
         try:
             results = self._engine.collect()
@@ -359,7 +359,10 @@ class Steps:
             log.warning("a pass in flight failed", exc_info=error)
 
     def _commit(self, drawn: list[SampledToken], drafts: Drafts) -> list[Delta]:
-        """Append the drawn tokens of live sequences; an error ends only its request."""
+        """Append the drawn tokens of live sequences. Returns their deltas.
+
+        An error ends only the request of its token.
+        """
         deltas: list[Delta] = []
         of, eos, running = self._generations.of, self._engine.eos, Phase.RUNNING
         now, least = monotonic(), self.constrained.min_run()
@@ -389,7 +392,7 @@ class Steps:
     def _commit_one(
         self, generation: Generation, drawn: SampledToken, now: float, least: int
     ) -> Delta:
-        """Append one token of a completion, which the token may end.
+        """Append one token of a completion, which the token may end. Returns the token's delta.
 
         Also appends the forced tokens that follow, if they are `least` or more.
         """

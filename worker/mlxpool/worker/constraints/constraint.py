@@ -161,10 +161,10 @@ class Constraint:
         return self._thoughts is None and self._ahead is None
 
     def taken_ahead(self, token: int, *, find: bool) -> None:
-        """Records that the matcher already has the token with which `take` is called later.
+        """Records that the matcher already has the token with which `take` will be called.
 
-        Nothing reads the matcher until then, so another thread may make the next mask. `find`: also
-        searches the tokens that the format forces after this token.
+        Until that call nothing else reads the matcher, so another thread may make the next mask.
+        `find`: also searches the tokens that the format forces after this token.
         """
         matcher, forced = self.matcher, self._forced  # for many rows in every step: few calls
         self._ahead = token
@@ -219,7 +219,7 @@ class Constraint:
     def forced(self, *, find: bool) -> list[int]:
         """Returns the next tokens that the format forces, at most MAX_RUN tokens.
 
-        Without `find`, returns only the tokens that `mask` has found.
+        Without `find`, returns only forced tokens that were found before.
         """
         if self._thoughts is not None:
             return [*islice(self._thoughts.forced, MAX_RUN)]

@@ -85,9 +85,10 @@ def _json_grammar(schema: Mapping[str, Any] | bool) -> str:
 
 
 def _require_one_meaning(schema: Mapping[str, Any]) -> None:
-    """Raises BadRequest for a `$ref` beside an `$id`: its base differs between JSON Schema drafts.
+    """Raises BadRequest for a `$ref` beside an `$id`: JSON Schema drafts read it differently.
 
-    A `$ref` into the schema itself is allowed at the root: it means the same in all drafts.
+    The drafts resolve such a `$ref` against different base URIs. A `$ref` into the schema itself is
+    allowed at the root, because it means the same in all drafts.
     """
     unread: list[Any] = [schema]
     while unread:

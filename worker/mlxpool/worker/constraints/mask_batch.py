@@ -90,9 +90,9 @@ def fill_table(
 ) -> FilledTable:
     """Writes the masks of constraints with the same vocabulary into a table.
 
-    The table has a line (row) for each constraint, as wide as a mask of the library's vocabulary.
-    Nothing else may use the constraints meanwhile. `begins` is called just before the library makes
-    masks and releases the GIL.
+    The table has a line (row) for each constraint. A line is as wide as a mask of the library's
+    vocabulary. Nothing else may use the constraints meanwhile. `begins` is called just before the
+    library makes masks and releases the GIL.
     """
     lines: list[int] = []
     places: list[int] = []  # the indices of the constraints whose mask the library makes

@@ -1,6 +1,6 @@
-"""The jobs that make masks, of many constraints or of one, and the thread for batches.
+"""The jobs that make masks of many constraints or of one, and the thread that runs batches.
 
-The result of a job has a table of masks, and the index of each constraint's line in it.
+The result of a job has a table of masks, and the index of each constraint's line in the table.
 """
 
 from __future__ import annotations

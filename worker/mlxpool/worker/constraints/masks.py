@@ -134,7 +134,7 @@ class Masks:
             constraint.give_back()
 
     def _taking(self, tokens: Sequence[tuple[Constraint, int]]) -> list[tuple[Constraint, int]]:
-        """Returns the constraints that take their tokens in a batch, with these tokens."""
+        """Returns the constraints that can take their tokens in a batch, each with its token."""
         return [
             pair
             for pair in tokens
@@ -147,7 +147,7 @@ class Masks:
     # ---- masks -----------------------------------------------------------------------------------
 
     def begin_early(self, constraints: Sequence[Constraint]) -> None:
-        """Begins masks of quick constraints, for a draw after the start of the next pass.
+        """Begins masks of quick constraints, before the pass whose draw needs them has begun.
 
         Another thread makes them as soon as the calling thread releases the GIL.
         """
@@ -181,7 +181,7 @@ class Masks:
         return replace(masks, late=late) if late else masks
 
     def wait(self) -> None:
-        """Waits until one more mask is made, for a bounded time."""
+        """Waits, for a bounded time, until a mask is made that no call has awaited yet."""
         self._news.wait(IDLE_WAIT)
         self._news.clear()
 

@@ -45,7 +45,7 @@ class NumberTokens(Struct, frozen=True, eq=False):
 
     @classmethod
     def of(cls, pieces: Sequence[bytes], words: int) -> NumberTokens:
-        """Reads the bytes of all tokens; `words`: the number of 32-bit words in a mask."""
+        """Returns the NumberTokens of a vocabulary; `words`: the 32-bit words in a mask."""
         tails: dict[int, bytes] = {}
         whole: list[int] = []
         digits, runs, letters = (np.zeros(words, np.uint32) for _ in range(3))

@@ -1,7 +1,7 @@
-"""Finds the tool and the schema member that a grammar cannot follow, for an error message.
+"""Finds the tool, and the part of its schema, that llguidance cannot compile; for an error.
 
-It compiles parts of a schema separately. So it is called in the process that checks formats, which
-has limits.
+Parts of a schema are compiled separately. So this code is called in the process that checks
+formats, which has limits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DEFINITIONS = ("$defs", "definitions")
 
 
 def reason(error: str) -> str:
-    """Returns the error of a matcher without llguidance's suffix."""
+    """Returns the error of llguidance without the suffix that it appends to errors."""
     return error.replace(_NOT_VERBOSE, "").strip()
 
 

@@ -1,7 +1,8 @@
 """The constraint that bounds the thoughts of an answer without a response format.
 
-It allows any token until the bound, and then forces the tokens that end the thoughts. A request
-needs it only near the bound; earlier, and after the thoughts, its steps are unconstrained.
+It allows any token until the bound, and then forces the tokens that end the thoughts. A request has
+this constraint only near the bound. Earlier, and after the thoughts, the steps of the request are
+unconstrained.
 """
 
 from __future__ import annotations

@@ -96,10 +96,11 @@ class _Wrapper:
         return self._kept(text) if len(text) <= KEPT_LENGTH else self._ids_of(text)
 
     def _ids_of(self, text: str) -> list[int]:
-        """Returns the tokenizer's ids of a text if they decode to it, else the longest tokens.
+        """Returns the tokenizer's ids of a text if they decode to the text.
 
-        Some tokenizers begin each text with a space. The name of a special token in a text does not
-        become that token: only text is allowed.
+        Otherwise returns the ids of the longest tokens that make up the text. This happens with
+        tokenizers that begin each text with a space, and if the text has the name of a special
+        token: the name must not become that token.
         """
         ids = list(self._encode(text))
         if all(token < len(self.tokens) and token not in self._special for token in ids):

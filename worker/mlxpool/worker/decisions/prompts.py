@@ -51,7 +51,7 @@ class Prompts(Struct, frozen=True):
     """The prompts of several questions about one text, as token ids, and the questions' answers.
 
     `shared`: the ids with which all prompts begin. `tails`: the other ids of each prompt, at least
-    one. If all questions have the same labels, `shared` includes these.
+    one id. If all questions have the same labels, the labels are in `shared`.
     """
 
     shared: list[int]
@@ -98,8 +98,8 @@ def _rendered(
 ) -> tuple[str, list[str]]:
     """Returns the common beginning of all prompts, and the rest of each prompt.
 
-    A template is rendered for the first and the last question. If that shows that it only inserts
-    the question, it is not rendered for the other questions.
+    A template is rendered for the first and the last question. If these two prompts differ only in
+    the words of the question, the template is not rendered for the other questions.
     """
     words = [worded(question, chat=job.chat) for question in questions]
     before = job.prompt + BORDER

@@ -1,4 +1,4 @@
-"""Checks the folder of an encoder model: its task, the layers after it, and its tokenizer.
+"""Checks the folder of an encoder model: its task, the layers after the encoder, its tokenizer.
 
 Imports no MLX.
 """

@@ -66,7 +66,10 @@ class VectorSettings(Struct, frozen=True):
     similarity: str = "cosine"
 
     def dimensions(self, hidden: int) -> int:
-        """Returns the length of a vector; raises ModelLoadFailed if steps do not match."""
+        """Returns the length of a vector.
+
+        Raises ModelLoadFailed if a dense layer has another number of inputs than it gets.
+        """
         size = hidden * len(self.poolings)
         for dense in self.dense:
             if dense.inputs != size:
@@ -78,7 +81,7 @@ class VectorSettings(Struct, frozen=True):
 
 
 def has_modules(files: ModelFiles) -> bool:
-    """Returns whether sentence-transformers' list of steps exists."""
+    """Returns whether modules.json exists, sentence-transformers' list of modules."""
     return (files / MODULES).is_file()
 
 
@@ -102,7 +105,7 @@ def answer_ids(files: ModelFiles) -> tuple[int, int]:
 
 
 def pair_settings(files: ModelFiles) -> VectorSettings:
-    """Returns the settings of a model that rates pairs: only its prompts."""
+    """Returns the settings of a model that rates pairs, which has only prompts."""
     return VectorSettings(**_prompts(optional_json(files / PROMPTS)))
 
 
@@ -141,7 +144,7 @@ def vector_settings(files: ModelFiles) -> VectorSettings:
 
 
 def _listed(files: ModelFiles) -> list[tuple[str, str]]:
-    """Returns the type and folder of each listed step, supported or not."""
+    """Returns the type and folder of each module in modules.json, supported or not."""
     return [
         (str(entry.get("type", "")).rpartition(".")[2], str(entry.get("path", "")))
         for entry in read_json_list(files / MODULES)
@@ -149,7 +152,7 @@ def _listed(files: ModelFiles) -> list[tuple[str, str]]:
 
 
 def _modules(files: ModelFiles) -> list[tuple[str, str]]:
-    """Returns the type and folder of each step of an embedding model, the model itself first."""
+    """Returns the type and folder of each module of an embedding model, the model itself first."""
     steps = []
     for kind, path in _listed(files):
         if kind == "Transformer":

@@ -185,7 +185,10 @@ class EncoderText:
         return list(self._encoding(text, None, 0, special=False).ids)
 
     def _encoding(self, text: str, pair: str | None, most: int, special: bool = True) -> Encoding:
-        """Encodes a text. `most`: the most tokens after truncation; 0: no truncation."""
+        """Returns the encoding of a text, or of a text and its `pair`.
+
+        `most`: the most tokens after truncation; 0: no truncation. `special`: with special tokens.
+        """
         if most:
             side = "left" if self.source.keeps_end else "right"
             self._tokenizer.enable_truncation(most, direction=side)

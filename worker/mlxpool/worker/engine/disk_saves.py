@@ -200,7 +200,7 @@ class DiskSaves:
             blocks.append(Block(start, end, parent, block_key(parent, packed(ids)), ids))
 
     def _missing(self, target: _Target) -> tuple[Block, Kind] | None:
-        """Returns the next record that the disk lacks, among the target's `blocks`."""
+        """Returns the next record of the target's `blocks` that the disk lacks, or None."""
         while target.passed < len(target.blocks):
             block = target.blocks[target.passed]
             target.passed += 1

@@ -173,7 +173,8 @@ class Engine(Protocol):
     def report_compiles(self, tell: Callable[[], None]) -> None:
         """Sets the function that this thread calls before it builds a pass that compiles kernels.
 
-        Such a pass may take longer. Passes of the model's own draft head count as well.
+        Such a pass may take longer. The function is also called for passes of the model's own draft
+        head.
         """
 
     def submit(self, spans: Many[Span]) -> bool:
@@ -190,9 +191,9 @@ class Engine(Protocol):
         """Starts a pass as `submit` does, but draws no tokens until `draw` is called.
 
         `draw` must be called before the next pass is submitted, and before this pass is collected.
-        `built` is called when the pass is built, and before its submission to the device, which
-        takes some time without the GIL. Raises NotImplementedError if the engine draws tokens in
-        the pass itself.
+        `built` is called when the pass is built, just before its submission to the device. The
+        submission takes some time without the GIL. Returns as `submit` does. Raises
+        NotImplementedError if the engine draws tokens in the pass itself.
         """
 
     def draw(self, masks: RowMasks) -> None:
@@ -225,10 +226,10 @@ class Engine(Protocol):
         """
 
     def collect(self) -> StepResult:
-        """Waits for the oldest pass in flight; the caller appends the tokens to `seq.ids`.
+        """Waits for the oldest pass in flight, and returns its results.
 
-        Removes wrong drafts from the rows, and lowers `seq.submitted` accordingly. If the pass
-        fails, all sequences in flight lose their rows.
+        The caller appends the tokens to `seq.ids`. Removes wrong drafts from the rows, and lowers
+        `seq.submitted` accordingly. If the pass fails, all sequences in flight lose their rows.
         """
 
     def rewind(self, seq: Sequence, count: int) -> bool:

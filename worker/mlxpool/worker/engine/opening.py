@@ -121,7 +121,7 @@ def open_parts(
     devices: OneDevice | None = None,
     draft: DraftEngine | None = None,
 ) -> Parts:
-    """Chooses and makes the layout of a model, with as many blocks as fit before the warm-up.
+    """Makes the parts of an engine, with as many blocks as fit before the warm-up.
 
     Raises ModelLoadFailed for settings that the model does not support.
     """

@@ -1,9 +1,9 @@
 """The passes of an engine in flight: inputs, forward, draw, results.
 
-On a GPU a pass may be submitted while another pass is in flight: the new pass takes the tokens that
-the other pass draws from the device, before the host has read these tokens. A sequence that ends or
-is preempted in between loses its token in flight, and its row is trimmed to the tokens of the
-sequence. A CPU gains nothing from this, so there no pass is submitted ahead.
+On a GPU a pass may be submitted while another pass is in flight. The new pass then reads, on the
+device, the tokens that the other pass draws, before the host knows these tokens. A sequence that
+ends or is preempted in between loses its token in flight, and its row is trimmed to the tokens of
+the sequence. A CPU gains nothing from this, so no pass is submitted ahead on a CPU.
 """
 
 from __future__ import annotations
@@ -228,7 +228,10 @@ class Pipeline:
         hidden: mx.array | None,
         states: mx.array | None = None,
     ) -> tuple[tuple[mx.array, ...], Download | None]:
-        """Returns the arrays whose evaluation ends a pass, and the download of its results."""
+        """Returns the arrays whose evaluation ends a pass, and the download of its results.
+
+        The download is None if results are read from MLX's arrays.
+        """
         results = [] if sampled is None else sampled.arrays()
         if hidden is not None:
             results.append(hidden)
@@ -279,9 +282,10 @@ class Pipeline:
             self._memory.rows[seq].trim(seq.submitted)
 
     def _inputs(self, wants: PassSpans) -> tuple[Ids, mx.array | None]:
-        """Returns the ids [T] of the spans, and the tokens in flight for negative ids.
+        """Returns the ids [T] of the spans, and the tokens in flight to which negative ids refer.
 
-        The id -1 - r means the token of row r of the newest pass in flight.
+        The id -1 - r means the token of row r of the newest pass in flight. The tokens are None if
+        no pass in flight has drawn tokens.
         """
         newest = self.flights[-1] if self.flights else None
         drawn = None if newest is None or newest.sampled is None else newest.sampled.tokens
@@ -382,7 +386,7 @@ class Pipeline:
             raise
 
     def _await_flights(self) -> None:
-        """Waits for discarded passes: they read memory that the next passes write."""
+        """Waits for discarded passes, because they read memory that the next passes write."""
         for flight in self.flights:
             try:
                 flight.wait()

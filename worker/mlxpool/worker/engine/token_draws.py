@@ -102,7 +102,7 @@ class TokenDraws:
         before: Flight | None,
         masks: RowMasks,
     ) -> SamplerOutput:
-        """Draws the tokens of some spans from their logits; their options are in `batch`."""
+        """Returns the tokens that spans draw from their logits, with the options in `batch`."""
         token_masks = self._masks(spans, masks)
         positions: Many[int] = ()
         if batch.any_random:
@@ -131,7 +131,10 @@ class TokenDraws:
         return self._last[1]
 
     def _pending(self, rows: Many[Sequence], before: Flight | None) -> mx.array | None:
-        """Returns the tokens [E] in flight of these sequences; -1 for a sequence without one."""
+        """Returns the tokens [E] in flight of these sequences, or None if no pass is in flight.
+
+        The token is -1 for a sequence without a token in flight.
+        """
         if before is None or before.sampled is None:
             return None
         places = self._upload(np.array([before.rows.get(seq, -1) for seq in rows], dtype=np.int32))

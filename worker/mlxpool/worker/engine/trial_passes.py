@@ -270,10 +270,11 @@ def step(engine: LoadedEngine, spans: Many[Span]) -> StepResult:
 
 
 def _first_and_last(counts: list[int], *, on_gpu: bool) -> list[int]:
-    """Returns the numbers of rows of the passes that a load computes.
+    """Returns the numbers of rows of the passes that a load computes, out of `counts`.
 
-    On a CPU a C++ compiler compiles fused functions, which are the same for two rows and more. So
-    two passes show the times of the other passes: the first with several rows, and the widest.
+    On a GPU these are all `counts`, on a CPU the first two and the last. On a CPU a C++ compiler
+    compiles fused functions, which are the same for two rows and more. The last pass shows the
+    longest time.
     """
     return counts if on_gpu or len(counts) < 4 else [*counts[:2], counts[-1]]
 

@@ -172,7 +172,7 @@ class Collectives:
         return int(least)
 
     def joined(self, x: mx.array) -> mx.array:
-        """Joins x [T, n] of each rank to [T, ranks * n], in the order of ranks."""
+        """Returns x [T, n] of all ranks as one array [T, ranks * n], in the order of ranks."""
         joined = None if self._peers is None else self._peers.joined(x)
         if joined is not None:
             return joined

@@ -30,7 +30,10 @@ class LoadedPart(Struct, frozen=True):
 def load_part(
     part: Part, config: ModelConfig, meeting: Meeting, on_progress: OnProgress
 ) -> LoadedPart:
-    """Waits for all ranks, then loads the rank's part. Raises ModelLoadFailed or RuntimeError."""
+    """Waits for all ranks, then loads and returns the rank's part.
+
+    Raises ModelLoadFailed or RuntimeError.
+    """
     LOAD.enter("links")
     collectives = Collectives.join(meeting, config.device_sums)
     limit = rank_limit(config.memory_limit, part.ranks) - collectives.nbytes

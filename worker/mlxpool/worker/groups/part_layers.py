@@ -137,5 +137,8 @@ class PartEmbedding(Struct, frozen=True):
         return self.collectives.all_sum(mx.where(inside[:, None], rows, mx.zeros_like(rows)))
 
     def as_linear(self, x: LinearInput) -> mx.array:
-        """x [T, d] -> logits [T, vocabulary]."""
+        """Returns the logits [T, vocabulary] of hidden states x [T, d].
+
+        Each rank computes some of the columns.
+        """
         return self.collectives.joined(self.table.as_linear(x))

@@ -125,7 +125,7 @@ def _tried(
 
 
 def _trial(sums: PeerSums) -> bool:
-    """Tries the sums of each kernel, with numbers that are known on every rank."""
+    """Computes sums of known numbers with each kernel; returns whether all sums are right."""
     limits, right = sums.shape.limits, True
     for size in (8 * TRIAL_WIDTH, 2 * limits.small or TRIAL_BYTES):
         if not 0 < size <= max(limits.small, limits.large):

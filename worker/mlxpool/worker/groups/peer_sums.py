@@ -179,7 +179,10 @@ class PeerSums:
 
     @property
     def lost(self) -> int | None:
-        """The rank that did not reach a sum within the bound; later sums are invalid."""
+        """The rank that did not reach a sum within the bound, so that later sums are invalid.
+
+        None: no rank is lost.
+        """
         who = int(self._watch.numbers[0])
         return who - 1 if who else None
 
@@ -188,9 +191,9 @@ class PeerSums:
         return dtype in DTYPES and 0 < size <= max(self.shape.limits.small, self.shape.limits.large)
 
     def sum(self, x: mx.array, residual: mx.array | None = None) -> mx.array | None:
-        """Returns the sum of all ranks' x, and of `residual` of the same shape, rounded once.
+        """Returns the sum of all ranks' x, plus `residual` of the same shape; rounds only once.
 
-        None: these kernels do not support such arrays.
+        Returns None if these kernels do not support such arrays.
         """
         if not self.takes(x.nbytes, x.dtype):
             return None
@@ -202,7 +205,10 @@ class PeerSums:
         return total if x.ndim == 2 else total.reshape(x.shape)
 
     def joined(self, x: mx.array) -> mx.array | None:
-        """x [T, n] of each rank -> [T, ranks * n], in the order of ranks; None as in `sum`."""
+        """Returns x [T, n] of all ranks as one array [T, ranks * n], in the order of ranks.
+
+        Returns None if these kernels do not support such arrays.
+        """
         if not self.takes(x.nbytes, x.dtype) or x.shape[1] * x.dtype.size % PIECE_BYTES:
             return None
         return self._launch(x, None, joins=True)

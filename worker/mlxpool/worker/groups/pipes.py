@@ -1,4 +1,4 @@
-"""The pipes from rank 0 to the other ranks, with whole messages, each after its length."""
+"""The pipes from rank 0 to the other ranks. A pipe has whole messages, each after its length."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Orders:
     def send(self, message: Message) -> None:
         """Sends a message; waits while a rank does not read.
 
-        Raises OSError if a rank has ended, after a pause of BLAME_TIME: another process may see
-        this end, and end this process first. After the error, the ranks no longer compute the same
-        passes, see `broken`.
+        If a rank has ended, pauses for BLAME_TIME and raises OSError. The pause is for the thread
+        that watches this rank: it ends this process with the exit code of the rank. After the
+        error, the ranks no longer compute the same passes, see `broken`.
         """
         data = encoded(message)
         framed = len(data).to_bytes(LENGTH_BYTES, "little") + data

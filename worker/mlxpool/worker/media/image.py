@@ -34,7 +34,7 @@ class PreparedImage(Struct, frozen=True, eq=False):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pixels."""
+        """The bytes of the pixels."""
         return self.pixels.nbytes
 
 

@@ -126,10 +126,10 @@ def tile_arrangement(tiles: int, side: int, height: int, width: int) -> tuple[in
 class ImagePlaces(Struct, frozen=True):
     """The texts for an image in a model's prompts.
 
-    A chat template writes `marker` for an image; the model reads `expansion` in its place. The
-    model reads `whole` in place of [img-n] in a text. Both have the token `slot` once, with the id
-    `slot_id`; the inputs of the image replace it. `group`: these inputs attend to each other both
-    ways. `crossed`: see MediaSpan.
+    A chat template writes `marker` for an image; the model reads `expansion` in its place. In a
+    text without a template, the model reads `whole` in place of [img-n]. `expansion` and `whole`
+    have the token `slot` once, with the id `slot_id`. The inputs of the image replace this token.
+    `group`: the inputs of an image attend to each other both ways. `crossed`: see MediaSpan.
     """
 
     marker: str

@@ -157,7 +157,7 @@ def cut_end(spans: Spans, place: int) -> int:
 
 
 def without(spans: Spans, keep: int, removed: int) -> tuple[MediaSpan, ...]:
-    """Returns the spans without the `removed` inputs after the first `keep`.
+    """Returns the spans after a cut of the `removed` inputs that follow the first `keep` inputs.
 
     Both ends of the cut are positions that divide no image.
     """

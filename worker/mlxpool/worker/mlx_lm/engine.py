@@ -354,7 +354,10 @@ class MlxLmEngine:
 
     @contextmanager
     def _discard_on_failure(self, spans: Many[Span]) -> Iterator[None]:
-        """Frees the KV rows of these spans if the wrapped pass fails: it may have changed them."""
+        """Frees the KV rows of these spans if the wrapped pass fails.
+
+        The failed pass may have changed the rows.
+        """
         try:
             yield
         except Exception:

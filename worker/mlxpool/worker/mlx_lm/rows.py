@@ -40,7 +40,7 @@ class MlxLmRow:
 
     @property
     def nbytes(self) -> int:
-        """Allocated bytes, including unused bytes."""
+        """The allocated bytes, including unused bytes."""
         return sum(array.nbytes for array in self.arrays())
 
     def arrays(self) -> list[mx.array]:

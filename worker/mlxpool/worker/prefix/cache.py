@@ -129,7 +129,8 @@ class PrefixCache(Generic[R]):
         """Caches the tokens that the KV row has so far; the row stays in use.
 
         `restore_point`: makes the end of these tokens a restore point, because other sequences will
-        begin there. Otherwise only a position from `next_restore_point` becomes one.
+        begin there. Otherwise the end becomes a restore point only at a position from
+        `next_restore_point`.
         """
 
     def close(self, row: R, tokens: Sequence[int]) -> None:

@@ -68,7 +68,7 @@ class BlockRow:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the KV row's blocks, including shared blocks."""
+        """The bytes of the KV row's blocks, including shared blocks."""
         return self.block_bytes * len(self.table)
 
 
@@ -211,8 +211,8 @@ class BlockStore:
     def take_block(self, start: int, end: int, fill: Callable[[int], None]) -> BlockRun:
         """Caches tokens [start, end) in a new block, whose contents `fill(block)` writes.
 
-        `fill` also writes the earlier tokens that belong to the block. Raises OutOfMemory if no
-        block is free.
+        Returns the block as a BlockRun. `fill` also writes the earlier tokens that belong to the
+        block. Raises OutOfMemory if no block is free.
         """
         block = self._pool.allocate()
         try:

@@ -41,10 +41,16 @@ class PieceStore(Protocol[E, S_contra]):
         """Whether `join` copies the tokens."""
 
     def cut(self, held: E, at: int) -> tuple[E, E]:
-        """Splits the piece `held` after its first `at` tokens; consumes `held`."""
+        """Splits the piece `held` after its first `at` tokens; returns both parts.
+
+        `held` can no longer be used.
+        """
 
     def join(self, left: E, right: E) -> E:
-        """Joins two neighbouring pieces into one; consumes both."""
+        """Joins two neighbouring pieces; returns the joined piece.
+
+        `left` and `right` can no longer be used.
+        """
 
     def free(self, held: E) -> None:
         """Frees `held`."""

@@ -56,7 +56,7 @@ class Match(Struct, Generic[E, S], frozen=True):
 
     @property
     def last(self) -> Node[E, S] | None:
-        """The node in whose edge the match ends."""
+        """The node in whose edge the match ends; None: no token matches."""
         return self.nodes[-1] if self.nodes else None
 
 

@@ -26,7 +26,10 @@ RESTORE_POINT_INTERVAL = 8192
 
 
 class _ActiveRow(Struct, Generic[R, E, S]):
-    """A KV row in use; while this object refers to the row, no other row has the same id()."""
+    """A KV row in use, with its position in the tree and its restore points to come.
+
+    While this object refers to the row, no other row has the same id().
+    """
 
     row: R
     node: Node[E, S]  # the deepest node that the KV row began from or was cached at
@@ -257,7 +260,10 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
         return row
 
     def _restorable(self, match: Match[E, S]) -> tuple[int, S | None]:
-        """Returns the number of restorable tokens of a match, and the snapshot for them."""
+        """Returns the number of restorable tokens of a match, and the snapshot that restores them.
+
+        The snapshot is None if the layers need none.
+        """
         if not self._store.stateful or match.last is None:
             return match.tokens, None
         best: tuple[int, S | None] = (0, None)
@@ -351,7 +357,8 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
     ) -> Node[E, S]:
         """Adds the tokens from `start` on below the node `last`, with pieces and snapshot.
 
-        If `last` ends after `start`, first splits the edge of `last` there. Returns the last node.
+        If `last` ends after `start`, first splits the edge of `last` at `start`. Returns the last
+        node.
         """
         if last.end > start and (pieces or state is not None):
             last = self._tree.split(last, start)

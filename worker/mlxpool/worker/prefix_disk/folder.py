@@ -1,9 +1,9 @@
 """The folder of the segments of one model: owner, modes, size bound, deletions.
 
 The path of a segment is DIR/MODEL/DIGEST/NAME.seg; MODEL is the quoted model name. The size bound
-applies to all segments of a model, also to those of other weights, rules or layouts. The latter are
-deleted first, because no worker uses them. Workers take the lock DIR/MODEL/lock to append and to
-delete.
+applies to all segments of a model, whatever their digest. A digest covers weights, rules and
+layout. Segments of other digests than the worker's are deleted first, because no worker uses them.
+Workers take the lock DIR/MODEL/lock to append and to delete.
 """
 
 from __future__ import annotations
@@ -89,7 +89,11 @@ class ModelFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds the lock of the folder. Raises Locked; OSError if the lock cannot be opened."""
+        """Returns a context in which this process holds the lock of the folder.
+
+        Raises Locked if another process does not release the lock, and OSError if the lock cannot
+        be opened.
+        """
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(self.path / "lock", flags, FILE_MODE)
         try:

@@ -49,9 +49,9 @@ class Pace:
     def rest(self, most: float = math.inf) -> float:
         """Pauses in proportion to the work since the last call, for at most `most` seconds.
 
-        The remainder of the pause stays due. Only processor time counts as work, because a thread
-        that waits for the disk disturbs nobody. Returns the seconds of pause that are no longer
-        due; 0 if the pause is still too short and stays due.
+        Only processor time counts as work, because a thread that waits for the disk disturbs
+        nobody. Pause time that exceeds `most`, or that is too short for a pause, stays due. Returns
+        the seconds of pause that are no longer due.
         """
         now = time.thread_time()
         self._owed += REST * (now - self._counted)

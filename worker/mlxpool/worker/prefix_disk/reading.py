@@ -175,7 +175,7 @@ def require_chosen(header: RecordHeader, choice: Choice, ids: Sequence[int]) -> 
 class Room:
     """Bounds the memory of records that were read but not taken yet, in all readings.
 
-    They have at most `limit` bytes; a single larger record is also allowed.
+    These records together have at most `limit` bytes; a single larger record is also allowed.
     """
 
     def __init__(self, limit: int) -> None:
@@ -264,7 +264,7 @@ class RecordReader:
     # ---- the compute thread ----------------------------------------------------------------------
 
     def begin(self, wanted: Wanted) -> Reading:
-        """Begins to read the records for a sequence."""
+        """Begins to read the records for a sequence; returns the Reading that gets them."""
         reading = Reading(wanted, self.room)
         self._asked.put(reading)
         return reading
@@ -284,7 +284,10 @@ class RecordReader:
     # ---- the thread ------------------------------------------------------------------------------
 
     def _hurries(self) -> bool:
-        """Returns whether a refresh skips pauses: nothing runs, or a sequence waits for it."""
+        """Returns whether a refresh of the index needs no pauses.
+
+        It needs none if no sequence runs, or if a sequence waits for the refresh.
+        """
         return self._state.hurries() or self._reads or not self._asked.empty()
 
     def _run(self) -> None:

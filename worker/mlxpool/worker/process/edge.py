@@ -161,7 +161,10 @@ class Edge:
     # ---- the loop ------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Serves until the broker sends `stop`, stdin ends, or SIGTERM arrives."""
+        """Serves until the broker sends `stop`, stdin ends, or SIGTERM arrives.
+
+        Returns the exit code.
+        """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._exit(0))
         self.mailbox.waker.wake_on_signals()
@@ -264,7 +267,8 @@ class Edge:
     def _save_prefixes(self) -> None:
         """Makes the compute thread write the prefix cache to disk, for a bounded time.
 
-        The broker continues streams that were not handed back only after this process has ended.
+        The time is shorter while runs are left: the broker continues these in other workers only
+        after this process has ended.
         """
         if not self.config.model.prefix_disk or not self._serves:
             return

@@ -59,9 +59,10 @@ class Arrival(Struct, frozen=True):
 class Preparation(Struct, frozen=True):
     """The preparation of a request.
 
-    `job` runs first; an `Encoded` is already its result. `finish` makes the next message from the
-    result, and from the constraint if the answer has a `format`; it raises PoolError. `size`: the
-    request's bytes or characters. `deadline`: a time in monotonic seconds.
+    `job`: the job that runs first; an `Encoded` is the result itself, so no job runs. `finish`
+    makes the next message from the result, and from the constraint if the answer has a `format`; it
+    raises PoolError. `size`: the request's bytes or characters. `deadline`: a time in monotonic
+    seconds.
     """
 
     owner: str

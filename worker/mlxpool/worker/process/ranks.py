@@ -91,9 +91,9 @@ def _end_as(rank: int, code: int) -> NoReturn:
 class StartedGroup:
     """The processes of the ranks from 1 on; they start at once, because imports take seconds.
 
-    An instance is the `start_group` function of the model's source. The call comes after the check
-    of the model, and makes the ranks load their parts. Until then the ranks wait. They end with
-    this process.
+    An instance is the function `start_group` of the model's source, which calls it after it has
+    checked the model. The call makes the ranks load their parts; before the call the ranks wait.
+    All ranks end with this process.
     """
 
     def __init__(self, config: WorkerConfig, block: Block) -> None:

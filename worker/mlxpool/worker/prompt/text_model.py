@@ -43,7 +43,7 @@ class TextModel(Protocol):
 
     @property
     def controls(self) -> tuple[Sequence[str], Sequence[str]]:
-        """Texts of control tokens: special tokens, and other added tokens in chat templates."""
+        """The texts of control tokens: special tokens, and other added tokens in chat templates."""
 
     def read_image(self, data: bytes, index: int) -> PreparedImage:
         """Decodes the file of image `index` of a request. Raises BadRequest with the index."""
@@ -62,13 +62,13 @@ class TextModel(Protocol):
         """Returns a chat as text; with `continues`, without a generation prompt."""
 
     def infill(self, text: str, suffix: str) -> list[int]:
-        """Tokenizes a text, a gap, and then `suffix`. Raises BadRequest."""
+        """Returns the ids of a prompt with a gap between `text` and `suffix`. Raises BadRequest."""
 
     def encode(self, text: str, cuts: Sequence[int] = (), *, begins: bool = True) -> list[int]:
-        """Tokenizes a text; no token crosses a position in `cuts`.
+        """Returns the ids of a text; no token crosses a position in `cuts`.
 
-        `begins`: the ids begin with the tokens that begin a prompt. False for a rendered chat,
-        which has begin tokens of its own.
+        `begins`: the ids begin with the tokens that begin a prompt. It is False for a rendered
+        chat, which has begin tokens of its own.
         """
 
     def restore_at(self, text: str, messages_end: int, ids: Sequence[int]) -> int: ...

@@ -99,7 +99,11 @@ class TokenBytes:
 
 
 def _steps_of(tokenizer: Tokenizer) -> list[Mapping[str, Any]] | None:
-    """Returns the decoder's steps. Without a decoder: steps that undo the pre-tokenizer."""
+    """Returns the steps of the tokenizer's decoder.
+
+    Without a decoder, returns the step that undoes a byte-level pre-tokenizer; None for any other
+    pre-tokenizer.
+    """
     if tokenizer.decoder is not None:
         return list(_flat(_settings(tokenizer.decoder), "decoders"))
     if tokenizer.pre_tokenizer is not None:

@@ -199,7 +199,10 @@ class Sequence(Struct, eq=False):
         self.submitted = self.awaited = 0
 
     def preempt(self) -> None:
-        """As `return_to_waiting`, after a preemption: other sequences need the memory."""
+        """Makes the sequence wait for admission, because other sequences need its memory.
+
+        See `return_to_waiting`.
+        """
         self.return_to_waiting()
         self.preempted = True
 

@@ -14,10 +14,11 @@ def awaited_prompt(
 ) -> Sequence | None:
     """Returns the running sequence whose prompt `seq` waits for, or None.
 
-    `seq` waits for a prompt in prefill if both prompts share at least half of its unread part. Then
-    `seq` gets these tokens from the prefix cache, which costs less than reading them. `whole`: the
-    cache has only whole prompts without their last token. `by_owner`: the cache has only prompts of
-    the same owner. The result is valid until the prompt is read or its sequence ends.
+    `seq` waits for a prompt in prefill if this prompt has at least half of the unread part of
+    `seq`'s prompt. Then `seq` gets these tokens from the prefix cache, which costs less than
+    reading them. `whole`: the cache has only whole prompts without their last token. `by_owner`:
+    the cache has only prompts of the same owner. The result is valid until the prompt is read or
+    its sequence ends.
     """
     if seq.awaits is not None and _is_read(seq.awaits):
         return seq.awaits

@@ -135,7 +135,10 @@ class StepCost:
 
 
 def _least_squares(features: Floats, seconds: Floats) -> Floats:
-    """Solves for coefficients [5]; drops the most negative one and fits again."""
+    """Returns the coefficients of the least-squares fit without negative coefficients.
+
+    While a coefficient is negative, the most negative becomes 0 and the others are fitted again.
+    """
     weights = np.zeros(features.shape[1])
     kept = list(range(features.shape[1]))
     while kept:

@@ -23,8 +23,9 @@ class Drafter(Protocol):
     def follow(self, seq: Sequence) -> bool:
         """Reads a sequence's new tokens since the last call, and learns from them.
 
-        Returns whether the drafter can draft now. It cannot draft while some tokens are unread: one
-        call does only a bounded amount of work. It also cannot draft without the input for a draft.
+        Returns whether the drafter can draft now. It cannot while some tokens are still unread,
+        because one call does only a bounded amount of work. It also cannot if its input for a draft
+        is missing, such as a hidden state.
         """
 
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:

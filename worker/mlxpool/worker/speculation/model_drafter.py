@@ -68,7 +68,7 @@ class DraftEngine(Protocol):
         """Returns whether a sequence has a KV row; the row may be dropped between two calls."""
 
     def rewind(self, seq: Sequence, count: int) -> bool:
-        """Shortens a KV row to its first `count` inputs."""
+        """Shortens a KV row to its first `count` inputs; returns True."""
 
     def release(self, seq: Sequence) -> None:
         """Frees the KV row of a sequence; ignores a sequence without a row."""
@@ -164,7 +164,7 @@ class ModelDrafter(Struct):
         return True
 
     def _learn(self, stream: _Stream, new: Many[int]) -> int:
-        """Learns from drafts whether they equal `new`, the stream's tokens at their positions.
+        """Learns whether the newest drafts equal `new`, the stream's tokens at the same positions.
 
         Returns how many drafts were right.
         """
@@ -252,7 +252,10 @@ class ModelDrafter(Struct):
         return drafts
 
     def _classified(self, drawn: Many[SampledToken]) -> tuple[tuple[int, int], ...]:
-        """Returns drafts with their classes (see BOUNDS), up to a token that the model lacks."""
+        """Returns drafts with their classes, see BOUNDS.
+
+        Omits drafts from the first token on that the main model's vocabulary lacks.
+        """
         classified = []
         for draft in drawn:
             if draft.token >= self.vocab_size:

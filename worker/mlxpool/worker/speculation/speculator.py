@@ -282,8 +282,8 @@ class Speculator:
     def step_ended(self, rows: int, drafts: Drafts, seconds: float, *, measured: bool) -> None:
         """Adds the time of an ended step.
 
-        `measured`: the time is typical. The step read no prompt and compiled nothing. If it had no
-        drafts, it also did not wait for passes in flight.
+        `measured`: the time is typical, because the step read no prompt and compiled nothing. A
+        typical step without drafts also did not wait for passes in flight.
         """
         took, apart, self._apart = seconds, self._apart, 0.0
         seconds = max(0.0, seconds - apart)
@@ -315,9 +315,10 @@ def candidates_of(
 ) -> tuple[int, list[Candidate]]:
     """Returns the number of sequences that decode in the next step, and the candidates for drafts.
 
-    Drafts have to fit into the blocks that a sequence was `given`, its context, and the tokens that
-    it may generate, so that other sequences lose no blocks. Sequences with images, and sequences
-    that are not `allowed`, are not candidates.
+    `given` returns the number of blocks that a sequence has. The drafts of a sequence have to fit
+    into these blocks, into its context, and into the tokens that it may still generate. So other
+    sequences lose no blocks. Sequences with images, and sequences that are not `allowed`, are not
+    candidates.
     """
     rows = 0
     candidates = []

@@ -123,7 +123,7 @@ class StepTimes:
     def settle(self) -> None:
         """Ends the measurement of the newest step with drafts, and stores its cost.
 
-        The cost includes the delays of later steps that were counted so far.
+        The cost includes the extra time of the later steps that were measured so far.
         """
         step, self._unsettled = self._unsettled, None
         plain = None if step is None else self._plain_seconds(step.rows)

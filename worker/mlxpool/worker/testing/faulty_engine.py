@@ -99,7 +99,10 @@ def open_source(
     faults: Faults,
     counting: Callable[[Counting, int], CountingEngine] = CountingEngine,
 ) -> ModelSource:
-    """As `model_source.open_generator`; wraps the counting engine if a fault is armed."""
+    """Opens the model as `model_source.open_generator` does.
+
+    If a fault is armed, the engine is a FaultyEngine.
+    """
 
     def faulty(settings: Counting, context: int) -> CountingEngine:
         return cast("CountingEngine", FaultyEngine(counting(settings, context), faults))

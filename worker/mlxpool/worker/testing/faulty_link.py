@@ -96,7 +96,10 @@ class FaultyIntake(Intake):
     """Marks the runs that get faults, and injects the faults of the site `accept`."""
 
     def prepare(self, task: Task, request: Request) -> None:
-        """Raises Struck for the fault `raise`."""
+        """Begins a preparation. Before this, marks a run that gets faults.
+
+        Also injects the fault of the site `accept`. Raises Struck for the fault `raise`.
+        """
         link = self._link
         assert isinstance(link, FaultyLink)
         if isinstance(request, Work) and link.faults.concerns(_text_of(request.prompt)):

@@ -25,7 +25,10 @@ class Cut(Struct, frozen=True):
         return (*shape[: self.axis], self.end - self.begin, *shape[self.axis + 1 :])
 
     def of(self, array: mx.array) -> mx.array:
-        """Returns the part of an array, unevaluated; it does not keep the array in memory."""
+        """Returns the part of an array, unevaluated.
+
+        The part does not keep the whole array in memory.
+        """
         import mlx.core as mx
 
         if self.zeros:

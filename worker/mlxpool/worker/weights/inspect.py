@@ -155,7 +155,10 @@ def find_vision(files: FileLookup, plan: ModelPlan, tensors: Iterable[str]) -> V
 
 
 def _preprocessor(files: FileLookup) -> Mapping[str, Any] | None:
-    """Returns the image encoder's settings; newer folders have processor_config.json."""
+    """Returns the image encoder's settings; None if the folder has none.
+
+    They are in preprocessor_config.json or, in newer folders, in processor_config.json.
+    """
     if is_present(files / PREPROCESSOR):
         return read_json(files / PREPROCESSOR)
     inner = optional_json(files / PROCESSOR).get("image_processor")

@@ -47,7 +47,7 @@ def unfinished(folder: Path) -> list[str]:
 
 
 def notes_of(folder: Path, shards: Iterable[Path]) -> list[str]:
-    """Notes about a folder's files that the model does not use."""
+    """Returns notes about a folder's files that the model does not use."""
     notes = []
     if names := unfinished(folder):
         notes.append(f"a download was not finished, or goes on: {_listed(names)}")

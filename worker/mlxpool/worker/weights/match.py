@@ -36,7 +36,7 @@ class WeightMatch(Struct, frozen=True):
 
 
 def match_weights(plan: ModelPlan, found: Mapping[str, Tensor], known: QuantConfig) -> WeightMatch:
-    """Matches the tensors of a checkpoint with the plan.
+    """Returns the tensors of a checkpoint from which the plan's weights are made.
 
     Raises ModelLoadFailed with the tensors that are missing, surplus or not as planned.
     """

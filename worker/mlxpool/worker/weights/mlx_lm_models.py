@@ -112,7 +112,7 @@ def _home() -> Path | None:
 
 @cache
 def _renamed(home: Path) -> Mapping[str, str]:
-    """Maps model_type to the model_type whose file mlx-lm uses; read from mlx-lm's source."""
+    """Returns, by model_type, the model_type whose file mlx-lm uses; reads mlx-lm's source."""
     utils = home / "utils.py"
     tree = ast.parse(utils.read_text(encoding="utf-8")) if utils.is_file() else ast.Module([], [])
     return dict(_entries(tree))

@@ -45,7 +45,10 @@ class GgufReads:
         return self._parts.pop(name, default)
 
     def read(self, name: str, shape: tuple[int, ...], cut: Cut) -> mx.array | None:
-        """Takes a slice (`cut`) of the part of this name and shape; reads the whole part."""
+        """Takes a slice (`cut`) of the part of this name and shape; reads the whole part.
+
+        Returns None if the part was already taken, never existed, or has another shape.
+        """
         whole = self.pop(name)
         if whole is None or whole.shape != shape:
             return None
