@@ -37,7 +37,10 @@ LEVEL = 0.95  # runs of one program differ by this much; a lower ratio is shown 
 
 
 class Row(Struct, frozen=True):
-    """A row of a table: one or more measurements of one group, in a cell for each contestant."""
+    """A row of a table: one or more measurements of one group.
+
+    Each contestant has a cell with its figures of these measurements.
+    """
 
     run: str
     group: str
@@ -48,10 +51,12 @@ class Row(Struct, frozen=True):
 
 
 class Table(Struct, frozen=True):
-    """A table of a page. `beside`: the heading of the second column, the contestant of most rows.
+    """A table of a page.
 
+    `beside`: the contestant of the second column in most rows, and the heading of this column.
     `sides`: the contestants that are columns, instead of ours and `beside`; `SIDE / SIDE` is a
-    ratio. `places`: each row names its machine and day; otherwise a line below the table does.
+    ratio. `places`: each row names its machine and day; otherwise a line below the table names
+    them.
     """
 
     rows: tuple[Row, ...]
@@ -91,7 +96,7 @@ def saved_runs() -> list[str]:
 
 
 def line_of(run: str, name: str, group: str = "") -> Measurement:
-    """Returns a measurement of a run; `group` "": of any group.
+    """Returns the measurement of a run with this name and group; `group` "" allows any group.
 
     Raises ValueError unless the run has exactly one such measurement.
     """
@@ -117,14 +122,14 @@ def figure(line: Measurement, side: str) -> str:
 
 
 def ratio(line: Measurement, side: str, other: str) -> float:
-    """Returns the ratio of the medians of two sides; above 1 the first is better."""
+    """Returns the ratio of the medians of two contestants; above 1, the first is better."""
     figure(line, side), figure(line, other)  # raises for an unknown side
     above, below = line.median(side), line.median(other)
     return below / above if line.less_is_better else above / below
 
 
 def shown(line: Measurement, side: str) -> str:
-    """Returns the figure of a side, or the ratio of `SIDE / SIDE`."""
+    """Returns the figure of contestant `side` as text; for "A / B", the ratio of A to B."""
     side, _, other = side.partition(" / ")
     return f"{ratio(line, side, other):.2f}" if other else figure(line, side)
 
@@ -202,8 +207,9 @@ def _conditions(rows: Sequence[Row]) -> Iterator[str]:
 def whole(mark: str) -> str:
     """Returns the content of `<!-- figures: MARK -->`. Raises ValueError for an unknown group.
 
-    Tests run the commands of pages with a stub for `mlxpool bench`. A command that the stub cannot
-    replace gets a comment, and the tests skip it.
+    Tests run the command of each page with a stub in place of `mlxpool bench`. The stub cannot
+    replace a command that needs a GPU or an earlier commit. The content then begins with a comment,
+    which makes the tests skip the command.
     """
     name, *groups = (part.strip() for part in mark.split(";"))
     run = run_of(name)

@@ -21,7 +21,10 @@ class AddShared(BuildHookInterface):  # type: ignore[type-arg]
     """Adds the files of SHARED to a distribution. Hatchling finds this class by its base class."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Add the files. A source distribution has the licence at the path that hatchling reads."""
+        """Adds the files.
+
+        In a source distribution the licence is at the path that hatchling reads.
+        """
         root = Path(self.root)
         in_repository = (root.parent / "common").is_dir()
         files = {

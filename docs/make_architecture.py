@@ -82,7 +82,7 @@ def states() -> str:
 
 
 def state_diagram(transitions: Transitions) -> str:
-    """Returns the drawing of a state table. The table's first state is the initial one.
+    """Returns the drawing of a state table. The table's first state is the initial state.
 
     An event that leads from many states to one state is a line of text below the drawing instead of
     many arrows.

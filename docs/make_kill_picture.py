@@ -52,7 +52,10 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker process. Times are seconds since the request was sent; `loaded`: it was ready."""
+    """A worker process. Times are seconds since the request was sent.
+
+    `began`: the start of the process. `loaded`: the time when the worker was ready.
+    """
 
     pid: int
     began: float

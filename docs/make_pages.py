@@ -309,7 +309,7 @@ def _call(key: str, value: Any) -> str:
 
 
 def _line(value: object) -> str:
-    """Returns the docstring in one line, for a cell of a table."""
+    """Returns the docstring of a value in one line, for a cell of a table."""
     return " ".join(_text(value).split())
 
 

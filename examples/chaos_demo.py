@@ -41,7 +41,10 @@ START_TIMEOUT = 60.0  # seconds until the broker answers
 
 
 def on_a_cpu() -> bool:
-    """Whether workers compute on a CPU. On a GPU a near-tie of two tokens may change."""
+    """Whether workers compute on a CPU.
+
+    On a GPU the model may choose another of two almost equally likely tokens after a kill.
+    """
     import mlx.core as mx
 
     return mx.default_device().type == mx.DeviceType.cpu

@@ -30,7 +30,7 @@ class Texts:
     """Texts with the demo model's choices and states for each of their tokens.
 
     `ids` and `choices` [N, WINDOW]: the tokens, and the demo model's likeliest token after each.
-    `states` [N, WINDOW, hidden]: the output of its last norm.
+    `states` [N, WINDOW, hidden]: the output of the model's last norm.
     """
 
     ids: mx.array

@@ -346,7 +346,10 @@ class Llama(nn.Module):
 
 
 def residual_scale(shape: Shape) -> float:
-    """Returns the initial scale of each layer's output: their sum is as large as one unscaled."""
+    """Returns the factor by which the initial weights of each layer's output are scaled.
+
+    With this factor, the sum of the outputs of all layers is as large as one unscaled output.
+    """
     return 1.0 / math.sqrt(2 * shape.layers)
 
 

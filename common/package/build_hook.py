@@ -21,7 +21,7 @@ class VersionHook(BuildHookInterface):  # type: ignore[type-arg]
     """Adds to a wheel the file that sets `__version__`."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Add the file. `version` is the kind of wheel: "standard" or "editable"."""
+        """Adds the file. `version` is the kind of wheel: "standard" or "editable"."""
         if version == "editable":
             # Read after the .pth file with the source roots, whose name begins with `_`.
             added, place = FOLDER / "editable_version.pth", "mlxpool_version.pth"

@@ -26,8 +26,8 @@ class Round:
     """A user's text and the assistant's answer, with or without a tool call and its result.
 
     `thought` precedes the first answer, `second_thought` the answer to the tool's result. `given`
-    are parts of the first answer, in order, that the assistant does not write. The answer begins
-    with the first part.
+    are the parts of the first answer that the assistant does not write, in order; the answer begins
+    with the first of them.
     """
 
     family: str
@@ -86,7 +86,7 @@ def _written(value: Any) -> str:
 
 
 def forced(words: Words, tools: Sequence[Tool]) -> Round:
-    """Returns a tool call that a request forces (`tool_choice`), whatever the user says.
+    """Returns a round whose tool call the request forces (`tool_choice`), whatever the user says.
 
     The assistant does not write the beginning of the call. If the user asks for one of the tools,
     and the request names no other tool, the call fulfils the user's request. Otherwise the call is
@@ -173,7 +173,7 @@ def altered(words: Words, text: str) -> str:
 
 
 def unfit(words: Words, has_tools: bool) -> Round:
-    """Returns a request that no tool fits."""
+    """Returns a round whose request fits no tool."""
     if words.chance(0.5):
         tool = words.rng.choice((*FAMILIES, drawn))(words)
         text = altered(words, tool.request(words).user)
@@ -480,7 +480,7 @@ def _distinct(tool: Tool, other: Tool) -> bool:
 
 
 def _unfit_beside(words: Words, tools: Sequence[Tool]) -> Round:
-    """Returns a request that none of these tools fits."""
+    """Returns a round whose request fits none of these tools."""
     makers = [make for make in FAMILIES if make(words).family not in {one.family for one in tools}]
     if makers and words.chance(0.6):
         asked = words.rng.choice(makers)(words).request(words)

@@ -1,7 +1,7 @@
 """Measures how often demo-chat writes exactly the expected answer.
 
 The tests use conversations of words that the training does not use, and the conversations from the
-project's pages. A few of the latter are in the training data, too.
+project's pages. A few of the conversations from the pages are in the training data, too.
 """
 
 from __future__ import annotations

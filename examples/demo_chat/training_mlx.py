@@ -19,7 +19,7 @@ State = dict[str, mx.array]
 def train(
     weights: Weights, shape: Shape, plan: Plan, batches: Iterator[Batch], watch: Watch
 ) -> Weights:
-    """Train these weights, with float32 arithmetic."""
+    """Trains these weights, with float32 arithmetic."""
     state = {name: mx.array(one) for name, one in weights.items()}
     matrices = optim.AdamW(plan.peak, betas=list(BETAS), weight_decay=DECAY)
     norms = optim.AdamW(plan.peak, betas=list(BETAS), weight_decay=0.0)

@@ -74,7 +74,7 @@ def initial(shape: Shape, seed: int) -> Weights:
 
 
 def copying_heads(weights: Weights, shape: Shape, rng: np.random.Generator) -> None:
-    """Initialise four heads that copy the token after an earlier occurrence of the last tokens.
+    """Initialises four heads that copy the token after an earlier occurrence of the last tokens.
 
     Without this a small model learns such heads only after millions of tokens. The hidden state is
     divided into four parts: the token, one constant, the token before it, and the token before
@@ -125,7 +125,7 @@ def parameters(weights: Mapping[str, Any]) -> int:
 
 
 def save_weights(folder: Path, weights: Weights) -> None:
-    """Write the weights, rounded to float16."""
+    """Writes the weights, rounded to float16."""
     stored = {**weights, NORM: weights[NORM] * SHARPER}
     half = {name: one.astype(np.float16) for name, one in stored.items()}
     save_file(half, folder / FILE, metadata={"format": "pt"})

@@ -1,7 +1,7 @@
 """Draws measured figures as PNG files.
 
-A table with several numbers of streams or tokens becomes one file; all figures of `bench load`
-become a single file.
+Each table with figures for several numbers of streams or tokens is drawn as one file. All figures
+of `bench load` are drawn as a single file.
 """
 
 from __future__ import annotations

@@ -106,7 +106,10 @@ def _weights(config: Mapping[str, Any], dtype: Any) -> Iterator[tuple[str, Any]]
 
 
 def _save(folder: Path, files: list[dict[str, Any]]) -> None:
-    """Writes the last map of `files`, tensor name -> array, to a file, and frees the arrays."""
+    """Writes the last map of `files` to a file, and frees its arrays.
+
+    A map has the arrays of tensors by the names of the tensors.
+    """
     import mlx.core as mx
 
     names = dict.fromkeys(files[-1])

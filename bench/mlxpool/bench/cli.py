@@ -389,7 +389,7 @@ def _shape(
 
 
 def _flags(parser: argparse.ArgumentParser, **flags: tuple[Any, str]) -> None:
-    """Adds a flag for each keyword, whose value is the default and the help text of the flag.
+    """Adds a flag for each keyword; the keyword's value is the flag's default and help text.
 
     A flag has the type of its default. A list takes several values of the type of its first value;
     an empty list takes integers.

@@ -3,9 +3,9 @@
 In each round every kind of fault happens once while all streams run. The faults are SIGKILL or
 SIGSTOP of a worker process (of each rank of a group), during prefill and during decode, and SIGKILL
 of the broker, which is restarted immediately. The answer of each stream is compared with the answer
-to the same request without a fault. The figures are the longest waits for a token after the fault,
-of the streams that lost their worker or the broker. If there are fewer GPUs than ranks, groups
-share GPUs.
+to the same request without a fault. A figure is the longest time after the fault that a stream
+waited for a token; only streams that lost their worker or the broker are counted. If there are
+fewer GPUs than ranks, groups share GPUs.
 """
 
 from __future__ import annotations
@@ -96,7 +96,11 @@ class Watched(Struct):
 
 
 class Outcome(Struct, frozen=True):
-    """The outcome of a fault. `waits`: the wait of each moved stream for a token, in seconds."""
+    """The outcome of a fault.
+
+    `waits`: the longest time, in seconds, that each stream waited for a token, if it lost its
+    worker or the broker.
+    """
 
     kind: Kind
     streams: int
@@ -109,7 +113,7 @@ class Outcome(Struct, frozen=True):
     ) -> Outcome:
         """Returns the outcome for these streams; `texts`: their expected texts.
 
-        A broker's death moves all streams.
+        After the death of the broker, all streams count as interrupted.
         """
         pairs = zip(streams, texts, strict=True)
         bad = [stream for stream, text in pairs if stream.error or stream.text != text]
@@ -164,7 +168,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Iterator[Measure
 
 
 def lines(outcomes: Sequence[Outcome]) -> Iterator[Measurement]:
-    """Yields a measurement of the waits after each kind of fault that moved a stream."""
+    """Yields a measurement of the waits for each kind of fault that has interrupted a stream."""
     for kind in dict.fromkeys(outcome.kind for outcome in outcomes):
         these = [outcome for outcome in outcomes if outcome.kind == kind]
         waits = [1000 * wait for outcome in these for wait in outcome.waits]

@@ -140,7 +140,7 @@ def _peers(folder: Path, options: argparse.Namespace) -> list[Peer]:
 
 
 def _tokens(options: argparse.Namespace) -> int:
-    """Returns the most tokens that one row decodes in all rounds, plus a margin."""
+    """Returns the greatest number of tokens that one row decodes in all rounds, with a margin."""
     steps: int = options.steps * (options.rounds + 2)
     return WARMUP_STEPS + steps + SPARE_TOKENS
 

@@ -50,12 +50,15 @@ class EngineProcess:
     def decodes(
         self, lengths: Sequence[int], options: Mapping[str, Any] = GREEDY
     ) -> Mapping[str, Burst]:
-        """Returns a function that times decode steps in the process, see engine.Peer."""
+        """Returns a function that times decode steps in the process, by the name of the engine.
+
+        `lengths`: tokens of the prompts, one prompt per row. `options`: the sampling options.
+        """
         job = {"decode": list(lengths), "options": dict(options)}
         return {self._name: partial(self._burst, job)}
 
     def prefills(self, tokens: int) -> Mapping[str, Burst]:
-        """Returns a function that times prefills in the process, see engine.Peer."""
+        """Returns a function that times prefills of `tokens` tokens, by the name of the engine."""
         return {self._name: partial(self._burst, {"prefill": tokens})}
 
     def _burst(self, job: Mapping[str, Any], steps: int) -> float:

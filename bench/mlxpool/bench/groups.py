@@ -73,7 +73,10 @@ def measure(options: argparse.Namespace, progress: Progress) -> Iterator[Measure
 
 
 def _setup(text: str) -> tuple[str, tuple[int, int]]:
-    """Returns the name of a setup, its number of workers, and the number of devices of a worker."""
+    """Returns the name of a setup WORKERSxDEVICES for tables, and the pair (workers, devices).
+
+    Raises ValueError if the text has another form.
+    """
     if not (counts := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)):
         raise ValueError(f"--setup {text} must be WORKERSxDEVICES, such as 2x1")
     workers, devices = map(int, counts.groups())

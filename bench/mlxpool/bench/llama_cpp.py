@@ -27,7 +27,7 @@ class Rows:
     """The sequences (rows) of a new llama.cpp context, and the number of tokens of each row."""
 
     def __init__(self, api: Any, model: Any, rows: int, tokens: int) -> None:
-        """`tokens`: the most tokens of a row."""
+        """`tokens`: the greatest number of tokens of a row."""
         settings = api.llama_context_default_params()
         settings.n_seq_max, settings.n_ctx, settings.n_batch = rows, rows * tokens, tokens
         settings.n_threads = int(os.environ.get("OPENBLAS_NUM_THREADS") or os.cpu_count() or 1)

@@ -30,7 +30,7 @@ def installed() -> bool:
 
 
 def loaded(folder: Path, *, as_stored: bool = False) -> Any:
-    """Loads a model; on a CPU in float32, which is faster there, unless `as_stored`."""
+    """Loads a model. On a CPU its weights become float32, which is faster, unless `as_stored`."""
     from mlx_lm.utils import load_model
 
     model: Any = load_model(folder)[0]
@@ -48,14 +48,15 @@ class MlxLm:
         self._vocabulary = int(self._model.args.vocab_size)
 
     def decodes(self, lengths: Sequence[int]) -> Mapping[str, Burst]:
-        """Returns functions that time decode steps, see engine.Peer.
+        """Returns functions that time decode steps, by the name of mlx-lm's interface.
 
-        A single prompt is decoded by both interfaces of mlx-lm, several prompts by BatchGenerator.
+        Both interfaces of mlx-lm decode a single prompt; only BatchGenerator decodes several
+        prompts.
         """
         return {f"{NAME} {way}": partial(burst, step) for way, step in self.steps(lengths).items()}
 
     def prefills(self, tokens: int) -> Mapping[str, Burst]:
-        """Returns a function that times prefills by generate_step, see engine.Peer."""
+        """Returns a function that times prefills of `tokens` tokens, by its interface's name."""
         return {f"{NAME} generate_step": partial(burst, self.prefill(tokens))}
 
     def steps(self, lengths: Sequence[int]) -> Mapping[str, Step]:
@@ -70,7 +71,7 @@ class MlxLm:
         return ways
 
     def prefill(self, tokens: int) -> Step:
-        """Returns a prefill up to the first token."""
+        """Returns a function that prefills `tokens` random tokens and draws the first token."""
         from mlx_lm.generate import generate_step
 
         ids = mx.array(prompt(tokens, self._vocabulary))

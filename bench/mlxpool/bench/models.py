@@ -1,4 +1,4 @@
-"""The model of a measurement: a folder, a reference, or random weights of a known shape."""
+"""Finds the model to measure: a folder, another reference, or random weights of a known shape."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from mlxpool.bench.measurement import Progress
 def folder(
     options: argparse.Namespace, progress: Progress, *, gguf: bool = False
 ) -> Iterator[Path]:
-    """Yields the folder of the model. A shape is first written to a temporary folder.
+    """Yields the folder of the model to measure.
 
-    `gguf`: a GGUF file is allowed. Raises ValueError for a model without a folder.
+    With `--shape`, random weights of this shape are first written to a temporary folder. `gguf`:
+    the result may also be a GGUF file. Raises ValueError if the model is not in a folder.
     """
     if options.shape:
         with tempfile.TemporaryDirectory(prefix="mlxpool-bench-") as temporary:

@@ -76,7 +76,10 @@ class OurEngine:
         return RowShape(plan.caches, self.dtype, self.longest, 1).token_bytes
 
     def step_bytes(self, lengths: Sequence[int]) -> float:
-        """Returns the bytes that a decode step of rows of these lengths reads, as stored."""
+        """Returns the bytes that one decode step reads for rows of these lengths.
+
+        These are the weights, as the folder stores them, and the keys and values in the KV cache.
+        """
         folder = self._loaded.folder
         stored = {name: tensor.nbytes for name, tensor in folder.tensors.items()}
         routing = bytes_bound.Routing.from_config(folder.config)
@@ -128,11 +131,14 @@ class OurEngine:
     def decodes(
         self, lengths: Sequence[int], options: Mapping[str, Any] = GREEDY
     ) -> Mapping[str, Burst]:
-        """Returns a function that times decode steps, see engine.Peer."""
+        """Returns a function that times decode steps, by the name of the engine.
+
+        `lengths`: tokens of the prompts, one prompt per row. `options`: the sampling options.
+        """
         return {self._name: partial(burst, self.steps(lengths, options))}
 
     def prefills(self, tokens: int) -> Mapping[str, Burst]:
-        """Returns a function that times prefills, see engine.Peer."""
+        """Returns a function that times prefills of `tokens` tokens, by the name of the engine."""
         return {self._name: partial(burst, self.prefill(tokens))}
 
     def turn(self, tokens: int, answer_tokens: int = 32) -> Callable[[], tuple[float, float]]:

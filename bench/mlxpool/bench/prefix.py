@@ -193,7 +193,10 @@ def converse(
 
 
 def memory_of_all(tree: OurCache, histories: list[list[int]]) -> dict[str, int]:
-    """Returns the bytes of prefix cache and rows while a request of each conversation runs."""
+    """Returns the bytes of the prefix cache and of the rows.
+
+    They are measured while one request of each conversation runs.
+    """
     running = [tree.begin([*history, 1, 2, 3]) for history in histories]
     for seq in running:
         tree.step(seq)

@@ -121,7 +121,10 @@ def _first_token(client: Client, ids: Sequence[int]) -> tuple[float, int, list[i
 def _gaps(
     folder: Path, prompts: Sequence[Sequence[int]], rounds: int, memory: int
 ) -> dict[str, tuple[float, ...]]:
-    """Returns the p99 gap of each round in ms, with a disk and without; round 0 is the warm-up."""
+    """Returns the p99 of gaps in ms for each round, with a prefix disk and without it.
+
+    Round 0 is the warm-up.
+    """
     limits = {"prefix_bytes": memory}
     with ExitStack() as stack:
         prefixes = stack.enter_context(temporary_run_dir())

@@ -1,4 +1,4 @@
-"""Speculative decoding: how many tokens/s do drafts gain, and cost if hardly any draft is right?
+"""Speculative decoding: how far do drafts raise tokens/s, and lower them if most drafts are wrong?
 
 Batches of requests run on an engine in this process with drafts and without, in turn. Prefill is
 not measured, and all requests have the same number of tokens. With `--acceptance` each draft is
@@ -147,7 +147,7 @@ class GivenAcceptance:
 
 
 class Way(Struct):
-    """A contestant, with drafts or without: it computes batches and keeps their results."""
+    """A contestant, with or without drafts: computes batches, and counts their steps and tokens."""
 
     engine: ModelEngine
     text: ChatTokenizer

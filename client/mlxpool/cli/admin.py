@@ -95,9 +95,9 @@ def lock_pid(run_dir: Path) -> int | None:
 
 
 def alive(pid: int) -> bool:
-    """Returns whether a process with this id runs, whoever owns it.
+    """Returns whether a process with this id runs, for any user.
 
-    A process that has ended runs no longer, even if its parent has not waited for it yet.
+    A zombie process does not count: it has ended, but its parent has not waited for it yet.
     """
     try:
         os.kill(pid, 0)
@@ -120,7 +120,7 @@ def ask(
     *,
     timeout: float = ANSWER_TIMEOUT,
 ) -> dict[str, Any]:
-    """Send one admin message. Returns the body of the answer.
+    """Sends one admin message. Returns the body of the answer.
 
     `where` is the run directory of a local broker, or a target. Raises BrokerLost naming the
     endpoint if no answer comes in time; a starting broker may still answer later. Raises
@@ -135,6 +135,6 @@ def ask(
 
 
 def reload(target: Target) -> dict[str, Any]:
-    """Make the broker read its settings again. Returns the changes. Raises the errors of `ask`."""
+    """Makes the broker read its settings again. Returns the changes. Raises the errors of `ask`."""
     ask(target, "stats")  # fails within ANSWER_TIMEOUT if the broker hangs
     return ask(target, "reload", timeout=RELOAD_TIMEOUT)

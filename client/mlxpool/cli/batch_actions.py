@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Add the flag --output."""
+    """Adds the flag --output."""
     parser.add_argument(
         "--output",
         metavar="FILE",
@@ -87,7 +87,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def submit(options: argparse.Namespace) -> int:
-    """Submit a file and print the key of its batch; with --wait or --output, await its end."""
+    """Submits a file and prints the key of its batch; with --wait or --output, awaits its end."""
     settings = {name: value for name, value in options_of(options).items() if value is not None}
     deadline_ms = settings.pop("deadline_ms", None)
     if options.priority is not None:
@@ -121,7 +121,7 @@ def submit(options: argparse.Namespace) -> int:
 
 
 def fetch(options: argparse.Namespace) -> int:
-    """Write the results of a batch once it has ended; exit code 1 if a line has no result."""
+    """Writes the results of a batch once it has ended; exit code 1 if a line has no result."""
     if options.start or options.gen is not None:
         raise BadRequest("--from and --gen are for a single job, not for a batch")
     with client_of(options) as client:
@@ -190,7 +190,7 @@ BATCHES = (
 
 
 def list_batches(options: argparse.Namespace) -> int:
-    """Print a table row for each batch, the newest first."""
+    """Prints a table row for each batch, the newest first."""
     with client_of(options) as client:
         rows = client.batches(limit=options.limit)
     if options.json:
@@ -224,7 +224,7 @@ def cells(row: Mapping[str, Any], now: float) -> tuple[str, ...]:
 
 
 def change(options: argparse.Namespace, key: str, what: str) -> int:
-    """Cancel, retry or release a batch, and print its new state."""
+    """Cancels, retries or releases a batch, and prints its new state."""
     with client_of(options) as client:
         batch = client.batch(key)
         row = {"cancel": batch.cancel, "retry": batch.retry, "release": batch.release}[what]()
@@ -260,7 +260,7 @@ FILES = (
 
 
 def list_files(options: argparse.Namespace) -> int:
-    """Print a table row for each file, the newest first."""
+    """Prints a table row for each file, the newest first."""
     with client_of(options) as client:
         rows = client.files(limit=options.limit)
     if options.json:
@@ -285,7 +285,7 @@ def _file_cells(row: Mapping[str, Any], now: float) -> tuple[str, ...]:
 
 
 def delete_file(options: argparse.Namespace) -> int:
-    """Delete a file, and print its key and size."""
+    """Deletes a file, and prints its key and size."""
     with client_of(options) as client:
         row = client.delete_file(options.key)
     if options.json:

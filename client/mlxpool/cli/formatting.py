@@ -90,7 +90,7 @@ def jobs_line(jobs: Mapping[str, Any] | None) -> Sequence[str]:
 
 
 def kv_cache(layout: str | None) -> str:
-    """Returns the text for a layout of a KV cache, by its name in JSON; "-" if it is unknown."""
+    """Returns the layout of a KV cache for users, from its name in JSON; "-" if it is unknown."""
     name, comma, kv = (layout or "").rpartition(", ")
     if comma and layout not in KV_CACHES:
         return f"{KV_CACHES.get(name, name)}, {kv}"
@@ -98,7 +98,7 @@ def kv_cache(layout: str | None) -> str:
 
 
 def feature(name: str) -> str:
-    """Returns the text for a feature of a model, by its name in JSON."""
+    """Returns a feature of a model for users, from its name in JSON."""
     return FEATURES.get(name, name)
 
 

@@ -1,8 +1,9 @@
 """Downloads a model of the hub into the Hugging Face cache, through huggingface_hub.
 
-huggingface_hub has the progress bars, the token (HF_TOKEN, or the token of `hf auth login`), the
-layout of the cache, the lock of a file that two processes download, and the retries that resume a
-broken connection. Complete files stay in the cache when a download fails.
+huggingface_hub provides the progress bars, the token (HF_TOKEN, or the token of `hf auth login`)
+and the layout of the cache. If two processes download the same file, it makes one of them wait.
+After a broken connection it resumes the download. Complete files stay in the cache when a download
+fails.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Download(Struct, frozen=True):
 
 
 def download(model: HubModel) -> Download:
-    """Download the files that the cache lacks, and check the hashes of all files of the model.
+    """Downloads the files that the cache lacks, and checks the hashes of all files of the model.
 
     The cache's reference to the newest revision changes last, so that a pool serves the older
     revision until then. Raises BadRequest if huggingface_hub is not installed, and ModelLoadFailed
@@ -105,7 +106,10 @@ def _require_room(cache: Path, needed: int) -> None:
 
 
 def _verify(files: Mapping[str, Path], known: Mapping[str, Any]) -> None:
-    """Delete a file whose hash differs from the hub's, and raise ModelLoadFailed."""
+    """Compares the hash of each file with the hash in the hub.
+
+    If they differ, deletes the file and raises ModelLoadFailed.
+    """
     line = StatusLine()
     for name, file in files.items():
         line.show(f"checking {name}")
@@ -134,7 +138,7 @@ def _hash_in_hub(entry: Any) -> str | None:
 
 
 def _set_newest(repository: Path, revision: str) -> None:
-    """Set the newest revision (refs/main) of a repository in the cache, atomically for readers."""
+    """Sets the newest revision (refs/main) of a repository in the cache, atomically for readers."""
     file = repository / "refs" / "main"
     file.parent.mkdir(exist_ok=True)
     temporary = file.with_name(f".main.{os.getpid()}")
@@ -144,7 +148,7 @@ def _set_newest(repository: Path, revision: str) -> None:
 
 @contextmanager
 def _explained(model: HubModel, endpoint: str, cache: Path) -> Iterator[None]:
-    """Raise the errors of a download as ModelLoadFailed, with a remedy in one line."""
+    """Raises the errors of a download as ModelLoadFailed, with a remedy in one line."""
     import httpx2
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 

@@ -41,13 +41,13 @@ OF_USERS = ("after", "batch", "files", "follow")
 
 
 def given(options: argparse.Namespace, flags: Iterable[str]) -> list[str]:
-    """Returns the names of the flags that are given: their value is neither None nor False."""
+    """Returns the flags that the user has given: their value is neither None nor False."""
     values = {flag: getattr(options, flag) for flag in flags}
     return [flag for flag, value in values.items() if value is not None and value is not False]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for operators, which concern the jobs of all owners."""
+    """Adds the flags for operators, which concern the jobs of all owners."""
     of_all = parser.add_argument_group("for operators, over the admin socket")
     of_all.add_argument(
         "--all-owners",
@@ -80,7 +80,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_asked(options: argparse.Namespace) -> int | None:
-    """Run an operator's action. Returns its exit code; None if the flags are not for operators."""
+    """Runs an operator's action. Returns its exit code; None if the flags are not for operators."""
     target = options.admin_target
     flags = given(options, FLAGS)
     for flag in given(options, OF_USERS) if flags else ():
@@ -132,7 +132,7 @@ JOBS = (
 
 
 def list_all(target: Target, filters: Mapping[str, Any], limit: int, *, as_json: bool) -> int:
-    """Print a table row for each job of all owners that passes the filters, the newest first."""
+    """Prints a table row for each job of all owners that passes the filters, the newest first."""
     rows: list[dict[str, Any]] = []
     before = 0
     while len(rows) < limit:
@@ -172,7 +172,7 @@ BATCHES = (Column("BATCH", 7, "id"), Column("OWNER", 1, "text"), *batch_actions.
 
 
 def list_batches(options: argparse.Namespace, given_flags: Iterable[str]) -> int:
-    """Print a table row for each batch of all owners, or of --owner, the newest first."""
+    """Prints a table row for each batch of all owners, or of --owner, the newest first."""
     refused = [flag for flag in given_flags if flag not in ("all_owners", "owner")]
     for flag in refused:
         raise BadRequest(f"--{flag.replace('_', '-')} is about jobs: give it without --batches")
@@ -257,7 +257,7 @@ def id_of(text: str) -> bytes:
 
 
 def look(target: Target, id: bytes, *, as_json: bool) -> int:
-    """Print all data of a job: its state, its failures, and the end of its text."""
+    """Prints all data of a job: its state, its failures, and the end of its text."""
     job = ask(target, READ, {"job": id}, timeout=ANSWER_TIMEOUT)
     if as_json:
         print(json_text(shown_row(job)))
@@ -267,9 +267,10 @@ def look(target: Target, id: bytes, *, as_json: bool) -> int:
 
 
 def print_job(job: Mapping[str, Any]) -> None:
-    """Print the state and failures of a job; for operators also stack traces and text.
+    """Prints the state and failures of a job; for operators also stack traces and text.
 
-    `job` is the answer to `job`; only the admin socket's answer has owner, stacks and text.
+    `job` is the broker's answer to the message `job`. Only the answer of the admin socket has the
+    owner, stack traces and text.
     """
     attempts = f"{job['attempts']} in a row that failed" if job["attempts"] else ""
     if job.get("starts"):
@@ -315,7 +316,7 @@ def _moment(at: float | None) -> str:
 
 
 def export(target: Target, file: str, state: str) -> int:
-    """Write all stored data of jobs into a file of JSON lines; "-" is standard output.
+    """Writes all stored data of jobs into a file of JSON lines; "-" is standard output.
 
     The file gets its name when it is complete. Its last line has the counts of the other lines.
     """
@@ -363,7 +364,7 @@ def _output(file: str) -> Iterator[IO[str]]:
 
 
 def verify(target: Target, *, as_json: bool, told: Callable[[str], None] = print) -> int:
-    """Compare all stored data with its checksums. Returns 1 if some data is damaged, else 0."""
+    """Compares all stored data with its checksums. Returns 1 if some data is damaged, else 0."""
     checked = read = 0
     damaged: list[dict[str, Any]] = []
     after: int | None = 0

@@ -64,7 +64,7 @@ def progress_text(answer: Mapping[str, Any], name: str) -> str:
 
 
 def phase_seconds(worker: Mapping[str, Any]) -> float:
-    """Returns the seconds of a load's current phase; 0 if the worker did not send them."""
+    """Returns the seconds of a load's current phase: the reported seconds and the report's age."""
     took: float = (worker.get("load_phases") or {}).get(worker.get("load_phase"), 0.0)
     beat_age_ms: float = worker.get("beat_age_ms", 0)
     return took + beat_age_ms / 1000
@@ -94,7 +94,7 @@ def _newest(own: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _step(own: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the activity of the newest worker, which includes the phase of its load."""
+    """Returns the activity of the newest of these workers, with the phase of its load."""
     if not own:
         return "none"
     newest = _newest(own)
@@ -141,14 +141,14 @@ class LoadProgress(Closing):
                     self._line.show(text)
 
     def close(self) -> None:
-        """Remove the progress line for good. The answer of the broker may still be outstanding."""
+        """Removes the progress line for good. The answer of the broker may still be outstanding."""
         self._over.set()
         with self._writing:
             self._line.clear()
 
 
 def wait_for(target: Target, name: str, seconds: float = math.inf) -> str:
-    """Wait until a worker of the model is ready, at most `seconds`. Returns the model's name.
+    """Waits until a worker of the model is ready, at most `seconds`. Returns the model's name.
 
     A terminal shows the progress in one line; other output gets a line for each phase of the load.
 

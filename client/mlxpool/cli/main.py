@@ -85,7 +85,7 @@ def _command(arguments: Sequence[str]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command. Returns the exit code."""
+    """Runs one command. Returns the exit code."""
     _open_missing_streams()
     core_dumps.turn_off()
     try:
@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _open_missing_streams() -> None:
-    """Open the null device for standard streams that the shell closed (`>&-`).
+    """Opens the null device for standard streams that the shell closed (`>&-`).
 
     The null device takes their descriptors, so that no file or socket gets them later.
     """
@@ -135,7 +135,7 @@ def _open_missing_streams() -> None:
 
 
 def _unwritten(error: OSError) -> int:
-    """Print why standard output is incomplete; print nothing if its reader has closed it."""
+    """Prints why standard output is incomplete; prints nothing if its reader has closed it."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())  # or the unwritten text would cause an error at the exit
     if not isinstance(error, BrokenPipeError):
@@ -173,7 +173,7 @@ def _message_of(error: OSError) -> str:
 def _print_error(
     options: argparse.Namespace, error: PoolError, code: int, lines: Sequence[str] = ()
 ) -> int:
-    """Print the message of an error, or `lines` in its place. Returns the exit code."""
+    """Prints the message of an error, or `lines` in its place. Returns the exit code."""
     if options.json:
         print(json_text({"error": error.body()}))
     message = error_text(error, "\n  ".join(map(escape_line, lines)))

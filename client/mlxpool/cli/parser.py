@@ -133,13 +133,13 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*arguments, **named)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Write a text. Raises OSError if this fails; argparse would hide the error."""
+        """Writes a text. Raises OSError if this fails; argparse would hide the error."""
         stream = file or sys.stderr
         stream.write(message)
         stream.flush()
 
     def error(self, message: str) -> NoReturn:
-        """Print usage and message, and end with exit code 2."""
+        """Prints usage and message, and ends with exit code 2."""
         if (match := _CHOICE.fullmatch(message)) is not None:
             message = _unknown_choice(*match.groups())
         elif (match := _UNKNOWN_FLAGS.fullmatch(message)) is not None:
@@ -159,7 +159,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def _unknown_choice(argument: str, word: str, known: str) -> str:
-    """Returns the error message for an unknown word, which argparse has escaped."""
+    """Returns the error message for an unknown word.
+
+    The arguments are parts of argparse's own message, as argparse has escaped them.
+    """
     words = re.findall(r"[\w.-]+", known)
     kind = KINDS.get(argument)
     hint = did_you_mean(word, words) or f"; known: {', '.join(words)}"

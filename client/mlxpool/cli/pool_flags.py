@@ -19,7 +19,7 @@ POOL_FLAGS = (
 
 
 def add_endpoints(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the broker's additional endpoints, key, metrics, HTTP and log format."""
+    """Adds flags of the broker: endpoints, secret key, metrics, HTTP APIs and log format."""
     for name, peers in (
         ("front", "clients"),
         ("back", "workers that connect"),
@@ -60,7 +60,7 @@ def add_endpoints(parser: argparse.ArgumentParser) -> None:
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that name the settings file and the models."""
+    """Adds the flags that name the settings file and the models."""
     parser.add_argument(
         "--config",
         type=Path,

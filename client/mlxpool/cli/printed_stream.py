@@ -37,10 +37,10 @@ def print_deltas(
     choices: int = 1,
     on_first: Callable[[], None] = lambda: None,
 ) -> float:
-    """Print a stream as it arrives. Returns the time of its first delta, 0 if there is none.
+    """Prints a stream as it arrives. Returns the time of its first delta, 0 if there is none.
 
-    `add` prints a delta as text. `on_first` is called before each delta is printed. Raises the
-    stream's error after ending an incomplete line of text.
+    `add` prints a delta as text. `on_first` is called before every delta, not only before the
+    first. Raises the stream's error after ending an incomplete line of text.
     """
     shown, first = False, 0.0
     try:
@@ -90,7 +90,7 @@ def result_as_json(result: Result, choices: int = 1) -> dict[str, Any]:
 def answer_as_json(result: Result) -> dict[str, Any]:
     """Returns the answer of a job whose request is a call, such as `embed`.
 
-    It has the fields of the answer, and the numbers as `vectors`.
+    The map has the fields of the answer; if a model computed vectors, they are in `vectors`.
     """
     from mlxpool.client import Vectors
 
@@ -103,8 +103,8 @@ def answer_as_json(result: Result) -> dict[str, Any]:
 def figures(result: Result, seconds: float, streamed: float) -> str:
     """Returns one line of figures about a finished completion; `seconds` is its total time.
 
-    `streamed` is the time since the first token, in seconds. A worker only reports the decode time
-    of its own tokens, which is too short after a failover.
+    `streamed` is the time since the first token, in seconds. It replaces a shorter decode time of
+    the worker: after a failover, a worker reports only the time of its own tokens.
     """
     generated = result.usage.get("completion_tokens", 0)
     decode = max(streamed, result.timings_ms.get("decode", 0.0) / 1000)
@@ -141,7 +141,7 @@ class ChoicesOutput:
         self._begun = choices == 1
 
     def add(self, delta: Delta) -> None:
-        """Print a delta of choice 0, or store a delta of another choice."""
+        """Prints a delta of choice 0, or stores a delta of another choice."""
         if not self._begun:
             self._begun = True
             self._write(_title(0))
@@ -151,7 +151,7 @@ class ChoicesOutput:
             self._write(delta.text)
 
     def end(self) -> None:
-        """Print the other choices, after all have ended."""
+        """Prints the other choices, after all have ended."""
         for index, text in enumerate(self._texts[1:], 1):
             self._write(f"\n{_title(index)}{text}")
 

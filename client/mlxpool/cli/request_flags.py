@@ -28,7 +28,7 @@ TICK = 0.05  # seconds between two checks of the handshake
 
 
 def add_connect_timeout(parser: argparse.ArgumentParser) -> None:
-    """Add `--connect-timeout`."""
+    """Adds `--connect-timeout`."""
     parser.add_argument(
         "--connect-timeout",
         type=seconds,
@@ -38,7 +38,7 @@ def add_connect_timeout(parser: argparse.ArgumentParser) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--deadline`, `--raw`, and a flag for each option of `FLAGS`, numbers first."""
+    """Adds `--deadline`, `--raw`, and a flag for each option of `FLAGS`, numbers first."""
     for name, (kind, text) in sorted(
         FLAGS.items(), key=lambda flag: flag[1][0] not in (int, float)
     ):
@@ -66,7 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def take_prompt(options: argparse.Namespace, rest: list[str]) -> bool:
-    """Take the prompt from the arguments that argparse left over. Returns whether it was there.
+    """Takes the prompt from the arguments that argparse left over. Returns whether it was there.
 
     In `run MODEL --chat PROMPT`, and in `submit`, argparse of Python 3.11 assumes after MODEL that
     there is no prompt.
@@ -88,9 +88,9 @@ def seconds(text: str) -> float:
 
 
 def format_of(text: str) -> dict[str, Any]:
-    """Returns the option `format`: of the text "json", or from the JSON file of this name.
+    """Returns the option `format`: for "json" any JSON, else the format or schema in a file.
 
-    Raises ArgumentTypeError if the file cannot be read or is not a format.
+    Raises ArgumentTypeError if the file cannot be read or has no format.
     """
     if text == "json":
         return {"type": "json"}
@@ -123,7 +123,11 @@ def options_of(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def shown_form(options: argparse.Namespace) -> Callable[[str], str]:
-    """Returns the function that makes a model's text printable. It escapes only for a terminal."""
+    """Returns the function that makes a model's text printable.
+
+    For a terminal, without --raw, it escapes control characters. Otherwise it returns the text
+    unchanged.
+    """
     return escape_text if sys.stdout.isatty() and not options.raw else str
 
 
@@ -158,9 +162,9 @@ def client_of(options: argparse.Namespace) -> Client:
 
 
 def admin_target_of(options: argparse.Namespace) -> Target | None:
-    """Returns the admin target that knows the progress of a load.
+    """Returns the target of the admin endpoint, from which the progress of a load is read.
 
-    None if --endpoint names a remote broker's endpoint for clients: its admin endpoint is unknown.
+    Returns None if --endpoint names an endpoint for clients: then the admin endpoint is unknown.
     """
     return None if getattr(options, "endpoint", None) else options.admin_target
 

@@ -55,7 +55,10 @@ def takes_controls(stream: TextIO) -> bool:
 
 
 def paint_of(stream: TextIO) -> Paint:
-    """Returns the function that adds ANSI codes for a terminal; with $NO_COLOR without colours."""
+    """Returns the function that adds ANSI codes for a terminal.
+
+    If $NO_COLOR is set, the function adds no colours.
+    """
     if not takes_controls(stream):
         return plain
     shown = {name: code for name, code in CODES.items() if name in FONTS or not no_color()}
@@ -113,7 +116,7 @@ def print_table(
     notes: Sequence[str] = (),
     width: int | None = None,
 ) -> None:
-    """Print a table with lines above and below. `width` None: the width of the output."""
+    """Prints a table with lines above and below. `width` None: the width of the output."""
     paint = paint_of(sys.stdout)
     width = width_of(sys.stdout) if width is None else width
     lines = [

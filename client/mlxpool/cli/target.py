@@ -23,7 +23,7 @@ ENDPOINT_VARIABLES = {  # names by the broker's socket to which a command connec
 def add_flags(
     parser: argparse.ArgumentParser, *, with_key: bool = True, several: bool = False
 ) -> None:
-    """Add `--endpoint`, `--server-key` and, if `with_key`, `--key`.
+    """Adds `--endpoint`, `--server-key` and, if `with_key`, `--key`.
 
     With `several` the first two may be repeated, for several brokers (`targets_of`).
     """

@@ -37,7 +37,7 @@ class Screen:
         return now.columns, now.lines
 
     def show(self, text: str) -> None:
-        """Draw a page over the last page; if the screen is not live, print it below."""
+        """Draws a page over the last page; if the screen is not live, prints it below."""
         if not self.live:
             print(text, end="\n\n", flush=True)
             return

@@ -91,7 +91,7 @@ class View(Protocol):
     """An interface: pages of snapshots that the user controls with keys."""
 
     def press(self, keys: str) -> bool:
-        """Apply pressed keys. Returns False to end."""
+        """Applies pressed keys. Returns False to end."""
 
     def take(self, snapshot: Mapping[str, Any]) -> None: ...
 
@@ -100,7 +100,7 @@ class View(Protocol):
 
 
 def show_pages(target: Target, count: int, view: View) -> None:
-    """Draw a page for each snapshot and each key, until the view or `count` snapshots end."""
+    """Draws a page for each snapshot and each key, until the view or `count` snapshots end."""
     paint, left = paint_of(sys.stdout), count
     with Subscription(target) as subscription, screen() as terminal:
         while True:

@@ -46,7 +46,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `aio` at its first use: to import asyncio takes as long as the rest of the client."""
+    """Imports `aio` at its first use: to import asyncio takes as long as the rest of the client."""
     if name in ("AsyncBatch", "AsyncChoicesStream", "AsyncClient", "AsyncStream"):
         from importlib import import_module
 

@@ -30,9 +30,9 @@ Send = Callable[[Sequence[bytes]], None]
 
 
 class Call(Struct, eq=False):
-    """One call. `peer` is the broker connection that got it; `due` is the time of its retry.
+    """One call. `peer` is the broker connection that got it; `due` is the time of its next retry.
 
-    `owner` is the owner on whose behalf it is sent; "": the client itself.
+    `owner` is the owner on whose behalf the call is sent; "" means the client itself.
     """
 
     kind: str
@@ -45,7 +45,10 @@ class Call(Struct, eq=False):
 
 
 class Calls:
-    """The open calls of a connection, for its thread only. Times are of `SilenceTimer.now`."""
+    """The open calls of a connection. Only the connection's thread uses them.
+
+    Times are those of the clock `SilenceTimer.now`.
+    """
 
     def __init__(self, pace: Pace, send: Send) -> None:
         self._pace = pace
@@ -65,13 +68,16 @@ class Calls:
         return self._peer != UNKNOWN_PEER
 
     def ask(self, ident: bytes, call: Call, on_reply: OnReply, now: float) -> None:
-        """Send a call. A second call with the same id gets the same answer."""
+        """Sends a call. A second call with the same id gets the same answer."""
         call = self._open.setdefault(ident, call)
         call.replies.append(on_reply)
         self._send(call, now)
 
     def forget(self, ident: bytes) -> Call | None:
-        """Drop a call whose caller no longer waits. Returns it if the broker has to cancel it."""
+        """Forgets a call whose caller no longer waits.
+
+        Returns the call if the broker has to be asked to cancel it, else None.
+        """
         call = self._open.pop(ident, None)
         return call if call is not None and call.kind in CANCELLABLE else None
 
@@ -80,7 +86,7 @@ class Calls:
         return [(ident, call) for ident, call in self._open.items() if call.kind in CANCELLABLE]
 
     def answer(self, message: Message, now: float) -> None:
-        """Give an answer to the callers that wait for it."""
+        """Gives an answer to the callers that wait for it."""
         ident = message.header.id or b""
         call = self._open[ident]
         answer = from_body(message.body) if message.kind == to_client.Failed.kind else message
@@ -95,7 +101,7 @@ class Calls:
     def identified(self, peer: Peer, now: float) -> None:
         """Handles the broker's boot number and its number (link) of this connection.
 
-        Calls that were sent to another broker process or connection are sent again.
+        Calls that were sent to another broker process, or over another connection, are sent again.
         """
         self._peer = peer
         for call in self._open.values():
@@ -104,19 +110,19 @@ class Calls:
             call.peer = peer
 
     def reconnected(self, now: float) -> None:
-        """Note that the client has replaced its connection."""
+        """Notes that the client has replaced its connection."""
         self._peer = UNKNOWN_PEER
         for call in self._open.values():
             self._send(call, now)
 
     def tick(self, now: float) -> None:
-        """Send overdue calls again."""
+        """Sends overdue calls again."""
         for call in self._open.values():
             if now >= call.due:
                 self._send(call, now)
 
     def fail(self, error: PoolError) -> None:
-        """End every call with an error."""
+        """Ends every call with an error."""
         calls, self._open = self._open, {}
         for call in calls.values():
             for reply in call.replies:

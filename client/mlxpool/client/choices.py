@@ -142,10 +142,10 @@ class OpenChoices:
         return [stream.state.id for stream in self._open]
 
     def take(self, item: Item) -> list[Delta]:
-        """Note that the reader took an item. Returns the deltas that the reader may have now.
+        """Notes that the reader took an item. Returns the deltas that the reader may have now.
 
-        Deltas are held back until every choice is accepted, so that a refusal is raised before any
-        text. Raises the error of a choice that ends with an error.
+        Deltas are held back until every choice is accepted. If a choice is refused, its error is
+        therefore raised before any text. Raises the error of a choice that ends with an error.
         """
         number, delta = item
         if self._connection.took(self._open[number], delta) is None:
@@ -169,12 +169,15 @@ class OpenChoices:
         return Choices([self._connection.result(stream) for stream in failed or self._open])
 
     def close(self) -> None:
-        """Cancel the choices that are not finished."""
+        """Cancels the choices that are not finished."""
         for stream in self._open:
             self._connection.leave(stream)
 
     def abandon(self) -> None:
-        """Close without a lock. A finalizer calls this, in any thread, at any point of its code."""
+        """Closes without taking a lock.
+
+        A finalizer calls this method, in any thread and between any two instructions of the thread.
+        """
         for stream in self._open:
             self._connection.abandon(stream)
 
@@ -214,13 +217,13 @@ class ChoicesStream(Closing):
             self.close()
 
     def read(self) -> Choices:
-        """Wait for the end of all choices. Raises the first error of a choice."""
+        """Waits for the end of all choices. Raises the first error of a choice."""
         for _ in self:
             pass
         return self.result
 
     def close(self) -> None:
-        """Cancel the unfinished choices."""
+        """Cancels the unfinished choices."""
         self._choices.close()
 
     def __del__(self) -> None:

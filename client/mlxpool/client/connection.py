@@ -76,9 +76,9 @@ class Connection:
         self._thread: threading.Thread | None = None
 
     def close(self) -> None:
-        """End the thread. Open streams are cancelled and end with BrokerLost.
+        """Ends the thread. Open streams are cancelled and end with BrokerLost.
 
-        In a forked process it does nothing: the connection belongs to the parent process.
+        In a forked process this method does nothing: the connection belongs to the parent process.
         """
         if self._process != os.getpid():
             return
@@ -110,7 +110,7 @@ class Connection:
         )
 
     def _do(self, command: Callable[[], None]) -> None:
-        """Give the thread a command to run.
+        """Gives the thread a command to run.
 
         Raises BrokerLost after `close`, BadRequest in a forked process, and the errors of
         `Dealer.open`.
@@ -132,9 +132,9 @@ class Connection:
     def open(
         self, draft: Draft, deliver: Callable[[Delta | None], None], owner: str = ""
     ) -> OpenStream:
-        """Send the message that starts a stream. Raises TooLarge or BadRequest if this fails.
+        """Sends the message that starts a stream. Raises TooLarge or BadRequest if this fails.
 
-        `owner` is the owner on whose behalf it is sent, see `AsyncClient.for_owner`.
+        `owner` is the owner on whose behalf the message is sent, see `AsyncClient.for_owner`.
         """
         ident = os.urandom(frames.ID_BYTES)
         if isinstance(draft, Fetch):
@@ -158,7 +158,10 @@ class Connection:
         return stream
 
     def took(self, stream: OpenStream, delta: Delta | None) -> Delta | None:
-        """Note that the reader took a delta; returns it. Raises the stream's error at the end."""
+        """Notes that the reader took a delta, and returns the delta; None is the end of the stream.
+
+        At the end raises the error of the stream, if it has one.
+        """
         if delta is None:
             stream.finished = True
             if stream.state.error is not None:
@@ -180,14 +183,17 @@ class Connection:
         return stream.state.whole()
 
     def leave(self, stream: OpenStream) -> None:
-        """Cancel an unfinished stream that its reader leaves. `close` has cancelled all streams."""
+        """Cancels a stream that its reader leaves, unless the stream has ended."""
         finished, stream.finished = stream.finished, True
         if not finished and not stream.state.over:
             with contextlib.suppress(PoolError):  # in a forked process the parent owns the stream
                 self._do(partial(self._cancel, stream))
 
     def abandon(self, stream: OpenStream) -> None:
-        """Cancel a stream without a lock, for a finalizer, which may run anywhere in any thread."""
+        """Cancels a stream without taking a lock.
+
+        A finalizer calls this method, in any thread and between any two instructions of the thread.
+        """
         finished, stream.finished = stream.finished, True
         over = finished or stream.state.over or self._closing.is_set()
         if not over and self._process == os.getpid():
@@ -205,7 +211,7 @@ class Connection:
         on_reply: Callable[[Answer | PoolError], None],
         owner: str = "",
     ) -> None:
-        """Send a call. The connection's thread passes the answer, or an error, to `on_reply`."""
+        """Sends a call. The connection's thread passes the answer, or an error, to `on_reply`."""
         ident, kind = question.id, question.content.kind
         parts = encoded_for(owner, question.content, ident)
 
@@ -222,7 +228,7 @@ class Connection:
         self._do(send)
 
     def forget(self, question: Question[Answer]) -> None:
-        """Drop a call whose caller no longer waits, and cancel it at its worker."""
+        """Drops a call whose caller no longer waits, and cancels it at its worker."""
 
         def send() -> None:
             call = self._calls.forget(question.id)
@@ -235,7 +241,7 @@ class Connection:
     # ---- the thread's loop -----------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Serve until `closing` is set; then cancel open streams and calls with BrokerLost."""
+        """Serves until `closing` is set; then cancels open streams and calls with BrokerLost."""
         try:
             while not self._closing.is_set():
                 self._turn()
@@ -293,7 +299,7 @@ class Connection:
         self._dealer.send(encoded_for(owner, content, ident))
 
     def _acknowledge(self) -> None:
-        """Acknowledge the ids that readers have taken, for streams that this broker accepted."""
+        """Acknowledges the token ids that readers took, of streams that the broker has accepted."""
         have = []
         for stream in self._streams.values():
             if stream.state.accepted and stream.read > stream.acked:
@@ -407,7 +413,7 @@ class Connection:
         self.timer.reset()
 
     def _retry(self, stream: OpenStream) -> None:
-        """Retry or end a stream, if this is due."""
+        """Retries or ends a stream, if this is due."""
         left = stream.left()
         action = stream.retry.tick(self.timer.now, self.timer.heard_at, left)
         if action is Action.SEND:

@@ -31,7 +31,7 @@ class Dealer:
         self._poller = zmq.Poller()
 
     def open(self) -> None:
-        """Connect. Raises OSError if the endpoint is malformed."""
+        """Connects. Raises OSError if the endpoint is malformed."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._socket = sockets.dealer(self._context, self.endpoint, self._credentials)
@@ -43,7 +43,7 @@ class Dealer:
         self._register()
 
     def _register(self) -> None:
-        """Poll the socket and its handshake's monitor."""
+        """Polls the socket and its handshake's monitor."""
         self.handshake = Handshake(self._socket, self.endpoint, self._credentials)
         for source in (self._socket, self.handshake.monitor):
             self._poller.register(source, zmq.POLLIN)
@@ -55,11 +55,11 @@ class Dealer:
         self._socket.close(linger=linger_ms)
 
     def wake(self) -> None:
-        """End the owning thread's `wait`."""
+        """Ends the owning thread's `wait`."""
         self._waker.wake()
 
     def wait(self, seconds: float | None) -> None:
-        """Wait for a message, a handshake or `wake`, for at most `seconds`; None: no bound."""
+        """Waits for a message, a handshake or `wake`, for at most `seconds`; None: no bound."""
         if self._unsent:
             interval = SEND_RETRY_INTERVAL
             seconds = interval if seconds is None else min(seconds, interval)
@@ -68,14 +68,14 @@ class Dealer:
         self.flush()
 
     def send(self, parts: Sequence[bytes]) -> None:
-        """Send a message after all unsent messages. A refused connection is replaced first."""
+        """Sends a message after all unsent messages. A refused connection is replaced first."""
         if self.handshake.refusal:
             self.replace()
         self._unsent.append(parts)
         self.flush()
 
     def flush(self) -> None:
-        """Send messages in order until the socket is full; `wait` sends unsent messages later."""
+        """Sends messages in order until the socket is full; `wait` sends unsent messages later."""
         while self._unsent:
             try:
                 self._socket.send_multipart(self._unsent[0], zmq.NOBLOCK)
@@ -104,7 +104,7 @@ class Dealer:
         return BrokerLost(silence if known else f"{silence}; start one with `mlxpool serve`")
 
     def replace(self) -> None:
-        """Open a new connection; the unsent messages of the old connection are dropped."""
+        """Opens a new connection; the unsent messages of the old connection are dropped."""
         try:
             fresh = sockets.dealer(self._context, self.endpoint, self._credentials)
         except OSError:
@@ -115,7 +115,7 @@ class Dealer:
         self._register()
 
     def close(self) -> None:
-        """Close the socket; up to 200 ms are left for unsent messages."""
+        """Closes the socket; up to 200 ms are left for unsent messages."""
         self._close_socket(linger_ms=200)
         self._context.term()
         self._waker.close()

@@ -59,7 +59,7 @@ class DecisionList(list[Decision]):
 
     @classmethod
     def of(cls, result: Result, questions: Sequence[Asked | Mapping[str, Any]]) -> DecisionList:
-        """Returns the answers of a `decide` job. `questions` are its questions, or their maps.
+        """Returns the answers of a `decide` job; `questions` are the job's questions, also as maps.
 
         Raises ValueError if the result belongs to another kind of job.
         """

@@ -98,7 +98,7 @@ OF_BATCHES = frozenset(BatchOptions.__annotations__) - frozenset(GenerateOptions
 class Job(Struct, frozen=True):
     """A job in the pool: it is on the disk, and continues after the end of this program."""
 
-    key: str  # the job's name, for clients of the same user or with the same key
+    key: str  # the job's name, for clients of the same user or with the same CURVE key
     id: bytes  # the id, 16 bytes, which also names the job
     gen: int  # the number of times that the job restarted because its model had changed
     seed: int  # the seed of the random choices
@@ -261,7 +261,7 @@ class Pages:
         return Question(os.urandom(ID_BYTES), content, lambda answer: JobList.parse(answer.body))
 
     def add(self, answer: JobList) -> None:
-        """Add the jobs of an answer."""
+        """Adds the jobs of an answer."""
         self.rows += map(dict, answer.jobs)
         enough = 0 < self._limit <= len(self.rows)
         self.complete = enough or not answer.next

@@ -15,7 +15,7 @@ Answer = TypeVar("Answer")
 
 
 class AnyConnection(Protocol):
-    """The methods of a connection that streams and calls use, see Connection."""
+    """The methods of a connection that streams and calls use; Connection describes them."""
 
     def open(self, draft: Draft, deliver: Callable[[Delta | None], None]) -> OpenStream: ...
     def took(self, stream: OpenStream, delta: Delta | None) -> Delta | None: ...
@@ -45,15 +45,15 @@ class OwnerConnection:
         self.close = self._shared.close
 
     def open(self, draft: Draft, deliver: Callable[[Delta | None], None]) -> OpenStream:
-        """See Connection."""
+        """Sends the message that starts a stream on behalf of the owner; see Connection.open."""
         return self._shared.open(draft, deliver, self._owner)
 
     def ask(
         self, question: Question[Answer], on_reply: Callable[[Answer | PoolError], None]
     ) -> None:
-        """See Connection."""
+        """Sends a call on behalf of the owner; see Connection.ask."""
         self._shared.ask(question, on_reply, self._owner)
 
     def forget(self, question: Question[Answer]) -> None:
-        """See Connection."""
+        """Drops a call whose caller no longer waits; see Connection.forget."""
         self._shared.forget(question)

@@ -85,7 +85,7 @@ def _named(part: Any, images: list[Image]) -> Any:
 
 
 def _read(where: str, image: object) -> bytes:
-    """Returns the bytes of an image: of a file, at most its first MAX_IMAGE + 1 bytes.
+    """Returns the bytes of an image; of a file, reads at most MAX_IMAGE + 1 bytes.
 
     A longer file is refused later as too large. Raises BadRequest if the image cannot be read.
     """
@@ -215,7 +215,10 @@ def resumed(draft: GenerateDraft, state: StreamState, left: float | None) -> Gen
 
 
 def reports_prompt(draft: GenerateDraft) -> bool:
-    """Returns whether a request asks for the tokens of its prompt. Accepts invalid options."""
+    """Returns whether a request asks for the tokens of its prompt.
+
+    An option with an invalid value counts as absent.
+    """
     alternatives = draft.options.get("prompt_logprobs")
     asks = type(alternatives) is int and alternatives >= 0
     return draft.options.get("echo") is True or asks
@@ -266,7 +269,7 @@ def list_models() -> Question[list[dict[str, Any]]]:
 
 
 def describe(model: str) -> Question[dict[str, Any]]:
-    """Returns the call for all facts about one model."""
+    """Returns the call for the map of one model, with the content of the model's files."""
     return Question(
         os.urandom(ID_BYTES), ListModels(model), lambda a: ModelList.parse(a.body).models[0]
     )

@@ -69,7 +69,7 @@ class SilenceTimer:
     """A connection's clock, which stops if its thread stops, and the time since the last frame."""
 
     def __init__(self, pace: Pace, wall: float) -> None:
-        """`wall` is the present monotonic time."""
+        """`wall` is the time of the monotonic clock, which goes on while this thread is stopped."""
         self.pace = pace
         self.now = 0.0
         self.heard_at = -math.inf  # time of the last frame
@@ -79,43 +79,43 @@ class SilenceTimer:
         self._waiting_since = self._connected_at = 0.0
 
     def advance(self, wall: float) -> None:
-        """Advances the clock to `wall`, but by at most `gap` seconds.
+        """Advances this clock to `wall`, a time of the monotonic clock, by at most `gap` seconds.
 
-        During a longer interval the process was stopped: this time does not count as waiting.
+        If more time has passed, the process was stopped: the rest of the time is not counted.
         """
         self.now += min(max(0.0, wall - self._wall), self.pace.gap)
         self._wall = wall
 
     def heard(self) -> None:
-        """Note that a frame arrived."""
+        """Notes that a frame arrived."""
         self.heard_at = self.now
         self.reset()
 
     def reset(self) -> None:
-        """Forget the silence so far, for example because no stream or call waits."""
+        """Starts the waiting time anew, for example because no stream or call waits."""
         self._waiting_since = self._connected_at = self.now
         self.reconnects = 0
 
     @property
     def silent(self) -> float:
-        """Seconds of waiting for a frame so far."""
+        """The seconds since the last frame or `reset`, by this clock."""
         return self.now - self._waiting_since
 
     @property
     def reconnect_due(self) -> bool:
-        """True if the connection should be replaced: it may be half-open without an error."""
+        """True if the connection should be replaced: it may be half-open, which gives no error."""
         number = self.reconnects
         wait = nth(self.pace.answer, number) if number else self.pace.silence
         return self.now - self._connected_at >= wait
 
     def reconnected(self) -> None:
-        """Note that the connection was replaced."""
+        """Notes that the connection was replaced."""
         self.reconnects += 1
         self._connected_at = self.now
 
     @property
     def lost(self) -> bool:
-        """True if the grace period is over, so that streams have to end."""
+        """True if no frame has come for so long that streams have to end."""
         grace = self.pace.broker_grace
         if self.heard_at == -math.inf:
             grace = min(grace, self.pace.connect_grace)
@@ -147,19 +147,19 @@ class StreamRetry(Struct, eq=False):
     # ---- sendings ------------------------------------------------------------------------------
 
     def sent(self, now: float) -> None:
-        """Note that the first attempt was sent."""
+        """Notes that the first attempt was sent."""
         self._expect_answer(now)
         if not self.durable:  # there is no second attempt: give a slow broker the longest time
             self.due = now + self.pace.answer[-1]
 
     def sent_again(self, now: float) -> None:
-        """Note that the next attempt was sent, as `tick` asked."""
+        """Notes that the next attempt was sent, as `tick` asked."""
         self.state.begin_attempt()
         self.barren += 1
         self._expect_answer(now)
 
     def cancel_sent(self, now: float) -> None:
-        """Note that a `cancel` was sent; from now on only the `cancel` is sent again."""
+        """Notes that a `cancel` was sent; from now on only the `cancel` is sent again."""
         if not self.cancelled:
             self.cancelled, self.unanswered = True, 0
         self._expect_answer(now)
@@ -172,7 +172,7 @@ class StreamRetry(Struct, eq=False):
     # ---- events --------------------------------------------------------------------------------
 
     def receive(self, frame: Frame, now: float, left: float | None = None) -> Delta | None:
-        """Handle a frame of this stream. Returns the delta for the reader."""
+        """Handles a frame of this stream. Returns the delta for the reader."""
         state, content = self.state, frame.content
         if not state.counts(frame.attempt):
             return None
@@ -221,13 +221,13 @@ class StreamRetry(Struct, eq=False):
             self._lost(now, NEW_LINK if state.boot == peer[0] else NEW_BOOT)
 
     def reconnected(self, now: float) -> None:
-        """Note that the client has replaced its connection."""
+        """Notes that the client has replaced its connection."""
         if self.why != REFUSED:
             self._lost(now, SILENCE)
             self.due = now
 
     def _lost(self, now: float, why: str) -> None:
-        """The newest attempt is lost: schedule a retry, or end a stream that is not durable."""
+        """Schedules a retry after a lost attempt; ends a stream that is not durable."""
         if self.cancelled:
             return
         if not self.durable:
@@ -251,9 +251,10 @@ class StreamRetry(Struct, eq=False):
             self.due = now + nth(self.pace.answer, 0)
 
     def error_of_sending(self, error: PoolError, attempt: int) -> PoolError | None:
-        """Returns `error` if it ends the stream, else None. It is an error about a sent message.
+        """Returns `error` if it ends the stream, else None.
 
-        `attempt` is the attempt that the error answers.
+        The error is the broker's answer to a message of this stream; `attempt` is the attempt of
+        that message.
         """
         state = self.state
         if error.code == DuplicateId.code:

@@ -1,7 +1,7 @@
-"""The state of one stream, from the broker's messages to deltas and the end. Pure: no I/O, no
-clock.
+"""The state of one stream: turns the broker's messages into deltas and the end of the stream.
 
-The client may send a stream's request several times; `attempt` is the number of such a message.
+Pure: no I/O, no clock. The client may send a stream's request several times; `attempt` is the
+number of such a message.
 
 Invariants: a frame counts only if its attempt is the newest attempt. Token ids count only after the
 newest attempt was accepted, and only if their `pos` is the number of ids received so far.
@@ -79,9 +79,9 @@ class Piece(Struct, frozen=True):
 class Frame(Struct, frozen=True):
     """One message about a stream.
 
-    `attempt` is the attempt that the message answers, 0 if the broker could not read the attempt.
-    `pos` is the index of its first token id in the completion; in the end of a stream, the number
-    of ids sent before.
+    `attempt` is the attempt to which the message is an answer; 0 if the broker could not read the
+    attempt. `pos` is the index of the message's first token id in the completion. In a message that
+    ends the stream, `pos` is the number of ids sent before.
     """
 
     content: Accepted | JobAccepted | Piece | Done | Failed
@@ -137,7 +137,7 @@ Entries = tuple[Mapping[str, Any], ...]
 
 
 def _divided(entries: Sequence[Mapping[str, Any]] | None) -> tuple[Entries, Entries]:
-    """Divides the entries of a message into the prompt's tokens and the tokens of its ids."""
+    """Divides the entries of a message: those of prompt tokens, and those of the message's ids."""
     if not entries:
         return (), ()
     of_prompt = sum(PROMPT_KEY in entry for entry in entries)
@@ -190,19 +190,20 @@ class StreamState(Struct, eq=False):
         return self.result
 
     def begin_attempt(self) -> None:
-        """Begin a new attempt; from now on frames of earlier attempts are ignored."""
+        """Begins a new attempt; from now on frames of earlier attempts are ignored."""
         self.attempt += 1
         self.accepted, self.gap = False, ""
 
     def counts(self, attempt: int) -> bool:
-        """Returns whether a frame of this attempt is about the newest attempt of a live stream.
+        """Returns whether a frame counts: the stream is live, and `attempt` is its newest attempt.
 
-        An error about a message that the broker could not read has attempt 0.
+        Attempt 0 counts as well: the broker sends it in errors about a message that it could not
+        read.
         """
         return not self.over and attempt in (0, self.attempt)
 
     def receive(self, frame: Frame) -> Delta | None:
-        """Add a frame to the state. Returns the delta for the reader."""
+        """Adds a frame to the state. Returns the delta for the reader."""
         if not self.counts(frame.attempt):
             return None
         content = frame.content
@@ -217,7 +218,7 @@ class StreamState(Struct, eq=False):
         return None
 
     def cancel_here(self) -> None:
-        """End the stream as cancelled without the broker's message, which will not come."""
+        """Ends the stream as cancelled without the broker's message, which will not come."""
         prompt = self.facts.prompt_tokens if self.facts else 0
         usage = Usage(prompt_tokens=prompt or 0, completion_tokens=len(self.ids))
         self._finish(Done("cancelled", usage=usage.body(), attempts=0))
@@ -238,7 +239,7 @@ class StreamState(Struct, eq=False):
             self.gen = accepted.gen
 
     def _append(self, pos: int, piece: Piece) -> Delta | None:
-        """Append a piece. If it does not fit, there is a gap: the request has to be sent again."""
+        """Appends a piece. If tokens before it are missing, sets `gap`, which causes a retry."""
         if not self.ids and pos < self.start:
             self.start = pos  # the ids of a job are read from the beginning of a step on
         if pos != self.position or not piece.complete:

@@ -63,7 +63,7 @@ class _SequenceRecord(StructMeta, ABCMeta):
 class Vectors(Sequence["list[float]"], Struct, frozen=True, metaclass=_SequenceRecord):
     """A sequence of rows of numbers, one for each input: vectors, or probabilities.
 
-    `vectors[0]` is the first row as a list, `numpy.asarray(vectors)` the array [rows, columns].
+    `vectors[0]` is the first row as a list; `numpy.asarray(vectors)` is the array [rows, columns].
     """
 
     data: bytes  # the numbers of all rows as little-endian float32
@@ -271,7 +271,7 @@ def _divided(
 def _begin(first: int) -> dict[str, int]:
     """Returns {"first": number of the first input}; {} if this number is 0.
 
-    Older pools do not know this key.
+    Pools of older versions do not know the key `first`.
     """
     return {"first": first} if first else {}
 

@@ -27,9 +27,10 @@ KEY_NAME = "broker"
 
 
 class BrokerChild:
-    """The broker process. Call `keep` at short intervals. All methods but `ask` need one thread.
+    """The broker process. Call `keep` at short intervals.
 
-    The broker's run directory, key, log and settings are in the pool's folder.
+    Any thread may call `ask`; one thread calls all other methods. The broker's run directory, key,
+    log and settings are in the pool's folder.
     """
 
     def __init__(self, spec: PoolSpec, folder: Path, address: str) -> None:

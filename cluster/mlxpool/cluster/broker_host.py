@@ -95,7 +95,10 @@ class BrokerHost:
     def __init__(
         self, cluster: Cluster, spec: PoolSpec, pool_id: str, *, started_again: bool
     ) -> None:
-        """`pool_id`: from `up`. `started_again`: Ray has started this actor before."""
+        """`pool_id`: the random id that `up` has drawn for this pool.
+
+        `started_again`: True if Ray has started this actor before.
+        """
         self._cluster = cluster
         self._spec = spec
         self._lock = threading.RLock()

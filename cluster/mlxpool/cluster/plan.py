@@ -106,7 +106,7 @@ def removal_order(workers: Sequence[WorkerView], model: ModelSpec) -> list[Worke
 def choose_node(
     nodes: Sequence[NodeView], workers: Sequence[WorkerView], model: ModelSpec, gpus: int
 ) -> str:
-    """Returns the id of the preferred node for a new worker; "" if no node has what it needs.
+    """Returns the id of the preferred node for a new worker; "" if no node is large enough.
 
     The preferred node has the fewest workers of the model, then the fewest workers of all models,
     so that the loss of a node ends few replicas. Ray takes another node if the preferred node is

@@ -1,6 +1,6 @@
 """The settings of a pool that `mlxpool ray up` hands to the cluster, and the values that Ray needs.
 
-Ray keeps both in its store, which other users of the cluster may read: they contain no secret.
+Ray keeps both in its store, which other users of the cluster may read. Neither contains a secret.
 """
 
 from __future__ import annotations

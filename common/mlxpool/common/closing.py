@@ -14,7 +14,7 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free all resources."""
+        """Frees all resources."""
 
     def __enter__(self) -> Self:
         return self
@@ -38,7 +38,7 @@ class AsyncClosing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free all resources, or start to free them without waiting."""
+        """Frees all resources, or starts to free them without waiting."""
 
     async def __aenter__(self) -> Self:
         return self

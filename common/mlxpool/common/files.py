@@ -23,7 +23,7 @@ class NotRegular(OSError):
 
 
 def open_regular(file: Path) -> BinaryIO:
-    """Open a regular file for reading, without waiting. Raises OSError and NotRegular."""
+    """Opens a regular file for reading, without waiting. Raises OSError and NotRegular."""
     # Without O_NONBLOCK the open of a FIFO waits for a writer.
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -45,7 +45,7 @@ class FolderLocked(OSError):
 
 
 def lock_folder(folder: Path) -> int:
-    """Lock a folder for as long as the returned descriptor is open. Raises FolderLocked."""
+    """Locks a folder for as long as the returned descriptor is open. Raises FolderLocked."""
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -96,12 +96,13 @@ def foreign_page(
     sites: Sequence[str],
     allowed: Collection[str] = (),
 ) -> str | None:
-    """Returns the page of another origin that sent a request which may change something.
+    """Returns a text about the page of another origin that sent a request; else None.
 
-    None for other senders, for safe methods, and for pages of the `allowed` origins; "*" allows all
-    origins. `host` is the header Host; `origins` and `sites` are all values of the headers Origin
-    and Sec-Fetch-Site. Only browsers send Origin; old browsers do not. Browsers send Sec-Fetch-Site
-    to https and to the loopback interface.
+    Returns None for safe methods, for other senders than pages, and for pages of the `allowed`
+    origins; "*" allows all origins. A request that repeats one of the headers counts as one of a
+    foreign page. `host` is the header Host; `origins` and `sites` are all values of the headers
+    Origin and Sec-Fetch-Site. Only browsers send Origin, except old ones. Browsers send
+    Sec-Fetch-Site only to https and to the loopback interface.
     """
     if method in SAFE_METHODS or "*" in allowed:
         return None

@@ -75,7 +75,7 @@ class LoadTimes(Struct, frozen=True):
 
     @classmethod
     def parse(cls, phase: object, milliseconds: object) -> LoadTimes:
-        """Read the fields of a heartbeat; unknown phases and wrong values count as absent."""
+        """Reads the fields of a heartbeat; unknown phases and wrong values count as absent."""
         table = milliseconds if isinstance(milliseconds, dict) else {}
         times = {name: table[name] for name in LOAD_PHASES if type(table.get(name)) is int}
         return cls(

@@ -104,7 +104,7 @@ LEVELS = {"info": logging.INFO, "debug": logging.DEBUG}  # the choices of the se
 
 
 def set_up(*, json_lines: bool, level: int = logging.INFO) -> None:
-    """Write the log of this process to stderr, including uncaught exceptions."""
+    """Writes the log of this process to stderr, including uncaught exceptions."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if json_lines else Logfmt())
     root = logging.getLogger()

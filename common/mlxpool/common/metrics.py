@@ -1,7 +1,7 @@
 """Metric families, histograms, and their text for Prometheus. Used by broker and gateway.
 
-It replaces prometheus_client, which is far slower for nine histograms of each of 50 models, and
-would hold the interpreter's lock, which the broker's loop needs.
+This module replaces prometheus_client, which is far slower for nine histograms of each of 50
+models. Its rendering would also hold the interpreter's lock, which the broker's loop needs.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Family(Struct, Generic[Source], frozen=True):
 
 
 class MetricsWriter(Generic[Source]):
-    """Renders metrics as text. It caches the text around the numbers, and unchanged histograms."""
+    """Renders metrics as text. Caches the text around the numbers, and unchanged histograms."""
 
     def __init__(self, families: Sequence[Family[Source]]) -> None:
         self._families = families
@@ -126,7 +126,7 @@ def _head(family: Family[Any], name: str) -> bytes:
 def _template(family: Family[Any], labels: tuple[str, ...], value: Value) -> str:
     """Returns the text of a row, in which each number is a %-placeholder.
 
-    It has one line, a line for each value of the last label, or all lines of a histogram.
+    A row is one line, a line for each value of the last label, or all lines of a histogram.
     """
     name = family.name
     if isinstance(value, Frozen):

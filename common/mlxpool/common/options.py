@@ -1,9 +1,9 @@
 """Options of a request: sampling and length, and the other keys of a request's message.
 
-`Options` is the table of sampling options: each field declares type, check, default and the help of
-its command-line flag. `CHECKS` is made from it. A test compares it with `GenerateOptions`, the type
-of the Python client's keyword arguments. The defaults are Ollama's, so that a request has the same
-meaning in Ollama and here.
+`Options` is the table of sampling options: each field declares a type, a check, a default and the
+help of its command-line flag. `CHECKS` is made from this table. A test compares the table with
+`GenerateOptions`, the type of the Python client's keyword arguments. The defaults are Ollama's, so
+that a request has the same meaning in Ollama and here.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Block:
 
     @classmethod
     def open(cls, descriptor: int) -> Block:
-        """Map the block of a descriptor, which may be closed afterwards."""
+        """Maps the block of a descriptor, which may be closed afterwards."""
         return cls(mmap.mmap(descriptor, SIZE))
 
     @classmethod
@@ -90,11 +90,11 @@ class Block:
         return cls(mmap.mmap(-1, SIZE))
 
     def write(self, word: str, value: int) -> None:
-        """Set one word; a negative value counts as 0."""
+        """Sets one word; a negative value counts as 0."""
         self._words[_INDEX[word]] = max(0, value)
 
     def write_request(self, request: bytes | None) -> None:
-        """Set the id of the request whose prompt is read; None if no prompt is read."""
+        """Sets the id of the request whose prompt is read; None if no prompt is read."""
         high, low = (request or NO_REQUEST)[:8], (request or NO_REQUEST)[8:]
         self.write("request_high", int.from_bytes(high, "big"))
         self.write("request_low", int.from_bytes(low, "big"))
@@ -120,7 +120,7 @@ class Block:
         )
 
     def close(self) -> None:
-        """Unmap the block."""
+        """Unmaps the block."""
         self._words.release()
         self._memory.close()
 

@@ -34,7 +34,7 @@ class History:
         return self._file is not None
 
     def write(self, what: str, /, **facts: Any) -> None:
-        """Write one line if writing is on. Errors of the file system are ignored."""
+        """Writes one line if writing is on. Errors of the file system are ignored."""
         if self._file is None:
             return
         line = {"t": time.monotonic(), "who": self._who, "pid": os.getpid(), "what": what, **facts}
@@ -44,7 +44,7 @@ class History:
             pass
 
     def close(self) -> None:
-        """Close the file; later lines are dropped."""
+        """Closes the file; later lines are dropped."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

@@ -206,7 +206,7 @@ def _check_size(size: int, max_bytes: int) -> None:
 
 
 async def serve_others() -> None:
-    """Runs other tasks of the event loop for some iterations: another request needs several.
+    """Lets other tasks of the event loop run for some iterations: a request takes several.
 
     Long work calls this function between its slices. Without other tasks it takes microseconds.
     """

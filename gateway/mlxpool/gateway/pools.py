@@ -147,8 +147,8 @@ class Pools:
         """Returns a model, and chooses the pool with the lowest load for the present request.
 
         `keeps`: only pools with a store of jobs are allowed. With a `key` the pool depends on the
-        key, not on the load: it is the same as long as the same pools have the model. Raises the
-        errors of ModelList, and JobsOff if only pools without a store have the model.
+        key, not on the load: the same pool is chosen as long as the same pools have the model.
+        Raises the errors of ModelList, and JobsOff if only pools without a store have the model.
         """
         pool = await self._choose(name, keeps=keeps, key=key)
         model = await pool.models.get(name)

@@ -76,7 +76,7 @@ class EventNumbers:
             )
 
     def skip(self, count: int) -> None:
-        """Skips the numbers of events that only an earlier response had: errors of the job."""
+        """Skips the numbers of the job's errors, which only an earlier response has as events."""
         self._number += count
 
     def of_events(self, data: bytes) -> bytes:

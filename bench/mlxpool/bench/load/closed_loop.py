@@ -68,7 +68,7 @@ def counted(streams: int) -> str:
 def rates(
     figures_of: Mapping[str, Sequence[LoopFigures]], streams: int, note: str = ""
 ) -> Measurement:
-    """Returns the tokens/s of each contestant, one for each round."""
+    """Returns the tokens/s of each contestant, with one figure for each round."""
     sides = {name: tuple(figures.rate for figures in rounds) for name, rounds in figures_of.items()}
     return Measurement("end to end", counted(streams), "tokens/s", sides, at=streams, note=note)
 

@@ -117,7 +117,11 @@ def rows(
 
 
 def _notes(samples_of: Mapping[str, Sequence[Sequence[Sample]]]) -> Iterator[str]:
-    """Yields notes on failed requests, and on tokens that are estimated or come several at once."""
+    """Yields notes about the requests and tokens of each contestant.
+
+    They name the number of failed requests. They also tell if a token was counted for each event of
+    a stream, or if a piece of a stream has several tokens.
+    """
     for name, loads in samples_of.items():
         samples = [sample for load in loads for sample in load]
         if failed := sum(bool(sample.error) for sample in samples):

@@ -62,8 +62,9 @@ async def opened(target: Target, requests: int = 0) -> AsyncIterator[Send]:
     """Yields a function that sends a request and records its answer until the end.
 
     The function raises PoolError, HttpFailure or OSError for a request that fails. With
-    `connect_first`, `requests` connections are opened before, one after the other: a server may
-    have a short listen backlog, and a connection to a full backlog is retried after seconds.
+    `connect_first`, the connections for `requests` requests are opened first, one after the other.
+    If all were opened at once, they could fill a short listen backlog, and a client retries a
+    connection to a full backlog only after seconds.
     """
     if target.url:
         ready = requests if target.connect_first else 0

@@ -70,7 +70,7 @@ class Request(Struct, frozen=True):
 
 
 def draw(workload: Workload, rate: float, seed: str) -> list[Request]:
-    """Returns the requests in the order of their due times; equal for equal arguments.
+    """Returns the requests in the order of their due times. Equal arguments give equal requests.
 
     Requests arrive as a Poisson process of `rate` requests/s, or all together if `rate` is 0.
     Lengths and token ids do not depend on the rate.

@@ -1,7 +1,8 @@
 """Loads for the comparison of routing policies: requests with prompts that share beginnings.
 
-A request has its own time, or comes some seconds after the end of another request: the next turn of
-a chat is sent after its reader has read the last answer, and an agent's calls follow each other.
+A request comes at a given time, or some seconds after the end of another request. The next turn of
+a chat, for example, is sent after the user has read the last answer, and an agent sends its next
+call after the last one.
 """
 
 from __future__ import annotations

@@ -109,7 +109,10 @@ class SimulatedWorker:
         return sum(row.unread - (row.expected if row.cached < 0 else 0) for row in self.rows)
 
     def will_find(self, prompt: tuple[Segment, ...]) -> int:
-        """Returns the number of leading tokens cached now, or once the running requests end."""
+        """Returns how many tokens at the prompt's start the cache will have.
+
+        These tokens are cached now, or will be cached when the running requests have ended.
+        """
         there = max((_shared(prompt, row.call.prompt) for row in self.rows), default=0)
         return max(there, self.cache.found(prompt))
 

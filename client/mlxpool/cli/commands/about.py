@@ -12,7 +12,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add `help`, `version` and `completion`."""
+    """Adds `help`, `version` and `completion`."""
     parser = commands.add_parser(
         "help", parents=[common], help="show the commands, or the options of a command"
     )
@@ -37,20 +37,20 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def show_help(options: argparse.Namespace) -> int:
-    """Print the help; an unknown command ends with exit code 2."""
+    """Prints the help; an unknown command ends with exit code 2."""
     arguments = [*options.words, "--help"]
     options.whole_parser(arguments).parse_args(arguments)
     return 0
 
 
 def show_version(options: argparse.Namespace) -> int:
-    """Print the version."""
+    """Prints the version."""
     print(json_text({"version": VERSION}) if options.json else f"mlxpool {VERSION}")
     return 0
 
 
 def complete(options: argparse.Namespace) -> int:
-    """Print the completion script for a shell."""
+    """Prints the completion script for a shell."""
     text = script(options.whole_parser(), options.shell)
     print(json_text({"shell": options.shell, "script": text}) if options.json else text)
     return 0

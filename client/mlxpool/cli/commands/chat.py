@@ -108,7 +108,7 @@ class Conversation(Struct, eq=False):
         self.attached.clear()
 
     def attach(self, file: str) -> None:
-        """Attach an image to the next message. Raises BadRequest and TooLarge."""
+        """Attaches an image to the next message. Raises BadRequest and TooLarge."""
         # Imported here, because the help of commands needs no client.
         from mlxpool.client.request import read_images
 
@@ -129,7 +129,7 @@ class Conversation(Struct, eq=False):
         return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
     def command(self, line: str) -> str | None:
-        """Run a line that begins with /. Returns the reply to the user; None ends the chat."""
+        """Runs a line that begins with /. Returns the reply to the user; None ends the chat."""
         name, _, rest = line.strip().partition(" ")
         rest = rest.strip()
         if name in ENDS:
@@ -248,7 +248,7 @@ if TYPE_CHECKING:
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add `chat`."""
+    """Adds `chat`."""
     parser = commands.add_parser(
         "chat",
         parents=[common],
@@ -319,7 +319,7 @@ def read_line(prompt: str) -> str | None:
 
 
 def edit_lines() -> None:
-    """Give `input` arrow keys and a history, if the terminal and this Python can.
+    """Gives `input` arrow keys and a history, if the terminal and this Python have them.
 
     A pasted text of several lines is then one message.
     """
@@ -339,7 +339,7 @@ def _tell(note: str) -> None:
 def answer(
     client: Client, options: argparse.Namespace, conversation: Conversation, text: str
 ) -> int:
-    """Print one answer as it arrives. Returns 1 if it failed; then the chat continues.
+    """Prints one answer as it arrives. Returns 1 if it failed; then the chat continues.
 
     Raises BrokerLost, and KeyboardInterrupt without a terminal.
     """
@@ -400,7 +400,7 @@ def answer(
 
 
 def _end_line(options: argparse.Namespace, parts: list[str]) -> None:
-    """End the line of text before something else is printed."""
+    """Ends the line of text before something else is printed."""
     if parts and not options.json:
         print(flush=True)
 

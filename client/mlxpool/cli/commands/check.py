@@ -22,7 +22,7 @@ DIAGNOSE_MODULE = "mlxpool.worker.diagnose.check"  # runs as a process: the clie
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add `check`."""
+    """Adds `check`."""
     parser = commands.add_parser(
         "check",
         parents=[common],
@@ -44,7 +44,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report. Returns the exit code."""
+    """Prints the report. Returns the exit code."""
     report = diagnose(options)
     if options.json:
         print(json_text(report))

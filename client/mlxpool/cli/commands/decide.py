@@ -17,7 +17,7 @@ SHOWN = 5  # the most labels in one line
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add `decide`."""
+    """Adds `decide`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "decide", parents=[common], help="print the probabilities of given answers to questions"
     )
@@ -60,7 +60,7 @@ def scale(text: str) -> range:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a line for each question: its labels and probabilities, the most probable first."""
+    """Prints a line for each question: its labels and probabilities, the most probable first."""
     prompt = options.prompt
     if prompt == "-":
         prompt = decode_utf8(sys.stdin.buffer.read())

@@ -15,7 +15,7 @@ TEXTS_HELP = "texts; without texts, or with -, the lines of standard input"
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add `embed`, `rerank` and `classify`."""
+    """Adds `embed`, `rerank` and `classify`."""
     embed = _add(commands, common, "embed", "print a vector for each text")
     embed.add_argument("texts", metavar="TEXT", nargs="*", help=TEXTS_HELP)
     embed.add_argument(
@@ -56,7 +56,7 @@ def _add(
 
 
 def run_embed(options: argparse.Namespace) -> int:
-    """Print the vector of each text as a line of JSON; with --json one object for all texts."""
+    """Prints the vector of each text as a line of JSON; with --json one object for all texts."""
     with client_of(options) as client:
         vectors = client.embed(
             options.model,
@@ -75,7 +75,7 @@ def run_embed(options: argparse.Namespace) -> int:
 
 
 def run_rerank(options: argparse.Namespace) -> int:
-    """Print the documents, best first, with their scores."""
+    """Prints the documents, best first, with their scores."""
     texts = _texts(options)
     with client_of(options) as client:
         ranking = client.rerank(
@@ -91,7 +91,7 @@ def run_rerank(options: argparse.Namespace) -> int:
 
 
 def run_classify(options: argparse.Namespace) -> int:
-    """Print the labels of each text with their probabilities, the most probable first."""
+    """Prints the labels of each text with their probabilities, the most probable first."""
     texts = _texts(options)
     with client_of(options) as client:
         classified = client.classify(options.model, texts, **_settings(options))

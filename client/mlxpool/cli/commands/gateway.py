@@ -11,7 +11,7 @@ from mlxpool.cli.target import add_flags, targets_of
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add `gateway`."""
+    """Adds `gateway`."""
     gateway = commands.add_parser(
         "gateway",
         parents=[common],
@@ -81,7 +81,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until SIGTERM or Ctrl-C."""
+    """Serves until SIGTERM or Ctrl-C."""
     # Imported here, because only this command needs the gateway and its packages.
     from mlxpool.common import logs
     from mlxpool.common.process import private_temp

@@ -55,7 +55,7 @@ DESCRIPTIONS = {
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add the commands of jobs."""
+    """Adds the commands of jobs."""
     submitting = argparse.ArgumentParser(add_help=False, parents=[common])
     add_flags(submitting, with_key=False)
     _add_submit(
@@ -239,7 +239,7 @@ def _priority(text: str) -> int:
 
 
 def submit(options: argparse.Namespace) -> int:
-    """Submit a job or a batch; print its key once it is on the disk."""
+    """Submits a job or a batch; prints its key once it is on the disk."""
     _check_submit(options)
     if options.batch is not None:
         return batches.submit(options)
@@ -295,7 +295,7 @@ def _check_submit(options: argparse.Namespace) -> None:
 
 
 def fetch(options: argparse.Namespace) -> int:
-    """Print the job's text; exit code 1 if it was cancelled or has failed."""
+    """Prints the text of a job; exit code 1 if the job was cancelled or has failed."""
     if options.batch:
         return batches.fetch(options)
     if options.output:
@@ -335,7 +335,10 @@ OF_BATCHES = (Column("LINE", 0), Column("ID", 2, "text"), *JOBS[1:])
 
 
 def jobs(options: argparse.Namespace) -> int:
-    """Print a table row for each job, the newest first; or batches, or reports for operators."""
+    """Prints a table row for each job, the newest first.
+
+    Flags select a table of batches instead, or a report for operators.
+    """
     if options.job_key is not None:
         return show(options)
     for flag in job_operations.given(options, OF_JOBS) if options.batches or options.files else ():
@@ -391,7 +394,7 @@ def _row(job: Mapping[str, Any], now: float, *, lines: bool) -> tuple[str, ...]:
 
 
 def show(options: argparse.Namespace) -> int:
-    """Print one job of the user, with its failures."""
+    """Prints one job of the user, with its failures."""
     for flag in job_operations.given(options, LISTING):
         raise BadRequest(
             f"--{flag.replace('_', '-')} lists jobs: give it without KEY, or KEY without it"
@@ -406,7 +409,7 @@ def show(options: argparse.Namespace) -> int:
 
 
 def follow(options: argparse.Namespace) -> int:
-    """Print each job when it ends, until Ctrl-C."""
+    """Prints each job when it ends, until Ctrl-C."""
     with client_of(options) as client:
         after = options.after
         if after is None:

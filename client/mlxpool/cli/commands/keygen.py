@@ -11,7 +11,7 @@ from mlxpool.common.transport import keys
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add `keygen`."""
+    """Adds `keygen`."""
     sub = commands.add_parser(
         "keygen",
         parents=[common],
@@ -29,7 +29,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Make a key pair, write its file, and print the public key."""
+    """Makes a key pair, writes its file, and prints the public key."""
     pair = keys.make(options.name, options.role)
     path = keys.write(pair, options.folder or keys.default_folder())
     answer = {"name": pair.name, "role": pair.role, "public": pair.public, "path": str(path)}

@@ -18,7 +18,7 @@ BLOCK = 1 << 16  # the most bytes of one read
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add `logs`."""
+    """Adds `logs`."""
     parser = commands.add_parser(
         "logs",
         parents=[common],
@@ -36,7 +36,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a log, or the list of logs. Raises ValueError if the slot has no log."""
+    """Prints a log, or the list of logs. Raises ValueError if the slot has no log."""
     folder = options.run_dir / "logs"
     files = {log_slot(path): path for path in sorted(folder.glob("*.log"))}
     if options.slot is None:

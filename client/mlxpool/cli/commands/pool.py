@@ -34,7 +34,7 @@ SLOT = re.compile(r"/\d+$")  # the end of a slot's name, which no model's name h
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add the commands that change a running pool."""
+    """Adds the commands that change a running pool."""
     commands.add_parser(
         "reload",
         parents=[common],
@@ -157,7 +157,7 @@ def restart(options: argparse.Namespace) -> int:
 
 
 def cancel(options: argparse.Namespace) -> int:
-    """Cancel a request; exit code 1 if no request has this id."""
+    """Cancels a request; exit code 1 if no request has this id."""
     if options.batch is not None:
         import mlxpool.cli.batch_actions as batches
 
@@ -199,7 +199,7 @@ def _whole_id(options: argparse.Namespace, prefix: str) -> str:
 
 
 def reload(options: argparse.Namespace) -> int:
-    """Reload the settings, and print the changes. The broker's error names faulty settings."""
+    """Reloads the settings, and prints the changes. The broker's error names faulty settings."""
     answer = admin.reload(options.admin_target)
     changes = [f"{words}: {', '.join(answer[key])}" for key, words in CHANGES if answer.get(key)]
     return _show(options, answer, "reloaded", *(changes or ["the settings are as they were"]))

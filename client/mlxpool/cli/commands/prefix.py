@@ -23,7 +23,7 @@ FIGURES = ("segments", "records", "tokens", "bytes", "bad", "torn")
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add `prefix ls`, `prefix rm` and `prefix verify`."""
+    """Adds `prefix ls`, `prefix rm` and `prefix verify`."""
     prefix = commands.add_parser("prefix", help="list, check or delete prefixes kept on disk")
     verbs = prefix.add_subparsers(dest="verb", metavar="VERB", required=True)
     parser = verbs.add_parser(
@@ -89,7 +89,7 @@ def _surveys() -> Any:
 
 
 def ls(options: argparse.Namespace) -> int:
-    """Print the contents of the prefix folder."""
+    """Prints the contents of the prefix folder."""
     root = _root(options)
     contents = _surveys().survey(root, options.name)
     if options.json:
@@ -101,7 +101,7 @@ def ls(options: argparse.Namespace) -> int:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Read every stored record, and print the faults."""
+    """Reads every stored record, and prints the faults."""
     root = _root(options)
     contents = _surveys().survey(root, options.name, verify=True)
     total = {name: sum(getattr(part, name) for part in contents) for name in FIGURES}
@@ -123,7 +123,7 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def rm(options: argparse.Namespace) -> int:
-    """Delete the stored prefixes of a model."""
+    """Deletes the stored prefixes of a model."""
     root = _root(options)
     freed = _surveys().remove(root, options.name, options.digest)
     if options.json:

@@ -12,7 +12,7 @@ from mlxpool.common.errors import BadRequest, ModelLoadFailed
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add `pull`."""
+    """Adds `pull`."""
     parser = commands.add_parser(
         "pull",
         parents=[common],
@@ -30,7 +30,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Download a model, and print its path and the command that serves it."""
+    """Downloads a model, and prints its path and the command that serves it."""
     from mlxpool.cli.hub_download import download
     from mlxpool.worker.weights import hub_cache
 

@@ -18,7 +18,7 @@ WORKERS = (Column("WORKER"), Column("MODEL", 0, "text"), Column("STATE"), Column
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add `ray` with `up`, `down` and `status`."""
+    """Adds `ray` with `up`, `down` and `status`."""
     group = commands.add_parser(
         "ray",
         parents=[common],
@@ -66,7 +66,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run_up(options: argparse.Namespace) -> int:
-    """Start a pool, or change its settings."""
+    """Starts a pool, or changes its settings."""
     from mlxpool.cluster import pool_spec
 
     spec = pool_spec.read(
@@ -80,7 +80,7 @@ def run_up(options: argparse.Namespace) -> int:
 
 
 def run_down(options: argparse.Namespace) -> int:
-    """End a pool."""
+    """Ends a pool."""
     name = name_of(options)
     ray = _ray_cluster()
     with ray.connected(options.address):
@@ -91,7 +91,7 @@ def run_down(options: argparse.Namespace) -> int:
 
 
 def run_status(options: argparse.Namespace) -> int:
-    """Print a pool's status; exit code 1 if its broker does not answer."""
+    """Prints a pool's status; exit code 1 if its broker does not answer."""
     ray = _ray_cluster()
     with ray.connected(options.address):
         pool = ray.status(name_of(options))
@@ -109,7 +109,7 @@ def name_of(options: argparse.Namespace) -> str:
 
 
 def print_status(options: argparse.Namespace, pool: Mapping[str, Any]) -> None:
-    """Print the status of a pool, as text or as JSON."""
+    """Prints the status of a pool, as text or as JSON."""
     if options.json:
         print(json_text(pool))
         return

@@ -26,7 +26,7 @@ PS_COLUMNS = (
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add `ps`, `models` and `requests`."""
+    """Adds `ps`, `models` and `requests`."""
     for name, text, about, action in (
         ("ps", "show workers: state, phase, memory, last end", PS_COLUMNS, ps),
         ("models", "show the models: state, size, context, errors", None, models),
@@ -71,7 +71,7 @@ MEMORY = {  # columns, by their keys in a worker's memory report
 
 
 def ps(options: argparse.Namespace) -> int:
-    """Print the broker, a table row for each worker, and errors."""
+    """Prints a line about the broker, a table row for each worker, and errors."""
     answer = ask(options.admin_target, "ps")
     if options.json:
         print(json_text(answer))
@@ -228,7 +228,7 @@ MODELS = (
 
 
 def models(options: argparse.Namespace) -> int:
-    """Print a table row for each model, and the errors of unavailable models."""
+    """Prints a table row for each model, and the errors of unavailable models."""
     answer = ask(options.admin_target, "models")
     if options.json:
         print(json_text(answer))
@@ -272,7 +272,7 @@ REQUESTS = (
 
 
 def requests(options: argparse.Namespace) -> int:
-    """Print a table row for each live request; narrow tables have prefixes of ids."""
+    """Prints a table row for each live request; narrow tables have prefixes of ids."""
     answer = ask(options.admin_target, "requests")
     if options.json:
         print(json_text(answer))

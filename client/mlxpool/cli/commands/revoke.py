@@ -19,7 +19,7 @@ SECTION = re.compile(r"\s*\[")
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add `revoke`."""
+    """Adds `revoke`."""
     sub = commands.add_parser(
         "revoke",
         parents=[common],
@@ -35,7 +35,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the file, then ask the broker to reload it. Raises ValueError, OSError, PoolError."""
+    """Writes the file, then asks the broker to reload it. Raises ValueError, OSError, PoolError."""
     from mlxpool.cli import admin
 
     file = config_file(options.config)
@@ -99,7 +99,7 @@ def _parses_to(text: str, expected: Mapping[str, Any]) -> bool:
 
 
 def replace(file: Path, text: str) -> None:
-    """Replace the text of a file atomically. Owner, group and mode do not change."""
+    """Replaces the text of a file atomically. Owner, group and mode do not change."""
     file = file.resolve()
     status = file.stat()
     descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")

@@ -32,7 +32,7 @@ from mlxpool.common.escapes import escape_line
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add `run`."""
+    """Adds `run`."""
     run_parser = commands.add_parser(
         "run",
         parents=[common],
@@ -84,7 +84,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the completion to standard output, the figures to standard error."""
+    """Prints the completion to standard output, and the figures to standard error."""
     # Imported here, so that other commands start faster.
     from mlxpool.cli.load_progress import LoadProgress
 

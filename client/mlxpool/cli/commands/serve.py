@@ -14,7 +14,10 @@ ORPHAN_GRACE = 60.0  # seconds
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add `serve`, `broker`, which is `serve` without workers of its own, and `worker`."""
+    """Adds the commands `serve`, `broker` and `worker`.
+
+    `broker` is `serve` without local workers.
+    """
     serve = commands.add_parser(
         "serve",
         parents=[common],
@@ -56,7 +59,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until SIGTERM or Ctrl-C."""
+    """Serves until SIGTERM or Ctrl-C."""
     # Imported here, because only this command needs the broker's code.
     from mlxpool.broker.edge.broker import Broker
     from mlxpool.common import logs
@@ -70,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_worker(options: argparse.Namespace) -> int:
-    """Supervise one worker until the broker stops it, or until SIGTERM."""
+    """Supervises one worker until the broker stops it, or until SIGTERM."""
     # Imported here, because only this command needs the supervisor's code.
     from mlxpool.broker.processes.remote_supervisor import RemoteSupervisor
     from mlxpool.broker.processes.supervisor import DialSettings

@@ -20,7 +20,7 @@ SOUND, UNSOUND = 0, 1
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add `config show` and `config check`."""
+    """Adds `config show` and `config check`."""
     config = commands.add_parser("config", help="show or check the settings")
     verbs = config.add_subparsers(dest="verb", metavar="VERB", required=True)
     parser = verbs.add_parser(
@@ -51,7 +51,7 @@ def _settings(options: argparse.Namespace) -> list[Setting]:
 
 
 def show(options: argparse.Namespace) -> int:
-    """Print the settings as JSON, or as TOML that can be a settings file."""
+    """Prints the settings as JSON, or as TOML that can be a settings file."""
     settings = _settings(options)
     if options.json:
         file = config_file(options.config)
@@ -86,7 +86,7 @@ def _value(value: Any) -> str:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Print missing models and unread variables. Raises ConfigError for wrong settings."""
+    """Prints missing models and unread variables. Raises ConfigError for wrong settings."""
     from mlxpool.common.config import origins
     from mlxpool.common.transport import sockets
 

@@ -66,8 +66,8 @@ SHOWN_ABOVE = ("pid", "state", "uptime_s", "run_dir")  # keys of `broker` in the
 def lines(history: Sequence[Answer], width: int, paint: Paint) -> list[str]:
     """Returns the lines for the newest answer. Rates are for the time since the oldest answer.
 
-    With a single answer, rates are for the time since the broker's start. The lines fit 40 columns
-    unless a number, a code or a value is very long.
+    With a single answer, or after a restart of the broker, rates are for the time since the
+    broker's start. The lines fit 40 columns unless a number, a code or a value is very long.
     """
     now, before = history[-1], history[0]
     if len(history) == 1 or before["broker"]["boot"] != now["broker"]["boot"]:
@@ -143,7 +143,7 @@ def _counter_row(
 
 
 def _means(now: Answer, values: dict[str, Any], width: int, paint: Paint) -> Iterator[str]:
-    """Yields lines with the mean times of ended requests; removes the sums from `values`."""
+    """Yields lines with the mean times of ended requests; removes the summed times of `values`."""
     counts, sums = now.get("requests", {}), now.get("seconds", {})
     ended = sum(counts.get(key, 0) for key in ("done", "failed", "cancelled"))
     for key in MEANS:
@@ -191,7 +191,7 @@ def _plain(value: Any) -> str:
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add `stats`."""
+    """Adds `stats`."""
     parser = commands.add_parser(
         "stats",
         parents=[common],
@@ -208,7 +208,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the counters; with --watch a page each second."""
+    """Prints the counters; with --watch a page each second."""
     if options.watch:
         return _watch(options)
     answer = ask(options.admin_target, "stats")
@@ -225,7 +225,7 @@ class Pages:
         self.number = 0
 
     def press(self, keys: str) -> bool:
-        """Apply pressed keys. Returns False to end."""
+        """Applies pressed keys. Returns False to end."""
         for key in keys:
             if key in QUIT_KEYS:
                 return False

@@ -171,7 +171,7 @@ def median(bounds: Sequence[float], counts: Sequence[int]) -> float | None:
 def _medians(before: Snapshot, now: Snapshot) -> dict[str, float | None]:
     """Returns the median seconds to the first token of requests between two snapshots, by model.
 
-    If both are the same snapshot, these are the medians of all requests.
+    If `before` and `now` are the same snapshot, all requests since the broker's start are counted.
     """
     models = () if before is now else before["models"]
     old = {model["name"]: model["first_token"]["counts"] for model in models}
@@ -237,7 +237,7 @@ def _figure(value: float | None, form: str) -> str:
 
 
 def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
-    """Add `top`."""
+    """Adds `top`."""
     parser = commands.add_parser(
         "top",
         parents=[common],
@@ -277,7 +277,7 @@ class View:
         self.history.append(snapshot)
 
     def press(self, keys: str) -> bool:
-        """Apply pressed keys. Returns False to end."""
+        """Applies pressed keys. Returns False to end."""
         for key in keys:
             if key in "qQ\x03\x04":
                 return False
@@ -310,7 +310,7 @@ class View:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show a page for each snapshot until `q`, Ctrl-C or the last snapshot of --count."""
+    """Shows a page for each snapshot until `q`, Ctrl-C or the last snapshot of --count."""
     # Imported here, so that other commands start faster.
     from mlxpool.cli.watch import show_pages, snapshots
 

@@ -27,7 +27,10 @@ class AsyncBatch:
         self.row = dict(row)
 
     async def progress(self) -> AsyncIterator[dict[str, Any]]:
-        """Yields the map of the batch now, and after each change; see `Batch.progress`."""
+        """Yields the present map of the batch, and its map after each change.
+
+        See `Batch.progress`.
+        """
         seen = ""
         while True:
             self.row = await self._caller.run(steps.progress(self.key, seen))
@@ -57,7 +60,7 @@ class AsyncBatch:
     async def _whole(self, row: Mapping[str, Any]) -> Result | PoolError:
         """Fetches a line's job alone, because its output is too long for a page of results.
 
-        Returns its result or its error. Raises PoolError if it cannot be read now.
+        Returns the job's result or its error. Raises PoolError if the job cannot be read now.
         """
         try:
             reading = jobs.fetch(row["job"], 0, None)
@@ -73,15 +76,15 @@ class AsyncBatch:
         return await self._about(READ)
 
     async def cancel(self) -> dict[str, Any]:
-        """End the batch; see `Batch.cancel`."""
+        """Ends the batch; see `Batch.cancel`."""
         return await self._about(CANCEL)
 
     async def retry(self) -> dict[str, Any]:
-        """Retry the dead and expired lines."""
+        """Retries the dead and expired lines."""
         return await self._about(RETRY)
 
     async def release(self) -> dict[str, Any]:
-        """Delete the results of an ended batch; see `Batch.release`."""
+        """Deletes the results of an ended batch; see `Batch.release`."""
         return await self._about(RELEASE)
 
     async def _about(self, kind: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ Answer = TypeVar("Answer")
 
 
 def call_in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """Let the event loop run a function; a closed loop does not run it."""
+    """Lets the event loop run a function; a closed loop does not run it."""
     try:
         loop.call_soon_threadsafe(call)
     except RuntimeError:
@@ -24,7 +24,7 @@ def call_in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> N
 
 
 def put_in_loop(loop: asyncio.AbstractEventLoop, items: asyncio.Queue[Item], item: Item) -> None:
-    """Let the event loop put an item into its queue; a closed loop drops the item."""
+    """Lets the event loop put an item into its queue; a closed loop drops the item."""
     call_in_loop(loop, lambda: items.put_nowait(item))
 
 
@@ -70,7 +70,7 @@ class AsyncCaller:
                 task.cancel()
 
     async def run(self, steps: Steps[Answer]) -> Answer:
-        """Perform a sequence of steps. Each step depends on the answer to the previous step."""
+        """Performs a sequence of steps. Each step depends on the answer to the previous step."""
         try:
             step = next(steps)
             while True:

@@ -85,7 +85,7 @@ class AsyncClient(AsyncJobMethods):
         images: Sequence[Image] = (),
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream:
-        """Start a completion; see `Client.stream`."""
+        """Starts a completion; see `Client.stream`."""
         draft = generate(model, prompt, messages, tokens, options, images)
         return AsyncStream(self._connection, draft)
 
@@ -100,7 +100,10 @@ class AsyncClient(AsyncJobMethods):
         n: int,
         **options: Unpack[GenerateOptions],
     ) -> list[AsyncStream]:
-        """Start `n` choices, each with its own stream. The arguments are as in `stream_choices`."""
+        """Starts `n` choices, each with its own stream.
+
+        The arguments are those of `stream_choices`.
+        """
         drafts = drafts_of(generate(model, prompt, messages, tokens, options, images), n)
         started: list[AsyncStream] = []
         try:
@@ -138,7 +141,7 @@ class AsyncClient(AsyncJobMethods):
         images: Sequence[Image] = (),
         **options: Unpack[GenerateOptions],
     ) -> AsyncChoicesStream:
-        """Start `n` completions of one prompt; see `Client.stream_choices`."""
+        """Starts `n` completions of one prompt; see `Client.stream_choices`."""
         draft = generate(model, prompt, messages, tokens, options, images)
         return AsyncChoicesStream(self._connection, drafts_of(draft, n))
 
@@ -167,7 +170,7 @@ class AsyncClient(AsyncJobMethods):
         return await self._caller.call(describe(model))
 
     async def keep(self, model: str, seconds: float) -> float:
-        """Load a model, and keep it loaded after its last work; see `Client.keep`."""
+        """Loads a model, and keeps it loaded after its last work; see `Client.keep`."""
         return await self._caller.call(keep(model, seconds))
 
     async def tokenize(self, model: str, text: str) -> list[int]:
@@ -290,7 +293,7 @@ class AsyncClient(AsyncJobMethods):
         return joined(await self._caller.answers(questions, MAX_IN_FLIGHT))
 
     async def close(self) -> None:
-        """Close the connection; open streams are cancelled and end with BrokerLost."""
+        """Closes the connection; open streams are cancelled and end with BrokerLost."""
         await asyncio.to_thread(self._connection.close)
 
     async def __aenter__(self) -> AsyncClient:

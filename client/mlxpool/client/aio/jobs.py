@@ -43,7 +43,7 @@ class AsyncJobMethods:
         images: Sequence[Image] = (),
         **options: Unpack[SubmitOptions],
     ) -> Job:
-        """Submit a completion as a job; see `Client.submit`."""
+        """Submits a completion as a job; see `Client.submit`."""
         question = jobs.submit(model, prompt, messages, tokens, images, options)
         return await self._caller.call(question)
 
@@ -53,13 +53,13 @@ class AsyncJobMethods:
         model: str,
         **options: Unpack[CallOptions],
     ) -> Job:
-        """Submit a call as a job; see `Client.submit_call`."""
+        """Submits a call as a job; see `Client.submit_call`."""
         return await self._caller.call(jobs.submit_call(kind, model, options))
 
     def fetch(
         self, job: JobRef, start: int = 0, gen: int | None = None, *, steps: bool = False
     ) -> AsyncStream:
-        """Read a job; see `Client.fetch`."""
+        """Reads a job; see `Client.fetch`."""
         return AsyncStream(self._connection, jobs.fetch(job, start, gen, steps))
 
     async def jobs(
@@ -96,17 +96,17 @@ class AsyncJobMethods:
         return await self._caller.call(jobs.submitted(job))
 
     async def retry(self, job: JobRef) -> dict[str, Any]:
-        """Retry a dead or expired job; see `Client.retry`."""
+        """Retries a dead or expired job; see `Client.retry`."""
         return await self._caller.call(jobs.about(RETRY, job))
 
     async def release(self, job: JobRef) -> dict[str, Any]:
-        """Delete the result of an ended job; see `Client.release`."""
+        """Deletes the result of an ended job; see `Client.release`."""
         return await self._caller.call(jobs.about(RELEASE, job))
 
     async def cancel(
         self, request: bytes | Job | None = None, *, key: str | None = None
     ) -> dict[str, Any]:
-        """Cancel a request or a job; see `Client.cancel`."""
+        """Cancels a request or a job; see `Client.cancel`."""
         return await self._caller.call(jobs.cancel_request(request, key))
 
     async def submit_batch(
@@ -115,7 +115,7 @@ class AsyncJobMethods:
         model: str | None = None,
         **options: Unpack[BatchOptions],
     ) -> AsyncBatch:
-        """Submit each line of a file as a job; see `Client.submit_batch`.
+        """Submits each line of a file as a job; see `Client.submit_batch`.
 
         A thread reads and checks the lines.
         """
@@ -144,5 +144,5 @@ class AsyncJobMethods:
         return pages.rows
 
     async def delete_file(self, key: str) -> dict[str, Any]:
-        """Delete a file; see `Client.delete_file`."""
+        """Deletes a file; see `Client.delete_file`."""
         return await self._caller.call(delete(key))

@@ -75,7 +75,7 @@ class AsyncStream(AsyncClosing):
         return self._connection.took(self._open, await self._queue.get())
 
     async def ready(self) -> list[Delta]:
-        """Wait for the next delta. Returns all deltas that have arrived; an empty list at the end.
+        """Waits for the next delta. Returns all deltas that have arrived; an empty list at the end.
 
         Raises the stream's error. A cancelled wait loses no delta.
         """
@@ -91,13 +91,13 @@ class AsyncStream(AsyncClosing):
         return deltas
 
     async def read(self) -> Result:
-        """Wait for the end. Returns the whole completion. Raises the stream's error."""
+        """Waits for the end. Returns the whole completion. Raises the stream's error."""
         while await self._next() is not None:
             pass
         return self.result
 
     def close(self) -> None:
-        """Cancel the stream if it is unfinished."""
+        """Cancels the stream if it is unfinished."""
         self._connection.leave(self._open)
 
     def __del__(self) -> None:
@@ -139,13 +139,13 @@ class AsyncChoicesStream(AsyncClosing):
             self.close()
 
     async def read(self) -> Choices:
-        """Wait for the end of all choices. Raises the first error of a choice."""
+        """Waits for the end of all choices. Raises the first error of a choice."""
         async for _ in self:
             pass
         return self.result
 
     def close(self) -> None:
-        """Cancel the unfinished choices."""
+        """Cancels the unfinished choices."""
         self._choices.close()
 
     def __del__(self) -> None:

@@ -38,7 +38,7 @@ class FilePages:
         *,
         oldest_first: bool = False,
     ) -> None:
-        """`limit` 0 means all files. With `behind` the list begins after this position."""
+        """`limit` 0 means all files. `behind` is the position after which the list begins."""
         self.rows: list[dict[str, Any]] = []
         self.complete = False
         self._limit, self._purpose, self._behind = limit, purpose, behind
@@ -61,7 +61,7 @@ class FilePages:
         )
 
     def add(self, answer: FileList) -> None:
-        """Add the files of an answer."""
+        """Adds the files of an answer."""
         self.rows += map(dict, answer.files)
         self._behind = answer.next
         self.complete = answer.next is None or 0 < self._limit <= len(self.rows)

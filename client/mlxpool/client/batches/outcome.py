@@ -41,7 +41,10 @@ class LineResult(Struct, frozen=True):
 
 
 class Page(Struct, frozen=True):
-    """Outcomes in the order of lines. `next` is the next page's `after`; -1 on the last page."""
+    """Outcomes of lines, in the order of the lines.
+
+    `next` is the argument `after` of the request for the next page; -1 on the last page.
+    """
 
     rows: tuple[Mapping[str, Any], ...]
     next: int
@@ -85,7 +88,7 @@ def _result(row: Mapping[str, Any], done: Done) -> Result:
 
 
 def is_too_long(row: Mapping[str, Any]) -> bool:
-    """Returns whether a line's job is too long for a page, so that it has to be fetched."""
+    """Returns whether the output of a line's job is too long for a page and has to be fetched."""
     return row.get("job") is not None and not row.get("whole", True)
 
 

@@ -106,7 +106,7 @@ def _row(answer: Message) -> dict[str, Any]:
 
 
 def _patiently(content: Content, read: Callable[[Message], Any]) -> Steps[Any]:
-    """Make a call, and retry it while the store is busy or the store's disk fails."""
+    """Makes a call, and retries it while the store is busy or the store's disk fails."""
     for attempt in range(PATIENCE):
         try:
             return (yield _ask(content, read))
@@ -127,10 +127,10 @@ def drawn_key() -> str:
 def submit(
     source: Source, key: str, settings: Mapping[str, Any], on_sent: OnSent | None
 ) -> Steps[dict[str, Any]]:
-    """Send a file, and submit its lines as a batch; the file and the batch have the same key.
+    """Sends a file, and submits its lines as a batch; the file and the batch have the same key.
 
-    A program may repeat the steps, also if another program has begun them and not finished.
-    `settings` are fields of SubmitBatch. Raises PoolError.
+    A program may repeat these steps, even if another program has begun the steps and not finished
+    them. `settings` are fields of SubmitBatch. Raises PoolError.
     """
     name = KeyName(job_key(key))
     try:
@@ -147,7 +147,7 @@ def submit(
 
 
 def _send(source: Source, name: KeyName, on_sent: OnSent | None) -> Steps[None]:
-    """Send the file part by part: a part is on the disk before the next part is sent."""
+    """Sends the file part by part: a part is on the disk before the next part is sent."""
     parts = source.parts()
     while True:
         try:
@@ -172,7 +172,7 @@ def _put(part: Part, name: KeyName) -> Steps[None]:
 
 
 def _drop_incomplete(name: KeyName) -> Steps[bool]:
-    """Delete an incomplete file of an earlier program. Returns whether there was such a file."""
+    """Deletes an incomplete file of an earlier program. Returns whether there was such a file."""
     try:
         row = yield _ask(AboutFile(files.READ, name), _row)
         if not row["complete"]:
@@ -187,7 +187,10 @@ def _drop_incomplete(name: KeyName) -> Steps[bool]:
 
 
 def about(kind: str, key: str) -> Question[dict[str, Any]]:
-    """Returns a call about a batch: a kind of batch_messages.CALLS. Raises BadRequest."""
+    """Returns a call about a batch; `kind` is a message kind in batch_messages.CALLS.
+
+    Raises BadRequest if the key is malformed.
+    """
     return _ask(AboutBatch(kind, KeyName(job_key(key))), _row)
 
 
@@ -208,7 +211,7 @@ def is_over(row: Mapping[str, Any]) -> bool:
 
 
 def page(key: str, after: int) -> Steps[Page]:
-    """Read the outcomes of lines after the line with the number `after`."""
+    """Reads the outcomes of lines after the line with the number `after`."""
     answer: Page = yield from _patiently(ReadOutcomes(KeyName(key), after), Page.of)
     return answer
 
@@ -228,7 +231,7 @@ class BatchPages:
         return _ask(content, lambda answer: BatchList.parse(answer.body))
 
     def add(self, answer: BatchList) -> None:
-        """Add the batches of an answer."""
+        """Adds the batches of an answer."""
         self.rows += map(dict, answer.batches)
         self._before = answer.next
         self.complete = not answer.next or 0 < self._limit <= len(self.rows)

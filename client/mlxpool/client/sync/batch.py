@@ -18,8 +18,8 @@ from mlxpool.common.protocol.kept.batch_messages import CANCEL, READ, RELEASE, R
 class Batch:
     """A batch in the pool: it is on the disk, and continues after the end of this program.
 
-    `key` is its name, for clients of the same user or with the same key. `row` is the newest map of
-    the batch: state, lines, waiting, running, done, … (docs/protocol.md, `batch`).
+    `key` is its name for all clients of the same user, or with the same CURVE key. `row` is the
+    newest map of the batch: state, lines, waiting, running, done, … (docs/protocol.md, `batch`).
     """
 
     def __init__(self, caller: Caller, row: Mapping[str, Any]) -> None:
@@ -28,7 +28,7 @@ class Batch:
         self.row = dict(row)
 
     def progress(self) -> Iterator[dict[str, Any]]:
-        """Yields the map of the batch now, and after each change, until the batch has ended.
+        """Yields the present map of the batch, and its map after each change, until its end.
 
         Several programs may follow a batch, also while the broker restarts.
         """
@@ -65,7 +65,7 @@ class Batch:
     def _whole(self, row: Mapping[str, Any]) -> Result | PoolError:
         """Fetches a line's job alone, because its output is too long for a page of results.
 
-        Returns its result or its error. Raises PoolError if it cannot be read now.
+        Returns the job's result or its error. Raises PoolError if the job cannot be read now.
         """
         try:
             with Stream(self._caller.connection, jobs.fetch(row["job"], 0, None)) as stream:
@@ -80,17 +80,17 @@ class Batch:
         return self._about(READ)
 
     def cancel(self) -> dict[str, Any]:
-        """End the batch: waiting lines do not start, running lines are cancelled."""
+        """Ends the batch: waiting lines do not start, running lines are cancelled."""
         return self._about(CANCEL)
 
     def retry(self) -> dict[str, Any]:
-        """Retry the dead and expired lines."""
+        """Retries the dead and expired lines."""
         return self._about(RETRY)
 
     def release(self) -> dict[str, Any]:
-        """Deletes the results of an ended batch. For some time, uses of its key raise Gone.
+        """Deletes the results of an ended batch. For some time, calls with its key raise Gone.
 
-        The notice (POST) about its end is still delivered.
+        The notice (POST) about the batch's end is still delivered.
         """
         return self._about(RELEASE)
 

@@ -61,7 +61,7 @@ class Caller:
         return [received[place] for place in range(len(questions))]
 
     def run(self, steps: Steps[Answer]) -> Answer:
-        """Perform a sequence of steps. Each step depends on the answer to the previous step."""
+        """Performs a sequence of steps. Each step depends on the answer to the previous step."""
         try:
             step = next(steps)
             while True:

@@ -79,9 +79,10 @@ class Client(JobMethods):
     def for_owner(self, owner: str) -> Self:
         """Returns a client that acts for an owner: quotas, queueing and jobs are the owner's.
 
-        It shares the connection: close only this client. It is for gateways: the broker permits it
-        to its own user and to keys with `may_name_owners`, and answers other clients with
-        Unauthorized. Raises BadRequest unless `owner` is 1 to 200 printable characters.
+        The returned client uses the connection of this client: close only this client. It is for
+        gateways: the broker permits it to its own user and to keys with `may_name_owners`, and
+        answers other clients with Unauthorized. Raises BadRequest unless `owner` is 1 to 200
+        printable characters.
         """
         named = copy.copy(self)
         named._connection = OwnerConnection(self._connection, owner_name(owner))
@@ -98,7 +99,7 @@ class Client(JobMethods):
         images: Sequence[Image] = (),
         **options: Unpack[GenerateOptions],
     ) -> Stream:
-        """Start a completion of exactly one of `prompt`, `messages` and `tokens`.
+        """Starts a completion of exactly one of `prompt`, `messages` and `tokens`.
 
         `messages` are maps with role and content, `tokens` are token ids, `images` are image files,
         which a prompt names by `[img-n]`, see "Images". The options are listed below. Raises
@@ -133,7 +134,7 @@ class Client(JobMethods):
         images: Sequence[Image] = (),
         **options: Unpack[GenerateOptions],
     ) -> ChoicesStream:
-        """Start `n` completions of one prompt, 1 to 64, with seed, seed + 1, …, in one stream.
+        """Starts `n` completions of one prompt, 1 to 64, with seed, seed + 1, …, in one stream.
 
         The other arguments and the errors are those of `stream`.
         """
@@ -171,11 +172,11 @@ class Client(JobMethods):
         return self._caller.call(describe(model))
 
     def keep(self, model: str, seconds: float) -> float:
-        """Load a model, and keep it loaded for this number of seconds after its last work.
+        """Loads a model, and keeps it loaded for this number of seconds after its last work.
 
         0 unloads it as soon as it is idle; a negative number keeps it loaded without end. The time
-        is valid for all clients, until the model is unloaded or the next `keep`. Returns the time
-        that the pool's settings permit, in seconds. Raises UnknownModel, and the error of an
+        is valid for all clients, until the model is unloaded or `keep` is called again. Returns the
+        time that the pool's settings permit, in seconds. Raises UnknownModel, and the error of an
         unavailable model.
         """
         return self._caller.call(keep(model, seconds))
@@ -335,5 +336,5 @@ class Client(JobMethods):
         return joined(self._caller.answers(questions, MAX_IN_FLIGHT))
 
     def close(self) -> None:
-        """Close the connection; open streams are cancelled and end with BrokerLost."""
+        """Closes the connection; open streams are cancelled and end with BrokerLost."""
         self._connection.close()

@@ -44,7 +44,7 @@ class JobMethods(Closing):
         images: Sequence[Image] = (),
         **options: Unpack[SubmitOptions],
     ) -> Job:
-        """Submit a completion as a job. Returns when the job is on the disk.
+        """Submits a completion as a job. Returns when the job is on the disk.
 
         The job continues after the end of this program, of a worker, of the broker or of the
         machine. A second submission of the same request with the same `key` returns the same job,
@@ -61,27 +61,27 @@ class JobMethods(Closing):
         model: str,
         **options: Unpack[CallOptions],
     ) -> Job:
-        """Submit a call as a job. Returns when the job is on the disk.
+        """Submits a call as a job. Returns when the job is on the disk.
 
         `kind` is embed, rerank, classify or decide; the options are the keys of such a call, with
-        at most 256 texts. Read the answer with `Vectors.of` or `DecisionList.of` of
-        `fetch(job).read()`. Raises the errors of `submit`.
+        at most 256 texts. To read the answer, pass the result `fetch(job).read()` to `Vectors.of`
+        or `DecisionList.of`. Raises the errors of `submit`.
         """
         return self._caller.call(jobs.submit_call(kind, model, options))
 
     def fetch(
         self, job: JobRef, start: int = 0, gen: int | None = None, *, steps: bool = False
     ) -> Stream:
-        """Read a job: a stream of its token ids from index `start`.
+        """Reads a job: a stream of its token ids from index `start`.
 
         The job may be waiting, running or done; several readers may read it. The stream survives
         the loss of its connection or broker; its end does not cancel the job. If `start` is above
         0, pass `gen`, the generation of the ids before it (`Job.gen`): JobRestarted is raised if
         the job restarted because its model has changed. The first delta may begin before `start`,
-        at the beginning of a step. With `steps`, each delta has `steps`, a pair for each step of
-        the model: the delta's numbers of ids and characters up to the end of this step. A pair
-        (0, 0) marks a retry of the job after an error. The reader raises the errors of the job, and
-        UnknownJob if there is no such job.
+        at the beginning of a step. With `steps`, each delta also has a field `steps`: one pair
+        (ids, characters) for each step of the model, counted from the start of the delta to the end
+        of the step. A pair (0, 0) marks a retry of the job after an error. The reader raises the
+        errors of the job, and UnknownJob if there is no such job.
         """
         return Stream(self._connection, jobs.fetch(job, start, gen, steps))
 
@@ -128,21 +128,21 @@ class JobMethods(Closing):
         return self._caller.call(jobs.submitted(job))
 
     def retry(self, job: JobRef) -> dict[str, Any]:
-        """Retries a dead or expired job. The retry continues after the token ids of the job."""
+        """Retries a dead or expired job. The retry continues after the token ids that it has."""
         return self._caller.call(jobs.about(RETRY, job))
 
     def release(self, job: JobRef) -> dict[str, Any]:
-        """Deletes the result of an ended job. For some time, uses of its key raise Gone.
+        """Deletes the result of an ended job. For some time, calls with its key raise Gone.
 
-        The notice (POST) about its end is still delivered; until then `notice` in the job's map
-        is `waiting`.
+        The notice (POST) about its end is still delivered; until then `notice` in the job's map is
+        `waiting`.
         """
         return self._caller.call(jobs.about(RELEASE, job))
 
     def cancel(
         self, request: bytes | Job | None = None, *, key: str | None = None
     ) -> dict[str, Any]:
-        """Cancel a request of this owner by its id (16 bytes), or a job, also by its `key`.
+        """Cancels a request of this owner by its id (16 bytes), or a job by its id or its `key`.
 
         Returns {state, pos}: the state before the cancel (`unknown` for an unknown id), and the
         number of token ids sent. Raises BadRequest if the id is invalid, UnknownJob if the key is
@@ -156,7 +156,7 @@ class JobMethods(Closing):
         model: str | None = None,
         **options: Unpack[BatchOptions],
     ) -> Batch:
-        """Submit each line of a file as a job. Returns when all lines are on the disk.
+        """Submits each line of a file as a job. Returns when all lines are on the disk.
 
         `lines` is the path of a file of JSON lines, or an iterable of maps or JSON texts. A line
         has the keys of a `generate` (docs/protocol.md) and may have an `id`. `model` and the
@@ -197,7 +197,7 @@ class JobMethods(Closing):
         return pages.rows
 
     def delete_file(self, key: str) -> dict[str, Any]:
-        """Delete a file. Returns its map.
+        """Deletes a file. Returns its map.
 
         Raises UnknownJob if the file is unknown, and BadRequest while a batch reads it.
         """

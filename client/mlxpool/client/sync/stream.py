@@ -64,13 +64,13 @@ class Stream(Closing):
         return self._connection.took(self._open, self._queue.get())
 
     def read(self) -> Result:
-        """Wait for the end. Returns the whole completion. Raises the stream's error."""
+        """Waits for the end. Returns the whole completion. Raises the stream's error."""
         while self._next() is not None:
             pass
         return self.result
 
     def close(self) -> None:
-        """Cancel the stream if it is unfinished."""
+        """Cancels the stream if it is unfinished."""
         self._connection.leave(self._open)
 
     def __del__(self) -> None:

@@ -44,7 +44,7 @@ class Problems:
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Add the problems of a ConfigError that the `with` block raises."""
+        """Adds the problems of a ConfigError that the `with` block raises."""
         try:
             yield
         except ConfigError as error:

@@ -378,7 +378,7 @@ def _bad_notify(values: Mapping[str, Any], where: str) -> Iterator[str]:
 
 
 def check_run_dir(run_dir: Path) -> None:
-    """Make the run directory with mode 0700. Raises ConfigError if it cannot be used.
+    """Makes the run directory with mode 0700. Raises ConfigError if it cannot be used.
 
     An existing directory that other users may read but not write gets mode 0700.
     """

@@ -79,7 +79,7 @@ def _is_model(folder: Path) -> bool:
 def outside_target(path: Path, border: Path) -> Path | None:
     """Returns the target of a link that leads from a model's folder out of the folder `border`.
 
-    None if no link leads out. Checks `path` itself and the entries directly in it.
+    Returns None if no link leads out. Checks only `path` itself and the entries directly in it.
     """
     inside = border.resolve()
     targets = (_real(entry) for entry in (path, *_entries(path)))

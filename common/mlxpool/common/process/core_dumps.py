@@ -11,6 +11,6 @@ LIMIT = 1 if sys.platform == "linux" else 0  # bytes
 
 
 def turn_off() -> None:
-    """Turn off core dumps of this process and of its children."""
+    """Turns off core dumps of this process and of its children."""
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
     resource.setrlimit(resource.RLIMIT_CORE, (LIMIT if hard else 0, hard))

@@ -1,10 +1,10 @@
 """The temporary folder of a pool's processes, which no other user can reach.
 
-MLX writes compiled kernels to its temporary folder. It loads them by names that everybody can
-compute, whoever wrote the files. On a CPU they are shared objects, whose code runs as the user of
-the process. So a process that computes, or that starts such a process, first sets TMPDIR to a
-folder to which no other user could write or can write. The folder is the same at each start, so a
-kernel is compiled once.
+MLX writes compiled kernels to its temporary folder, and loads every file there that has the name of
+a kernel. Everybody can compute these names. On a CPU the kernels are shared objects, whose code
+runs as the user of the process. So a process that computes, or that starts such a process, first
+sets TMPDIR to a folder to which other users cannot write and never could. The folder is the same at
+each start, so a kernel is compiled once.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _kept_open: list[int] = []  # descriptors of locked folders, which cleaners of /
 
 
 class UnsafeFolder(OSError):
-    """Another user may have put something into the folder, or may put it there."""
+    """Another user can write to the folder, or may have written to it."""
 
 
 def use(run_dir: Path | None = None) -> Path:
-    """Set TMPDIR to a folder that only this user can reach, and return the folder.
+    """Sets TMPDIR to a folder that only this user can reach, and returns the folder.
 
     The folder is the first of this list that is safe or can be made safe: the folder of TMPDIR, if
     other users cannot reach it; `tmp-…` in the user's folder of caches; `mlxpool-UID` in the
@@ -48,7 +48,7 @@ def use(run_dir: Path | None = None) -> Path:
     folders.
 
     If a folder of GPU kernels is set in MLX_PTX_CACHE_DIR, other users lose the right to read it.
-    If it is not safe, the variable is removed, so that MLX uses TMPDIR.
+    If that folder is not safe, the variable is removed, so that MLX uses TMPDIR.
 
     Call this function before MLX is used, and before other threads run. Raises OSError naming the
     variable to set if no folder can be made.
@@ -128,10 +128,10 @@ def shared_folder() -> Path:
 
 
 def _lock(folder: Path) -> None:
-    """Lock a folder in the temporary folder until this process ends.
+    """Locks a folder in the temporary folder until this process ends.
 
-    systemd-tmpfiles removes old folders, and then another user could make folders of these names.
-    It does not remove locked folders.
+    systemd-tmpfiles removes old folders, but no locked folders. After a removal, another user could
+    make a folder with the same name.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -144,10 +144,10 @@ def _remove(fresh: Path, owner: int) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Make the folder with FOLDER_MODE, or remove the right of other users to read it.
+    """Makes the folder with FOLDER_MODE, or removes the right of other users to read it.
 
     Raises UnsafeFolder if the folder belongs to another user, or if other users may write to it or
-    to a folder above it. Raises OSError if it cannot be made.
+    to a folder above it. Raises OSError if the folder cannot be made.
     """
     missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     for path in reversed(missing):

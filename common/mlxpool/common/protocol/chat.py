@@ -54,9 +54,9 @@ def check_tools(raw: object) -> list[dict[str, Any]]:
 
 
 def check_think(raw: object) -> bool | str | None:
-    """Returns True or False for thinking, its level, or None: then the template decides.
+    """Returns a checked `think`: True, False, a level of thinking, or None.
 
-    Raises BadRequest naming the value and the allowed values.
+    With None the chat template decides. Raises BadRequest naming the value and the allowed values.
     """
     if raw is None or isinstance(raw, bool) or (isinstance(raw, str) and raw in LEVELS):
         return raw
@@ -214,9 +214,9 @@ def arguments_map(text: str) -> dict[str, Any]:
 def parsed_arguments(text: str) -> dict[str, Any] | None:
     """Returns the map of a JSON text, whose strings may have line ends.
 
-    {} for an empty text and null. None for a text that is not a map, or that not every JSON reader
-    can represent: values are limited to Unicode text, integers of 64 bits, finite numbers, and
-    MAX_ARGUMENT_DEPTH nested maps and lists.
+    Returns {} for an empty text and for null. Returns None for a text that is not a map, or that
+    some JSON readers cannot represent: values are limited to Unicode text, integers of 64 bits,
+    finite numbers, and MAX_ARGUMENT_DEPTH nested maps and lists.
     """
     if not text.strip():
         return {}

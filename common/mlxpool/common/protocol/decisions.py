@@ -33,8 +33,9 @@ QUESTION_KEYS = frozenset({"question", "choices", "scale"})
 class Question(Struct, frozen=True):
     """A question about the text. Its labels, the possible answers, are in `choices` or in `scale`.
 
-    `choices` are labels as texts. `scale` has the least and the greatest integer of a scale.
-    Without both the labels are yes and no. If `text` is empty, the prompt itself has the question.
+    `choices` are labels as texts. `scale` has the least and the greatest integer of a scale. If
+    both are absent, the labels are yes and no. If `text` is empty, the prompt contains the
+    question.
     """
 
     text: str = ""
@@ -65,7 +66,7 @@ class Question(Struct, frozen=True):
 
     @classmethod
     def parse(cls, name: str, raw: object) -> Question:
-        """Check a question. Raises BadRequest; errors call the question `name`."""
+        """Checks a question. Raises BadRequest; errors call the question `name`."""
         if not isinstance(raw, Mapping):
             raise BadRequest(f"{name} must be a map, got {shown(raw)}")
         _check_keys(name, raw, QUESTION_KEYS)
@@ -91,7 +92,7 @@ class DecideCall(Struct, frozen=True):
 
     `temperature` divides the log-probabilities of the labels. `first` is the number of the first
     question in errors; it is above 0 if a request was split into calls. `alone` is True if the call
-    may have ended a worker, so that its questions are read one by one.
+    may have crashed a worker; the worker then reads its questions one by one.
     """
 
     prompt: str
@@ -108,7 +109,7 @@ class DecideCall(Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any], blobs: Sequence[bytes]) -> DecideCall:
-        """Check a call. Raises BadRequest naming the key, its value and its bound."""
+        """Checks a call. Raises BadRequest naming the key, its value and its bound."""
         _check_keys(DECIDE, body, KEYS)
         owner, first = body.get("owner"), integer(body, "first", 0, MAX_FIRST) or 0
         return cls(

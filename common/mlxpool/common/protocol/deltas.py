@@ -19,11 +19,12 @@ from mlxpool.common.protocol.token_ids import ID_WIDTH
 
 
 class Delta(NamedTuple):
-    """The tokens that one step adds to one stream: a row of `deltas`. A tuple, because it is fast.
+    """The tokens that one step adds to one stream: a row of `deltas`.
 
-    From a client's side `attempt` counts the times that the client sent the request; from a worker
-    it is the number of the run. `ids` has the new token ids as bytes (see `token_ids`). `end` is
-    the body of the stream's end; it has the key "code" if it is an error.
+    It is a tuple, because tuples are fast. In messages to a client, `attempt` counts how often the
+    client has sent the request; in messages of a worker it is the number of the run. `ids` has the
+    new token ids as bytes (see `token_ids`). `end` is the body of the stream's end; it has the key
+    "code" if it is an error.
     """
 
     id: bytes
@@ -219,7 +220,7 @@ class RunEnd(Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> RunEnd:
-        """Read a body. A missing reason counts as `stop`, a wrong type as an empty map."""
+        """Reads a body. A missing reason counts as `stop`, a wrong type as an empty map."""
         return cls(
             body.get("reason", "stop"),
             body.get("text", ""),

@@ -44,8 +44,8 @@ class EncoderCall(Struct, frozen=True):
     `prompt_name` chooses a prompt of the model; `prompt` is a text in its place. `dimensions` is
     the number of dimensions to which a vector of `embed` is cut; 0: all. `normalise` scales vectors
     to the length 1; None: as set for the model. `first` is the number of the first input in errors;
-    it is above 0 if a request was split into calls. `alone` is True if the call may have ended a
-    worker, so that it is computed without other calls.
+    it is above 0 if a request was split into calls. `alone` is True if the call may have crashed a
+    worker; it is then computed without other calls.
     """
 
     task: Task
@@ -74,7 +74,7 @@ class EncoderCall(Struct, frozen=True):
 
     @classmethod
     def parse(cls, task: Task, body: Mapping[str, Any], blobs: Sequence[bytes]) -> EncoderCall:
-        """Check a call. Raises BadRequest naming the key, its value and its bound."""
+        """Checks a call. Raises BadRequest naming the key, its value and its bound."""
         check_keys(task, body)
         owner = body.get("owner")
         call = cls(

@@ -69,10 +69,10 @@ class Header(Struct, frozen=True):
     """The header of a message.
 
     `epoch` is the worker's epoch between broker and worker, and the broker's boot number between
-    broker and client. `attempt` of a client counts the times that it sent this id; between broker
-    and worker it is the number of a run, which the broker assigns. `pos` is the index in the
-    completion of the frame's first token id; in the end of a stream it is the number of ids sent
-    before.
+    broker and client. Between broker and client, `attempt` counts how often the client has sent
+    this id; between broker and worker, it is the number of a run, which the broker assigns. `pos`
+    is the index of the message's first token id in the completion. In a message that ends a stream,
+    `pos` is the number of ids sent before.
     """
 
     kind: str
@@ -95,7 +95,10 @@ class Message(Struct, frozen=True):
 
 
 class Garbage(PoolError):
-    """A message violates the protocol. `error` is the answer, `about` the message's id or None."""
+    """A message violates the protocol.
+
+    `error` is the error to answer with; `about` is the id of the message, or None.
+    """
 
     code = "bad_request"
 

@@ -85,7 +85,7 @@ class Generate(Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any], blobs: Sequence[bytes]) -> Generate:
-        """Check a `generate`. Raises BadRequest naming the key, its value and its bound."""
+        """Checks a `generate`. Raises BadRequest naming the key, its value and its bound."""
         model = body.get("model")
         if not isinstance(model, str) or not model:
             raise BadRequest(f"model must be a name, got {model!r}")
@@ -218,7 +218,7 @@ class Ping(Content, Struct, frozen=True):
 
 
 class ListModels(Content, Struct, frozen=True):
-    """Asks for the list of all models, or for all facts about one model."""
+    """Asks for the list of all models, or for one model with the content of its files."""
 
     kind: ClassVar[str] = "models"
     model: str | None = None
@@ -238,7 +238,7 @@ class ListModels(Content, Struct, frozen=True):
 class Keep(Content, Struct, frozen=True):
     """Asks to keep a model loaded for `keep_ms` milliseconds after its last work.
 
-    0: unload the model as soon as it has no work; -1: keep it without end. Any value but 0 loads
+    0 unloads the model as soon as it has no work; -1 keeps it without end. Any value but 0 loads
     the model.
     """
 

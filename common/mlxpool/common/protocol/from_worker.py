@@ -81,8 +81,8 @@ class Beat(Content, Struct, frozen=True):
     """A heartbeat: the worker's activity, its runs and its memory in bytes.
 
     `phase` and `load_progress` are None if the worker did not send them. `prefill` is the id of the
-    request whose prompt it reads. `load_progress` is the loaded fraction of the weights, 0 to 1.
-    `load` has the times of the phases of its load, also after the load's end.
+    request whose prompt the worker reads. `load_progress` is the loaded fraction of the weights, 0
+    to 1. `load` has the durations of the phases of the load, also after the load has ended.
     """
 
     kind: ClassVar[str] = "beat"
@@ -115,9 +115,10 @@ class Beat(Content, Struct, frozen=True):
 
 
 class CallAnswer(Content, Struct, frozen=True):
-    """The answer to a call; the body of an error if it has a `code`.
+    """The answer to a call. `fields` are the body of an error if they contain a `code`.
 
-    Its kind is `tokens` if the tokenizer answered, `vectors` or `decisions` if a model computed it.
+    The kind is `tokens` if the tokenizer has computed the answer, and `vectors` or `decisions` if
+    the model has.
     """
 
     fields: Mapping[str, Any]

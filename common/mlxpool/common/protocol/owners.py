@@ -37,7 +37,7 @@ def encoded_for(
 
 
 def take_owner(message: Message) -> str | None:
-    """Take the named owner out of a message's body, and return it with its prefix.
+    """Takes the named owner out of a message's body, and returns it with its prefix.
 
     Returns None if the body names no owner. Raises BadRequest if the value is not a name.
     """

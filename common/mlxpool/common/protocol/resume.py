@@ -107,9 +107,10 @@ class Facts(Struct, frozen=True):
 class Resume(Struct, frozen=True):
     """The part of `generate` and `work` that resumes a stream.
 
-    `ids` are the packed token ids of the stream so far. `seed` is the seed of `accepted`; in `work`
-    the seed is outside this part. `resumes` is the number of consecutive resumes without a new id.
-    `reported` is the number of the prompt's tokens that were already reported.
+    `ids` are the packed token ids of the stream so far. `seed` is the seed that the broker sent in
+    `accepted`; `work` has the seed outside this part. `resumes` is the number of consecutive
+    resumes without a new id. `reported` is the number of the prompt's tokens that were already
+    reported.
     """
 
     ids: bytes = b""

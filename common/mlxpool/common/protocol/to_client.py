@@ -56,8 +56,8 @@ class StreamDelta(Content):
     path. `pos` is sent in the header; `size` (bytes of text, ids and log-probabilities) is not
     sent. `facts` (the worker's data about the model and the prompt) come with the first ids from
     each worker. `steps` is set if a reader of a job asked for it. Each pair in `steps` is the
-    number of ids and the number of characters up to the end of a step. Each pair (0, 0) before
-    these pairs means one error of the job at `pos`, after which the job was retried.
+    number of ids and the number of characters up to the end of a step. Pairs (0, 0) precede these
+    pairs: each means that the job failed once at `pos` and was retried.
     """
 
     kind: ClassVar[str] = "delta"
@@ -198,7 +198,10 @@ class Failed(Content, Struct, frozen=True):
 
 
 class Fate(Content, Struct, frozen=True):
-    """Answer to `cancel`: the request's state before it, and `pos`, the number of sent ids."""
+    """Answer to `cancel`: the state of the request before the cancel, and the number of sent ids.
+
+    `pos` is the number of sent ids.
+    """
 
     kind: ClassVar[str] = "fate"
     state: str
@@ -236,7 +239,7 @@ class Kept(Content, Struct, frozen=True):
 class ModelList(Content, Struct, frozen=True):
     """Answer to `models`: a map for each name, see docs/protocol.md, `models`.
 
-    If one model was asked for, its map also has `about`, with facts from the model's files.
+    If one model was asked for, its map also has `about`, with data from the model's files.
     """
 
     kind: ClassVar[str] = "models"

@@ -19,7 +19,7 @@ def count_of(packed: bytes | bytearray) -> int:
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
-    """Pack ids. Raises BadRequest if a value is not a u32."""
+    """Packs ids. Raises BadRequest if a value is not a u32."""
     try:
         packed = array("I", ids)
     except (TypeError, OverflowError, ValueError):

@@ -1,11 +1,11 @@
 """Reads the monitor of a connecting socket: whether it is connected, or why it cannot be.
 
-After two failures libzmq does not connect again. First, a broker refuses a key. Second, a complete
-greeting of the broker names another security mechanism, because only one side has keys. Every other
-failure is a connection that was closed during the handshake; then libzmq connects again. A broker
-closes a connection in this way for a wrong server key. A proxy whose broker restarts does the same.
-A socket without keys draws no conclusion from such a failure: a broker with keys sends its greeting
-in one of the next attempts.
+Two kinds of failure make libzmq give up a connection. In one, the broker refuses a key. In the
+other, a complete greeting of the broker names another security mechanism, because only one side has
+keys. In every other failure the connection was closed during the handshake, and libzmq connects
+again. A broker closes a connection in this way for a wrong server key. A proxy whose broker
+restarts does the same. A socket without keys draws no conclusion from such a failure: a broker with
+keys sends its greeting in one of the next attempts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Handshake:
         self.monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_EVENTS)
 
     def succeeded(self) -> bool:
-        """Read the monitor. Returns whether a handshake succeeded since the last call."""
+        """Reads the monitor. Returns whether a handshake succeeded since the last call."""
         success = False
         try:
             while True:
@@ -65,11 +65,11 @@ class Handshake:
 
     @property
     def hopeless(self) -> bool:
-        """True if a client that was never connected should stop its attempts."""
+        """True if a client that has never been connected should give up."""
         return bool(self.refusal or (self.trouble and self.failures >= HOPELESS_FAILURES))
 
     def close(self) -> None:
-        """Close the monitor. Call it before the socket is closed."""
+        """Closes the monitor. Call it before the socket is closed."""
         self._socket.disable_monitor()
         self.monitor.close()
 

@@ -59,7 +59,7 @@ def make(name: str, role: str) -> KeyPair:
 
 
 def write(pair: KeyPair, folder: Path) -> Path:
-    """Write NAME.key with mode 0600 to a folder, and return its path.
+    """Writes NAME.key with mode 0600 to a folder, and returns its path.
 
     A missing folder is made with mode 0700. A key is never overwritten. Raises BadKey if the file
     exists, or cannot be written.

@@ -64,7 +64,7 @@ def router(
 
 
 def bind(socket: zmq.Socket[bytes], endpoint: str, key: KeyPair | None = None) -> str:
-    """Bind one more endpoint to a socket; with a `key` tcp uses CURVE.
+    """Binds one more endpoint to a socket; with a `key`, tcp uses CURVE.
 
     Returns the endpoint with its port. Raises OSError naming the endpoint.
     """

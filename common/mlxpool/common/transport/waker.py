@@ -30,7 +30,7 @@ class Waker(Closing):
         return signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
 
     def wake(self, byte: int = 0) -> None:
-        """Make the poll return. Any thread may call it, also after `close`."""
+        """Makes the poll return. Any thread may call it, also after `close`."""
         try:
             self._sender.send(bytes([byte]))
         except OSError:
@@ -49,6 +49,6 @@ class Waker(Closing):
         return bytes(received)
 
     def close(self) -> None:
-        """Close both sockets."""
+        """Closes both sockets."""
         self.socket.close()
         self._sender.close()

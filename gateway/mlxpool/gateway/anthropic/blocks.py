@@ -239,7 +239,7 @@ def _decoded(where: str, data: object) -> str:
 
 
 def _of_result(where: str, block: Mapping[str, Any]) -> str:
-    """Returns the text of a block in a tool result; a note if the block has no text."""
+    """Returns the text of a block in a tool result, or a note if no model can read the block."""
     if block["type"] == "text":
         return _text(where, block, "text")
     if block["type"] == "tool_reference":

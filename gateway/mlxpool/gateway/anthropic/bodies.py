@@ -82,7 +82,10 @@ NOT_ENDED: Mapping[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
 
 def ending(result: Result, calls: int, stop: str | None, max_tokens: int) -> dict[str, Any]:
-    """Returns the reason of an answer's end; `stop`: the stop sequence that the model wrote."""
+    """Returns the reason of an answer's end, as the members `stop_reason` and `stop_sequence`.
+
+    `stop`: the stop sequence that the model wrote; None: it wrote none.
+    """
     if result.reason == "length":
         generated = result.usage.get("completion_tokens", 0)
         reason = "max_tokens" if generated >= max_tokens else "model_context_window_exceeded"

@@ -203,7 +203,7 @@ class MessageRequest(Struct, frozen=True):
 
 
 def message(body: Mapping[str, Any]) -> MessageRequest:
-    """Checks a /v1/messages. Raises HttpError naming the field."""
+    """Checks the body of a request to /v1/messages. Raises HttpError naming the field."""
     body = MESSAGES.check(body)
     stops = body.get("stop_sequences")
     if not isinstance(stops, list | None):
@@ -226,7 +226,10 @@ def message(body: Mapping[str, Any]) -> MessageRequest:
 
 
 def counted(body: Mapping[str, Any]) -> ChatRequest:
-    """Checks a /v1/messages/count_tokens. Raises HttpError naming the field."""
+    """Checks the body of a request to /v1/messages/count_tokens.
+
+    Raises HttpError naming the field.
+    """
     body = COUNT_TOKENS.check(body)
     _level(body)
     return _chat(body, {})

@@ -31,7 +31,10 @@ _OTHER_ANSWER = r"/[ \t\r\n;,]*([^{ \t\r\n;,](.|\n)*)?/"
 
 
 class JsonStyle(Struct, frozen=True):
-    """Calls as JSON: the text `front`, `{"name": …, ARGUMENTS: …}`, the text `behind`."""
+    """A form of calls in JSON: `front`, then `{"name": …, ARGUMENTS: …}`, then `behind`.
+
+    `arguments`: the name of the member ARGUMENTS.
+    """
 
     front: str
     behind: str
@@ -82,8 +85,8 @@ def forced_call(tool_format: str | None, tools: Sequence[Mapping[str, Any]]) -> 
 def strict_calls(tool_format: str | None, tools: Sequence[Mapping[str, Any]]) -> Any:
     """Returns the option `format` for an answer that is text, calls of these tools, or both.
 
-    The arguments of `strict` tools follow their `parameters`, arguments of other tools are any
-    object. Returns None if this format of tools does not allow it. Raises ValueError as
+    The arguments of `strict` tools follow their `parameters`; the arguments of other tools may be
+    any object. Returns None if the model's `tool_format` has no such grammar. Raises ValueError as
     `forced_call` does.
     """
     style = _STYLES.get(tool_format or "")

@@ -47,10 +47,11 @@ def offered_tools(
     *,
     forced: bool,
 ) -> OfferedTools:
-    """Returns a prompt's messages and tools; if the chat template knows no tools, as texts.
+    """Returns the messages and tools for a prompt, with calls and tools as text if necessary.
 
-    The setting `generic_tools` "off" disables this. Otherwise earlier calls are written as texts;
-    the tools are written with "always", or if the answer has to call a tool (`forced`).
+    They are text only if the chat template knows no tools, and if the setting `generic_tools` is
+    not "off". Earlier calls then become texts of messages. The tools become text if the setting is
+    "always", or if the answer has to call a tool (`forced`).
     """
     if chat.tools is not None or chat.generic_tools == OFF:
         return OfferedTools(chat, messages, tools)

@@ -104,7 +104,7 @@ class Harmony(MarkedParser):
 
 
 def with_template_thoughts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Returns the messages with a second member that has the thoughts under the template's name.
+    """Returns the messages with the thoughts also under the name that the template reads.
 
     A message with content is unchanged: the template refuses thoughts beside content.
     """

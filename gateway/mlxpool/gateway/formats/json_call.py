@@ -101,7 +101,11 @@ class JsonCall:
         return not (self.ended or self.broken) and self._value.in_string
 
     def push(self, text: str) -> tuple[list[Event], str]:
-        """Returns the events, and the text after the call or after the part that broke it."""
+        """Reads a piece of text. Returns its events, and the text that is not part of the call.
+
+        The second text is empty until the call ends, or until text comes that cannot be part of a
+        call.
+        """
         events: list[Event] = []
         for number, char in enumerate(text):
             self._take(char)
@@ -133,7 +137,10 @@ class JsonCall:
         return self.ended and self._names is None
 
     def _new_arguments(self) -> list[Event]:
-        """Returns new text of the arguments: a piece of an object, but any other value whole."""
+        """Returns an event with new text of the arguments, or no event.
+
+        The text of an object is returned in pieces, any other value as a whole.
+        """
         if not self.begun:
             return []
         if self._arguments is None:
@@ -314,9 +321,10 @@ class LlamaJson(MarkedParser):
         return events
 
     def _skip(self, text: str) -> str:
-        """Skips separators before the next call. Returns the text after them.
+        """Skips separators before the next call, and returns the text after them.
 
-        If no call follows, the text is the answer and the separators are returned, too.
+        If this text is not a call, the answer begins, and the separators are returned as part of
+        it.
         """
         rest = text.lstrip(SEPARATORS)
         self._skipped += text[: len(text) - len(rest)]

@@ -35,9 +35,9 @@ _NAMED = re.compile(
 
 
 def stable_first(text: str) -> str:
-    """Returns the text without HTTP headers at its begin.
+    """Returns the text without HTTP headers at its beginning.
 
-    Lines at the begin that are a date or an id move to the end.
+    Lines at the beginning that are a date or an id move to the end.
     """
     while match := _HEADER.match(text):
         text = text[match.end() :]

@@ -224,7 +224,10 @@ class Glm(TaggedCallParser):
         return self._argument(self._text)
 
     def _end_without_arguments(self) -> list[Event]:
-        """Handles the end mark of a call without arguments. Without a name, the text is no call."""
+        """Handles the end mark of a call without arguments.
+
+        If the call has no name either, its text becomes part of the answer.
+        """
         if self._text.strip():
             return [*self._begin(), *self._end()]
         self._state = State.ANSWER

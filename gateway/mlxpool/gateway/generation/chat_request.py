@@ -31,10 +31,10 @@ NOT_STRICT = (
 class ChatRequest(Struct, frozen=True):
     """A chat with one answer.
 
-    Parts of the messages name the images by their index. `forced`: the tools that the answer may
-    choose from for its required call; if empty, the model decides whether to call one.
-    `think_field`: the name of the field that requests thoughts. `several_calls` False: the answer
-    has one call at most. `function`: the path of the function inside a tool, for error messages.
+    Parts of the messages name the images by their index. `forced`: the tools of which the answer
+    must call one; if empty, the model decides whether to call a tool. `think_field`: the name of
+    the field that requests thoughts. `several_calls` False: the answer has one call at most.
+    `function`: the path of the function inside a tool, for error messages.
     """
 
     model: str
@@ -102,11 +102,11 @@ def calls_format(
 ) -> dict[str, Any]:
     """Returns the option `format` of an answer that may have calls.
 
-    An empty result keeps the format of `options`. `forced`: the tools of a required call, which the
-    answer may choose from. Without `forced`, arguments of strict tools follow their schemas; if
-    `options` also has a format, the answer is calls, or a text in that format. `function`: the path
-    of the function inside a tool, for error messages. Raises HttpError if the model's format of
-    calls, or a schema, does not allow it.
+    An empty result keeps the format of `options`. `forced`: the tools of which the answer must call
+    one. Without `forced`, arguments of strict tools follow their schemas; if `options` also has a
+    format, the answer is calls, or a text in that format. `function`: the path of the function
+    inside a tool, for error messages. Raises HttpError if the model's format of calls, or a schema,
+    does not allow it.
     """
     strict = [number for number, tool in enumerate(tools) if tool["function"].get("strict")]
     text_format = options.get("format") if tools else None

@@ -44,11 +44,11 @@ def drawn_key() -> str:
 
 
 async def has_failed(client: AsyncClient, job: JobRef, code: str, gen: int, pos: int) -> bool:
-    """Whether the job itself has failed after a reader got an error.
+    """Whether the job itself has failed, after its reader got an error.
 
-    `code`: the error's code; `gen`: the generation of the job that was read; `pos`: the number of
-    its ids that the reader has. Returns False if the pool does not answer, or if the job has
-    continued since then: a new reader can then continue at `pos`.
+    `code`: the code of the error. `gen`: the generation of the job that was read. `pos`: the number
+    of ids of this generation that the reader has. Returns False if the pool does not answer, or if
+    the job has continued since then: a new reader can then continue at `pos`.
     """
     if code in READING_CODES:
         return False
@@ -76,7 +76,7 @@ class KeptAnswer:
         stops: bool = False,
         thinks: bool = False,
     ) -> None:
-        """`stream`: reads a job from its first token on, with its steps.
+        """`stream`: a stream that reads a job from its first token on, with `steps`.
 
         The other arguments come from the job's request.
         """
@@ -304,7 +304,7 @@ class ResumableGeneration:
         )
 
     async def _look_at(self, error: HttpError, number: int, pos: int) -> None:
-        """Decides whether an error is one of the job, or ends only this response (`passing`).
+        """Decides whether an error belongs to the job, or ends only this response (`passing`).
 
         An error of the job is the same for every reader, so it gets the id of the job.
         """

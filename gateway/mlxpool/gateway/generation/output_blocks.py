@@ -1,7 +1,7 @@
 """An answer as a list of blocks: thoughts, text, calls of tools.
 
-An answer that is streamed sends steps: begin, pieces and end of each block. Other answers contain
-the finished blocks.
+An answer that is streamed sends steps: the beginning, the pieces and the end of each block. Other
+answers contain the finished blocks.
 """
 
 from __future__ import annotations

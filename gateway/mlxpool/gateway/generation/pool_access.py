@@ -57,7 +57,10 @@ class PoolAccess:
         return _for_owner(self.models.client)
 
     def _check_owner(self) -> None:
-        """Raises HttpError if all API keys would share jobs, because the broker gets no owners."""
+        """Raises HttpError if the owners of different API keys would share jobs.
+
+        They would share jobs if the gateway does not name the owners to the broker.
+        """
         if self.settings.keys is not None and not self.settings.names_owners:
             raise HttpError(501, UNNAMED, "owners_not_named", retry=False)
 
@@ -128,8 +131,8 @@ class PoolAccess:
     async def kept(self, model: str, seconds: float | None) -> AsyncIterator[None]:
         """Keeps a model loaded for `seconds` after the work inside the context.
 
-        `seconds` below 0: without end; 0: the model is unloaded once it has no work; None: the
-        model's time stays as it is. Raises PoolError, also for a model that is not available.
+        A negative number keeps the model loaded without end. 0 unloads it once it has no work. None
+        leaves its time as it is. Raises PoolError, also for a model that is not available.
         """
         if seconds:
             await self.client.keep(model, seconds)
@@ -150,7 +153,7 @@ class PoolAccess:
     async def model(self, name: str, response: ResponseWriter) -> ModelInfo:
         """Returns a model for generation, and chooses the pool for this request.
 
-        If a pool already has a job for the request's Idempotency-Key, it is this pool. Raises
+        If a pool already has a job for the request's Idempotency-Key, that pool is chosen. Raises
         HttpError and PoolError.
         """
         if response.resumption is not None:
@@ -161,7 +164,7 @@ class PoolAccess:
     async def keeping_model(self, name: str, key: str) -> ModelInfo:
         """Returns the model in a pool that keeps jobs, and chooses this pool for the request.
 
-        If a pool already has a job with this key, it is this pool. Raises PoolError.
+        If a pool already has a job with this key, that pool is chosen. Raises PoolError.
         """
         try:
             await self.models.find(lambda client: _for_owner(client).job(key), despite_silent=True)

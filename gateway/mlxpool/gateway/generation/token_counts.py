@@ -28,7 +28,10 @@ KEPT_ROLES = ("system", "developer")  # roles of instructions, which are not cut
 
 
 async def chat_ids(client: AsyncClient, chat: ChatRequest, model: ModelInfo) -> list[int]:
-    """Returns the ids of a chat's prompt. Raises PoolError, and errors of `ChatRequest.choice`."""
+    """Returns the token ids of the prompt that the model's template makes of a chat.
+
+    Raises PoolError, and the errors of `ChatRequest.choice`.
+    """
     choice = chat.choice(model)
     tokenized = await client.tokenize_chat(
         model.name,

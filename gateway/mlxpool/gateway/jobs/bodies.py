@@ -43,11 +43,11 @@ def job_list(rows: Sequence[Mapping[str, Any]], following: int) -> dict[str, Any
 
 
 class Place(Struct, frozen=True):
-    """The position of a job's reader: the generation, and the number of its ids that it has.
+    """The position of a reader of a job: a generation, and how many of its ids the reader has.
 
-    `gen` None: the present generation. `ended`: the reader has the final result. `failed`: how many
-    errors of the job at this position the reader has. After an error the job may be retried; it
-    then continues from here, or fails here again.
+    `gen` None: the present generation. `ended`: the reader has the final result. `failed`: the
+    number of errors of the job at this position that the reader has. After an error the job may be
+    retried; the retry then continues from here, or fails here again.
     """
 
     gen: int | None = None
@@ -95,7 +95,7 @@ def delta_event(delta: Delta, gen: int) -> bytes:
 
 
 def restarted_event(gen: int) -> bytes:
-    """Encodes the begin of a new generation: earlier ids are void, and the next id is the first."""
+    """Encodes the start of a new generation: earlier ids are void, and the next id is the first."""
     return sse({"gen": gen}, "restarted", Place(gen).id)
 
 

@@ -128,7 +128,10 @@ class JobRequest(Struct, frozen=True):
 
 
 def job(body: Mapping[str, Any], idempotency: str | None = None) -> JobRequest:
-    """Checks a POST /v1/jobs; `idempotency`: its header Idempotency-Key. Raises HttpError."""
+    """Checks the body of POST /v1/jobs; `idempotency`: the header Idempotency-Key.
+
+    Raises HttpError naming the field.
+    """
     body = JOB.check(body, elsewhere=IN_OPTIONS)
     kind: str = fields.checked(KIND, lambda _: kind_of(body), body.get(KIND))
     arguments = {

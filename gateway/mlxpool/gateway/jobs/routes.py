@@ -51,7 +51,10 @@ class JobRoutes:
         await response.json(job_body(await client.job(job)))
 
     async def _model(self, request: JobRequest) -> ModelInfo:
-        """Returns the model in a pool that keeps jobs: the pool with a job of this key, if any."""
+        """Returns the model of a request, in a pool that keeps jobs.
+
+        If a pool already has a job with the request's key, that pool is chosen.
+        """
         if request.key is None:
             return await self._pool.models.get(request.model, keeps=True)
         return await self._pool.keeping_model(request.model, request.key)
@@ -190,7 +193,10 @@ class JobReader:
         await self._write(bodies.restarted_event(gen))
 
     async def _failed(self, error: PoolError, place: Place) -> None:
-        """Ends the stream with the job's error if the job has failed, else with a reading error."""
+        """Ends the stream with the job's error if the job has failed, else with a reading error.
+
+        If the job has not failed and the response has not started, raises `error`.
+        """
         fault = errors.from_pool_error(error)
         ended = await has_failed(self._client, self._job, error.code, self._gen, self._pos)
         if not ended and not self._response.started:

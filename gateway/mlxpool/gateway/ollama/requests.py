@@ -108,7 +108,7 @@ class OllamaRequest(Struct, frozen=True):
 
 
 def generate(body: Mapping[str, Any]) -> OllamaRequest:
-    """Checks an /api/generate. Raises HttpError naming the field."""
+    """Checks the body of a request to /api/generate. Raises HttpError naming the field."""
     body = GENERATE.check(body, elsewhere=IN_OPTIONS)
     raw = fields.flag(body, "raw", False)
     system = fields.text(body, "system", "")
@@ -138,7 +138,7 @@ def generate(body: Mapping[str, Any]) -> OllamaRequest:
 
 
 def chat(body: Mapping[str, Any]) -> OllamaRequest:
-    """Checks an /api/chat. Raises HttpError naming the field."""
+    """Checks the body of a request to /api/chat. Raises HttpError naming the field."""
     body = CHAT.check(body, elsewhere=IN_OPTIONS)
     sent = body.get("messages")
     messages, images = ([], []) if sent is None or sent == [] else _messages(sent)
@@ -152,7 +152,10 @@ def chat(body: Mapping[str, Any]) -> OllamaRequest:
 
 
 class OllamaEmbedRequest(Struct, frozen=True):
-    """A checked /api/embed or /api/embeddings. Without `inputs` the request loads the model."""
+    """A checked request to /api/embed or /api/embeddings.
+
+    Without `inputs` the request loads the model.
+    """
 
     model: str
     inputs: Sequence[str]
@@ -164,7 +167,7 @@ class OllamaEmbedRequest(Struct, frozen=True):
 
 
 def embed(body: Mapping[str, Any]) -> OllamaEmbedRequest:
-    """Checks an /api/embed. Raises HttpError naming the field."""
+    """Checks the body of a request to /api/embed. Raises HttpError naming the field."""
     body = EMBED.check(body)
     ignored = _check_embed_options(body)
     raw_input = body.get("input")
@@ -185,7 +188,10 @@ def embed(body: Mapping[str, Any]) -> OllamaEmbedRequest:
 
 
 def embeddings(body: Mapping[str, Any]) -> OllamaEmbedRequest:
-    """Checks an /api/embeddings, the older form with one text. Raises HttpError."""
+    """Checks the body of a request to /api/embeddings.
+
+    This path is an older form of /api/embed, with one text. Raises HttpError.
+    """
     body = EMBEDDINGS.check(body)
     ignored = _check_embed_options(body)
     prompt = fields.text(body, "prompt", "")
@@ -225,7 +231,7 @@ def pull(body: Mapping[str, Any]) -> tuple[str, bool]:
 
 
 def _named(body: Mapping[str, Any]) -> str:
-    """Returns the model of a request; the older form of the field is `name`."""
+    """Returns the model of a request: the field `model`, or else the older field `name`."""
     older = fields.text(body, "name", "")
     return older if older and body.get("model") is None else fields.text(body, "model")
 

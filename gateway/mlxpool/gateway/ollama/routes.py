@@ -236,7 +236,8 @@ class OllamaRoutes:
     ) -> dict[str, Any]:
         """Returns the `context` of an answer: ids of prompt and completion.
 
-        Returns an empty map with `raw` or images.
+        Returns an empty map if the request is raw or has images, and if the pool does not give the
+        ids.
         """
         if request.raw or request.images:
             return {}
@@ -304,7 +305,7 @@ def _messages(request: OllamaRequest) -> list[dict[str, Any]]:
 
 
 def _text_prompt(request: OllamaRequest) -> str:
-    """Returns the prompt as text, with a tag [img-N] for each image before it unless it is raw."""
+    """Returns the prompt as text, after a tag [img-N] for each image; a raw prompt gets no tags."""
     if request.raw:
         return request.prompt
     tags = "".join(f"[img-{number}]" for number in range(len(request.images)))

@@ -22,7 +22,10 @@ from mlxpool.gateway.openai.fields import DECISIONS, QUESTION
 
 
 class DecisionRequest(Struct, frozen=True):
-    """A checked /v1/decisions. `settings`: keyword arguments of the client's `decide_all`."""
+    """A checked request to /v1/decisions.
+
+    `settings`: keyword arguments of the client's `decide_all`.
+    """
 
     model: str
     prompt: str
@@ -31,7 +34,7 @@ class DecisionRequest(Struct, frozen=True):
 
 
 def decisions(body: Mapping[str, Any]) -> DecisionRequest:
-    """Checks a /v1/decisions. Raises HttpError naming the field."""
+    """Checks the body of a request to /v1/decisions. Raises HttpError naming the field."""
     body = DECISIONS.check(body)
     raw_questions, prompt = body.get("questions"), fields.text(body, "prompt")
     if not prompt.strip():

@@ -90,7 +90,7 @@ def _part(part: Any) -> Any:
 
 
 def _call(call: Any) -> Any:
-    """Returns a call; a call of a tool with free text becomes a call with the argument `input`."""
+    """Returns a call; a custom tool's free text becomes the argument `input` of a function call."""
     custom = call.get("custom") if isinstance(call, Mapping) else None
     if not isinstance(custom, Mapping):
         return call
@@ -101,7 +101,10 @@ def _call(call: Any) -> Any:
 
 
 def _readable(part: Any) -> Any:
-    """Returns a part of a tool result; a note for a part that no model reads, such as a file."""
+    """Returns a part of a tool result unchanged, or a note in its place if no model can read it.
+
+    A file, for example, is replaced by a text part that names its type.
+    """
     kind = _type(part)
     if not isinstance(kind, str) or kind in READ:
         return part

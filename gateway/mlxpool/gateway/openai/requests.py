@@ -74,7 +74,7 @@ def wanted_tool(choice: Any) -> str | None:
 
 
 class CompletionRequest(Struct, frozen=True):
-    """A checked /v1/chat/completions or /v1/completions.
+    """A checked request to /v1/chat/completions or /v1/completions.
 
     `prompts`: the keyword arguments of `Client.stream` for each prompt. `candidates`: the number of
     completions that are computed for each prompt. `choices`: the number of completions that are
@@ -126,7 +126,7 @@ class CompletionRequest(Struct, frozen=True):
 
 
 def chat(body: Mapping[str, Any]) -> CompletionRequest:
-    """Checks a /v1/chat/completions. Raises HttpError naming the field."""
+    """Checks the body of a request to /v1/chat/completions. Raises HttpError naming the field."""
     body = CHAT.check(body)
     with_indices, images = take_image_urls(as_taken(body.get("messages")))
     messages = fields.checked("messages", check_messages, with_indices)
@@ -153,7 +153,7 @@ def chat(body: Mapping[str, Any]) -> CompletionRequest:
 
 
 def completion(body: Mapping[str, Any]) -> CompletionRequest:
-    """Checks a /v1/completions. Raises HttpError naming the field."""
+    """Checks the body of a request to /v1/completions. Raises HttpError naming the field."""
     body = COMPLETION.check(body)
     echo = fields.flag(body, "echo", False)
     least = 0 if echo or body.get("prompt_logprobs") is not None else 1
@@ -229,8 +229,9 @@ def _options(body: Mapping[str, Any], least_tokens: int = 1) -> dict[str, Any]:
 def max_tokens_of(body: Mapping[str, Any], name: str, least: int = 1) -> int | None:
     """Returns the limit of tokens in the field `name`; None if absent. Raises HttpError.
 
-    If the request has no limit (-1), returns 0: up to the model's context. With `least` 0 a limit
-    of 0 is allowed and means no completion; then -1 is returned unchanged.
+    -1 means that the request has no limit: it is returned as 0, which means up to the model's
+    context. If `least` is 0, a limit of 0 is allowed and means no completion; -1 is then returned
+    as -1.
     """
     if type(body.get(name)) is int and body[name] == UNBOUNDED["const"]:
         return 0 if least else -1
@@ -238,7 +239,10 @@ def max_tokens_of(body: Mapping[str, Any], name: str, least: int = 1) -> int | N
 
 
 def _usage(body: Mapping[str, Any], stream: bool) -> bool:
-    """Whether the stream ends with usage; wrappers of clients request it without a stream, too."""
+    """Whether the stream ends with usage; always False without a stream.
+
+    Some client libraries ask for usage in requests without a stream, too.
+    """
     stream_options = fields.mapping(body, "stream_options")
     prefix = "stream_options."
     STREAM_OPTIONS.check(stream_options, prefix)
@@ -291,7 +295,7 @@ def _allowed(body: Mapping[str, Any]) -> tuple[str, Sequence[str]] | None:
 def _forced(
     body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """Returns the tools to choose a required call from; empty if the model decides."""
+    """Returns the tools of which the answer must call one; empty if the model decides."""
     choice = plain_choice(body.get("tool_choice"))
     allowed = _allowed(body)
     if choice in (None, "auto", "none") or (allowed and allowed[0] == "auto"):
@@ -333,7 +337,12 @@ def template_think(body: Mapping[str, Any]) -> bool | None:
 
 
 def _effort(body: Mapping[str, Any]) -> str | None:
-    """Returns the effort of `reasoning_effort` or `reasoning`; None if both are absent."""
+    """Returns the effort of thinking that the request names; None if it names none.
+
+    The first field with a value counts: `reasoning_effort`, `reasoning`, `think`, `thinking`,
+    `enable_thinking`. A field that only turns thinking on or off gives "enabled" or "none"; a bound
+    of thoughts in `reasoning` gives "enabled".
+    """
     efforts = ("none", *EFFORTS)
     effort = fields.choice(body, "reasoning_effort", efforts)
     reasoning = REASONING.check(fields.mapping(body, "reasoning"), "reasoning.")
@@ -363,7 +372,10 @@ def think_effort(body: Mapping[str, Any]) -> str | None:
 
 
 def _budget(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the bound of thoughts of `reasoning` or `chat_template_kwargs`; empty if absent."""
+    """Returns the option that bounds thought tokens, from `reasoning` or `chat_template_kwargs`.
+
+    Returns an empty map if the request sets no bound.
+    """
     budget: dict[str, Any] = {}
     for field, name in (("chat_template_kwargs", "thinking_budget"), ("reasoning", "max_tokens")):
         members = fields.mapping(body, field)

@@ -47,7 +47,7 @@ OF_TEMPLATE = "a chat has the special tokens that its template writes; leave it 
 
 
 class TokenizeRequest(Struct, frozen=True):
-    """A checked /tokenize. `prompt` is None for a chat.
+    """A checked request to /tokenize. `prompt` is None for a chat.
 
     `strings`: the answer also has the text of each token.
     """
@@ -60,14 +60,14 @@ class TokenizeRequest(Struct, frozen=True):
 
 
 class DetokenizeRequest(Struct, frozen=True):
-    """A checked /detokenize."""
+    """A checked request to /detokenize."""
 
     model: str
     ids: Sequence[int] = field(default_factory=list)
 
 
 def tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
-    """Checks a /tokenize. Raises HttpError naming the field."""
+    """Checks the body of a request to /tokenize. Raises HttpError naming the field."""
     body = TOKENIZE.check(body)
     model = fields.text(body, "model")
     special = fields.flag(body, "add_special_tokens", True)
@@ -92,7 +92,7 @@ def tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
 
 
 def detokenize(body: Mapping[str, Any]) -> DetokenizeRequest:
-    """Checks a /detokenize. Raises HttpError naming the field."""
+    """Checks the body of a request to /detokenize. Raises HttpError naming the field."""
     DETOKENIZE.check(body)
     ids = body.get("tokens")
     if not isinstance(ids, list) or not all(type(id_) is int and 0 <= id_ < 2**32 for id_ in ids):

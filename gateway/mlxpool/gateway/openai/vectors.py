@@ -32,7 +32,7 @@ SAME_TYPES = (("query", "search_query"), ("document", "passage", "search_documen
 
 
 class EmbeddingRequest(Struct, frozen=True):
-    """A checked /v1/embeddings. `settings`: keyword arguments of the client's `embed`.
+    """A checked request to /v1/embeddings. `settings`: keyword arguments of the client's `embed`.
 
     `input_type`: the type of the texts, such as query. It is "" if the request has no type, or
     names a prompt itself.
@@ -46,7 +46,7 @@ class EmbeddingRequest(Struct, frozen=True):
 
 
 class RerankRequest(Struct, frozen=True):
-    """A checked /v1/rerank. `settings`: keyword arguments of the client's `rerank`."""
+    """A checked request to /v1/rerank. `settings`: keyword arguments of the client's `rerank`."""
 
     model: str
     query: str
@@ -56,7 +56,10 @@ class RerankRequest(Struct, frozen=True):
 
 
 class ScoreRequest(Struct, frozen=True):
-    """A checked /v1/score: `queries` has one text for all `documents`, or a text for each."""
+    """A checked request to /v1/score.
+
+    `queries` has one text for all `documents`, or a text for each document.
+    """
 
     model: str
     queries: list[str]
@@ -65,7 +68,10 @@ class ScoreRequest(Struct, frozen=True):
 
 
 class ClassifyRequest(Struct, frozen=True):
-    """A checked /v1/classify. `settings`: keyword arguments of the client's `classify`."""
+    """A checked request to /v1/classify.
+
+    `settings`: keyword arguments of the client's `classify`.
+    """
 
     model: str
     inputs: list[str]
@@ -76,7 +82,7 @@ class ClassifyRequest(Struct, frozen=True):
 
 
 def embeddings(body: Mapping[str, Any]) -> EmbeddingRequest:
-    """Checks a /v1/embeddings. Raises HttpError naming the field."""
+    """Checks the body of a request to /v1/embeddings. Raises HttpError naming the field."""
     body = EMBEDDINGS.check(body)
     encoding = fields.text(body, "encoding_format", "float")
     if encoding not in FORMATS:
@@ -103,7 +109,7 @@ def prompt_of_type(input_type: str, prompts: Sequence[str]) -> str | None:
 
 
 def rerank(body: Mapping[str, Any]) -> RerankRequest:
-    """Checks a /v1/rerank. Raises HttpError naming the field."""
+    """Checks the body of a request to /v1/rerank. Raises HttpError naming the field."""
     body = RERANK.check(body)
     settings = {
         **_truncate(body),
@@ -121,7 +127,7 @@ def rerank(body: Mapping[str, Any]) -> RerankRequest:
 
 
 def score(body: Mapping[str, Any]) -> ScoreRequest:
-    """Checks a /v1/score. Raises HttpError naming the field."""
+    """Checks the body of a request to /v1/score. Raises HttpError naming the field."""
     body = SCORE.check(body)
     queries, documents = (
         _texts(name, [raw] if isinstance(raw := body.get(name), str) else _listed(name, raw))
@@ -135,7 +141,7 @@ def score(body: Mapping[str, Any]) -> ScoreRequest:
 
 
 def classify(body: Mapping[str, Any]) -> ClassifyRequest:
-    """Checks a /v1/classify. Raises HttpError naming the field."""
+    """Checks the body of a request to /v1/classify. Raises HttpError naming the field."""
     body = CLASSIFY.check(body)
     raw_input = body.get("input")
     inputs = [raw_input] if isinstance(raw_input, str) else _listed("input", raw_input)

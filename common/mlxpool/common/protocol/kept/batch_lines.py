@@ -68,7 +68,7 @@ def check_defaults(defaults: object) -> Mapping[str, Any]:
 
 
 def parse_line(data: bytes, defaults: Mapping[str, Any]) -> Line:
-    """Check one line, given without its line end. Raises BadLine."""
+    """Checks one line, given without its line end. Raises BadLine."""
     try:
         _check_size(len(data))
         line = _object(data)

@@ -114,9 +114,10 @@ def _file_key(value: object, name: str = "file") -> str:
 
 
 class WaitForProgress(Content, Struct, frozen=True):
-    """Asks for a batch as soon as it has changed since `seen`, or after `wait_ms`.
+    """Asks for a batch: the answer comes when the batch has changed, or after `wait_ms`.
 
-    `seen` is the `mark` of the last answer, or at first "": then the answer comes immediately.
+    `seen` is the `mark` of the newest answer that the client has. With "" the answer comes
+    immediately.
     """
 
     kind: ClassVar[str] = "batch_progress"
@@ -161,8 +162,8 @@ class ReadOutcomes(Content, Struct, frozen=True):
 class ListBatches(Content, Struct, frozen=True):
     """Asks for the batches of a tenant, the newest first.
 
-    With `before` the list begins after the batch with this key. With `older` it only has batches
-    that were created before this time.
+    `before` is the key of the batch after which the list begins. `older` is a time: only batches
+    that were created before this time are listed.
     """
 
     kind: ClassVar[str] = "batches"
@@ -190,9 +191,9 @@ class ListBatches(Content, Struct, frozen=True):
 
 
 class AboutBatch(Content, Struct, frozen=True):
-    """Asks for one batch, or changes a batch: the message kinds of CALLS.
+    """Asks for one batch, or changes it; `kind` is one of the message kinds in CALLS.
 
-    `only` is for the kind RELEASE_RESULTS: DONE or OTHERS.
+    `only` selects the results that the kind RELEASE_RESULTS deletes: DONE or OTHERS.
     """
 
     kind: str  # type: ignore[misc]  # one record for several kinds
@@ -219,7 +220,7 @@ Question = SubmitBatch | WaitForProgress | ReadOutcomes | ListBatches | AboutBat
 
 
 def parse_question(kind: str, body: Mapping[str, Any]) -> Question:
-    """Check a message of one of KINDS. Raises BadRequest and TooLarge."""
+    """Checks a message of one of KINDS. Raises BadRequest and TooLarge."""
     if kind == SubmitBatch.kind:
         return SubmitBatch.parse(body)
     if kind == WaitForProgress.kind:

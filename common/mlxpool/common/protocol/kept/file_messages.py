@@ -143,7 +143,7 @@ class FilePlace(Struct, frozen=True):
 class ListFiles(Content, Struct, frozen=True):
     """Asks for the files of a tenant, the newest first, or the oldest first.
 
-    `purpose` "" means all purposes. With `behind` the list begins after this position.
+    `purpose` "" means all purposes. `behind` is the position after which the list begins.
     """
 
     kind: ClassVar[str] = "files"
@@ -183,7 +183,7 @@ Question = PutFile | ReadFile | ListFiles | AboutFile
 
 
 def parse_question(kind: str, body: Mapping[str, Any], blobs: Sequence[bytes]) -> Question:
-    """Check a message of one of KINDS. Raises BadRequest and TooLarge."""
+    """Checks a message of one of KINDS. Raises BadRequest and TooLarge."""
     if kind == PutFile.kind:
         return PutFile.parse(body, blobs)
     if kind == ReadFile.kind:

@@ -149,7 +149,7 @@ class Submit(Struct, frozen=True):
 
     @classmethod
     def parse(cls, body: Mapping[str, Any], blobs: Sequence[bytes]) -> Submit:
-        """Check a `submit`. Raises BadRequest naming the key, its value and its bound."""
+        """Checks a `submit`. Raises BadRequest naming the key, its value and its bound."""
         key = job_key(body.get("key"))
         for name in NOT_OF_JOBS:
             if body.get(name) is not None:
@@ -199,9 +199,9 @@ class SubmitDraft(GenerateDraft, frozen=True):
 
 
 class SubmitCall(Content, Struct, frozen=True):
-    """A `submit` of a call by a Python caller; `request` is its body with kind and model.
+    """A `submit` of a call by a Python caller.
 
-    `settings` are as in SubmitDraft.
+    `request` is the body of the call, with its kind and model. `settings` are as in SubmitDraft.
     """
 
     kind: ClassVar[str] = Submit.kind
@@ -220,8 +220,9 @@ class SubmitCall(Content, Struct, frozen=True):
 class Fetch(Content, Struct, frozen=True):
     """Reads a job's token ids from index `start` on, and also the ids that the job makes later.
 
-    The id in the header names this read. Like a stream, it has a `window`, and the client
-    acknowledges its ids. `gen` is the generation of the ids before `start`; None: the newest.
+    The header's id identifies this reading. The reading has a `window` as a stream has, and the
+    client acknowledges the ids that it gets. `gen` is the generation of the ids before `start`;
+    None: the newest.
     """
 
     kind: ClassVar[str] = "fetch"
@@ -307,7 +308,7 @@ def names_a_job(message: Message) -> bool:
 
 
 def parse_question(kind: str, body: Mapping[str, Any], blobs: Sequence[bytes]) -> Question:
-    """Check a message of one of KINDS, or a `cancel` of a job. Raises BadRequest."""
+    """Checks a message of one of KINDS, or a `cancel` of a job. Raises BadRequest."""
     if kind == Submit.kind:
         return Submit.parse(body, blobs)
     if kind == Fetch.kind:
@@ -321,7 +322,7 @@ def parse_question(kind: str, body: Mapping[str, Any], blobs: Sequence[bytes]) -
 
 
 class JobAccepted(Content, Struct, frozen=True):
-    """A job is on the disk, or a read of a job begins: an `accepted` with data of the job.
+    """A job is on the disk, or the reading of a job begins: an `accepted` with data of the job.
 
     `state` is the job's state at the time of the answer.
     """
@@ -369,8 +370,8 @@ class JobRow(Content, Struct, frozen=True):
 class JobRequest(Content, Struct, frozen=True):
     """Answer to `job_request`: the map of a job and its submitted request.
 
-    `packed` is the request: the body of the job's `submit` with the note, without the keys of the
-    map. `attached` are the blobs of the request.
+    `packed` is the body of the job's `submit`, with the note and without the keys that the map has.
+    `attached` are the blobs of the request.
     """
 
     kind: ClassVar[str] = REQUEST

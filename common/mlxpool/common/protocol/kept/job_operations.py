@@ -70,7 +70,7 @@ class ListAllBatches(Struct, frozen=True):
 class ListNotices(Struct, frozen=True):
     """Asks for notices (POSTs about ended jobs and batches) that are undelivered or given up.
 
-    `after` selects the ends with a greater end number. `owner` None: of all owners.
+    `after` is an end number: only notices of later ends are listed. `owner` None: of all owners.
     """
 
     owner: str | None

@@ -41,7 +41,7 @@ def kind_of(body: Mapping[str, Any]) -> str:
 
 
 def parse_work(body: Mapping[str, Any], blobs: Sequence[bytes], owner: str = "") -> Work:
-    """Check a request as a worker checks it. `owner` is the owner of a call.
+    """Checks a request as a worker checks it. `owner` is the owner of a call.
 
     Raises BadRequest and TooLarge naming the key, its value and its bound.
     """
@@ -79,8 +79,7 @@ def seed_of(work: Work, drawn: int) -> int:
 def answer_bound(work: Work) -> int:
     """Returns an approximate bound of the bytes of an answer's blobs; 0 if they are small.
 
-    The number of dimensions of a model's vectors is unknown before it answers: MAX_NUMBERS is
-    assumed.
+    A vector's number of dimensions is unknown before the model answers: MAX_NUMBERS is assumed.
     """
     if not isinstance(work, ModelCall) or work.kind not in TASKS:
         return 0

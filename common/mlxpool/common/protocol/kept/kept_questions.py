@@ -21,7 +21,7 @@ def asks(message: Message) -> bool:
 
 
 def parse_question(kind: str, body: Mapping[str, Any], blobs: Sequence[bytes]) -> Question:
-    """Check a request about stored data. Raises BadRequest and TooLarge."""
+    """Checks a request about stored data. Raises BadRequest and TooLarge."""
     if kind in file_messages.KINDS:
         return file_messages.parse_question(kind, body, blobs)
     if kind in batch_messages.KINDS:

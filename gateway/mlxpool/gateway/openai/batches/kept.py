@@ -135,7 +135,7 @@ class KeptFiles:
     async def lines(self, key: str) -> AsyncGenerator[list[bytes], None]:
         """Yields the lines of a file without line ends: for each part that is read, a list.
 
-        A line longer than MAX_LINE bytes is truncated; at most one part is beyond MAX_LINE.
+        A line longer than MAX_LINE bytes is truncated, at most one part after this bound.
         """
         held: list[bytes] = []  # the read pieces of the last line
         size = 0
@@ -358,9 +358,9 @@ class KeptBatches:
     ) -> tuple[dict[str, Any], Result | PoolError | None]:
         """Returns a line's outcome, and the answer if the pool's page of outcomes lacks it.
 
-        The pool leaves a long answer out of the page; it is fetched from the line's job, and the
-        job's `facts` are added to the outcome. If the job failed, its error is returned. Raises
-        PoolError if the answer cannot be read now.
+        A long answer is not in the page. It is read from the line's job, and the job's `facts` are
+        added to the outcome. If the job failed, its error is returned in place of the answer.
+        Raises PoolError if the answer cannot be read now.
         """
         if not is_too_long(outcome):
             return outcome, None

@@ -304,7 +304,8 @@ class LineModels:
     def __init__(self, pools: Pools, among: Sequence[Pool], key: str) -> None:
         """`among`: the pools that keep batches.
 
-        A `key` always chooses the same pool; without a key it is the pool with the least load.
+        An equal `key` always chooses the same pool. Without a key, the pool with the least load is
+        chosen.
         """
         self.chosen: Pool = among[0]
         self._pools = pools

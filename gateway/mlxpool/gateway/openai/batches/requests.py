@@ -51,7 +51,7 @@ class NewBatch(Struct, frozen=True):
 
 
 def new_batch(body: Mapping[str, Any]) -> NewBatch:
-    """Checks a POST /v1/batches. Raises HttpError naming the field."""
+    """Checks the body of POST /v1/batches. Raises HttpError naming the field."""
     body = BATCH.check(body)
     endpoint = fields.text(body, "endpoint")
     if endpoint not in ENDPOINTS:
@@ -125,7 +125,7 @@ class LineReader(Struct, eq=False):
         parsed: Sequence[tuple[int, Mapping[str, Any]]],
         model_of: Callable[[str], ModelInfo | HttpError],
     ) -> bytes:
-        """Returns the lines in the pool's form; no lines after a fault.
+        """Returns the lines in the pool's form, or no bytes if any line has had a fault.
 
         `model_of`: finds a model by its name.
         """

@@ -99,7 +99,7 @@ def result_line(
 def _answer(
     row: Mapping[str, Any], line: Mapping[str, Any], endpoint: str, name: str, result: Result
 ) -> dict[str, Any]:
-    """Returns the body that the endpoint would have answered."""
+    """Returns the body that the endpoint would have sent as the answer to the line's request."""
     settings = AnswerSettings.of(line)
     if endpoint in CALLS:
         return call_body(endpoint, line, settings, name, result)

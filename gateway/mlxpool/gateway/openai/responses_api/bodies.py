@@ -178,7 +178,7 @@ class ResponseEvents(Struct, eq=False):
         return head + self._event("response.in_progress", begun)
 
     def update(self, update: ChoiceUpdate) -> bytes:
-        """Returns the events of an update. A job's failure before it counts as one event number."""
+        """Returns the events of an update. Each earlier failure of the job has an event number."""
         self.number += update.failures
         return b"".join([self._step(step) for step in self.output.push(update)])
 
@@ -195,8 +195,8 @@ class ResponseEvents(Struct, eq=False):
     def broken_off(self, error: HttpError) -> bytes:
         """Returns the error event that ends a stream although the response is still computed.
 
-        The event repeats the number of the client's last event. The client can continue after this
-        event by a request with this number as `starting_after`.
+        The event repeats the number of the client's last event. With this number as
+        `starting_after`, the client can continue after that event.
         """
         fault = {"code": error.code, "message": error.message, "param": None}
         number = max(self.number - 1, self.after)

@@ -238,7 +238,10 @@ def conversation_of(
 
 
 def _readable(part: object) -> object:
-    """Returns a part of a tool result; a note for a part that no model reads, such as a file."""
+    """Returns a part of a tool result unchanged, or a note in its place if no model can read it.
+
+    A file, for example, is replaced by a text part that names its type.
+    """
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str) or kind in READ:
         return part

@@ -39,7 +39,7 @@ TOOL_CHOICES = (
 
 
 class ResponseRequest(Struct, frozen=True):
-    """A checked /v1/responses.
+    """A checked request to /v1/responses.
 
     `truncates`: old items are left out until the request fits. `summary`: thoughts are sent as a
     summary. `echoed`: members of the response that repeat the request. `store`: the response is
@@ -61,7 +61,7 @@ class ResponseRequest(Struct, frozen=True):
 
 
 def response(body: Mapping[str, Any], earlier: Earlier | None = None) -> ResponseRequest:
-    """Checks a /v1/responses. Raises HttpError naming the field."""
+    """Checks the body of a request to /v1/responses. Raises HttpError naming the field."""
     body = RESPONSE.check(body)
     instructions = fields.text(body, "instructions", "")
     conversation = conversation_of(body.get("input"), instructions, earlier)

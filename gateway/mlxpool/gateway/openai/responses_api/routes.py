@@ -79,9 +79,9 @@ class KeptResponseRoutes:
     ) -> None:
         """Makes a response that is kept as a job, and answers with it.
 
-        If the client disconnects, the response is cancelled unless it is in the background. It is
-        deleted if the client cannot know the id yet. A second request with the same key in
-        `idempotency` is answered with the first request's response, so a response with a key is
+        If the client disconnects, the response is cancelled unless it is in the background. The
+        response is deleted if the client cannot know its id yet. A second request with the same key
+        in `idempotency` is answered with the first request's response, so a response with a key is
         continued without its client.
         """
         client, resumption = self._pool.job_client, response.resumption
@@ -178,7 +178,7 @@ class KeptResponseRoutes:
     async def _find(self, id: str, param: str = "id", *, off: bool = True) -> KeptResponse:
         """Returns a response of this owner. Raises HttpError if it does not exist.
 
-        If the pool keeps no jobs, also raises HttpError; if `off` is False, JobsOff.
+        If the pool keeps no jobs, raises HttpError, or JobsOff if `off` is False.
         """
         try:
             submitted = await self._pool.find_kept(lambda client: client.submitted(id))
@@ -253,7 +253,7 @@ class KeptResponseRoutes:
         error: HttpError,
         pos: int,
     ) -> None:
-        """Sends an error: that of the job if it has failed, else that of reading the job.
+        """Sends the error of the job if the job has failed, else the error of reading the job.
 
         `pos`: the number of ids that were read.
         """
