@@ -1,4 +1,4 @@
-"""`python -m mlxpool.broker [CONFIG.toml]`: the broker alone, as `mlxpool serve` runs it."""
+"""`python -m mlxpool.broker [CONFIG.toml]`: runs a broker, as `mlxpool serve` does."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class Inspector(Closing):
         return line
 
     def kill(self) -> None:
-        """Kills the process and its inspection. Any thread may call it."""
+        """Kills the inspecting process, and so ends its inspection. Any thread may call it."""
         self._process.kill()
 
     def close(self) -> None:
@@ -154,8 +154,8 @@ class Scanner(threading.Thread):
     def request_scan(self) -> int:
         """Requests a scan, unless the last scan is fresh.
 
-        Returns the number of the scan to wait for: that scan is complete once `done` has this
-        value.
+        Returns the number of the scan to wait for. This scan is complete once `done` has reached
+        the number.
         """
         with self._changed:
             idle = self._begun == self._done
@@ -216,7 +216,7 @@ class Scanner(threading.Thread):
             self._on_scanned()
 
     def _scan(self) -> None:
-        """Finds new models, and enqueues every model whose files changed since its inspection."""
+        """Finds new models. Enqueues each model whose files have changed since the inspection."""
         with self._changed:
             models, self._new_models = self._new_models, None
         if models is not None:
@@ -304,7 +304,7 @@ Fingerprints = tuple[tuple[str, int, int], ...]  # (name, time, size) of each fi
 
 
 def weights_bytes(model: ModelConfig) -> int:
-    """Returns the bytes of the weights of a model and its draft model on the disk; 0 if unknown."""
+    """Returns the bytes of a model's weights on the disk, with its draft model; 0 if unknown."""
     if not _has_files(model.path):
         return model.counting.load_bytes
     size = _stored_bytes(model.path)
@@ -317,7 +317,10 @@ def _has_files(path: str) -> bool:
 
 
 def _stored_bytes(path: str) -> int:
-    """Returns the bytes of a file, or of a folder's safetensors files, else of its GGUF files."""
+    """Returns the size of a file, or of a model's weights in a folder; 0 if it cannot be read.
+
+    The weights in a folder are its safetensors files. If it has none, they are its GGUF files.
+    """
     place = Path(path)
     try:
         if place.is_file():
@@ -334,15 +337,15 @@ def _stored_bytes(path: str) -> int:
 
 
 def all_weights_bytes(config: PoolConfig) -> dict[str, int]:
-    """Returns the bytes of each model's weights, which a worker needs at least; 0 if unknown."""
+    """Returns the bytes of each model's weights, the least that a worker needs; 0 if unknown."""
     return {name: weights_bytes(model) for name, model in config.models.items()}
 
 
 def location(model: ModelConfig) -> str:
     """Returns the folder or reference of a model. Names with equal locations may share workers.
 
-    Returns "" for a model that shares no workers: it has no files, or a link out of the models
-    folder.
+    Returns "" for a model that shares no workers: the built-in `counting`, or a link that leads out
+    of the models folder.
     """
     if model.path == f"{BUILTIN_PREFIX}counting" or (
         model.within and outside_target(Path(model.path), Path(model.within)) is not None
@@ -360,7 +363,7 @@ def all_locations(config: PoolConfig) -> dict[str, str]:
 
 
 def fingerprints(path: Path) -> Fingerprints:
-    """Returns names, times and sizes of the files at `path`; () if the path cannot be read."""
+    """Returns names, times and sizes of the files at `path`; () if the files cannot be read."""
     try:
         files = sorted(path.iterdir()) if path.is_dir() else [path]
     except OSError:
@@ -387,7 +390,7 @@ MakeScanner = Callable[..., Scanner]  # the arguments have the names of Scanner'
 
 
 class Waiting(Struct, frozen=True):
-    """An answer that waits for a scan, at most until the time `until`."""
+    """An answer that is sent after a scan, or at the time `until` if the scan takes longer."""
 
     scan: int
     until: float
@@ -439,7 +442,10 @@ class Catalogue(Closing):
             self._perform(self._events.popleft(), now)
 
     def answer_waiting(self, now: float) -> None:
-        """Calls the callbacks that are due; the core first gets the results of their scans."""
+        """Calls the callbacks whose scan is done or whose time is over.
+
+        Before that the core gets the results of these scans.
+        """
         if not self._waiting:
             return
         done = self._scanner.done

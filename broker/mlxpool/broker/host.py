@@ -51,14 +51,14 @@ def resident_bytes(pid: int) -> int:
 
 
 def trim_heap() -> None:
-    """Returns free memory of the C library to the operating system, if possible."""
+    """Gives free memory of the C library back to the operating system, if possible."""
     if LINUX:
         with contextlib.suppress(AttributeError, OSError):  # another C library
             ctypes.CDLL(None).malloc_trim(0)
 
 
 def start_time(pid: int) -> float | None:
-    """Returns the start time of a process, which with the pid identifies it. None: unknown."""
+    """Returns the start time of a process; None: unknown. Pid and start time identify it."""
     try:
         return float(psutil.Process(pid).create_time())
     except psutil.Error:
@@ -66,7 +66,10 @@ def start_time(pid: int) -> float | None:
 
 
 def oom_kills() -> int:
-    """Returns the out-of-memory kills of this control group plus all kills of this machine."""
+    """Returns the number of out-of-memory kills, which rises with each kill.
+
+    It is the sum of the kernel's counts for this control group and for this machine.
+    """
     if not LINUX:
         return 0
     return sum(oom_kills_in(path) for path in (*_memory_event_files(), Path("/proc/vmstat")))

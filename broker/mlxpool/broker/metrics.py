@@ -41,7 +41,7 @@ class Counters:
     def of(self, model: str) -> Figures:
         """Returns the figures of a model by the model's own name.
 
-        They are kept for ever, so call it only for existing models.
+        The figures are kept for ever, so the name must be that of an existing model.
         """
         figures = self.models.get(model)
         if figures is None:
@@ -63,7 +63,7 @@ class Counters:
         self.of(request.message.model).preempted += 1
 
     def end(self, request: Request, outcome: str, now: float) -> None:
-        """Counts an ended request once. `outcome` is its reason or the code of its error."""
+        """Counts an ended request. `outcome`: the reason of its end, or the code of its error."""
         run = request.run
         self.of(request.model).ended(request, outcome, now)
         if request.state is RequestState.DONE:
@@ -135,9 +135,10 @@ class Figures:
         self.queue.observe(now - request.accepted_at)
 
     def tokens_came(self, request: Request, now: float) -> None:
-        """Records the intervals of new ids of a run, which may come from several steps.
+        """Records the intervals between new ids of a run.
 
-        Steps that are read together have one time, so their ids share the interval before them.
+        The ids may come from several steps that are read together. These steps have one time, so
+        each of their ids gets an equal part of the interval before them.
         """
         run = request.run
         count = len(run.ids) // ID_WIDTH - run.measured_ids

@@ -1,4 +1,4 @@
 """The admin socket: operators' commands, subscriptions and reloads.
 
-Also messages to a service manager.
+The package also has the messages to a service manager.
 """

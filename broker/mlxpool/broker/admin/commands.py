@@ -1,4 +1,4 @@
-"""The commands of operators: a handler for each type of command, with its checks."""
+"""Handles operators' commands: checks each command and performs it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Answer = Mapping[str, Any]  # the body of the answer, which the command line pri
 
 
 class Controls(Struct, frozen=True):
-    """The functions outside the core that commands call."""
+    """The functions outside the core that operators' commands call."""
 
     snapshot: Callable[[float, bool], Snapshot]  # at a time, with rows of models or without
     last_dump: Callable[[str], Path | None]  # the newest file with stacks of a slot's workers

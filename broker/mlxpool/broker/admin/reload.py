@@ -79,7 +79,7 @@ class CurrentSettings:
 def without_local_workers(config: PoolConfig) -> PoolConfig:
     """Returns the settings for a broker that starts no worker and scans no models folder.
 
-    Workers of other supervisors serve its models.
+    Workers of other supervisors serve the models of such a broker.
     """
     models = {name: replace(model, replicas=0) for name, model in config.models.items()}
     return replace(config, models=models, models_dir=None)
@@ -88,8 +88,8 @@ def without_local_workers(config: PoolConfig) -> PoolConfig:
 def require_gpus(old: PoolConfig, new: PoolConfig, visible: Sequence[str]) -> None:
     """Raises ConfigError if there are too few GPUs for workers of new or changed models.
 
-    The check skips models of other supervisors' workers, and unchanged models, which keep their
-    workers.
+    Unchanged models are not checked, because they keep their workers. Models of other supervisors'
+    workers are not checked either.
     """
     problems = []
     for name, model in new.models.items():
@@ -162,10 +162,10 @@ class Target(Protocol):
     """The parts of the broker that a reload changes besides the core."""
 
     def model_of(self, name: str) -> str:
-        """Returns the model that serves a name."""
+        """Returns the name under which the model of `name` runs."""
 
     def use(self, config: PoolConfig) -> dict[str, str]:
-        """Applies limits and keys; returns the revoked keys, public key -> name."""
+        """Applies limits and keys. Returns a map of the revoked keys: public key -> name."""
 
     def use_models(self, models: Mapping[str, ModelConfig]) -> None:
         """Applies the models of new settings."""
@@ -320,6 +320,6 @@ class Reloader:
         return ev.ModelFound(name, model, location, weights)
 
     def close(self) -> None:
-        """Stops reloads. A read under way has no effect."""
+        """Stops reloads. If the settings are being read, the result is ignored."""
         self._again, self._reread = False, None
         self.waker.close()

@@ -54,7 +54,7 @@ class AdminServer:
         self._counters = counters
 
     def serve(self, now: float) -> None:
-        """Answers the messages waiting on the socket, at most MAX_PER_TURN."""
+        """Answers at most MAX_PER_TURN of the messages that wait on the socket."""
         for _ in range(MAX_PER_TURN):
             received = self.peers.receive(now)
             if received is None:
@@ -84,7 +84,7 @@ class AdminServer:
             self._answer(number, message, now)
 
     def _about_jobs(self, number: int, message: Message, now: float) -> None:
-        """Starts an operation on jobs. The answer follows the store's result."""
+        """Starts an operator's command about jobs. The answer follows the result of the store."""
         kind, id = message.kind, message.header.id
 
         def answer(content: Content) -> None:

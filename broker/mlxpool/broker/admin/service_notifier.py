@@ -89,7 +89,7 @@ class ServiceNotifier(Closing):
                 self._send(f"STATUS={text}")
 
     def next_wake(self) -> float:
-        """Returns the latest time for the next `on_turn`; infinity without a watchdog."""
+        """Returns the time until which `on_turn` must be called; infinity without a watchdog."""
         return self._watchdog_at if self._watchdog_interval < math.inf else math.inf
 
     def _send(self, text: str) -> None:

@@ -23,9 +23,10 @@ MAX_SUBSCRIBERS = 64
 
 
 class Subscription(Struct, eq=False):
-    """A subscription.
+    """A connection's subscription to updates.
 
-    `id`: the id of its newest request. `since`: the time of its first request.
+    `id`: the id of its newest request. `until`: the end of its lease. `since`: the time of its
+    first request.
     """
 
     id: bytes | None
@@ -51,7 +52,7 @@ class Subscriptions:
         return number in self._by_number
 
     def accepts(self, number: int) -> bool:
-        """Returns whether a connection may subscribe: it already does, or there is room."""
+        """Returns whether a connection is subscribed already, or may subscribe now."""
         return number in self._by_number or len(self._by_number) < MAX_SUBSCRIBERS
 
     def renew(self, number: int, request_id: bytes | None, now: float) -> None:
@@ -90,9 +91,9 @@ class Subscriptions:
                 self._send(number, figures)
 
     def _send(self, number: int, figures: Mapping[str, Any]) -> None:
-        """Sends an update.
+        """Sends an update to a connection.
 
-        Connections with a backlog are skipped, because old updates are useless.
+        A connection with a backlog gets no update, because old updates are useless.
         """
         if number in self._connections.full:
             return

@@ -39,9 +39,9 @@ class StartWorker(Struct, frozen=True):
 
 
 class StopWorker(Struct, frozen=True):
-    """Stops the process of a slot: asks it to end, and later kills it.
+    """Stops the process of a slot: asks it to end, and kills it if it does not end in time.
 
-    `at_once`: kills it immediately.
+    `at_once`: it is killed immediately.
     """
 
     slot: str
@@ -171,7 +171,7 @@ class Outbox:
         self.send(reader.link, message, request.id, reader.attempt, pos)
 
     def merge(self, link: int, row: Delta) -> None:
-        """Sends a delta in one message with the other deltas of this event to the same link."""
+        """Adds a delta to the message that carries all deltas of this event to the same link."""
         self.merged.setdefault(link, []).append(row)
 
     def complain(self, link: int, error: PoolError, about: bytes | None) -> None:

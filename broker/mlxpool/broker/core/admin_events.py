@@ -125,7 +125,8 @@ class AdminEvents(Struct, eq=False):
     def on_model_changed(self, event: ev.ModelChanged, now: float) -> None:
         """Replaces the workers of a model whose settings have changed.
 
-        Old workers finish, or hand over their streams after `grace`.
+        Old workers finish their streams. They hand over streams that have not ended after `grace`
+        seconds.
         """
         registry = self._state.registry
         for worker in registry.change(event.name, event.config, event.location, event.need):

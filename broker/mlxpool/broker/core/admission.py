@@ -66,9 +66,9 @@ class Admission(Struct, eq=False):
             self._refuse(live, event, error, now)
 
     def _may_send_again(self, known: Request | Tombstone, event: ev.ClientGenerate) -> bool:
-        """Returns whether an event is a later attempt of a known request.
+        """Returns whether an event is a valid later attempt of a known request.
 
-        If it is not, the client gets an answer.
+        If it is not, answers the client.
         """
         ended = isinstance(known, Tombstone)
         if (known.owner, known.digest) != (event.owner, event.digest):
@@ -124,7 +124,7 @@ class Admission(Struct, eq=False):
         self._ended.check_quarantine(digest)
 
     def on_start_job(self, event: ev.StartJob, now: float) -> None:
-        """Accepts the run of a job, or answers its manager with the error."""
+        """Accepts the run of a job, or sends the error to the job manager."""
         self._state.heard(JOBS_LINK, now)
         try:
             if event.id in self._state.requests:
@@ -206,7 +206,7 @@ class Admission(Struct, eq=False):
         return now + (default if message.deadline_ms is None else _seconds(message.deadline_ms))
 
     def _queued(self, request: Request, now: float) -> None:
-        """Confirms a request that has just been queued, and dispatches the requests of its model.
+        """Confirms a request that has just been queued, and dispatches requests of its model.
 
         The request is a first attempt or a retry.
         """
@@ -266,7 +266,7 @@ def _new_reader(event: ev.ClientGenerate, message: Generate) -> Reader:
 
 
 def _bounded(state: State, message: Generate) -> Generate:
-    """Returns the message; if it has no max_tokens, it gets the default of the settings.
+    """Returns the message with a `max_tokens`: its own, or else the default of the settings.
 
     A resumed stream keeps the `max_tokens` that its first worker reported (Facts).
     """
@@ -317,18 +317,18 @@ def _check_ids(run: Run, ids: bytes) -> None:
 
 
 def _bound_factor(message: Generate) -> int:
-    """Returns the factor for the bounds of a queue.
+    """Returns the factor by which the bounds of a queue are raised for a message.
 
-    The bounds are larger for a retry of a stream that was accepted before.
+    The factor is above 1 for a retry of a stream that was accepted before.
     """
     return RESUME_FACTOR if message.resume_ids else 1
 
 
 def _places(message: Generate) -> int:
-    """Returns the number of requests that a message counts as.
+    """Returns the number of requests as which a message is counted.
 
-    The first of `n` choices counts for all choices, so that they are refused together. Later
-    choices are checked singly, because other requests may come between.
+    If a client asks for `n` choices, the first counts for all, so that they are refused together.
+    The later choices are checked one by one, because other requests may come between them.
     """
     choice = message.choice
     return choice.of if choice is not None and choice.index == 0 and not message.resume_ids else 1
@@ -349,7 +349,7 @@ def _check_prompt(state: State, model: Model, message: Generate) -> None:
 
 
 def _check_queue(state: State, model: Model, message: Generate) -> None:
-    """Raises QueueFull if the model's queue is full by number or bytes."""
+    """Raises QueueFull if the model's queue has too many requests or too many bytes."""
     factor, queue = _bound_factor(message), model.queue
     limit, most = factor * state.config.queue_limit, factor * state.config.queue_bytes
     # Requests that fit in a worker now do not wait.

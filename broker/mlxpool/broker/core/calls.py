@@ -1,4 +1,4 @@
-"""Answers `ping`, `models` and `keep`, and forwards calls of models to workers."""
+"""Answers `ping`, `models` and `keep`, and forwards model calls, such as `embed`, to workers."""
 
 from __future__ import annotations
 
@@ -83,12 +83,10 @@ class Calls(Struct, eq=False):
         self._outbox.send(event.link, answer, event.id, event.attempt)
 
     def _keep(self, message: Keep | PoolError, now: float) -> int:
-        """Sets the time for which an idle model stays loaded.
+        """Sets the time for which an idle model stays loaded, as a client asks.
 
-        Returns it in milliseconds. Raises PoolError.
-
-        A client cannot shorten an unlimited time. It can extend a limited time to
-        `client_keep_alive`.
+        Returns the time in milliseconds. Raises PoolError. `allowed_keep` has the bounds of the
+        time.
         """
         if isinstance(message, PoolError):
             raise message
@@ -175,7 +173,7 @@ class Calls(Struct, eq=False):
         return True
 
     def _check_bounds(self, model: Model, call: Call) -> None:
-        """Raises QueueFull if too many calls of a model wait, or are in its workers."""
+        """Raises QueueFull if the open calls of a model are too many or have too many bytes."""
         config, calls = self._state.config, self._state.calls
         in_work = [calls[id] for worker in model.workers for id in worker.calls]
         count = len(model.calls) + len(in_work)
@@ -228,7 +226,7 @@ class Calls(Struct, eq=False):
             self.cancel(call, now, DeadlineExceeded(f"{why} (deadline_ms), {where}"))
 
     def known(self, id: bytes, owner: str | None) -> Call | None:
-        """Returns the open call with this id, if `owner` may see it; None may see all calls."""
+        """Returns the open call with this id, if it belongs to `owner`. `owner` None: any owner."""
         call = self._state.calls.get(id)
         return call if call is not None and owner in (None, call.message.owner) else None
 
@@ -293,8 +291,9 @@ class Calls(Struct, eq=False):
 def allowed_keep(asked_ms: int, usual: float, longest: float) -> float:
     """Returns the seconds for which an idle model stays loaded; negative: without limit.
 
-    `usual`: the model's keep_alive. `longest`: the most that clients may ask for; negative: no
-    bound.
+    `asked_ms`: the client's request; negative: without limit. `usual`: the model's keep_alive. If
+    it is negative, a client cannot shorten it. `longest`: the most that clients may ask for beyond
+    `usual`; negative: no bound.
     """
     if usual < 0:
         return usual

@@ -1,8 +1,11 @@
 """The core: `handle(event, now) -> actions`. Pure: no I/O, no clock, no random number.
 
-Invariants: one terminal message for each accepted id and attempt, and no message after it; `pos`
-without gaps; no work for a worker that is not READY; every live request has a timer; accepted =
-done + failed + cancelled + live.
+Invariants:
+- An accepted id and attempt gets one terminal message, and no message after it.
+- The `pos` of consecutive deltas has no gaps.
+- A worker that is not READY gets no work.
+- Every live request has a timer.
+- accepted = done + failed + cancelled + live.
 """
 
 from __future__ import annotations
@@ -46,9 +49,10 @@ class Core:
         memory: int = NO_LIMIT,
         locations: Mapping[str, str] | None = None,
     ) -> None:
-        """`needs`: bytes of a worker of each model. `memory`: bound on the bytes of all workers.
+        """`needs`: the bytes that a worker of each model needs, by name.
 
-        `locations`: the path of each model's files. Models with one path may share workers.
+        `memory`: the bound on the bytes of all workers together. `locations`: the path of each
+        model's files. Models with equal paths may share workers.
         """
         registry = Registry(memory, config.restart_limit)
         for name, spec in config.models.items():
@@ -129,7 +133,7 @@ class Core:
 
     @property
     def ends_more(self) -> bool:
-        """Returns whether streams or calls are about to end in the next events."""
+        """Returns whether the next events end further streams or calls (BulkEndings)."""
         return len(self._bulk) > 0
 
     def next_wake(self) -> float:

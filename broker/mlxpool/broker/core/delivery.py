@@ -63,7 +63,11 @@ class Delivery(Struct, eq=False):
         self._outbox.merge(reader.link, row)
 
     def set_timer(self, request: Request) -> None:
-        """Sets a request's timer: its first deadline, or the limit of time without an ack."""
+        """Sets a request's timer to its first deadline.
+
+        If its reader has not acknowledged a full window, the limit of the wait for an ack counts
+        too.
+        """
         at = min(request.deadline, request.queue_deadline, request.first_token_deadline)
         if since := request.reader.blocked_since:
             at = min(at, since + self._state.config.ack_grace)

@@ -78,9 +78,9 @@ class Dispatcher(Struct, eq=False):
         self._pool.update_idle_timer(model, now)
 
     def _keep_promises(self, model: Model, workers: list[Worker], now: float) -> None:
-        """Assigns requests to free batch slots that other owners gave up for these requests.
+        """Assigns promised batch slots, once they are free, to requests of the promised owners.
 
-        If no request of the owner can use the slot, it is free for all owners.
+        If no request of a promised owner can use a slot, the slot is free for all owners.
         """
         places = model.places
         for owner in list(places.promised):
@@ -115,7 +115,7 @@ class Dispatcher(Struct, eq=False):
     def _assign_resumed(self, request: Request, workers: list[Worker], now: float) -> list[Worker]:
         """Assigns a resumed request, or reserves a worker for it.
 
-        Returns the workers left for others.
+        Returns the workers that may get other requests.
         """
         model = self._state.model_of(request)
         pair = _choose(model, [request], workers)
@@ -182,7 +182,10 @@ class Dispatcher(Struct, eq=False):
 
 
 def _is_kept_from(owner: str, model: Model, workers: list[Worker], now: float) -> bool:
-    """Returns whether all free batch slots are reserved for owners without waiting requests."""
+    """Returns whether an owner may use none of the free batch slots.
+
+    This is so if they are all reserved for other owners that have no waiting requests.
+    """
     kept = model.places.kept_from(owner, now)
     if not kept:
         return False
@@ -225,7 +228,7 @@ def _is_incompatible(request: Request, ready: Sequence[Worker]) -> bool:
 
 
 def _changed(model: Model, request: Request | Call) -> ModelUnavailable:
-    """Returns the error of a stream that no ready worker can resume."""
+    """Returns the error of a stream that no ready worker can resume: the model has changed."""
     assert isinstance(request, Request)
     facts, worker = request.run.facts or Facts(), _ready(model)[0]
     return ModelUnavailable(
@@ -279,7 +282,8 @@ def _behind_bound(model: Model, workers: Sequence[Worker]) -> tuple[Request, Wor
 def work_of(request: Request, deadline_ms: int) -> Work:
     """Returns the `work` message of a request.
 
-    If another worker had the request before, the message has its ids and facts as a `resume`.
+    If another worker had the request before, the message has a `resume`: the ids that this worker
+    sent, and the data about its model (facts).
     """
     message, run, resume = request.message, request.run, None
     if run.ids or run.facts is not None:
@@ -314,7 +318,7 @@ class PlaceSharing(Struct, eq=False):
     _delivery: Delivery
 
     def share(self, model: Model, now: float) -> None:
-        """Stops runs so that waiting requests of other owners get their places (batch slots)."""
+        """Stops runs, so that waiting requests of other owners can take the runs' batch slots."""
         key, timers = ("places", model.name), self._state.timers
         again = model.places.kept_until(now) if model.queue else math.inf
         if not model.queue or len(self._state.owned) < 2:
@@ -333,9 +337,9 @@ class PlaceSharing(Struct, eq=False):
     def _wanted(self, model: Model, serving: list[Worker]) -> Iterator[Wanted]:
         """Yields waiting requests that may take a place (batch slot) from a run of another owner.
 
-        Their owners have fewer places than another owner. Idle jobs are left out, because they take
-        no place from other requests. A charged request is left out too: a worker is reserved for
-        it.
+        The owner of such a request has fewer places than another owner. Idle jobs are left out,
+        because they take no place from other requests. Charged requests are left out too, because a
+        worker is reserved for them.
         """
         counts = model.places.held
         most = max(counts.values(), default=0)
@@ -354,7 +358,7 @@ class PlaceSharing(Struct, eq=False):
     def _held(self, serving: list[Worker]) -> tuple[list[Held], dict[int, int]]:
         """Returns the runs of workers, and the number of free places (batch slots) of each worker.
 
-        The number includes places that will soon be free, because their runs are being stopped.
+        Places whose runs are being stopped count as free.
         """
         held: list[Held] = []
         coming: dict[int, int] = {}

@@ -39,7 +39,7 @@ class EndedRequests:
             tombstones.popitem(last=False)
 
     def make_final(self, id: bytes) -> None:
-        """Marks an id as ended on request: no later attempt starts it again."""
+        """Marks an ended request as ended by a command: no later attempt starts it again."""
         tombstones = self._state.tombstones
         tombstones[id] = replace(tombstones[id], final=True)
 
@@ -51,9 +51,9 @@ class EndedRequests:
             self._state.timers.set("tombstones", next(iter(tombstones.values())).until)
 
     def fate(self, request_id: bytes, owner: str | None = None) -> Fate:
-        """Returns the state of a request and the number of sent ids, if this owner may know them.
+        """Returns the state of a request and the number of ids that were sent to the client.
 
-        `owner` None: a request of any owner.
+        If another owner has the request, returns `unknown`. `owner` None: the request of any owner.
         """
         live, tomb = self._state.requests.get(request_id), self._state.tombstones.get(request_id)
         if live is not None and owner in (None, live.owner):

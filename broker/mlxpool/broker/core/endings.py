@@ -28,10 +28,10 @@ BULK_TIMER = "endings"  # key of the timer that is set while ids are left
 class Bulk(Struct, eq=False):
     """A set of streams and calls that end for one reason, a few in each event.
 
-    `newest`: the number of the newest request when the set was made; a later request may reuse an
-    id and must not end. `ends` and `ends_call` decide, just before a stream or call would end,
-    whether it still must: its id may belong to another client by then. `error` makes the error for
-    each stream or call; None: they are cancelled. `then` is called after the last.
+    `newest`: the number of the newest request when the set was made. A later request with an id of
+    the set does not end. `ends` and `ends_call` are asked just before a stream or call would end,
+    because its id may belong to another client by then. `error` returns the error for each stream
+    or call; None: they are cancelled. `then` is called after the last stream or call.
     """
 
     streams: deque[bytes]
@@ -102,8 +102,8 @@ class BulkEndings:
         return sorted({r for r in known if r is not None and r.run.epoch}, key=lambda r: r.arrival)
 
     def end_some(self, now: float) -> None:
-        """Ends the next streams and calls, at most MAX_ENDED in an event."""
-        # Before any stream ends: an exception affects one stream; later events end the others.
+        """Ends the next streams and calls, until this event has ended MAX_ENDED of them."""
+        # Set before any stream ends: after an exception later events still end the other streams.
         self._state.timers.set(BULK_TIMER, now)
         for _ in range(MAX_LOOKED_AT):
             if not self._bulks or not self._may_end:
@@ -119,7 +119,10 @@ class BulkEndings:
             self._state.timers.clear(BULK_TIMER)
 
     def _end_next(self, bulk: Bulk, now: float) -> bool:
-        """Ends the next stream or call of a bulk, if it still exists. Returns whether it did."""
+        """Takes the next stream or call of a bulk, and ends it if it still has to end.
+
+        Returns whether a stream or call was ended.
+        """
         if bulk.streams:
             request = self._state.requests.get(bulk.streams.popleft())
             if request is None or request.arrival > bulk.newest or not bulk.ends(request):
@@ -198,7 +201,7 @@ class Endings(Struct, eq=False):
         self._state.heard(event.link, now)
 
     def on_link_lost(self, event: ev.LinkLost, now: float) -> None:
-        """Cancels the streams of a lost link that are not durable: no client retries them."""
+        """Cancels a lost link's streams without `durable`, because no client will retry them."""
         link = self._state.links.get(event.link)
         if link is not None and not link.lost:
             link.lost = True
@@ -242,7 +245,7 @@ class Endings(Struct, eq=False):
             del self._state.links[number]
 
     def _look_again(self, number: int, now: float) -> None:
-        """Sets a link's timer to now: its streams and calls have ended, so it may be forgotten."""
+        """Makes a link's timer due now, because the link's streams and calls have ended."""
         if number in self._state.links:
             self._state.timers.set(("link", number), now)
 
@@ -258,7 +261,7 @@ class Endings(Struct, eq=False):
     def _end_stalled(self, number: int, link: Link, now: float) -> None:
         """Cancels the running streams of a silent client, if other clients wait for their models.
 
-        A durable stream continues when its client retries, as after `client_grace`.
+        A durable stream continues when its client retries it, as it does after `client_grace`.
         """
         running = [r for r in self._bulk.running(link.ids) if _is_on(number, r)]
         wanted_models = {
@@ -288,7 +291,10 @@ class Endings(Struct, eq=False):
                 reader.blocked_since = min(now, reader.blocked_since + event.seconds)
 
     def on_request_timer(self, request_id: bytes, now: float) -> None:
-        """Fails a request past a deadline, or with a slow reader; else sets its next timer."""
+        """Fails a request if a deadline has passed or its reader is too slow.
+
+        Otherwise sets the request's timer to its next deadline.
+        """
         request = self._state.requests.get(request_id)
         if request is None:  # an earlier timer of this wake ended it
             return

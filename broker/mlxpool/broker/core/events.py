@@ -78,7 +78,7 @@ class Quarantine(Event, Struct, frozen=True):
 
 
 class WantModel(Event, Struct, frozen=True):
-    """Starts workers of a model with waiting jobs, as far as its breaker and drain allow."""
+    """Starts workers of a model with waiting jobs, unless it drains or its breaker is open."""
 
     model: str
 
@@ -175,7 +175,7 @@ class SpawnFailed(Event, Struct, frozen=True):
 class WorkerHello(Event, Struct, frozen=True):
     """The worker of a slot sent `hello` with its one-time token, which the edge has checked.
 
-    `token` is the token of its next `hello`.
+    `token` is the new token, for the next `hello` of the worker.
     """
 
     slot: str
@@ -186,8 +186,8 @@ class WorkerHello(Event, Struct, frozen=True):
 class WorkerDialled(Event, Struct, frozen=True):
     """A worker of another supervisor connected; the edge has checked its key.
 
-    The worker fills `slot` and serves `model`, which may be an unknown name. `token` is the token
-    of its next `hello`.
+    The worker fills `slot` and serves `model`, which may be an unknown name. `token` is for the
+    next `hello` of the worker.
     """
 
     slot: str
@@ -197,7 +197,7 @@ class WorkerDialled(Event, Struct, frozen=True):
 
 
 class WorkerDeltas(Event, Struct, frozen=True):
-    """Rows of `deltas` messages, gathered over several messages of one worker."""
+    """Deltas of one worker, gathered from several of its `deltas` messages."""
 
     epoch: int
     rows: Sequence[Delta]
@@ -249,8 +249,8 @@ class WorkerBye(Event, Struct, frozen=True):
 class WorkerExited(Event, Struct, frozen=True):
     """The process of a worker has ended, after all its messages were handled.
 
-    `own`: the process ended by itself, so that a request in it may be to blame. `prefill` is the
-    request whose prompt it was reading.
+    `own`: the process ended by itself, so that a request in it may be to blame. `prefill`: the id
+    of the request whose prompt the worker was reading.
     """
 
     slot: str
@@ -294,7 +294,10 @@ class ModelGone(Event, Struct, frozen=True):
 
 
 class ModelChanged(Event, Struct, frozen=True):
-    """A model has new settings: its workers are replaced, their streams have `grace` seconds."""
+    """A model has new settings: its workers are replaced.
+
+    The streams of its old workers have `grace` seconds to end.
+    """
 
     name: str
     config: ModelConfig
@@ -404,7 +407,7 @@ def of_client(link: int, owner: str, message: Message, entropy: Callable[[], int
 def of_worker(epoch: int, message: Message) -> Event:
     """Returns the event of a worker's message other than `hello` and `deltas`.
 
-    Raises BadRequest.
+    Raises BadRequest for an invalid body, and for a type of message that workers do not send.
     """
     body, kind = message.body, message.kind
     if kind == from_worker.Beat.kind:

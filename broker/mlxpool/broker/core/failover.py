@@ -40,7 +40,7 @@ class Failover(Struct, eq=False):
     _bulk: BulkEndings
 
     def condemn(self, worker: Worker, cause: str, now: float, *, own: bool = False) -> None:
-        """Fences a worker and moves its runs. `own`: the cause is in the worker itself."""
+        """Fences a worker and moves its runs to other workers. `own`: the worker is at fault."""
         sample = worker.watch.sample
         prefill = sample.look.request
         if self._pool.condemn(worker, cause, at_once=sample.stopped):
@@ -50,7 +50,7 @@ class Failover(Struct, eq=False):
             self.serve_elsewhere(worker, now)
 
     def serve_elsewhere(self, worker: Worker, now: float) -> None:
-        """Assigns the requeued work of a worker to other workers that have credit."""
+        """Gives the requests and calls that a worker had to other workers with credit."""
         model = self._state.model_of_worker(worker)
         self._calls.forward(model)
         self._dispatcher.dispatch(model, now)
@@ -86,10 +86,7 @@ class Failover(Struct, eq=False):
         self._calls.worker_lost(worker, cause, shares)
 
     def _shares(self, worker: Worker, prefill: bytes | None) -> dict[bytes, float]:
-        """Returns how much each request and call is to blame for the end of a worker, by id.
-
-        See blame.py.
-        """
+        """Returns the blame of each request and call for the end of a worker, see blame.py."""
         ids = [request.id for request in self.running(worker)]
         ids += [call.id for call in self._calls.computed_by(worker)]
         return blame.shares(ids, prefill)

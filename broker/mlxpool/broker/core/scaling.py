@@ -26,7 +26,7 @@ class ReplicaScaling(Struct, eq=False):
     _drainer: Drainer
 
     def on_timer(self, name: str, now: float) -> None:
-        """Scales a model to its load, because its timer is due."""
+        """Adds or drains workers of a model according to its load: the model's timer is due."""
         model = self._state.registry.models.get(name)  # None: the name became an alias
         if model is None or not model.scales or not self._state.admits:
             return

@@ -173,7 +173,10 @@ class State(Struct, eq=False):
             known.heard_at = now
 
     def watch_link(self, link: int, now: float) -> None:
-        """Sets the timer that ends a silent link, see Endings.on_link_timer. JOBS_LINK has none."""
+        """Sets the timer that ends a silent link, see Endings.on_link_timer.
+
+        JOBS_LINK gets no timer.
+        """
         if link == JOBS_LINK:
             return
         silent_until = now + min(STALL_GRACE, self.config.client_grace)

@@ -1,6 +1,6 @@
 """Records the ids of worker output (rows of `deltas`), then flushes the output of each reader once.
 
-This is the hot path: a row costs a few dictionary look-ups, and no other object.
+This is the hot path: to record a row takes a few dictionary look-ups and creates no object.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class TokenIngest(Struct, eq=False):
             self._pool.work_ended(self._state.model_of_worker(worker), now)
 
     def _end_lease(self, worker: Worker, row: Delta) -> None:
-        """Ends the lease of a row's run."""
+        """Ends the lease of the run that a row belongs to."""
         cached = None
         if row.end is not None and "code" not in row.end:
             end = RunEnd.parse(row.end)

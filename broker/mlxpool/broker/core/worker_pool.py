@@ -109,7 +109,7 @@ class WorkerPool(Struct, eq=False):
     # ---- unloading ---------------------------------------------------------------------------
 
     def work_ended(self, model: Model, now: float) -> None:
-        """Handles the end of a model's work: it may be idle, and a drain may be complete."""
+        """Handles the end of work of a model: sets its idle timer, and may complete a drain."""
         self.update_idle_timer(model, now)
         if not model.admits and not model.busy:
             self.unload(model, exit_causes.DRAINED)
@@ -151,7 +151,7 @@ class WorkerPool(Struct, eq=False):
             self.stop(worker, why)
 
     def give_up(self, model: Model) -> None:
-        """Stops the attempts to start an unavailable model. A pinned model is still retried."""
+        """Stops the attempts to start a worker of a model. A pinned model is still tried again."""
         if not model.config.pin:
             self._end_demand(model, "give up")
 
@@ -170,7 +170,7 @@ class WorkerPool(Struct, eq=False):
         slot.worker = Worker(slot.name, slot.model, pid, started_at=now, remote=True)
 
     def welcome(self, worker: Worker, hello: Hello, token: str, now: float) -> None:
-        """Assigns an epoch to a worker that sent `hello` on a new connection; fences its old epoch.
+        """Assigns a new epoch to a worker that sent `hello`, and fences the worker's old epoch.
 
         Raises ValueError if the worker's state does not allow this.
         """
@@ -260,7 +260,7 @@ class WorkerPool(Struct, eq=False):
         return True
 
     def stop(self, worker: Worker, why: str) -> None:
-        """Stops a worker without a fault, unless it is already stopping. Logs `why`."""
+        """Stops a worker that has no fault, unless it is already stopping. Logs `why`."""
         if not worker.allows("stop"):
             return
         worker.move("stop")

@@ -148,15 +148,15 @@ class Broker:
             log.warning("ended a worker of an earlier broker", extra={"pid": pid})
 
     def _record_processes(self) -> None:
-        """Writes the files that record the running processes again, after they were removed."""
+        """Rewrites the files that record the running processes, because they were removed."""
         self.supervisor.record_all()
         if self.gateway_process is not None:
             self.gateway_process.record()
 
     def _on_trouble(self, trouble: str, now: float) -> None:
-        """Reports to the core why new workers and commands cannot connect; "": they can.
+        """Reports to the core why new workers and commands cannot connect; "": they can connect.
 
-        If they cannot, ends the workers that have not connected yet.
+        While they cannot connect, ends the workers that have not connected yet.
         """
         self.perform(ev.Unreachable(trouble), now)
         if trouble:

@@ -22,7 +22,10 @@ SWEEP_INTERVAL = IDLE_TIME / 4
 
 
 class Endpoints(Closing):
-    """The three bound sockets. Raises OSError with the name of an endpoint, or BadKey."""
+    """The three bound sockets.
+
+    Raises OSError with the name of an endpoint that cannot be bound, and BadKey for unusable keys.
+    """
 
     def __init__(
         self, config: PoolConfig, descriptors: int, on_refusal: Callable[[], None]

@@ -97,7 +97,7 @@ class HttpGateway:
     # ---- start ---------------------------------------------------------------------------------
 
     def start(self, now: float) -> None:
-        """Starts the process, which is `ready` at its first heartbeat."""
+        """Starts the process. Its state becomes `ready` at its first heartbeat."""
         self._start_at = math.inf
         try:
             self._descriptor = self._process.start(self._settings())
@@ -153,9 +153,10 @@ class HttpGateway:
         return min(self._start_at, self._kill_at, self._silent_until())
 
     def _silent_until(self) -> float:
-        """Returns the time until which the process may send no heartbeat.
+        """Returns the time from which the process counts as hung if no heartbeat comes before.
 
-        The limit is `load_limit` seconds while it starts, later 2 * `beat_limit` seconds.
+        The limit of silence is `load_limit` seconds while the process starts, and 2 * `beat_limit`
+        seconds later.
         """
         if self.state not in RUNNING or self._kill_at < math.inf:
             return math.inf
@@ -164,7 +165,7 @@ class HttpGateway:
         return self._heard_at + limit
 
     def check(self, now: float) -> None:
-        """Restarts the process, or kills it, if that is due."""
+        """Starts the process if a restart is due; kills it if it is silent or stops too slowly."""
         if now >= self._start_at:
             self.start(now)
         elif now >= self._silent_until():
@@ -184,7 +185,10 @@ class HttpGateway:
     # ---- end -----------------------------------------------------------------------------------
 
     def drain(self, now: float, then: Callable[[float], None]) -> None:
-        """Lets answers finish for at most `http_drain_timeout` s; calls `then` after the end."""
+        """Lets answers finish for at most `http_drain_timeout` s, and then ends the process.
+
+        Calls `then` after the end of the process.
+        """
         self._then = then
         log.info(
             "answers over HTTP may finish", extra={"seconds": self._settings().http_drain_timeout}

@@ -145,11 +145,11 @@ class JobService(Closing):
             self.handle(ev.Acknowledged(event.link, event.message.have), now)
 
     def reads(self, id: bytes, owner: str) -> bool:
-        """Returns whether this owner has a request with this id that reads a job's output."""
+        """Returns whether a request with this id reads a job's output for this owner."""
         return self._manager.readers.has(id, owner)
 
     def serve(self, now: float) -> None:
-        """Handles the core's output, the store's results, and due times."""
+        """Handles the core's output, results of the store, outcomes of notices, and due times."""
         self.waker.drain()
         self._check_health(now)
         self._take_results()
@@ -269,8 +269,8 @@ def why_without_jobs(config: PoolConfig, error: StoreError) -> str | None:
     """Returns why the pool serves streams without jobs; None if the pool must not start.
 
     The pool starts if the folder is the default folder, or cannot be written. After any other fault
-    of a configured store the pool must not start: it would leave that store's jobs undone
-    unnoticed.
+    of a configured store the pool must not start. Otherwise nobody would notice that the jobs in
+    that store are not done.
     """
     by_default = config.state_dir == str(default_state_dir(config.run_dir))
     if not by_default and not isinstance(error, StoreUnwritable):
@@ -279,7 +279,7 @@ def why_without_jobs(config: PoolConfig, error: StoreError) -> str | None:
 
 
 def refuse_questions(why: str) -> AskJobs:
-    """Returns a function for operators' questions in a pool without jobs; it raises JobsOff."""
+    """Returns the function for operators' questions in a pool without jobs: it raises JobsOff."""
 
     def ask(kind: str, body: Mapping[str, Any], answer: Answer, now: float) -> None:
         raise JobsOff(why)
@@ -397,7 +397,7 @@ class CoreView:
 def job_event(
     action: core_actions.ToClient | core_actions.JobSetBack, stacks: Callable[[str], str]
 ) -> ev.Output | ev.RunEnded | ev.SetBack | None:
-    """Returns the manager's event for an action, or None.
+    """Returns the job manager's event for an action; None if the manager needs no event.
 
     `stacks` returns the thread stacks of a slot.
     """

@@ -1,4 +1,4 @@
-"""The begin and the end of the broker's process: lock, descriptors, signals, stop."""
+"""The start and the end of the broker's process: lock, descriptors, signals, stop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AlreadyRunning(OSError):
 
 
 def lock(run_dir: Path) -> int:
-    """Locks the run directory; the kernel releases the lock at any end of this process.
+    """Locks the run directory. The kernel releases the lock however this process ends.
 
     Returns a descriptor to close. Raises AlreadyRunning.
     """
@@ -69,7 +69,7 @@ class Lifecycle:
         gateway: HttpGateway | None,
         on_stop: Callable[[bool, float], None] = lambda final, now: None,
     ) -> None:
-        """`on_stop(final, now)` is called when the broker stops. `final`: no broker follows."""
+        """`on_stop(final, now)` is called when the broker stops. `final`: no broker follows it."""
         self.ending = False  # an end was requested; answers over HTTP may still run
         self.stopping = False
         self._perform = perform

@@ -52,7 +52,7 @@ class Task(Struct, frozen=True):
 
 
 class LoopLag:
-    """The longest time, over a moving window, for which the loop was busy or late."""
+    """The longest recent time for which the loop was busy or late."""
 
     __slots__ = ("_current", "_previous", "_since")
 
@@ -68,7 +68,11 @@ class LoopLag:
             self._current = seconds
 
     def worst(self, now: float) -> float:
-        """Returns the longest turn, in seconds, of the last 1 to 2 times LAG_WINDOW seconds."""
+        """Returns the duration in seconds of the longest recent turn.
+
+        Turns are recent if they ended in the present period of LAG_WINDOW seconds or in the period
+        before.
+        """
         if now - self._since >= LAG_WINDOW:
             self._roll(now)
         return max(self._current, self._previous)

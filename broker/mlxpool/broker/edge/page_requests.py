@@ -39,9 +39,9 @@ class PageCancels:
         self._queue.serve(self.cancel, now)
 
     def cancel(self, prefix: str, now: float) -> Fate:
-        """Cancels the live request whose id has this prefix.
+        """Cancels the live request whose id begins with the hexadecimal digits `prefix`.
 
-        Raises BadRequest unless there is exactly one.
+        Raises BadRequest unless exactly one live request has such an id.
         """
         ids = [id for id in self._state.requests if id.hex().startswith(prefix)]
         if not ids:

@@ -24,7 +24,7 @@ log = logging.getLogger("mlxpool.broker")
 
 
 class Reporter:
-    """Makes the reports. Owned by the broker's thread."""
+    """Builds snapshots of the pool, and its status line. Owned by the broker's thread."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Reporter:
     ) -> None:
         """`endpoints`: endpoints of the sockets `back` and `admin` outside the run directory.
 
-        `jobs` returns None if the settings have no jobs.
+        `jobs` returns the counts of jobs; None if the settings have no jobs.
         """
         self._pool = pool
         self._lifecycle = lifecycle
@@ -67,7 +67,7 @@ class Reporter:
             log.warning(self._slow_blas)
 
     def snapshot(self, now: float, listing: bool = False) -> Snapshot:
-        """Returns a snapshot. With `listing` it includes the rows of models in `ps`."""
+        """Returns a snapshot. With `listing` it includes the rows of models that `ps` prints."""
         broker, lag = self._broker(now), self._lag.worst(now)
         gateway = None if self._gateway is None else self._gateway.info(now)
         return snapshot.take(

@@ -42,10 +42,10 @@ class RunDirWatch:
         restored: Callable[[], None],
         on_trouble: Callable[[str, float], None],
     ) -> None:
-        """`lock` is the descriptor of the lock file, `bound` has the sockets by their names.
+        """`lock`: the descriptor of the lock file. `bound`: the sockets by their names.
 
-        `times_unbound` returns how often the front socket was bound again; None while it is
-        unbound. `restored` is called after files were created again, `on_trouble` when `trouble`
+        `times_unbound` returns how often the front socket was unbound; None while it is unbound.
+        `restored` is called after files were created again. `on_trouble` is called when `trouble`
         has changed.
         """
         self.lock = lock

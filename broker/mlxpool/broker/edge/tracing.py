@@ -111,8 +111,8 @@ class Part(NamedTuple):
 def parts_of(ended: RequestEnded) -> Iterator[Part]:
     """Yields the phases of a request: queue, prepare, prefill, decode, and each resume.
 
-    Phases in a worker are those of the newest worker, in sequence, with the durations that it
-    reported.
+    Phases in a worker are those of the newest worker. They follow each other, with the durations
+    that the worker reported.
     """
     assigned = ended.assigned_at
     yield Part("queue", ended.accepted_at, assigned or ended.ended_at)

@@ -97,7 +97,7 @@ class WorkerIngress:
             self._perform(event, now)
 
     def _gather(self, epoch: int, rows: list[Delta], now: float) -> None:
-        """Keeps the deltas of a worker for a short time, so that clients get fewer frames."""
+        """Gathers the deltas of a worker for a short time, so that clients get fewer frames."""
         if epoch != self._rows_epoch:
             self.flush_rows(now)
             self._rows_epoch = epoch

@@ -88,9 +88,9 @@ class WorkerProcesses:
         stop_remote: Callable[[str, float], bool],
         unreachable: Callable[[float], str] = lambda now: "",
     ) -> None:
-        """`read_pending` handles frames of workers and returns whether none is left.
+        """`read_pending` handles frames of workers and returns whether no frame is left.
 
-        `stop_remote` stops a slot's worker; returns False if this broker started the worker.
+        `stop_remote` stops a slot's worker, or returns False if this broker started the worker.
         `unreachable` returns why a new worker could not connect; "" if it could.
         """
         self._supervisor = supervisor
@@ -144,7 +144,7 @@ class WorkerProcesses:
         self._perform(event, now)
 
     def _has_explained_end(self, slot: str) -> bool:
-        """Returns False if a worker exited by itself and its message with the cause is missing."""
+        """Returns whether a worker has reported the cause of its end, or did not exit by itself."""
         epoch = self._sessions.epoch_of_slot(slot)
         if epoch is None or self._state.has_explained_end(epoch):
             return True

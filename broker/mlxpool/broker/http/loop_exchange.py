@@ -106,7 +106,7 @@ MAX_WAIT = 2.0  # seconds after which a loop without an answer counts as stuck
 
 
 class Unavailable(Exception):
-    """The loop did not answer within MAX_WAIT seconds, or has ended."""
+    """Raised if the loop does not answer within MAX_WAIT seconds, or has ended."""
 
 
 class LatestSnapshot(Closing):

@@ -209,7 +209,10 @@ MAX_SLOT = 400  # characters
 
 
 class LogRoute(OperatorRoute[str]):
-    """The route of the end of a slot's log file, which the thread of the HTTP server reads."""
+    """The route that returns the end of a slot's log file.
+
+    The thread of the HTTP server reads the file.
+    """
 
     path: ClassVar[str] = "/log"
     max_body: ClassVar[int] = 1024

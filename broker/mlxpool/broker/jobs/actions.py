@@ -1,4 +1,4 @@
-"""The actions that the job manager can decide, and the outbox that collects them."""
+"""The actions that the job manager decides on, and the outbox that collects them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Forget(Struct, frozen=True):
 
 
 class Post(Struct, frozen=True):
-    """Posts a notice to a URL; the result comes back as `Posted`."""
+    """Posts a notice to a URL. The result comes back as the event `Posted`."""
 
     end_seq: int
     id: str

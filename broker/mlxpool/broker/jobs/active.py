@@ -24,7 +24,10 @@ UNREAD_BYTES = 8 * 1024  # bytes of unread steps above which WRITE_DELAY applies
 
 
 class Step(NamedTuple):
-    """A piece of output that is stored whole: `text` is exactly the text of `ids`."""
+    """A piece of output that is stored whole: `text` is exactly the text of `ids`.
+
+    `size`: the most bytes that the stored piece takes.
+    """
 
     text: str
     ids: bytes
@@ -93,7 +96,7 @@ class ActiveJob(Struct, eq=False):
         self.phase = following
 
     def fits(self, row: Delta) -> bool:
-        """Returns whether the output follows the last taken id: no id is lost or doubled."""
+        """Returns whether the output follows the last taken id: no id is missing or repeated."""
         return not row.ids or row.pos == self.taken
 
     def take(self, row: Delta) -> None:
@@ -142,8 +145,8 @@ class ActiveJob(Struct, eq=False):
     def next_operation(self, chunk: Chunk | None, *, patient: bool) -> Operation | None:
         """Returns the next operation to write: some output, or the outcome of the job.
 
-        The operation that ends a job (Finish) includes the last ids. `patient`: the Finish is not
-        urgent.
+        The operation that ends a job (Finish) includes the last ids. `patient` is the field of that
+        operation: it is not urgent.
         """
         outcome, gen = self.outcome, self.job.gen
         if isinstance(outcome, NewGeneration):

@@ -95,11 +95,11 @@ class Posted(Struct, frozen=True):
 
 
 class StoreOpened(Struct, frozen=True):
-    """The store takes operations, for the first time or again after a disk failure."""
+    """The store accepts operations, for the first time or again after a disk failure."""
 
 
 class StoreLost(Struct, frozen=True):
-    """The store takes no operations. Operations under way were refused, and no job was changed."""
+    """The store refuses operations. Operations under way were refused, and no job was changed."""
 
 
 class Closing(Struct, frozen=True):

@@ -45,7 +45,7 @@ Group = tuple[str, int]  # (the model's name as jobs have it, priority)
 
 
 class Backlog(Struct, eq=False):
-    """The known times and counts of a group's jobs. A group: the jobs of one model and priority."""
+    """The due times and the counts of a group of jobs: the jobs of one model and priority."""
 
     due: float = math.inf  # earliest time at which a job may run; a time in the past: now
     suspects_due: float = math.inf  # earliest time at which a suspect may run alone
@@ -78,7 +78,7 @@ class Backlog(Struct, eq=False):
 
 
 class Feeder(Struct, eq=False):
-    """Plans reads of the store. `came` and `fed` report the jobs that wait there."""
+    """Plans reads of the store. Calls of `came` and `fed` tell it which jobs wait in the store."""
 
     answer_room: AnswerRoom
     groups: dict[Group, Backlog] = field(default_factory=dict)
@@ -233,7 +233,7 @@ class Feeder(Struct, eq=False):
         )
 
     def _alone(self, name: str, view: PoolView, now: float, *, waited: bool) -> bool:
-        """Returns whether a crash of the broker would count against one suspect of the model.
+        """Returns whether the core may get a suspect now: only it would be blamed for a crash.
 
         A suspect that has not `waited` long enough lets all due jobs and streams of the model go
         first, and waits for started jobs of other models. A suspect that has waited is given to the
@@ -252,7 +252,7 @@ class Feeder(Struct, eq=False):
         return view.free(model) > 0 or (waited and view.available(model, now))
 
     def _room(self, model: str, name: str, priority: int, view: PoolView, now: float) -> int:
-        """Returns the number of jobs of this priority that the core may have."""
+        """Returns the number of jobs of this priority that the core may have at the same time."""
         if not view.available(model, now):
             return 0
         if priority != IDLE:
@@ -327,9 +327,9 @@ class Feeder(Struct, eq=False):
         self.groups[group].leaving += 1
 
     def left(self, group: Group, owner: str, *, leaving: bool) -> None:
-        """Counts a job as ended: it does not run, and its outcome is on the disk or dropped.
+        """Counts a job as no longer active: its outcome is on the disk or dropped.
 
-        `leaving`: its run had ended before.
+        `leaving`: the method `leaving` was called for the job before.
         """
         if leaving:
             self.groups[group].leaving -= 1
@@ -385,8 +385,8 @@ class AnswerRoom:
     def calls(self, model: str, reads: Counter[str]) -> int:
         """Returns the number of calls of a model that may be read now.
 
-        `reads`: calls being read, by model. A model without calls gets at least one, so that it
-        never waits for another model's answers.
+        `reads`: the number of calls that are being read, by model. A model without calls may always
+        read one, so that it never waits for another model's answers.
         """
         left = MAX_ANSWERS - sum(self._bytes.values()) - LARGEST * sum(reads.values())
         least = 0 if self._bytes[model] or reads[model] else 1

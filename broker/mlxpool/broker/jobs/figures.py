@@ -13,7 +13,7 @@ REFUSING = "refusing"  # the store refuses new jobs for lack of room; running jo
 
 
 class JobFigures(Struct, frozen=True):
-    """Counts of jobs, lines of batches included, by state, and bytes of the store.
+    """Counts of jobs by state, including the jobs of batches, and the bytes of the store.
 
     The fields are the keys of `jobs` in `ps` and `stats`.
     """

@@ -153,9 +153,9 @@ class JobManager:
         )
 
     def figures(self) -> JobFigures:
-        """Returns the counts of jobs and their bytes.
+        """Returns the counts of jobs and the bytes of the store.
 
-        The store's counts by state may be old: they are read at intervals.
+        The store's counts by state may be old, because they are read at intervals.
         """
         live, refused = len(self.batches.live), self._outbox.refused
         return JobFigures.of(self._stored, self._running, len(self.readers.all), live, refused)
@@ -178,7 +178,7 @@ class JobManager:
         message: Question | job_operations.Question | PoolError,
         now: float,
     ) -> None:
-        """Pass a question to the component that answers it. Raises PoolError."""
+        """Passes a question to the component that answers it. Raises PoolError."""
         if isinstance(message, PoolError):
             raise message
         if isinstance(message, Fetch):

@@ -47,7 +47,10 @@ class Try(Struct, frozen=True):
 
 
 class Pause(Struct, frozen=True):
-    """A pause of an origin after `failures` consecutive failed tries. It ends at `until`."""
+    """A pause in the posts to an origin, until the time `until`.
+
+    `failures`: the number of consecutive failed tries.
+    """
 
     failures: int
     until: float
@@ -57,7 +60,7 @@ class NoticeQueue:
     """Reads due notices from the store, has them posted, and writes the results."""
 
     def __init__(self, outbox: Outbox, give_up_after: Callable[[], float]) -> None:
-        """`give_up_after` returns the seconds for which a notice is retried after its job's end."""
+        """`give_up_after` returns the seconds for which attempts to post a notice are repeated."""
         self._outbox = outbox
         self._give_up_after = give_up_after
         self._under_way: dict[int, Try] = {}  # by end_seq
@@ -67,7 +70,7 @@ class NoticeQueue:
         self._due = math.inf  # time of the next read of the store
 
     def came(self, url: str, now: float) -> None:
-        """Handles the end of a job or batch that has a notice to `url`; "": it has no notice."""
+        """Handles the end of a job or batch. `url` gets a notice of it; "": nobody is notified."""
         if url:
             self._came = self._reading
             self._due = min(self._due, now)
@@ -84,12 +87,15 @@ class NoticeQueue:
     # ---- posting ---------------------------------------------------------------------------------
 
     def next_read(self) -> float:
-        """Returns the time of the next read; infinity while a result or room is awaited."""
+        """Returns the time of the next read of notices.
+
+        Returns infinity while a read is under way, or MAX_UNDER_WAY notices are being posted.
+        """
         waits = self._reading or len(self._under_way) >= MAX_UNDER_WAY
         return math.inf if waits else self._due
 
     def read_due(self, now: float) -> None:
-        """Reads due notices, if a read is due and there is room."""
+        """Reads due notices, if a read is due and fewer than MAX_UNDER_WAY are being posted."""
         if now < self.next_read():
             return
         self._reading, self._came, self._due = True, False, math.inf
@@ -97,7 +103,10 @@ class NoticeQueue:
         self._outbox.store(ReadNotices(room, held, PER_ORIGIN, self._loads(now)), self._read)
 
     def _loads(self, now: float) -> tuple[OriginLoad, ...]:
-        """Returns the load of each paused or busy origin: notices under way, and free room."""
+        """Returns the number of notices under way, and of further notices allowed, by origin.
+
+        The list has each origin that is paused or has a notice under way.
+        """
         busy = Counter(attempt.notice.origin for attempt in self._under_way.values())
         loads = []
         for origin in sorted(busy.keys() | self._paused.keys()):

@@ -34,7 +34,7 @@ class PoolView(Protocol):
         ...
 
     def available(self, model: str, now: float) -> bool:
-        """Returns whether a request for the model would be accepted."""
+        """Returns whether the core would accept a request for the model."""
         ...
 
     def places(self, model: str) -> int:
@@ -46,7 +46,7 @@ class PoolView(Protocol):
         ...
 
     def free(self, model: str) -> int:
-        """Returns the free slots of the model's ready workers, less its queued requests."""
+        """Returns the free batch slots of the model's ready workers, minus its queued requests."""
         ...
 
     def is_outranked(self, id: bytes) -> bool:
@@ -58,5 +58,5 @@ class PoolView(Protocol):
         ...
 
     def link_known(self, link: int) -> bool:
-        """Returns whether a frame of this client came recently."""
+        """Returns whether the core knows this client's link: it has sent a frame recently."""
         ...

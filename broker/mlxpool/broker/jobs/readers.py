@@ -64,7 +64,7 @@ class Reader(Struct, eq=False):
 
     @property
     def open(self) -> bool:
-        """Returns whether the flow-control window has room."""
+        """Returns whether the reader may get more ids within its flow-control window."""
         return self.sent - self.acked < self.fetch.window
 
 
@@ -150,9 +150,9 @@ class Readers:
             self._go_on(reader, now)
 
     def read_all(self, now: float) -> None:
-        """Continues all readings, because the store was opened.
+        """Sends all readers the output or ends that they lack, because the store was opened.
 
-        Readers may lack output or ends: the store was lost before their commits could be reported.
+        The store may have been lost before it reported the commits of this output.
         """
         for reader in list(self.all.values()):
             reader.behind = True
@@ -280,9 +280,9 @@ class Readers:
         self._outbox.send(reader.link, delta, reader.id, reader.attempt, chunk.pos)
 
     def _tell_retries(self, reader: Reader, job: JobView) -> None:
-        """Sends the retries that followed a job's last id, in a delta without ids.
+        """Sends the retries that followed a job's last id, if the reader asked for steps.
 
-        The job's end is sent after this delta.
+        They are sent in a delta without ids, before the job's end.
         """
         retries = job.retries_at(reader.sent)
         if reader.fetch.steps and retries:

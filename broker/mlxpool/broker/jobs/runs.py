@@ -1,7 +1,9 @@
 """Runs of jobs: gives jobs to the core, writes their output, and ends or defers them.
 
-Invariants: a job has at most one operation on its output under way; an id goes to readers only when
-it is durable; the end of a job is written after all its ids.
+Invariants:
+- At most one operation on the output of a job is under way.
+- An id is sent to readers only once it is durable.
+- The end of a job is written after all its ids.
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ class Runs:
     def _wants(self, name: str, model: str, now: float) -> bool:
         """Returns whether to start a worker for the jobs that wait for a model.
 
-        For jobs of priority `idle` no worker of another model is stopped.
+        A worker for jobs of priority `idle` starts only if no other model must be unloaded for it.
         """
         if self._view.places(model) or not self._view.available(model, now):
             return False
@@ -277,13 +279,13 @@ class Runs:
         return Defer(active.id, job.gen, delay, attempts, job.charge, 0, error.message)
 
     def _put_back(self, active: ActiveJob, delay: float) -> Defer:
-        """Returns the operation that defers a job without fault: this start does not count."""
+        """Returns the operation that defers a job without its fault: this start does not count."""
         job = active.job
         starts = 0 if active.taken > job.pos else max(0, job.starts - 1)
         return Defer(active.id, job.gen, delay, job.attempts, job.charge, starts)
 
     def _leave(self, active: ActiveJob, outcome: Operation, now: float) -> None:
-        """Writes the remaining output of a job whose run is over, then its outcome."""
+        """Writes the remaining output of a job whose run is over, then the outcome of the job."""
         active.move(_event_of(outcome))
         active.ran, active.leaving, active.outcome = False, True, outcome
         self._feeder.leaving(active.group, active.job.scope.owner)
@@ -294,7 +296,7 @@ class Runs:
         self._outbox.perform(core.CancelRequest(None, None, active.id))
 
     def drop(self, id: bytes, now: float) -> bool:
-        """Forgets a job that was ended in the store. Returns whether it ran."""
+        """Forgets a job that another operation has ended in the store. Returns whether it ran."""
         active = self.active.get(id)
         if active is None:
             return False

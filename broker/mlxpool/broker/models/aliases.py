@@ -1,7 +1,7 @@
 """The names of models, and the name under which each model runs. Pure.
 
-Aliases are names of equal weights with equal settings; they share workers. Weights are equal if
-they have one location on the disk or equal digests.
+Several names are aliases if their weights and their settings are equal. Aliases share workers.
+Weights are equal if they have the same location on the disk or equal digests.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Name(Struct, eq=False):
 
     @property
     def unusable(self) -> str | None:
-        """The problem of completely read files: no worker could load them."""
+        """The first problem with the files, if all parts were read: no worker could load them."""
         return None if self.about.get("unread") else self.fault
 
 
 class Names:
-    """All names of models, with the name under which each runs (its `model`).
+    """All names of models. Each name has the name under which its model runs, its `model`.
 
-    Invariant: the name under which others run is its own `model`.
+    Invariant: a name that is the `model` of another name is also its own `model`.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Names:
         return [name for name, known in self.known.items() if not known.gone]
 
     def members(self, model: str) -> list[str]:
-        """Returns the names that run as `model`, in the order of their addition."""
+        """Returns the names that run under the name `model`, in the order of their addition."""
         return [name for name, known in self.known.items() if known.model == model]
 
     def alias(self, name: str) -> str | None:
@@ -101,7 +101,7 @@ class Names:
         return None
 
     def are_aliases(self, one: str, other: str) -> bool:
-        """Returns whether workers of one of two names can serve the other."""
+        """Returns whether two names can share workers: their settings and weights are equal."""
         a, b = self.known[one], self.known[other]
         if not a.location or not b.location:
             return False
@@ -110,11 +110,15 @@ class Names:
         return a.location == b.location or bool(a.digest and a.digest == b.digest)
 
     def separated(self, model: str) -> list[str]:
-        """Returns the members of `model` that its workers cannot serve after a change of files."""
+        """Returns the names that ran as `model` and cannot any more: their files have changed."""
         return [n for n in self.members(model) if n != model and not self.are_aliases(n, model)]
 
     def config_of(self, model: str) -> ModelConfig:
-        """Returns the model's settings, with the largest replicas and keep_alive of its members."""
+        """Returns the settings for the workers of `model`, which serve several names.
+
+        They are the settings of the name `model`, with the largest `replicas`, `scaling` and
+        `keep_alive` of all its names; `pin` is true if any of the names has it.
+        """
         members = [self.known[name] for name in self.members(model)]
         configs = [known.config for known in members if not known.gone] or [members[0].config]
         forever = any(config.keep_alive < 0 for config in configs)

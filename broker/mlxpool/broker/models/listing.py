@@ -53,7 +53,7 @@ def rows(registry: Registry, now: float) -> list[dict[str, Any]]:
 
 
 def detailed(registry: Registry, name: str, now: float) -> dict[str, Any]:
-    """Returns the row of a known name, with the full description of its files."""
+    """Returns the row of a known name, with the full description of its model's files."""
     about = dict(registry.names.known[name].about)
     return {**brief([_row(registry, name, now)])[0], "about": about}
 
@@ -142,5 +142,5 @@ def _rounded(number: float | None) -> float | None:
 
 
 def _last_error(model: Model) -> str | None:
-    """Returns why the last worker could not load the model; kept until the next request."""
+    """Returns why the model's last worker could not load it. The next request clears this error."""
     return None if model.last_error is None else str(model.last_error.get("message", ""))

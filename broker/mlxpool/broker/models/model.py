@@ -142,7 +142,7 @@ class Model(Struct, eq=False):
 
     @property
     def local_slots(self) -> list[Slot]:
-        """The slots that this broker fills. They are fewer than all if replicas were reduced."""
+        """The slots that this broker fills. After a reduction of replicas further slots exist."""
         return self._own_slots[: self._own_replicas]
 
     @property
@@ -167,7 +167,7 @@ class Model(Struct, eq=False):
 
     @property
     def replicas_wanted(self) -> int:
-        """The number of workers that the model should have, of all supervisors; 0: not set."""
+        """The number of workers that the model should have, of all supervisors; 0: none is set."""
         rules = self.config.scaling
         if not self.scales:
             return self.config.replicas
@@ -180,7 +180,10 @@ class Model(Struct, eq=False):
 
     @property
     def stable(self) -> bool:
-        """Returns whether a worker is ready, and no starting worker may have other weights."""
+        """Returns whether a worker is ready and no other worker is starting or suspect.
+
+        A worker that is starting may have other weights.
+        """
         states = {worker.state for worker in self.workers}
         coming = {*COMING, WorkerState.SUSPECT}
         return WorkerState.READY in states and not states & coming

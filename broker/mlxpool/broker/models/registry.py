@@ -46,8 +46,8 @@ class Registry:
     def add(self, name: str, config: ModelConfig, location: str = "", need: int = 0) -> None:
         """Adds a name. The name gets a model of its own unless it is an alias.
 
-        `location`: the path of its files; "": it cannot be an alias. `need`: least bytes of a
-        worker.
+        `location`: the path of the model's files; "": the name cannot be an alias. `need`: the
+        least bytes of memory that a worker needs.
         """
         if name in self.names.known:
             self._reopen(name, config)
@@ -205,12 +205,12 @@ class Registry:
     # ---- availability ------------------------------------------------------------------------
 
     def answers_calls(self, name: str) -> bool:
-        """Returns whether a model is known to answer calls, such as `embed`, and nothing else."""
+        """Returns whether the files show that a model only answers calls, such as `embed`."""
         features = self.names.known[name].about.get("features")
         return isinstance(features, list | tuple) and any(task in features for task in TASKS)
 
     def may_answer_calls(self, name: str) -> bool:
-        """Returns `answers_calls`; True for a model whose files were not read yet."""
+        """Returns whether a model may answer calls. True if its files were not read yet."""
         features = self.names.known[name].about.get("features")
         return not isinstance(features, list | tuple) or self.answers_calls(name)
 
@@ -228,7 +228,7 @@ class Registry:
             raise BadRequest(f"model {name!r} does not {kind}: {purpose}")
 
     def check_template(self, model: Model) -> None:
-        """Raises BadRequest if a model is known to lack a chat template, or text output."""
+        """Raises BadRequest if a model is known to have no chat template or no text output."""
         about = self.names.known[model.name].about
         if self.answers_calls(model.name):
             raise BadRequest(f"model {model.name!r} does not generate text, so it takes no chat")
@@ -249,7 +249,7 @@ class Registry:
     def check_available(self, model: Model, now: float, name: str) -> None:
         """Raises PoolError if the model, requested as `name`, cannot be served now.
 
-        The error of a model with unusable files is the fault of the files: no worker is started.
+        If the model's files are unusable, the error names their fault, and no worker is started.
         """
         if model.served_soon:
             return
@@ -272,7 +272,7 @@ class Registry:
             raise _broken(model, wait_ms, name)
 
     def unavailable(self, model: Model, now: float, name: str = "") -> PoolError | None:
-        """Returns the error that `check_available` would raise, or None."""
+        """Returns the error that `check_available` would raise; None if it would raise none."""
         try:
             self.check_available(model, now, name or model.name)
         except PoolError as error:
@@ -301,10 +301,10 @@ def _shown(names: Iterable[str]) -> str:
 
 
 def to_evict(models: Iterable[Model], missing: int) -> list[Model]:
-    """Returns idle models that free `missing` bytes, least recently used first; [] if too few.
+    """Returns idle models that free `missing` bytes, the least recently used first.
 
-    Models that the settings keep for ever, and workers of other supervisors, are not evicted.
-    Models that a client keeps for ever come last.
+    Returns [] if all idle models free too few bytes. Models that the settings keep for ever, and
+    workers of other supervisors, are not evicted. Models that a client keeps for ever come last.
     """
     idle = [m for m in models if m.idle_since and m.local_workers and m.config.keep_alive >= 0]
     chosen, freed = [], 0

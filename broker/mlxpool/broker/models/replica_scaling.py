@@ -33,7 +33,7 @@ class ReplicaLoad(Struct, frozen=True):
 
 
 class ReplicaScale(Struct, frozen=True):
-    """The wanted number of a model's workers, and since when its load needs another number."""
+    """The wanted number of a model's workers, and since when the load needs more or fewer."""
 
     wanted: int = 0
     high_since: float | None = None  # time since when more are needed; None: no more are needed
@@ -64,8 +64,8 @@ def next_scale(scale: ReplicaScale, load: ReplicaLoad, rules: Scaling, now: floa
     """Returns the number of workers that a model should have now.
 
     The number rises if more workers were needed for HOLD seconds; from 0 it rises immediately.
-    Starting workers count. It falls if fewer workers were enough for `cool_down` seconds. It then
-    falls to the largest number that was needed in this time.
+    Workers that are starting count. The number falls if fewer workers were enough for `cool_down`
+    seconds. It then falls to the largest number that was needed in this time.
     """
     wanted = max(rules.min, min(rules.max, scale.wanted))
     need = needed(load, wanted, rules)

@@ -126,7 +126,7 @@ class Poster:
     async def post(
         self, url: str, body: bytes, headers: Mapping[str, str], allowed: Allowed
     ) -> Outcome:
-        """Posts a notice once. An invalid URL or a failing server does not raise."""
+        """Posts a notice once. Raises nothing for an invalid URL or a failing server."""
         try:
             target = Target.parse(url)
         except ValueError as error:
@@ -175,8 +175,8 @@ class Poster:
     async def _addresses(self, origin: Origin, allowed: Allowed) -> Sequence[IpAddress]:
         """Returns the addresses of the host, if all are allowed. Raises OSError or NotAllowed.
 
-        A single address that is not allowed refuses the host, because an untrusted party may
-        control its name.
+        If a single address is not allowed, the host is refused, because an untrusted party may
+        control the host's name.
         """
         literal = origin.address
         if literal is not None:

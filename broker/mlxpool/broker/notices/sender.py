@@ -102,7 +102,7 @@ class Posting(Struct, frozen=True):
 
 
 class PostingRules(Struct, frozen=True):
-    """The settings of notices.
+    """The settings for posting notices.
 
     `secret` is the file of the secrets; None: notices are not signed.
     """

@@ -62,9 +62,10 @@ class GatewayProcess(Closing):
         return [listener.fileno() for listener in self._bound]
 
     def start(self, config: PoolConfig) -> int:
-        """Starts the process. Returns a descriptor, readable after heartbeats or the process's end.
+        """Starts the process. Raises OSError.
 
-        Raises OSError.
+        Returns a descriptor that becomes readable after a heartbeat, and after the end of the
+        process.
         """
         assert self._process is None
         self._notified, held_by_child = os.pipe()
@@ -87,7 +88,7 @@ class GatewayProcess(Closing):
         return self._notified
 
     def record(self) -> None:
-        """Writes the file that records the running process again, after it was removed."""
+        """Rewrites the file that records the running process, because it was removed."""
         if self._process is not None:
             self._records.add(RECORD, self._process.pid)
 

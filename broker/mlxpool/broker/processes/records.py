@@ -23,7 +23,7 @@ def kill_group(pid: int) -> None:
 
 
 class ProcessRecords:
-    """JSON files: a file for each running process, with its pid and start time."""
+    """The files that record child processes: a JSON file for each, with its pid and start time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -39,7 +39,7 @@ MAX_MODELS = 10_000  # number of names above which a worker may not bring a new 
 
 
 class RemoteSlot(Struct, eq=False):
-    """The slot of a remote worker. The worker needs `token` for its next connection."""
+    """The slot of a remote worker. `token` admits the worker's next connection to the slot."""
 
     name: str
     model: str
@@ -82,7 +82,7 @@ class RemoteSlots:
             return ended
 
     def due(self, now: float) -> Iterator[RemoteSlot]:
-        """Yields all slots if an observation is due, else none."""
+        """Yields all slots if an observation is due, else nothing."""
         if self.by_name and now >= self._observe_at:
             self._observe_at = now + OBSERVE_INTERVAL
             yield from list(self.by_name.values())
@@ -97,13 +97,19 @@ class RemoteSlots:
 
 
 def model_of(hello: Hello) -> str | None:
-    """Returns the model in a `hello` without a slot; None if its name is missing or invalid."""
+    """Returns the model that a `hello` names, if the `hello` names no slot.
+
+    Returns None if it names a slot, no model, or a model with an invalid name.
+    """
     name = hello.model
     return None if hello.slot or name is None or fault_of_name(name) is not None else name
 
 
 def sample_of(beat: Beat) -> Sample:
-    """Returns a sample made from a heartbeat. Without a phase the worker is loading. Pure."""
+    """Returns a sample made from a heartbeat. Pure.
+
+    If the heartbeat has no phase, the worker is loading.
+    """
     phase = "load" if beat.phase is None else beat.phase
     if phase not in PHASES:
         return Sample(ProgressReading("decode"))
@@ -129,7 +135,8 @@ class RemoteWorkers:
     ) -> None:
         """`read_pending` handles waiting messages of the back socket.
 
-        `stopping`: the broker ends.
+        `stopping` returns whether the broker ends. `local_workers`: this broker starts workers
+        itself.
         """
         self.slots = RemoteSlots(sessions.peers.socket)
         self._sessions = sessions
@@ -170,9 +177,9 @@ class RemoteWorkers:
             self._sessions.welcome(peer.number, worker.epoch)
 
     def _check_authorized(self, peer: Peer) -> None:
-        """Raises Unauthorized without a worker's key; on ipc the broker's own user needs no key.
+        """Raises Unauthorized if the peer has no worker's key.
 
-        The exception for ipc holds only if this broker starts no workers.
+        On ipc the broker's own user needs no key, unless this broker starts workers itself.
         """
         if peer.user.startswith(KEY) and peer.admitted:
             return
@@ -199,10 +206,11 @@ class RemoteWorkers:
     # ---- ends ----------------------------------------------------------------------------------
 
     def stop(self, slot: str, now: float) -> bool:
-        """Sends a remote worker `Stop` and fences it. Returns False if the worker is not remote.
+        """Sends `Stop` to a remote worker and fences it. Returns False if the worker is not remote.
 
-        `Stop` asks the worker to connect again if it is replaced, or is not in the state
-        `stopping`. While the broker ends, no `Stop` is sent: the worker waits for the next broker.
+        `Stop` asks the worker to connect again if it is to be replaced, or was condemned because of
+        a fault. While the broker ends, no `Stop` is sent, because the worker waits for the next
+        broker.
         """
         if slot not in self.slots.by_name:
             return False

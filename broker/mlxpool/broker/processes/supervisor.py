@@ -59,7 +59,8 @@ class Child(Struct, eq=False):
     def accepts(self, token: str) -> bool:
         """Returns whether a `hello` with this token comes from this worker.
 
-        The token before the newest is valid too: the `welcome` with the newest may be lost.
+        The token of the worker's newest connection is valid too, because the `welcome` with the
+        next token may be lost.
         """
         valid = (self.token, self.used_token or self.token)
         return any(secrets.compare_digest(known.encode(), token.encode()) for known in valid)
@@ -98,7 +99,7 @@ class Supervisor:
     ) -> None:
         """With `dial` the workers serve a broker elsewhere, and log to the stderr of this process.
 
-        `portable`: detect the end of a child by a pipe, even if the system has pidfds.
+        `portable`: a pipe reports the end of a child, even if the system has pidfds.
         """
         self.config = config
         self.endpoint = endpoint
@@ -225,7 +226,7 @@ class Supervisor:
         return self.config.run_dir / "logs" / f"{file_stem(slot)}.{number % KEPT_DUMPS}.stacks"
 
     def record_all(self) -> None:
-        """Writes the files that record the running workers again, after they were removed."""
+        """Rewrites the files that record the running workers, because they were removed."""
         for slot, child in self.children.items():
             self.records.add(slot, child.pid)
 
@@ -294,9 +295,9 @@ class Supervisor:
     # ---- end -----------------------------------------------------------------------------------
 
     def stop(self, slot: str, now: float, *, at_once: bool = False) -> None:
-        """Sends SIGTERM.
+        """Sends SIGTERM to the worker of a slot.
 
-        `kill_overdue` sends SIGKILL after `stop_grace`, or immediately if `at_once`.
+        `kill_overdue` sends SIGKILL after `stop_grace` seconds, or at its next call if `at_once`.
         """
         child = self.children.get(slot)
         if child is not None and not child.kill_at:
@@ -328,7 +329,7 @@ class Supervisor:
             (os.killpg if group else os.kill)(child.process.pid, number)
 
     def exited_by_itself(self, slot: str) -> bool:
-        """Returns whether an unreaped worker exited without a signal; False without Linux."""
+        """Returns whether a worker ended by an exit and not by a signal; False except on Linux."""
         if sys.platform != "linux":
             return False
         flags = os.WEXITED | os.WNOWAIT | os.WNOHANG

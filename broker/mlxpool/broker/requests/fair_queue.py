@@ -30,7 +30,7 @@ NO_PLACES: Mapping[str, int] = {}
 
 
 def cost(request: Request) -> int:
-    """Returns the tokens of a request that count against its owner's share: prefill and decode."""
+    """Returns the tokens of a request, prompt and answer, that count against its owner's share."""
     most = request.message.options.max_tokens
     left = max(1, most - request.run.taken) if most > 0 else MAX_DECODE_COST
     return min(MAX_COST, prompt_tokens(request.message) + min(MAX_DECODE_COST, left))
@@ -185,7 +185,7 @@ class Queue:
         self._count(request, 1)
 
     def sent_again(self, request: Request, more_bytes: int) -> None:
-        """Records a retry of a queued request, which is `more_bytes` larger than before."""
+        """Records a retry of a queued request; the new message has `more_bytes` more bytes."""
         self.bytes += more_bytes
         if request.id in self.preempted or self._place_among_resumed(request) is not None:
             self.unchecked[request.id] = request  # the retry may have brought model data (`facts`)
@@ -196,9 +196,9 @@ class Queue:
         return bool(self.resumed or self.preempted)
 
     def unchecked_resumed(self, epochs: tuple[int, ...]) -> list[Request]:
-        """Returns the begun requests that were not yet compared with the workers of these epochs.
+        """Returns the resumed and preempted requests to compare with the workers of these epochs.
 
-        The next call with equal epochs returns only requests that were added since.
+        A call with the epochs of the last call returns only the requests that were added since.
         """
         if epochs == self._epochs:
             begun = list(self.unchecked.values())
@@ -211,9 +211,9 @@ class Queue:
     def head(
         self, places: Mapping[str, int] = NO_PLACES, *, without_images: bool = False
     ) -> Request | None:
-        """Returns the next fresh request of the highest priority; None without one.
+        """Returns the next fresh request of the highest priority; None without a fresh request.
 
-        See Lane.head.
+        `places` and `without_images` are those of Lane.head.
         """
         for lane in reversed(self.lanes):
             request = lane.head(places, without_images=without_images)
@@ -282,7 +282,7 @@ class Queue:
         return place if resumed else None
 
     def forget_checks(self) -> None:
-        """Makes the next call of `unchecked_resumed` return all begun requests."""
+        """Makes the next call of `unchecked_resumed` return all resumed and preempted requests."""
         self._epochs = ()
 
     def position(self, request: Request) -> int:
@@ -296,10 +296,7 @@ class Queue:
         return len(self.resumed) + sum(lane.count for lane in lanes) - 1
 
     def outranks(self, request: Request) -> bool:
-        """Returns whether requests of a higher rank than `request` wait.
-
-        `request` may be running.
-        """
+        """Returns whether waiting requests rank higher than `request`, which may be running."""
         return any(self.ranked[request.rank + 1 :])
 
     def waiting_since(self) -> float:

@@ -36,7 +36,7 @@ LOOK_AGAIN = 0.25  # seconds until a run whose turn is over is checked again for
 
 
 class Held(Struct, frozen=True):
-    """A run with a place in the worker of epoch `worker` since the time `since`.
+    """A run that has had a place (batch slot) in the worker of epoch `worker` since `since`.
 
     `proven`: the run has produced output there, so its prefill was not wasted.
     """
@@ -55,9 +55,9 @@ class Wanted(Struct, frozen=True):
 
 
 class Decision(Struct, frozen=True):
-    """The runs that give up their places, each with the owner that takes it.
+    """The runs that give up their places (batch slots), each with the owner that gets its place.
 
-    `again`: the time of the next decision if no event comes before; infinity: it would not change.
+    `again`: the time at which the decision may change although no event has come; infinity: never.
     """
 
     gives: tuple[tuple[Request, str], ...] = ()
@@ -167,7 +167,7 @@ class Places(Struct, eq=False):
     _kept: deque[tuple[float, str]] = field(default_factory=deque)  # (until when, owner)
 
     def get(self, owner: str) -> None:
-        """Counts a place that a request of an owner got."""
+        """Counts a place (batch slot) that a request of an owner has taken."""
         self.held[owner] += 1
         kept = next((entry for entry in self._kept if entry[1] == owner), None)
         if self.promised[owner]:
@@ -195,11 +195,14 @@ class Places(Struct, eq=False):
         self.promised[taker] += 1
 
     def break_promise(self, owner: str) -> None:
-        """Drops the promises to an owner that has no request for these places."""
+        """Drops all promises to an owner, because it has no request that can take these places."""
         self.promised.pop(owner, None)
 
     def kept_from(self, owner: str, now: float) -> list[str]:
-        """Returns the owners whose reserved places this owner cannot get; [] if it has no place."""
+        """Returns the owners whose reserved places this owner may not take.
+
+        Returns [] for an owner that has no place: it may take any place.
+        """
         while self._kept and self._kept[0][0] <= now:
             self._kept.popleft()
         if not self._kept or not self.held[owner]:

@@ -23,7 +23,7 @@ class Rates:
         self._accounts: dict[str, tuple[float, float]] = {}  # owner -> (remaining amount, its time)
 
     def spend(self, owner: str, amount: float, limit: float, now: float) -> None:
-        """Takes `amount` from the owner's account of `limit` a second."""
+        """Counts `amount` against the owner's limit of `limit` a second."""
         left = max(-MAX_DEBT * limit, self._left(owner, limit, now) - amount)
         self._accounts[owner] = (left, now)
         if len(self._accounts) > MAX_OWNERS:

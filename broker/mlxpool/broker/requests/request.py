@@ -172,7 +172,7 @@ class Request:
 
     @property
     def waiting_since(self) -> float:
-        """The time since when the client waits: the newest token's time, or else the arrival's."""
+        """The time since when the client waits: the time of the newest token, or of the arrival."""
         return self.run.measured_at or self.accepted_at
 
     @property

@@ -14,9 +14,10 @@ from msgspec import Struct, field
 from mlxpool.broker.routing.prefix_index import PrefixIndex, PromptPieces
 from mlxpool.broker.routing.worker_speed import WorkerSpeed, prompt_ms_of, step_ms_of
 
-# Weight of a token to be read, relative to a token that other requests still read there: of two
-# equal waits the choice computes less. In simulations 1.1 and more delayed first tokens of a hot
-# prompt.
+# Weight of a prompt token that the request has to read, relative to a token that the worker still
+# has to read for other requests. If two workers let a request wait equally long, the worker that
+# computes less for it is chosen. In simulations, weights of 1.1 and more delayed the first tokens
+# of a prompt that many requests have.
 READ_WEIGHT = 1.02
 MAX_OUTPUT = 200  # most tokens of an answer that count: later steps are unknown
 TRUST_WEIGHT = 0.1  # weight of the newest request in `trust`
@@ -36,7 +37,7 @@ class Demand(Struct, frozen=True):
 
 
 class Route(Struct, eq=False):
-    """The broker's knowledge of one incarnation of a worker, used for the choice of a worker."""
+    """The broker's data about a worker from which the cost of a request on it is computed."""
 
     index: PrefixIndex = field(default_factory=PrefixIndex)
     speed: WorkerSpeed = field(default_factory=WorkerSpeed)
@@ -67,7 +68,7 @@ class Route(Struct, eq=False):
                 del self.sessions[next(iter(self.sessions))]
 
     def has_group(self, group: tuple[str, str]) -> None:
-        """Records that the worker gets a choice of this group. The other choices go to it too."""
+        """Records that the worker has a choice of this group, and gets the other choices too."""
         self.groups.pop(group, None)
         self.groups[group] = None
         if len(self.groups) > MAX_GROUPS:
@@ -101,11 +102,11 @@ class Route(Struct, eq=False):
 
 
 class Crowd(Struct, frozen=True):
-    """The requests that wait while a worker is chosen for a request.
+    """The effect of a choice of worker on the requests that wait behind a request.
 
-    `cached`: the most tokens of the request's prompt that one worker has cached, an estimate. Any
-    other worker has to read them again, which delays the waiting requests. `behind`: the number of
-    these waiting requests per worker.
+    `cached`: an estimate of the most tokens of the request's prompt that any worker has cached.
+    Every other worker has to read these tokens again, which delays the waiting requests. `behind`:
+    the number of waiting requests per worker.
     """
 
     cached: float = 0.0
@@ -118,11 +119,11 @@ ALONE = Crowd()
 def crowd_of(
     demand: Demand, routes: Sequence[Route], waiting: int, first: Sequence[Demand]
 ) -> Crowd:
-    """Returns the Crowd of a request: its cached tokens, and the requests that wait after it.
+    """Returns the Crowd of a request: its cached tokens, and the requests that wait behind it.
 
-    `waiting`: the number of other requests that wait for these workers. `first` are the requests of
-    the present turn. Waiting requests with the same prefix are not counted, because they gain if a
-    second worker caches the prefix.
+    `waiting`: the number of other requests that wait for these workers. `first`: the requests from
+    which the next is chosen. Of the waiting requests, those whose prompts begin alike do not count:
+    they gain if a second worker caches this beginning.
     """
     if not waiting:
         return ALONE
@@ -156,9 +157,9 @@ def cost_ms(
 
 # ---- choice of a pair ----------------------------------------------------------------------------
 #
-# The requests are the first requests of the owner whose turn it is. A later request that loses less
-# on a free worker passes an earlier one, which happens at most MAX_PASSED times to a request. No
-# request waits while a worker is free: in simulations a wait of up to 50 ms for a cheaper worker
+# The requests are the first requests of the owner whose turn it is. A later request passes an
+# earlier request if it loses less on a free worker. A request is passed at most MAX_PASSED times.
+# No request waits while a worker is free: in simulations a wait of up to 50 ms for a cheaper worker
 # made no first token earlier.
 
 
@@ -185,8 +186,9 @@ def cheapest_pair(
 ) -> Pair[R, W] | None:
     """Returns the pair with the lowest loss; None if no worker is free.
 
-    `free` returns whether a worker may get a request now, `cost` the cost of the request there. At
-    equal losses the earlier request is taken, at equal costs the earlier worker.
+    `free` returns whether a worker may get a request now. `cost` returns the cost of a request on a
+    worker. Among pairs of equal loss the earlier request is chosen, among workers of equal cost the
+    earlier worker.
     """
     best: Pair[R, W] | None = None
     for request in waiting[:MAX_REQUESTS]:

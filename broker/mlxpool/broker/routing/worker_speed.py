@@ -71,7 +71,7 @@ class WorkerSpeed(Struct, eq=False):
 
 
 def prompt_ms_of(worker: WorkerSpeed, model: WorkerSpeed) -> float:
-    """Returns the milliseconds of a prompt token.
+    """Returns the milliseconds that a worker needs for a prompt token.
 
     `model` is the speed of all workers of the model.
     """
@@ -82,7 +82,10 @@ def prompt_ms_of(worker: WorkerSpeed, model: WorkerSpeed) -> float:
 
 
 def step_ms_of(worker: WorkerSpeed, model: WorkerSpeed, rows: float) -> float:
-    """Returns the milliseconds of a decode step of `rows` sequences."""
+    """Returns the milliseconds that a worker needs for a decode step of `rows` sequences.
+
+    `model` is the speed of all workers of the model.
+    """
     if not model._weight:
         return worker.step_ms(rows)
     weight = worker._weight

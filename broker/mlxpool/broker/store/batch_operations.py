@@ -108,7 +108,7 @@ class BatchView(Result, Struct, frozen=True):
 
     @property
     def live(self) -> bool:
-        """True while some lines of the batch are not jobs yet, or are waiting or running jobs."""
+        """True while some lines of the batch are not jobs yet, or some of its jobs wait or run."""
         states = (BatchState.OPEN, BatchState.FED, BatchState.CANCELLED)
         return self.ended is None and self.state in states
 
@@ -147,9 +147,9 @@ class BatchChanged(Result, Struct, frozen=True):
 class Lines(Result, Struct, frozen=True):
     """The next lines of a batch, without their line ends: (number, offset in the file, bytes).
 
-    `end` is the offset of the line after the last of these lines. `last`: the file ends there.
-    Empty lines count in the numbers and are left out. A line over MAX_LINE is cut to MAX_LINE + 1
-    bytes. `deadline_left`: in seconds.
+    `end` is the offset of the line after the last of these lines. `last`: the file ends at `end`.
+    Empty lines are left out, but numbers count them. Of a line longer than MAX_LINE only the first
+    MAX_LINE + 1 bytes are returned. `deadline_left`: the seconds until the batch's deadline.
     """
 
     batch: BatchView
@@ -191,8 +191,8 @@ class LineOutcomes(Result, Struct, frozen=True):
 class CreateFile(Operation, Struct, frozen=True):
     """Begins a file with its first part. Results: FileView, FileDiffers.
 
-    If the file exists, the part is treated as by AppendFile. `keep`: seconds from now until the
-    file is deleted; None: only DeleteFile deletes it. `max_bytes`: see AppendFile.
+    If the file exists, the operation does what AppendFile does with the part. `keep`: seconds from
+    now until the file is deleted; None: only DeleteFile deletes it. `max_bytes`: see AppendFile.
     """
 
     admits: ClassVar[bool] = True
@@ -280,11 +280,11 @@ class DeleteFile(Operation, Struct, frozen=True):
 class SubmitBatch(Operation, Struct, frozen=True):
     """Stores a batch that consists of the lines of a complete file.
 
-    Results: BatchSubmitted, DuplicateKey, KeyGone. FileView if the file is not complete,
-    UnknownName if it does not exist.
+    Results: BatchSubmitted, DuplicateKey, KeyGone. The result is FileView if the file is not
+    complete, and UnknownName if it does not exist.
 
     `defaults` is for the broker, which reads the lines. A batch and a job may have equal keys.
-    `max_live`: the most live batches of the owner, this batch included.
+    `max_live`: the most live batches that the owner may have, including this batch.
     """
 
     admits: ClassVar[bool] = True
@@ -311,13 +311,13 @@ class ReadLines(Operation, Struct, frozen=True):
 class AddLines(Operation, Struct, frozen=True):
     """Makes jobs of lines in one transaction. Results: BatchView, UnknownName.
 
-    Changes nothing if `first_line` is not the batch's `next_line`, because another call has added
-    these lines. The view has the present `next_line` in either case.
+    If `first_line` is not the batch's `next_line`, another operation has added these lines, and
+    nothing is changed. In both cases the view has the present `next_line`.
 
-    `next_line`, `end` and `last` have the values that `Lines` had. Each of `jobs` has its `batch`
-    and `line`. `failed` and `expired` have (line, label, cause) of lines that become no job: of
-    invalid lines, and of lines after the batch's deadline, which count as expired jobs. A job whose
-    key is taken becomes a failed line.
+    `next_line`, `end` and `last` have the values that `Lines` had. Each job of `jobs` has `batch`
+    and `line`. `failed` has (line, label, cause) for each invalid line. `expired` has (line, label,
+    cause) for each line after the batch's deadline; it counts as an expired job. A line whose job
+    has a used key becomes a failed line.
     """
 
     admits: ClassVar[bool] = True

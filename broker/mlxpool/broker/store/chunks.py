@@ -111,7 +111,7 @@ def _part(chunk: Chunk, first: int, last: int) -> Chunk:
 
 
 def without_gap(chunks: Iterable[tuple[int, bytes]]) -> bytes:
-    """Returns the packed ids of (pos, ids), in order of pos, up to the first gap."""
+    """Joins the ids of chunks (pos, packed ids) in the order of `pos`, up to the first gap."""
     joined = bytearray()
     for pos, ids in chunks:
         if ID_WIDTH * pos != len(joined):

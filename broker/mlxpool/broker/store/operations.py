@@ -233,9 +233,10 @@ class Release(Operation, Struct, frozen=True):
 class Sweep(Operation, Struct, frozen=True):
     """Expires and deletes jobs, files and batches past their times. Result: Swept.
 
-    At most `count` jobs of each sort change. Waiting jobs expire after their deadline, unless
-    `held`: the broker ends these. Ended jobs become gone after `forget`; gone jobs are deleted
-    after `key_life`. `expired_end` is the packed terminal message of expired jobs.
+    At most `count` jobs of each sort change. Waiting jobs expire after their deadline. Jobs in
+    `held` do not, because the broker ends the jobs that it runs. Ended jobs become gone after
+    `forget`; gone jobs are deleted after `key_life`. `expired_end` is the packed terminal message
+    of expired jobs.
     """
 
     frees: ClassVar[bool] = True
@@ -285,11 +286,12 @@ class FetchPage(Operation, Struct, frozen=True):
 
 
 class ListJobs(Operation, Struct, frozen=True):
-    """Lists jobs in order of arrival after the number `after`. Result: JobList, `next` is a seq.
+    """Lists jobs in order of arrival. Result: JobList, whose `next` is a `seq`.
 
-    `owner` or `tenant` None: jobs of all owners or tenants. `states` empty: jobs in all states but
-    gone. `model` "": jobs of all models. `reverse`: the newest first, from the last before `after`
-    (0: the newest). `batch`: only jobs of that batch; None: only jobs of no batch.
+    The list begins after the job with the number `after`. `reverse`: the newest jobs come first,
+    and the list begins before `after`; 0: with the newest job. `owner` None: jobs of all owners.
+    `tenant` None: jobs of all tenants. `states` empty: jobs in all states but gone. `model` "":
+    jobs of all models. `batch`: only jobs of that batch; None: only jobs without a batch.
     """
 
     writes: ClassVar[bool] = False
@@ -304,10 +306,10 @@ class ListJobs(Operation, Struct, frozen=True):
 
 
 class ListEnded(Operation, Struct, frozen=True):
-    """Lists ended jobs after the end number `after`. Result: JobList; `next` is an end_seq.
+    """Lists ended jobs after the end number `after`. Result: JobList, whose `next` is an `end_seq`.
 
-    Ends numbers rise in the order of the commits, so every later end has a higher number. Jobs
-    whose result was deleted are listed as `gone`, until their key is deleted.
+    End numbers rise in the order of the commits, so every later end has a higher number. Jobs whose
+    result was deleted are listed as `gone`, until their key is deleted.
     """
 
     writes: ClassVar[bool] = False
@@ -350,9 +352,10 @@ class OriginLoad(Struct, frozen=True):
 class ReadNotices(Operation, Struct, frozen=True):
     """Reads due notices that are not given up and not in `held`. Result: Notices.
 
-    `held` names the notices under way. At most `count` notices are read, of each origin at most its
-    room in `loads`, else `per_origin`. Origins take turns, the fewest notices under way first, then
-    the longest overdue notice. So no origin waits for older notices of other origins.
+    `held` has the numbers of the notices under way. At most `count` notices are read. `loads` has
+    the most notices to read for some origins; `per_origin` is the number for any other origin.
+    Origins take turns, so no origin waits for older notices of other origins. The first is the
+    origin with the fewest notices under way, among equals the origin with the earliest due notice.
     """
 
     writes: ClassVar[bool] = False

@@ -103,8 +103,8 @@ class PostgresDatabase(Database):
             pass  # there is no transaction after the loss of the session
 
     def lock_boot(self) -> int:
-        # A broker that takes the store over waits for this transaction, or this one sees its
-        # number.
+        # A broker that takes the store over either waits for this transaction, or has already
+        # stored its own number, which this query then returns.
         return self.number("SELECT boot FROM meta FOR UPDATE")
 
     def used_bytes(self) -> int:
@@ -130,7 +130,10 @@ class PostgresDatabase(Database):
 
 @cache
 def _translated(sql: str) -> str:
-    """Returns a statement with psycopg's placeholders; it must have no other `?` and no `%`."""
+    """Returns a statement with psycopg's placeholders in place of `?`.
+
+    The statement must contain no `%`, and no `?` that is not a placeholder.
+    """
     return sql.replace("?", "%s")
 
 

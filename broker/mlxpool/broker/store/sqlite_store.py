@@ -139,17 +139,17 @@ class SqliteDatabase(Database):
         self.execute(f"PRAGMA user_version = {version}")
 
     def copy_to(self, path: Path) -> None:
-        """Write the readable contents of this database into a new file, and sync the file."""
+        """Writes the readable contents of this database into a new file, and syncs the file."""
         path.unlink(missing_ok=True)
         make_private(path)
         self.execute("VACUUM INTO ?", str(path))
         sync(path)
 
     def copy_log(self) -> None:
-        """Copy the log into the database file; the next commit overwrites the log from its start.
+        """Copies the log into the database file. The next commit overwrites the log from its start.
 
-        The log file keeps its size, because an overwrite syncs only data, while an append also
-        syncs the new file size.
+        The log file keeps its size. An overwrite is faster than an append, because it syncs only
+        data, and not the new size of the file.
         """
         salt = self._log_salt()
         row = self.one("PRAGMA wal_checkpoint(PASSIVE)")
@@ -157,7 +157,7 @@ class SqliteDatabase(Database):
             self._copied_salt = salt
 
     def give_back(self, pages: int) -> None:
-        """Give free pages back to the file system, outside a transaction."""
+        """Gives free pages back to the file system, outside a transaction."""
         try:
             # `execute` makes one step, which is one page; a script is run to its end.
             self._connection.executescript(f"PRAGMA incremental_vacuum({pages})")
@@ -237,7 +237,7 @@ class SqliteStore(SqlStore):
         return min(super().room(share), self._folder.free_bytes() - 2 * LOG_BYTES)
 
     def tend(self) -> None:
-        """Copy a long log into the database, return free pages, and allocate the reserve file."""
+        """Copies a long log into the database, returns free pages, allocates the reserve file."""
         database = self._sqlite
         if self._holds_reserve and self.wall_seen >= self._hold_reserve_at:
             held = self._folder.hold_reserve()
@@ -271,9 +271,9 @@ class SqliteOpener(Opener):
         self._max_bytes, self._key_life = max_bytes, key_life
 
     def open(self) -> SqliteStore:
-        """Open the store; create it if it does not exist.
+        """Opens the store, or creates it if it does not exist.
 
-        Raises StoreUnusable if it cannot be opened. The message names a remedy.
+        Raises StoreUnusable if the store cannot be opened. The message names a remedy.
         """
         try:
             try:
@@ -295,7 +295,7 @@ class SqliteOpener(Opener):
             ) from error
 
     def reopen(self) -> SqliteStore:
-        """Open the store after a disk failure, as a new file with the readable contents.
+        """Opens the store after a disk failure, as a new file with the readable contents.
 
         After a failed fsync, reads of the old file may return data that is not on the disk. Raises
         StoreFailed if the store cannot be opened now.

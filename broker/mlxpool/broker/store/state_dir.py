@@ -56,7 +56,7 @@ class StateDir(Closing):
         return self.path / f"jobs-{max(self._numbers(), default=0) + 1}.db"
 
     def replace(self, made: Path) -> Path:
-        """Make a complete copy the newest database, then delete all older databases."""
+        """Makes a complete copy the newest database, then deletes all older databases."""
         older = [self.path / f"jobs-{number}.db" for number in self._numbers()]
         target = self.replacement()
         for suffix in ("-wal", "-shm", "-journal"):
@@ -98,7 +98,7 @@ class StateDir(Closing):
         return True
 
     def free_reserve(self) -> bool:
-        """Delete the reserve file, so that the database has room; returns whether it existed."""
+        """Deletes the reserve file, so that the database has room. Returns whether it existed."""
         held = self._reserve.exists()
         self._reserve.unlink(missing_ok=True)
         return held
@@ -109,12 +109,12 @@ class StateDir(Closing):
         return status.f_bavail * status.f_frsize
 
     def close(self) -> None:
-        """Release the lock."""
+        """Releases the lock of the folder."""
         os.close(self._lock)
 
 
 def create(path: Path) -> None:
-    """Create the folder for this user alone, and sync it to the disk.
+    """Creates the folder for this user alone, and syncs it to the disk.
 
     Raises StoreUnwritable if the path cannot be created, is no folder or belongs to another user.
     """
@@ -133,13 +133,13 @@ def create(path: Path) -> None:
 
 
 def make_private(path: Path) -> None:
-    """Create an empty file that no other user can read, unless the file exists. Raises OSError."""
+    """Creates an empty file that no other user can read, unless the file exists. Raises OSError."""
     if not path.exists():  # closing a descriptor of a file ends this process's locks on it
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
 
 def sync(path: Path) -> None:
-    """Sync a file or a folder to the disk, past the drive's cache. Raises OSError."""
+    """Syncs a file or a folder to the disk, past the drive's cache. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if hasattr(fcntl, "F_FULLFSYNC"):  # macOS: fsync leaves data in the drive's cache
@@ -192,7 +192,7 @@ def _lock(path: Path) -> int:
 
 
 def _allocate(path: Path, size: int) -> None:
-    """Make a file with allocated blocks. Raises OSError."""
+    """Creates a file of `size` bytes whose blocks are allocated on the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         if hasattr(os, "posix_fallocate"):

@@ -63,7 +63,7 @@ class Inbox:
         self._paused: Refused | None = None
 
     def offer(self, operation: Operation) -> Refused | None:
-        """Add an operation. Returns a refusal if the inbox is full, closed or paused."""
+        """Adds an operation. Returns a refusal if the inbox is full, closed or paused."""
         size = operation.size + OPERATION_BYTES
         with self._changed:
             refused = self._closed or self._paused
@@ -132,7 +132,7 @@ class Inbox:
         return group
 
     def done(self, operations: Sequence[Operation]) -> None:
-        """Free the inbox room of operations whose results are known."""
+        """Frees the space in the inbox of operations whose results are known."""
         with self._changed:
             self._operations -= len(operations)
             self._bytes -= sum(operation.size + OPERATION_BYTES for operation in operations)
@@ -143,13 +143,13 @@ class Inbox:
             return Load(self._operations, self._bytes)
 
     def close(self, why: Refused) -> None:
-        """Refuse new operations. Waiting operations are still handed out."""
+        """Refuses new operations. `take` still returns the waiting operations."""
         with self._changed:
             self._closed = self._closed or why
             self._changed.notify()
 
     def empty(self, why: Refused) -> list[Operation]:
-        """Refuse new operations until `open`, and return all waiting operations."""
+        """Refuses new operations until `open`, and returns all waiting operations."""
         with self._changed:
             self._paused = why
             waiting = list(self._waiting)
@@ -158,12 +158,12 @@ class Inbox:
             return waiting
 
     def open(self) -> None:
-        """Take operations again."""
+        """Accepts operations again."""
         with self._changed:
             self._paused = None
 
     def wait(self, seconds: float) -> None:
-        """Wait for this many seconds, or until `close`."""
+        """Waits for this many seconds, or until `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed is not None, seconds)
 
@@ -278,7 +278,7 @@ class StoreWriter(threading.Thread):
     # ---- on the broker's thread ----------------------------------------------------------------
 
     def offer(self, operation: Operation) -> Refused | None:
-        """Queue an operation. Returns None, or the refusal if the queue does not accept it."""
+        """Queues an operation. Returns None, or the refusal if the queue does not accept it."""
         return self._inbox.offer(operation)
 
     def take(self) -> list[tuple[Operation, Result]]:
@@ -296,7 +296,7 @@ class StoreWriter(threading.Thread):
         return Health(self._state, self._reason, load.operations, load.bytes, busy)
 
     def close(self, timeout: float | None = None) -> bool:
-        """Commit waiting operations, then close the store. Returns False at the timeout."""
+        """Commits the waiting operations and closes the store. Returns False after the timeout."""
         self._inbox.close(Refused("store_closed", "the broker ends; send it again to the next one"))
         if self.ident is None:  # it was never started
             self._end()
@@ -317,7 +317,7 @@ class StoreWriter(threading.Thread):
             self._end()
 
     def _turn(self) -> bool:
-        """Perform one group of operations. Returns whether to continue."""
+        """Performs one group of operations. Returns whether the thread continues."""
         until = time.monotonic() + self._retry if self._open else None
         new = self._inbox.take(until)
         self._open += new
@@ -382,7 +382,7 @@ class StoreWriter(threading.Thread):
     # ---- failures ------------------------------------------------------------------------------
 
     def _recover(self, why: str) -> bool:
-        """Refuse all operations until the store is open again. Returns whether it is open."""
+        """Refuses all operations until the store is open again. Returns whether it is open."""
         log.error("the disk of the store failed", extra={"why": why})
         self._abandon(HealthState.FAILED, why)
         self._store.close()
@@ -404,7 +404,7 @@ class StoreWriter(threading.Thread):
         return False
 
     def _give_up(self, state: HealthState, why: str) -> None:
-        """Refuse all operations from now on."""
+        """Refuses all operations from now on."""
         self._inbox.close(Refused("store_closed", why))
         self._abandon(state, why)
 
@@ -423,7 +423,7 @@ class StoreWriter(threading.Thread):
     # ---- answers -------------------------------------------------------------------------------
 
     def _answer(self, operations: Sequence[Operation], results: Sequence[Result]) -> None:
-        """Hand out results, and free the inbox room of their operations."""
+        """Hands out results, and frees the space in the inbox of their operations."""
         if len(operations) == len(self._open):
             self._open.clear()
         for operation in operations if self._open else ():

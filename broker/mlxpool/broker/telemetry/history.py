@@ -112,7 +112,7 @@ class RecentHistory:
         self._first_token: dict[str, Frozen] = {}
 
     def record(self, snapshot: Snapshot, at: float) -> None:
-        """Append a point. The counters of a new model increase from zero."""
+        """Appends a point. The counters of a new model increase from zero."""
         before, self._at = self._at, at
         counters = snapshot.counters
         all_ended = counters.done + counters.failed + counters.cancelled
@@ -149,7 +149,7 @@ class RecentHistory:
         )
 
     def add_to_column(self, at: float, seconds: float, tokens: Mapping[str, int]) -> None:
-        """Add the tokens of the `seconds` before `at` to the column of that time."""
+        """Adds the tokens of the `seconds` before `at` to the column of that time."""
         number = int(at // COLUMN_SECONDS)
         if self.columns and self.columns[-1].number == number:
             self.columns[-1].seconds += seconds

@@ -44,7 +44,7 @@ class Level(Enum):
 
 
 class Problem(Struct, frozen=True):
-    """A problem. `what` is a heading. `details` has a line for each model, worker or error."""
+    """A problem. `what` is a heading. Each of `details` is about one model, worker or error."""
 
     level: Level
     what: str

@@ -79,7 +79,10 @@ def _text(path: Path | None) -> str | None:
 
 
 def worker_row(worker: WorkerSnapshot) -> dict[str, Any]:
-    """Returns the row of a slot, with its worker's last heartbeat; few keys without a worker."""
+    """Returns the row of a slot, with its worker's last heartbeat.
+
+    Without a worker the row has only a few keys.
+    """
     row: dict[str, Any] = {
         "slot": worker.slot,
         "model": worker.model,
@@ -137,7 +140,7 @@ MAX_ROWS = 1000
 
 
 def live_requests(requests: Iterable[Request], now: float) -> list[dict[str, Any]]:
-    """Returns rows of the first MAX_ROWS of `requests`, whose order is the oldest first."""
+    """Returns a row for each of the first MAX_ROWS requests; `requests` has the oldest first."""
     return [
         {
             "id": request.id.hex(),
@@ -177,8 +180,8 @@ def _model_row(model: ModelSnapshot) -> dict[str, Any]:
 
 
 def _histogram(histogram: Frozen) -> dict[str, Any]:
-    """Returns bucket bounds in seconds, and counts of values above bound i-1, up to bound i.
+    """Returns the bucket bounds in seconds, and the number of values in each bucket.
 
-    The last count has no upper bound.
+    Bucket i has the values above bound i - 1, up to bound i. The last bucket has no upper bound.
     """
     return {"bounds": list(histogram.bounds), "counts": list(histogram.counts)}

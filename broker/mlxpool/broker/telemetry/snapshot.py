@@ -208,7 +208,7 @@ class Snapshot(Struct, frozen=True):
 
     @property
     def restarts(self) -> dict[str, int]:
-        """Unrequested exits of each slot's workers and of the gateway since the broker's start."""
+        """Unrequested exits since the broker's start, of each slot's workers and of the gateway."""
         gateway = {} if self.gateway is None else {GATEWAY: self.gateway.restarts}
         return {**{worker.slot: worker.restarts for worker in self.workers}, **gateway}
 
@@ -223,7 +223,7 @@ def take(
     gateway: GatewayInfo | None = None,
     jobs: JobFigures | None = None,
 ) -> Snapshot:
-    """Take a snapshot. With `listing` it has the rows of models that only `ps` renders."""
+    """Takes a snapshot. With `listing` it includes the rows of models that only `ps` prints."""
     registry = state.registry
     slots = registry.slots.values()
     return Snapshot(

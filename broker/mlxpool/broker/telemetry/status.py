@@ -42,7 +42,7 @@ Row = TypeVar("Row", ModelSnapshot, WorkerSnapshot)
 
 
 def status(snapshot: Snapshot, history: RecentHistory, now: float) -> dict[str, Any]:
-    """Returns the JSON in seconds, bytes and rates a second.
+    """Returns the JSON of the page. Its units are seconds, bytes and rates a second.
 
     `now` is on the clock of `history`.
     """
@@ -128,7 +128,7 @@ def _live(request: LiveRequest) -> dict[str, Any]:
 
 
 def _errors(counters: Counters, recent: RecentEvents) -> list[dict[str, Any]]:
-    """Returns a row for each error code, codes of the last minutes first."""
+    """Returns a row for each error code. Codes of the last minutes come first."""
     failures, rejected = counters.failures, counters.rejected
     rows = [
         {
@@ -154,9 +154,9 @@ def _gateway(gateway: GatewayInfo | None) -> dict[str, Any] | None:
 
 
 def _most_relevant(rows: Sequence[Row], load: Callable[[Row], int]) -> list[Row]:
-    """Returns at most MAX_ROWS rows, in their order; faulty and busy rows are preferred.
+    """Returns at most MAX_ROWS rows, in their original order.
 
-    The choice takes faulty rows first, then rows by falling load, inactive rows last.
+    Faulty rows are chosen first, then active rows by falling load, then inactive rows.
     """
     if len(rows) <= MAX_ROWS:
         return list(rows)

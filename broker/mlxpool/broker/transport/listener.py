@@ -36,9 +36,10 @@ COUNT_INTERVAL = 1.0  # seconds between two counts if nobody connects
 
 
 def backlog_of(limit: int) -> int:
-    """Returns the listen backlog of the sockets. libzmq's thread may accept all of it when it runs.
+    """Returns the listen backlog of the sockets: 1 % of the descriptors, within bounds.
 
-    It runs several times while the broker's thread waits for a CPU.
+    libzmq's thread may accept the whole backlog each time it runs. It runs several times while the
+    broker's thread waits for a CPU.
     """
     return max(3, min(sockets.BACKLOG, limit // 100))
 
@@ -52,7 +53,7 @@ class Listener:
     def __init__(
         self, socket: zmq.Socket[bytes], first: str, limit: int, key: KeyPair | None = None
     ) -> None:
-        """`first` is already bound. `limit`: the most descriptors of this process.
+        """`first`: the endpoint that is already bound. `limit`: the most open descriptors.
 
         With a `key` tcp uses CURVE.
         """
@@ -71,11 +72,11 @@ class Listener:
         self._count_at = 0.0
 
     def bind(self, endpoint: str) -> None:
-        """Add an endpoint. Raises OSError with its name."""
+        """Adds an endpoint to the front socket. Raises OSError with the name of the endpoint."""
         self.endpoints.append(sockets.bind(self.socket, endpoint, self.key))
 
     def on_accepted(self, now: float) -> None:
-        """Handle the socket monitor's events: accepted and ended connections."""
+        """Handles the events of the socket's monitor: accepted and ended connections."""
         with contextlib.suppress(zmq.Again):
             for _ in range(MAX_EVENTS):
                 event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
@@ -88,7 +89,11 @@ class Listener:
         self.check(now)
 
     def check(self, now: float) -> None:
-        """Count descriptors if a count is due. Close idle connections, unbind or bind as needed."""
+        """Counts the open descriptors, if a count is due, and frees some if they are scarce.
+
+        To free descriptors, it closes idle connections or unbinds the endpoints. It binds the
+        endpoints again once enough descriptors are free.
+        """
         if self._accepted <= RECOUNT_AFTER * self.limit and now < self._count_at:
             return
         self._accepted, self._count_at = 0, now + COUNT_INTERVAL
@@ -105,18 +110,18 @@ class Listener:
     def next_wake(self) -> float:
         """Returns the time of the next `check`; infinity while the endpoints are bound.
 
-        While they are bound, accepted connections cause the checks.
+        While they are bound, `on_accepted` calls `check`.
         """
         return self._count_at if self.unbound else math.inf
 
     def unbind_now(self, now: float) -> None:
-        """Unbind for COUNT_INTERVAL seconds, whatever the number of descriptors."""
+        """Unbinds the endpoints for COUNT_INTERVAL seconds, even if enough descriptors are free."""
         self._count_at = now + COUNT_INTERVAL
         if not self.unbound:
             self._unbind()
 
     def _end_idle(self, wanted: int) -> None:
-        """Close `wanted` connections without live streams, the newest first."""
+        """Closes `wanted` connections without live streams, the newest first."""
         busy, endpoints = self.busy(), set(self.endpoints)
         newest = [
             descriptor_ for descriptor_ in reversed(self._connected) if descriptor_ not in busy
@@ -142,7 +147,7 @@ class Listener:
         self.unbound = False
 
     def close(self) -> None:
-        """Close the monitor. The owner of the socket closes the socket."""
+        """Closes the monitor. The owner of the socket closes the socket."""
         self.socket.disable_monitor()
         self.monitor.close()
 
@@ -184,7 +189,7 @@ def count_open() -> int:
 
 
 def shut_down(descriptor: int, inode: int) -> None:
-    """Shut the connection of a descriptor down, if the descriptor still has this inode."""
+    """Shuts down the connection of a descriptor, if the descriptor still has this inode."""
     if descriptor < 0 or inode_of(descriptor) != inode:
         return
     try:
@@ -201,7 +206,7 @@ def shut_down(descriptor: int, inode: int) -> None:
 
 
 def end_accepted(descriptor: int, endpoints: set[str]) -> None:
-    """Shut the connection of a descriptor down, if it was accepted on one of these endpoints."""
+    """Shuts down the connection of a descriptor, if one of these endpoints accepted it."""
     try:
         connection = socket.socket(fileno=descriptor)
     except OSError:  # not a socket, or closed meanwhile

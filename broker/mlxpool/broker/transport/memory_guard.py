@@ -50,7 +50,7 @@ class MemoryGuard:
         return self._check_at
 
     def check(self, now: float) -> None:
-        """Close connections if a check is due and memory is scarce."""
+        """Closes connections, if a check is due and memory is scarce."""
         if now < self._check_at:
             return
         self._check_at = now + CHECK_INTERVAL
@@ -77,10 +77,10 @@ class MemoryGuard:
             self._set_floor(used - self._explained())
 
     def _set_floor(self, left: int) -> None:
-        """Ignore about `left` bytes in later checks: memory that the C library keeps for itself.
+        """Lets later checks ignore about `left` bytes, which the C library keeps for itself.
 
-        At most MAX_UNEXPLAINED bytes are ignored, because some may be unread messages of closed
-        connections.
+        The checks ignore at most MAX_UNEXPLAINED bytes, because some of the bytes may be unread
+        messages of closed connections.
         """
         self._floor = min(MAX_UNEXPLAINED, max(0, self._floor + left - MAX_UNEXPLAINED // 2))
         self._strikes = 0

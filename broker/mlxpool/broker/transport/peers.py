@@ -33,8 +33,8 @@ class Backlogs:
     """The peers that have a backlog, by peer number, in the order of their last progress.
 
     Sends to a full peer are retried less and less often, so that many full peers cost little. A
-    frame from a peer makes its next retry due now: the peer may read again. This class counts the
-    bytes of all backlogs; the messages are in each Peer.
+    frame from a peer makes its next retry due now, because the peer may read again. This class
+    counts the bytes of all backlogs; each Peer has the messages.
     """
 
     def __init__(self, max_bytes: float = math.inf) -> None:
@@ -69,14 +69,14 @@ class Backlogs:
         return next(number for number in self._waits if bytes_of(number) >= enough)
 
     def add(self, number: int, size: int) -> None:
-        """Count a message of `size` bytes that waits for a peer."""
+        """Counts a message of `size` bytes that waits for a peer."""
         self.bytes += size
         if number not in self._waits:
             self._waits[number] = FIRST_RETRY
             self._new.append(number)
 
     def sent(self, size: int) -> None:
-        """Count a waiting message of `size` bytes that was sent."""
+        """Counts a waiting message of `size` bytes that was sent."""
         self.bytes -= size
 
     def drop(self, number: int, size: int) -> None:
@@ -86,9 +86,9 @@ class Backlogs:
             self._retries.clear(number)
 
     def heard(self, number: int, now: float) -> None:
-        """Make the next retry of a peer due now, because a frame from the peer came.
+        """Makes the next retry of a peer due now, because the peer sent a frame.
 
-        An overdue retry keeps its place in the queue: otherwise a peer that sends often would
+        An overdue retry keeps its position in the queue. Otherwise a peer that sends often would
         always be the last.
         """
         self._waits[number] = FIRST_RETRY
@@ -111,10 +111,10 @@ class Backlogs:
         return numbers[0] if numbers else None
 
     def put_back(self, number: int, now: float, *, progress: bool, more: bool) -> None:
-        """Schedule the next retry of a peer that still has a backlog.
+        """Schedules the next retry of a peer that still has a backlog.
 
-        `progress`: the peer accepted some messages. `more`: it may accept more at once, so its
-        retry is due now, after the due retries of other peers.
+        `progress`: the peer accepted some messages. `more`: the peer may accept more messages
+        immediately. Its retry is then due now, after the due retries of other peers.
         """
         if progress:
             del self._waits[number]
@@ -161,9 +161,9 @@ class Peers:
     ) -> None:
         """With `authorize`, the sender of each message is checked by the user id of its handshake.
 
-        `keep_gone`: a closed peer keeps its number until `forget`, so that its last messages still
-        belong to it; otherwise it is forgotten immediately. `max_backlogs`: most bytes waiting for
-        all peers together.
+        `keep_gone`: a closed peer keeps its number until `forget`, so that its last messages can
+        still be assigned to it; otherwise it is forgotten immediately. `max_backlogs`: the bound on
+        the bytes that wait for all peers together.
         """
         self.socket = socket
         self.authorize = authorize
@@ -208,7 +208,10 @@ class Peers:
         return peer, parts
 
     def _skip(self) -> tuple[Peer, list[bytes]] | None:
-        """Drop surplus parts in portions: a message may have millions, and other peers wait."""
+        """Skips some parts of a message with too many parts; returns it after the last part.
+
+        A message may have millions of parts, and other peers wait.
+        """
         for _ in range(MAX_SKIPPED_PARTS):
             if not self.socket.getsockopt(zmq.RCVMORE):
                 message, self._skipping = self._skipping, None
@@ -242,7 +245,7 @@ class Peers:
         return peer
 
     def send(self, number: int, parts: list[bytes]) -> bool:
-        """Send or queue a message. Returns False if the peer is closed or given up."""
+        """Sends or queues a message. Returns False if the peer is closed or given up."""
         peer = self.by_number.get(number)
         if peer is None:
             return False
@@ -253,7 +256,10 @@ class Peers:
         return self._queue(peer, parts)
 
     def _try(self, peer: Peer, parts: list[bytes]) -> bool | None:
-        """Try to send. Returns True if sent, False if the peer is closed, None if it is full."""
+        """Tries to send a message.
+
+        Returns True if it was sent, False if the peer is closed, and None if the peer is full.
+        """
         try:
             self.socket.send_multipart([peer.name, *parts], zmq.NOBLOCK)
         except zmq.Again:
@@ -279,9 +285,10 @@ class Peers:
         peer.backlog_bytes = 0
 
     def _queue(self, peer: Peer, parts: list[bytes]) -> bool:
-        """Queue a message. Returns whether the peer was kept.
+        """Queues a message. Returns False if the peer was given up.
 
-        Above the bound for all peers, peers without progress are given up.
+        If the backlogs of all peers together exceed their bound, peers without progress are given
+        up.
         """
         size = size_of(parts)
         peer.backlog.append(parts)
@@ -303,10 +310,10 @@ class Peers:
         return self.by_number[number].backlog_bytes
 
     def _give_up(self, peer: Peer) -> None:
-        """Close the connection of a peer that reads too little, so that libzmq frees its queue.
+        """Closes the connection of a peer that reads too little, so that libzmq frees its queue.
 
-        If `keep_gone` is set, it only forgets the peer: the peer is then a worker, which the caller
-        ends by the peer's number.
+        If `keep_gone` is set, the peer is a worker. The peer is then only forgotten, and the caller
+        ends the worker by the peer's number.
         """
         self.given_up += 1
         if self.keep_gone:
@@ -315,7 +322,7 @@ class Peers:
             self.disconnect(peer)
 
     def overflowed(self, number: int) -> bool:
-        """Returns whether the last failed `send` failed because of this peer's large backlog."""
+        """Returns whether this peer is the last that was given up because of its own backlog."""
         return number == self._overflowed
 
     def next_retry(self) -> float:
@@ -323,9 +330,9 @@ class Peers:
         return 0.0 if self._given_up else self.full.next_wake()
 
     def retry(self, now: float) -> list[int]:
-        """Retry full peers that are due, with at most MAX_SENDS sends.
+        """Retries full peers whose retry is due, with at most MAX_SENDS attempts to send.
 
-        Returns the numbers of peers that were closed, or given up, since the last call.
+        Returns the numbers of the peers that were closed or given up since the last call.
         """
         gone, self._given_up = self._given_up, []
         room = MAX_SENDS
@@ -340,9 +347,9 @@ class Peers:
         return gone
 
     def _send_backlog(self, peer: Peer, room: int) -> tuple[int, bool | None]:
-        """Send at most `room` messages of a backlog.
+        """Sends at most `room` messages of a peer's backlog.
 
-        Returns the number of tries and the last result.
+        Returns the number of attempts to send, and the result of the last attempt.
         """
         tries, sent = 0, None
         while peer.backlog and tries < room:
@@ -358,7 +365,7 @@ class Peers:
         return tries, sent
 
     def forget(self, number: int) -> None:
-        """Forget a peer. A later message on its connection gets a new number."""
+        """Forgets a peer. If the peer's connection sends again, it gets a new number."""
         peer = self.by_number.pop(number, None)
         if peer is not None:
             del self.by_name[peer.name]
@@ -367,7 +374,7 @@ class Peers:
             self._drop_backlog(peer)
 
     def ended(self, descriptor: int) -> Peer | None:
-        """Forget the peer whose connection with this descriptor has ended. Returns the peer.
+        """Forgets the peer whose connection with this descriptor has ended. Returns the peer.
 
         Returns None if the descriptor is unknown, or now belongs to a newer connection.
         """
@@ -378,12 +385,12 @@ class Peers:
         return peer
 
     def disconnect(self, peer: Peer) -> None:
-        """Close the connection of a peer, and drop its unread messages."""
+        """Closes the connection of a peer, and drops its unread messages."""
         self.forget(peer.number)
         shut_down(peer.descriptor, peer.inode)
 
     def disconnect_user(self, user: str) -> None:
-        """Close all connections whose handshake had this user id."""
+        """Closes all connections whose handshake had this user id."""
         for peer in list(self.by_number.values()):
             if peer.user == user:
                 self.disconnect(peer)

@@ -18,14 +18,14 @@ class WorkerSessions:
         self._epochs: dict[int, int] = {}  # number of a welcomed connection -> its epoch
 
     def open(self, slot: str, number: int) -> None:
-        """Set the connection of a slot's worker. The slot's earlier connection is forgotten."""
+        """Sets the connection of a slot's worker. The slot's earlier connection is forgotten."""
         before = self._numbers.get(slot)
         if before is not None and before != number:
             self.close(slot)
         self._numbers[slot] = number
 
     def welcome(self, number: int, epoch: int) -> None:
-        """Make frames with this epoch valid on this connection."""
+        """Makes frames with this epoch valid on this connection."""
         self._epochs[number] = epoch
 
     def connection(self, slot: str) -> int | None:
@@ -40,14 +40,14 @@ class WorkerSessions:
         return self._epochs.get(self._numbers.get(slot, -1))
 
     def release(self, slot: str) -> int | None:
-        """Remove the connection from a slot. Returns its number, or None."""
+        """Removes the connection of a slot. Returns its number; None without a connection."""
         number = self._numbers.pop(slot, None)
         if number is not None:
             self._epochs.pop(number, None)
         return number
 
     def close(self, slot: str) -> Peer | None:
-        """Forget the slot's connection. Returns its peer if the peer is still known."""
+        """Forgets the slot's connection. Returns its peer if the peer is still known."""
         number = self.release(slot)
         if number is None:
             return None
@@ -56,7 +56,7 @@ class WorkerSessions:
         return peer
 
     def send(self, slot: str, parts: list[bytes]) -> bool:
-        """Send to the slot's worker. Returns False if the worker's backlog is full.
+        """Sends a message to the slot's worker. Returns False if the worker's backlog is full.
 
         Returns True even if the connection is closed: the worker then sends `hello` again, or is
         judged hung.
@@ -67,7 +67,7 @@ class WorkerSessions:
         return self.peers.send(number, parts) or not self.peers.overflowed(number)
 
     def sweep(self) -> None:
-        """Forget connections that have ended and belong to no slot."""
+        """Forgets connections that have ended and belong to no slot."""
         used = set(self._numbers.values())
         for peer in list(self.peers.by_number.values()):
             if peer.gone and peer.number not in used:

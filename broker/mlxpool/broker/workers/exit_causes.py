@@ -61,7 +61,7 @@ def stopped_by_signal(seconds: float) -> str:
 
 
 def of_rank(rank: int, cause: str) -> str:
-    """Returns the cause of the end of a group, from the cause at one of its ranks (processes)."""
+    """Returns the cause of a group's end, from the cause of the end of one rank (process)."""
     return f"rank {rank}: {cause}"
 
 

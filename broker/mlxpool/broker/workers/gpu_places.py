@@ -40,7 +40,7 @@ class Place(Struct, eq=False):
     gpus: tuple[str, ...] = ()
 
     def move(self, event: str) -> None:
-        """Change state. Raises ValueError, and changes nothing, for an illegal event."""
+        """Changes state. Raises ValueError, and changes nothing, for an illegal event."""
         following = TRANSITIONS[self.state].get(event)
         if following is None:
             raise ValueError(f"the place of {self.slot} is {self.state.value}: no {event!r} there")
@@ -58,9 +58,10 @@ class GpuPlaces:
         self._places: dict[str, Place] = {}
 
     def take(self, slot: str, gpus: Sequence[str], count: int) -> tuple[str, ...]:
-        """Assign `count` of `gpus` to the worker of a slot; () if `gpus` is empty.
+        """Assigns `count` of `gpus` to the worker of a slot and returns them; () without `gpus`.
 
-        Raises GpusUnavailable if `gpus` has fewer, and ValueError if the slot already has GPUs.
+        Raises GpusUnavailable if `gpus` has fewer than `count`, and ValueError if the slot already
+        has GPUs.
         """
         check_enough(gpus, count)
         place = self._places.get(slot) or Place(slot)
@@ -70,7 +71,7 @@ class GpuPlaces:
         return place.gpus
 
     def release(self, slot: str) -> None:
-        """Release the GPUs of an ended worker's slot. Raises ValueError if the slot has none."""
+        """Releases the GPUs of a slot whose worker has ended. Raises ValueError if it has none."""
         (self._places.get(slot) or Place(slot)).move("release")
 
     def held(self) -> Mapping[str, tuple[str, ...]]:

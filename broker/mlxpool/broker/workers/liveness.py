@@ -23,7 +23,8 @@ EDGE_FRESH = 2.0  # seconds within which an edge thread that moved counts as ali
 class Sample(Struct, frozen=True):
     """A sample of a worker's process. `look` is the reading of its progress block.
 
-    Waits are the nanoseconds in which a thread was runnable but had no CPU.
+    `compute_wait_ns` and `edge_wait_ns` are the nanoseconds in which a thread could run but had no
+    CPU.
     """
 
     look: ProgressReading
@@ -76,7 +77,7 @@ class Watch(Struct, eq=False):
     others: list[Watch] = field(default_factory=list)  # watches of the ranks above 0
 
     def observe(self, sample: Sample, beat_at: float, now: float, tick: float) -> None:
-        """Add a sample. `beat_at`: the time of the newest heartbeat."""
+        """Adds a sample. `beat_at`: the time of the newest heartbeat."""
         gap = min(now - self.at, 2 * tick) if self.at else 0.0
         before, self.sample, self.at = self.sample, sample, now
         compute = _running_time(gap, before.compute_wait_ns, sample.compute_wait_ns)
@@ -93,7 +94,10 @@ class Watch(Struct, eq=False):
 
 
 def _running_time(gap: float, wait_before: int, wait_now: int) -> float:
-    """Returns seconds; negative after a long wait, which the kernel counts only at its end."""
+    """Returns the seconds of `gap` in which a thread did not wait for a CPU.
+
+    The result is negative after a long wait, because the kernel counts a wait only at its end.
+    """
     return gap - max(0, wait_now - wait_before) / 1e9
 
 

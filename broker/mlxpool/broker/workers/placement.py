@@ -32,7 +32,7 @@ def fits_facts(worker: Worker, request: Request) -> bool:
 
 
 def keeps_batch_bounds(worker: Worker, request: Request) -> bool:
-    """Returns whether the worker's batch with this request would be within all batch bounds.
+    """Returns whether the worker's batch with this request would exceed no bound on its size.
 
     A request that may have ended a worker has such a bound: the largest batch that may contain it.
     """
@@ -159,7 +159,7 @@ def choose_pair(
 
 
 def observe_beat(worker: Worker, model: WorkerSpeed) -> None:
-    """Learn step times and evictions of the cache from the worker's newest heartbeat."""
+    """Updates step times and the index of prefixes from the worker's newest heartbeat."""
     beat, route = worker.beat, worker.route
     for speed in (route.speed, model):
         speed.observe_step(beat.running, beat.step_ms)
@@ -171,7 +171,7 @@ def observe_beat(worker: Worker, model: WorkerSpeed) -> None:
 
 
 def observe_prefill(worker: Worker, look: ProgressReading, model: WorkerSpeed) -> None:
-    """Learn the time of a prompt token from a worker that is reading a prompt."""
+    """Updates the time of a prompt token from a worker that is reading a prompt."""
     if look.tokens > 0:
         for speed in (worker.route.speed, model):
             speed.observe_prompt(look.usual_token_ns / 1e6)

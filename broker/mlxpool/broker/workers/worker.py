@@ -104,7 +104,7 @@ class Worker:
     remote: bool = False  # another supervisor starts and ends its process
 
     def move(self, event: str) -> None:
-        """Change state. Raises ValueError, and changes nothing, for an illegal event."""
+        """Changes state. Raises ValueError, and changes nothing, for an illegal event."""
         following = TRANSITIONS[self.state].get(event)
         if following is None:
             raise ValueError(f"worker {self.slot} is {self.state.value}: no {event!r} there")
@@ -147,7 +147,8 @@ class Worker:
     def room(self) -> int:
         """Returns the number of further requests that the worker may get now.
 
-        It is the credit, reduced if a run limits the size of its batch.
+        It is the credit. If a run limits the size of its batch, the number is at most the places
+        that this limit leaves.
         """
         bound = min(self.batch_bounds.values(), default=None)
         credit = self.credit()
@@ -171,7 +172,7 @@ class Worker:
         self.batch_bounds.clear()
 
     def reset_connection(self) -> None:
-        """Clear the values of the old connection."""
+        """Clears the values that belong to the old connection."""
         self.sequences = self.works_seen = self.works_sent = self.ended = 0
         self.end_all_leases()
         self.calls.clear()
@@ -191,10 +192,10 @@ JITTER = 0.25  # largest random part of a delay, as a share
 
 
 def restart_delay(failures: int, first: float, most: float, boot: int = 0) -> float:
-    """Returns the delay after `failures` consecutive workers that never served.
+    """Returns the seconds to wait after `failures` consecutive workers that never served.
 
-    It is 1, 2, 4 … * `first`. `boot` spreads the restarts of many pools by up to JITTER; 0: no
-    spread.
+    They are `first` after the first failure, and double with each further failure, up to `most`.
+    `boot` spreads the restarts of many pools by up to JITTER; 0: no spread.
     """
     if failures <= 0:
         return 0.0

@@ -77,9 +77,9 @@ class Portion(Struct, eq=False):
         return self.lines.batch
 
     def check_slice(self, check: Check, now: float) -> bool:
-        """Checks some lines. Returns whether the last line is checked.
+        """Checks the next lines of the portion. Returns whether all lines are checked.
 
-        Raises the PoolError of a check that can succeed later; the lines then stay in the file.
+        Raises the PoolError of a check that can succeed later. The lines then stay in the file.
         """
         size = 0
         for number, _, data in self.lines.lines[self.at : self.at + SLICE_LINES]:
@@ -151,7 +151,7 @@ def line_key(batch: bytes, number: int) -> str:
 
 
 def line_id(batch: bytes, number: int) -> bytes:
-    """Returns the id of the job that a line becomes; it is equal whenever the line is read."""
+    """Returns the id of the job that a line becomes; each reading of the line gives the same id."""
     return hashlib.sha256(b"line %d of " % number + batch).digest()[:DIGEST_BYTES]
 
 
@@ -170,7 +170,7 @@ class FeedPause(Struct, eq=False):
     def due(self, batch: BatchView) -> float:
         """Returns the time from which more lines can become jobs; infinity if none can now.
 
-        They can while the batch is open and has fewer than AHEAD unfinished jobs.
+        Lines can become jobs while the batch is open and has fewer than AHEAD unfinished jobs.
         """
         hungry = batch.state.value == "open" and batch.waiting < AHEAD
         return self.pause_until if hungry else math.inf
@@ -184,7 +184,10 @@ CANCELLED_END = packed_end(Done("cancelled"))
 
 
 class Watcher(Struct, frozen=True):
-    """A client that waits for progress of a batch: until `mark_of` differs from `seen`."""
+    """A client that waits until the progress of a batch (`mark_of`) differs from `seen`.
+
+    `until`: the time at which the client gets an answer in any case.
+    """
 
     question: ev.QuestionAsked
     seen: str
@@ -192,7 +195,7 @@ class Watcher(Struct, frozen=True):
 
 
 class LiveBatch(Struct, eq=False):
-    """A batch that has not ended. `busy`: an operation for this batch itself is under way."""
+    """A batch that has not ended. `busy`: an operation on the batch, not on a job, is under way."""
 
     view: BatchView
     feed_pause: FeedPause = field(default_factory=FeedPause)
@@ -238,7 +241,10 @@ class Batches:
     # ---- the store opens and is lost -------------------------------------------------------------
 
     def find(self, behind: Place | None = None) -> None:
-        """Finds the batches that have not ended, after the store was opened."""
+        """Finds the batches that have not ended, after the store was opened.
+
+        `behind`: the last batch of the page before; None: the first page.
+        """
         self._find_at = math.inf
         operation = ListBatches(live=True, count=PAGE, behind=behind)
 
@@ -273,7 +279,10 @@ class Batches:
     # ---- views -----------------------------------------------------------------------------------
 
     def see(self, view: BatchView, now: float) -> None:
-        """Handles a view of a batch that the store has returned."""
+        """Updates a live batch from a view that the store has returned.
+
+        Then tells the watchers, and cancels further jobs or ends the batch if that is due.
+        """
         batch = self.live.get(view.id)
         if batch is None:
             if not view.live:
@@ -291,7 +300,7 @@ class Batches:
             self._ask(batch, EndBatch(view.id, settings.output_file, settings.error_file))
 
     def touched(self, id: bytes, now: float) -> None:
-        """Marks the counts of a batch as outdated: a job has changed."""
+        """Schedules a new read of a batch's counts, because a job of the batch has changed."""
         batch = self.live.get(id)
         if batch is None:
             self._outbox.store(ReadBatch(id), self._seen)

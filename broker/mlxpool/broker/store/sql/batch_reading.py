@@ -145,9 +145,9 @@ def list_batches(database: Database, operation: ListBatches, now: float) -> Batc
 
 
 def read_outcomes(database: Database, operation: ReadOutcomes, now: float) -> Result:
-    """Reads outcomes in the order of lines: of lines with a job, and of lines without a job.
+    """Reads the outcomes of a batch's lines, in the order of the lines.
 
-    A line has no job if no job could be made of it.
+    They include the lines of which no job could be made.
     """
     batch = find(database, operation.name)
     if batch is None:

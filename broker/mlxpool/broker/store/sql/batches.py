@@ -43,7 +43,7 @@ from mlxpool.broker.store.sql.submitting import check_names, submit_line
 
 
 def submit_batch(database: Database, operation: SubmitBatch, now: float) -> Result:
-    """Store a batch, or return the stored batch that has its key."""
+    """Stores a batch, or returns the stored batch that has its key."""
     scope = operation.scope
     known = find(database, scope)
     if known is not None:
@@ -89,7 +89,7 @@ def _again(database: Database, id: bytes) -> BatchView:
 
 
 def cancel_batch(database: Database, operation: CancelBatch, now: float) -> Result:
-    """Cancel at most `count` waiting jobs of a batch."""
+    """Cancels at most `count` waiting jobs of a batch."""
     batch = find(database, operation.name)
     if batch is None:
         return UnknownName()
@@ -123,7 +123,7 @@ def retry_batch(database: Database, operation: RetryBatch, now: float) -> Result
 
 
 def release_batch(database: Database, operation: ReleaseBatch, now: float) -> Result:
-    """Schedule the deletion of an ended batch."""
+    """Sets the results of an ended batch to expire now; the next sweeps delete them."""
     batch = find(database, operation.name)
     if batch is None:
         return UnknownName()
@@ -135,7 +135,7 @@ def release_batch(database: Database, operation: ReleaseBatch, now: float) -> Re
 def release_outcomes(
     database: Database, operation: ReleaseOutcomes, now: float, key_life: float
 ) -> Result:
-    """Delete the results of at most `count` jobs of an ended batch."""
+    """Deletes the results of at most `count` jobs of an ended batch."""
     batch = find(database, operation.name)
     if batch is None:
         return UnknownName()

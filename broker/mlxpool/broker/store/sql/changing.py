@@ -21,7 +21,7 @@ DEADLINE_CAUSE = "its deadline passed while it waited"
 
 
 def cancel(database: Database, operation: Cancel, now: float) -> Result:
-    """End a waiting job."""
+    """Ends a waiting job as `cancelled`."""
     job = rows.find(database, operation.name)
     if job is None or job.state is not JobState.WAITING:
         return rows.fate(database, operation.name)
@@ -47,7 +47,7 @@ def retry(database: Database, operation: Retry, now: float) -> Result:
 
 
 def release(database: Database, operation: Release, now: float, key_life: float) -> Result:
-    """Delete the result of an ended job."""
+    """Deletes the result of an ended job."""
     job = rows.find(database, operation.name)
     if job is None or job.state not in ENDED:
         return rows.fate(database, operation.name)

@@ -29,9 +29,9 @@ def chunk_of(job: JobView, row: Row) -> Chunk:
 
 
 def chunks_of(database: Database, job: JobView, pos: int = 0) -> Iterator[Chunk]:
-    """Yields the chunk that contains `pos`, then all later chunks.
+    """Yields the chunk that contains `pos`, then all later chunks. Raises Damaged.
 
-    Each chunk is one read. Raises Damaged.
+    Each chunk is read by its own query.
     """
     row = database.one(
         f"SELECT {CHUNK} FROM chunk WHERE job = ? AND gen = ? AND pos <= ?"
@@ -51,7 +51,7 @@ def chunks_of(database: Database, job: JobView, pos: int = 0) -> Iterator[Chunk]
 
 
 def add_chunk(database: Database, seq: int, gen: int, chunk: Chunk) -> None:
-    """Store a chunk of output. The row of its job does not change."""
+    """Stores a chunk of output. The row of its job does not change."""
     columns = (chunk.ids, pack_text(chunk.text), pack_borders(chunk.borders), chunk.logprobs)
     database.change(
         "INSERT INTO chunk (job, gen, pos, ids, text, borders, logprobs, crc)"
@@ -81,7 +81,7 @@ def begin_anew(database: Database, job: JobView) -> JobView:
 
 
 def add_blobs(database: Database, seq: int, blobs: Iterable[tuple[int, bytes]]) -> None:
-    """Store blobs (number, data) for a job. For data that is already stored only a count rises."""
+    """Stores blobs (number, data) for a job. If data are already stored, only their count rises."""
     for place, data in blobs:
         sha = hashlib.sha256(data).digest()
         if not database.change("UPDATE blob SET refs = refs + 1 WHERE sha = ?", sha):
@@ -125,19 +125,19 @@ def read_blob(database: Database, job: JobView, place: int) -> bytes:
 
 
 def read_blobs(database: Database, job: JobView) -> tuple[bytes, ...]:
-    """Read the blobs of the request of a job in their order. Raises Damaged."""
+    """Reads the blobs of a job's request, in order. Raises Damaged."""
     count = count_blobs(database, job)
     return tuple(read_blob(database, job, place) for place in range(count))
 
 
 def read_answer(database: Database, job: JobView) -> tuple[bytes, ...]:
-    """Read the blobs of the answer of a job in their order. Raises Damaged."""
+    """Reads the blobs of a job's answer, in order. Raises Damaged."""
     count = count_blobs(database, job, of_answer=True)
     return tuple(read_blob(database, job, -1 - index) for index in range(count))
 
 
 def read_request(database: Database, job: JobView) -> bytes:
-    """Read the packed request of a job; b"" if it was deleted. Raises Damaged."""
+    """Reads the packed request of a job; returns b"" if the request was deleted. Raises Damaged."""
     row = database.one("SELECT data, crc FROM request WHERE job = ?", job.seq)
     assert row is not None
     return checked_request(job, *row)
@@ -152,7 +152,7 @@ def checked_request(job: JobView, data: bytes, crc: int | None) -> bytes:
 
 
 def drop_blobs(database: Database, seq: int) -> None:
-    """Delete the blobs of a job that no other job has."""
+    """Removes the blobs of a job. Blobs that other jobs have too stay stored."""
     for (sha,) in database.execute("SELECT sha FROM job_blob WHERE job = ?", seq):
         database.change("UPDATE blob SET refs = refs - 1 WHERE sha = ?", sha)
         database.change("DELETE FROM blob WHERE sha = ? AND refs <= 0", sha)

@@ -24,23 +24,23 @@ class Database(Closing):
 
     @abstractmethod
     def execute(self, sql: str, *values: Any) -> list[Row]:
-        """Run a statement; returns its rows."""
+        """Runs a statement and returns its rows."""
 
     @abstractmethod
     def change(self, sql: str, *values: Any) -> int:
-        """Run an UPDATE, DELETE or INSERT; returns the number of changed rows."""
+        """Runs an UPDATE, DELETE or INSERT and returns the number of changed rows."""
 
     @abstractmethod
     def begin(self) -> None:
-        """Begin a write transaction."""
+        """Begins a write transaction."""
 
     @abstractmethod
     def commit(self) -> None:
-        """Commit the transaction. After the return it survives a loss of power."""
+        """Commits the transaction. Once this returns, the transaction survives a loss of power."""
 
     @abstractmethod
     def rollback(self) -> None:
-        """Undo the open transaction, if any. Raises nothing."""
+        """Undoes the open transaction, if there is one. Raises nothing."""
 
     @property
     @abstractmethod
@@ -61,13 +61,13 @@ class Database(Closing):
 
     @abstractmethod
     def write_version(self, version: int) -> None:
-        """Set the version of the schema, in the open transaction."""
+        """Sets the version of the schema, within the open transaction."""
 
     # ---- parts that both databases share -----------------------------------------------------
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Begin a transaction. The `with` block commits it, or undoes it after an exception."""
+        """Begins a transaction. The `with` block commits it, or undoes it after an exception."""
         self.begin()
         try:
             yield
@@ -87,14 +87,14 @@ class Database(Closing):
         return 0 if row is None or row[0] is None else int(row[0])
 
     def savepoint(self) -> None:
-        """Set a savepoint: later changes of the transaction can be undone alone."""
+        """Sets a savepoint. `undo` then undoes only the changes made after it."""
         self.change("SAVEPOINT operation")
 
     def release(self) -> None:
-        """Keep the changes since the savepoint."""
+        """Keeps the changes made since the savepoint."""
         self.change("RELEASE SAVEPOINT operation")
 
     def undo(self) -> None:
-        """Undo the changes since the savepoint."""
+        """Undoes the changes made since the savepoint."""
         self.change("ROLLBACK TO SAVEPOINT operation")
         self.release()

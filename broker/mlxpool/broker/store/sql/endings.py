@@ -1,4 +1,4 @@
-"""Ends jobs, sets ended jobs to waiting again, and deletes the results of jobs."""
+"""Ends jobs, lets ended jobs wait again, and deletes the results of jobs."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def count_line(database: Database, job: JobView, state: JobState, change: int) -
 
 
 def empty_job(database: Database, job: JobView, until: float) -> JobView:
-    """Delete the request and the result of an ended job; its key is remembered until `until`."""
+    """Deletes the request and the result of an ended job; its key stays reserved until `until`."""
     database.change("DELETE FROM chunk WHERE job = ?", job.seq)
     database.change("DELETE FROM failure WHERE job = ?", job.seq)
     contents.drop_blobs(database, job.seq)

@@ -56,7 +56,7 @@ def find(database: Database, id: bytes, owner: str | None, tenant: str | None) -
 
 
 def create_file(database: Database, operation: CreateFile, now: float, room: int) -> Result:
-    """Create a file with its first part. If the file exists, handle the part like AppendFile."""
+    """Creates a file with its first part. If the file exists, does what AppendFile does."""
     check_names(
         Scope(operation.owner, operation.tenant, operation.key), operation.name, operation.purpose
     )
@@ -121,7 +121,7 @@ def _no_room(database: Database, part: AppendFile, size: int, room: int) -> Refu
 
 
 def append_file(database: Database, operation: AppendFile, now: float, room: int) -> Result:
-    """Append the bytes of a part that the file lacks."""
+    """Appends those bytes of a part that the file lacks."""
     file = find(database, operation.id, operation.owner, operation.tenant)
     if file is None:
         return UnknownName()
@@ -263,7 +263,7 @@ def let_go(database: Database, batch: bytes, now: float) -> None:
 
 
 def drop(database: Database, file: FileView) -> None:
-    """Delete a file and its parts."""
+    """Deletes a file and its parts."""
     database.change("DELETE FROM file_part WHERE file = ?", file.id)
     database.change("DELETE FROM file WHERE id = ?", file.id)
     rows.count_usage(database, file.owner, 0, -file.size, -file.size - rows.ROW_BYTES)

@@ -34,7 +34,7 @@ def add(
     body: bytes,
     now: float,
 ) -> None:
-    """Store the notice of the end of a job or batch. It is due now."""
+    """Stores the notice of the end of a job or batch. The notice is due now."""
     database.change(
         "INSERT INTO outbox (end_seq, kind, subject, url, origin, since, tries, due, cause, body)"
         " VALUES (?, ?, ?, ?, ?, ?, 0, ?, '', ?)",
@@ -50,7 +50,7 @@ def add(
 
 
 def drop(database: Database, end_seq: int | None) -> None:
-    """Delete the notice of an end, if there is any."""
+    """Deletes the notice of an end, if there is one."""
     if end_seq:
         database.change("DELETE FROM outbox WHERE end_seq = ?", end_seq)
 

@@ -99,7 +99,7 @@ def fetch_page(database: Database, operation: FetchPage, now: float) -> Result:
 
 
 def list_jobs(database: Database, operation: ListJobs, now: float) -> JobList:
-    """List jobs in order of arrival, or in the reverse order."""
+    """Lists jobs in order of arrival, or in the reverse order."""
     where, values = _filters(operation.owner, operation.tenant, operation.states or NOT_GONE)
     if operation.batch is None:
         where.append("batch IS NULL")
@@ -118,7 +118,7 @@ def list_jobs(database: Database, operation: ListJobs, now: float) -> JobList:
 
 
 def list_ended(database: Database, operation: ListEnded, now: float) -> JobList:
-    """List ended jobs in the order of their ends."""
+    """Lists ended jobs in the order of their ends."""
     where, values = _filters(operation.owner, operation.tenant, tuple(JobState))
     jobs = _jobs(
         database, [*where, "end_seq > ?"], [*values, operation.after], "end_seq", operation.count
@@ -157,7 +157,7 @@ def read_backlog(database: Database, operation: ReadBacklog, now: float) -> Back
 
 
 def export_jobs(database: Database, operation: ExportJobs, now: float) -> Export:
-    """Read jobs and their output, at most the requested bytes."""
+    """Reads jobs with their output, up to the requested number of bytes."""
     jobs: list[ExportedJob] = []
     room = operation.max_bytes
     cursor: Cursor | None = operation.cursor
@@ -259,7 +259,7 @@ def _size(exported: ExportedJob) -> int:
 
 
 def verify_jobs(database: Database, operation: VerifyJobs, now: float) -> Verified:
-    """Compare stored jobs with their checksums, and return the damaged parts."""
+    """Compares stored jobs with their checksums, and returns the damaged parts."""
     jobs = rows.select(database, "seq > ? ORDER BY seq LIMIT ?", operation.after, operation.count)
     damaged: list[tuple[JobView, str]] = []
     size = checked = 0

@@ -156,10 +156,10 @@ def view(row: Row) -> JobView:
 
 
 def change(database: Database, job: JobView, **changes: Any) -> JobView:
-    """Store new values of a job's fields, update its owner's usage, and return the new view.
+    """Stores new values of a job's fields, updates its owner's usage, and returns the new view.
 
-    `job` is the job's view in this transaction. A damaged record is not overwritten, so that the
-    damage stays visible, unless `changes` has new `facts`.
+    `job` is the job's view in this transaction. A damaged record is overwritten only if `changes`
+    has new `facts`. Otherwise it stays, so that the damage remains visible.
     """
     if "cause" in changes:
         changes["cause"] = storable(changes["cause"])
@@ -203,7 +203,7 @@ def signed(seed: int) -> int:
 
 
 def unsigned(stored: int) -> int:
-    """Undo `signed`."""
+    """Undoes `signed`: returns the u64 that was stored as a signed integer."""
     return stored + (1 << 64) if stored < 0 else stored
 
 
@@ -266,7 +266,7 @@ def count_usage(database: Database, owner: str, jobs: int, size: int, file_bytes
 
 
 def add_failure(database: Database, job: JobView, cause: str, stacks: str, now: float) -> int:
-    """Add a failure to a job, unless `cause` is empty; only the newest failures are kept.
+    """Adds a failure to a job, unless `cause` is empty. Only the newest failures are kept.
 
     Returns the change of the job's size in bytes, which can be negative.
     """

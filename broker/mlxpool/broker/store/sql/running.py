@@ -82,7 +82,8 @@ def _turns(
 def _waiting(operation: FeedNext) -> str:
     """Returns the SQL condition for waiting jobs of the operation's model and priority.
 
-    Jobs that were started often have an index, see schema.SUSPECTS.
+    If only jobs with many starts are read, the condition lets SQL use the index of suspects, see
+    schema.SUSPECTS.
     """
     condition = "state = 'waiting' AND model = ? AND priority = ?"
     if operation.min_starts < OFTEN_STARTED:
@@ -204,7 +205,7 @@ def _durable_ids(database: Database, job: JobView) -> bytes | None:
 
 
 def progress(database: Database, operation: Progress, now: float) -> Result:
-    """Append a chunk to the stored output."""
+    """Appends a chunk to the stored output of a running job."""
     chunk = operation.chunk
     check(chunk)
     size = stored_size(chunk)
@@ -231,7 +232,7 @@ def progress(database: Database, operation: Progress, now: float) -> Result:
 
 
 def finish(database: Database, operation: Finish, now: float) -> Result:
-    """Append the last chunk and end the job; both happen or neither."""
+    """Appends the last chunk and ends the job. Either both happen or neither."""
     if len(operation.end) > MAX_END:
         raise ValueError(f"the end of a job has {len(operation.end)} bytes, at most {MAX_END}")
     if (size := sum(map(len, operation.answer))) > MAX_ANSWER:
@@ -304,7 +305,7 @@ def set_back(database: Database, operation: SetBack, now: float) -> Result:
 
 
 def new_generation(database: Database, operation: NewGeneration, now: float) -> Result:
-    """Delete the output of a waiting job, and begin its next generation."""
+    """Deletes the output of a waiting job, and begins its next generation."""
     job = _running(database, operation.id, operation.gen)
     if job is None:
         return rows.fate(database, operation.id)

@@ -153,7 +153,7 @@ TABLES = (
 
 
 def create(database: Database, dialect: Dialect) -> None:
-    """Create the tables in an empty database, in one transaction."""
+    """Creates the tables in an empty database, in one transaction."""
     spelled = {name: getattr(dialect, name) for name in Dialect.__struct_fields__}
     with database.transaction():
         for statement in TABLES:
@@ -163,7 +163,7 @@ def create(database: Database, dialect: Dialect) -> None:
 
 
 def ensure(database: Database, dialect: Dialect) -> bool:
-    """Create the tables if the database is empty; returns whether it was.
+    """Creates the tables if the database is empty. Returns whether it was empty.
 
     Raises StoreUnusable if the tables have another version: there are no migrations.
     """

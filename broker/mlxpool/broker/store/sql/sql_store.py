@@ -83,16 +83,16 @@ class SqlStore(Closing):
         self._boot, self.wall_seen = boot, now
 
     def resume(self, boot: int) -> None:
-        """Continue after a failure. Raises StoreFenced if another broker has taken the store."""
+        """Continues after a failure. Raises StoreFenced if another broker has taken the store."""
         if self.boot_before != boot:
             raise StoreFenced(_FENCED)
         self._boot = boot
 
     def transaction(self, operations: Sequence[Operation], now: float) -> list[Result]:
-        """Perform operations in order. After the return they are durable.
+        """Performs operations in order. Once this returns, their changes are durable.
 
-        An operation that fails is `Refused` and changes nothing; the other operations are
-        performed.
+        The result of a failed operation is `Refused`; it has changed nothing. The other operations
+        are performed.
         """
         writes = any(operation.writes for operation in operations)
         stamps = writes and now - self.wall_seen >= SEEN_EVERY
@@ -164,10 +164,10 @@ class SqlStore(Closing):
         )
 
     def tend(self) -> None:
-        """Do housekeeping after the results of a transaction were handed out."""
+        """Does housekeeping after the results of a transaction were handed out."""
 
     def free_reserve(self) -> bool:
-        """Delete the reserve file for a full disk; returns whether it existed."""
+        """Deletes the reserve file, because the disk is full. Returns whether the file existed."""
         return False
 
     def close(self) -> None:
@@ -246,11 +246,11 @@ class Opener(Closing):
 
     @abstractmethod
     def open(self) -> SqlStore:
-        """Open the store; create it if it does not exist. Raises StoreUnusable."""
+        """Opens the store, or creates it if it does not exist. Raises StoreUnusable."""
 
     @abstractmethod
     def reopen(self) -> SqlStore:
-        """Open the store again after a failure. Raises StoreError."""
+        """Opens the store again after a failure. Raises StoreError."""
 
 
 _FENCED = "another broker has taken the store of jobs over; this broker must not write any more"

@@ -18,7 +18,7 @@ from mlxpool.broker.store.sql.database import Database
 
 
 def submit(database: Database, operation: Submit, now: float, room: int) -> Result:
-    """Store a job, unless its key is stored, it needs more than `room` bytes or exceeds a quota."""
+    """Stores a job, unless its key is used, it needs more than `room` bytes, or exceeds a quota."""
     known = rows.find(database, operation.scope)
     if known is not None:
         if known.state is JobState.GONE:
@@ -37,10 +37,11 @@ def submit(database: Database, operation: Submit, now: float, room: int) -> Resu
 
 
 def submit_line(database: Database, operation: Submit, now: float, room: int) -> Result | int:
-    """Store a job that is a line of a batch. Like `submit`, but cheaper in the usual case.
+    """Stores a job that was made of a line of a batch.
 
-    Returns the bytes of a new job, which the caller must add to the owner's usage. Otherwise
-    returns the result of `submit`, which has added them.
+    Does the same as `submit`, but in the usual case with fewer statements. In this case it returns
+    the bytes of the new job, and the caller must add them to the owner's usage. Otherwise it
+    returns the result of `submit`, which has already added them.
     """
     size = operation.size + rows.ROW_BYTES
     checked = operation.max_jobs or operation.max_bytes or size > room
@@ -87,7 +88,7 @@ def _over_quota(database: Database, operation: Submit, size: int) -> Refused | N
 
 
 def _insert(database: Database, operation: Submit, size: int, now: float) -> int | None:
-    """Insert the row of a job and its blobs. Returns the job's number; None if its key is used."""
+    """Inserts the row of a job and its blobs. Returns the job's number; None if its key is used."""
     check_names(operation.scope, operation.kind, operation.model, operation.label, operation.notify)
     scope = operation.scope
     row = database.one(
