@@ -35,7 +35,7 @@ class EqualTexts(Struct, frozen=True):
 
 
 def equal_texts(lengths: Sequence[int]) -> tuple[EqualTexts, ...]:
-    """Returns the groups of texts of one length, in the order of the sorted lengths."""
+    """Groups the texts of equal length, in the order of the sorted lengths."""
     groups, begin = [], 0
     for length, some in groupby(lengths):
         groups.append(EqualTexts(begin, sum(1 for _ in some), length))

@@ -126,14 +126,20 @@ class RowBatch(RotateThenAttend):
                 yield queries.first + view.begin, queries.first + view.end, view
 
     def _lines_with_views(self, tokens: int) -> mx.array | None:
-        """Returns the mask [T, 1] of tokens that attend to images by cross-attention, if any."""
+        """Returns the mask [T, 1] of tokens that attend to images by cross-attention.
+
+        Returns None if no token does.
+        """
         seen = np.zeros((tokens, 1), bool)
         for first, end, _ in self._views():
             seen[first:end] = True
         return mx.array(seen) if seen.any() else None
 
     def attend_images(self, layer: int, q: mx.array, scores: ScoreParams) -> mx.array:
-        """Attends with q [T, H, D] to the images that each token sees; without images: zeros."""
+        """Attends with q [T, H, D] to the images that each token sees.
+
+        A token that sees no image gets zeros.
+        """
         parts, begin = [], 0
         for first, end, view in self._views():
             if begin < first:

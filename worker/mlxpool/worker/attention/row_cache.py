@@ -126,7 +126,7 @@ class WindowLayer:
         self._last = max(self._first, self._last - (offset - to))
 
     def _append(self, new: Arrays) -> Arrays:
-        """Stores new tokens; returns the stored arrays of the tokens that these see."""
+        """Stores new tokens; returns the stored arrays of the tokens that the new tokens see."""
         count = new[0].shape[2]
         self._require_space(count)
         start, self._last = self._last, self._last + count

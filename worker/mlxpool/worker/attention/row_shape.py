@@ -104,7 +104,7 @@ class RowShape(Struct, frozen=True):
         return cache.stored(self.kv)
 
     def zeros(self, array: StoredArray, *shape: int) -> mx.array:
-        """Returns zeros [*shape, size] of the numbers of a stored array."""
+        """Returns zeros [*shape, size] in the dtype of a stored array."""
         dtype = int8_numbers.dtype_of(array.numbers, self.dtype)
         return mx.zeros((*shape, array.size), dtype=dtype)
 

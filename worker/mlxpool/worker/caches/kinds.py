@@ -73,7 +73,7 @@ class WindowCache(Struct, frozen=True):
 
 
 class StateCache(Struct, frozen=True):
-    """A recurrent state, valid only after exactly the tokens that it was computed from."""
+    """A recurrent state; it can be reused only after exactly the tokens it was computed from."""
 
     layer: int
 

@@ -1,4 +1,4 @@
-"""The data that each layer of a model stores of a sequence for later tokens, in bytes."""
+"""How many bytes each layer of a model stores of a sequence, for later tokens."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def unsupported(shape: PassShape) -> str:
 
 
 class _LayerKind(Struct, frozen=True):
-    """The common properties of all layers, besides the sizes of their weights."""
+    """The properties that all layers must have in common, except the sizes of their weights."""
 
     kv_heads: int
     query_heads: int

@@ -91,7 +91,7 @@ class CompiledPasses(Generic[P, R]):
         return kind in self._passes
 
     def __call__(self, kind: Hashable, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Calls the function, compiled for `kind`: its constants and shapes."""
+        """Calls the function compiled for `kind`: the constants and shapes of the arguments."""
         if kind not in self._passes:
             self._notice()
             if len(self._passes) == self._max_passes:

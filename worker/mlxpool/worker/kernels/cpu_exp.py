@@ -56,7 +56,7 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array:
 
 
 def supports(x: mx.array) -> bool:
-    """Returns whether the compiled formula is faster for this array."""
+    """Returns whether the compiled formula is faster than MLX's exp for this array."""
     return x.size >= MIN_SIZE and x.dtype == mx.float32 and vectorised()
 
 
@@ -81,7 +81,7 @@ def vectorised() -> bool:
 
 
 def on_linux_cpu() -> bool:
-    """Returns whether MLX computes on a CPU on Linux, without a vectorised exp."""
+    """Returns whether MLX computes on a CPU on Linux, where its exp is not vectorised."""
     return sys.platform == "linux" and mx.default_device().type == mx.DeviceType.cpu
 
 

@@ -70,7 +70,10 @@ def prefill_chunk(configured: int = 0) -> int:
 
 
 def device_memory() -> tuple[int, int]:
-    """Returns the total and free bytes of the device's memory, which may be the machine's."""
+    """Returns the total and free bytes of the device's memory.
+
+    If MLX computes on a CPU, this is the machine's memory.
+    """
     machine = psutil.virtual_memory()
     if not on_gpu():
         return int(machine.total), int(machine.available)

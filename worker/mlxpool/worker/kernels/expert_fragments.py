@@ -50,7 +50,7 @@ PACKED_FORMATS = (
 
 
 class PackedArrays(Struct, frozen=True):
-    """Quantised weights [E, out, in] as MLX has them, in words of uint32."""
+    """Quantised weights [E, out, in] as MLX stores them, in words of uint32."""
 
     weight: mx.array
     scales: mx.array

@@ -85,7 +85,7 @@ class LineNorm(Struct, frozen=True):
 
 
 def can_norm(x: mx.array) -> bool:
-    """Returns whether `plan_normed_tokens` supports x [T, d], which one thread block norms."""
+    """Returns whether `plan_normed_tokens` supports x [T, d]; one thread block norms all of x."""
     return x.dtype in HALF_DTYPES and x.shape[0] <= LINES and x.shape[1] <= MAX_NORM_SIZE
 
 
@@ -168,7 +168,7 @@ def item_lines(tokens: int, routing: RoutingParams) -> int:
 
 
 def max_items(tokens: int, lines: int, routing: RoutingParams, shared: bool) -> int:
-    """Returns the most items for `tokens` tokens."""
+    """Returns the most items in the plan of `tokens` tokens."""
     choices = tokens * routing.chosen
     return min(routing.count, choices) + choices // lines + shared * -(-tokens // lines)
 

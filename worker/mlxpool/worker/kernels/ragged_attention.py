@@ -134,7 +134,7 @@ def hopper_tiles(size: int) -> bool:
 
 
 def counters(pairs: int) -> mx.array:
-    """Returns zeros that count the finished parts of tiles; every kernel call resets them."""
+    """Returns counters of the finished parts of tiles; every kernel call resets them to 0."""
     return mx.zeros((pairs * PART_UNITS,), dtype=mx.int32)
 
 
@@ -196,7 +196,10 @@ def attend_fresh(
 
 
 def _dtype(q: mx.array, pools: tuple[mx.array, ...]) -> mx.Dtype:
-    """Returns the dtype of multiplied numbers: for stored integers, the queries' dtype."""
+    """Returns the dtype in which the kernel multiplies.
+
+    It is the dtype of the pools; for pools with integers it is the dtype of q.
+    """
     return q.dtype if is_quantised(pools) else pools[0].dtype
 
 

@@ -51,7 +51,7 @@ SIGMOID_SLOPE = 1.702  # the factor of the gate in the sigmoid of a ClampedSwiGL
 
 
 class ClampedSwiGLU(Struct, frozen=True):
-    """swiglu with clamped inputs, a steeper sigmoid, and up + 1 in place of up, as in gpt-oss."""
+    """swiglu with clamped inputs, a steeper sigmoid, and up + 1 instead of up, as in gpt-oss."""
 
     limit: float  # up is clamped to [-limit, limit], gate to at most limit
 

@@ -95,7 +95,7 @@ class PredictionHead(Struct, frozen=True):
     drafted: int = 0
 
     def shapes(self) -> WeightShapes:
-        """Yields every tensor of the head, in the order of use."""
+        """Yields the name and shape of every tensor of the head, in the order of use."""
         names, d = self.names, self.hidden
         if names.embed:
             yield f"{names.embed}.weight", (self.vocab_size, d)
@@ -212,7 +212,7 @@ class Decoder(Struct, frozen=True):
         )
 
     def shapes(self) -> WeightShapes:
-        """Yields every tensor that a checkpoint must have, in the order of use."""
+        """Yields the name and shape of every tensor of a checkpoint, in the order of use."""
         yield "model.embed_tokens.weight", (self.vocab_size + self.input_only, self.hidden)
         for index, layer in enumerate(self.layers):
             yield from layer.shapes(f"model.layers.{index}")

@@ -127,7 +127,7 @@ class DecoderLayer(Protocol):
 
 
 def linear_shapes(name: str, outputs: int, inputs: int, bias: bool = False) -> WeightShapes:
-    """Yields the tensors of a linear layer."""
+    """Yields the names and shapes of a linear layer's tensors."""
     yield f"{name}.weight", (outputs, inputs)
     if bias:
         yield f"{name}.bias", (outputs,)

@@ -122,7 +122,7 @@ def _write_strips(weights: Sequence[Weight], write: Callable[[slice, np.ndarray]
 
 
 def _reader(weight: Weight) -> Read:
-    """Returns a function that reads rows of the weight in float32; other threads may call it."""
+    """Returns a function that reads rows of the weight in float32; several threads may call it."""
     if not isinstance(weight, QuantisedWeight):
         mx.eval(weight)
         view = np.array(weight, copy=False)

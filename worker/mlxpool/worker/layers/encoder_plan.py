@@ -98,7 +98,7 @@ def renamed_tensors(
 
 
 def layer_norm_shapes(name: str, size: int, bias: bool = True) -> WeightShapes:
-    """Yields the tensors of a layer norm."""
+    """Yields the names and shapes of a layer norm's tensors."""
     yield f"{name}.weight", (size,)
     if bias:
         yield f"{name}.bias", (size,)

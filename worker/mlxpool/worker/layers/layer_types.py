@@ -232,7 +232,7 @@ class Norm(Protocol):
         """Returns x + y, and its norm."""
 
     def deferred(self, x: mx.array) -> LinearInput:
-        """Returns the norm of x, not computed yet if the next linear layer can include it."""
+        """Returns the norm of x; it stays pending if the next linear layer can include it."""
 
 
 class GainNorm(Norm, Protocol):
@@ -268,7 +268,7 @@ class Linear(Protocol):
 
 
 class PendingProduct(NamedTuple):
-    """A linear layer's pending product with x: a kernel can add it to another array."""
+    """A linear layer's pending product with x; a kernel can add the product to another array."""
 
     layer: Linear
     x: mx.array

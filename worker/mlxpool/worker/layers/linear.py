@@ -235,7 +235,7 @@ class QuantisedEmbedding(Struct, frozen=True):
 
 
 class MultiLinear(Struct, frozen=True):
-    """A linear layer for each head, with weight [H, out, in]."""
+    """A linear layer for each of H heads, with the weights [H, out, in]."""
 
     weight: mx.array | QuantisedWeight
     batch_invariant: bool = False
@@ -262,7 +262,7 @@ class MultiLinear(Struct, frozen=True):
         return None if weight is None else head_product.product(x, weight, turns)
 
     def kernel_weight(self, x: mx.array) -> mx.array | None:
-        """Returns the weight if a kernel multiplies lines like x with it."""
+        """Returns the weight if a kernel supports it and lines like x; else None."""
         weight = self.weight
         if isinstance(weight, QuantisedWeight) or self.batch_invariant or weight.dtype != x.dtype:
             return None

@@ -106,7 +106,7 @@ class LatentAttention(Struct, frozen=True):
         yield from linear_shapes(f"{name}.o_proj", d, sizes.heads * sizes.value, self.bias)
 
     def derived(self, found: StoredTensors, name: str) -> Iterable[DerivedWeights]:
-        """Splits the weight `kv_b_proj`: released checkpoints store both projections in it."""
+        """Splits the weight `kv_b_proj`, in which released checkpoints store both projections."""
         if f"{name}.kv_b_proj.weight" not in found:
             return
         sizes = self.sizes

@@ -41,7 +41,7 @@ TINY = 1e-20  # added to a sum of scores, to avoid a division by zero
 
 
 def _expert_shapes(name: str, expert: GatedMLP, count: int) -> WeightShapes:
-    """Yields the stacked tensors of all experts."""
+    """Yields the names and shapes of the stacked tensors of all experts."""
     for tensor, shape in expert.shapes(f"{name}.switch_mlp"):
         yield tensor, (count, *shape)
 

@@ -25,7 +25,10 @@ COLUMN_ROWS = 32  # byte columns have a multiple of this number of rows
 
 
 class QuantMode(Struct, frozen=True):
-    """The values that a mode allows; the first of `bits` and of `group_sizes` are the defaults."""
+    """The values that a mode allows.
+
+    The default is the first of `bits`, and the first of `group_sizes`.
+    """
 
     bits: tuple[int, ...]
     group_sizes: tuple[int, ...]
@@ -52,7 +55,10 @@ class QuantLayout(Struct, frozen=True):
         return f"{self.mode}, {self.bits} bits in groups of {self.group_size}"
 
     def tensors(self, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yields the kind and shape of each tensor of a module with a dense weight of `shape`."""
+        """Yields the name, such as scales, and the shape of each tensor of a module.
+
+        The module's dense weight has the shape `shape`.
+        """
         *rows, columns = shape
         yield "weight", (*rows, columns * self.bits // WORD_BITS)
         yield "scales", (*rows, columns // self.group_size)

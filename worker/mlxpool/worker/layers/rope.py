@@ -56,7 +56,7 @@ def _linear(plain: Rope, settings: Settings) -> Rope:
 
 
 def _llama3(plain: Rope, settings: Settings) -> Rope:
-    """Multiplies long wavelengths by the factor, keeps short wavelengths, blends medium ones."""
+    """Multiplies long wavelengths by `factor`, keeps short wavelengths, and blends the others."""
     low = number(settings, "low_freq_factor", 1.0)
     high = number(settings, "high_freq_factor", 4.0)
     trained = number(settings, "original_max_position_embeddings", 8192)

@@ -55,7 +55,7 @@ class TiledWeight(Struct, frozen=True):
         return dequantised.reshape(*tokens.shape, -1).astype(dtype)
 
     def dequantised(self, dtype: mx.Dtype | None = None) -> mx.array:
-        """Returns the dense weight [out, in]; without `dtype` in the dtype of the scales."""
+        """Returns the dense weight [out, in]; `dtype` None: in the dtype of the scales."""
         dense = tiles_4bit.dequantised_rows(self.tiles, None, self.group_size, self.dtype)
         return dense.astype(dtype or self.dtype)
 

@@ -100,7 +100,7 @@ class Bert(Struct, frozen=True):
         )
 
     def shapes(self) -> WeightShapes:
-        """Returns every tensor that a checkpoint must have, in the order of use."""
+        """Yields the name and shape of every tensor of a checkpoint, in the order of use."""
         hidden = self.hidden
         yield "embeddings.word_embeddings.weight", (self.vocab_size, hidden)
         yield "embeddings.position_embeddings.weight", (self.rows, hidden)

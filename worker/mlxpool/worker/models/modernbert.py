@@ -134,7 +134,7 @@ class ModernBert(Struct, frozen=True):
         )
 
     def shapes(self) -> WeightShapes:
-        """Returns every tensor that a checkpoint must have, in the order of use."""
+        """Yields the name and shape of every tensor of a checkpoint, in the order of use."""
         hidden, biases = self.hidden, self.biases
         yield "embeddings.tok_embeddings.weight", (self.vocab_size, hidden)
         yield from layer_norm_shapes("embeddings.norm", hidden, biases.norm)

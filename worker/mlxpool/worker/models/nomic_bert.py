@@ -101,7 +101,7 @@ class NomicBert(Struct, frozen=True):
         )
 
     def shapes(self) -> WeightShapes:
-        """Returns every tensor that a checkpoint must have, in the order of use."""
+        """Yields the name and shape of every tensor of a checkpoint, in the order of use."""
         hidden = self.hidden
         yield "embeddings.word_embeddings.weight", (self.vocab_size, hidden)
         yield "embeddings.token_type_embeddings.weight", (self.segments, hidden)

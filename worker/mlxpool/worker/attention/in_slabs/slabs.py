@@ -77,7 +77,7 @@ class Slabs:
         return slab, heappop(slab.free_blocks)
 
     def free_block(self, slab: Slab, block: int) -> None:
-        """Frees a block, and its slab if no other block of it is used."""
+        """Frees a block, and its slab if no other block of the slab is used."""
         heappush(slab.free_blocks, block)
         if len(slab.free_blocks) == self._blocks and slab in self._slabs:
             self._slabs.remove(slab)

@@ -93,7 +93,7 @@ class _CrossAttention:
 
 
 class ImageKeysValues:
-    """Computes an image's keys and values [KV, n, D] in one layer from its states [n, d]."""
+    """Computes from an image's states [n, d] its keys and values [KV, n, D] in one layer."""
 
     def __init__(self, spec: CrossAttentionLayer, builder: LayerBuilder, name: str) -> None:
         self.heads = spec.heads

@@ -126,7 +126,7 @@ class ImageEncoder(Struct, frozen=True):
         return cls(tower, tower.rows // side, hidden)
 
     def shapes(self) -> WeightShapes:
-        """Returns every tensor, in the order of use."""
+        """Yields the name and shape of every tensor, in the order of use."""
         yield from self.tower.shapes()
         yield f"{NORM}.weight", (self.tower.hidden,)
         yield PROJECTION, (self.tower.hidden, self.hidden)

@@ -134,7 +134,7 @@ class TiledEncoder(Struct, frozen=True):
         return tokens, self.tiles * (self.tile_tokens + self.filling) - tokens
 
     def shapes(self) -> WeightShapes:
-        """Returns every tensor, in the order of use."""
+        """Yields the name and shape of every tensor, in the order of use."""
         name, hidden, ratios = "vision_model", self.hidden, len(tile_arrangements(self.tiles)) + 1
         yield PATCHES, (hidden, self.patch**2 * CHANNELS)
         yield from _tile_positions(f"{name}.pre_tile_positional_embedding", ratios, self)

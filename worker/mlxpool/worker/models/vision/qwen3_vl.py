@@ -57,7 +57,10 @@ def derived(found: StoredTensors) -> Iterator[DerivedWeights]:
 
 
 def _patch_weights(stored: str, spec: TensorSpec) -> DerivedWeights:
-    """Makes a matrix [out, p * p * 3] from [out, 3, 2, p, p] or MLX's [out, 2, p, p, 3]."""
+    """Makes the weight of the patch embedding as a matrix [out, p * p * 3].
+
+    The stored weight is [out, 3, 2, p, p], in MLX's checkpoints [out, 2, p, p, 3].
+    """
     first = spec.shape[1] == CHANNELS
     patch = spec.shape[-2]
     shape = spec.shape[0], patch * patch * CHANNELS
@@ -141,7 +144,7 @@ class QwenTower(Struct, frozen=True):
         return self.hidden * self.merge**2
 
     def shapes(self) -> WeightShapes:
-        """Returns every tensor, in the order of use."""
+        """Yields the name and shape of every tensor, in the order of use."""
         hidden = self.hidden
         yield from linear_shapes(
             "visual.patch_embed.proj", hidden, self.patch**2 * CHANNELS, bias=True

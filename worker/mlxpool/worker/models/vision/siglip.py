@@ -62,7 +62,7 @@ class Siglip(Struct, frozen=True):
         return self.side // self.patch
 
     def shapes(self) -> WeightShapes:
-        """Returns every tensor, in the order of use."""
+        """Yields the name and shape of every tensor, in the order of use."""
         name, hidden = "vision_tower.embeddings", self.hidden
         yield from linear_shapes(
             f"{name}.patch_embedding", hidden, self.patch**2 * CHANNELS, bias=True
