@@ -29,8 +29,8 @@ def batch_bound(charge: float) -> int:
     """Returns the largest batch that may contain a request of this charge; 0: any size.
 
     After a first charge the bound is a quarter of the batch that shared the charge; after a second
-    charge it is 1. It depends only on the charge, because a job keeps only this number when the
-    broker restarts.
+    charge it is 1. The bound depends only on the charge, because a job keeps only this number when
+    the broker restarts.
     """
     if charge <= 0:
         return 0

@@ -1,8 +1,8 @@
 """The requests that wait for one model: deficit round-robin between owners in each of 3 priorities.
 
-Within a priority, owners with the fewest places (batch slots) go first. A resumed request, which
-was in a worker before, goes to the front, in the order of first arrival, regardless of its owner's
-share. A preempted request, which gave up its place, becomes its owner's first. Pure.
+Within a priority, owners with the fewest places (batch slots) go first. A resumed request was in a
+worker before. It goes to the front, in the order of first arrival, regardless of its owner's share.
+A preempted request has given up its place. It becomes the first of its owner. Pure.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Lane:
     ) -> Request | None:
         """Returns the request whose turn it is, stable until the lane or `places` changes.
 
-        `places` counts the places of each owner. `without_images`: skip requests with images.
+        `places` counts the places of each owner. `without_images`: requests with images are
+        skipped.
         """
         if not (self.texts if without_images else self.owners):
             return None

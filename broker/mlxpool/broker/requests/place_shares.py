@@ -74,7 +74,7 @@ def decide(
     """Returns the runs that give up their places for waiting requests.
 
     `wanted` is in the order of turns. `counts` has the number of places of each owner. `coming` has
-    the number of free places of each worker, with the places of runs that are being stopped.
+    the number of free places of each worker, including places of runs that are being stopped.
     """
     runs, left, places = _by_owner(held), dict(coming), Counter(counts)
     waiting: defaultdict[str, deque[Wanted]] = defaultdict(deque)
@@ -180,7 +180,8 @@ class Places(Struct, eq=False):
     def leave(self, owner: str, now: float) -> None:
         """Counts a place (batch slot) that a request of an owner has left.
 
-        If other owners gave up this place, it is reserved for the owner for KEEP seconds.
+        If another owner gave up a place for this owner, one place stays reserved for the owner for
+        KEEP seconds.
         """
         _less(self.held, owner)
         if self._taken[owner] > self.held[owner]:

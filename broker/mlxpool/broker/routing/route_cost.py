@@ -140,8 +140,9 @@ def cost_ms(
 
     It is the sum of three times:
     - the prefill of the worker's other prompts, and of the prompt's tokens that it has not cached;
-    - the decode steps of the answer, in batches of half the present size, since requests end;
-    - the prefill of tokens that another worker has cached, for each waiting request.
+    - the decode steps of the answer, in batches of half the present size, because requests end;
+    - the prefill of tokens that only other workers have cached, times the waiting requests per
+      worker.
 
     `model` is the speed of all workers of the model, for a worker with few measurements.
     """

@@ -18,10 +18,11 @@ PRIOR = 0.25  # weight of the speed of all the model's workers, in heartbeats
 
 
 class WorkerSpeed(Struct, eq=False):
-    """Milliseconds of a prompt token, and of a decode step as a linear function of its batch size.
+    """The measured speed of a worker: the time of a prompt token, and of a decode step.
 
-    The first is a weighted mean, the second a weighted least-squares fit; newer observations weigh
-    more.
+    The time of a prompt token is a weighted mean. The time of a decode step is a linear function of
+    the batch size, a weighted least-squares fit. Newer observations weigh more. Times are
+    milliseconds.
     """
 
     prompt_ms: float = 0.0  # 0 until the worker has read a prompt

@@ -384,8 +384,8 @@ class RetryBatch(Operation, Struct, frozen=True):
 class ReleaseBatch(Operation, Struct, frozen=True):
     """Deletes the results of an ended batch before their expiry. Results: BatchView, UnknownName.
 
-    The `forget` time of the batch becomes the present time; the next sweeps delete some jobs at a
-    time. A batch that has not ended is not changed.
+    The `forget` time of the batch becomes the present time. Each of the next sweeps then deletes
+    some of its jobs. A batch that has not ended is not changed.
     """
 
     frees: ClassVar[bool] = True

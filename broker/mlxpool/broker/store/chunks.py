@@ -93,7 +93,7 @@ def cut_to(chunk: Chunk, max_bytes: int) -> Chunk:
 
 
 def _part(chunk: Chunk, first: int, last: int) -> Chunk:
-    """Returns the steps from `first` to before `last`."""
+    """Returns the steps `first` to `last` - 1 of a chunk as a chunk."""
     if first == 0 and last == len(chunk.borders):
         return chunk
     from_id, from_text = chunk.borders[first - 1] if first else (0, 0)

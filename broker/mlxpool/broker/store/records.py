@@ -1,6 +1,6 @@
 """Results of the store's operations: views of jobs, and pages of output.
 
-Times are seconds since 1970 on the store's clock (see clock.py), which never goes back.
+Times are seconds since 1970 on the store's clock (writer.StoreClock), which never goes back.
 """
 
 from __future__ import annotations
@@ -341,7 +341,10 @@ class Swept(Result, Struct, frozen=True):
 
 
 class Backlog(Result, Struct, frozen=True):
-    """Rows (model, priority, waiting and running jobs, earliest due time, most starts)."""
+    """The waiting jobs by model and priority. The store counts running jobs as waiting.
+
+    `waiting` has (model, priority, number of jobs, earliest due time, most starts of a job).
+    """
 
     waiting: tuple[tuple[str, int, int, float, int], ...]
     now: float

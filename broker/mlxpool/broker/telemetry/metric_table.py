@@ -73,7 +73,7 @@ def _beat(value: Callable[[WorkerSnapshot], int | None]) -> Callable[[Snapshot],
 
 
 def _outcomes(names: tuple[str, ...]) -> Callable[[Snapshot], Rows]:
-    """Returns a function that makes a row for each model: its numbers of ends, by outcome.
+    """Returns a function that makes a row for each model: its numbers of ended streams, by outcome.
 
     Numbers that are 0 are included, because a Prometheus rate needs them. Models without any
     request so far have no row.

@@ -107,7 +107,7 @@ def _forget(database: Database, seq: int, now: float, key_life: float) -> None:
 
 
 def _next(database: Database, now: float) -> float | None:
-    """Returns the earliest time after `now` at which a sweep has something to do, or None."""
+    """Returns the earliest time after `now` at which a sweep has something to do; else None."""
     times = [
         row[0]
         for row in (

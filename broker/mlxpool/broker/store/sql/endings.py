@@ -109,9 +109,9 @@ def may_retry(job: JobView) -> bool:
 
 
 def _retried_again(job: JobView) -> tuple[tuple[int, int], ...]:
-    """Returns a job's (position, number of retries) with a further retry at its present position.
+    """Returns the pairs (position, number of retries) of a job after another retry.
 
-    After MAX_RETRIES retries the numbers do not change.
+    The retry counts at the job's present position. After MAX_RETRIES retries nothing is counted.
     """
     if not may_retry(job):
         return job.retried
