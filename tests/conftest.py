@@ -123,7 +123,10 @@ def pytest_collection_finish() -> None:
 
 
 def seed_mlx() -> None:
-    """Each test has the same random arrays; by itself MLX takes its seed from the clock."""
+    """Gives each test the same random arrays in every run.
+
+    By itself MLX takes its seed from the clock.
+    """
     mlx = sys.modules.get("mlx.core")
     if mlx is not None and PROFILE == "fixed":
         mlx.random.seed(0)

@@ -137,7 +137,7 @@ class Storm:
                 client.close()
 
     def _finish(self) -> None:
-        """Work that a kind of storm does after the last fault; none by default."""
+        """Does the work of a kind of storm after the last fault; by default there is none."""
 
     # ---- streams -------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ def test_sigkill_while_requests_wait(tmp_path: Path, monkeypatch: Patch) -> None
 
 
 def test_sigterm_and_a_new_broker(tmp_path: Path, monkeypatch: Patch) -> None:
-    """A broker that a signal ends leaves its streams to the next one, as in an upgrade."""
+    """A broker that a signal ends leaves its streams to the next broker, as in an upgrade."""
     with Chaos(tmp_path, monkeypatch, model(step_us=5000)) as chaos:
         streams = chaos.start(150, 3)
         chaos.reach(streams, 20)

@@ -47,7 +47,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 @pytest.fixture(scope="module")
 def patient_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """The same pool, whose tokenizer may take an hour."""
+    """A pool like `pool`, but its tokenizer may take an hour."""
     path = tmp_path_factory.mktemp("patient")
     folder = split_texts(write_checkpoint(path / "model"))
     with Pool(path, CONFIG.format(folder=folder, limit=3600.0)) as one:

@@ -151,7 +151,7 @@ def test_a_worker_that_nobody_started_is_not_admitted(pool: HostedPool) -> None:
 
 
 def test_no_broker_starts_where_its_store_is_not(tmp_path: Path, pool: HostedPool) -> None:
-    """The machine of the store is lost, and another has its Ray resource by mistake."""
+    """The machine of the store is lost; another machine has its Ray resource by mistake."""
     spec = pool.spec(2)
     assert store_fault(spec, pool.folder, "id") == ""
     assert "is not the folder of the pool 'pool'" in store_fault(spec, tmp_path, "id")

@@ -28,7 +28,7 @@ SHOWN_AS_COMMENT = {
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings in the environment would override the file."""
+    """Removes settings from the environment, because they would override the file."""
     for name in [name for name in os.environ if name.startswith("MLXPOOL_")]:
         monkeypatch.delenv(name)
 

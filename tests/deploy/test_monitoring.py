@@ -82,7 +82,7 @@ NAMES = [rule["alert"] for rule in alerts()]
 
 
 def adapted() -> list[str]:
-    """Returns prometheus-adapter's queries: for finding series, and for the values of one."""
+    """Returns prometheus-adapter's queries: for finding series, and for the values of a series."""
     rules = yaml.safe_load((PROMETHEUS / "adapter.yaml").read_text("utf-8"))["externalRules"]
     queries = []
     for rule in rules:

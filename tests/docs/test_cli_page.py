@@ -78,8 +78,8 @@ SHARED = shared_options()
 def told_options(name: str) -> set[str]:
     """Returns a command's options according to the page.
 
-    They are in the command's section, in sections to which it refers, and in the tables of shared
-    options. Options of all commands are left out.
+    The options are those in the command's section, in sections to which it refers, and in the
+    tables of shared options. Options that all commands have are left out.
     """
     text = SECTIONS[name]
     told = set(OPTION.findall(LIST_OF.sub("", text))) | SHARED[name]

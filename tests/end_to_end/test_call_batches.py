@@ -1,4 +1,4 @@
-"""Jobs and batches of calls in a real pool: embed, rerank, classify, decide; deaths on the way."""
+"""Jobs and batches of calls in a real pool, also under faults: embed, rerank, classify, decide."""
 
 from __future__ import annotations
 

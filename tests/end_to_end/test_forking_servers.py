@@ -1,7 +1,7 @@
 """Clients in programs that fork: gunicorn with --preload, and celery's prefork pool.
 
-Each program makes a client when it is imported, before the fork, and another after the fork. The
-first raises at once in every fork, the second serves.
+Each program makes a client when it is imported, before the fork, and another after the fork. In
+every forked process the first client raises at once, and the second works.
 """
 
 from __future__ import annotations

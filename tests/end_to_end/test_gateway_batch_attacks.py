@@ -1,4 +1,4 @@
-"""Batches while broker and gateway are killed, and files are deleted under them."""
+"""Batches while broker and gateway are killed, and while their files are deleted."""
 
 from __future__ import annotations
 

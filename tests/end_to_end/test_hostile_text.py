@@ -138,7 +138,7 @@ def test_what_is_told_of_a_broken_model(pool: Pool) -> None:
 
 
 def error_of(pool: Pool) -> Any:
-    """Returns the error of the broken model, as JSON has it."""
+    """Returns the error of the broken model, from the JSON that `models` prints."""
     rows = {row["name"]: row for row in pool.cli_json("models")["models"]}
     return rows[NAME]["error"]
 

@@ -65,7 +65,7 @@ def test_quotas_and_rights_are_those_of_the_named_owner(secure: SecurePool) -> N
 
 
 def test_a_cancel_of_another_owners_reading_is_answered(secure: SecurePool) -> None:
-    """It ends nothing, and reveals nothing of the reading."""
+    """The cancel ends nothing, and its answer reveals nothing of the other owner's job."""
     with secure.dial("alice") as alice:
         one, two = alice.for_owner("one"), alice.for_owner("two")
         one.submit("counting", "x", key="read", max_tokens=10**6)

@@ -69,7 +69,7 @@ class Hooks:
     def only(self, path: str) -> tuple[dict[str, str], bytes]:
         """Returns headers and body of the only notice to a path, from its first post.
 
-        A busy machine posts it again if it was answered too late.
+        If a post is answered too late, as on a busy machine, the broker posts the notice again.
         """
         until(lambda: self.at(path), f"a notice to {path}")
         found = self.at(path)

@@ -1,4 +1,7 @@
-"""An endpoint whose handler raises an unexpected error or whose client disconnects. No network."""
+"""An endpoint whose handler raises an unexpected error, or whose client disconnects.
+
+The tests need no network.
+"""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def constraint(format: Mapping[str, Any]) -> Constraint:
 
 @cache
 def end_of_thoughts() -> list[int]:
-    """Returns the ids of the mark that ends thoughts, which is several tokens in the demo model."""
+    """Returns the ids of the mark that ends thoughts; in the demo model it has several tokens."""
     _, text, table = demo()
     ids = text.encode(MARKS["tags"].closings[0])[len(text.prefix) :]
     assert b"".join(map(table.piece, ids)) == b"</think>" and len(ids) > 2

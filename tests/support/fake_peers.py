@@ -1,4 +1,4 @@
-"""Peers without a socket, for tests: they record the messages to them."""
+"""Peers without a socket, for tests: they record the messages that are sent to them."""
 
 from __future__ import annotations
 

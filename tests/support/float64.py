@@ -87,7 +87,7 @@ def attention(
 
 
 def dequantised(weight: Any, scales: Any, biases: Any, group: int, bits: int) -> Any:
-    """Returns the numbers of a quantised weight; in bfloat16 MLX rounds intermediate results."""
+    """Returns dequantised numbers, from float32: in bfloat16 MLX rounds intermediate results."""
     import mlx.core as mx
 
     scales, biases = (array.astype(mx.float32) for array in (scales, biases))

@@ -51,7 +51,10 @@ def _share(environment: Mapping[str, str]) -> tuple[int, int]:
 
 
 def highest_port() -> int:
-    """Returns the lowest port that the kernel gives to a socket that asks for any port."""
+    """Returns the bound of the ports that tests may take.
+
+    It is the lowest port that the kernel gives to a socket that asks for any port.
+    """
     try:
         return int(RANGE.read_text().split()[0])
     except OSError:

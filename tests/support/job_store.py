@@ -22,7 +22,7 @@ def job_id(number: int) -> bytes:
 
 
 def submit(number: int, owner: str = "a", **fields: Any) -> Submit:
-    """Returns a job with the id and the key of a number."""
+    """Returns the operation that submits job `number`; id and key of the job have this number."""
     of: dict[str, Any] = {
         "scope": Scope(owner, "", f"key-{number}"),
         "digest": b"digest",

@@ -29,7 +29,7 @@ class KubeApi(Closing):
     """
 
     def __init__(self, folder: Path) -> None:
-        """`folder` is the folder for its files."""
+        """`folder` gets the files of the server and of its store."""
         path = os.pathsep.join(filter(None, (os.environ.get(FOLDERS), os.environ.get("PATH"))))
         programs = {name: shutil.which(name, path=path) for name in PROGRAMS}
         lacking = [name for name, program in programs.items() if program is None]
@@ -119,7 +119,7 @@ class KubeApi(Closing):
         )
 
     def checked(self, *words: str, given: str = "") -> str:
-        """Runs a command, which must succeed; returns its output."""
+        """Runs a kubectl command that must succeed; returns its output."""
         done = self.kubectl(*words, given=given)
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -1,4 +1,6 @@
-"""Writes mlx-lm's answers to prompts, in a separate process: importing it lowers RLIMIT_NOFILE.
+"""Writes mlx-lm's answers to prompts, in a separate process.
+
+Importing mlx-lm lowers RLIMIT_NOFILE, so the tests do not import it.
 
 cd tests; python -m support.mlx_lm_peer  # lines {paths, prompts, steps} on stdin; writes peer.npz
 """

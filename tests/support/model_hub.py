@@ -147,7 +147,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(404, "", "Sorry, we can't find the page you are looking for.")
 
     def _repository(self, name: str) -> Repository | None:
-        """Returns a repository; None after an error answer, if it is missing or not readable."""
+        """Returns a repository.
+
+        If it is missing or not readable, answers with an error and returns None.
+        """
         key = self.headers.get("Authorization", "").removeprefix("Bearer ")
         repository = self.server.repositories.get(name)
         if key not in ("", TOKEN, "hf_of-another-account"):

@@ -70,7 +70,7 @@ def _kept(
 
 
 def _unpack(archive: Path, kept: Path) -> None:
-    """Unpacks the archive as a folder, which another process may have made in the meantime."""
+    """Unpacks the archive as the folder `kept`, unless another process has made it meanwhile."""
     unpacked = archive.with_name("unpacked")
     with zipfile.ZipFile(archive) as opened:
         opened.extractall(unpacked)

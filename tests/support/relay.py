@@ -95,7 +95,7 @@ class Relay(Closing):
         self._do(lambda: setattr(self, "_delay", seconds))
 
     def drip(self, bytes_per_second: float) -> None:
-        """Limits the rate of each direction; 0: no limit."""
+        """Limits the rate of each direction; with 0 there is no limit."""
         self._do(lambda: setattr(self, "_rate", bytes_per_second))
 
     def close(self) -> None:

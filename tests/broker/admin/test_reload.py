@@ -104,7 +104,7 @@ class Reload:
         self.reloader.apply(now)
 
     def outcome(self) -> Mapping[str, object] | str:
-        """Returns the answer to the operator; a text is an error."""
+        """Returns the answer to the operator: a mapping, or the text of an error."""
         try:
             return self.reloader.outcome()
         except BadRequest as error:

@@ -49,7 +49,10 @@ class Truth:
 
     @property
     def whole(self) -> int:
-        """Number of characters of the final text: with held-back text, without a stop string."""
+        """The number of characters of the final text.
+
+        The final text includes held-back text, but not a stop string.
+        """
         return len(self.text) if self.reason == "length" else self.cuts[self.count]
 
 

@@ -28,7 +28,10 @@ def test_a_replica_that_cannot_load_ends_no_stream_of_another_worker() -> None:
 
 
 def test_a_model_that_grew_beyond_the_limit_can_still_be_started() -> None:
-    """Its measured bytes include the KV cache; the model fits without the cache."""
+    """The measured bytes of the model include the KV cache.
+
+    Without the cache the model fits within the limit.
+    """
     story = Story(memory=1000, needs={"m": 100})
     worker, request = story.running()
     story.do(make.beat(worker.epoch, {"memory": {"active": 5000}}))

@@ -14,7 +14,7 @@ from support.core_harness import FakeWorker, Story, body_of, model
 
 
 def keep(story: Story, keep_ms: int, name: str = "m") -> Any:
-    """Returns the milliseconds in the broker's answer."""
+    """Sends a client's `keep`; returns the milliseconds in the broker's answer."""
     story.ask(kinds.KEEP, model=name, keep_ms=keep_ms)
     (answer,) = story.to_client(kinds.KEPT)
     return body_of(answer)["keep_ms"]

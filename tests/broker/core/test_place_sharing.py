@@ -1,5 +1,6 @@
-"""Owners share the sequences of workers (places): a run is preempted for another owner, and
-resumes.
+"""Owners share the sequences of workers (places).
+
+A run is preempted for another owner, and resumes later.
 """
 
 from __future__ import annotations
@@ -252,7 +253,10 @@ def test_a_kept_place_is_free_for_others_when_its_time_is_over() -> None:
 
 
 def test_frames_of_a_run_that_gave_up_its_place_end_nothing() -> None:
-    """The run may have ended in its worker before the cancel arrived."""
+    """Late frames of a preempted run have no effect.
+
+    The run may have ended in its worker before the cancel arrived.
+    """
     story, worker, requests = flooded(more=0)
     bob(story)
     patient(story)

@@ -188,7 +188,10 @@ def test_a_request_that_runs_alone_may_be_resumed_more_often(story: Story) -> No
 
 
 def test_the_second_exit_by_one_request_is_no_failure_of_its_model(story: Story) -> None:
-    """The first exit is a failure: a model that ends at every request must count as broken."""
+    """The first exit counts as a failure of the model, the second by the same request does not.
+
+    A model that ends at every request must count as broken.
+    """
     worker, requests = company(story, 5)
     model = story.core.state.registry.models["m"]
     for n, request in enumerate(requests[:4], 1):

@@ -358,7 +358,10 @@ def test_calls_of_one_model_hold_up_no_job_of_another() -> None:
 
 
 def test_a_call_that_was_never_begun_is_charged_no_start(story: JobStory) -> None:
-    """This holds for any number of kills of the broker while other calls use all the memory."""
+    """A call that waits counts as not started, however often the broker is killed.
+
+    It waits while other calls use all the memory for answers.
+    """
     for number in range(40):
         story.submit(f"k{number}", **{**EMBED, "inputs": [f"text {number}"] * 256})
     story.settle()

@@ -182,7 +182,7 @@ def test_a_charged_job_that_always_gives_way_ends_with_all_its_ids() -> None:
 
 
 def test_a_charged_stream_waits_for_nobody() -> None:
-    """Charged streams start immediately, because their client waits."""
+    """A suspected stream starts immediately, because its client waits."""
     story = JobStory()
     worker = story.ready_worker(sequences=PLACES)
     charged = story.generate()

@@ -301,7 +301,10 @@ class Places:
 
 
 def planned(feeder: Feeder, view: Any, now: float) -> int:
-    """Simulates the next read of jobs, which finds all; returns their number, 0 without a read."""
+    """Simulates the next read of jobs, which finds all wanted jobs.
+
+    Returns their number, or 0 if no read is due.
+    """
     for plan in feeder.plan(view, (), now):
         found = tuple(
             cast(FedJob, SimpleNamespace(request=b"", blobs=())) for _ in range(plan.count)

@@ -163,7 +163,7 @@ def test_what_others_may_have_written_is_not_used(
     wrong: str,
     why: str,
 ) -> None:
-    """Such a folder is used neither as TMPDIR nor for GPU kernels."""
+    """A folder into which others may write is used neither as TMPDIR nor for GPU kernels."""
     folder = shared.parent / "shared" / "kernels"
     folder.mkdir(parents=True, mode=0o700)
     user = os.getuid()

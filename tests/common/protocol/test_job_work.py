@@ -1,4 +1,4 @@
-"""The work of jobs: a `generate` or a call, checked as its worker would."""
+"""The work of jobs: a `generate` or a call, checked as a worker would check it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from mlxpool.worker.compute.constrained_rows import (
 
 
 class Rows:
-    """A stand-in for Generations: has a number of rows, and a number of rows with a constraint."""
+    """A stand-in for Generations with given numbers of rows, and of rows with a constraint."""
 
     def __init__(self, rows: int, constrained: int) -> None:
         self._rows, self.constrained_count = rows, constrained

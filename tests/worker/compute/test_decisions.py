@@ -322,7 +322,7 @@ def test_a_drained_worker_answers_its_calls(models: dict[str, LoadedModel]) -> N
 
 
 class FailsWith(ModelEngine):
-    """Fails in each pass with `count` sequences."""
+    """Raises in each pass over `count` sequences."""
 
     count = 2
 

@@ -1,4 +1,4 @@
-"""Tests the values of `speculation` that an engine supports, and the errors for the others."""
+"""Tests the values of `speculation` that an engine supports, and the errors for other values."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from support.worker_checkpoints import write_checkpoint
 
 
 def tokenizers_in_memory() -> int:
-    """The number of our objects that hold a tokenizer."""
+    """Returns the number of this program's objects that hold a tokenizer."""
     gc.collect()
     return sum(isinstance(each, ChatTokenizer) for each in gc.get_objects())
 

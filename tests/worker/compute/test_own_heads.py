@@ -1,4 +1,4 @@
-"""The models that may draft with their own head (MTP); errors name the others and the remedy."""
+"""The models that may draft with their own head (MTP); errors for other models name a remedy."""
 
 from __future__ import annotations
 

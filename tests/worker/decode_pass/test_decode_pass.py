@@ -140,7 +140,7 @@ class Rows:
         return PassWeights(shape, embedding, tuple(layers), norm(shape.hidden))
 
     def plan(self, lines: int, ids: list[int]) -> Any:
-        """Returns the plan of a pass of `lines` lines, padding included: an int32 array."""
+        """Returns the plan of a pass of `lines` inputs, padding included: an int32 array."""
         used, ends, rows = len(self.line_ends), self.line_ends, self.line_rows
         begins = np.array(self.begins, dtype=np.int32)[rows]
         first = np.arange(used, dtype=np.int32)
@@ -153,7 +153,7 @@ class Rows:
         return mx.array(np.concatenate([of_lines.reshape(-1), items.reshape(-1)]))
 
     def run(self, lines: int) -> Any:
-        """Returns the kernel's outputs [T, hidden]; the first line's id is a token in flight."""
+        """Returns the kernel's outputs [T, hidden]; the first input is a token in flight."""
         drawn = mx.array([0, self.ids[0]], dtype=mx.int32)
         follow = len(self.line_ends) > len(self.lengths)
         found = self.kernel(self.plan(lines, [-2, *self.ids[1:]]), drawn, lines, follow=follow)

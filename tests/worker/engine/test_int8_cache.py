@@ -216,7 +216,7 @@ def test_a_gpu_without_cuda_refuses_it(
 def test_an_operator_is_told_that_resumed_answers_may_differ(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`mlxpool check` and a worker that loads the model give the note."""
+    """`mlxpool check` reports this, and so does a worker that loads the model."""
     path = str(write_checkpoint(tmp_path))
     (note,) = check("name", ModelConfig(path=path, kv="int8"))["notes"]
     assert "may go on with other tokens" in note and "deterministic = true" in note

@@ -240,7 +240,10 @@ def test_kernels_are_listed_without_a_pass(tmp_path: Path, monkeypatch: pytest.M
 def expected_tokens(
     engine: ModelEngine, salts: int = 400
 ) -> list[tuple[tuple[int, ...], list[int]]]:
-    """Returns two prompts, each with its next tokens; the first three tokens are clear winners."""
+    """Returns two prompts, each with its next tokens.
+
+    The first three of these tokens are much likelier than all other tokens.
+    """
     options, found = Options(temperature=0.0, logprobs=True, top_logprobs=2), []
     for salt in range(salts):
         prompt = tuple((7 * n + n * n + salt) % 256 for n in range(20))

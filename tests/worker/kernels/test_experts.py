@@ -1,6 +1,6 @@
 """Compares the choice of experts, their products and their sum with float64.
 
-See test_kernels.py for the cases.
+All cases run on a GPU, some also by simt.py without one.
 """
 
 from __future__ import annotations
@@ -292,7 +292,10 @@ PACKED = {
 
 
 def check_mixture(experts: Experts, tokens: int, *, skewed: bool, shared: bool) -> None:
-    """Compares with float64; `skewed`: all tokens choose the same experts."""
+    """Compares a mixture of experts with float64.
+
+    With `skewed` all tokens choose the same experts.
+    """
     routing = experts.routing
     x = mx.random.normal((tokens, experts.hidden), key=mx.random.key(tokens)).astype(experts.kind)
     logits = distinct_logits(1 if skewed else tokens, routing, tokens)

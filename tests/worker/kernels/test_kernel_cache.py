@@ -312,7 +312,10 @@ def test_the_build_key_changes_with_kernels_and_mlx(
 def test_collected_kernels_are_compiled_together(
     compiled: list[tuple[str, str]], tmp_path: Path
 ) -> None:
-    """Each kernel is compiled once, or never if it is on disk; trials are compiled at once."""
+    """Each kernel is compiled once, or never if it is on disk.
+
+    Kernels of trials are compiled immediately.
+    """
     moves: list[int] = []
     given = inputs()
     for _ in range(2):  # the second time it is on disk

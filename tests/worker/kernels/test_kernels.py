@@ -466,7 +466,10 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 def test_the_sampling_kernel_samples_the_same_tokens(
     size: int, spread: float, dtype: str, masked: bool
 ) -> None:
-    """Samples the same tokens, except for near-ties; masks allow many of them, a few, or one."""
+    """The kernel samples the same tokens as MLX's operations, except for near-ties.
+
+    Masks allow many tokens, a few, or one.
+    """
     picked = random.Random(size)
     rows = [Options.parse(picked.choice(OPTIONS)) for _ in range(64)]
     seeds = [picked.randrange(2**64) for _ in rows]

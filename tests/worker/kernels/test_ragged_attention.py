@@ -382,7 +382,7 @@ ROPES = {
 @pytest.mark.parametrize("contiguous", [False, True])
 @pytest.mark.parametrize("rope", ROPES)
 def test_lines_are_rotated_and_written(rope: str, contiguous: bool) -> None:
-    """Only the lines' own slots are written; the queries of padding lines become zeros."""
+    """Only the slots of the new tokens are written; the queries of padding become zeros."""
     turn, kind = ROPES[rope], mx.float16 if contiguous else mx.bfloat16
     rng = np.random.default_rng(len(rope))
     qkv = mx.array(rng.normal(size=(5, 10, 64)).astype(np.float32)).astype(kind)

@@ -460,7 +460,7 @@ def test_open_source_loads_the_engine_and_keeps_process_limits(checked: dict[str
 
 
 def test_importing_mlx_lm_lowers_no_limit() -> None:
-    """Runs in a new process, because here it may be imported already."""
+    """Runs in a new process, because mlx-lm may already be imported in this process."""
     code = (
         "import resource; before = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
         "from mlxpool.worker.mlx_lm.engine import open_file_limit_kept\n"

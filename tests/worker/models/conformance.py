@@ -107,7 +107,7 @@ class Answer:
         return RELATIVE_TOLERANCE * float(np.abs(self.logits).max())
 
     def sequence(self, prompt: list[int] | None = None) -> Sequence:
-        """A request with this prompt, or with its beginning `prompt`."""
+        """Returns a request with the answer's prompt, or with another prompt."""
         options = Options(temperature=0.0, logprobs=True, top_logprobs=3)
         return Sequence(b"", 1, tuple(prompt or self.prompt), options, 0, STEPS)
 

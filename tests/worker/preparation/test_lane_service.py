@@ -270,7 +270,7 @@ class BrittleServer:
 
 
 def test_a_fault_of_the_thread_ends_the_worker(make: Make) -> None:
-    """Requests would wait for ever otherwise."""
+    """Otherwise requests would wait for the ended thread for ever."""
     lanes = make()
     faults: queue.SimpleQueue[None] = queue.SimpleQueue()
     service = LaneService(

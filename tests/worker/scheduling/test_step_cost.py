@@ -24,7 +24,10 @@ from mlxpool.worker.scheduling.step_cost import (
 
 @dataclass(frozen=True)
 class Machine:
-    """A simulated machine: a pass costs `base` seconds; lines, keys, pairs and draws cost more."""
+    """A simulated machine: a pass costs `base` seconds, and more for its work.
+
+    `line` is the cost of an input, `key` of a key, `pair` of a pair of both, `drawn` of a draw.
+    """
 
     base: float
     line: float
@@ -140,7 +143,7 @@ def test_many_decode_steps_do_not_push_out_what_is_known_of_prompts() -> None:
 
 @pytest.mark.parametrize("kind", ["decode", "mixed"])
 def test_loads_that_are_all_alike_give_a_finite_prediction(kind: str) -> None:
-    """Lines, keys and drawn tokens are multiples of each other."""
+    """In all passes the numbers of inputs, keys and drawn tokens are multiples of each other."""
     cost = StepCost()
     for number in range(100):
         rows = 1 + number % 8

@@ -1,4 +1,4 @@
-"""Every fault by its name, at every site."""
+"""Injects every fault, by its name, at every site."""
 
 from __future__ import annotations
 

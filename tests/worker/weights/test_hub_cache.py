@@ -95,7 +95,7 @@ def test_a_download_without_weights_yet(folder: Path, cache: Path) -> None:
 
 
 def test_blobs_that_the_repositories_of_a_cache_share(folder: Path, cache: Path) -> None:
-    """A blob is then a link into a folder of blobs that all repositories of the cache share."""
+    """If the repositories of a cache share blobs, a blob is a link into a common folder."""
     snapshot = put_in_hub(folder, cache, NAME)
     blob = (snapshot / "model.safetensors").resolve()
     shared = cache / "blobs" / "ab" / "abcd"

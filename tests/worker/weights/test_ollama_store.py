@@ -46,7 +46,10 @@ def refusal(name: str = NAME) -> str:
 def quantised_layer(
     store: Store, metadata: dict[str, str], parts: list[tuple[str, str, list[int], int]]
 ) -> dict[str, Any]:
-    """Returns the layer UP with zeros: name, dtype, shape and bytes of a number of each part."""
+    """Returns the layer UP with zeros.
+
+    A part is (name, dtype, shape, bytes of a number).
+    """
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for name, dtype, shape, size in parts:

@@ -1,4 +1,4 @@
-"""The status of a batch and its files, from its row."""
+"""The status of a batch and its files, made from the batch's row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines that the deadline of a batch ended, in its error file."""
+"""Lines that a batch's deadline ended are in the batch's error file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forms in pieces of any size."""
+"""Multipart forms, parsed in pieces of any size."""
 
 from __future__ import annotations
 

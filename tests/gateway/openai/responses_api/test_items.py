@@ -1,4 +1,4 @@
-"""The items of a Responses request as messages."""
+"""The items of a request to the Responses API, converted into messages."""
 
 from __future__ import annotations
 

@@ -99,7 +99,10 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_chunks_have_tiles_of_their_own_beside_rows_and_alone() -> None:
-    """Passes that check drafts use the tile shape of rows, so that fewer passes are compiled."""
+    """Chunks have their own tile shape.
+
+    Passes that check drafts use the tile shape of rows, so that fewer passes are compiled.
+    """
     passes = Passes()
     new: Any = passes.store.new_row
     row, chunk = RowSpan(new(), 1), RowSpan(new(), 20)
