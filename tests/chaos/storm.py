@@ -137,7 +137,7 @@ class Storm:
                 client.close()
 
     def _finish(self) -> None:
-        """Does the work of a kind of storm after the last fault; by default there is none."""
+        """Does further work after the last fault, in kinds of storms that have such work."""
 
     # ---- streams -------------------------------------------------------------------------------
 

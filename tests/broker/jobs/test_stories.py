@@ -558,7 +558,7 @@ def test_a_job_that_ends_the_broker_runs_alone_and_is_dead_in_the_end() -> None:
 
 
 def blamed_story(*keys: str) -> JobStory:
-    """Makes a simulation whose jobs `keys` were started three times before the broker ended."""
+    """Makes a simulation in which three brokers ended, each after it started the jobs `keys`."""
     story = JobStory()
     for key in keys or ("bad",):
         story.submit(key)

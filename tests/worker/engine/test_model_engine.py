@@ -249,9 +249,9 @@ def test_a_cancelled_completion_is_a_prefix_for_the_next_turn(
 def test_an_end_of_sequence_that_is_not_appended(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
-    """The sampled end token is dropped by the host.
+    """The host drops the sampled end token.
 
-    With look-ahead it is then already the input of a pass in flight.
+    With look-ahead the token is already the input of a pass in flight.
     """
     engine, seq = model_engine(loaded, text, lookahead=lookahead), sequence(prompt_of(20))
     enter(engine, seq)
