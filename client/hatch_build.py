@@ -18,7 +18,10 @@ LICENCE = "LICENSE"
 
 
 class AddShared(BuildHookInterface):  # type: ignore[type-arg]
-    """Adds the files of SHARED to a distribution. Hatchling finds this class by its base class."""
+    """Adds the files of SHARED to a distribution.
+
+    Hatchling finds this class by its base class.
+    """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Adds the files.

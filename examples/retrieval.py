@@ -49,7 +49,7 @@ def source_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 
 
 def cosines(query: list[float], rows: list[list[float]]) -> list[float]:
-    """Returns the cosine of each row with the query; all have the length 1."""
+    """Returns the cosine of each row with the query; all vectors have the length 1."""
     return [sum(a * b for a, b in zip(query, row, strict=True)) for row in rows]
 
 

@@ -76,7 +76,7 @@ def initial(shape: Shape, seed: int) -> Weights:
 def copying_heads(weights: Weights, shape: Shape, rng: np.random.Generator) -> None:
     """Initialises four heads that copy the token after an earlier occurrence of the last tokens.
 
-    Without this a small model learns such heads only after millions of tokens. The hidden state is
+    Otherwise a small model learns such heads only after millions of tokens. The hidden state is
     divided into four parts: the token, one constant, the token before it, and the token before
     that. In layer 0 two heads look back by one and by two tokens and fill the last two parts. In
     layer 1 two heads compare these parts with the current token and the token before it, and write

@@ -27,8 +27,8 @@ def write(
 ) -> Path:
     """Writes a model folder and returns its path.
 
-    `layers` and `vocabulary` 0: the shape's own numbers. `quantise`: a quantisation mode, "" for
-    none. Raises ValueError for an unknown shape or mode.
+    `layers` and `vocabulary` replace the numbers of the shape unless they are 0. `quantise` is a
+    quantisation mode; "" means none. Raises ValueError for an unknown shape or mode.
     """
     config = config_of(shape, layers, quantise)
     config["vocab_size"] = vocabulary or config["vocab_size"]

@@ -43,7 +43,10 @@ PERCENTS = {"p50": 50.0, "p99": 99.0, "max": 100.0}
 
 
 class Kind(Struct, frozen=True):
-    """A kind of fault: signal, moment, and rank of the worker process (-1: the broker process)."""
+    """A kind of fault: signal, moment, and rank of the worker process.
+
+    The rank -1 stands for the broker process.
+    """
 
     signal: signal.Signals
     moment: str
@@ -65,7 +68,7 @@ def kinds(faults: Sequence[str], devices: int) -> list[Kind]:
 
 
 class Watched(Struct):
-    """The text of one stream, and the arrival times of its deltas."""
+    """One stream: its text, and the arrival times of its deltas."""
 
     seed: int
     times: list[float] = field(default_factory=list)

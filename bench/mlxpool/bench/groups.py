@@ -2,8 +2,8 @@
 
 Each `--setup WORKERSxDEVICES` is a pool with this number of workers, each of which uses this number
 of devices. The pools run one after the other, and each pool has a column in the tables. The
-scenario measures streams that start together and the first token of a long prompt, with `--rate`
-also a mixed load.
+scenario measures streams that start together, and the first token of a long prompt. With `--rate`
+it also measures a mixed load.
 """
 
 from __future__ import annotations

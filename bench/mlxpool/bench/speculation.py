@@ -258,7 +258,7 @@ def _speculator(
 
 
 def _note(streams: str, on: Way, off: Way) -> str:
-    """Describes the results of drafts in all batches but the first."""
+    """Returns a note on the results of drafts in all batches but the first."""
     pairs = zip(on.ids[1:], off.ids[1:], strict=True)
     same = [ids == other for pair in pairs for ids, other in zip(*pair, strict=True)]
     drafted = on.speculator.drafted if on.speculator else 0

@@ -43,7 +43,7 @@ class PlannedTensor(Struct, frozen=True):
 
 
 def quantisation_of(config: Mapping[str, Any], mode: str) -> dict[str, Any]:
-    """Returns the member `quantization` of the config.json of a folder in this mode.
+    """Returns the member `quantization` of the config.json of a folder with this quantisation mode.
 
     Raises ValueError for an unknown mode.
     """

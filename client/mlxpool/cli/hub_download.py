@@ -33,7 +33,10 @@ NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class Download(Struct, frozen=True):
-    """A model in the cache. `model` is its name in settings, `size` the bytes of its files."""
+    """A model in the cache.
+
+    `model` is its name in settings; `size` is the number of bytes of its files.
+    """
 
     model: HubModel
     path: Path

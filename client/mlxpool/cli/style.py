@@ -116,7 +116,10 @@ def print_table(
     notes: Sequence[str] = (),
     width: int | None = None,
 ) -> None:
-    """Prints a table with lines above and below. `width` None: the width of the output."""
+    """Prints a table with lines above and below.
+
+    `width` None means the width of the output.
+    """
     paint = paint_of(sys.stdout)
     width = width_of(sys.stdout) if width is None else width
     lines = [

@@ -59,7 +59,10 @@ def add_flags(
 
 
 class Target(Struct, frozen=True):
-    """A broker's address and the keys for it. `endpoint` None: the local broker of `run_dir`."""
+    """A broker's address and the keys for it.
+
+    Without an `endpoint` this is the local broker of `run_dir`.
+    """
 
     run_dir: Path
     endpoint: str | None = None

@@ -43,8 +43,8 @@ class Subscription(Closing):
     def next(self, seconds: float) -> dict[str, Any] | None:
         """Returns the next snapshot; None if none comes within `seconds`.
 
-        Raises BrokerLost naming the endpoint after FIRST_TIMEOUT or NEXT_TIMEOUT, and the error in
-        the broker's answer.
+        Raises BrokerLost naming the endpoint after FIRST_TIMEOUT or NEXT_TIMEOUT. Raises the error
+        in the broker's answer.
         """
         end = time.monotonic() + seconds
         while True:
@@ -77,7 +77,7 @@ class Subscription(Closing):
 
 
 def snapshots(target: Target, count: int = 0) -> Iterator[dict[str, Any]]:
-    """Yields `count` snapshots, one per second; 0: without end."""
+    """Yields `count` snapshots, one per second; if `count` is 0, yields snapshots without end."""
     with Subscription(target) as subscription:
         seen = 0
         while not count or seen < count:

@@ -34,7 +34,8 @@ Put = Callable[[Item], None]
 class Choices(Sequence[Result]):
     """A sequence of the completions of one prompt, in the order of their `index`.
 
-    Choice i has the seed `seed` + i: `generate` with this seed returns the same completion.
+    Choice i has the seed `seed` + i: a `generate` with that seed returns the completion of choice
+    i.
     """
 
     def __init__(self, results: Sequence[Result]) -> None:
@@ -190,7 +191,7 @@ class ChoicesStream(Closing):
     """An iterator over the deltas of several choices, as they arrive; `index` names the choice.
 
     No delta arrives before every choice is accepted. An error of one choice is raised, and ends the
-    other choices. An unfinished stream is cancelled as a `Stream` is.
+    other choices. An unfinished stream is cancelled in the same cases as a `Stream`.
     """
 
     def __init__(self, connection: AnyConnection, drafts: Sequence[GenerateDraft]) -> None:

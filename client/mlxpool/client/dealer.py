@@ -59,7 +59,7 @@ class Dealer:
         self._waker.wake()
 
     def wait(self, seconds: float | None) -> None:
-        """Waits for a message, a handshake or `wake`, for at most `seconds`; None: no bound."""
+        """Waits for a message, a handshake or `wake`, for at most `seconds`; None sets no bound."""
         if self._unsent:
             interval = SEND_RETRY_INTERVAL
             seconds = interval if seconds is None else min(seconds, interval)

@@ -59,9 +59,10 @@ class DecisionList(list[Decision]):
 
     @classmethod
     def of(cls, result: Result, questions: Sequence[Asked | Mapping[str, Any]]) -> DecisionList:
-        """Returns the answers of a `decide` job; `questions` are the job's questions, also as maps.
+        """Returns the answers of a `decide` job to `questions`, the questions of this job.
 
-        Raises ValueError if the result belongs to another kind of job.
+        Questions are given as for `decide_all`, or as maps. Raises ValueError if the result belongs
+        to another kind of job.
         """
         answer = result.answer
         if answer is None or answer.kind != protocol.DECISIONS:

@@ -17,7 +17,7 @@ from mlxpool.common.transport import endpoints, sockets
 
 
 class OpenStream(Struct, eq=False):
-    """A stream on its connection: its state, its retries, and the receiver of its deltas."""
+    """A stream on its connection: its state, its retries, and the function that gets its deltas."""
 
     state: StreamState
     retry: StreamRetry

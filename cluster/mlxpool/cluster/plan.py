@@ -53,8 +53,8 @@ class Report(Struct, frozen=True):
 def wanted_workers(model: ModelSpec, report: Report | None, running: int) -> int:
     """Returns the number of workers that a model should have; `running`: its present number.
 
-    `report` None: the broker does not answer. A broker that was started a moment ago does not know
-    the load yet: it may ask for more workers, but no worker is ended.
+    `report` is None if the broker does not answer. A broker that was started a moment ago does not
+    know the load yet: its report may start workers, but ends none.
     """
     count = running if report is None else report.wanted.get(model.name, 0)
     if report is not None and report.uptime < model.cool_down:

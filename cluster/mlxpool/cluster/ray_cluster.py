@@ -240,7 +240,7 @@ def down(pool: str) -> int:
 def end_actor(name: str, method: str, *arguments: float, timeout: float = CALL_TIMEOUT) -> None:
     """Makes an actor end its process, then ends the actor and its reservation.
 
-    The actor may be lost already.
+    An actor that is already lost is no error.
     """
     with contextlib.suppress(ValueError):  # the actor no longer exists
         actor = ray.get_actor(name, NAMESPACE)

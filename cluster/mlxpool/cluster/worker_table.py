@@ -1,8 +1,8 @@
 """The workers that a pool's broker host has started, and their public keys, in a file.
 
-The broker reads the keys as sections of its settings. A worker that is restarted, because its node
-or its process was lost, brings a new key under its old id. The old key is then revoked, so that a
-worker of a node that was only cut off cannot come back beside its successor.
+The broker reads the keys as sections of its settings. A worker is restarted if its node or its
+process was lost; it then has a new key under its old id. The old key is revoked. If the node was
+only cut off, its worker can therefore not come back beside the new worker.
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@
         ├── Damaged                  damaged
         └── Internal                 internal
 
-`retryable` is True if the same request can succeed later, after `retry_after_ms`.
-To add an error, add its class here, its HTTP status to gateway/errors.py, and its row to
-docs/protocol.md and docs/gateway.md.
+`retryable` is True if the same request can succeed later, after `retry_after_ms`. To add an error,
+add its class here, its HTTP status to gateway/errors.py, and its row to docs/protocol.md and
+docs/gateway.md.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MAX_MESSAGE = 2000  # characters
 def sendable(text: str) -> str:
     """Returns a message as valid Unicode, cut to MAX_MESSAGE characters.
 
-    It may contain file names, which are not always valid Unicode.
+    The message may contain file names, which are not always valid Unicode.
     """
     return text[:MAX_MESSAGE].encode(errors="backslashreplace").decode()[:MAX_MESSAGE]
 

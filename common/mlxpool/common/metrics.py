@@ -62,8 +62,8 @@ Rows = Iterable[tuple[tuple[str, ...], Value]]  # values of the labels, and the 
 class Family(Struct, Generic[Source], frozen=True):
     """A metric family. `rows` returns its labels and values from a source, such as a snapshot.
 
-    If each row of values has a number for every value of the last label, `last_label_values` are
-    the values of this label.
+    If each row has one number for every value of the last label, `last_label_values` are the values
+    of that label.
     """
 
     name: str

@@ -208,7 +208,7 @@ class Options(Struct, frozen=True):
     def prompt_alternatives(self) -> int:
         """The number of alternatives that are reported for each token of the prompt.
 
-        -1: the tokens of the prompt are reported without log-probabilities, or not at all.
+        It is -1 if the tokens of the prompt are reported without log-probabilities, or not at all.
         """
         if self.prompt_logprobs is not None:
             return self.prompt_logprobs

@@ -1,10 +1,9 @@
-"""The progress block: a worker's activity in shared memory. The broker reads it if the worker
-hangs.
+"""The progress block: a worker's activity in shared memory, for a broker whose worker hangs.
 
 The broker and one worker share a few 64-bit words of memory. The worker's compute thread writes
 them, its main thread writes `edge_tid` and `edge_ns`, and the broker reads them. Each word is
-written atomically, but two words may be from different times: a reader must not draw conclusions
-from one reading.
+written atomically, but two words that are read together may be from different times. A reader must
+therefore not draw conclusions from one reading.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class ConcurrencyLimit:
     """Counts the requests in flight of each owner."""
 
     def __init__(self, max_requests: int | None) -> None:
-        """`max_requests`: the number of requests that an owner may have at once; None: no bound."""
+        """`max_requests`: how many requests an owner may have at once; None sets no bound."""
         self._max_requests = max_requests
         self._in_flight: Counter[bytes] = Counter()
 

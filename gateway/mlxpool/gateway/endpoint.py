@@ -117,7 +117,7 @@ class Endpoint:
     ) -> None:
         """`handler` returns whether the client disconnected before the end of the response.
 
-        `methods` None: the endpoint answers every method.
+        If `methods` is None, the endpoint answers every method.
         """
         self._surroundings = surroundings
         self._route = route

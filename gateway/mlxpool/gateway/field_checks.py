@@ -41,8 +41,9 @@ _logged: set[tuple[str, str]] = set()
 class Body(Struct, frozen=True):
     """The fields of a JSON map in a request, for its check and for its schema in openapi.json.
 
-    Fields are names with schemas. `accepted` fields have no effect. `refused` fields are refused
-    unless they have a value without effect. `open`: unknown fields are accepted, without effect.
+    Each field is a name with a schema. `accepted` fields have no effect. `refused` fields are
+    refused unless they have a value without effect. If `open`, unknown fields are accepted and have
+    no effect.
     """
 
     honoured: Mapping[str, Schema]
@@ -96,7 +97,7 @@ class Body(Struct, frozen=True):
         return name in self.honoured and kinds[0] in _types(self.honoured[name])
 
     def schema(self) -> Schema:
-        """Returns the JSON schema. null counts as absent, so every optional field may be null."""
+        """Returns the JSON schema. Every optional field may be null, which counts as absent."""
         properties = {name: self._optional(name, schema) for name, schema in self.honoured.items()}
         for name, schema in self.accepted.items():
             properties[name] = described("has no effect", self._optional(name, schema))
@@ -273,7 +274,7 @@ def tools_of_kind(
 def no_such_tool(name: object = None) -> HttpError:
     """Returns the error for a `tool_choice` that demands a call of a tool that was left out.
 
-    `name` None: the choice demands a call of any tool, and no tool is left.
+    `name` is None if the choice demands a call of any tool, but no tool is left.
     """
     message = f"'tool_choice' wants a call of {shown(name)}, which is not a function of 'tools'"
     if name is None:

@@ -138,8 +138,8 @@ class _Reader:
     def _run(self, place: int, brackets: str) -> tuple[Any, int] | None:
         """Reads a run: the list items or members up to a late comma, in one call of the decoder.
 
-        The comma is in the next PART characters. Returns None without a comma that ends a value.
-        Otherwise returns the values and the position after the comma.
+        The comma is in the next PART characters. Returns the values, and the position after the
+        comma. Returns None if there is no comma that ends a value.
         """
         if place - self._tried_from >= PART:
             self._tried_from, self._no_runs = place, 0

@@ -27,9 +27,10 @@ class OperationRoutes:
         self._document = document
 
     async def health(self, response: ResponseWriter) -> None:
-        """GET /health: 200 when the pool takes requests, else 503 or the status of its error.
+        """GET /health: 200 if the pool takes requests, else 503 or the status of the pool's error.
 
-        The status is `degraded` if new workers cannot reach the pool: loaded models still answer.
+        The member `status` is `degraded` if new workers cannot reach the pool: loaded models still
+        answer.
         """
         if self._drain.begun:
             return await response.json({"status": "draining"}, 503, {"connection": "close"})

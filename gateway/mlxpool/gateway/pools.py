@@ -118,7 +118,8 @@ class Pools:
     def client(self) -> AsyncClient:
         """The client of the pool that was chosen for this request.
 
-        It is the pool with the request's model, job or file; the first pool if none was chosen.
+        The chosen pool has the request's model, job or file. If no pool was chosen, the client of
+        the first pool is returned.
         """
         return self.chosen.client
 
@@ -167,7 +168,7 @@ class Pools:
     async def _choose(self, name: str, *, keeps: bool = False, key: str = "") -> Pool:
         """Returns the pool where requests for a model wait least.
 
-        Raises UnknownModel if no answering pool has it.
+        Raises UnknownModel if no answering pool has the model.
         """
         if len(self.pools) == 1:
             return self.pools[0]

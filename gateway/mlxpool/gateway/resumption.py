@@ -21,9 +21,9 @@ MAX_DIGITS = 15  # most digits of the number of an event
 class Resumption(Struct, frozen=True):
     """The headers of a request with an Idempotency-Key.
 
-    `key`: the pool's key of the answer, made from the header and the request's API key, so that no
-    other API key can use it. `digest`: the digest of path and body. `after`: the number of the last
-    event that the client has.
+    `key`: the key of the answer in the pool. It is made from the header and the request's API key,
+    so that no other API key can use the answer. `digest`: the digest of path and body. `after`: the
+    number of the last event that the client has.
     """
 
     key: str
@@ -55,11 +55,11 @@ class EventNumbers:
     """Numbers the events of one HTTP response, from 1 on. Omits events that the client has.
 
     All responses with the same answer have the same numbers. If the answer was computed anew, after
-    a change of the model, it has another generation (`gen`) and its numbers are higher.
+    a change of the model, it has another generation (`gen`) and higher numbers.
     """
 
     def __init__(self, gen: int, after: int | None) -> None:
-        """`after`: the number of the last event that the reader has; None: it has no event.
+        """`after`: the number of the last event that the reader has; None if it has no event.
 
         Raises HttpError for a number of another generation.
         """

@@ -93,8 +93,8 @@ class RouteSpec(Struct, frozen=True):
     `stream`: the content type of a streamed response, whose events or lines have the schema
     `event`. `public`: the route needs no key. `operator`: the route needs the key of an operator.
     `in_drain`: the route answers while the gateway drains. `reads_body`: the method reads the body
-    itself, as a form. `watched`: the handler is cancelled when its client disconnects. This holds
-    without `watched` for all streams and for requests with a JSON body.
+    itself, as a form. `watched`: the handler is cancelled when its client disconnects. For streams
+    and for requests with a JSON body this holds even without `watched`.
     """
 
     method: str  # GET, which answers HEAD too, POST or DELETE

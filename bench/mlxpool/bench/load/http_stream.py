@@ -86,7 +86,7 @@ async def opened(
     """Sends a request (POST with a JSON body, else GET); leaving the context ends the connection.
 
     `link`: a connection to use instead of a new one. Raises HttpFailure for a status other than
-    200, OSError if the server cannot be reached.
+    200, and OSError if the server cannot be reached.
     """
     parts = urlsplit(url)
     reader, writer = link or await connected(url)

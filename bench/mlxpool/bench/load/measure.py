@@ -23,7 +23,7 @@ MIN_QUEUE = 512  # requests, the pool's own default
 
 
 class Plan(Struct, frozen=True):
-    """A plan of loads. `rates`: requests/s; 0: all requests start together.
+    """A plan of loads. `rates`: requests/s; at 0 all requests start together.
 
     `warm_up`: number of requests before the first load. `clients`: number of sending processes.
     `sequences` and `context`: settings of a pool that the scenario starts.

@@ -1,7 +1,7 @@
 """Computes the figures of a load from its requests, under their usual names.
 
 TTFT: time to first token, from the time when the request was due. ITL: inter-token latency, between
-two pieces of a stream. TPOT: time per output token after the first, the mean of a request. E2EL:
+two pieces of a stream. TPOT: mean time of a request per output token after the first. E2EL:
 end-to-end latency, from the time when the request was due to its last token.
 """
 
@@ -49,7 +49,7 @@ class Sample(Struct, frozen=True):
 
 
 class Slo(Struct, frozen=True):
-    """Service level objectives of a request, in milliseconds; 0: no objective.
+    """Service level objectives of a request, in milliseconds. 0 means no objective.
 
     `itl` bounds every gap of the request.
     """
@@ -144,7 +144,7 @@ def errors(samples: Sequence[Sample]) -> str:
 
 
 def tokens_per_piece(samples: Sequence[Sample]) -> float:
-    """Returns the mean number of output tokens in a piece of an answer; 0 without pieces."""
+    """Returns the mean number of output tokens in a piece of an answer; 0 if no piece came."""
     done = [sample for sample in samples if not sample.error]
     pieces = sum(len(sample.times) for sample in done)
     return sum(sample.output_tokens for sample in done) / pieces if pieces else 0.0

@@ -37,7 +37,7 @@ class Lengths(Struct, frozen=True):
 
     @classmethod
     def of(cls, tokens: int) -> Lengths:
-        """Returns a distribution that draws only this length."""
+        """Returns a distribution that draws only the length `tokens`."""
         return cls(tokens, 0.0, tokens, tokens)
 
     def draw(self, random: Random) -> int:

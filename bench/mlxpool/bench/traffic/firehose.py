@@ -44,7 +44,7 @@ if "{WORKER_VARIABLE}" in os.environ:
 class Flood(Struct, frozen=True):
     """The traffic of a round: `streams` streams, each of `tokens` tokens.
 
-    `rows`: number of tokens in a frame. `rate`: frames/s; 0: no limit.
+    `rows`: number of tokens in a frame. `rate`: frames/s; 0 means no limit.
     """
 
     streams: int

@@ -60,9 +60,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def parts(path: Path, lines: int, *, follow: bool) -> Iterator[bytes]:
-    """Yields the last `lines` lines of a file (0: all); with `follow`, also all later lines.
+    """Yields the last `lines` lines of a file, or all lines if `lines` is 0.
 
-    If the broker has cut or replaced the file, reading starts again at its beginning.
+    With `follow`, also yields all later lines. If the broker has cut or replaced the file, reading
+    starts again at its beginning.
     """
     file = path.open("rb")
     try:

@@ -30,7 +30,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Downloads a model, and prints its path and the command that serves it."""
+    """Downloads a model, and prints its path and the command that serves the model."""
     from mlxpool.cli.hub_download import download
     from mlxpool.worker.weights import hub_cache
 

@@ -138,7 +138,7 @@ def _columns(columns: Sequence[Column], options: argparse.Namespace) -> Sequence
 
 
 def _width(options: argparse.Namespace) -> int | None:
-    """Returns the width of a table; None: the width of standard output."""
+    """Returns the width of a table; None means the width of standard output."""
     return UNBOUNDED if options.wide else None
 
 

@@ -47,8 +47,8 @@ class AsyncClient(AsyncJobMethods):
     """A client for asyncio, with the constructor, methods and errors of `Client`.
 
     Its methods are coroutines, except `stream`, `streams`, `fetch`, `for_owner` and the
-    asynchronous iterator `follow_jobs`. A call has no time limit: use `asyncio.timeout`. The
-    cancellation of a task cancels its request or call.
+    asynchronous iterator `follow_jobs`. A call has no time limit: use `asyncio.timeout`. If a task
+    is cancelled, its request or call is cancelled as well.
     """
 
     def __init__(

@@ -19,8 +19,8 @@ from mlxpool.common.protocol.from_client import GenerateDraft
 class AsyncStream(AsyncClosing):
     """An asynchronous iterator over the deltas of one completion, as they arrive.
 
-    It has the members of `Stream`; `read` is a coroutine. It belongs to the event loop that started
-    it. It is cancelled in the same cases as a `Stream`.
+    The class has the members of `Stream`; `read` is a coroutine. A stream belongs to the event loop
+    that started it, and is cancelled in the same cases as a `Stream`.
     """
 
     def __init__(self, connection: AnyConnection, draft: Draft) -> None:
@@ -108,8 +108,8 @@ class AsyncStream(AsyncClosing):
 class AsyncChoicesStream(AsyncClosing):
     """An asynchronous iterator over the deltas of several choices, see `ChoicesStream`.
 
-    It has the members of `ChoicesStream`; `read` is a coroutine. It belongs to the event loop that
-    started it.
+    The class has the members of `ChoicesStream`; `read` is a coroutine. A stream belongs to the
+    event loop that started it.
     """
 
     def __init__(self, connection: AnyConnection, drafts: Sequence[GenerateDraft]) -> None:

@@ -96,10 +96,11 @@ class JobMethods(Closing):
     ) -> list[dict[str, Any]]:
         """Returns a map for each of this user's jobs, the newest first (docs/protocol.md, `jobs`).
 
-        `state` selects jobs in a state, `batch` the jobs of a batch's lines; `limit` 0 means all.
-        `end_seq` of an ended job is its number in the order of ends. `after` selects jobs with a
-        greater `end_seq`, in the order of ends: pass 0 at first, then the last `end_seq` of each
-        answer. `before` selects jobs that were submitted before the job with this `seq`.
+        `state` selects jobs in this state; `batch` selects the jobs of the lines of this batch;
+        `limit` 0 means all. `end_seq` of an ended job is its number in the order of ends. `after`
+        selects jobs with a greater `end_seq`, in the order of ends: pass 0 at first, then the last
+        `end_seq` of each answer. `before` selects jobs that were submitted before the job with this
+        `seq`.
         """
         pages = jobs.Pages(after, state, limit, batch, before)
         while not pages.complete:
@@ -128,7 +129,7 @@ class JobMethods(Closing):
         return self._caller.call(jobs.submitted(job))
 
     def retry(self, job: JobRef) -> dict[str, Any]:
-        """Retries a dead or expired job. The retry continues after the token ids that it has."""
+        """Retries a dead or expired job, which continues after the token ids that it has."""
         return self._caller.call(jobs.about(RETRY, job))
 
     def release(self, job: JobRef) -> dict[str, Any]:

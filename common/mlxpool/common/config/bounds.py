@@ -207,7 +207,7 @@ _READERS: Mapping[Unit | None, Callable[[Any, str], Any]] = {
 
 
 def host_port(text: str, where: str = "pool.metrics") -> tuple[str, int]:
-    """Returns the host and port of "127.0.0.1:9464" or "[::1]:9464"; port 0: any free port.
+    """Returns the host and port of "127.0.0.1:9464" or "[::1]:9464"; port 0 means any free port.
 
     Raises ConfigError if the text has another form.
     """

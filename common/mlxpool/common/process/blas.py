@@ -47,8 +47,8 @@ _RENAME_LIMIT = 60.0  # seconds
 def find() -> Path | None:
     """Returns the path of the OpenBLAS library; None if there is none.
 
-    $MLXPOOL_OPENBLAS has precedence ("": none), then the folders FOLDERS, then the package
-    scipy-openblas32.
+    $MLXPOOL_OPENBLAS has precedence, and means no library if it is empty. Then come the folders
+    FOLDERS, then the package scipy-openblas32.
     """
     named = os.environ.get("MLXPOOL_OPENBLAS")
     if named is not None:

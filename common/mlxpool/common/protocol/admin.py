@@ -20,9 +20,9 @@ MAX_GRACE_MS = 24 * 3600 * 1000
 
 
 class DrainRequest(Struct, frozen=True):
-    """`drain` of a slot, of a model, or of the pool if both are None.
+    """A `drain` of a slot, of a model, or of the whole pool if both are None.
 
-    `grace` is in seconds; None: the setting drain_grace. `slot` may have any type: the broker
+    `grace` is in seconds; None means the setting drain_grace. `slot` may have any type: the broker
     compares it with its slots.
     """
 

@@ -30,7 +30,7 @@ _TEXTS = (
 
 
 def check_messages(raw: object) -> list[dict[str, Any]]:
-    """Returns the messages. Arguments of tool calls become maps, other keys stay as they are.
+    """Returns the messages. The arguments of tool calls become maps; other keys are unchanged.
 
     Raises BadRequest naming the message's index, the value and the bound.
     """

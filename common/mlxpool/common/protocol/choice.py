@@ -1,7 +1,7 @@
 """Choices: several completions of one prompt. Each choice is a request of its own.
 
-The key `choice` of each request names the group of all choices of the prompt. So one worker
-computes the whole group, and reads the prompt once.
+The key `choice` of each request names the group of all choices of the prompt. One worker therefore
+computes the whole group, and reads the prompt only once.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ class Deltas(Content, Struct, frozen=True):
         return {"rows": _pack_rows(self.rows)}
 
     def blobs(self) -> tuple[bytes, ...]:
-        """Returns all ids in the order of the rows, as one blob."""
+        """Returns the token ids of all rows, in the order of the rows, as one blob."""
         return (b"".join([delta.ids for delta in self.rows]),)
 
 

@@ -70,7 +70,7 @@ class ProgressSample(Struct, frozen=True):
     def parse(cls, look: object) -> ProgressSample:
         """Reads a list of four integers; any other value gives the defaults.
 
-        The default `fresh` means a computation of a new shape, which may take long.
+        The default of `fresh` is True: the worker may compute a new shape, which can take long.
         """
         if isinstance(look, list) and len(look) == 4 and all(isinstance(v, int) for v in look):
             return cls(look[0], bool(look[1]), look[2], look[3])

@@ -26,9 +26,9 @@ def owner_name(value: object) -> str:
 def encoded_for(
     owner: str, content: Content, id: bytes | None = None, attempt: int = 0
 ) -> list[bytes]:
-    """Returns the parts of a client's message on behalf of an owner; "": of the client itself.
+    """Returns the parts of a client's message on behalf of an owner.
 
-    Raises the errors of `encode`.
+    If `owner` is "", the message is on behalf of the client itself. Raises the errors of `encode`.
     """
     body = content.body()
     if owner:

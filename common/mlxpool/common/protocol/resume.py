@@ -44,7 +44,7 @@ class Facts(Struct, frozen=True):
         return isinstance(other, Facts) and self.body() == other.body()  # without `raw`
 
     def body(self) -> dict[str, Any]:
-        """Returns the map for the first row (delta) of a run."""
+        """Returns the map of these values for the first row (delta) of a run."""
         body: dict[str, Any] = {
             "digest": self.digest,
             "context": self.context,

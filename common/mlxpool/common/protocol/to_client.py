@@ -109,8 +109,8 @@ class Done(Content, Struct, frozen=True):
 
     `text` is text that was not sent yet; `reason` is stop, length or cancelled; `attempts` is the
     number of times that the broker gave the request to a worker. `complete`: see RunEnd. `answer`
-    is set for a job that is a call, such as `embed`: the call's answer without usage and times. The
-    blobs of this answer are the blobs of the message.
+    is set for the job of a call, such as `embed`: it is the call's answer without usage and times,
+    whose blobs are the blobs of the message.
     """
 
     kind: ClassVar[str] = "done"
@@ -182,7 +182,10 @@ class Failed(Content, Struct, frozen=True):
 
     @classmethod
     def about(cls, error: PoolError, id: bytes | None) -> Failed:
-        """Returns an error about the message with this id (None: unknown), which ends no stream."""
+        """Returns an error about the message with this id, which ends no stream.
+
+        `id` is None if the id is unknown.
+        """
         return cls({**error.body(), "about": id})
 
     @property

@@ -85,9 +85,9 @@ class Work(Content, Struct, frozen=True):
     """Starts a run: the prompt, checked options, the seed, and the state of a resumed stream.
 
     `deadline_ms` is the remaining time of the request. `suspect` is True if the request may have
-    crashed a worker; then the worker prefills its prompt in a separate forward pass. `owner`
-    identifies the owner of the request: a worker prepares requests of several owners in turn.
-    `shared` is True if other requests have the same prompt, see `choice`.
+    crashed a worker: its prompt is then prefilled in a separate forward pass. `owner` identifies
+    the owner of the request: a worker prepares requests of several owners in turn. `shared` is True
+    if other requests have the same prompt, see `choice`.
     """
 
     kind: ClassVar[str] = "work"

@@ -14,8 +14,9 @@ _LOOPBACK = re.compile(r"tcp://(127(\.\d{1,3}){3}|localhost|\[::1\]):(\d{1,5}|\*
 def fault(endpoint: str, *, secured: bool, local: bool) -> str | None:
     """Returns the reason why an endpoint may not be bound; None if it may be bound.
 
-    The reason is the second half of an error message. `secured` is True if there is a secret key:
-    then every tcp endpoint uses CURVE. `local` is True if plain tcp is allowed on loopback.
+    The reason is the second half of an error message. `secured` is True if the process has a secret
+    key: every tcp endpoint then uses CURVE. `local` is True if plain tcp is allowed on the loopback
+    interface.
     """
     if _IPC.fullmatch(endpoint):
         return None

@@ -93,7 +93,7 @@ def section(name: str) -> str:
 
 
 def read(path: Path, role: str = "") -> KeyPair:
-    """Returns the key pair in a file. `role`: the role that the key must have; "": any role.
+    """Returns the key pair in a file. `role`: the role that the key must have; "" allows any role.
 
     Raises BadKey naming the file, also if other users can read it.
     """

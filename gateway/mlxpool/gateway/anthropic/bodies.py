@@ -31,7 +31,7 @@ PING = sse({"type": "ping"}, "ping")
 class MessageFrame(Struct, frozen=True):
     """The members that the bodies of one answer share.
 
-    `id`: the pool's id of the request, in hex. `shows_thoughts` False: blocks of thoughts are
+    `id`: the pool's id of the request, in hex. If `shows_thoughts` is False, blocks of thoughts are
     empty. `eager`: names of tools whose arguments are streamed as the model writes them.
     """
 
@@ -84,7 +84,7 @@ NOT_ENDED: Mapping[str, Any] = {"stop_reason": None, "stop_sequence": None}
 def ending(result: Result, calls: int, stop: str | None, max_tokens: int) -> dict[str, Any]:
     """Returns the reason of an answer's end, as the members `stop_reason` and `stop_sequence`.
 
-    `stop`: the stop sequence that the model wrote; None: it wrote none.
+    `stop`: the stop sequence that the model wrote; None if it wrote none.
     """
     if result.reason == "length":
         generated = result.usage.get("completion_tokens", 0)
@@ -152,8 +152,8 @@ class MessageEvents(Struct, eq=False):
     """Encodes the updates of one answer.
 
     The arguments of a call are sent as one piece, once they are known to be a map: clients cannot
-    read other arguments. If the request has `eager_input_streaming` for a tool (`frame.eager`), its
-    arguments are sent as the model writes them.
+    read other arguments. If the request has `eager_input_streaming` for a tool (`frame.eager`),
+    arguments of this tool are sent as the model writes them.
     """
 
     frame: MessageFrame

@@ -187,9 +187,10 @@ CHOICES = ("auto", "any", "tool", "none")
 
 
 class MessageRequest(Struct, frozen=True):
-    """A checked request. `level`: the level of thinking for a model with levels; None: the default.
+    """A checked request.
 
-    `shows_thoughts` False: thoughts are left out of the answer. `eager`: names of tools whose
+    `level`: the level of thinking for a model with levels; None means the model's default. If
+    `shows_thoughts` is False, thoughts are left out of the answer. `eager`: names of tools whose
     arguments are streamed as the model writes them, even if they are not JSON.
     """
 
@@ -303,7 +304,11 @@ def _format(body: Mapping[str, Any]) -> dict[str, Any]:
 def _tools(
     body: Mapping[str, Any],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], bool]:
-    """Returns the tools, the tools of a required call, and whether several calls are allowed."""
+    """Returns the offered tools, the tools of which one must be called, and a boolean.
+
+    The boolean tells whether several calls are allowed. The second list is empty if the model
+    decides.
+    """
     numbered = fields.tools_of_kind(body, (None, "custom"))
     tools = [_tool(f"tools[{number}]", tool) for number, tool in numbered]
     choice = fields.mapping(body, "tool_choice")

@@ -39,7 +39,10 @@ TOKEN_IDS: Schema = {
 
 
 def integer(low: int, high: int | None = None) -> Schema:
-    """Returns the schema of an integer from `low` to `high`, both inclusive; None: no bound."""
+    """Returns the schema of an integer from `low` to `high`, both inclusive.
+
+    `high` None means no upper bound.
+    """
     bound = {} if high is None else {"maximum": high}
     return {"type": "integer", "minimum": low, **bound}
 
@@ -55,7 +58,7 @@ def one_of(*schemas: Schema) -> Schema:
 
 
 def listed(items: Schema, low: int = 0, high: int | None = None) -> Schema:
-    """Returns the schema of a list of `low` to `high` items; None: no bound."""
+    """Returns the schema of a list of `low` to `high` items; `high` None means no upper bound."""
     bounds: dict[str, int] = {} if not low else {"minItems": low}
     if high is not None:
         bounds["maxItems"] = high
@@ -125,7 +128,7 @@ API_CHECKS: Mapping[str, Check] = {
 
 
 def option(name: str, checks: Mapping[str, Check] = CHECKS) -> Schema:
-    """Returns the schema of a pool option, with the bounds of its check."""
+    """Returns the schema of a pool option, with the bounds that its check has."""
     check = checks[name]
     if isinstance(check, IntegerIn):
         return integer(check.low, check.high)

@@ -36,8 +36,8 @@ THINKING = {"brackets": ("[THINK]", "[/THINK]"), "tags": ("<think>", "</think>")
 class ChatFormats(Struct, frozen=True):
     """The formats of tool calls and of thoughts in a model's chat template, by their names.
 
-    None: the template has no tools, or no thoughts. `generic_tools`: the setting of the model, see
-    `generic_tools.offered_tools`.
+    A name is None if the template has no tools, or no thoughts. `generic_tools`: the setting of the
+    model, see `generic_tools.offered_tools`.
     """
 
     tools: str | None = None
@@ -58,9 +58,9 @@ def make_parser(
 ) -> Parser:
     """Makes a parser for one completion.
 
-    `thinks`: the prompt has opened the thoughts, so the completion begins inside them.
-    `several_calls` False: everything after the first call is left out. `stops`: a stop string may
-    end the completion; a call that is therefore incomplete is left out.
+    `thinks`: the prompt has opened the thoughts, so the completion begins inside them. If
+    `several_calls` is False, everything after the first call is left out. `stops`: a stop string
+    may end the completion; a call that is therefore incomplete is left out.
     """
     tool_format = chat.tools or ""
     rest: Parser = PlainParser()

@@ -37,7 +37,7 @@ class _State(Enum):
 
 
 class Harmony(MarkedParser):
-    """The channel `analysis` has thoughts, a message to a tool is a call; other text is the answer.
+    """The channel `analysis` has thoughts; a message to a tool is a call; other text is the answer.
 
     The prompt ends after `<|start|>assistant`, so a completion begins within a header.
     """

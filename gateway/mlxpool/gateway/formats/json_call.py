@@ -84,7 +84,7 @@ class JsonCall:
     """
 
     def __init__(self, names: Collection[str] | None = None) -> None:
-        """`names`: the known tools; None: any name is accepted, and arguments may be missing."""
+        """`names`: the known tools. None allows any name, and calls without arguments."""
         self.raw = ""
         self.begun = self.ended = self.broken = False
         self._names = names

@@ -33,7 +33,7 @@ class ChatRequest(Struct, frozen=True):
 
     Parts of the messages name the images by their index. `forced`: the tools of which the answer
     must call one; if empty, the model decides whether to call a tool. `think_field`: the name of
-    the field that requests thoughts. `several_calls` False: the answer has one call at most.
+    the field that requests thoughts. If `several_calls` is False, the answer has at most one call.
     `function`: the path of the function inside a tool, for error messages.
     """
 

@@ -43,7 +43,8 @@ class ChoiceRequest(Struct, frozen=True):
     """A prompt to complete: the model and the keyword arguments of the client's `stream`.
 
     `n`: the number of choices, see `AsyncClient.streams`. `thinks`: a prompt of token ids ends
-    inside the model's thoughts. `several_calls` False: the answer has at most one call of a tool.
+    inside the model's thoughts. If `several_calls` is False, the answer has at most one call of a
+    tool.
     """
 
     model: str
@@ -76,7 +77,7 @@ class ChoiceUpdate(Struct, frozen=True):
 
 
 class Updates(Protocol):
-    """A source of the updates of an answer."""
+    """An object that yields the updates of an answer."""
 
     def updates(self, timeout: float = NO_TIMEOUT) -> AsyncIterator[ChoiceUpdate | None]:
         """Yields updates of all choices, and None after `timeout` seconds without an update."""
@@ -171,10 +172,10 @@ def _started(
 
 
 class Generation:
-    """All choices of a request. Leaving the context cancels the unfinished ones.
+    """All choices of a request. Leaving the context cancels the unfinished choices.
 
-    A single choice is read directly. Several choices are read by a task each; the tasks share a
-    bounded queue.
+    A single choice is read directly. Of several choices, each is read by its own task; the tasks
+    share a bounded queue.
     """
 
     def __init__(

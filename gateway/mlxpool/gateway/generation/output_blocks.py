@@ -80,7 +80,7 @@ class OutputBlocks:
     """The blocks of an answer, made from its updates."""
 
     def __init__(self, call_id: Callable[[int], str] | None = None) -> None:
-        """`call_id` makes the id of a call from its index; None: ids are random."""
+        """`call_id` makes the id of a call from its index; without `call_id`, ids are random."""
         self.blocks: list[Block] = []
         self._call_id = call_id or call_ids(secrets.token_hex())
         self._open: Block | None = None

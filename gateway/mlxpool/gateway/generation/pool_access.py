@@ -147,7 +147,7 @@ class PoolAccess:
 
     @property
     def deadline_ms(self) -> int | None:
-        """The gateway's deadline of a request in milliseconds; None: the pool's own deadline."""
+        """The gateway's deadline of a request in milliseconds; None leaves it to the pool."""
         return milliseconds(self.settings.deadline)
 
     async def model(self, name: str, response: ResponseWriter) -> ModelInfo:

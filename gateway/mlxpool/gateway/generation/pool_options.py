@@ -93,7 +93,7 @@ def sampling_options(body: Mapping[str, Any], names: Mapping[str, str]) -> dict[
 
 
 def session_option(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the option `session` for `prompt_cache_key`; empty without it. Raises HttpError."""
+    """Returns the option `session` for `prompt_cache_key`; empty if absent. Raises HttpError."""
     session = fields.text(body, "prompt_cache_key", "")
     if len(session) > MAX_CACHE_KEY:
         message = (

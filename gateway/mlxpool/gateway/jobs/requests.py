@@ -116,9 +116,10 @@ OF_JOBS = ("key", "keep", "not_before", "notify", "priority", "deadline_ms")
 
 
 class JobRequest(Struct, frozen=True):
-    """A checked job: the model, its key (None: a random key), and the arguments of `submit`.
+    """A checked job: the model, the job's key, and the arguments of `submit`.
 
-    A call, such as an embedding, has a `kind`, and the arguments of `submit_call`.
+    Without a key, the job gets a random key. A call, such as an embedding, has a `kind`, and the
+    arguments of `submit_call`.
     """
 
     model: str

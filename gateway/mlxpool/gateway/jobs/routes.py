@@ -99,7 +99,10 @@ class JobRoutes:
         await response.json(job_body(await client.job(bytes(row["job"]))))
 
     async def change(self, verb: str, id: str, response: ResponseWriter) -> None:
-        """POST /v1/jobs/ID/VERB: sends the message `verb` about the job; answers with the job."""
+        """POST /v1/jobs/ID/VERB: sends a message of the kind `verb` about the job.
+
+        The response is the job.
+        """
         row = await self._row(id)
         changed = await self._pool.job_client.ask(about(verb, bytes(row["job"])))
         await response.json(job_body(changed))

@@ -76,7 +76,7 @@ def _head(model: ModelInfo) -> dict[str, Any]:
 def tag(model: ModelInfo, fallback: int) -> dict[str, Any]:
     """Returns an entry of /api/tags.
 
-    `fallback`: the time of a model without files, in seconds since 1970.
+    `fallback`: the time to show for a model without files, in seconds since 1970.
     """
     modified = fallback if model.modified is None else model.modified
     return {**_head(model), "modified_at": time_text(modified)}

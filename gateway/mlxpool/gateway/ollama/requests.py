@@ -44,10 +44,10 @@ PLAIN = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)", re.ASCII)  # a number of seconds
 
 
 def keep_alive(value: object) -> float | None:
-    """Returns the seconds of a `keep_alive`; FOREVER: without end; None: absent.
+    """Returns the seconds of a `keep_alive`; FOREVER means without end; None if it is absent.
 
-    A number counts seconds; text is a number, or numbers with units, as 1h30m. A value that is
-    negative or longer than MAX_SECONDS becomes FOREVER. Raises HttpError.
+    A number counts seconds. A text is a number, or numbers with units, such as 1h30m. A value that
+    is negative or longer than MAX_SECONDS becomes FOREVER. Raises HttpError.
     """
     if value is None:
         return None
@@ -86,9 +86,9 @@ def _float(value: float) -> float:
 class OllamaRequest(Struct, frozen=True):
     """A checked request. Without `prompt`, `images` and `messages` the request loads the model.
 
-    Parts of the messages name the images by their index. `keep_alive`: seconds; None: unchanged.
-    `ignored`: options that have no effect here. `unknown`: other fields that have no effect.
-    `context`: token ids before the prompt.
+    Parts of the messages name the images by their index. `keep_alive` is in seconds; None leaves
+    the model's time unchanged. `ignored`: options that have no effect here. `unknown`: other fields
+    that have no effect. `context`: token ids before the prompt.
     """
 
     model: str

@@ -326,7 +326,7 @@ def _think(body: Mapping[str, Any]) -> bool | str | None:
 
 
 def template_think(body: Mapping[str, Any]) -> bool | None:
-    """Whether `chat_template_kwargs` request thoughts; None: they have no field for it."""
+    """Whether `chat_template_kwargs` request thoughts; None if they have no field for thoughts."""
     prefix = "chat_template_kwargs."
     kwargs = CHAT_TEMPLATE_KWARGS.check(fields.mapping(body, "chat_template_kwargs"), prefix)
     names = ("enable_thinking", "thinking")

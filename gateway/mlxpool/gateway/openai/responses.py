@@ -249,8 +249,8 @@ def _logprob(entry: Mapping[str, Any]) -> dict[str, Any]:
 class TextLogprobs(Struct, eq=False):
     """Encodes the log-probabilities of one choice of /v1/completions, piece by piece.
 
-    `offset`: the number of characters before the next token. Tokens of an echoed prompt come first.
-    The first prompt token has no log-probability. Tokens that the tokenizer put before the text
+    `offset`: the number of characters before the next token. The tokens of an echoed prompt come
+    first; the first of them has no log-probability. Tokens that the tokenizer put before the text
     have no characters.
     """
 

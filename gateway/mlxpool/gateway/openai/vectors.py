@@ -149,7 +149,7 @@ def classify(body: Mapping[str, Any]) -> ClassifyRequest:
 
 
 def _normalise(body: Mapping[str, Any]) -> bool | None:
-    """Whether vectors get the length 1; None: the model decides."""
+    """Whether vectors get the length 1; None if the model decides."""
     if body.get("normalize") is None:
         return None
     return fields.flag(body, "normalize", True)

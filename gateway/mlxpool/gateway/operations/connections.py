@@ -240,7 +240,8 @@ class BoundedProtocol(H11Protocol):
         """Sends an interim response to a peer that may be gone, and again after `seconds`.
 
         If the peer is gone, one of the next writes ends the connection. Once the response has
-        begun, no probe is needed. HTTP/1.0 has no interim responses, so its connection is closed.
+        begun, no probe is sent. HTTP/1.0 has no interim responses: a connection that uses it is
+        closed.
         """
         if self.cycle.response_started:
             return

@@ -46,7 +46,10 @@ class Exchange(Struct, eq=False):
     completion_tokens: int | None = None
 
     def count(self, usage: Mapping[str, Any], *, prompt: bool = True) -> None:
-        """Adds the tokens of a choice or call; `prompt` False: its prompt is already counted."""
+        """Adds the tokens of a choice or call.
+
+        `prompt` is False if the tokens of its prompt are already counted.
+        """
         if prompt:
             self.prompt_tokens = (self.prompt_tokens or 0) + usage.get("prompt_tokens", 0)
             self.cached_tokens = (self.cached_tokens or 0) + usage.get("cached_tokens", 0)
@@ -85,7 +88,7 @@ def milliseconds(seconds: float) -> float:
 def shown_path(path: str) -> str:
     """Returns a path for a log.
 
-    Odd parts become `…`, because a client may have put its key there.
+    Unusual parts become `…`, because a client may have put its key there.
     """
     parts = path.split("/")
     return "/".join(part if SHOWN_PART.fullmatch(part) else "…" for part in parts)

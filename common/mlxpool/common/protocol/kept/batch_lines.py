@@ -1,7 +1,7 @@
 """The lines of a batch: JSON objects, each of which is a request.
 
-A line has the keys of a `generate` (docs/protocol.md), and `id`, the client's name of the line. If
-the line has a `kind`, such as `embed`, its keys are the keys of this call. JSON has no blobs, so
+A line has the keys of a `generate` (docs/protocol.md), and `id`, the client's name for the line. If
+the line has a `kind`, such as `embed`, it has the keys of this call instead. JSON has no blobs, so
 `tokens` is a list of token ids (in a call, a list of lists), and `images` a list of files in
 base64. Clients check lines before they send them, and the broker checks them again.
 """

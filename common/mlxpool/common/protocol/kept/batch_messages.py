@@ -47,10 +47,10 @@ class SubmitBatch(Content, Struct, frozen=True):
     `file` is the key of the file. `digest` identifies its content: a batch is refused if an earlier
     batch with the same key has another file. `lines` is the number of lines that the client
     counted, or 0. `defaults` are keys for lines that lack them, see batch_lines. `deadline_ms` is
-    the deadline of the whole batch. `keep_ms` is the time that the results are kept after its end.
-    `metadata` is not read by the pool. `notify` has the URL for a notice of the batch's end. The
-    notice names the files that the client will make: `output_file` for the lines that are done, and
-    `error_file` for the other lines, if there are any.
+    the deadline of the whole batch. `keep_ms` is the time that the results are kept after the
+    batch's end. The pool does not read `metadata`. `notify` has the URL for a notice of the batch's
+    end. The notice names the files that the client will make: `output_file` for the lines that are
+    done, and `error_file` for the other lines, if there are any.
     """
 
     kind: ClassVar[str] = "batch_submit"

@@ -52,8 +52,8 @@ class PutFile(Content, Struct, frozen=True):
     """Sends a part of a file; the part begins at byte `start`. The first part creates the file.
 
     A part may be sent again: then the broker compares it with the stored bytes. `last` is True for
-    the last part of a file. `keep_ms` is the time that the file is kept after its first part; None:
-    as in an earlier part, or in the pool's settings.
+    the last part of a file. `keep_ms` is the time that the file is kept after its first part; if it
+    is None, an earlier part or the pool's settings decide.
     """
 
     kind: ClassVar[str] = "file_put"

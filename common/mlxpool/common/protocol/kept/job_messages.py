@@ -69,7 +69,7 @@ def job_id(value: object) -> bytes:
 
 
 def job_state(value: object) -> str:
-    """Returns a state of jobs. Raises BadRequest unless it is one of JOB_STATES."""
+    """Returns a state of jobs. Raises BadRequest unless the value is one of JOB_STATES."""
     if value not in JOB_STATES:
         raise BadRequest(f"state must be one of {', '.join(JOB_STATES)}, got {shown(value)}")
     return str(value)
@@ -129,10 +129,10 @@ class Submit(Struct, frozen=True):
     """A checked `submit`: a request that is computed even if no client waits for its result.
 
     `request` and `blobs` are the body and blobs of its `generate` or call, unchanged; `work` is the
-    checked request. `keep_ms` is the time that the result is kept after the job's end; None: as in
-    the pool's settings. `not_before` is the earliest start in seconds since 1970; 0: immediately.
-    `priority` is IDLE to MAX_PRIORITY. `note` is a value that the client stores with the job, see
-    JobRequest.
+    checked request. `keep_ms` is the time that the result is kept after the job's end; if it is
+    None, the pool's settings decide. `not_before` is the earliest start in seconds since 1970; 0
+    means immediately. `priority` is IDLE to MAX_PRIORITY. `note` is a value that the client stores
+    with the job, see JobRequest.
     """
 
     kind: ClassVar[str] = "submit"
@@ -222,7 +222,7 @@ class Fetch(Content, Struct, frozen=True):
 
     The header's id identifies this reading. The reading has a `window` as a stream has, and the
     client acknowledges the ids that it gets. `gen` is the generation of the ids before `start`;
-    None: the newest.
+    None means the newest generation.
     """
 
     kind: ClassVar[str] = "fetch"

@@ -70,7 +70,8 @@ class ListAllBatches(Struct, frozen=True):
 class ListNotices(Struct, frozen=True):
     """Asks for notices (POSTs about ended jobs and batches) that are undelivered or given up.
 
-    `after` is an end number: only notices of later ends are listed. `owner` None: of all owners.
+    `after` is an end number: only notices of later ends are listed. If `owner` is None, the notices
+    of all owners are listed.
     """
 
     owner: str | None

@@ -1,6 +1,6 @@
 """The work of a job: a `generate`, whose output is a stream, or a call, which has one answer.
 
-A model computes the calls `embed`, `rerank`, `classify` and `decide`. A job that is a call has no
+A model computes the calls `embed`, `rerank`, `classify` and `decide`. The job of a call has no
 token ids: one run computes the whole answer.
 """
 

@@ -1,7 +1,7 @@
 """Makes body and blobs of a message from a request in JSON.
 
-Long text, token ids (`tokens`: a list of ids, in a call a list of lists) and images (`images`:
-files in base64) become blobs.
+Three parts of a request become blobs: long text; the token ids in `tokens`, which is a list of ids,
+or a list of such lists in a call; and the files in `images`, in base64.
 """
 
 from __future__ import annotations

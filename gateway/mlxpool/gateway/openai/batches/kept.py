@@ -108,7 +108,7 @@ class KeptFiles:
     ) -> list[dict[str, Any]]:
         """Returns at most `count` complete files of a purpose, sorted by the time of creation.
 
-        `behind`: the position after which the list begins; None: the first position.
+        `behind`: the position after which the list begins; None means the first position.
         """
         rows: list[dict[str, Any]] = []
         while len(rows) < count:
@@ -194,7 +194,7 @@ class FileWriter:
     async def finish(self, keep: float | None = None) -> None:
         """Writes the remaining bytes; the file is then complete.
 
-        `keep`: seconds until the file expires; None: the time of the pool's settings.
+        `keep`: seconds until the file expires; None means the time in the pool's settings.
         """
         await self._put(bytes(self._held), last=True, keep=keep)
 
@@ -298,7 +298,7 @@ class KeptBatches:
     async def listed(self, count: int, before: str = "", older: float | None = None) -> list[Found]:
         """Returns at most `count` batches, newest first.
 
-        They are older than the batch with the id `before` and than the time `older`, if given.
+        If given, `before` is the id of a batch and `older` a time: all returned batches are older.
         """
         batches: list[Found] = []
         question = ListBatches(before=before, older=older)

@@ -27,7 +27,7 @@ HOURS = {"h": 1, "d": 24}
 class NewBatch(Struct, frozen=True):
     """A checked request for a batch. `seconds`: the completion window.
 
-    `keep`: seconds that the results are kept; None: the time of the pool's settings.
+    `keep`: seconds that the results are kept; None means the time in the pool's settings.
     """
 
     file: str

@@ -67,8 +67,8 @@ def result_line(
 ) -> tuple[bool, bytes]:
     """Returns whether a line was answered, and its line for the output file or the error file.
 
-    `row`: the outcome. `line`: the line of the pool, empty if it is missing. `whole`: the fetched
-    result if the answer is long.
+    `row`: the outcome. `line`: the line in the pool's form, empty if it is missing. `whole`: the
+    result that was read from the job because it is too long for the outcome.
     """
     outcome = line_result(row, whole)
     name = outcome.job.hex() if outcome.job else f"line{row['line']}"

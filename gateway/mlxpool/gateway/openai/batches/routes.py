@@ -137,7 +137,7 @@ class FileRoutes:
         return kept_batch[0], KeptBatches(self._pool.job_client).results(*kept_batch, kind)
 
     async def _found(self, id: str, batch: str, kind: str) -> Found:
-        """Returns a batch that has, or had, this results file. Raises HttpError if none has it."""
+        """Returns a batch that has, or had, this results file. Raises HttpError if none has."""
         try:
             batch_found = await self._pool.find_kept(lambda client: KeptBatches(client).find(batch))
         except (UnknownJob, Gone):

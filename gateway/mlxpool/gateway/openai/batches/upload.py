@@ -137,7 +137,7 @@ def _part_of(headers: str) -> PartBegin:
 
 
 def _filename(parameters: Mapping[str, str]) -> str | None:
-    """Returns the name of a file, perhaps encoded by RFC 5987; None: the part is not a file."""
+    """Returns the name of a file, perhaps encoded by RFC 5987; None if the part is not a file."""
     encoded = parameters.get("filename*")
     return parameters.get("filename") if encoded is None else unquote(encoded.split("'", 2)[-1])
 
@@ -147,7 +147,10 @@ def _fault(message: str) -> HttpError:
 
 
 class Upload:
-    """One upload, whose parts come in any order. `run` returns when the file is on the disk."""
+    """One upload, whose parts come in any order.
+
+    `run` returns when the file is on the disk.
+    """
 
     def __init__(self, files: KeptFiles, key: str, silence: float) -> None:
         """`silence`: seconds without a byte after which the upload is given up."""
@@ -231,7 +234,7 @@ class Upload:
             raise bad_request(message, "purpose")
 
     def _keep(self) -> float | None:
-        """Returns seconds until the file expires; None: the time of the pool's settings."""
+        """Returns the seconds until the file expires; None means the pool's settings decide."""
         prefix = f"{EXPIRES}["
         expiry_fields: dict[str, Any] = {
             name.removeprefix(prefix).rstrip("]"): value

@@ -41,9 +41,9 @@ TOOL_CHOICES = (
 class ResponseRequest(Struct, frozen=True):
     """A checked request to /v1/responses.
 
-    `truncates`: old items are left out until the request fits. `summary`: thoughts are sent as a
-    summary. `echoed`: members of the response that repeat the request. `store`: the response is
-    kept, as all responses in the `background` are.
+    If `truncates`, old items are left out until the request fits. If `summary`, thoughts are sent
+    as a summary. `echoed`: members of the response that repeat the request. If `store`, the
+    response is kept; responses in the `background` are always kept.
     """
 
     chat: ChatRequest
@@ -114,7 +114,7 @@ def response(body: Mapping[str, Any], earlier: Earlier | None = None) -> Respons
 
 
 def previous_id(body: Mapping[str, Any]) -> str | None:
-    """Returns the id of the response that the request continues; None: it begins a conversation."""
+    """Returns the id of the response that the request continues; None if it continues none."""
     return fields.text(body, "previous_response_id", "") or None
 
 

@@ -64,7 +64,8 @@ class KeptResponseRoutes:
     async def model(self, name: str, idempotency: str | None) -> ModelInfo:
         """Returns the model of a response that is to be kept, in a pool that keeps jobs.
 
-        A request that is repeated with its `idempotency` goes to the pool of the first request.
+        A request that is repeated with the same `idempotency` goes to the pool of the first
+        request.
         """
         if not idempotency:
             return await self._pool.models.get(name, keeps=True)
