@@ -57,7 +57,7 @@ class Line(Generation, eq=False, kw_only=True):
         number: int,
         goes_on: Callable[[Line], bool],
     ) -> Self:
-        """Returns a line of a call; `number` identifies its sequence and is unused by requests."""
+        """Returns a line of a call; no request's sequence has the same `number`."""
         message = call.message
         question = message.questions[index]
         sequence = Sequence(

@@ -165,12 +165,12 @@ class Generation(Struct, eq=False):
         return text
 
     def last_delta(self, end: RunEnd | PoolError) -> Delta:
-        """Returns a delta without a token, which ends the generation."""
+        """Returns the delta that ends the generation; it has no token."""
         facts = self._facts()
         return Delta(*self.key, len(self.sequence.ids), "", b"", facts=facts, end=end.body())
 
     def finish_reason(self) -> str | None:
-        """Returns the finish reason if the ids complete the completion; else None."""
+        """Returns the finish reason if the completion is complete; else None."""
         if self.detokenizer.stopped:
             return "stop"
         if self.constraint is not None and self.constraint.finished:
@@ -248,7 +248,10 @@ class Generations:
         self.apply_bound(generation)
 
     def apply_bound(self, generation: Generation) -> None:
-        """Make the bound of thoughts the constraint if it is near; drop it after the thoughts."""
+        """Make the bound of the thoughts the constraint when it is near.
+
+        Removes the bound when the thoughts have ended.
+        """
         bound = generation.bound
         if bound is None:
             return

@@ -32,7 +32,7 @@ class ImageJob(Struct, frozen=True):
 
 
 class NoRoom(Struct, frozen=True):
-    """A sequence that needs the features of more images together than the cache can hold."""
+    """A sequence that needs features of more images at the same time than the cache can hold."""
 
     sequence: Sequence
     error: TooLarge

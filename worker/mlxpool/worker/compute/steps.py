@@ -257,9 +257,10 @@ class Steps:
             self._progress.compiles()
 
     def _take_ahead(self) -> None:
-        """Advances constraints by the tokens of the previous pass, if these are already drawn.
+        """Begins to advance constraints by the tokens of the previous pass, if these are drawn.
 
-        Meanwhile this thread submits the newest pass. After the submission it commits the tokens.
+        Another thread advances the constraints, while this thread submits the newest pass. After
+        the submission this thread commits the tokens.
         """
         if len(self._flights) == 2 and not self._flights[0].drafts:
             drawn = self._engine.drawn()

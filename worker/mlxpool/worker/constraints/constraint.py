@@ -126,7 +126,7 @@ class Constraint:
         return words[None]
 
     def bound_numbers(self, words: Words) -> None:
-        """Disallows digits in a mask [words] after a number with the most digits allowed."""
+        """Disallows digits in a mask [words] if the answer ends with a number of full length."""
         if self._numbers is not None:
             self._numbers.limit(words)
 

@@ -119,7 +119,7 @@ class Masks:
             self._begin_batch(drawing)
 
     def give_back(self) -> None:
-        """Removes tokens of `take_ahead` from constraints: they will not be committed."""
+        """Removes tokens of `take_ahead` from constraints, because they will not be committed."""
         batch, self._ahead = self._ahead, None
         if batch is None:
             return

@@ -217,7 +217,10 @@ def _check_encoder(
 def _machine_of_encoder(
     encoder: EncoderFolder, config: ModelConfig, memory_limit: int
 ) -> dict[str, Any]:
-    """Returns `machine`: whether the weights fit into the worker's and the pool's memory."""
+    """Returns the part `machine` of the report.
+
+    It tells whether the weights fit into the memory of the worker and of the pool.
+    """
     try:
         from mlxpool.worker.kernels import device
     except ImportError as error:
@@ -247,8 +250,9 @@ def _machine_of_encoder(
 def _machine(
     folder: ModelFolder, config: ModelConfig, memory_limit: int, draft: ModelFolder | None = None
 ) -> dict[str, Any]:
-    """Returns `memory`, the model's need of memory, and `machine`: whether this machine has enough.
+    """Returns the parts `memory` and `machine` of the report.
 
+    `memory` has the memory that the model needs; `machine` tells whether this machine has enough.
     `draft`: the draft model; its weights and KV cache count as weights.
     """
     try:
@@ -330,7 +334,10 @@ def answer(line: str, tell: Tell | None = None) -> dict[str, Any]:
 
 
 def bound_memory(size: int) -> None:
-    """Bounds the process's data memory: above it, MemoryError. A lower existing bound stays."""
+    """Bounds the process's data memory; an allocation above the bound raises MemoryError.
+
+    Keeps an existing bound that is lower.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard == resource.RLIM_INFINITY or size < hard:
         resource.setrlimit(resource.RLIMIT_DATA, (size, hard))

@@ -135,7 +135,11 @@ def _plan(config: Mapping[str, Any], problems: Problems) -> ModelPlan | None:
 
 
 def _bad_keys(config: Mapping[str, Any], value: int) -> Iterator[str]:
-    """Yields the errors of unusable keys; `value` replaces each key for the next attempt."""
+    """Yields the errors of unusable keys.
+
+    After each error, `value` becomes the value of the unusable key, and the config is checked
+    again.
+    """
     replaced: dict[str, int] = {}
     while len(replaced) < MAX_KEYS:
         try:

@@ -85,7 +85,7 @@ def load_draft(
 ) -> DraftModelEngine:
     """Loads a draft model for `rows` sequences; `limit`: the most bytes of the process.
 
-    Raises ModelLoadFailed if its rows cannot remove wrong drafts.
+    Raises ModelLoadFailed if wrong drafts cannot be removed from the rows of the draft model.
     """
     from mlxpool.worker.draft_model.engine import DraftModelEngine
     from mlxpool.worker.kernels import device

@@ -100,8 +100,9 @@ class EncoderText:
     ) -> list[EncoderInput]:
         """Returns the input of each text after `prompt`, or else after the prompt `prompt_name`.
 
-        Raises ContextExceeded with the index of a text that is too long, counted from `first`,
-        unless `truncate`; BadRequest for an unknown prompt name and for text that is not Unicode.
+        If a text is too long, truncates it (`truncate`), or raises ContextExceeded with the index
+        of the text, counted from `first`. Raises BadRequest for an unknown prompt name and for text
+        that is not Unicode.
         """
         before = self._prompt(prompt_name) if prompt is None else prompt
         return [

@@ -207,11 +207,11 @@ def _types(part: Any) -> set[str]:
 
 
 def describe_encoder(encoder: EncoderFolder, tokenizer: str) -> dict[str, Any]:
-    """Returns the `model` object of docs/models.md, of JSON values; `tokenizer`: its type.
+    """Returns the `model` object of docs/models.md, of JSON values.
 
-    The object has the keys of a model that generates text, and three more: the `dimensions` of its
-    vectors (0: the model does not embed), the names of its `prompts`, and its `labels`. Its only
-    feature is its task.
+    `tokenizer`: the type of the tokenizer. The object has the keys of a model that generates text,
+    and three more: the `dimensions` of its vectors (0: the model does not embed), the names of its
+    `prompts`, and its `labels`. Its only feature is its task.
     """
     folder = encoder.folder
     return {

@@ -150,7 +150,7 @@ class DiskPrefixes:
             self._save(leaving=True)
 
     def leave(self, seq: Sequence) -> None:
-        """Unpins the prefix that was read for a sequence: the sequence has its row, or has left."""
+        """Unpins the prefix that was read for a sequence, when this gets its row or leaves."""
         self._awaited.pop(seq, None)
         seq.restoring = False
         restore = self._restores.pop(seq, None)

@@ -28,7 +28,7 @@ def require_kv(kv: str, folder: ModelFolder) -> None:
 
 
 def resume_note(kv: str, *, deterministic: bool) -> str:
-    """Returns a warning for operators that resumed answers may differ with this KV cache format.
+    """Returns a warning for operators: with this KV cache format, resumed answers may differ.
 
     Returns "" if there is nothing to warn of.
     """

@@ -86,7 +86,10 @@ class EngineMemory(Generic[L, R]):
         settings: EngineSettings,
         draft: DraftEngine | None = None,
     ) -> None:
-        """`weights`: their size in bytes. `draft`: the draft model, which the budget includes."""
+        """`weights`: the size of the weights in bytes.
+
+        `draft`: the draft model, which the budget includes.
+        """
         limit = device.memory_limit(settings.limit)
         buffers = GPU_BUFFER_CACHE if device.on_gpu() else CPU_BUFFER_CACHE
         images = 0 if folder.vision is None else limit // ENCODED_SHARE

@@ -99,7 +99,7 @@ class Parts(Struct, frozen=True):
 
     @property
     def slot_token(self) -> int:
-        """The token in place of an input of an image."""
+        """The token that stands for an input of an image."""
         vision = self.loaded.folder.vision
         return vision.plan.tokens[0] if vision is not None and vision.plan.crossed else NO_TOKEN
 

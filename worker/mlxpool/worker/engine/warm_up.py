@@ -250,7 +250,7 @@ def most_logits(engine: LoadedEngine) -> int:
 
 
 def draw_bytes(engine: LoadedEngine, lines: int) -> int:
-    """Returns the bytes of `lines` lines of logits and of their draws, with every option."""
+    """Returns the bytes of `lines` lines of logits and of their draws with all options."""
     part = min(lines, lines_at_a_time(engine.vocab_size))
     # Some rows have a top-k. For other rows top-p looks at all tokens.
     options = [ALL_OPTIONS, replace(ALL_OPTIONS, top_k=0)] * part

@@ -40,7 +40,7 @@ class Meeting(Struct, frozen=True):
 
     @property
     def ring_places(self) -> str:
-        """A text with the addresses in a ring that this rank listens on and connects to."""
+        """A text for errors: the addresses that this rank listens on and connects to, in a ring."""
         with open(self.hosts, encoding="ascii") as file:
             addresses = [address for (address,) in json.load(file)]
         following = (self.rank + 1) % self.ranks
@@ -48,7 +48,7 @@ class Meeting(Struct, frozen=True):
 
     @property
     def nccl_places(self) -> str:
-        """A text with the address on which this rank gives, or gets, the identity of the group."""
+        """A text for errors: the address on which this rank gives or gets the group's identity."""
         does = "listens on" if self.rank == 0 else "connects to"
         return f"it {does} {LOOPBACK}:{self.port}"
 

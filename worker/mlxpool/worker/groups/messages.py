@@ -122,7 +122,7 @@ def encoded(message: Message) -> bytes:
 
 
 def decoded(data: bytes) -> Message:
-    """Returns the message in bytes from `encoded`."""
+    """Decodes a message that `encoded` has encoded."""
     number, *fields = msgpack.unpackb(data)
     message: Message = _KINDS[number](*fields)
     return message

@@ -3,7 +3,7 @@
 The shape of the buffers depends on whether NVLink connects all GPUs.
 
 Every rank takes part in every step, even after a failure of its own, so that all ranks decide
-alike: kernels on some ranks would wait for ever for NCCL on other ranks.
+alike. If some ranks used kernels and others NCCL, they would wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _require_all(agreement: Agreement, succeeded: bool, why: str, what: str) -> 
 def _tried(
     shape: BufferShape, rank: int, addresses: Sequence[int], trial: Callable[[PeerSums], bool]
 ) -> tuple[PeerSums | None, str]:
-    """Tries the sum kernels over these buffers; returns them and "", or None and the error."""
+    """Tries the sum kernels over these buffers. Returns the sums and "", or None and the error."""
     try:
         sums = PeerSums(shape, rank, addresses)
         sums.set_bound(TRIAL_BOUND)

@@ -166,7 +166,10 @@ class PeerSums:
         self.set_bound(LONGEST_BOUND)
 
     def set_bound(self, seconds: float) -> None:
-        """Sets after how many seconds a sum regards a peer as lost; for sums built from now on."""
+        """Sets after how many seconds a sum regards a peer as lost.
+
+        Applies to the sums that are built after this call.
+        """
         # Every thread block reads the places, and the bound in each wait. Both have to be in the
         # device's own memory; only the new output of an operation is there, see
         # docs/notes/mlx-cuda-buffers.md.

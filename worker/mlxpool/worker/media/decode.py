@@ -119,7 +119,7 @@ def format_of(data: bytes) -> str:
 
 
 def check_pixels(kind: str, width: int, height: int) -> None:
-    """Raises BadRequest for an image without pixels or with too many."""
+    """Raises BadRequest for an image that has no pixels or too many pixels."""
     if not 0 < width * height <= MAX_PIXELS:
         raise BadRequest(
             f"is a {kind} of {width} x {height} pixels, must have from 1 to {MAX_PIXELS};"

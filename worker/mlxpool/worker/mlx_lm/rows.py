@@ -1,7 +1,8 @@
 """A KV row whose keys, values and states are in mlx-lm's own cache objects.
 
 Objects of the classes in weights.mlx_lm_models.CACHE_KINDS can be copied to and from the prefix
-cache. A model with any other class has no prefix cache. Implements caches.kinds.RecurrentRow.
+cache. A model with cache objects of any other class has no prefix cache. Implements
+caches.kinds.RecurrentRow.
 """
 
 from __future__ import annotations

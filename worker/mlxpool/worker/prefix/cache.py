@@ -48,7 +48,7 @@ def reason_of(cached: int, matched: int, length: int) -> str:
 def usable(prompt: Sequence[int], most: int | None) -> int:
     """Returns how many first tokens of a prompt may come from the cache, at most `most`.
 
-    The last token never may, because its logits have to be computed.
+    The last token is always computed, because its logits are needed.
     """
     return len(prompt) - 1 if most is None else min(most, len(prompt) - 1)
 

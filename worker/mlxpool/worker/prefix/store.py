@@ -87,13 +87,16 @@ class Store(PieceStore[E, S], Protocol[R, E, S]):
         """Returns the position in [start, end] up to which `free` bytes suffice for `keep`."""
 
     def keep(self, row: R, start: int, end: int) -> E:
-        """Caches tokens [start, end) of a KV row; the result is independent of the row."""
+        """Returns the cached contents of a KV row's tokens [start, end).
+
+        The contents do not depend on the row any more.
+        """
 
     def state_bytes(self, row: R) -> int:
         """Returns the bytes that `keep_state` would use."""
 
     def keep_state(self, row: R) -> S:
-        """Caches a snapshot at the offset of the KV row; the result is independent of the row."""
+        """Returns a snapshot at the offset of the KV row, which no longer depends on the row."""
 
     def lowest(self, state: S) -> int:
         """Returns the fewest tokens to which the snapshot can be shortened."""

@@ -179,7 +179,7 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
 
         `piece(start, end)` makes the content of these tokens; `bytes_of(start, end)` returns its
         size. `state`: the size of the snapshot at the end of the tokens, and a function that makes
-        the snapshot. `claim(bytes)` returns whether this memory is free: KV rows may own memory
+        the snapshot. `claim(bytes)` returns whether so many bytes are free: KV rows may own memory
         that they have not written yet.
 
         Returns the node at the end of the tokens, and the number of added tokens. The node has one

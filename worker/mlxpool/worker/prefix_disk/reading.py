@@ -53,7 +53,7 @@ class Wanted(Struct, frozen=True):
 
 
 class Choice(Struct, frozen=True):
-    """A record to read: of the inputs [start, end), or the snapshot after `end` inputs."""
+    """A record to read: the contents of inputs [start, end), or the snapshot after `end` inputs."""
 
     kind: Kind
     key: bytes

@@ -72,8 +72,8 @@ class Segment:
     def scan(self) -> Iterator[tuple[RecordHeader, Place]]:
         """Yields the records that were appended since the last call. Raises OSError.
 
-        The next call tries an incomplete record again. A record with an invalid header ends the
-        segment, because the beginning of the next record is not known.
+        The next call tries an incomplete record again. A record with an invalid header ends this
+        scan and all later scans, because the beginning of the next record is not known.
         """
         size = os.fstat(self._descriptor).st_size
         while not self.broken and (offset := self.scanned) + records.HEAD_BYTES <= size:

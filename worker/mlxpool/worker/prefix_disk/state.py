@@ -57,7 +57,7 @@ class TierState(Struct):
         return not self.busy or self.ending
 
     def pace(self, hurries: Callable[[], bool]) -> Pace:
-        """Returns a Pace for a thread; `hurries` returns whether it may work without pauses."""
+        """Returns a Pace for a thread; `hurries` returns whether the thread needs no pauses."""
         return Pace(hurries, on_cores=self.on_cores)
 
 

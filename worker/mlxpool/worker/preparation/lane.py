@@ -106,7 +106,10 @@ class Bounds:
 
     @contextmanager
     def template(self) -> Iterator[None]:
-        """Sets the limits of a chat template; lowers the priority after SHORT_TIME."""
+        """Returns a context with the limits of a chat template.
+
+        After SHORT_TIME in the context, the priority is lowered.
+        """
         with (
             _memory_limit(self._base + MAX_MEMORY),
             _timer(signal.ITIMER_REAL, self._limits.render),
@@ -116,7 +119,10 @@ class Bounds:
 
     @contextmanager
     def image(self) -> Iterator[None]:
-        """Sets the memory limit of one image, and the time limit left after earlier images."""
+        """Returns a context with the memory limit of one image.
+
+        The time limit of the context is what earlier images of the job have left.
+        """
         with (
             _memory_limit(self._base + IMAGE_MEMORY),
             _timer(signal.ITIMER_PROF, SHORT_TIME),
@@ -130,7 +136,7 @@ class Bounds:
 
     @contextmanager
     def grammar(self) -> Iterator[None]:
-        """Sets the limits of the check of a format."""
+        """Returns a context with the limits of the check of a format."""
         with (
             _memory_limit(self._base + GRAMMAR_MEMORY),
             _timer(signal.ITIMER_VIRTUAL, GRAMMAR_SECONDS),
@@ -140,7 +146,7 @@ class Bounds:
 
     @contextmanager
     def tokenizer(self, size: int) -> Iterator[None]:
-        """Sets the limits of the tokenizer for a text of `size` characters."""
+        """Returns a context with the limits of the tokenizer for a text of `size` characters."""
         if size > SHORT_TEXT and not self.worn:
             self._lower_priority()
         signal.signal(signal.SIGPROF, signal.SIG_DFL)

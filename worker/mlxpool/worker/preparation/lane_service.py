@@ -94,9 +94,9 @@ class LaneService(threading.Thread):
         on_fault: Callable[[], object] = end_process,
         worker_memory: WorkerMemory | None = None,
     ) -> None:
-        """`memory_limit`: bytes of the worker and these processes together; 0: no limit.
+        """`memory_limit`: bytes of the worker and its lane processes together; 0: no limit.
 
-        `on_fault` is called if the thread fails: otherwise requests would wait for ever.
+        `on_fault` is called if the thread fails, because requests would otherwise wait for ever.
         `worker_memory` makes room before a job is ended because of the memory limit.
         """
         super().__init__(name="prepare", daemon=True)
@@ -139,7 +139,7 @@ class LaneService(threading.Thread):
         self._command(self._end_all)
 
     def close(self) -> None:
-        """Ends the thread and its processes. For tests: the end of a worker also ends both."""
+        """Ends the thread and its processes. Only for tests: these also end with the worker."""
         self._command(self._close)
         self.join()
         self.release()
@@ -196,7 +196,7 @@ class LaneService(threading.Thread):
         )
 
     def _timeout(self, now: float) -> float | None:
-        """Returns the seconds until the next deadline or check, or None."""
+        """Returns the seconds until the next deadline or check; None: there is none."""
         due = min(self._watch_at, *(each.next_deadline() for each in self._queues))
         for running in self._running.values():
             due = min(due, running.waiting.deadline)
@@ -419,9 +419,9 @@ def service_of(
 ) -> Service:
     """Returns the service that prepares requests for a model.
 
-    It uses lane processes, unless the text functions (tokenizer and templates) are our own code.
-    `memory_limit`: bytes of the worker and these processes together; 0: no limit. `worker_memory`
-    makes room for these processes.
+    The service uses lane processes, unless the text functions (tokenizer and templates) are our own
+    code. `memory_limit`: bytes of the worker and its lane processes together; 0: no limit.
+    `worker_memory` makes room for the lane processes.
     """
     if isinstance(opened, Opened) and opened.source is None:
         assert not isinstance(opened.text, TokenTable)

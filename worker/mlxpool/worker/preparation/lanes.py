@@ -114,7 +114,7 @@ class _ServerProcess:
             raise
 
     def reap(self, pid: int) -> int:
-        """Returns the exit code of an ended lane process, below 0 for a signal."""
+        """Returns the exit code of an ended lane process; negative: the signal that ended it."""
         try:
             return self._ask(REAP, pid)
         except OSError:  # lane processes end with their server
@@ -173,7 +173,7 @@ class Lane:
         return self._socket.fileno()
 
     def begin(self, message: bytes) -> None:
-        """Begins to send a packed job; while `has_unsent`, `flush` has to send more of it."""
+        """Begins to send a packed job; while `has_unsent` is True, `flush` has to send the rest."""
         self._unsent = memoryview(message)
         self.flush()
 

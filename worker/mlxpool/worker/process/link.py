@@ -108,7 +108,7 @@ class Link:
         self._send_hello(now)
 
     def lose_epoch(self, now: float) -> bool:
-        """Handles `who` (the broker lacks this connection). Returns whether an epoch ended.
+        """Handles `who`: the broker does not know this connection. Returns whether an epoch ended.
 
         `send_due_hello` sends the hello, not sooner than MIN_HELLO_INTERVAL after the last hello.
         Another `who` before the welcome changes nothing.

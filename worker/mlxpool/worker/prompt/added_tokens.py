@@ -33,7 +33,10 @@ class AddedTokens:
     """
 
     def __init__(self, files: FileLookup, tokenizer: Tokenizer, rows: int) -> None:
-        """`rows`: rows of the embedding table. Raises ModelLoadFailed if a file is not JSON."""
+        """`rows`: the number of tokens with an embedding.
+
+        Raises ModelLoadFailed if a file is not JSON.
+        """
         self.fields: list[TokenFields] = []
         self._told: dict[str, list[str]] = {}
         self._tokenizer, self._rows = tokenizer, rows

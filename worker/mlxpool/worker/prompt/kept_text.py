@@ -41,7 +41,7 @@ def text_of(folder: ModelFolder) -> tuple[TokenTable, TextSource, tuple[str, ...
     """Returns a model's tokenizer data; reads the tokenizer only if no data is kept.
 
     The data is a table of token bytes, the source for processes that prepare requests, and notes to
-    log. Raises ModelLoadFailed as ChatTokenizer.from_folder.
+    log. Raises ModelLoadFailed as ChatTokenizer.from_folder does.
     """
     key = key_of(folder)
     file = KeptFile(KIND, key)

@@ -248,7 +248,7 @@ def _top_p_threshold(probs: mx.array, top_p: mx.array) -> mx.array:
 
 
 def _with_logprobs(raw: mx.array, tokens: mx.array, batch: SamplingBatch) -> SamplerOutput:
-    """Adds the log-softmax of the raw logits, for all rows if any row requests it."""
+    """Returns the tokens, with their log-softmax of the raw logits if any row requests it."""
     if not batch.logprobs:
         return SamplerOutput(tokens)
     scored = batch.scored_ids if batch.scored else None

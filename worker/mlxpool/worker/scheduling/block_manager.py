@@ -40,8 +40,8 @@ class BlockMemory(Protocol):
     def shrink(self, blocks: int, *, in_use: bool = False) -> int:
         """Evicts prefix-cache entries to free `blocks` blocks; returns the number of freed blocks.
 
-        Entries that running KV rows began from are evicted only with `in_use`, after all other
-        entries.
+        Entries from which running KV rows were filled are evicted only with `in_use`, after all
+        other entries.
         """
 
     def unpin(self, seq: Sequence) -> bool:
@@ -150,7 +150,7 @@ class BlockManager:
         """Returns whether `blocks` blocks are free for a sequence, after the necessary evictions.
 
         Before blocks are refused, entries that waiting sequences got from the disk are evicted.
-        With `in_use`, entries that running KV rows began from are evicted last.
+        With `in_use`, entries from which running KV rows were filled are evicted last.
         """
         return (
             self._evicted(blocks)

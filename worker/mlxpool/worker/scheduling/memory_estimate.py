@@ -134,5 +134,8 @@ def main_dtype(tensors: Iterable[Tensor]) -> str:
 
 
 def _in_memory(tensor: Tensor, width: int) -> int:
-    """Returns a tensor's bytes in memory: `width` bytes a float; packed numbers keep their size."""
+    """Returns a tensor's bytes in memory.
+
+    A floating-point number takes `width` bytes; packed numbers keep their size.
+    """
     return math.prod(tensor.shape) * width if tensor.dtype in FLOAT_BYTES else tensor.nbytes

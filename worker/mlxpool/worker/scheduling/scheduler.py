@@ -173,7 +173,10 @@ def _spare_lines(rows: int, limits: StepLimits) -> int:
 
 
 def _run_spans(runs: Many[Sequence], spare: int, clip: Clip) -> list[Span]:
-    """Returns spans of unread completion tokens: one token of each, plus `spare` in total."""
+    """Returns spans of unread completion tokens.
+
+    Each span has one token of its sequence; all spans together have at most `spare` more tokens.
+    """
     spans: list[Span] = []
     for seq in runs:
         count = clip(seq, min(seq.unread, 1 + spare))

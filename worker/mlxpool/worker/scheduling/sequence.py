@@ -235,7 +235,7 @@ class PromptLogprobs(Struct, frozen=True):
 
 
 class SampledToken(NamedTuple):
-    """A token that a decode step sampled for one sequence. A tuple, because there are many."""
+    """A token that a decode step sampled for one sequence. A tuple, because many are made."""
 
     sequence: Sequence
     token: int

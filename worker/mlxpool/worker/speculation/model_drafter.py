@@ -57,8 +57,10 @@ class DraftEngine(Protocol):
         """The most inputs of a pass."""
 
     def report(self, compiles: Callable[[], None], moved: Callable[[], None]) -> None:
-        """Sets the functions to call: `compiles` before a pass that compiles something is built,
-        and `moved` after each pass.
+        """Sets functions that are called before compilations and after passes.
+
+        `compiles` is called before a pass that compiles something is built, `moved` after each
+        pass.
         """
 
     def admit(self, seq: Sequence) -> None:

@@ -40,7 +40,7 @@ class RowSearch:
 
     @property
     def affordable(self) -> bool:
-        """Whether the budget suffices to examine all sequences, or is MAX_SAVED."""
+        """Whether the budget suffices to examine all sequences, or has reached MAX_SAVED."""
         return self.saved > 0 and self.saved >= min(self._needed, MAX_SAVED)
 
     def earn(self, step: float, gained: float = 0.0) -> None:

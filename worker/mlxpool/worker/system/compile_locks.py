@@ -34,7 +34,7 @@ def compile_lock(path: Path, *, wait: bool) -> Iterator[bool]:
 
 
 def _locked(file: Path) -> int | None:
-    """Returns a descriptor of the file, with the lock; None: another process has it.
+    """Returns a descriptor of the file, with the lock; None: another process has the lock.
 
     Without locks, as on some network file systems, every process gets a descriptor and compiles.
     """

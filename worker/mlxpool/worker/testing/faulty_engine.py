@@ -32,7 +32,7 @@ class FaultyEngine:
         return getattr(self._engine, name)
 
     def load(self, on_progress: OnProgress) -> None:
-        """Injects a fault before load step `fault_at`."""
+        """Loads the counting engine; injects the fault before load step `fault_at`."""
 
         def begin(step: int) -> None:
             self.faults.strike_at("load", step)
@@ -68,7 +68,10 @@ class FaultyEngine:
         return not self.faults.device_lost and self._engine.device_works()
 
     def _struck(self, spans: Many[Span], site: str) -> list[SequenceFailed]:
-        """Injects the fault into the first matching span, at most once in a step."""
+        """Injects the fault into the first matching span, at most once in a step.
+
+        Returns the sequences that the fault has failed.
+        """
         if self.faults.site != site or not spans:
             return []
         places = [_place(span, site) for span in spans]
@@ -124,7 +127,7 @@ class FaultyGeneration(Generation, eq=False):
 
 
 def begin_with(faults: Faults) -> BeginGeneration:
-    """Returns `Generation.begin` for generations with these faults."""
+    """Returns the function that begins generations with these faults."""
 
     def begin(admit: Admit, piece: Callable[[int], bytes]) -> Generation:
         generation = FaultyGeneration.begin(admit, piece)

@@ -27,7 +27,7 @@ class TemplateSources(Struct, frozen=True):
 
 
 def named_files(path: FileLookup) -> list[Path]:
-    """The files of additional templates, without hidden files such as macOS creates."""
+    """Returns the files of additional templates, without hidden files such as macOS creates."""
     files = sorted((path / JINJA_FOLDER).glob("*.jinja"))
     return [file for file in files if not file.name.startswith(".")]
 

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 
 class Cut(Struct, frozen=True):
-    """The slice [begin, end) along a tensor's `axis`; `zeros`: the whole shape, all zeros."""
+    """The slice [begin, end) along a tensor's `axis`.
+
+    `zeros`: in place of a slice, zeros with the whole shape of the tensor.
+    """
 
     axis: int = 0
     begin: int = 0

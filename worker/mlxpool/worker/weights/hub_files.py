@@ -46,7 +46,7 @@ def needed_files(model: HubModel, names: Collection[str], indexed: Collection[st
 
 
 def gguf_models(names: Iterable[str]) -> list[str]:
-    """Returns the GGUF models among `names`, by the name of the first file; no image encoders."""
+    """Returns the first file of each GGUF model among `names`, without image encoders."""
     files = [name for name in names if name.endswith(GGUF_SUFFIX)]
     return sorted(
         {split_names(name)[0] for name in files if not _plain(name).startswith(PROJECTOR)}

@@ -208,9 +208,9 @@ def digest_now(folder: ModelFolder) -> str:
 def _digest(files: ModelFiles, contents: Mapping[Path, ShardContent], *, forced: bool) -> str:
     """Returns a digest of a model's small files and of its weight files.
 
-    Of a weight file, the digest covers the header and, without a stored digest, the size and both
-    ends. `forced`: mlx-lm's code computes a model that our code could compute, with other last
-    bits.
+    It covers the header of each weight file and, if a file has no stored digest, the size and both
+    ends of the file. `forced`: mlx-lm's code computes a model that our code could compute, too; the
+    last bits of the results then differ.
     """
     digest = hashlib.sha256(b"mlx-lm" if forced else b"")
     templates = (f"{JINJA_FOLDER}/{file.name}" for file in named_files(files))

@@ -61,9 +61,10 @@ def load(
     """Reads the weights layer by layer, calls `on_progress` after each layer, and builds the model.
 
     The model computes in `dtype`; None: see device_dtype. `dequantise` turns quantised weights into
-    dense weights now, see scheduling.memory_estimate.dequantises_at_load; `deterministic` implies
-    it. `cuts` has the parts of weights to load; `folder.match.weights` has the shapes of these
-    parts. `make_builder` has the parameters of WeightLayerBuilder, its default.
+    dense weights now, see scheduling.memory_estimate.dequantises_at_load; `deterministic` does
+    this, too. `cuts` has the parts of weights to load; `folder.match.weights` has the shapes of
+    these parts. `make_builder`: makes the builder of the layers, with the parameters of
+    WeightLayerBuilder; None: WeightLayerBuilder itself.
 
     Raises ModelLoadFailed if the files changed since `inspect`, cannot be read, or do not match
     their digests in a store.
@@ -200,7 +201,7 @@ class _Reader:
         self.tensors, self.size = 0, 0  # counts of tensors and bytes read so far
 
     def verify(self, names: Sequence[str]) -> None:
-        """Verifies the digests of unopened files with these weights."""
+        """Verifies the digests of the files that have these weights and are not open yet."""
         if not self._files.digests:
             return
         sources = [source for name in names for source in self._sources(name)]
@@ -275,9 +276,10 @@ def _open(file: Path) -> dict[str, mx.array]:
 def _evaluated(
     folder: ModelFolder, arrays: dict[str, mx.array], dtype: mx.Dtype
 ) -> dict[str, mx.array]:
-    """Evaluates the arrays, most floats in `dtype`; empties `arrays` to free the originals.
+    """Returns the evaluated arrays, with most floats converted to `dtype`.
 
-    Raises ModelLoadFailed if a file cannot be read, or an array has another shape than planned.
+    Empties `arrays`, to free the originals. Raises ModelLoadFailed if a file cannot be read, or an
+    array has another shape than planned.
     """
     import mlx.core as mx
 

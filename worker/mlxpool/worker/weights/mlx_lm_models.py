@@ -55,7 +55,9 @@ def is_available(config: Mapping[str, Any]) -> bool:
 
 
 def plan(config: Mapping[str, Any]) -> ModelPlan:
-    """Returns a plan with only context and vocabulary: mlx-lm knows caches and tensors.
+    """Returns a plan with only context and vocabulary.
+
+    Only mlx-lm knows the caches and tensors of the model.
 
     Raises ModelLoadFailed with the missing or unusable key.
     """
@@ -74,7 +76,9 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
 
 
 def match_all(files: ModelFiles, tensors: Mapping[str, Tensor]) -> WeightMatch:
-    """Returns a WeightMatch of all stored tensors, because only mlx-lm knows which it needs.
+    """Returns a WeightMatch of all stored tensors.
+
+    Only mlx-lm knows which of the tensors it needs.
 
     Raises ModelLoadFailed unless the files are in a folder.
     """

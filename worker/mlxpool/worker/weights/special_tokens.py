@@ -58,7 +58,10 @@ class _Model(Struct):
 
 
 class _Tokenizer(Struct):
-    """The parts of tokenizer.json that name tokens (most of a large file are merges)."""
+    """The parts of tokenizer.json that name tokens.
+
+    The other parts of a large file, mostly merges, are not decoded.
+    """
 
     model: _Model
     added_tokens: Any = None
@@ -157,8 +160,8 @@ def _ends(
 
     All ids of the first file with end ids count: generation_config.json, config.json or its
     text_config. From later files, only ids of added tokens count, because such a file may be older
-    and of a model with other ids. The end tokens of the tokenizer and of the chat template are
-    added.
+    and belong to a model with other ids. The end tokens of the tokenizer and of the chat template
+    count, too.
     """
     files, notes = _of_files(path, config)
     ends = next(iter(files.values()), frozenset[int]())

@@ -32,7 +32,7 @@ class Encoder(Protocol):
     def normalises(self) -> bool:
         """True if `embed` normalises vectors to length 1 by default.
 
-        `encode` returns vectors as pooled, see encoders.vectors.finished.
+        `encode` itself does not normalise, see encoders.vectors.finished.
         """
 
     @property
@@ -66,8 +66,9 @@ class Encoder(Protocol):
 
         The pass is divided among at most `threads` threads if the encoder `divides`.
 
-        embed: vectors [n, dimensions], neither cut nor normalised. rerank: a score [n, 1], with the
-        model's activation. classify: probabilities [n, labels].
+        The result depends on the task. For embed it has vectors [n, dimensions], neither cut nor
+        normalised; for rerank a score of each input [n, 1], with the model's activation; for
+        classify probabilities [n, labels].
         """
 
     def device_works(self) -> bool:

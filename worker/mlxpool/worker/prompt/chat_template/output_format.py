@@ -53,8 +53,8 @@ def opens_thinking(prompt: str) -> bool:
 def variables(think: bool | str | None, source: str) -> Mapping[str, Any]:
     """Returns the template variables for the request's `think`.
 
-    A level counts as true for a template without levels. Raises BadRequest if `think` is false and
-    the template cannot leave thoughts out.
+    `think` may name a level; for a template without levels, a level counts as true. Raises
+    BadRequest if `think` is false and the template cannot leave thoughts out.
     """
     if think is None:
         return {}

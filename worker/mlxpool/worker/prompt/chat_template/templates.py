@@ -114,8 +114,8 @@ def compiled(sources: Mapping[str, str], where: object = "the model") -> dict[st
 def _as_system(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """Returns messages with role developer as system messages, for templates without this role.
 
-    At the beginning they are joined with the system message, because templates take only one system
-    message.
+    Such messages at the beginning of a chat are joined with the system message, because templates
+    take only one system message.
     """
     if all(message["role"] != DEVELOPER for message in messages):
         return messages

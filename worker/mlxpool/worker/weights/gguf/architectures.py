@@ -197,7 +197,10 @@ def llama3_scaling(fields: Fields, factors: Sequence[float], config: Config) -> 
 
 
 def _with_heads(fields: Fields, config: Config) -> Config:
-    """Adds the head size. Raises ModelLoadFailed if only a part of a head is rotated."""
+    """Returns the config with the head size added.
+
+    Raises ModelLoadFailed if RoPE rotates only a part of a head.
+    """
     size = fields.integer(
         "attention.key_length", config["hidden_size"] // config["num_attention_heads"]
     )

@@ -1,4 +1,4 @@
-"""Reads tensors of a GGUF file into MLX arrays, in the parts that `contents` lists."""
+"""Reads tensors of a GGUF file into MLX arrays, divided into the parts of MLX's layouts."""
 
 from __future__ import annotations
 
