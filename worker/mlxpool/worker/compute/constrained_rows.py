@@ -124,7 +124,8 @@ class ConstrainedRows:
     def _hold(self, row: Generation, *, draws: bool) -> None:
         """Excludes a row whose mask was late from steps until `release`.
 
-        If the row does not draw in the newest step (`draws`), also withdraws it from this step.
+        `draws`: the row draws in the newest step. Otherwise the row is also withdrawn from this
+        step.
         """
         if not draws and row.sequence.phase is Phase.RUNNING:
             self._engine.withdraw(row.sequence, again=True)

@@ -84,7 +84,7 @@ class Line(Generation, eq=False, kw_only=True):
         )
 
     def become(self, call: DecideState, index: int, branch: Path) -> None:
-        """Makes this object another line of the call, whose KV row keeps the text of the call."""
+        """Makes this object another line of the call. The KV row keeps the text of the call."""
         question, sequence = call.message.questions[index], self.sequence
         sequence.prompt = (*question.prompt, *branch)
         sequence.scored = question.branches[branch]
@@ -265,7 +265,7 @@ class Decisions:
         return True
 
     def take(self, deltas: list[Delta]) -> list[Delta]:
-        """Handle the deltas that end lines; returns the other deltas, which belong to streams."""
+        """Handle the deltas that end lines of `decide` calls; return only deltas of streams."""
         if not self._lines:
             return deltas
         lines = [self._lines.get((delta.id, delta.attempt)) for delta in deltas]

@@ -181,7 +181,10 @@ class Masks:
         return replace(masks, late=late) if late else masks
 
     def wait(self) -> None:
-        """Waits, for a bounded time, until a mask is made that no call has awaited yet."""
+        """Waits, for a bounded time, until a mask is made.
+
+        A mask that was made since the last call counts, too.
+        """
         self._news.wait(IDLE_WAIT)
         self._news.clear()
 

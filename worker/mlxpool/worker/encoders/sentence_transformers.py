@@ -105,7 +105,7 @@ def answer_ids(files: ModelFiles) -> tuple[int, int]:
 
 
 def pair_settings(files: ModelFiles) -> VectorSettings:
-    """Returns the settings of a model that rates pairs, which has only prompts."""
+    """Returns the settings of a model that rates pairs; only the prompts are read."""
     return VectorSettings(**_prompts(optional_json(files / PROMPTS)))
 
 

@@ -329,7 +329,7 @@ class Pipeline:
     def rehearse(self, spans: Many[Span], mask: Mask) -> None:
         """Builds a pass, a draw without masks, and a draw with `mask`; computes nothing.
 
-        The caller must not compute the pass. The arrays of its rows are lost.
+        Nothing may evaluate the arrays of this pass. The rows of the pass lose their arrays.
         """
         if self._parts.uploads is not None:
             self._parts.uploads.begin()

@@ -131,7 +131,7 @@ class TokenDraws:
         return self._last[1]
 
     def _pending(self, rows: Many[Sequence], before: Flight | None) -> mx.array | None:
-        """Returns the tokens [E] in flight of these sequences, or None if no pass is in flight.
+        """Returns the tokens [E] in flight of these sequences; None: no tokens are in flight.
 
         The token is -1 for a sequence without a token in flight.
         """

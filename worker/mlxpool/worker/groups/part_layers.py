@@ -37,7 +37,10 @@ class PartLayerBuilder(WeightLayerBuilder):
         batch_invariant: bool = False,
         dequantise: bool = False,
     ) -> None:
-        """See WeightLayerBuilder for the parameters after `collectives`."""
+        """`part`: the rank's part of the model. `collectives`: the operations of the group.
+
+        See WeightLayerBuilder for the other parameters.
+        """
         super().__init__(
             weights, layouts, dtype, batch_invariant=batch_invariant, dequantise=dequantise
         )

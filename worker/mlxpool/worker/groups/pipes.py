@@ -32,8 +32,8 @@ class Orders:
     def send(self, message: Message) -> None:
         """Sends a message; waits while a rank does not read.
 
-        If a rank has ended, pauses for BLAME_TIME and raises OSError. The pause is for the thread
-        that watches this rank: it ends this process with the exit code of the rank. After the
+        If a rank has ended, pauses for BLAME_TIME and raises OSError. During the pause, the thread
+        that watches the rank can end this process in the same way as the rank ended. After the
         error, the ranks no longer compute the same passes, see `broken`.
         """
         data = encoded(message)

@@ -79,7 +79,10 @@ class Rank0Layout(PagedLayout):
         orders: Orders,
         collectives: Collectives,
     ) -> None:
-        """See PagedLayout for all parameters but the last two."""
+        """`orders`: the pipes to the other ranks. `collectives`: the operations of the group.
+
+        See PagedLayout for the other parameters.
+        """
         self._orders, self._collectives = orders, collectives
         self._fresh = True  # whether the next pass may compile something
         # The newest pass, if all its spans were single inputs: its spans, wanted spans, and rows'

@@ -1,8 +1,8 @@
 """Starts the processes of a group's ranks from 1 on, and ends when one of them ends.
 
 A group's processes (ranks) compute one model together. Rank 0 is the worker that the broker knows.
-If another rank ends, rank 0 ends with the same exit code or signal, so that the broker sees the
-cause. If rank 0 ends, the other ranks end, too.
+If a signal ends another rank, a signal also ends rank 0, so that the broker sees the cause.
+Otherwise rank 0 ends with exit code 1. If rank 0 ends, the other ranks end, too.
 """
 
 from __future__ import annotations
@@ -80,7 +80,11 @@ class RankProcess(threading.Thread):
 
 
 def _end_as(rank: int, code: int) -> NoReturn:
-    """Ends this process as rank `rank` ended; `code` is Popen's exit code of the rank."""
+    """Ends this process because rank `rank` ended; `code` is Popen's exit code of the rank.
+
+    If a signal ended the rank, a signal also ends this process: the same signal if it shows a fault
+    of the program, else SIGKILL.
+    """
     cause = f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
     log.critical("a rank has ended, and its group ends", extra={"rank": rank, "cause": cause})
     if code < 0:
