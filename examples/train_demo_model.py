@@ -132,7 +132,7 @@ class Corpus:
     held_out: dict[str, str]
 
     def sha256(self) -> str:
-        """A digest of the training text, to compare two runs."""
+        """Returns a digest of the training text, to compare two runs."""
         digest = hashlib.sha256()
         for text in self.train.values():
             digest.update(text.encode() + b"\0")

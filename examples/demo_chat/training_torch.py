@@ -22,7 +22,7 @@ HALF = torch.bfloat16  # the type of matrix products; weights and sums are float
 def train(
     weights: Weights, shape: Shape, plan: Plan, batches: Iterator[Batch], watch: Watch
 ) -> Weights:
-    """Train these weights with one thread: small products gain little from a second thread."""
+    """Trains these weights with one thread: small products gain little from a second thread."""
     torch.set_num_threads(1)
     torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
     state = {name: torch.tensor(one).requires_grad_() for name, one in weights.items()}

@@ -23,8 +23,8 @@ Progress: TypeAlias = Callable[[str], None]  # prints the next step
 class Measurement(Struct, frozen=True):
     """A measured quantity. `sides`: the figures of each contestant, one for each round.
 
-    `group`: the table that shows the quantity. `at`: its position on the axis of a chart, in
-    streams, tokens or requests/s.
+    `group`: the table that shows the quantity. `at`: the position of the figures on the axis of a
+    chart, in streams, tokens or requests/s.
     """
 
     group: str

@@ -1,7 +1,7 @@
 """The client of a pool: `from mlxpool.client import Client, AsyncClient`.
 
-One connection, with its own thread, serves any number of streams. It sends their requests again if
-the connection or the broker is lost.
+One connection, with its own thread, serves any number of streams. If the connection or the broker
+is lost, the requests of the streams are sent again.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -64,19 +64,19 @@ class SubmitOptions(GenerateOptions, JobOptions, total=False):
 class CallOptions(JobOptions, total=False):
     """Keyword arguments of `submit_call`: options of the job, then the keys of a call."""
 
-    priority: int | str | None  # 0 to 2, 2 is most urgent; -1 or "idle": if no other request waits
+    priority: int | str | None  # 0 to 2, 2 is most urgent; -1 or "idle" waits for all others
     deadline_ms: int | None  # milliseconds from acceptance to the end of the job
     inputs: Sequence[str] | Sequence[Sequence[str]] | None  # texts, or pairs of texts
     tokens: Sequence[int] | Sequence[Sequence[int]] | None  # token ids in place of `inputs`
-    query: str | None  # for `rerank`
-    documents: Sequence[str] | None  # for `rerank`
+    query: str | None  # for `rerank`: the text with which documents are compared
+    documents: Sequence[str] | None  # for `rerank`: the texts to rank
     prompt: str | None  # for `embed`, `rerank`: put before each text; for `decide`: the text itself
     prompt_name: str | None  # for `embed`: the name of a prompt of the model
-    dimensions: int | None  # for `embed`: the number of dimensions to which a vector is cut; 0: all
-    normalise: bool | None  # for `embed`: scale vectors to the length 1
-    truncate: bool | None  # true: cut a too long input; false: refuse it
-    questions: Sequence[Mapping[str, Any]] | None  # for `decide`
-    temperature: float | None  # for `decide`: divides log-probabilities
+    dimensions: int | None  # for `embed`: dimensions to which a vector is cut; 0 keeps all
+    normalise: bool | None  # for `embed`: True scales vectors to the length 1
+    truncate: bool | None  # True cuts a too long input; False refuses it
+    questions: Sequence[Mapping[str, Any]] | None  # for `decide`: the questions, as maps
+    temperature: float | None  # for `decide`: the number that divides log-probabilities
 
 
 class BatchOptions(GenerateOptions, total=False):
@@ -87,7 +87,7 @@ class BatchOptions(GenerateOptions, total=False):
     deadline: float | None  # seconds after the submission until unfinished lines expire
     metadata: Mapping[str, Any] | None  # a map of your own data
     notify: str | None  # the URL that gets a notice of the end of the batch
-    check: bool | None  # false: accept the batch, and list invalid lines as failed
+    check: bool | None  # False accepts the batch, and marks invalid lines as failed
     on_sent: OnSent | None  # a function that gets the number of bytes sent so far
 
 

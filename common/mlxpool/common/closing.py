@@ -31,7 +31,7 @@ class Closing(ABC):
 class AsyncClosing(ABC):
     """An asynchronous context manager: `async with` calls `close` at its end.
 
-    `close` is also called after an exception. It does not wait.
+    `close` is also called after an exception, and does not wait.
     """
 
     __slots__ = ()

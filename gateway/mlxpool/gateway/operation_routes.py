@@ -27,7 +27,7 @@ class OperationRoutes:
         self._document = document
 
     async def health(self, response: ResponseWriter) -> None:
-        """GET /health: 200 if the pool takes requests, else 503 or the status of the pool's error.
+        """Answers GET /health: 200 if the pool takes requests, else 503 or the status of an error.
 
         The member `status` is `degraded` if new workers cannot reach the pool: loaded models still
         answer.
@@ -43,14 +43,14 @@ class OperationRoutes:
         await response.json({"status": "ok"})
 
     async def metrics(self, accept: str, response: ResponseWriter) -> None:
-        """GET /metrics."""
+        """Answers GET /metrics with the gateway's metrics for Prometheus."""
         data, content_type = self._metrics.text(accept)
         await response.data(data, content_type)
 
     async def openapi(self, response: ResponseWriter) -> None:
-        """GET /openapi.json."""
+        """Answers GET /openapi.json with the description of the interface."""
         await response.json(self._document)
 
     async def index(self, response: ResponseWriter) -> None:
-        """GET /: answers "Ollama is running", by which Ollama's clients recognise a server."""
+        """Answers GET / with "Ollama is running", by which Ollama's clients recognise a server."""
         await response.data(b"Ollama is running", TEXT)

@@ -32,12 +32,12 @@ __all__ = ["ANTHROPIC", "NOT_BUILT", "OLLAMA", "OPENAI", "OPERATIONS", "ROUTES",
 
 
 def _events(event: str) -> dict[str, str]:
-    """Options of a route that can stream server-sent events with this schema."""
+    """Returns the options of a route that can stream server-sent events with this schema."""
     return {"stream": EVENT_STREAM, "event": event}
 
 
 def _lines(event: str) -> dict[str, str]:
-    """Options of a route that can stream lines of JSON with this schema."""
+    """Returns the options of a route that can stream lines of JSON with this schema."""
     return {"stream": NDJSON, "event": event}
 
 

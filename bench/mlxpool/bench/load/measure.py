@@ -50,8 +50,8 @@ def measure(plan: Plan, targets: Mapping[str, Target], progress: Progress) -> It
     """Yields the measurements of each request rate after all its rounds.
 
     Each round has a new random load, which all contestants get. A repeated load would be too fast:
-    its prompts would be in caches, and its lengths already compiled. Raises Internal if all
-    requests of a load fail.
+    its prompts would be cached, and the kernels for its lengths would be compiled already. Raises
+    Internal if all requests of a load fail.
     """
     names = list(targets)
     if plan.warm_up:

@@ -271,7 +271,7 @@ def add_commands(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Answer messages until the input ends. Exit code 1 if the last answer failed."""
+    """Answers messages until the input ends. Exit code 1 if the last answer failed."""
     conversation = Conversation(options.system or "", options_of(options))
     for file in options.image:
         conversation.attach(file)

@@ -79,8 +79,8 @@ class Client(JobMethods):
     def for_owner(self, owner: str) -> Self:
         """Returns a client that acts for an owner: quotas, queueing and jobs are the owner's.
 
-        The returned client uses the connection of this client: close only this client. It is for
-        gateways: the broker permits it to its own user and to keys with `may_name_owners`, and
+        The returned client uses the connection of this client: close only this client. Gateways use
+        this method: the broker permits it to its own user and to keys with `may_name_owners`, and
         answers other clients with Unauthorized. Raises BadRequest unless `owner` is 1 to 200
         printable characters.
         """

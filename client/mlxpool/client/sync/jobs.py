@@ -75,13 +75,13 @@ class JobMethods(Closing):
         """Reads a job: a stream of its token ids from index `start`.
 
         The job may be waiting, running or done; several readers may read it. The stream survives
-        the loss of its connection or broker; its end does not cancel the job. If `start` is above
-        0, pass `gen`, the generation of the ids before it (`Job.gen`): JobRestarted is raised if
-        the job restarted because its model has changed. The first delta may begin before `start`,
-        at the beginning of a step. With `steps`, each delta also has a field `steps`: one pair
-        (ids, characters) for each step of the model, counted from the start of the delta to the end
-        of the step. A pair (0, 0) marks a retry of the job after an error. The reader raises the
-        errors of the job, and UnknownJob if there is no such job.
+        the loss of its connection or broker. The end of the stream does not cancel the job. If
+        `start` is above 0, pass `gen`, the generation of the ids before it (`Job.gen`):
+        JobRestarted is raised if the job restarted because its model has changed. The first delta
+        may begin before `start`, at the beginning of a step. With `steps`, each delta also has a
+        field `steps`: one pair (ids, characters) for each step of the model, counted from the start
+        of the delta to the end of the step. A pair (0, 0) marks a retry of the job after an error.
+        The reader raises the errors of the job, and UnknownJob if there is no such job.
         """
         return Stream(self._connection, jobs.fetch(job, start, gen, steps))
 

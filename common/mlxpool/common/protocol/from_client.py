@@ -208,7 +208,7 @@ class Cancel(Content, Struct, frozen=True):
 class Ping(Content, Struct, frozen=True):
     """Asks for the broker's boot number and its number (link) of this connection.
 
-    It also shows that the client is alive.
+    A ping also shows that the client is alive.
     """
 
     kind: ClassVar[str] = "ping"

@@ -19,7 +19,7 @@ class Waker(Closing):
         self._sender.setblocking(False)
 
     def fileno(self) -> int:
-        """The descriptor to poll for input."""
+        """Returns the descriptor to poll for input."""
         return self.socket.fileno()
 
     def wake_on_signals(self) -> int:

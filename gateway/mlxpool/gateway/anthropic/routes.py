@@ -43,7 +43,7 @@ class MessageRoutes:
         self._pool = pool
 
     async def create(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
-        """POST /v1/messages."""
+        """Answers POST /v1/messages with a message, as a whole or as a stream of events."""
         request = requests.message(body)
         model = await self._pool.model(request.chat.model, response)
         choice = _with_level(request, model).choice(model)
@@ -74,7 +74,7 @@ class MessageRoutes:
                 await response.close()
 
     async def count(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
-        """POST /v1/messages/count_tokens."""
+        """Answers POST /v1/messages/count_tokens with the number of tokens of a chat."""
         chat = requests.counted(body)
         if chat.images:
             raise unsupported_parameter("messages", IMAGES)

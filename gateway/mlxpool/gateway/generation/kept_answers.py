@@ -264,7 +264,10 @@ class ResumableGeneration:
         return {} if self._answer is None else self._answer.facts
 
     def told_time(self) -> float:
-        """The time when the job was submitted, in seconds since 1970: equal for all readers."""
+        """Returns the time when the job was submitted, in seconds since 1970.
+
+        This time is equal for all readers.
+        """
         return float(self._jobs[0]["submitted"])
 
     def call_ids(self, choice: int) -> Callable[[int], str]:

@@ -60,7 +60,7 @@ class Block(Struct, eq=False):
     logprobs: list[Mapping[str, Any]] = field(default_factory=list)
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of a call, see `arguments_map`; empty for a call that was cut."""
+        """Returns the arguments of a call, see `arguments_map`; empty for a call that was cut."""
         return {} if self.cut else arguments_map(self.text)
 
 

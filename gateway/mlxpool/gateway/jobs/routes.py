@@ -39,7 +39,7 @@ class JobRoutes:
     async def submit(
         self, body: Mapping[str, Any], response: ResponseWriter, idempotency: str | None
     ) -> None:
-        """POST /v1/jobs; answered when the job is on the disk."""
+        """Answers POST /v1/jobs with the job, once the job is on the disk."""
         request = requests.job(body, idempotency)
         model = await self._model(request)
         client, key = self._pool.job_client, request.key or drawn_key()
@@ -67,7 +67,7 @@ class JobRoutes:
         return await self._pool.find_kept(lambda client: client.job(job_ref(id)))
 
     async def list(self, query: Mapping[str, str], response: ResponseWriter) -> None:
-        """GET /v1/jobs."""
+        """Answers GET /v1/jobs with a list of the owner's jobs."""
         state = queries.word(query, "state", ("", *JOB_STATES), "")
         after = queries.integer(query, "after", 0, MAX_NUMBER)
         before = queries.integer(query, "before", 0, MAX_NUMBER) or 0
@@ -88,21 +88,18 @@ class JobRoutes:
         await response.json(bodies.job_list(rows, following))
 
     async def read(self, id: str, response: ResponseWriter) -> None:
-        """GET /v1/jobs/ID."""
+        """Answers GET /v1/jobs/ID with the job."""
         await response.json(job_body(await self._row(id)))
 
     async def cancel(self, id: str, response: ResponseWriter) -> None:
-        """POST /v1/jobs/ID/cancel; a job that has ended stays as it is."""
+        """Answers POST /v1/jobs/ID/cancel with the job; a job that has ended stays as it is."""
         row = await self._row(id)
         client = self._pool.job_client
         await client.cancel(key=str(row["key"]))
         await response.json(job_body(await client.job(bytes(row["job"]))))
 
     async def change(self, verb: str, id: str, response: ResponseWriter) -> None:
-        """POST /v1/jobs/ID/VERB: sends a message of the kind `verb` about the job.
-
-        The response is the job.
-        """
+        """Answers POST /v1/jobs/ID/VERB with the job, after a message of the kind `verb`."""
         row = await self._row(id)
         changed = await self._pool.job_client.ask(about(verb, bytes(row["job"])))
         await response.json(job_body(changed))
@@ -114,7 +111,7 @@ class JobRoutes:
         last_event_id: str | None,
         response: ResponseWriter,
     ) -> None:
-        """GET /v1/jobs/ID/events; goes on after the event `last_event_id`."""
+        """Answers GET /v1/jobs/ID/events with the job's events after the event `last_event_id`."""
         row = await self._row(id)
         client = self._pool.job_client
         if last_event_id:

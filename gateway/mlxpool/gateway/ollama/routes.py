@@ -90,7 +90,7 @@ class OllamaRoutes:
         self._pool = pool
 
     async def generate(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
-        """POST /api/generate."""
+        """Answers POST /api/generate with the completion of a prompt."""
         request = requests.generate(body)
         model = await self._get(request, response)
         make_body = partial(generate_body, request.model)
@@ -102,7 +102,7 @@ class OllamaRoutes:
             await self._generate(model, request, conversation, make_body, response, finish)
 
     async def chat(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
-        """POST /api/chat."""
+        """Answers POST /api/chat with the next message of a chat."""
         request = requests.chat(body)
         model = await self._get(request, response)
         make_body = partial(chat_body, request.model)
@@ -124,14 +124,14 @@ class OllamaRoutes:
             await self._generate(model, request, conversation, make_body, response, _no_members)
 
     async def embed(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
-        """POST /api/embed: vectors of the length 1."""
+        """Answers POST /api/embed with vectors of the length 1."""
         request, started = requests.embed(body), time.monotonic_ns()
         vectors = await self._vectors(request, response, normalise=True)
         taken = time.monotonic_ns() - started
         await response.json(embed_body(request.model, vectors, taken))
 
     async def embeddings(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
-        """POST /api/embeddings: one vector as the model makes it."""
+        """Answers POST /api/embeddings with one vector, as the model makes it."""
         request = requests.embeddings(body)
         vectors = await self._vectors(request, response, normalise=False)
         await response.json({"embedding": [] if vectors is None else vectors[0]})
@@ -353,29 +353,32 @@ class ModelRoutes:
         self._started_at = int(time.time())  # the time of a model without files
 
     async def version(self, response: ResponseWriter) -> None:
-        """GET /api/version: the version of this package."""
+        """Answers GET /api/version with the version of this package."""
         await response.json({"version": VERSION})
 
     async def tags(self, response: ResponseWriter) -> None:
-        """GET /api/tags."""
+        """Answers GET /api/tags with a list of the models."""
         models = await self._pool.models.all()
         await response.json({"models": [tag(model, self._started_at) for model in models]})
 
     async def ps(self, response: ResponseWriter) -> None:
-        """GET /api/ps: the models that have a worker."""
+        """Answers GET /api/ps with a list of the models that have a worker."""
         models, now = await self._pool.models.all(), time.time()
         loaded = [running(model, now) for model in models if model.expires_in is not None]
         await response.json({"models": loaded})
 
     async def show(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
-        """POST /api/show."""
+        """Answers POST /api/show with the properties of a model."""
         name, verbose = requests.show(body)
         model = await self._pool.models.described(name)
         response.exchange.model = model.name
         await response.json(show(model, self._started_at, verbose=verbose))
 
     async def pull(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
-        """POST /api/pull: success for a model of the pool. Raises HttpError for another model."""
+        """Answers POST /api/pull with success for a model of the pool.
+
+        Raises HttpError for another model.
+        """
         name, stream = requests.pull(body)
         try:
             model = await self._pool.models.described(name)

@@ -69,7 +69,10 @@ def _parts(role: Any, content: Any) -> Any:
 
 
 def _is_parts(content: Any) -> bool:
-    """Whether the content of a tool result is a list of content parts. It may be another list."""
+    """Whether the content of a tool result is a list of content parts.
+
+    The content may also be a list of other values.
+    """
     kinds = (*READ, *TEXTS, *FILES)
     return isinstance(content, list) and all(_type(part) in kinds for part in content)
 

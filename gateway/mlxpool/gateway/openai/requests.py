@@ -121,7 +121,7 @@ class CompletionRequest(Struct, frozen=True):
         )
 
     def arguments(self) -> list[dict[str, Any]]:
-        """The arguments of `stream` for each prompt."""
+        """Returns the arguments of `stream` for each prompt."""
         return [{**prompt, **self.options} for prompt in self.prompts]
 
 

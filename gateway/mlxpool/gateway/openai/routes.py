@@ -51,14 +51,14 @@ class OpenAIRoutes:
         self._started_at = int(time.time())
 
     async def models(self, response: ResponseWriter) -> None:
-        """GET /v1/models."""
+        """Answers GET /v1/models with a list of the models."""
         models = await self._pool.models.all()
         data = [self._model(model.name, model) for model in models]
         ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else NO_ENDS
         await response.json({"object": "list", "data": data, "has_more": False, **ends})
 
     async def model(self, name: str, response: ResponseWriter) -> None:
-        """GET /v1/models/{name}."""
+        """Answers GET /v1/models/{name} with the properties of a model."""
         model = await self._pool.models.get(name)
         response.exchange.model = model.name
         await response.json(self._model(name, model))
@@ -79,7 +79,7 @@ class OpenAIRoutes:
         }
 
     async def chat(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
-        """POST /v1/chat/completions."""
+        """Answers POST /v1/chat/completions with the next message of a chat."""
         request = requests.chat(body)
         model = await self._pool.model(request.model, response)
         choice = replace(request.chat.choice(model), n=request.candidates)
@@ -102,7 +102,7 @@ class OpenAIRoutes:
         await response.json(_with_usage({**members, "choices": choices}, wholes, request))
 
     async def completion(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
-        """POST /v1/completions."""
+        """Answers POST /v1/completions with completions of the prompts."""
         request = requests.completion(body)
         model = await self._pool.model(request.model, response)
         candidates, prompts = request.candidates, request.arguments()

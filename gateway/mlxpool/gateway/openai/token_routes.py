@@ -110,7 +110,7 @@ class TokenRoutes:
         self._pool = pool
 
     async def tokenize(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
-        """POST /tokenize."""
+        """Answers POST /tokenize with the token ids of a text or a chat."""
         request = tokenize(body)
         model = await self._get(request.model, response)
         ids = await self._ids(request, model)
@@ -126,7 +126,7 @@ class TokenRoutes:
         )
 
     async def detokenize(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
-        """POST /detokenize."""
+        """Answers POST /detokenize with the text of token ids."""
         request = detokenize(body)
         model = await self._get(request.model, response)
         text = await self._pool.client.detokenize(model.name, request.ids)

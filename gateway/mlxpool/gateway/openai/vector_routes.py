@@ -31,7 +31,7 @@ class VectorRoutes:
         self._pool = pool
 
     async def embeddings(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
-        """POST /v1/embeddings."""
+        """Answers POST /v1/embeddings with the vectors of the inputs."""
         request = vectors.embeddings(body)
         model, late = await self._model(request.model, response)
         settings = {**request.settings, **await self._prompt(request)}
@@ -52,7 +52,7 @@ class VectorRoutes:
         return {} if name is None else {"prompt_name": name}
 
     async def rerank(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
-        """POST /v1/rerank."""
+        """Answers POST /v1/rerank with the documents, best first, and their scores."""
         request = vectors.rerank(body)
         model, late = await self._model(request.model, response)
         call = self._pool.client.rerank(
@@ -63,7 +63,7 @@ class VectorRoutes:
         await response.json(vectors.rerank_body(request, ranking, _new_id("rerank")))
 
     async def score(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
-        """POST /v1/score."""
+        """Answers POST /v1/score with the scores of pairs of texts."""
         request = vectors.score(body)
         rankings = await _answer(self._rate(request, response), "text_2")
         scores = [
@@ -98,7 +98,7 @@ class VectorRoutes:
                 task.cancel()
 
     async def classify(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
-        """POST /v1/classify."""
+        """Answers POST /v1/classify with the labels of texts and their probabilities."""
         request = vectors.classify(body)
         model, late = await self._model(request.model, response)
         call = self._pool.client.classify(model, request.inputs, **request.settings, **late)
@@ -107,7 +107,7 @@ class VectorRoutes:
         await response.json(vectors.classify_body(request, labelled, _new_id("classify")))
 
     async def decisions(self, body: Mapping[str, Any], response: ResponseWriter) -> None:
-        """POST /v1/decisions."""
+        """Answers POST /v1/decisions with the answers to questions about a text."""
         request = decisions.decisions(body)
         model, late = await self._model(request.model, response)
         call = self._pool.client.decide_all(

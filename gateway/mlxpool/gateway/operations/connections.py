@@ -50,7 +50,10 @@ TOLD_ELSEWHERE = ("Invalid HTTP request", "Unsupported upgrade", "No supported W
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """A filter for the logger uvicorn.error: drops messages that the gateway logs by itself."""
+    """Whether a message of the logger uvicorn.error is logged.
+
+    The gateway itself logs the other messages.
+    """
     return not record.getMessage().startswith(TOLD_ELSEWHERE)
 
 
@@ -183,7 +186,10 @@ class BoundedProtocol(H11Protocol):
             self.book.request_begins(self)
 
     def send_400_response(self, msg: str) -> None:
-        """Called for bytes that are not an HTTP request, also in the body of a request."""
+        """Answers bytes that are not an HTTP request with 400, and closes the connection.
+
+        Such bytes may also come in the body of a request, which then ends.
+        """
         if self.cycle is None or self.cycle.response_complete:
             client = None if self.client is None else self.client[0]
             request_id = self.book.unparsable(client).id

@@ -1,7 +1,7 @@
 """Messages about jobs: the requests of clients, and the broker's answers.
 
-A job is named by its key, or by its id of 16 bytes. It belongs to the owner and the tenant that
-submitted it: for all others the job is unknown.
+A job is named by its key, or by its id of 16 bytes. A job belongs to the owner and the tenant that
+submitted it; to all others it is unknown.
 """
 
 from __future__ import annotations

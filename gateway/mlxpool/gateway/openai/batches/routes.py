@@ -43,13 +43,13 @@ class FileRoutes:
         self._pool = pool
 
     async def upload(self, request: Request, response: ResponseWriter) -> None:
-        """POST /v1/files; answered when the file is on the disk."""
+        """Answers POST /v1/files with the uploaded file, once the file is on the disk."""
         files, id = KeptFiles(await self._pool.take_keeper()), bodies.file_id(drawn_key())
         await Upload(files, id, self._pool.settings.body_time).run(request)
         await response.json(bodies.file_body(await files.row(id)))
 
     async def list(self, query: Mapping[str, str], response: ResponseWriter) -> None:
-        """GET /v1/files: the uploaded files of all pools, in the order of their creation."""
+        """Answers GET /v1/files with the uploaded files of all pools, sorted by creation."""
         limit = queries.integer(query, "limit", 1, MAX_FILES) or MAX_FILES
         oldest_first = queries.word(query, "order", ("asc", "desc"), "desc") == "asc"
         after = query.get("after")
@@ -75,7 +75,7 @@ class FileRoutes:
             raise _no_file(after, "after") from None
 
     async def retrieve(self, id: str, response: ResponseWriter) -> None:
-        """GET /v1/files/ID."""
+        """Answers GET /v1/files/ID with the properties of a file."""
         results = bodies.results_of(id)
         if results is None:
             return await response.json(bodies.file_body(await self._row(id)))
@@ -87,7 +87,7 @@ class FileRoutes:
         await response.json(bodies.results_body(row, kind, size))
 
     async def content(self, id: str, response: ResponseWriter) -> None:
-        """GET /v1/files/ID/content."""
+        """Answers GET /v1/files/ID/content with the bytes of a file."""
         results = bodies.results_of(id)
         if results is None:
             await self._row(id)
@@ -101,7 +101,10 @@ class FileRoutes:
         await response.close()
 
     async def delete(self, id: str, response: ResponseWriter) -> None:
-        """DELETE /v1/files/ID. For a results file it deletes these results, but not the batch."""
+        """Deletes a file (DELETE /v1/files/ID).
+
+        For a results file, deletes these results, but not the batch.
+        """
         results = bodies.results_of(id)
         if results is None:
             await self._row(id)
@@ -163,7 +166,7 @@ class BatchRoutes:
     async def create(
         self, body: Mapping[str, Any], response: ResponseWriter, idempotency: str | None
     ) -> None:
-        """POST /v1/batches; answered when the lines are checked and the batch is on the disk.
+        """Answers POST /v1/batches with the batch, once its lines are checked and it is stored.
 
         A request that is repeated with its header Idempotency-Key is answered with the first
         request's batch, as long as the batch is kept, even if the input file no longer exists.
@@ -243,11 +246,11 @@ class BatchRoutes:
         return batch_made
 
     async def retrieve(self, id: str, response: ResponseWriter) -> None:
-        """GET /v1/batches/ID."""
+        """Answers GET /v1/batches/ID with the batch."""
         await response.json(batch_body(*await self._find(id)))
 
     async def list(self, query: Mapping[str, str], response: ResponseWriter) -> None:
-        """GET /v1/batches: the newest first, of all pools."""
+        """Answers GET /v1/batches with the batches of all pools, the newest first."""
         limit = queries.integer(query, "limit", 1, MAX_LISTED) or DEFAULT_LISTED
         after = query.get("after", "")
         created = None if not after else float((await self._find(after, "after"))[0]["created"])
@@ -263,7 +266,7 @@ class BatchRoutes:
         await response.listing(queries.listing(shown, more=len(rows) > limit))
 
     async def cancel(self, id: str, response: ResponseWriter) -> None:
-        """POST /v1/batches/ID/cancel; a batch that has ended stays as it is."""
+        """Answers POST /v1/batches/ID/cancel with the batch; an ended batch stays as it is."""
         row, request = await self._find(id)
         if row["state"] == "running" and not request.faults:
             row, request = await KeptBatches(self._pool.job_client).cancel(id)

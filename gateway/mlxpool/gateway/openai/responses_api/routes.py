@@ -119,7 +119,7 @@ class KeptResponseRoutes:
             raise
 
     async def retrieve(self, id: str, query: Mapping[str, str], response: ResponseWriter) -> None:
-        """GET /v1/responses/ID."""
+        """Answers GET /v1/responses/ID with the response, as a whole or as a stream of events."""
         stream = queries.flag(query, "stream", False)
         after = queries.integer(query, "starting_after", 0, MAX_NUMBER)
         if after is not None and not stream:
@@ -131,7 +131,7 @@ class KeptResponseRoutes:
         await self._answer(kept, response, stream=stream, after=after)
 
     async def cancel(self, id: str, response: ResponseWriter) -> None:
-        """POST /v1/responses/ID/cancel; a response that has ended stays as it is."""
+        """Answers POST /v1/responses/ID/cancel; a response that has ended stays as it is."""
         kept = await self._find(id)
         if not kept.note.background:
             message = f"{id!r} is not in the background: close the connection of its request"
@@ -141,7 +141,7 @@ class KeptResponseRoutes:
         await self._answer(await self._find(id), response, stream=False)
 
     async def delete(self, id: str, response: ResponseWriter) -> None:
-        """DELETE /v1/responses/ID; a response that has not ended is cancelled."""
+        """Deletes a response (DELETE /v1/responses/ID); cancels it if it has not ended."""
         kept = await self._find(id)
         client = self._pool.job_client
         if kept.waiting is not None:
@@ -152,7 +152,7 @@ class KeptResponseRoutes:
     async def input_items(
         self, id: str, query: Mapping[str, str], response: ResponseWriter
     ) -> None:
-        """GET /v1/responses/ID/input_items: the messages to the model."""
+        """Answers GET /v1/responses/ID/input_items with the messages to the model."""
         kept = await self._find(id)
         items = items_of(kept.messages, kept.images, kept.id)
         await response.json(queries.page(items, query, MAX_ITEMS, DEFAULT_ITEMS))
@@ -310,7 +310,7 @@ class ResponseRoutes:
     async def create(
         self, body: Mapping[str, Any], response: ResponseWriter, idempotency: str | None
     ) -> None:
-        """POST /v1/responses.
+        """Answers POST /v1/responses with a response, as a whole or as a stream of events.
 
         `idempotency`: the header Idempotency-Key, for a response that is kept.
         """
