@@ -17,47 +17,63 @@ constexpr int WEIGHT_COPIES = (TILE / 16 + THREADS - 1) / THREADS;
 constexpr int HALF = ALL * 128, LINES = 2 * HALF;  // of 64 columns; bytes
 constexpr int THREADS_PER_LINE = THREADS / ALL, CHUNKS = (16 + THREADS_PER_LINE - 1) / THREADS_PER_LINE;
 const unsigned all_tiles = base + STAGES * LINES;
-const int lane = thread % 32, line = thread / THREADS_PER_LINE;
-const char* from;  // the weight of the expert whose tile is copied
-const N* line_from;  // the line that this thread copies a part of, or null
-int weight_at[WEIGHT_COPIES];
+const int lane = thread % 32, line = thread / THREADS_PER_LINE, chunk = thread % THREADS_PER_LINE;  // of 8 columns
+// The copies of the next step: their sources, and their destinations in its stage. Bit n of `copies` means that this
+// thread copies its piece n of weights, later bits its pieces of a line; of `early`, that it does so in a step of 64
+// columns.
+const char* weight_from[WEIGHT_COPIES];
+const N* line_from = (const N*)x;
+unsigned copies, early;
+unsigned tiles_to = all_tiles + thread * 16;
+unsigned lines_to = base + chunk / 8 * HALF + line * 128 + ((chunk ^ line) & 7) * 16;
 auto open = [&](int unit) {
   const int* const item = items + unit / tiles * 2;
   const int expert = item[0] & 0xffff, count = item[0] >> 16, first = unit % tiles * (ROWS / 16);
-  from = (const char*)weight + (long)expert * STRIPS * STEPS * FRAGMENT;
+  const char* const from = (const char*)weight + (long)expert * STRIPS * STEPS * FRAGMENT;
+  copies = early = 0;
   #pragma unroll
   for (int n = 0; n < WEIGHT_COPIES; n++) {
     const int i = n * THREADS + thread, strip = min(first + i / PIECES, STRIPS - 1);
-    weight_at[n] = strip * (STEPS * FRAGMENT) + i % PIECES * 16;
+    weight_from[n] = from + strip * (STEPS * FRAGMENT) + i % PIECES * 16;
+    copies |= (i < TILE / 16) << n;
+    early |= (i < TILE / 16 && i % PIECES < PIECES / 2) << n;
   }
-  line_from = line < count ? (const N*)x + (long)source_of(item, line) * IN : (const N*)0;
+  if (line >= count) return;
+  line_from = (const N*)x + (long)source_of(item, line) * IN + chunk * 8;
+  #pragma unroll
+  for (int n = 0; n < CHUNKS; n++) {
+    const int at = n * THREADS_PER_LINE + chunk;
+    copies |= (at < 16) << WEIGHT_COPIES + n;
+    early |= (at < 8) << WEIGHT_COPIES + n;
+  }
 };
-int ahead_unit = blockIdx.x, ahead_step = 0, ahead = 0;  // its stage
+int ahead_unit = blockIdx.x, left = 0, ahead = 0;  // the unit that is copied, its steps that are left, its stage
 auto fetch = [&]() {
   if (ahead_unit < units) {
-    if (ahead_step == 0) open(ahead_unit);
+    if (left == 0) {
+      open(ahead_unit);
+      left = steps;
+    }
+    const unsigned mine = STEPS % 2 == 0 || left > 1 ? copies : early;
     #pragma unroll
     for (int n = 0; n < WEIGHT_COPIES; n++) {
-      const int i = n * THREADS + thread;
-      if (i < TILE / 16 && (STEPS % 2 == 0 || ahead_step < steps - 1 || i % PIECES < PIECES / 2))
-        copy(all_tiles + ahead * TILE + i * 16, from + weight_at[n] + ahead_step * (2 * FRAGMENT));
+      if (mine >> n & 1) copy(tiles_to + n * THREADS * 16, weight_from[n]);
+      weight_from[n] += 2 * FRAGMENT;
     }
-    if (line_from) {
-      #pragma unroll
-      for (int n = 0; n < CHUNKS; n++) {
-        const int chunk = n * THREADS_PER_LINE + thread % THREADS_PER_LINE;  // of 16
-        if (chunk < 16 && (STEPS % 2 == 0 || ahead_step * 128 + chunk * 8 < IN))
-          copy(base + ahead * LINES + chunk / 8 * HALF + line * 128 + (chunk % 8 ^ line % 8) * 16,
-               line_from + ahead_step * 128 + chunk * 8);
-      }
+    #pragma unroll
+    for (int n = 0; n < CHUNKS; n++) {
+      const int before = n * THREADS_PER_LINE;  // chunks
+      if (mine >> WEIGHT_COPIES + n & 1)
+        copy((lines_to ^ before % 8 * 16) + before / 8 * HALF, line_from + before * 8);
     }
-    if (++ahead_step == steps) {
-      ahead_step = 0;
-      ahead_unit += gridDim.x;
-    }
+    line_from += 128;
+    if (--left == 0) ahead_unit += gridDim.x;
   }
   commit_copies();
-  ahead = ahead == STAGES - 1 ? 0 : ahead + 1;
+  const bool last = ahead == STAGES - 1;
+  ahead = last ? 0 : ahead + 1;
+  tiles_to += TILE - (last ? STAGES * TILE : 0);
+  lines_to += LINES - (last ? STAGES * LINES : 0);
 };
 #pragma unroll 1
 for (int i = 0; i < STAGES - 2; i++) fetch();
