@@ -142,7 +142,7 @@ and each read of its streams raises BadRequest. Make a client in each process, a
 
 | program | place |
 |---|---|
-| gunicorn with `--preload` | a function with `functools.cache` that requests call |
+| gunicorn with `--preload` | a function with `functools.cache`, which requests call |
 | uWSGI | a function with the decorator `uwsgidecorators.postfork` |
 | celery, prefork pool | a function that `celery.signals.worker_process_init` calls |
 | multiprocessing, start method `fork` | the pool's `initializer`, or the target |
