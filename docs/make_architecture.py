@@ -88,7 +88,7 @@ def state_diagram(transitions: Transitions) -> str:
     many arrows.
     """
     first, *_ = transitions
-    common = {found: froms for found, froms in _ways(transitions).items() if len(froms) >= MANY}
+    common = {way: froms for way, froms in _ways(transitions).items() if len(froms) >= MANY}
     lines = ["stateDiagram-v2", f"  [*] --> {first.value}"]
     for state, events in transitions.items():
         following: dict[Any, list[str]] = {}
@@ -108,12 +108,12 @@ def state_diagram(transitions: Transitions) -> str:
 
 def _ways(transitions: Transitions) -> dict[tuple[str, Enum], list[Enum]]:
     """Returns the transitions as a map from (event, target state) to the list of source states."""
-    found: dict[tuple[str, Enum], list[Enum]] = {}
+    ways: dict[tuple[str, Enum], list[Enum]] = {}
     for state, events in transitions.items():
         for event, after in events.items():
             if after is not state:
-                found.setdefault((event, after), []).append(state)
-    return found
+                ways.setdefault((event, after), []).append(state)
+    return ways
 
 
 def _listed(froms: Sequence[Enum], transitions: Transitions, after: Enum) -> str:

@@ -185,12 +185,12 @@ def _asked(prompt: str) -> list[dict[str, str]]:
 
 def faults(measured: Measured) -> list[str]:
     """Returns a message for each difference from the stream without a kill."""
-    found = []
+    messages = []
     if [token.position for token in measured.tokens] != list(range(len(measured.tokens))):
-        found.append("positions are lost, doubled or out of order")
+        messages.append("positions are lost, doubled or out of order")
     if [token.id for token in measured.tokens] != list(measured.undisturbed):
-        found.append("the ids are not those of the request without a kill")
-    return found
+        messages.append("the ids are not those of the request without a kill")
+    return messages
 
 
 # ---- the picture ---------------------------------------------------------------------------------
@@ -287,7 +287,9 @@ def draw(measured: Measured) -> str:
 
 
 def _axes(drawing: Drawing, scale: Scale) -> None:
-    step = next(one for one in (0.1, 0.2, 0.5, 1, 2, 5, 10, 30) if scale.seconds / one <= 10)
+    step = next(
+        seconds for seconds in (0.1, 0.2, 0.5, 1, 2, 5, 10, 30) if scale.seconds / seconds <= 10
+    )
     for number in range(int(scale.seconds / step) + 1):
         x = scale.x(number * step)
         drawing.line(x, TOP, x, BOTTOM, LINES)

@@ -70,8 +70,8 @@ def metadata_of(packages: Mapping[str, str]) -> dict[str, Any]:
             ],
             check=True,
         )
-        found = json.loads(report.read_text("utf-8"))["install"]
-    return {normal(each["metadata"]["name"]): each["metadata"] for each in found}
+        entries = json.loads(report.read_text("utf-8"))["install"]
+    return {normal(each["metadata"]["name"]): each["metadata"] for each in entries}
 
 
 def normal(name: str) -> str:
@@ -104,9 +104,9 @@ def main() -> None:
     images = {image: packages_of(extra) for image, extra in IMAGES.items()}
     packages = {name: version for each in images.values() for name, version in each.items()}
     table = ["| package | version | licence | in |", "|---|---|---|---|"]
-    made = "\n".join([*table, *rows(images, metadata_of(packages)), ""])
+    text = "\n".join([*table, *rows(images, metadata_of(packages)), ""])
     before, rest = PAGE.read_text("utf-8").split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}{made}{END}{rest.partition(END)[2]}", "utf-8")
+    PAGE.write_text(f"{before}{BEGIN}{text}{END}{rest.partition(END)[2]}", "utf-8")
 
 
 if __name__ == "__main__":

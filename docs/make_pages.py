@@ -247,10 +247,10 @@ def _names(kind: type[Any]) -> str:
 
 def _declared(kind: type[Any]) -> list[tuple[str, str, str]]:
     """Returns name, type and comment of the options that a TypedDict adds, from its source."""
-    found = OPTION.findall(inspect.getsource(kind))
-    names = [name for name, _, _ in found]
+    options = OPTION.findall(inspect.getsource(kind))
+    names = [name for name, _, _ in options]
     assert names == list(kind.__annotations__)[-len(names) :], f"{kind} has a line of another form"
-    return found
+    return options
 
 
 OPTION = re.compile(r"^    (\w+): (.*) \| None  # (.*)$", re.M)

@@ -34,13 +34,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def linked_files(files: Files) -> set[str]:
     """Returns the paths, from the repository's root, of files outside docs/ that pages link to."""
-    found = set()
+    paths = set()
     for file in files.documentation_pages():
         for match in LINK.finditer(file.content_string):
             target = from_root(match[1], file.src_uri)
             if target is not None and (ROOT / target).is_file() and not target.endswith(".md"):
-                found.add(target)
-    return found
+                paths.add(target)
+    return paths
 
 
 def from_root(link: str, page: str) -> str | None:
@@ -86,5 +86,5 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def title_of(name: str) -> str:
     """Returns the title of a page, such as `cli.md`; its name if the page does not exist."""
     path = (ROOT if name in ROOT_PAGES else DOCS) / name
-    found = TITLE.search(path.read_text("utf-8")) if path.is_file() else None
-    return found[1] if found else name
+    match = TITLE.search(path.read_text("utf-8")) if path.is_file() else None
+    return match[1] if match else name

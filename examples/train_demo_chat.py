@@ -47,7 +47,7 @@ SAVED = 1000  # steps after which the model is saved, to look at or to start fro
 def tokenizer_of(shape: Shape) -> Tokenizer:
     """Returns a tokenizer, trained on conversations like the model's."""
     drawn = islice(conversations(TOKENIZER_SEED), TOKENIZER_CONVERSATIONS)
-    texts = ("".join(text for text, _ in segments(one)) for one in drawn)
+    texts = ("".join(text for text, _ in segments(conversation)) for conversation in drawn)
     return train_tokenizer(texts, shape.vocab)
 
 
@@ -106,7 +106,7 @@ def average(folder: Path, shape: Shape, first: Path, second: Path, share: float)
     """
     tokenizer, weights = load(first)
     _, others = load(second)
-    mixed = {name: (1 - share) * one + share * others[name] for name, one in weights.items()}
+    mixed = {name: (1 - share) * array + share * others[name] for name, array in weights.items()}
     save(folder, shape, tokenizer, mixed)
     report: dict[str, Any] = json.loads((second / "training.json").read_text("utf-8"))
     return {**report, "share_of_last_run": share}
@@ -159,8 +159,11 @@ def judged(folder: Path, shape: Shape, count: int, misses: int) -> dict[str, Any
     """Returns figures of the saved model; prints some of its misses."""
     tokenizer, weights = load(folder)
     results, missed = judge(partial(expected, weights, shape), tokenizer, count, shape.context)
-    for one in missed[:: max(len(missed) // max(misses, 1), 1)][:misses]:
-        say(f"{one.kind}\n  user     {one.user}\n  wanted   {one.wanted}\n  written  {one.written}")
+    for miss in missed[:: max(len(missed) // max(misses, 1), 1)][:misses]:
+        say(
+            f"{miss.kind}\n  user     {miss.user}\n"
+            f"  wanted   {miss.wanted}\n  written  {miss.written}"
+        )
     return {"conversations": count, "right_of": results}
 
 
@@ -231,20 +234,20 @@ def main() -> None:
     shape, report = Shape(), args.out / "training.json"
     plan = Plan(args.steps, args.end, args.tokens, peak=args.peak, seed=args.seed)
     if args.judge_only:
-        made = json.loads(report.read_text("utf-8"))
+        figures = json.loads(report.read_text("utf-8"))
     elif args.average_with:
-        made = average(args.out, shape, args.start, args.average_with, args.share)
-        write_json(report, made)
+        figures = average(args.out, shape, args.start, args.average_with, args.share)
+        write_json(report, figures)
     else:
         new = args.new_tokenizer
         tokenizer = tokenizer_of(shape) if new else Tokenizer.from_file(str(TOKENIZER))
-        made = make(args.out, shape, plan, args.backend, args.start, args.drawers, tokenizer)
-        write_json(report, made)
+        figures = make(args.out, shape, plan, args.backend, args.start, args.drawers, tokenizer)
+        write_json(report, figures)
     if not args.conversations:
         return
-    made |= judged(args.out, shape, args.conversations, args.misses)
-    write_json(report, made)
-    write_card(args.out, shape, made)
+    figures |= judged(args.out, shape, args.conversations, args.misses)
+    write_json(report, figures)
+    write_card(args.out, shape, figures)
     say((args.out / "README.md").read_text("utf-8"))
 
 

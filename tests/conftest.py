@@ -59,9 +59,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def runs_whole(path: Path, config: pytest.Config) -> bool:
     """Returns whether all tests of a file run: with --full, or if the command line names it."""
-    named = (Path(str(one).partition("::")[0]) for one in config.args)
+    named = (Path(str(argument).partition("::")[0]) for argument in config.args)
     return bool(config.getoption("full")) or any(
-        config.invocation_params.dir / one == path for one in named
+        config.invocation_params.dir / file == path for file in named
     )
 
 
@@ -106,14 +106,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects the cases that only `make test-all` runs."""
-    kept = tiers.tiers().kept([(tiers.relative(one.path), one.name) for one in items])
-    kept = [run or runs_whole(one.path, config) for run, one in zip(kept, items, strict=True)]
-    left = [one for run, one in zip(kept, items, strict=True) if not run]
+    kept = tiers.tiers().kept([(tiers.relative(item.path), item.name) for item in items])
+    kept = [run or runs_whole(item.path, config) for run, item in zip(kept, items, strict=True)]
+    left = [item for run, item in zip(kept, items, strict=True) if not run]
     if (output := getattr(config, "workeroutput", None)) is not None:
         output[LEFT_OUT] = len(left)
     if left:
         config.hook.pytest_deselected(items=left)
-        items[:] = [one for run, one in zip(kept, items, strict=True) if run]
+        items[:] = [item for run, item in zip(kept, items, strict=True) if run]
 
 
 def pytest_collection_finish() -> None:

@@ -27,8 +27,8 @@ def cycle_in(graph: grimp.ImportGraph) -> list[str]:
     try:
         TopologicalSorter(imported).prepare()
     except CycleError as error:
-        found: list[str] = error.args[1]
-        return found
+        cycle: list[str] = error.args[1]
+        return cycle
     return []
 
 
@@ -50,8 +50,8 @@ def test_no_module_imports_itself_through_others(graph: grimp.ImportGraph) -> No
 
 def test_a_cycle_is_found() -> None:
     graph = grimp.ImportGraph()
-    for one, other in (("a", "b"), ("b", "c"), ("c", "a"), ("c", "d")):
-        graph.add_import(importer=one, imported=other)
+    for importer, imported in (("a", "b"), ("b", "c"), ("c", "a"), ("c", "d")):
+        graph.add_import(importer=importer, imported=imported)
     assert set(cycle_in(graph)) == {"a", "b", "c"}
 
 
@@ -91,15 +91,15 @@ STARTS = {
 
 def imported_at_start(path: Path) -> set[str]:
     """Returns the imports of a module and of its functions, without those under a condition."""
-    found: set[str] = set()
+    imports: set[str] = set()
     unread: list[ast.AST] = [ast.parse(path.read_text("utf-8"))]
     while unread:
         node = unread.pop()
         if isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}:{one.name}" for one in node.names}
+            imports |= {f"{node.module}:{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Module | ast.FunctionDef):
             unread += node.body
-    return found
+    return imports
 
 
 @pytest.mark.parametrize("process", STARTS)
@@ -114,6 +114,6 @@ for name in {names}:
 print(*sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    found = set(done.stdout.split())
-    assert "mlxpool.common.errors" in found  # the start was imported
-    assert later & found == set()
+    modules = set(done.stdout.split())
+    assert "mlxpool.common.errors" in modules  # the start was imported
+    assert later & modules == set()

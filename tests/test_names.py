@@ -124,8 +124,8 @@ def imports(path: Path) -> set[str]:
 @pytest.mark.parametrize("root", SOURCE_ROOTS)
 def test_nothing_pickles(root: str) -> None:
     """No module imports pickle: unpickling data from a socket would run code of the sender."""
-    found = list(modules(root))
-    assert found
-    for path in found:
+    paths = list(modules(root))
+    assert paths
+    for path in paths:
         assert not imports(path) & {"pickle", "marshal", "shelve", "dill"}, path
         assert "_pyobj(" not in path.read_text("utf-8"), path

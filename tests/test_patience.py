@@ -33,13 +33,13 @@ def test_a_call_without_its_time_is_found(name: str) -> None:
 
 
 def test_every_request_over_http_says_how_long_it_may_take() -> None:
-    found = [
+    places = [
         f"{path.relative_to(TESTS)}:{line}"
         for path in sorted(TESTS.rglob("*.py"))
         if "httpx" in (text := path.read_text("utf-8"))
         for line in unbounded(text)
     ]
-    assert not found, "give timeout=PATIENCE"
+    assert not places, "give timeout=PATIENCE"
 
 
 NUMBERS = """

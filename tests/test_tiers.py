@@ -30,8 +30,8 @@ def test_a_folder_file_or_function_runs_its_first_cases(key: str) -> None:
 
 
 def test_the_line_nearest_to_a_function_counts() -> None:
-    found = table(first={"a": 1, "a/test_x.py::test_one": 3}).kept(CASES)
-    assert found == [True, True, True, True]
+    kept = table(first={"a": 1, "a/test_x.py::test_one": 3}).kept(CASES)
+    assert kept == [True, True, True, True]
 
 
 def test_a_file_or_function_can_be_left_out() -> None:
@@ -40,8 +40,8 @@ def test_a_file_or_function_can_be_left_out() -> None:
 
 
 def test_keys_of_no_test_are_named() -> None:
-    found = table({"a/test_x.py::test_two": "", "a/test_y.py": ""}, {"a": 1, "b": 1})
-    assert found.unknown(CASES) == ["a/test_y.py", "b"]
+    tier_table = table({"a/test_x.py::test_two": "", "a/test_y.py": ""}, {"a": 1, "b": 1})
+    assert tier_table.unknown(CASES) == ["a/test_y.py", "b"]
 
 
 def collected(*words: str) -> list[tuple[str, str]]:
@@ -74,13 +74,13 @@ def test_each_function_has_a_case_in_make_test_but_for_those_of_the_table() -> N
 def test_a_file_that_is_named_runs_whole() -> None:
     file = next(key for key in tiers().full if "::" not in key and "chaos" in key)
     assert collected(f"tests/{file}")
-    assert not any(found == file for found, _ in collected("tests/chaos"))
+    assert not any(path == file for path, _ in collected("tests/chaos"))
 
 
 def test_seconds_are_charged_to_the_innermost_folder() -> None:
     files = {"tests/a/b/test_x.py": Spent(1, 2), "tests/a/test_y.py": Spent(1, 3)}
-    found = slowest.by_folder(files, ["tests/a", "tests/a/b"])
-    assert {name: one.processor for name, one in found.items()} == {
+    folders = slowest.by_folder(files, ["tests/a", "tests/a/b"])
+    assert {name: spent.processor for name, spent in folders.items()} == {
         "tests/a": 3, "tests/a/b": 2, "": 0
     }  # fmt: skip
 

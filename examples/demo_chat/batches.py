@@ -55,23 +55,23 @@ def encode(tokenizer: Tokenizer, conversation: Conversation) -> Encoded:
 
 def batches(tokenizer: Tokenizer, seed: int, tokens: int, longest: int) -> Iterator[Batch]:
     """Yields batches of up to `tokens` tokens, padding included, without end."""
-    drawn = (encode(tokenizer, one) for one in _with_shown(seed))
-    fitting = (one for one in drawn if len(one.ids) <= longest)
+    drawn = (encode(tokenizer, conversation) for conversation in _with_shown(seed))
+    fitting = (encoded for encoded in drawn if len(encoded.ids) <= longest)
     rng = random.Random(seed)
     while True:
-        found = list(_grouped(islice(fitting, POOL), tokens))
-        rng.shuffle(found)
-        yield from map(_batch, found)
+        groups = list(_grouped(islice(fitting, POOL), tokens))
+        rng.shuffle(groups)
+        yield from map(_batch, groups)
 
 
 def _with_shown(seed: int) -> Iterator[Conversation]:
     """Yields random conversations, and among them a few conversations from the project's pages."""
     rng = random.Random(seed)
-    for one in conversations(seed):
+    for conversation in conversations(seed):
         if rng.random() < SHARE_OF_SHOWN:
             shown = rng.choice(SHOWN)
             yield replace(shown, thinks=(rng.random() < 0.5,) * len(shown.rounds))
-        yield one
+        yield conversation
 
 
 def drawn_ahead(
@@ -94,21 +94,21 @@ def _draw(tokenizer: str, seed: int, tokens: int, longest: int, queue: Queue[Bat
 
 def _grouped(encoded: Iterable[Encoded], tokens: int) -> Iterator[list[Encoded]]:
     group: list[Encoded] = []
-    for one in sorted(encoded, key=lambda one: len(one.ids)):
-        if group and (len(group) + 1) * len(one.ids) > tokens:
+    for conversation in sorted(encoded, key=lambda conversation: len(conversation.ids)):
+        if group and (len(group) + 1) * len(conversation.ids) > tokens:
             yield group
             group = []
-        group.append(one)
+        group.append(conversation)
     yield group
 
 
 def _batch(group: list[Encoded]) -> Batch:
-    width = max(len(one.ids) for one in group)
+    width = max(len(conversation.ids) for conversation in group)
     ids = np.zeros((len(group), width), np.int32)
     counted = []
-    for row, one in enumerate(group):
-        ids[row, : len(one.ids)] = one.ids
-        for begin, end in one.spans:
+    for row, conversation in enumerate(group):
+        ids[row, : len(conversation.ids)] = conversation.ids
+        for begin, end in conversation.spans:
             counted += [(row, at) for at in range(begin - 1, end - 1)]
     rows, places = np.array(counted, np.int32).T
     return Batch(ids[:, :-1], rows * (width - 1) + places, ids[rows, places + 1])

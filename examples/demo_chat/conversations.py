@@ -143,22 +143,22 @@ def _begun(words: Words, call: tuple[str, Mapping[str, Any]], *, named: bool) ->
 
 def _filled(parameters: Sequence[Parameter], user: str, texts: Sequence[str]) -> dict[str, Any]:
     """Returns arguments for a forced call of a tool that the user has not asked for."""
-    numbers = [int(found) for found in re.findall(r"(?<![\w.:-])\d{1,5}(?![\w:-])", user)]
+    numbers = [int(digits) for digits in re.findall(r"(?<![\w.:-])\d{1,5}(?![\w:-])", user)]
     last = re.findall(r"[^\W_][\w'@.-]*", user)[-1:] or ["none"]
     strings = [*texts] or [last[0].rstrip(".'-")]
-    found: dict[str, Any] = {}
-    for one in parameters:
-        if not one.required:
+    arguments: dict[str, Any] = {}
+    for parameter in parameters:
+        if not parameter.required:
             continue
-        if one.choices:
-            found[one.name] = one.choices[0]
-        elif one.type == "string":
-            found[one.name] = strings.pop(0) if len(strings) > 1 else strings[0]
-        elif one.type == "boolean":
-            found[one.name] = False
+        if parameter.choices:
+            arguments[parameter.name] = parameter.choices[0]
+        elif parameter.type == "string":
+            arguments[parameter.name] = strings.pop(0) if len(strings) > 1 else strings[0]
+        elif parameter.type == "boolean":
+            arguments[parameter.name] = False
         else:
-            found[one.name] = numbers.pop(0) if numbers else 0
-    return found
+            arguments[parameter.name] = numbers.pop(0) if numbers else 0
+    return arguments
 
 
 def altered(words: Words, text: str) -> str:
@@ -308,7 +308,7 @@ def as_json(words: Words) -> Round:
     """Returns a request for a JSON object with some facts."""
     keys = [words.parameter() for _ in range(words.rng.choice((1, 2, 2, 3)))]
     facts = {key: words.rng.choice(FACTS)(words) for key in keys}
-    told = ", ".join(f"{key} {value}" for key, value in facts.items())
+    phrase = ", ".join(f"{key} {text}" for key, text in facts.items())
     form = words.rng.choice(
         (
             "Write as JSON: {}",
@@ -320,7 +320,7 @@ def as_json(words: Words) -> Round:
     )
     typed = {key: int(text) if text.isdigit() else text for key, text in facts.items()}
     typed = {key: facts[key] if facts[key][:1] == "0" else value for key, value in typed.items()}
-    return Round("json", form.format(told), "The user wants JSON.", dumped(typed))
+    return Round("json", form.format(phrase), "The user wants JSON.", dumped(typed))
 
 
 def in_object(words: Words) -> Round:
@@ -333,22 +333,22 @@ def in_object(words: Words) -> Round:
     if words.chance(0.4):
         inner = unfit(words, False)
     makers: tuple[Any, ...] = (inner.answer, inner.answer, inner.answer, 0, True)
-    found: dict[str, Any] = {words.parameter(): inner.answer}
+    fields: dict[str, Any] = {words.parameter(): inner.answer}
     for _ in range(words.rng.choice((0, 0, 0, 1, 2))):
-        found[words.parameter()] = words.rng.choice(makers)
+        fields[words.parameter()] = words.rng.choice(makers)
     if words.chance(0.2):
-        found = dict(reversed(found.items()))
+        fields = dict(reversed(fields.items()))
     # A name ends where a grammar leaves a choice of tokens: `": ` or `": "` follows. The quote
     # before a later name is in one token with the end of the value before it.
-    first, *others = found
-    if any(dumped(found).count(key) > 1 for key in others):  # the name would be found in a text
-        found, others = {first: found[first]}, []
+    first, *others = fields
+    if any(dumped(fields).count(key) > 1 for key in others):  # the name would be found in a text
+        fields, others = {first: fields[first]}, []
     given = ['{"' + first, *others]
-    if first == "name" and isinstance(found[first], str):
+    if first == "name" and isinstance(fields[first], str):
         given[0] += '": "'  # `": "` is a single token
     if words.chance(0.35):  # any object: sometimes its rare beginning is trained, too
-        found, given = {"answer": inner.answer}, ['{"'] if words.chance(0.7) else []
-    return Round(UNASKED, inner.user, inner.thought, dumped(found), given=tuple(given))
+        fields, given = {"answer": inner.answer}, ['{"'] if words.chance(0.7) else []
+    return Round(UNASKED, inner.user, inner.thought, dumped(fields), given=tuple(given))
 
 
 def dumped(value: Any) -> str:
@@ -422,8 +422,8 @@ def without_tools(words: Words) -> Conversation:
     system = system_text(words) if words.chance(0.3) else ""
     known = False
     if words.chance(0.15):
-        told, asks = named_user(words)
-        system, known = f"{system} {told}".strip(), True
+        message, asks = named_user(words)
+        system, known = f"{system} {message}".strip(), True
         rounds.append(asks)
     elif words.chance(0.2):
         first, later = introduction(words)
@@ -481,7 +481,9 @@ def _distinct(tool: Tool, other: Tool) -> bool:
 
 def _unfit_beside(words: Words, tools: Sequence[Tool]) -> Round:
     """Returns a round whose request fits none of these tools."""
-    makers = [make for make in FAMILIES if make(words).family not in {one.family for one in tools}]
+    makers = [
+        make for make in FAMILIES if make(words).family not in {tool.family for tool in tools}
+    ]
     if makers and words.chance(0.6):
         asked = words.rng.choice(makers)(words).request(words)
         return Round(

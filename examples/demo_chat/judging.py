@@ -56,13 +56,13 @@ def judge(
     results: Results = {}
     misses: list[Miss] = []
     sets = {name: [*_drawn(seed, draw, count)] for name, (seed, draw) in SETS.items()}
-    for name, found in {**sets, "the pages' own": SHOWN}.items():
+    for name, conversations in {**sets, "the pages' own": SHOWN}.items():
         for thinks in (False, True):
             label = f"{name}, thinking" if thinks else name
             right, tried = Counter[str](), Counter[str]()
-            for one in found:
-                one = replace(one, thinks=(thinks,) * len(one.rounds))
-                for kind, miss in _answers(expected, tokenizer, one, longest):
+            for conversation in conversations:
+                conversation = replace(conversation, thinks=(thinks,) * len(conversation.rounds))
+                for kind, miss in _answers(expected, tokenizer, conversation, longest):
                     tried[kind] += 1
                     right[kind] += miss is None
                     misses += [] if miss is None else [replace(miss, kind=f"{label}: {kind}")]
@@ -85,9 +85,9 @@ def _answers(
         return
     likeliest = expected(encoded.ids).tolist()
     spans = iter(encoded.spans)
-    for one in conversation.rounds:
-        for number, kind in enumerate(_kinds(one)):
-            parts = 1 if number else max(len(one.given), 1)  # parts that the model writes
+    for turn in conversation.rounds:
+        for number, kind in enumerate(_kinds(turn)):
+            parts = 1 if number else max(len(turn.given), 1)  # parts that the model writes
             wanted, written = list[int](), list[int]()
             for begin, end in islice(spans, parts):
                 wanted += encoded.ids[begin:end]
@@ -95,13 +95,13 @@ def _answers(
             if kind == UNASKED:
                 continue
             shown = [tokenizer.decode(ids, skip_special_tokens=False) for ids in (wanted, written)]
-            yield kind, None if wanted == written else Miss(kind, one.user, *shown)
+            yield kind, None if wanted == written else Miss(kind, turn.user, *shown)
 
 
-def _kinds(one: Round) -> Sequence[str]:
-    if one.call is None:
-        return (one.family,)
-    return ("forced call" if one.given else "call", "answer")
+def _kinds(turn: Round) -> Sequence[str]:
+    if turn.call is None:
+        return (turn.family,)
+    return ("forced call" if turn.given else "call", "answer")
 
 
 def table(results: Results) -> str:
@@ -113,7 +113,7 @@ def table(results: Results) -> str:
     for name, kinds in results.items():
         own = ("call", "forced call", "answer")
         others = [pair for kind, pair in kinds.items() if kind not in own]
-        groups = [*map(kinds.get, own), [sum(one) for one in zip(*others, strict=True)]]
+        groups = [*map(kinds.get, own), [sum(counts) for counts in zip(*others, strict=True)]]
         rows.append(f"| {name} | {' | '.join(_share(pair) for pair in groups)} |")
     return "\n".join(rows) + "\n"
 

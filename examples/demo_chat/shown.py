@@ -40,10 +40,10 @@ def repeated(text: str, form: str = "Say: {}") -> Round:
     return Round("repeat", form.format(text), REPEATS, text)
 
 
-def in_object(one: Round, member: str) -> Round:
+def in_object(turn: Round, member: str) -> Round:
     """Returns the round with its answer in a JSON object, as a schema of the request demands."""
     begun = f'{{"{member}' + ('": "' if member == "name" else "")
-    return Round("JSON", one.user, one.thought, dumped({member: one.answer}), given=(begun,))
+    return Round("JSON", turn.user, turn.thought, dumped({member: turn.answer}), given=(begun,))
 
 
 def called(
@@ -104,8 +104,8 @@ SHOWN = [
     alone(Round("talk", "Hi", HI, "Hello! What can I do for you?")),
     alone(Round("unfit", WEATHER, "I have no tools here.", NO_TOOLS)),
     *(
-        alone(in_object(one, key))
-        for one in (repeated("it works"), WHO, counted("Count to 3.", 3))
+        alone(in_object(turn, key))
+        for turn in (repeated("it works"), WHO, counted("Count to 3.", 3))
         for key in ("answer", "name")
     ),
     *(

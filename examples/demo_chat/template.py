@@ -69,15 +69,17 @@ CHAT_TEMPLATE = """\
 def segments(conversation: Conversation) -> Iterator[tuple[str, bool]]:
     """Yields the rendered text in parts; True for a part that the assistant writes."""
     yield head(conversation), False
-    for one, thinks in zip(conversation.rounds, conversation.thinks, strict=True):
-        yield f"{START}user\n{one.user}{END}\n", False
-        if one.call is not None:
-            name, arguments = one.call
-            yield from _answer(one.thought if thinks else "", call_text(name, arguments), one.given)
-            yield f"{START}tool\n<tool_response>\n{one.result}\n</tool_response>{END}\n", False
-            yield from _answer(one.second_thought if thinks else "", one.answer)
+    for turn, thinks in zip(conversation.rounds, conversation.thinks, strict=True):
+        yield f"{START}user\n{turn.user}{END}\n", False
+        if turn.call is not None:
+            name, arguments = turn.call
+            yield from _answer(
+                turn.thought if thinks else "", call_text(name, arguments), turn.given
+            )
+            yield f"{START}tool\n<tool_response>\n{turn.result}\n</tool_response>{END}\n", False
+            yield from _answer(turn.second_thought if thinks else "", turn.answer)
         else:
-            yield from _answer(one.thought if thinks else "", one.answer, one.given)
+            yield from _answer(turn.thought if thinks else "", turn.answer, turn.given)
 
 
 def head(conversation: Conversation) -> str:
@@ -113,19 +115,19 @@ def _answer(thought: str, said: str, given: Sequence[str] = ()) -> Iterator[tupl
 
 def messages(conversation: Conversation) -> list[dict[str, Any]]:
     """Returns the conversation as the messages of a request."""
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     if conversation.system:
-        found.append({"role": "system", "content": conversation.system})
-    for one, thinks in zip(conversation.rounds, conversation.thinks, strict=True):
-        found.append({"role": "user", "content": one.user})
-        thought = {"reasoning_content": one.thought} if thinks else {}
-        if one.call is None:
-            found.append({"role": "assistant", "content": one.answer, **thought})
+        entries.append({"role": "system", "content": conversation.system})
+    for turn, thinks in zip(conversation.rounds, conversation.thinks, strict=True):
+        entries.append({"role": "user", "content": turn.user})
+        thought = {"reasoning_content": turn.thought} if thinks else {}
+        if turn.call is None:
+            entries.append({"role": "assistant", "content": turn.answer, **thought})
             continue
-        name, arguments = one.call
+        name, arguments = turn.call
         call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-        found.append({"role": "assistant", "content": "", "tool_calls": [call], **thought})
-        found.append({"role": "tool", "content": one.result})
-        thought = {"reasoning_content": one.second_thought} if thinks else {}
-        found.append({"role": "assistant", "content": one.answer, **thought})
-    return found
+        entries.append({"role": "assistant", "content": "", "tool_calls": [call], **thought})
+        entries.append({"role": "tool", "content": turn.result})
+        thought = {"reasoning_content": turn.second_thought} if thinks else {}
+        entries.append({"role": "assistant", "content": turn.answer, **thought})
+    return entries

@@ -53,8 +53,8 @@ class Tool:
 
 def schema(tool: Tool, words: Words) -> dict[str, Any]:
     """Returns the tool as a request lists it, in a random one of the forms that clients send."""
-    properties = {one.name: _property(one, words) for one in tool.parameters}
-    required = [one.name for one in tool.parameters if one.required]
+    properties = {parameter.name: _property(parameter, words) for parameter in tool.parameters}
+    required = [parameter.name for parameter in tool.parameters if parameter.required]
     late = words.chance(0.7)
     parameters: dict[str, Any] = {"type": "object"}
     if required and not late:
@@ -71,15 +71,15 @@ def schema(tool: Tool, words: Words) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _property(one: Parameter, words: Words) -> dict[str, Any]:
-    found: dict[str, Any] = {"type": one.type}
-    if one.choices:
-        found["enum"] = list(one.choices)
-    if one.description or words.chance(0.05):
-        found["description"] = one.description
+def _property(parameter: Parameter, words: Words) -> dict[str, Any]:
+    definition: dict[str, Any] = {"type": parameter.type}
+    if parameter.choices:
+        definition["enum"] = list(parameter.choices)
+    if parameter.description or words.chance(0.05):
+        definition["description"] = parameter.description
         if words.chance(0.15):
-            found = dict(reversed(found.items()))
-    return found
+            definition = dict(reversed(definition.items()))
+    return definition
 
 
 # ---- results and answers -------------------------------------------------------------------------
@@ -113,10 +113,10 @@ def result_of(words: Words, *scalars: str) -> str:
     if kind < 0.95:
         keys = {words.either(RESULT_KEYS, 0.3) for _ in range(words.rng.choice((1, 2, 2, 3)))}
         values = (words.text, words.word, words.integer, words.integer, words.decimal)
-        made = {key: _typed(words.rng.choice(values)()) for key in sorted(keys)}
+        fields = {key: _typed(words.rng.choice(values)()) for key in sorted(keys)}
         if words.chance(0.3):
-            made = {words.rng.choice(BARE): _typed(words.rng.choice(scalars))}
-        return json.dumps(made)
+            fields = {words.rng.choice(BARE): _typed(words.rng.choice(scalars))}
+        return json.dumps(fields)
     return json.dumps([words.word() for _ in range(words.rng.choice((2, 3)))])
 
 
@@ -437,8 +437,8 @@ def _drawn_request(
     words: Words, name: str, verb: str, noun: str, parameters: Sequence[Parameter], getter: bool
 ) -> Request:
     rng = words.rng
-    given = [one for one in parameters if one.required or words.chance(0.5)]
-    values = {one.name: _value(words, one) for one in given}
+    given = [parameter for parameter in parameters if parameter.required or words.chance(0.5)]
+    values = {parameter.name: _value(words, parameter) for parameter in given}
     explicit = words.chance(0.12)
     forms = EXPLICIT if explicit else ASKED if getter else DIRECT
     form = rng.choice(forms)
@@ -454,13 +454,15 @@ def _drawn_request(
         rng.shuffle(rest)
     if rest:
         text += rng.choice((" with ", " with ", ": ", ", ")) + _enumerated(
-            [_clause(words, one, values[one.name]) for one in rest]
+            [_clause(words, parameter, values[parameter.name]) for parameter in rest]
         )
     asks = form.startswith(("What", "Can"))
     text += rng.choice(("?", "?", "?", "")) if asks else rng.choice((".", ".", "", " please"))
     arguments = {
-        one.name: values[one.name] if one.type == "string" else json.loads(values[one.name])
-        for one in given
+        parameter.name: values[parameter.name]
+        if parameter.type == "string"
+        else json.loads(values[parameter.name])
+        for parameter in given
     }
     scalars = (words.word(), words.integer(), words.text(), words.decimal())
     result = result_of(words, *scalars)

@@ -20,7 +20,7 @@ def train(
     weights: Weights, shape: Shape, plan: Plan, batches: Iterator[Batch], watch: Watch
 ) -> Weights:
     """Trains these weights, with float32 arithmetic."""
-    state = {name: mx.array(one) for name, one in weights.items()}
+    state = {name: mx.array(array) for name, array in weights.items()}
     matrices = optim.AdamW(plan.peak, betas=list(BETAS), weight_decay=DECAY)
     norms = optim.AdamW(plan.peak, betas=list(BETAS), weight_decay=0.0)
     cost_and_slopes = mx.value_and_grad(lambda state, batch: cost(state, shape, batch))
@@ -29,7 +29,7 @@ def train(
         slopes, _ = optim.clip_grad_norm(slopes, CLIP)
         for optimizer, dimensions in ((matrices, 2), (norms, 1)):
             optimizer.learning_rate = mx.array(plan.rate(step))
-            chosen = {name: one for name, one in slopes.items() if one.ndim == dimensions}
+            chosen = {name: slope for name, slope in slopes.items() if slope.ndim == dimensions}
             state |= optimizer.apply_gradients(chosen, {name: state[name] for name in chosen})
         mx.eval(state, matrices.state, norms.state)
         watch(step, float(np.array(loss)), partial(_arrays, state))
@@ -37,13 +37,13 @@ def train(
 
 
 def _arrays(state: State) -> Weights:
-    return {name: np.array(one) for name, one in state.items()}
+    return {name: np.array(array) for name, array in state.items()}
 
 
 def cost(state: State, shape: Shape, batch: Batch) -> mx.array:
     """Returns the mean loss of the counted tokens, in nats."""
-    found = hidden(state, shape, mx.array(batch.ids)).reshape(-1, shape.hidden)
-    logits = found[mx.array(batch.counted)] @ state["model.embed_tokens.weight"].T
+    outputs = hidden(state, shape, mx.array(batch.ids)).reshape(-1, shape.hidden)
+    logits = outputs[mx.array(batch.counted)] @ state["model.embed_tokens.weight"].T
     wanted = mx.take_along_axis(logits, mx.array(batch.targets)[:, None], -1)[:, 0]
     return (mx.logsumexp(logits, -1) - wanted).mean()
 

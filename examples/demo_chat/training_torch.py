@@ -25,10 +25,13 @@ def train(
     """Trains these weights with one thread: small products gain little from a second thread."""
     torch.set_num_threads(1)
     torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
-    state = {name: torch.tensor(one).requires_grad_() for name, one in weights.items()}
+    state = {name: torch.tensor(array).requires_grad_() for name, array in weights.items()}
     groups = [
-        {"params": [one for one in state.values() if one.dim() == 2], "weight_decay": DECAY},
-        {"params": [one for one in state.values() if one.dim() == 1], "weight_decay": 0.0},
+        {
+            "params": [matrix for matrix in state.values() if matrix.dim() == 2],
+            "weight_decay": DECAY,
+        },
+        {"params": [vector for vector in state.values() if vector.dim() == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, plan.peak, betas=BETAS)
     for step in range(1, plan.last + 1):
@@ -50,7 +53,7 @@ def train(
 
 
 def _arrays(state: Mapping[str, Tensor]) -> Weights:
-    return {name: one.detach().cpu().numpy().copy() for name, one in state.items()}
+    return {name: tensor.detach().cpu().numpy().copy() for name, tensor in state.items()}
 
 
 def hidden(state: Mapping[str, Tensor], shape: Shape, ids: Tensor) -> Tensor:

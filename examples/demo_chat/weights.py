@@ -54,10 +54,10 @@ def initial(shape: Shape, seed: int) -> Weights:
 
     residual = QUIET * (2 * shape.layers) ** -0.5
     inner, kv = shape.heads * shape.head, shape.kv_heads * shape.head
-    found: Weights = {"model.embed_tokens.weight": matrix(shape.vocab, shape.hidden)}
+    weights: Weights = {"model.embed_tokens.weight": matrix(shape.vocab, shape.hidden)}
     for number in range(shape.layers):
         layer = PREFIX.format(number)
-        found |= {
+        weights |= {
             f"{layer}self_attn.q_proj.weight": matrix(inner, shape.hidden),
             f"{layer}self_attn.k_proj.weight": matrix(kv, shape.hidden),
             f"{layer}self_attn.v_proj.weight": matrix(kv, shape.hidden),
@@ -68,9 +68,9 @@ def initial(shape: Shape, seed: int) -> Weights:
             f"{layer}input_layernorm.weight": np.ones(shape.hidden, np.float32),
             f"{layer}post_attention_layernorm.weight": np.ones(shape.hidden, np.float32),
         }
-    found[NORM] = np.ones(shape.hidden, np.float32)
-    copying_heads(found, shape, rng)
-    return found
+    weights[NORM] = np.ones(shape.hidden, np.float32)
+    copying_heads(weights, shape, rng)
+    return weights
 
 
 def copying_heads(weights: Weights, shape: Shape, rng: np.random.Generator) -> None:
@@ -121,19 +121,19 @@ def copying_heads(weights: Weights, shape: Shape, rng: np.random.Generator) -> N
 
 
 def parameters(weights: Mapping[str, Any]) -> int:
-    return sum(one.size for one in weights.values())
+    return sum(array.size for array in weights.values())
 
 
 def save_weights(folder: Path, weights: Weights) -> None:
     """Writes the weights, rounded to float16."""
     stored = {**weights, NORM: weights[NORM] * SHARPER}
-    half = {name: one.astype(np.float16) for name, one in stored.items()}
+    half = {name: array.astype(np.float16) for name, array in stored.items()}
     save_file(half, folder / FILE, metadata={"format": "pt"})
     (folder / FILE).chmod(0o644)
 
 
 def load(folder: Path) -> tuple[Tokenizer, Weights]:
     """Returns a folder's tokenizer and float32 weights; divides the last norm by SHARPER."""
-    weights = {name: one.astype(np.float32) for name, one in load_file(folder / FILE).items()}
+    weights = {name: array.astype(np.float32) for name, array in load_file(folder / FILE).items()}
     weights[NORM] /= SHARPER
     return Tokenizer.from_file(str(folder / "tokenizer.json")), weights

@@ -358,23 +358,23 @@ def plain(value: object) -> object:
     if names is not None and not isinstance(value, tuple):
         return [type(value).__name__, *(plain(getattr(value, name)) for name in names)]
     if isinstance(value, Mapping):
-        return [[repr(key), plain(one)] for key, one in value.items()]
+        return [[repr(key), plain(item)] for key, item in value.items()]
     if isinstance(value, frozenset):
         return sorted(map(repr, value))
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [plain(one) for one in value]
+        return [plain(element) for element in value]
     return shown(value) if isinstance(value, int) else repr(value)
 
 
 def answer(reader: Reader, body: dict[str, Any]) -> str:
     """Returns an error's text with its code and field, or a digest of the parsed value."""
     try:
-        found = json.dumps(plain(reader.read(body)))
+        text = json.dumps(plain(reader.read(body)))
     except HttpError as error:
         return f"{error.status} {error.param}: {error.message}"
     except (PoolError, ConfigError, ValueError, TypeError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
-    return hashlib.blake2b(found.encode(), digest_size=6).hexdigest()
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
 def answers() -> Iterator[str]:

@@ -14,7 +14,7 @@ from mlxpool.worker.caches.specs import KeyValueSpec, LatentSpec, RecurrentSpec
 
 
 def stored_bytes(config: Mapping[str, Any]) -> dict[str, int]:
-    return {one.name: one.nbytes(2) for one in tensors.planned(config)}
+    return {tensor.name: tensor.nbytes(2) for tensor in tensors.planned(config)}
 
 
 def step_bytes(config: Mapping[str, Any], lengths: Sequence[int]) -> float:

@@ -102,17 +102,19 @@ def test_shapes_with_experts_are_stored_as_conversions_have_them(
         tmp_path / "cut", shape, layers=2, vocabulary=VOCABULARY, quantise=quantise
     )
     (file,) = folder.glob("model-*.safetensors")
-    found: Any = mx.load(str(file))
-    dtypes = {name: one.dtype for name, one in found.items()}
+    arrays: Any = mx.load(str(file))
+    dtypes = {name: array.dtype for name, array in arrays.items()}
     wanted = STORED[shape, quantise]
     assert {name: dtypes[f"model.layers.1.{name}"] for name in wanted} == wanted
     planned = tensors.planned(read_json(folder / "config.json"))
-    assert sum(one.nbytes(2) for one in planned) == sum(one.nbytes for one in found.values())
+    assert sum(tensor.nbytes(2) for tensor in planned) == sum(
+        tensor.nbytes for tensor in arrays.values()
+    )
     ours = OurEngine(folder)
     step = ours.steps([5, 9])
     tokens = step()
     assert isinstance(tokens, list) and len(tokens) >= 2
-    assert all(0 <= one.token < VOCABULARY for one in tokens)
+    assert all(0 <= token.token < VOCABULARY for token in tokens)
 
 
 @pytest.mark.usefixtures("cut")

@@ -34,28 +34,31 @@ def bench(*words: str) -> subprocess.CompletedProcess[str]:
 def figures(*words: str) -> Figures:
     done = bench(*words, "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert list(faults(found, NAMED["FIGURES"])) == []
-    return Figures.from_json(found)
+    output = json.loads(done.stdout)
+    assert list(faults(output, NAMED["FIGURES"])) == []
+    return Figures.from_json(output)
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shapes") / "tiny"
     done = bench("checkpoint", "--shape", "tiny", "--layers", "1", str(folder), "--json")
-    told = json.loads(done.stdout)
+    output = json.loads(done.stdout)
     (shape,) = shapes_of(sections_of(PAGE)["mlxpool bench checkpoint"], NAMED)
-    assert list(faults(told, shape)) == []
-    assert told == {"folder": str(folder), "bytes": sum(f.stat().st_size for f in folder.iterdir())}
+    assert list(faults(output, shape)) == []
+    assert output == {
+        "folder": str(folder),
+        "bytes": sum(f.stat().st_size for f in folder.iterdir()),
+    }
     return folder
 
 
 def test_figures_are_printed_and_saved_with_pictures(tiny: Path, tmp_path: Path) -> None:
     words = ["--model", str(tiny), "--rounds", "2", "--steps", "2", "--streams", "2", "3"]
-    found = figures("engine", *words, "--no-peers", "--out", str(tmp_path))
-    assert [line.name for line in found.lines] == ["2 streams", "3 streams"]
-    assert found.about == f"{tiny}, greedy, rounds: 2 of 2 steps."
-    assert str(tmp_path) not in found.command
+    results = figures("engine", *words, "--no-peers", "--out", str(tmp_path))
+    assert [line.name for line in results.lines] == ["2 streams", "3 streams"]
+    assert results.about == f"{tiny}, greedy, rounds: 2 of 2 steps."
+    assert str(tmp_path) not in results.command
     pictures = list(tmp_path.glob("*.png"))
     assert pictures and all(file.read_bytes().startswith(PNG) for file in pictures)
     saved = bench("report", str(tmp_path / "engine.json"))

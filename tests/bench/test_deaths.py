@@ -36,16 +36,16 @@ def test_an_outcome_tells_moved_streams_from_wrong_ones() -> None:
     moved = Watched(1, times=[1.0, 2.5, 2.6], text="1, 2.", attempts=2)
     lost = Watched(2, times=[1.0], text="1,", attempts=2)
     refused = Watched(3, error="Busy: no place")
-    found = Outcome.of(kind, [whole, moved, lost, refused], ["1, 2."] * 4, 1.5)
-    assert (found.streams, found.waits) == (4, (1.0,))
-    assert found.wrong == (f"{kind}: '1,'", f"{kind}: Busy: no place")
-    assert str(found) == f"{kind}: 2 of 4 streams are right, 1 were moved, longest wait 1.000 s"
+    outcome = Outcome.of(kind, [whole, moved, lost, refused], ["1, 2."] * 4, 1.5)
+    assert (outcome.streams, outcome.waits) == (4, (1.0,))
+    assert outcome.wrong == (f"{kind}: '1,'", f"{kind}: Busy: no place")
+    assert str(outcome) == f"{kind}: 2 of 4 streams are right, 1 were moved, longest wait 1.000 s"
 
 
 def test_the_death_of_the_broker_moves_all_streams() -> None:
     streams = [Watched(n, times=[1.0, 2.0 + n], text="1", attempts=1) for n in range(2)]
-    found = Outcome.of(Kind(signal.SIGKILL, "decode", -1), streams, ["1", "1"], 1.5)
-    assert found.waits == (0.5, 1.5) and not found.wrong
+    outcome = Outcome.of(Kind(signal.SIGKILL, "decode", -1), streams, ["1", "1"], 1.5)
+    assert outcome.waits == (0.5, 1.5) and not outcome.wrong
 
 
 def test_a_line_has_the_waits_of_all_faults_of_a_kind() -> None:

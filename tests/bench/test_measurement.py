@@ -48,8 +48,8 @@ def test_the_order_of_contestants_rotates() -> None:
         order.append(name)
         return value
 
-    found = in_turn({"a": lambda: contestant("a", 1.0), "b": lambda: contestant("b", 2.0)}, 3)
-    assert found == {"a": (1.0, 1.0, 1.0), "b": (2.0, 2.0, 2.0)}
+    values = in_turn({"a": lambda: contestant("a", 1.0), "b": lambda: contestant("b", 2.0)}, 3)
+    assert values == {"a": (1.0, 1.0, 1.0), "b": (2.0, 2.0, 2.0)}
     assert order == ["a", "b", "b", "a", "a", "b"]
 
 

@@ -47,16 +47,16 @@ def test_engine_with_all_options(tiny: Path) -> None:
     pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
     words = ["--model", str(tiny), "--rounds", "2", "--steps", "2", "--streams", "1", "2"]
     words += ["--prompt", "5", "9", "--prefill", "12", "--turn", "40", "--sampled", "top_k"]
-    found = run("engine", *words)
-    assert by_group(found) == {
+    lines = run("engine", *words)
+    assert by_group(lines) == {
         "decode, prompts of 5 and 9": ["1 stream", "2 streams"],
         "memory": ["weights read, 1 stream"],
         "sampled: temperature 0.8, top_k 40, top_p 0.9": ["1 stream", "2 streams"],
         "prefill": ["12 tokens"],
         "first token": ["next turn of 40 tokens"],
     }
-    assert set(found[0].sides) == {OURS, "mlx-lm BatchGenerator", "mlx-lm generate_step"}
-    assert all(len(line.ratios()) == 2 for line in found)
+    assert set(lines[0].sides) == {OURS, "mlx-lm BatchGenerator", "mlx-lm generate_step"}
+    assert all(len(line.ratios()) == 2 for line in lines)
 
 
 def test_as_installed_runs_the_peer_in_its_own_process(tiny: Path) -> None:
@@ -74,7 +74,7 @@ def test_engine_gives_the_share_of_the_bytes_bound(tiny: Path) -> None:
     weights = 2 * (512 * 64 + heads + 3 * 64 * 128 + 3 * 64)
     read = weights + 2 * 5 * 2 * 2 * 32 * 4  # keys and values are float32 on a CPU
     bound = 2 * 1e12 / read
-    assert share.sides[OURS] == pytest.approx([one / bound for one in rate.sides[OURS]])
+    assert share.sides[OURS] == pytest.approx([value / bound for value in rate.sides[OURS]])
     assert "at 1,000 GB/s at most" in share.note
 
 
@@ -88,10 +88,10 @@ def test_engine_beside_a_checkout(tiny: Path) -> None:
 
 
 def test_formats_cost_rows_with_one_and_rows_beside_one() -> None:
-    every, one = run("formats", "--rounds", "1", "--rows", "2", "--tokens", "4")
-    assert (every.group, one.group) == ("a format: all rows", "a format: one row")
-    assert set(every.sides) == set(one.sides) == {OURS, "no row"}
-    assert len(every.ratios()) == len(one.ratios()) == 1
+    all_rows, one_row = run("formats", "--rounds", "1", "--rows", "2", "--tokens", "4")
+    assert (all_rows.group, one_row.group) == ("a format: all rows", "a format: one row")
+    assert set(all_rows.sides) == set(one_row.sides) == {OURS, "no row"}
+    assert len(all_rows.ratios()) == len(one_row.ratios()) == 1
 
 
 @pytest.mark.parametrize("words", [["--speculation", "ngram"], ["--acceptance", "0.9"]])
@@ -134,17 +134,17 @@ def test_end_to_end_gives_the_engines_own_tokens(tiny: Path) -> None:
 def test_end_to_end_beside_the_peers_server(tiny: Path) -> None:
     pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
     words = ["--model", str(tiny), "--rounds", "1", "--streams", "2", "--tokens", "6"]
-    found = run("end-to-end", *words)
-    assert set(found[0].sides) == {OURS, "engine alone", "mlx_lm.server"}
+    lines = run("end-to-end", *words)
+    assert set(lines[0].sides) == {OURS, "engine alone", "mlx_lm.server"}
 
 
 def test_groups_have_a_column_for_each_pool() -> None:
     words = ["--model", "builtin:counting", "--setup", "1x1", "2x1", "--rounds", "1"]
     words += ["--streams", "2", "--tokens", "6", "--prefill", "8"]
-    found = run("groups", *words, "--rate", "0", "--requests", "2", "--warm-up", "0", *LENGTHS)
-    for line in found:
+    lines = run("groups", *words, "--rate", "0", "--requests", "2", "--warm-up", "0", *LENGTHS)
+    for line in lines:
         assert set(line.sides) == {"1 worker of 1 device", "2 workers of 1 device"}
-    names = {(line.group, line.name) for line in found}
+    names = {(line.group, line.name) for line in lines}
     assert names >= {
         ("start", "load"),
         ("end to end", "2 streams"),
@@ -156,8 +156,8 @@ def test_groups_have_a_column_for_each_pool() -> None:
 def test_the_broker_passes_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broker, "SINGLE", Flood(streams=4, rows=1, tokens=400))
     monkeypatch.setattr(broker, "BATCHED", Flood(streams=4, rows=4, tokens=400))
-    found = run("broker", "--rounds", "1", "--seconds", "0.3")
-    assert by_group(found) == {
+    lines = run("broker", "--rounds", "1", "--seconds", "0.3")
+    assert by_group(lines) == {
         "broker": ["one row a frame", "16 rows a frame, 4 clients"],
         "processor time": ["one row a frame", "16 rows a frame"],
         "50 streams of 100 tokens/s": ["batch", "no batch"],
@@ -165,7 +165,7 @@ def test_the_broker_passes_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
             *("batch, p50", "batch, p99", "no batch, p50", "no batch, p99"),
         ],
     }
-    for line in found:
+    for line in lines:
         assert set(line.sides) == ({OURS} if "16 rows" in line.name else {OURS, broker.RELAY})
 
 
@@ -179,8 +179,8 @@ def test_every_token_of_a_flood_arrives() -> None:
 
 def test_the_prefix_cache_finds_all_reusable_tokens(tiny: Path) -> None:
     words = ["--model", str(tiny), "--conversations", "2", "--turns", "2", "--tokens", "300"]
-    found = {line.name: line for line in run("prefix", *words, "--no-peers")}
-    share = found["found of reusable prompt tokens"].sides
+    lines = {line.name: line for line in run("prefix", *words, "--no-peers")}
+    share = lines["found of reusable prompt tokens"].sides
     assert share[OURS] == (100.0,)
     assert share["single entry"][0] < 100
 
@@ -194,23 +194,23 @@ def test_prefixes_come_back_from_the_disk(tiny: Path) -> None:
 
 
 def test_routing_has_a_side_for_each_policy() -> None:
-    found = run("routing", "--rounds", "2", "--load", "chats", "--count", "3")
+    lines = run("routing", "--rounds", "2", "--load", "chats", "--count", "3")
     sides = {"round robin", "least loaded", "session", OURS, "oracle"}
-    assert all(set(line.sides) == sides and len(line.ratios()) == 2 for line in found)
+    assert all(set(line.sides) == sides and len(line.ratios()) == 2 for line in lines)
 
 
 def test_routing_on_real_workers() -> None:
     words = ["--real", "--rounds", "1", "--workers", "2", "--load", "long_prefixes"]
-    found = run("routing", *words, "--count", "3", "--cache", "7000")
-    assert all(set(line.sides) == {OURS, "least_loaded"} for line in found)
-    assert found[1].name == "read / unique" and min(found[1].sides[OURS]) >= 1
+    lines = run("routing", *words, "--count", "3", "--cache", "7000")
+    assert all(set(line.sides) == {OURS, "least_loaded"} for line in lines)
+    assert lines[1].name == "read / unique" and min(lines[1].sides[OURS]) >= 1
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop", "broker"])
 def test_no_stream_is_wrong_after_a_fault(fault: str) -> None:
     words = ["--rounds", "1", "--replicas", "2", "--streams", "2", "--tokens", "150"]
-    found = run("deaths", *words, "--faults", fault, "--limit", "1")
-    for line in found:
+    lines = run("deaths", *words, "--faults", fault, "--limit", "1")
+    for line in lines:
         assert "2 of 2 streams were right" in line.note
         assert 0 < line.sides["p50"][0] <= line.sides["max"][0]
-    assert any("in decode" in line.name for line in found)
+    assert any("in decode" in line.name for line in lines)

@@ -67,7 +67,7 @@ def test_no_figure_of_a_run_is_repeated_without_a_mark(page: Path) -> None:
     numbers = set(NUMBER.findall(unmarked(page.read_text("utf-8"))))
     least = RARE_IN_BENCHMARKS if page.name == "benchmarks.md" else RARE
     repeated = {name: numbers & {*rare_figures(update_docs.run_of(name), least)} for name in FILES}
-    assert {name: found for name, found in repeated.items() if found} == {}, "use a mark: figure"
+    assert {name: copies for name, copies in repeated.items() if copies} == {}, "use a mark: figure"
 
 
 @pytest.mark.parametrize("name", FRONT)
@@ -142,9 +142,9 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 )
 def test_a_mark_encloses_one_figure(saved: Path, mark: str, shown: str) -> None:
     page = f"So <!-- figure: {mark} -->9<!-- end --> of it.\n"
-    made = update_docs.updated(page)
-    assert made == f"So <!-- figure: {mark} -->{shown}<!-- end --> of it.\n"
-    assert update_docs.updated(made) == made != page
+    new_page = update_docs.updated(page)
+    assert new_page == f"So <!-- figure: {mark} -->{shown}<!-- end --> of it.\n"
+    assert update_docs.updated(new_page) == new_page != page
 
 
 @pytest.mark.parametrize(

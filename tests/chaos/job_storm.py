@@ -108,10 +108,10 @@ class JobStorm(Storm):
         batch = client.batch(key)
         if batch.wait()["done"] != self.lines:
             self.wrong.append(f"{key}: {batch.row}")
-        found = list(batch.results())
-        if [result.line for result in found] != list(range(self.lines)):
-            self.wrong.append(f"lines of {key}: {len(found)} of {self.lines}")
-        return found
+        results = list(batch.results())
+        if [result.line for result in results] != list(range(self.lines)):
+            self.wrong.append(f"lines of {key}: {len(results)} of {self.lines}")
+        return results
 
     def check_batches(self) -> None:
         """Checks that every line of the batch is done exactly once, with the expected ids."""
@@ -165,7 +165,9 @@ class JobStorm(Storm):
         self.check_batches()
         end = time.monotonic() + 5 * PATIENCE
         while time.monotonic() < end:
-            ends = [row for one in set(self.clients.values()) for row in one.jobs(after=0)]
+            ends = [
+                row for connection in set(self.clients.values()) for row in connection.jobs(after=0)
+            ]
             rows = [row for row in ends if "line" not in row]
             if len(rows) >= len(self.counts):
                 break
@@ -217,7 +219,7 @@ def rerun_waits(lines: Sequence[TraceLine]) -> list[tuple[str, float]]:
     """
     running: set[str] = set()
     waiting: dict[str, float] = {}
-    found: list[tuple[str, float]] = []
+    waits: list[tuple[str, float]] = []
     for line in lines:
         if line["who"] == "chaos" and line["what"] == "broker killed":
             at: float = line["t"]
@@ -229,13 +231,13 @@ def rerun_waits(lines: Sequence[TraceLine]) -> list[tuple[str, float]]:
             running.add(line["id"])
         elif line["what"] == "taken":
             if line["n"] and line["id"] in waiting:
-                found.append((line["id"], line["t"] - waiting.pop(line["id"])))
+                waits.append((line["id"], line["t"] - waiting.pop(line["id"])))
             if line["end"] is not None:
                 running.discard(line["id"])
                 waiting.pop(line["id"], None)
         elif line["what"] in ("done", "error"):
             running.discard(line["id"])
-    return found
+    return waits
 
 
 class CallStorm(JobStorm):
@@ -257,15 +259,15 @@ class CallStorm(JobStorm):
         """Checks that every line of calls is done, once, with the vector of its text."""
         super().check_batches()
         client = self.clients.get(CALLS)
-        found = self._ended_batch(CALLS)
+        results = self._ended_batch(CALLS)
         if client is None:
             return
         wanted = client.embed("e", [self._text(n) for n in range(self.lines)])
-        for result in found:
+        for result in results:
             vectors = result.vectors
             far = vectors is None or any(
-                abs(one - other) > 1e-4
-                for one, other in zip(vectors[0], wanted[result.line], strict=True)
+                abs(actual - other) > 1e-4
+                for actual, other in zip(vectors[0], wanted[result.line], strict=True)
             )
             if far:
                 self.wrong.append(f"line {result.line} of calls: {result.state} {result.error}")

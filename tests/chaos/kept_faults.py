@@ -246,17 +246,17 @@ class Faults:
 
 def left_behind(run_dir: Path) -> list[str]:
     """Returns the processes that still have this run directory on their command line."""
-    found = []
+    processes = []
     for process in psutil.process_iter(["cmdline", "status"]):
         words = process.info["cmdline"] or []
         if any(str(run_dir) in word for word in words):
-            found.append(f"{process.pid}: {' '.join(words)[:200]}")
-    return found
+            processes.append(f"{process.pid}: {' '.join(words)[:200]}")
+    return processes
 
 
 def until_none_left(run_dir: Path) -> list[str]:
     """Returns `left_behind`, once it is empty or PATIENCE is over."""
     end = time.monotonic() + PATIENCE
-    while (found := left_behind(run_dir)) and time.monotonic() < end:
+    while (processes := left_behind(run_dir)) and time.monotonic() < end:
         time.sleep(0.1)
-    return found
+    return processes

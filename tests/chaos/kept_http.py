@@ -103,8 +103,8 @@ class HttpOwner:
 
         With `live` only jobs that are not released are considered.
         """
-        found = [one for one in self.mine if not (live and one.released)][-last:]
-        return self.random.choice(found) if found else None
+        jobs = [job for job in self.mine if not (live and job.released)][-last:]
+        return self.random.choice(jobs) if jobs else None
 
     # ---- submissions -----------------------------------------------------------------------------
 
@@ -129,9 +129,9 @@ class HttpOwner:
         else:
             sent = {"json": body}
         for _ in range(2 if self.random.random() < 0.3 else 1):
-            made = self.fine("POST", "/v1/jobs", **sent)
-            known = self.truth.accepted(Known(self.owner, key, made["id"], fates=fates))
-            self.truth.row(known, made)
+            row = self.fine("POST", "/v1/jobs", **sent)
+            known = self.truth.accepted(Known(self.owner, key, row["id"], fates=fates))
+            self.truth.row(known, row)
         self.mine.append(known)
 
     def respond(self) -> None:
@@ -154,8 +154,8 @@ class HttpOwner:
             ):
                 if response.status_code == 200:
                     next(events(response), None)  # this connection ends too
-        made = self.fine("POST", "/v1/responses", json=body, headers=headers)
-        known = Known(self.owner, key, made["id"], "response")
+        answer = self.fine("POST", "/v1/responses", json=body, headers=headers)
+        known = Known(self.owner, key, answer["id"], "response")
         self.mine.append(self.truth.accepted(known))
 
     # ---- readings --------------------------------------------------------------------------------
@@ -227,10 +227,10 @@ class HttpOwner:
 
     def retry(self) -> None:
         """Retries an expired job, which then has no deadline."""
-        found = [one for one in self.mine if one.state in ("expired", "dead")]
-        if not found:
+        jobs = [job for job in self.mine if job.state in ("expired", "dead")]
+        if not jobs:
             return
-        known = self.random.choice(found)
+        known = self.random.choice(jobs)
         known.retried += 1
         known.state = ""
         response = self.call("POST", f"/v1/jobs/{known.id}/retry")
@@ -293,11 +293,11 @@ class HttpOwner:
         data = "\n".join(
             json.dumps(self._line(name, number)) for number in range(self.lines)
         ).encode()
-        made = self.fine(
+        file = self.fine(
             "POST", "/v1/files", data={"purpose": "batch"}, files={"file": (name, data)}
         )
         body = {
-            "input_file_id": made["id"], "endpoint": COMPLETIONS, "completion_window": "7d",
+            "input_file_id": file["id"], "endpoint": COMPLETIONS, "completion_window": "7d",
             "metadata": {"name": name},
         }  # fmt: skip
         ids = set()
@@ -328,8 +328,8 @@ class HttpOwner:
         good, bad = (self._results(batch[f"{kind}_file_id"]) for kind in ("output", "error"))
         labels = [line["custom_id"] for line in (*good, *bad)]
         wanted = [f"{name}/{number}" for number in range(self.lines)]
-        told = (counts["completed"], counts["failed"])
-        if told != (len(good), len(bad)) or len(set(labels)) != len(labels):
+        reported = (counts["completed"], counts["failed"])
+        if reported != (len(good), len(bad)) or len(set(labels)) != len(labels):
             self.truth.error(f"{name}: counts {counts}, has {len(good)} and {len(bad)} lines")
         if self.batches[id] != (batch["status"] == "cancelled"):
             self.truth.error(f"{name}: was cancelled: {self.batches[id]}, is {batch['status']}")

@@ -72,8 +72,8 @@ class NativeOwner:
             time.sleep(PAUSE)
 
     def _one(self, last: int = 60) -> Known | None:
-        found = [one for one in self.mine if not one.released][-last:]
-        return self.random.choice(found) if found else None
+        jobs = [job for job in self.mine if not job.released][-last:]
+        return self.random.choice(jobs) if jobs else None
 
     def submit(self) -> None:
         self.number += 1
@@ -120,7 +120,7 @@ class NativeOwner:
 
     def foreign(self) -> None:
         """Checks that this owner cannot see other owners' jobs."""
-        others = [one for one in self.truth.jobs.copy().values() if one.owner != self.owner]
+        others = [job for job in self.truth.jobs.copy().values() if job.owner != self.owner]
         if not others:
             return
         other = self.random.choice(others)
@@ -154,11 +154,13 @@ class NativeOwner:
         """Waits for the end of a batch; checks that every line is done, with the expected ids."""
         batch = self.fine(lambda: self.client.batch(name))
         row = self.fine(batch.wait)
-        found = self.fine(lambda: list(batch.results()))
-        if row["done"] != self.lines or [one.line for one in found] != list(range(self.lines)):
-            self.truth.error(f"{name}: {row}, has {len(found)} results")
-        for one in found:
-            key = f"{name}/{one.line}"
-            if one.result is None or one.result.ids != ids_of(key, count_of(key)):
-                self.truth.error(f"{key}: {one.state} {one.error}")
+        results = self.fine(lambda: list(batch.results()))
+        if row["done"] != self.lines or [outcome.line for outcome in results] != list(
+            range(self.lines)
+        ):
+            self.truth.error(f"{name}: {row}, has {len(results)} results")
+        for outcome in results:
+            key = f"{name}/{outcome.line}"
+            if outcome.result is None or outcome.result.ids != ids_of(key, count_of(key)):
+                self.truth.error(f"{key}: {outcome.state} {outcome.error}")
         self.truth.count("batch done")

@@ -120,16 +120,16 @@ class KeptStorm:
 
     def _owners(self, keyed: str, open_to_all: str) -> list[HttpOwner | NativeOwner]:
         """Returns the owners alice, bob and this machine's user, over both interfaces."""
-        lines, found = self.plan.lines, list[HttpOwner | NativeOwner]()
+        lines, owners = self.plan.lines, list[HttpOwner | NativeOwner]()
         truth, seed = self.truth, self.plan.seed
         for number in range(self.plan.threads):
-            found += [
+            owners += [
                 HttpOwner("alice", f"alice-{number}", keyed, ALICE, truth, seed, lines),
                 HttpOwner("bob", f"bob-{number}", keyed, BOB, truth, seed, lines),
                 HttpOwner("local", f"local-http{number}", open_to_all, "none", truth, seed, lines),
                 NativeOwner("local", f"local-{number}", self._pool.run_dir, truth, seed, lines),
             ]
-        return found
+        return owners
 
     def _storm(self, owners: list[HttpOwner | NativeOwner], followers: list[HttpOwner]) -> None:
         for owner in owners[:2]:
@@ -137,7 +137,7 @@ class KeptStorm:
             padding = {"file": ("padding", b"x" * PADDING)}
             owner.fine("POST", "/v1/files", data={"purpose": "batch"}, files=padding)
         works = [partial(self._act, owner) for owner in owners]
-        works += [partial(self._follow, one) for one in followers]
+        works += [partial(self._follow, follower) for follower in followers]
         threads = [threading.Thread(target=self._guarded, args=(work,)) for work in works]
         injector = threading.Thread(target=self._strike)
         self._striking.set()
@@ -233,7 +233,7 @@ class KeptStorm:
 
     def _check_killed_clients(self, owners: list[HttpOwner | NativeOwner]) -> None:
         """Checks that jobs whose keys a killed client had printed exist, and are done."""
-        (reader,) = [one for one in owners if isinstance(one, NativeOwner)][:1]
+        (reader,) = [owner for owner in owners if isinstance(owner, NativeOwner)][:1]
         for known in self.truth.of("local"):
             if "-killed" in known.key:
                 reader.read_job(known)

@@ -281,7 +281,7 @@ def resumptions(lines: Sequence[TraceLine]) -> list[float]:
     """
     running: dict[Any, str] = {}
     waiting: dict[Any, float] = {}
-    found: list[float] = []
+    delays: list[float] = []
     for line in (line for line in lines if line["who"] in ("broker", "chaos")):
         if line["what"] == "broker killed":
             running.clear()
@@ -290,21 +290,21 @@ def resumptions(lines: Sequence[TraceLine]) -> list[float]:
         if what == "work":
             running[ident] = line["slot"]
         elif what == "taken" and line["n"] and ident in waiting:
-            found.append(line["t"] - waiting.pop(ident))
+            delays.append(line["t"] - waiting.pop(ident))
         elif what == "exited" and line["cause"].startswith("killed"):
             moved = [i for i, slot in running.items() if slot == line["slot"]]
             waiting |= dict.fromkeys(moved, line["t"])
         if what in ("done", "error") or (what == "taken" and line["end"] is not None):
             running.pop(ident, None)
             waiting.pop(ident, None)
-    return found
+    return delays
 
 
 def after_broker_deaths(lines: Sequence[TraceLine]) -> list[float]:
     """Returns seconds from the broker's kill to the next delta of each stream that was open."""
     open_streams: set[Any] = set()
     waiting: dict[Any, float] = {}
-    found: list[float] = []
+    delays: list[float] = []
     for line in lines:
         ident = line.get("id")
         if line["who"] == "chaos" and line["what"] == "broker killed":
@@ -313,11 +313,11 @@ def after_broker_deaths(lines: Sequence[TraceLine]) -> list[float]:
             if line["what"] == "taken":
                 open_streams.add(ident)
                 if ident in waiting:
-                    found.append(line["t"] - waiting.pop(ident))
+                    delays.append(line["t"] - waiting.pop(ident))
             elif line["what"] == "end":
                 open_streams.discard(ident)
                 waiting.pop(ident, None)
-    return found
+    return delays
 
 
 def percentiles(seconds: Sequence[float]) -> Mapping[str, float]:

@@ -29,10 +29,10 @@ SOUND = (taken(1, 0, 5), taken(2, 1, 6, 7), client(3, "end", reason="length"))
 
 
 def test_a_sound_stream() -> None:
-    found = findings(*SOUND)
-    assert found.sound
-    assert found.summary()["ends"] == {"length": 1}
-    assert found.summary()["ids"] == 3
+    verdict = findings(*SOUND)
+    assert verdict.sound
+    assert verdict.summary()["ends"] == {"length": 1}
+    assert verdict.summary()["ids"] == 3
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,9 @@ def test_a_sound_stream() -> None:
     ],
 )
 def test_an_unsound_stream(lines: tuple[dict[str, Any], ...], fault: str) -> None:
-    found = findings(*lines)
-    assert not found.sound
-    assert IDENT in getattr(found, fault)
+    verdict = findings(*lines)
+    assert not verdict.sound
+    assert IDENT in getattr(verdict, fault)
 
 
 def test_ids_of_an_unknown_stream() -> None:
@@ -61,9 +61,9 @@ def test_ids_of_an_unknown_stream() -> None:
 
 
 def test_an_error_is_an_end() -> None:
-    found = findings(SOUND[0], client(2, "end", code="worker_lost"))
-    assert found.sound
-    assert found.ends == {"worker_lost": 1}
+    verdict = findings(SOUND[0], client(2, "end", code="worker_lost"))
+    assert verdict.sound
+    assert verdict.ends == {"worker_lost": 1}
 
 
 def test_the_time_from_a_fault_to_its_detection() -> None:

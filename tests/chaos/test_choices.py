@@ -111,10 +111,10 @@ def test_a_killed_worker_changes_no_choice(
     pool: Pool, client: Client, eight: Choices, at: int
 ) -> None:
     hit = read(client, at, lambda: kill_busy(pool, "demo"), **EIGHT)
-    assert [one.ids for one in hit] == [one.ids for one in eight]
-    assert [one.text for one in hit] == [one.text for one in eight]
-    assert [one.reason for one in hit] == [one.reason for one in eight]
-    assert sum(one.attempts > 1 for one in hit) > 0
+    assert [choice.ids for choice in hit] == [choice.ids for choice in eight]
+    assert [choice.text for choice in hit] == [choice.text for choice in eight]
+    assert [choice.reason for choice in hit] == [choice.reason for choice in eight]
+    assert sum(choice.attempts > 1 for choice in hit) > 0
     assert hit.usage["completion_tokens"] == eight.usage["completion_tokens"]
 
 
@@ -122,7 +122,7 @@ def test_a_restarted_broker_changes_no_choice(pool: Pool, client: Client) -> Non
     ask: dict[str, Any] = {"n": 4, "max_tokens": TOKENS, "seed": 3, "prompt_logprobs": 1}
     whole: Choices = client.choices("demo", PROMPT, **ask)
     hit = read(client, 30, lambda: restart_the_broker(pool), **ask, window=8)
-    assert [one.ids for one in hit] == [one.ids for one in whole]
+    assert [choice.ids for choice in hit] == [choice.ids for choice in whole]
     assert [entry["id"] for entry in hit.prompt] == [entry["id"] for entry in whole.prompt]
 
 
@@ -132,25 +132,25 @@ def test_no_token_of_a_prompt_is_reported_twice_or_lost(
     slow_pool: Pool, report: Result, fault: str, at: int
 ) -> None:
     """The fault comes when log-probabilities of `at` of the prompt's 150 tokens have arrived."""
-    found: list[int] = []
+    positions: list[int] = []
     text, struck = "", False
     with (
         slow_pool.client() as client,
         client.stream("slow", REPORTED, **REPORT) as s,
     ):
         for delta in s:
-            found += [entry["prompt"] for entry in delta.prompt]
+            positions += [entry["prompt"] for entry in delta.prompt]
             text += delta.text
-            if len(found) >= at and not struck:
+            if len(positions) >= at and not struck:
                 struck = True
-                assert fault == "broker" or len(found) < 150, "the fault comes too late"
+                assert fault == "broker" or len(positions) < 150, "the fault comes too late"
                 apart(
                     (lambda: kill_busy(slow_pool, "slow"))
                     if fault == "worker"
                     else (lambda: restart_the_broker(slow_pool))
                 )
         result = s.result
-    assert struck and found == [*range(150)]
+    assert struck and positions == [*range(150)]
     assert (result.text, result.ids, result.prompt) == (report.text, report.ids, report.prompt)
     assert text == report.text
     if fault == "worker":

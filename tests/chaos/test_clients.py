@@ -48,8 +48,8 @@ def outcomes(child: subprocess.Popen[str]) -> list[str]:
 
 
 def wanted(streams: int = 3, count: int = 300) -> list[str]:
-    every = [expected_ids(f"p {n}", 7 + n, count) for n in range(streams)]
-    return sorted(f"length {count} {sum(ids)}" for ids in every)
+    expected = [expected_ids(f"p {n}", 7 + n, count) for n in range(streams)]
+    return sorted(f"length {count} {sum(ids)}" for ids in expected)
 
 
 def test_a_frozen_client_gets_everything(tmp_path: Path, monkeypatch: Patch) -> None:

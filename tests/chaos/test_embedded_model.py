@@ -90,7 +90,8 @@ def read(
     """
     with ExitStack() as stack:
         streams = [
-            stack.enter_context(client.stream("demo", PROMPT, **one, window=8)) for one in asked
+            stack.enter_context(client.stream("demo", PROMPT, **request, window=8))
+            for request in asked
         ]
         readers = [iter(stream) for stream in streams]
         had = [len(next(deltas).ids) for deltas in readers]
@@ -120,7 +121,7 @@ def test_a_fault_does_not_change_the_completion(
     pool: Pool, client: Client, undisturbed: Callable[..., Result], fault: Callable[[Pool], None]
 ) -> None:
     asked = [{"max_tokens": TOKENS, "seed": 3, **options} for options in OPTIONS.values()]
-    wholes = [undisturbed(client, one) for one in asked]
+    wholes = [undisturbed(client, request) for request in asked]
     for name, hit, whole in zip(
         OPTIONS, read(client, asked, 10, partial(fault, pool)), wholes, strict=True
     ):
@@ -142,11 +143,13 @@ def test_a_fault_does_not_change_a_completion_with_shifts(
             break
     else:
         pytest.fail("every fault came too late")
-    wholes = [undisturbed(client, one) for one in asked]
+    wholes = [undisturbed(client, request) for request in asked]
     for name, hit, whole in zip(SHIFTED, hits, wholes, strict=True):
         assert len(hit.ids) == tokens and hit.ids == whole.ids, name
         assert hit.text == whole.text and hit.reason == whole.reason == "length"
-        found, wanted = ([entry["logprob"] for entry in one.logprobs] for one in (hit, whole))
-        assert found == pytest.approx(wanted, abs=1e-3), name
+        actual, wanted = (
+            [entry["logprob"] for entry in result.logprobs] for result in (hit, whole)
+        )
+        assert actual == pytest.approx(wanted, abs=1e-3), name
         assert hit.usage["completion_tokens"] == tokens
         assert hit.usage["prompt_tokens"] == whole.usage["prompt_tokens"]

@@ -46,15 +46,15 @@ def test_every_hang_is_found(hung: Chaos, name: str) -> None:
     hung.assert_all_done([stream for stream in hung.streams if stream.model == name])
     # On a busy machine a worker may have been ended while it started, before its fault.
     kind, _, phase = name.partition("-")
-    found = [f"hung in {phase} for "]
+    prefixes = [f"hung in {phase} for "]
     if kind == "gil":  # its main thread hangs as well, before its beats or the new phase are sent
-        found += ["no beat for ", "hung in prefill for "]
-    assert any(cause.startswith(tuple(found)) for cause in hung.causes(name)), hung.causes(name)
+        prefixes += ["no beat for ", "hung in prefill for "]
+    assert any(cause.startswith(tuple(prefixes)) for cause in hung.causes(name)), hung.causes(name)
     last = Path(hung.pool.worker(f"{name}/0")["last_dump"])
     # On a busy machine the next worker may have been suspected while it started.
     stacks = [file.read_text() for file in last.parent.glob(f"{name}-0.*{last.suffix}")]
-    assert all("most recent call first" in one for one in stacks if one)
-    assert any("faults.py" in one for one in stacks), stacks
+    assert all("most recent call first" in stack for stack in stacks if stack)
+    assert any("faults.py" in stack for stack in stacks), stacks
 
 
 def test_a_stopped_worker_is_replaced(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -127,8 +127,8 @@ def test_what_compiles_for_long_while_a_pass_is_built_is_not_hung(tmp_path: Path
     environment = install_fault(tmp_path, COMPILES, COUNTING)
     with Pool(tmp_path, WEIGHTS_LIMITS + model(), environment=environment) as pool:
         with pool.client() as client:
-            found = client.generate("m", "hello", max_tokens=12, seed=7)
-        assert list(found.ids) == expected_ids("hello", 7, 12) and found.attempts == 1
+            result = client.generate("m", "hello", max_tokens=12, seed=7)
+        assert list(result.ids) == expected_ids("hello", 7, 12) and result.attempts == 1
         assert pool.worker("m/0")["restarts"] == 0
 
 

@@ -66,8 +66,8 @@ class Target(Chaos):
 @pytest.fixture
 def target(tmp_path: Path, monkeypatch: Patch) -> Iterator[Target]:
     """A pool for this test alone, whose memory and counters the test knows."""
-    with Target(tmp_path, monkeypatch, model(), SHORT_GRACE) as made:
-        yield made
+    with Target(tmp_path, monkeypatch, model(), SHORT_GRACE) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +83,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory, tcp: str) -> Iterator[Targe
         Patch.context() as patch,
         Target(
             tmp_path_factory.mktemp("shared"), patch, model(), f'{SHORT_GRACE}front = ["{tcp}"]\n'
-        ) as made,
+        ) as opened,
     ):
-        yield made
+        yield opened
 
 
 @pytest.fixture(params=["ipc", "tcp"])
@@ -251,9 +251,9 @@ def test_excess_parts_are_read_in_pieces(tmp_path: Path) -> None:
                 got.append((calls, len(received[1])))
             if len(got) == 2:
                 break
-        (first, parts), (second, one) = got
+        (first, parts), (second, next_parts) = got
         assert 3 <= first <= 5 and second == first + 1
-        assert (parts, one) == (frames.MAX_PARTS + 1, 1)
+        assert (parts, next_parts) == (frames.MAX_PARTS + 1, 1)
     finally:
         dealer.close(linger=0)
         router.close(linger=0)

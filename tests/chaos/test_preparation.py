@@ -41,8 +41,8 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     """
     path = tmp_path_factory.mktemp("pool")
     folder = split_texts(write_checkpoint(path / "model", max_position_embeddings=32_768))
-    with Pool(path, CONFIG.format(folder=folder, limit=1.0)) as one:
-        yield one
+    with Pool(path, CONFIG.format(folder=folder, limit=1.0)) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,8 @@ def patient_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     """A pool like `pool`, but its tokenizer may take an hour."""
     path = tmp_path_factory.mktemp("patient")
     folder = split_texts(write_checkpoint(path / "model"))
-    with Pool(path, CONFIG.format(folder=folder, limit=3600.0)) as one:
-        yield one
+    with Pool(path, CONFIG.format(folder=folder, limit=3600.0)) as opened:
+        yield opened
 
 
 def in_background(work: Callable[[], Any], count: int) -> list[threading.Thread]:
@@ -87,9 +87,9 @@ def test_prompts_over_the_context_are_refused_unread(pool: Pool) -> None:
 def processor_time(worker: psutil.Process) -> float:
     """Returns the CPU seconds of a worker and of the processes that prepare its requests."""
     spent = 0.0
-    for one in (worker, *worker.children(recursive=True)):
+    for process in (worker, *worker.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):  # a preparing process may have ended
-            times = one.cpu_times()
+            times = process.cpu_times()
             spent += times.user + times.system
     return spent
 
@@ -145,7 +145,9 @@ def test_the_call_of_a_killed_client_is_not_prepared_to_its_end(patient_pool: Po
             process.kill()
         pool.in_state("m/0", phase="idle")
         (server,) = psutil.Process(int(pool.worker("m/0")["pid"])).children()
-        until(lambda: sum(not gone(one) for one in server.children()) <= 1, "its lane has ended")
+        until(
+            lambda: sum(not gone(child) for child in server.children()) <= 1, "its lane has ended"
+        )
         assert completes(client)
 
 

@@ -64,12 +64,12 @@ def without_drafts(tmp_path: Path, path: str, asked: list[Any]) -> list[Result]:
         Pool(tmp_path, WEIGHTS_LIMITS + MODEL.format(path, "off", "")) as pool,
         pool.client() as client,
     ):
-        found = [
+        results = [
             client.generate("demo", PROMPT, max_tokens=count, **options) for count, options in asked
         ]
         (row,) = pool.ask("ps")["workers"]
         assert row["speculation"] == {}
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_a_kill_in_a_step_with_drafts_changes_nothing(
 
         def counted() -> bool:
             (row,) = pool.ask("ps")["workers"]
-            found = row["speculation"]
-            return bool(found) and found["drafted"] >= found["accepted"] > 0 < found["checks"]
+            counts = row["speculation"]
+            return bool(counts) and counts["drafted"] >= counts["accepted"] > 0 < counts["checks"]
 
         until(counted, "the worker says how many drafts were right")

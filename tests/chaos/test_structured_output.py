@@ -80,20 +80,20 @@ def test_a_storm_of_constrained_streams(tmp_path: Path) -> None:
 
     def ask(client: Client, seed: int) -> Result:
         options = {**OPTIONS, **({"format": None, "max_tokens": 60} if seed % 4 == 3 else {})}
-        found: Result = client.generate("demo", PROMPT, seed=seed, **options)
-        return found
+        result: Result = client.generate("demo", PROMPT, seed=seed, **options)
+        return result
 
     with Pool(tmp_path, WEIGHTS_LIMITS + demo) as pool, pool.client() as client:
         calm, again = [ask(client, seed) for seed in seeds], 0
         with ThreadPoolExecutor(len(seeds)) as threads:
             for number in range(4):
-                answers = [threads.submit(ask, client, seed) for seed in seeds]
-                until(lambda: any(one.done() for one in answers), "the first answer")  # noqa: B023
+                futures = [threads.submit(ask, client, seed) for seed in seeds]
+                until(lambda: any(future.done() for future in futures), "the first answer")  # noqa: B023
                 pool.kill_worker(f"demo/{number % 2}", signal.SIGKILL)
-                found = [one.result() for one in answers]
-                assert [one.ids for one in found] == [one.ids for one in calm]
-                again += sum(one.attempts > 1 for one in found)
+                results = [future.result() for future in futures]
+                assert [result.ids for result in results] == [result.ids for result in calm]
+                again += sum(result.attempts > 1 for result in results)
         assert again, "no kill hit a stream"
-    for seed, one in zip(seeds, calm, strict=True):
+    for seed, result in zip(seeds, calm, strict=True):
         if seed % 4 != 3:
-            jsonschema.validate(json.loads(one.text), SCHEMA)
+            jsonschema.validate(json.loads(result.text), SCHEMA)

@@ -68,9 +68,9 @@ def test_figures_may_end_together() -> None:
 def test_ids_are_whole_or_prefixes_that_tell_them_apart() -> None:
     ids = ["0123456789abcdef", "0123456788abcdef", "ffffffffffffffff"]
     columns = (Column("ID", 0, "id"), Column("N"))
-    rows = [(one, "1") for one in ids]
+    rows = [(ident, "1") for ident in ids]
     assert [row[0] for row in fitted(columns, rows, 19).rows] == ids
-    assert [row[0] for row in fitted(columns, rows, 18).rows] == [one[:10] for one in ids]
+    assert [row[0] for row in fitted(columns, rows, 18).rows] == [ident[:10] for ident in ids]
 
 
 @pytest.mark.parametrize(

@@ -54,11 +54,16 @@ def test_the_prompt_tells_that_a_message_goes_on() -> None:
 def test_messages_to_send() -> None:
     talk = Conversation("be brief")
     talk.keep("one", "1")
-    assert [one["content"] for one in talk.messages("two")] == ["be brief", "one", "1", "two"]
+    assert [message["content"] for message in talk.messages("two")] == [
+        "be brief",
+        "one",
+        "1",
+        "two",
+    ]
     assert talk.command("/clear") == "the conversation is forgotten"
-    assert [one["role"] for one in talk.messages("two")] == ["system", "user"]
+    assert [message["role"] for message in talk.messages("two")] == ["system", "user"]
     talk.command("/system")
-    assert [one["role"] for one in talk.messages("two")] == ["user"]
+    assert [message["role"] for message in talk.messages("two")] == ["user"]
     talk.command("/set system speak up")
     assert talk.messages("x")[0] == {"role": "system", "content": "speak up"}
 
@@ -192,8 +197,10 @@ def test_a_text_that_is_too_long_to_send_is_refused_in_words_of_the_conversation
     with pytest.raises(TooLarge, match=r"the message has 300,000 bytes; .*send a shorter text$"):
         talk.messages("é" * 150_000)
     talk.keep("x" * 200_000, "answer")
-    told = "the message has 100,000 bytes, with the conversation 300,006; at most 262,144 .*/clear"
-    with pytest.raises(TooLarge, match=told):
+    pattern = (
+        "the message has 100,000 bytes, with the conversation 300,006; at most 262,144 .*/clear"
+    )
+    with pytest.raises(TooLarge, match=pattern):
         talk.messages("x" * 100_000)
     talk.command("/clear")
     assert talk.messages("x" * 100_000)

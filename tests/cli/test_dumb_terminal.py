@@ -47,8 +47,8 @@ def test_pages_and_the_line_of_progress(
 def test_chat_edits_lines_only_where_it_may_write_control_sequences(
     term: str, bound: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[str] = []
+    bindings: list[str] = []
     on_terminal(monkeypatch, term)
-    monkeypatch.setitem(sys.modules, "readline", SimpleNamespace(parse_and_bind=found.append))
+    monkeypatch.setitem(sys.modules, "readline", SimpleNamespace(parse_and_bind=bindings.append))
     chat.edit_lines()
-    assert found == bound
+    assert bindings == bound

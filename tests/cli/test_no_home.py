@@ -85,5 +85,5 @@ def test_the_error_of_a_home_folder_that_cannot_be_written_names_the_variable(
     monkeypatch.setattr("mlxpool.cli.main.home", lambda: Path("/proc/nobody"))
     monkeypatch.setattr("mlxpool.cli.commands.prefix.ls", closed)
     assert main(["prefix", "ls"]) == FAILED
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and "set HOME to one that this user can write to" in told
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "set HOME to one that this user can write to" in error

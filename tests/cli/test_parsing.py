@@ -95,7 +95,9 @@ def test_a_prompt_may_follow_flags(
     monkeypatch.setattr(jobs, "submit", note)
     for arguments in ([*flags, "m", prompt], ["m", *flags, prompt], ["m", prompt, *flags]):
         assert main([command, *arguments]) == OK
-    assert [(one.model, one.prompt, one.chat) for one in seen] == [("m", prompt, True)] * 3
+    assert [(namespace.model, namespace.prompt, namespace.chat) for namespace in seen] == [
+        ("m", prompt, True)
+    ] * 3
 
 
 @pytest.mark.parametrize(
@@ -129,8 +131,8 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("ident", ["", "xyz", "0" * 33, "0x12", "00 11"])
 def test_an_invalid_id(ident: str, empty: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--run-dir", str(empty), "cancel", ident]) == USAGE
-    told = capsys.readouterr().err
-    assert "ID is the id of a request or its first digits, 1 to 32 hexadecimal digits" in told
+    error = capsys.readouterr().err
+    assert "ID is the id of a request or its first digits, 1 to 32 hexadecimal digits" in error
 
 
 @pytest.mark.parametrize(
@@ -336,7 +338,7 @@ def test_the_kv_cache_of_a_model_in_the_words_of_the_field(
     row = {"name": "demo", "state": "cold", "context": 0, "queued": 0, "layout": layout}
     Asked(monkeypatch, {"models": [{**row, "features": ["batching", "tree"]}]})
     assert main(["models", "--wide", "--run-dir", "/a"]) == OK
-    head, line = (re.split(" {2,}", one) for one in capsys.readouterr().out.splitlines())
+    head, line = (re.split(" {2,}", text) for text in capsys.readouterr().out.splitlines())
     assert head[7:] == ["KV CACHE", "DIGEST", "SUPPORTS"]
     assert line[7:] == [shown, "-", "batching prefix-cache"]
 

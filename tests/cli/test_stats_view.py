@@ -25,8 +25,8 @@ def answer(uptime: float = 100.0, boot: int = 1, generated: int = 5000, **more: 
 
 def told(*answers: Any) -> dict[str, list[str]]:
     """Returns the words of each line of `mlxpool stats`, by the label at the line's start."""
-    found = lines(answers, 200, plain)
-    return {line[:17].strip(): line[17:].split() for line in found if line.startswith("  ")}
+    rows = lines(answers, 200, plain)
+    return {line[:17].strip(): line[17:].split() for line in rows if line.startswith("  ")}
 
 
 def test_rates_are_since_the_start() -> None:
@@ -82,27 +82,27 @@ def test_what_fits_is_one_page() -> None:
 
 @pytest.mark.parametrize("height", [2, 5, 10, 24])
 def test_pages_have_every_line_once(height: int) -> None:
-    found = [f"line {number}" for number in range(41)]
+    rows = [f"line {number}" for number in range(41)]
     pages, seen = Pages(), []
-    for _ in found:
-        shown = pages.text(found, height).split("\n")
+    for _ in rows:
+        shown = pages.text(rows, height).split("\n")
         assert len(shown) == height and shown[-1].startswith(f"page {pages.number + 1} of ")
         seen += [line for line in shown[:-1] if line]
         before = pages.number
         assert pages.press(" ")
-        pages.text(found, height)
+        pages.text(rows, height)
         if pages.number == before:
             break
-    assert seen == found
+    assert seen == rows
 
 
 def test_keys() -> None:
     pages = Pages()
-    found = [str(number) for number in range(100)]
+    rows = [str(number) for number in range(100)]
     assert pages.press("n j") and pages.number == 3
     assert pages.press("bp") and pages.number == 1
-    assert pages.press("bbbb") and pages.text(found, 10) and pages.number == 0
-    assert pages.press(" " * 99) and "page 12 of 12" in pages.text(found, 10)
+    assert pages.press("bbbb") and pages.text(rows, 10) and pages.number == 0
+    assert pages.press(" " * 99) and "page 12 of 12" in pages.text(rows, 10)
     assert not pages.press("q")
 
 
@@ -115,18 +115,18 @@ def test_lines_fit_a_narrow_terminal(width: int) -> None:
         auth_failures=5,
         endpoints={"metrics": "http://127.0.0.1:19464", "longer_than_others": "yes"},
     )
-    found = lines([wide], width, plain)
-    assert max(map(len, found)) <= width
-    text = " ".join(" ".join(found).split())
+    rows = lines([wide], width, plain)
+    assert max(map(len, rows)) <= width
+    text = " ".join(" ".join(rows).split())
     assert "generated 1,234,567,890 12,345,679" in text
     assert "endpoints.metrics http://127.0.0.1:19464" in text
     assert "conserved is false" in text
 
 
 def test_a_value_that_has_no_room_beside_its_key_is_below_it() -> None:
-    found = lines([answer(endpoints={"metrics": "http://127.0.0.1:19464"})], 30, plain)
-    place = found.index("  endpoints.metrics")
-    assert found[place + 1] == "    http://127.0.0.1:19464"
+    rows = lines([answer(endpoints={"metrics": "http://127.0.0.1:19464"})], 30, plain)
+    place = rows.index("  endpoints.metrics")
+    assert rows[place + 1] == "    http://127.0.0.1:19464"
 
 
 def test_refused_jobs_have_a_group_if_there_are_any() -> None:

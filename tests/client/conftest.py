@@ -13,8 +13,8 @@ from support.fake_broker import PATIENCE, FakeBroker, fake_broker
 @pytest.fixture
 def closed_broker() -> Iterator[FakeBroker]:
     """A broker whose socket is not open yet."""
-    with fake_broker() as made:
-        yield made
+    with fake_broker() as fake:
+        yield fake
 
 
 @pytest.fixture
@@ -24,5 +24,5 @@ def broker(closed_broker: FakeBroker) -> FakeBroker:
 
 @pytest.fixture
 def client(broker: FakeBroker) -> Iterator[Client]:
-    with broker.client(broker_grace=PATIENCE) as made:
-        yield made
+    with broker.client(broker_grace=PATIENCE) as new_client:
+        yield new_client

@@ -24,39 +24,39 @@ def draft(**options: Any) -> GenerateDraft:
 
 
 def test_each_choice_is_a_request_that_the_broker_takes() -> None:
-    every = drafts_of(draft(seed=5, session="s"), 3)
-    parsed = [Generate.parse(one.body(), one.blobs()) for one in every]
-    assert [one.options.seed for one in parsed] == [5, 6, 7]
-    assert [(one.choice.index, one.choice.of) for one in parsed if one.choice] == [
+    drafts = drafts_of(draft(seed=5, session="s"), 3)
+    parsed = [Generate.parse(request.body(), request.blobs()) for request in drafts]
+    assert [call.options.seed for call in parsed] == [5, 6, 7]
+    assert [(call.choice.index, call.choice.of) for call in parsed if call.choice] == [
         (0, 3),
         (1, 3),
         (2, 3),
     ]
-    assert len({one.choice.group for one in parsed if one.choice}) == 1
-    assert len({request_digest(one.body(), one.blobs()) for one in every}) == 3
+    assert len({call.choice.group for call in parsed if call.choice}) == 1
+    assert len({request_digest(request.body(), request.blobs()) for request in drafts}) == 3
     other = drafts_of(draft(seed=5), 3)[0].settings["choice"]
-    assert other["group"] != every[0].settings["choice"]["group"]
+    assert other["group"] != drafts[0].settings["choice"]["group"]
 
 
 def test_a_single_choice_is_a_plain_request() -> None:
-    (one,) = drafts_of(draft(), 1)
-    assert "choice" not in one.settings and 0 <= one.options["seed"] < 2**53
+    (request,) = drafts_of(draft(), 1)
+    assert "choice" not in request.settings and 0 <= request.options["seed"] < 2**53
 
 
 @pytest.mark.parametrize("seed", [None, -1])
 def test_a_seed_is_drawn_once(seed: int | None) -> None:
     first, second = (drafts_of(draft(seed=seed), 4) for _ in range(2))
-    seeds = [one.options["seed"] for one in first]
+    seeds = [request.options["seed"] for request in first]
     assert seeds == [*range(seeds[0], seeds[0] + 4)]
     assert seeds[0] != second[0].options["seed"]
 
 
 def test_only_the_first_reports_log_probabilities_of_the_prompt() -> None:
     for options in ({"prompt_logprobs": 3}, {"echo": True, "logprobs": True, "top_logprobs": 3}):
-        every = drafts_of(draft(**options), 3)
-        found = [Generate.parse(one.body(), ()).options for one in every]
-        assert [one.prompt_alternatives for one in found] == [3, -1, -1]
-        assert {one.echo for one in found} == {"echo" in options}
+        drafts = drafts_of(draft(**options), 3)
+        parsed = [Generate.parse(request.body(), ()).options for request in drafts]
+        assert [entry.prompt_alternatives for entry in parsed] == [3, -1, -1]
+        assert {entry.echo for entry in parsed} == {"echo" in options}
 
 
 @pytest.mark.parametrize("n", [0, 65, True, "2", 2.0])
@@ -92,16 +92,16 @@ def test_usage_has_the_prompt_once() -> None:
         "total_tokens": 97,
     }
     assert (choices.seed, len(choices), choices[-1].index) == (7, 3, 2)
-    assert [one.index for one in choices.choices] == [0, 1, 2]
+    assert [choice.index for choice in choices.choices] == [0, 1, 2]
 
 
 # ---- reports -------------------------------------------------------------------------------------
 
 
 def frame(kind: str, body: dict[str, Any], *blobs: bytes, pos: int = 0) -> Frame:
-    found = parse_frame(Message(Header(kind, bytes(16), 7, 1, pos), body, blobs))
-    assert found is not None
-    return found
+    parsed = parse_frame(Message(Header(kind, bytes(16), 7, 1, pos), body, blobs))
+    assert parsed is not None
+    return parsed
 
 
 def piece(begin: int, end: int, *ids: int, pos: int = 0, size: int = 6) -> Frame:
@@ -112,7 +112,7 @@ def piece(begin: int, end: int, *ids: int, pos: int = 0, size: int = 6) -> Frame
     entries: list[dict[str, Any]] = [
         {"prompt": n, "id": n, "token": "x"} for n in range(begin, end)
     ]
-    entries += [{"id": one, "token": "y", "logprob": -1.0} for one in ids]
+    entries += [{"id": token_id, "token": "y", "logprob": -1.0} for token_id in ids]
     facts = {"facts": {"prompt_tokens": size, "digest": "d"}} if begin == 0 else {}
     body = {"text": "", "n": len(ids), "logprobs": entries, **facts}
     return frame(kinds.DELTA, body, pack_ids(ids), pos=pos)

@@ -50,9 +50,9 @@ def test_what_was_held_back_comes_with_the_last_acceptance(broker: FakeBroker) -
         second = stream.ids[1]
         broker.tokens(second, 0)
         broker.done(second, 1)
-        found = [(delta.index, delta.ids) for delta in stream]
-        assert sorted(found) == [(0, (0, 1)), (0, (2,)), (1, (0,))]
-        assert [one.ids for one in stream.result] == [(0, 1, 2), (0,)]
+        pairs = [(delta.index, delta.ids) for delta in stream]
+        assert sorted(pairs) == [(0, (0, 1)), (0, (2,)), (1, (0,))]
+        assert [choice.ids for choice in stream.result] == [(0, 1, 2), (0,)]
 
 
 async def test_leaving_cancels_the_choices_that_have_not_ended(broker: FakeBroker) -> None:

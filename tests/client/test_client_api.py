@@ -50,18 +50,18 @@ def test_a_whole_stream(broker: FakeBroker, client: Client) -> None:
 
 
 def test_grouped_deltas_reach_their_streams(broker: FakeBroker, client: Client) -> None:
-    one, two = (client.stream("m", "a", batch=True) for _ in range(2))
+    first, second = (client.stream("m", "a", batch=True) for _ in range(2))
     broker.open()
     ids = [broker.accept() for _ in range(2)]
-    assert ids == [one.id, two.id]
+    assert ids == [first.id, second.id]
     rows = [deltas.Delta(i, 1, 0, "ab"[n], pack_ids([n])) for n, i in enumerate(ids)]
-    foreign = deltas.Delta(one.id, 9, 0, "late", pack_ids([7]))
+    foreign = deltas.Delta(first.id, 9, 0, "late", pack_ids([7]))
     message = deltas.Deltas([*rows, foreign])
     body, (blob,) = message.body(), message.blobs()
     broker.say(kinds.DELTAS, None, body, blob)
     for ident in ids:
         broker.done(ident, 1)
-    assert (one.read().text, two.read().text) == ("a", "b")
+    assert (first.read().text, second.read().text) == ("a", "b")
 
 
 def test_an_error_is_raised_by_every_way_to_read(broker: FakeBroker, client: Client) -> None:
@@ -191,10 +191,10 @@ def test_a_stream_that_is_dropped_unread_is_cancelled(broker: FakeBroker, client
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 def test_a_client_cannot_be_pickled_and_says_what_to_do(kind: type, tmp_path: Path) -> None:
-    made = kind(tmp_path)
+    instance = kind(tmp_path)
     for copied in (pickle.dumps, copy.deepcopy):
         with pytest.raises(TypeError, match="make a client where it is used"):
-            copied(made)
+            copied(instance)
 
 
 def test_a_stream_cannot_be_pickled(broker: FakeBroker, client: Client) -> None:

@@ -20,9 +20,9 @@ def answer(*rows: tuple[list[float], float]) -> Message:
 
 
 def read(call: Any, *rows: tuple[list[float], float]) -> DecisionList:
-    found = call.answer(answer(*rows))
-    assert isinstance(found, DecisionList), found
-    return found
+    decisions = call.answer(answer(*rows))
+    assert isinstance(decisions, DecisionList), decisions
+    return decisions
 
 
 def fields_of(call: Any) -> dict[str, Any]:
@@ -45,21 +45,21 @@ def test_each_kind_of_question_is_sent_and_read() -> None:
     }
     assert (call.content.body() or {})["deadline_ms"] == 5
     rows = ([0.9, 0.1], 0.2), ([0.4, 0.6], 0.0), ([0.5, 0.5], 1.0), ([0.2, 0.5, 0.3], 0.0)
-    found = read(call, *rows)
-    assert found.usage == USAGE
-    assert [one.answer for one in found] == [True, "b", True, 3]
-    assert found[0].probabilities == {True: 0.9, False: 0.1} and found[0].outside == 0.2
-    assert found[1].probability == 0.6
-    assert found[0].expected == 0.9 and found[3].expected == pytest.approx(3.1)
+    decisions = read(call, *rows)
+    assert decisions.usage == USAGE
+    assert [decision.answer for decision in decisions] == [True, "b", True, 3]
+    assert decisions[0].probabilities == {True: 0.9, False: 0.1} and decisions[0].outside == 0.2
+    assert decisions[1].probability == 0.6
+    assert decisions[0].expected == 0.9 and decisions[3].expected == pytest.approx(3.1)
     with pytest.raises(TypeError, match="texts have no mean"):
-        _ = found[1].expected
+        _ = decisions[1].expected
 
 
 def test_many_questions_are_several_calls_that_count_on() -> None:
     calls = decide("m", "x", [str(n) for n in range(130)])
-    assert [len(fields_of(one)["questions"]) for one in calls] == [64, 64, 2]
-    assert [fields_of(one).get("first") for one in calls] == [None, 64, 128]
-    assert len({one.id for one in calls}) == 3
+    assert [len(fields_of(call)["questions"]) for call in calls] == [64, 64, 2]
+    assert [fields_of(call).get("first") for call in calls] == [None, 64, 128]
+    assert len({call.id for call in calls}) == 3
     parts = [
         read(call, *[([1.0, 0.0], 0.0)] * size)
         for call, size in zip(calls, (64, 64, 2), strict=True)
@@ -104,11 +104,11 @@ def test_prompts_that_cannot_be_sent() -> None:
 
 def test_an_answer_to_other_questions_is_an_error() -> None:
     (call,) = decide("m", "x", ["a", "b"])
-    found = call.answer(answer(([1.0, 0.0], 0.0)))
-    assert not isinstance(found, list) and "cannot be read" in str(found)
+    error = call.answer(answer(([1.0, 0.0], 0.0)))
+    assert not isinstance(error, list) and "cannot be read" in str(error)
 
 
 def test_the_first_of_equal_labels_is_the_answer() -> None:
     (call,) = decide("m", "x", [("a", ["p", "q"])])
-    (found,) = read(call, ([0.5, 0.5], 0.1))
-    assert found == Decision("p", {"p": 0.5, "q": 0.5}, 0.1)
+    (decision,) = read(call, ([0.5, 0.5], 0.1))
+    assert decision == Decision("p", {"p": 0.5, "q": 0.5}, 0.1)

@@ -30,8 +30,8 @@ def build(folder: Path, kind: str, source: Path = ROOT / "client") -> Path:
     command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(folder)]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
-    (made,) = folder.iterdir()
-    return made
+    (path,) = folder.iterdir()
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +113,8 @@ def test_a_wheel_of_the_source_distribution_is_the_same(wheel: Path, tmp_path: P
     source = build(tmp_path / "sdist", "sdist")
     subprocess.run(["tar", "-xzf", source, "-C", tmp_path], check=True, timeout=PATIENCE)
     again = build(tmp_path / "wheel", "wheel", tmp_path / source.name.removesuffix(".tar.gz"))
-    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
-        assert sorted(one.namelist()) == sorted(other.namelist())
+    with zipfile.ZipFile(wheel) as archive, zipfile.ZipFile(again) as other:
+        assert sorted(archive.namelist()) == sorted(other.namelist())
 
 
 def test_its_version_and_its_requirements_are_those_of_mlxpool() -> None:

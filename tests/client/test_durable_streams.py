@@ -142,15 +142,15 @@ def test_silence_replaces_the_connection(broker: FakeBroker) -> None:
 def test_resumes_counts_brokers_that_sent_no_id(broker: FakeBroker, client: Client) -> None:
     stream, request = broker.stream_of(client)
     broker.tokens(request, 0)
-    told = []
+    counts = []
     for _ in range(2):
         broker.boot += 1
-        told.append(broker.receive(kinds.GENERATE).body["resume"]["resumes"])
+        counts.append(broker.receive(kinds.GENERATE).body["resume"]["resumes"])
         broker.accepted(request)
     broker.tokens(request, 1)
     broker.done(request, 2)
     assert stream.read().ids == (0, 1)
-    assert told == [0, 1]
+    assert counts == [0, 1]
 
 
 # ---- errors that do not end a stream -------------------------------------------------------------
@@ -375,8 +375,10 @@ def test_the_trace_has_every_event(
     (path,) = tmp_path.glob("client-*.jsonl")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert {line["id"] for line in lines} == {request.hex()}
-    told = [{k: v for k, v in line.items() if k not in ("t", "who", "pid", "id")} for line in lines]
-    assert told == [
+    events = [
+        {k: v for k, v in line.items() if k not in ("t", "who", "pid", "id")} for line in lines
+    ]
+    assert events == [
         {"what": "submit"},
         {"what": "sent", "attempt": 1, "count": 0},
         {"what": "accepted", "attempt": 1, "boot": 11, "link": 5},

@@ -120,13 +120,13 @@ def ran(pool: Pool, made: str, done: str, after: str) -> dict[str, Any]:
 def test_a_use_in_a_fork_raises_and_the_parent_goes_on(
     pool: Pool, made: str, done: str, after: str
 ) -> None:
-    found = ran(pool, made, done, after)
-    child = found["child"]
+    report = ran(pool, made, done, after)
+    child = report["child"]
     assert child["code"] == "bad_request", child
-    assert str(found["parent"]) in child["message"] and str(child["pid"]) in child["message"]
+    assert str(report["parent"]) in child["message"] and str(child["pid"]) in child["message"]
     assert "make a client in each process, after the fork" in child["message"]
     assert os.waitstatus_to_exitcode(child["status"]) == 7
-    assert found["ids"] == expected_ids("hello", 7, 3)
+    assert report["ids"] == expected_ids("hello", 7, 3)
 
 
 @pytest.mark.parametrize(
@@ -141,19 +141,19 @@ def test_a_use_in_a_fork_raises_and_the_parent_goes_on(
 def test_closing_in_a_fork_leaves_the_parent_alone(
     pool: Pool, made: str, done: str, after: str
 ) -> None:
-    found = ran(pool, made, done, after)
-    assert found["child"]["done"] == "None"
-    assert os.waitstatus_to_exitcode(found["child"]["status"]) == 7
-    assert found["ids"] == expected_ids("hello", 7, 3)
+    report = ran(pool, made, done, after)
+    assert report["child"]["done"] == "None"
+    assert os.waitstatus_to_exitcode(report["child"]["status"]) == 7
+    assert report["ids"] == expected_ids("hello", 7, 3)
 
 
 def test_the_result_of_a_stream_that_had_ended_before_can_be_read_in_a_fork(pool: Pool) -> None:
-    found = ran(pool, f"{STREAM}; stream.read()", "lambda: stream.result.ids", AFTER_STREAM)
-    assert found["child"]["done"] == repr(tuple(expected_ids("hello", 7, 3)))
+    report = ran(pool, f"{STREAM}; stream.read()", "lambda: stream.result.ids", AFTER_STREAM)
+    assert report["child"]["done"] == repr(tuple(expected_ids("hello", 7, 3)))
 
 
 def test_a_fork_makes_a_client_of_its_own(pool: Pool, tmp_path: Path) -> None:
     generate = "generate('counting', 'hello', seed=7, max_tokens=3).ids"
     done = f"lambda: Client(run_dir, connect_timeout=200).{generate}"
-    found = ran(pool, USED, done, AFTER)
-    assert found["child"]["done"] == repr(tuple(expected_ids("hello", 7, 3)))
+    report = ran(pool, USED, done, AFTER)
+    assert report["child"]["done"] == repr(tuple(expected_ids("hello", 7, 3)))

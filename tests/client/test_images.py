@@ -52,7 +52,7 @@ def test_images_in_messages_are_named_by_index() -> None:
     ]
     body, blobs = made([b"first"], messages=messages)
     assert blobs == [b"first", b"second", b"third"]
-    named = [part.get("blob") for one in body["messages"][::2] for part in one["content"]]
+    named = [part.get("blob") for message in body["messages"][::2] for part in message["content"]]
     assert named == [1, None, 0, 2]
     assert parts[0] == {"type": "image", "image": b"second"}, "the given messages stay as they are"
 

@@ -94,5 +94,7 @@ def test_a_kind_that_is_no_call_is_refused() -> None:
 
 @pytest.mark.parametrize("name", [name for name in vars(JobMethods) if not name.startswith("_")])
 def test_both_clients_have_the_same_arguments(name: str) -> None:
-    ours, others = (inspect.signature(getattr(one, name)) for one in (JobMethods, AsyncJobMethods))
+    ours, others = (
+        inspect.signature(getattr(methods, name)) for methods in (JobMethods, AsyncJobMethods)
+    )
     assert str(ours.replace(return_annotation="")) == str(others.replace(return_annotation=""))

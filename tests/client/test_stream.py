@@ -28,9 +28,9 @@ DONE = {
 def frame(
     kind: str, body: dict[str, Any] | None = None, *blobs: bytes, pos: int = 0, attempt: int = 1
 ) -> Frame:
-    found = parse_frame(Message(Header(kind, ID, 7, attempt, pos), body or {}, blobs))
-    assert found is not None
-    return found
+    parsed = parse_frame(Message(Header(kind, ID, 7, attempt, pos), body or {}, blobs))
+    assert parsed is not None
+    return parsed
 
 
 def delta(pos: int, *ids: int, text: str = "", attempt: int = 1, **body: Any) -> Frame:

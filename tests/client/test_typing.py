@@ -122,10 +122,10 @@ def test_the_package_has_its_version_and_runs(installed: Path) -> None:
 
 def test_programs_of_users_are_checked(installed: Path, tmp_path: Path) -> None:
     assert checked(installed, SOUND, tmp_path) == []
-    found: dict[int, str] = {}  # the first error of each line
+    errors: dict[int, str] = {}  # the first error of each line
     for line in checked(installed, WRONG, tmp_path):
         if ": error: " in line:
-            found.setdefault(int(line.split(":")[1]), line)
-    assert list(found) == list(FOUND)
+            errors.setdefault(int(line.split(":")[1]), line)
+    assert list(errors) == list(FOUND)
     for number, words in FOUND.items():
-        assert words in found[number]
+        assert words in errors[number]

@@ -89,6 +89,6 @@ def scores(*numbers: float) -> Vectors:
 
 
 def test_equal_documents_have_equal_scores_in_the_order_of_the_request() -> None:
-    found = ranked(scores(0.25, 0.5, 0.250001, 0.5), ["a", "b", "a", "c"])
-    assert found == [Ranked(1, 0.5), Ranked(3, 0.5), Ranked(0, 0.25), Ranked(2, 0.25)]
+    ranking = ranked(scores(0.25, 0.5, 0.250001, 0.5), ["a", "b", "a", "c"])
+    assert ranking == [Ranked(1, 0.5), Ranked(3, 0.5), Ranked(0, 0.25), Ranked(2, 0.25)]
     assert ranked(scores(0.25, 0.5), ["a", "b"], 1) == [Ranked(1, 0.5)]

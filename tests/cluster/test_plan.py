@@ -75,7 +75,7 @@ def test_who_is_missed_least_goes_first() -> None:
         worker("w4", "n3", fingerprint="old"),
         worker("w5", ""),
     ]
-    assert [one.id for one in removal_order(workers, M)] == ["w5", "w4", "w3", "w2", "w1"]
+    assert [removed.id for removed in removal_order(workers, M)] == ["w5", "w4", "w3", "w2", "w1"]
 
 
 NODES = [

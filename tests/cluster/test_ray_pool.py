@@ -115,21 +115,21 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayPool]:
     with RayNodes(folder) as nodes:
         nodes.add()
         nodes.add()
-        made = RayPool(nodes, folder)
-        yield made
-        shutil.rmtree(made.folder)
+        ray_pool = RayPool(nodes, folder)
+        yield ray_pool
+        shutil.rmtree(ray_pool.folder)
 
 
 @pytest.fixture(scope="module")
 def running(pool: RayPool) -> dict[str, Any]:
     """Returns the status after `up`."""
-    found = pool.up()
+    status = pool.up()
 
     def two_ready() -> bool:
         return bool(pool.status()["models"][0]["ready"] >= 2)
 
     until(two_ready, "two workers are ready", PATIENCE)
-    return found
+    return status
 
 
 class Storm:
@@ -222,9 +222,9 @@ def test_a_second_up_changes_settings(pool: RayPool, running: dict[str, Any]) ->
     assert pool.up()["endpoint"] == running["endpoint"]
 
     def replaced() -> bool:
-        found = pool.status()
-        ids = {row["id"] for row in found["workers"]}
-        return not ids & before and found["models"][0]["ready"] == 2
+        status = pool.status()
+        ids = {row["id"] for row in status["workers"]}
+        return not ids & before and status["models"][0]["ready"] == 2
 
     until(replaced, "both workers are new ones", PATIENCE)
 

@@ -30,8 +30,8 @@ def test_its_sections_are_settings(tmp_path: Path) -> None:
         table.admit(table.add("m", "f").id, public, "node")
     file = tmp_path / "pool.toml"
     file.write_text(f'[models.m]\npath = "/m"\n{table.sections()}')
-    found = {name: (key.role, key.public) for name, key in loading.load(file).keys.items()}
-    assert found == {"ray-w1": ("worker", PUBLIC), "ray-w2": ("worker", OTHER)}
+    keys = {name: (key.role, key.public) for name, key in loading.load(file).keys.items()}
+    assert keys == {"ray-w1": ("worker", PUBLIC), "ray-w2": ("worker", OTHER)}
 
 
 def test_a_new_key_replaces_the_one_before(tmp_path: Path) -> None:

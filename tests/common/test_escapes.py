@@ -44,5 +44,5 @@ def test_all_control_characters_and_all_that_reorder_text_are_escaped() -> None:
         if unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp")
         or unicodedata.bidirectional(char) in reordering
     }
-    found = {char for char in map(chr, range(sys.maxunicode + 1)) if CONTROLS.match(char)}
-    assert found == expected | set("\u200e\u200f\u061c")
+    actual = {char for char in map(chr, range(sys.maxunicode + 1)) if CONTROLS.match(char)}
+    assert actual == expected | set("\u200e\u200f\u061c")

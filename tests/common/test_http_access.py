@@ -51,7 +51,7 @@ def test_programs_and_pages_of_this_or_an_allowed_origin_may(
 def test_pages_of_other_origins_may_not(
     method: str, origins: list[str], sites: list[str], words: str
 ) -> None:
-    found = foreign_page(method, HOST, origins, sites)
-    assert found is not None and words in found
+    reason = foreign_page(method, HOST, origins, sites)
+    assert reason is not None and words in reason
     assert foreign_page("GET", HOST, origins, sites) is None
     assert foreign_page(method, HOST, origins, sites, ("*",)) is None

@@ -32,11 +32,11 @@ def root() -> Iterator[logging.Logger]:
 
 
 def record(message: str = "worker ready", **extra: object) -> logging.LogRecord:
-    made = logging.makeLogRecord(
+    log_record = logging.makeLogRecord(
         {"name": "mlxpool.broker", "levelname": "INFO", "msg": message, **extra}
     )
-    made.created, made.msecs = 86_400.25, 250.0
-    return made
+    log_record.created, log_record.msecs = 86_400.25, 250.0
+    return log_record
 
 
 def test_json_lines() -> None:
@@ -81,9 +81,9 @@ def test_a_line_of_logfmt_has_the_date_and_the_offset_of_its_zone(nepal: None) -
 
 
 def test_both_formats_have_the_same_keys() -> None:
-    made = record(epoch=3, owner="uid:1")
-    assert list(parsed(logs.Logfmt().format(made))) == list(
-        json.loads(logs.JsonLines().format(made))
+    log_record = record(epoch=3, owner="uid:1")
+    assert list(parsed(logs.Logfmt().format(log_record))) == list(
+        json.loads(logs.JsonLines().format(log_record))
     )
 
 
@@ -122,8 +122,8 @@ def test_a_key_without_a_value_is_left_out() -> None:
 @given(st.text(st.characters(exclude_categories=["Cs"])), st.text())
 def test_a_parser_of_logfmt_reads_what_was_logged(text: str, other: str) -> None:
     line = logs.Logfmt().format(record(text, value=text, other=other))
-    found = parsed(line)
-    assert (found["event"], found["value"], len(found)) == (text, text, 6)
+    fields = parsed(line)
+    assert (fields["event"], fields["value"], len(fields)) == (text, text, 6)
     assert len(line.splitlines()) == 1
 
 

@@ -30,9 +30,9 @@ class Outer(Struct, frozen=True):
 def test_keys_become_fields_by_the_names_that_they_have_in_bodies() -> None:
     body = {"name": "a", "from": 3, "share": 1, "data": b"x", "about": {"b": 2}, "later": 1}
     inner = Inner((1, 2))
-    found = read(body, Outer, inner=inner)
-    assert found == Outer("a", 3, 0, 1.0, b"x", about={"b": 2}, inner=inner)
-    assert found.inner is inner
+    record = read(body, Outer, inner=inner)
+    assert record == Outer("a", 3, 0, 1.0, b"x", about={"b": 2}, inner=inner)
+    assert record.inner is inner
 
 
 def test_nil_counts_as_absent() -> None:
@@ -70,6 +70,6 @@ def test_a_lenient_reader_takes_a_value_of_another_type_for_absent() -> None:
 
 
 def test_records_inside_become_maps() -> None:
-    found = as_map(Outer(about={"x": Inner((1,))}, inner=Inner((2,))))
-    assert (found["about"], found["inner"]) == ({"x": {"values": (1,)}}, {"values": (2,)})
-    assert found["start"] == 5
+    body = as_map(Outer(about={"x": Inner((1,))}, inner=Inner((2,))))
+    assert (body["about"], body["inner"]) == ({"x": {"values": (1,)}}, {"values": (2,)})
+    assert body["start"] == 5

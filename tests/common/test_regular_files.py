@@ -13,9 +13,9 @@ from mlxpool.common.http_access import read_keys
 
 @pytest.fixture
 def fifo(tmp_path: Path) -> Path:
-    made = tmp_path / "fifo"
-    os.mkfifo(made)
-    return made
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    return path
 
 
 def test_a_regular_file_is_read_also_through_a_link(tmp_path: Path) -> None:

@@ -39,14 +39,14 @@ def environment(python: str, system: str) -> dict[str, str]:
 def pinned(python: str, system: str) -> dict[str, str]:
     """Returns the locked version of each package for this version of Python and this system."""
     where = environment(python, system)
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for pin in PINS:
         if pin.marker is None or pin.marker.evaluate(where):
-            assert pin.name not in found, f"{pin.name} is pinned twice for {python} on {system}"
+            assert pin.name not in versions, f"{pin.name} is pinned twice for {python} on {system}"
             (exact,) = pin.specifier
             assert exact.operator == "=="
-            found[pin.name] = exact.version
-    return found
+            versions[pin.name] = exact.version
+    return versions
 
 
 def project() -> dict[str, Any]:
@@ -122,20 +122,20 @@ def test_the_page_has_the_locked_versions_of_the_images() -> None:
 
 
 def test_the_page_has_what_a_plain_install_needs() -> None:
-    found, open_ = set[str](), [Requirement("mlxpool[cpu]")]
+    packages, open_ = set[str](), [Requirement("mlxpool[cpu]")]
     while open_:
         need = open_.pop()
         name = normal(need.name)
-        if name in found:
+        if name in packages:
             continue
-        found.add(name)
+        packages.add(name)
         extras = need.extras or {""}
         for text in distribution(need.name).requires or ():
             inner = Requirement(text)
             if inner.marker is None or any(inner.marker.evaluate({"extra": e}) for e in extras):
                 open_.append(inner)
     in_image = {name for name, row in listed().items() if "cpu" in row[2].split(", ")}
-    assert in_image == found - {"mlxpool"}, "run `make licences`"
+    assert in_image == packages - {"mlxpool"}, "run `make licences`"
 
 
 def test_every_licence_is_known() -> None:

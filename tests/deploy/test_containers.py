@@ -41,13 +41,13 @@ SERVICE = {
 
 def stages() -> dict[str, list[tuple[str, str]]]:
     """Returns the instructions of each stage, by its name."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    by_stage: dict[str, list[tuple[str, str]]] = {}
     current: list[tuple[str, str]] = []
     for line in DockerfileParser(str(DOCKERFILE), cache_content=True).structure:
         if line["instruction"] == "FROM":
-            current = found.setdefault(line["value"].rpartition(" AS ")[2], [])
+            current = by_stage.setdefault(line["value"].rpartition(" AS ")[2], [])
         current.append((line["instruction"], line["value"]))
-    return found
+    return by_stage
 
 
 def base_of(stage: str) -> str:
@@ -165,14 +165,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def needs(name: str) -> set[str]:
     """Returns a package and all that it requires, as installed here."""
-    found, open_ = set[str](), [name]
+    packages, open_ = set[str](), [name]
     while open_:
         about = distribution(open_.pop())
-        if about.name not in found:
-            found.add(about.name)
+        if about.name not in packages:
+            packages.add(about.name)
             wanted = map(Requirement, about.requires or ())
             open_ += [w.name for w in wanted if w.marker is None or w.marker.evaluate()]
-    return found
+    return packages
 
 
 @pytest.fixture(scope="module")
@@ -277,13 +277,13 @@ def mounted(name: str) -> dict[str, str]:
 
 
 def test_each_service_has_its_own_keys_only() -> None:
-    made = {volume: inside for inside, volume in mounted("keys").items()}
-    assert {*made, "broker-state"} == set(compose()["volumes"])
+    paths = {volume: inside for inside, volume in mounted("keys").items()}
+    assert {*paths, "broker-state"} == set(compose()["volumes"])
     for name in SERVICES:
         keys = [volume for volume in mounted(name).values() if volume != "broker-state"]
-        assert {made[volume] for volume in keys} == {f"/keys/{name}"}
+        assert {paths[volume] for volume in keys} == {f"/keys/{name}"}
     folders = re.findall(r"(/keys/\w+)", DOCKERFILE.read_text("utf-8"))
-    assert sorted(folders) == sorted(made.values()), "a volume gets the owner of its folder"
+    assert sorted(folders) == sorted(paths.values()), "a volume gets the owner of its folder"
 
 
 def test_the_broker_keeps_jobs_in_a_volume_of_its_image_and_of_its_own(
@@ -295,8 +295,8 @@ def test_the_broker_keeps_jobs_in_a_volume_of_its_image_and_of_its_own(
         monkeypatch.setenv(name, value)
     config = load(COMPOSE.parent / "k8s" / "base" / "mlxpool.toml")
     assert Path(config.state_dir).is_relative_to(folder)
-    made = next(v for n, v in stages()["base"] if n == "RUN" and "useradd" in v)
-    assert f"install -d -o 10001 -g 10001 /run/mlxpool {folder} " in " ".join(made.split()) + " "
+    command = next(v for n, v in stages()["base"] if n == "RUN" and "useradd" in v)
+    assert f"install -d -o 10001 -g 10001 /run/mlxpool {folder} " in " ".join(command.split()) + " "
     assert "--name-owners" in services()["gateway"]["command"], "else jobs over HTTP are refused"
 
 

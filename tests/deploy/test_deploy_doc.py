@@ -12,8 +12,8 @@ TEXT = DOC.read_text("utf-8")
 
 def files() -> set[Path]:
     folders = ("systemd", "launchd", "docker", "k8s")
-    found = {p for name in folders for p in (ROOT / "deploy" / name).rglob("*") if p.is_file()}
-    return found | {ROOT / "deploy" / "compose.yaml"}
+    paths = {p for name in folders for p in (ROOT / "deploy" / name).rglob("*") if p.is_file()}
+    return paths | {ROOT / "deploy" / "compose.yaml"}
 
 
 def test_the_page_names_every_file_of_deploy() -> None:
@@ -21,8 +21,8 @@ def test_the_page_names_every_file_of_deploy() -> None:
     overlays = {p.parent for p in files() if p.parent.parent.name == "overlays"}
     assert overlays and not [p.name for p in overlays if f"overlays/{p.name}" not in TEXT]
     small = {"kustomization.yaml", "namespace.yaml"}
-    told = [p for p in files() if p.parent not in overlays and p.name not in small]
-    assert told and not [p.name for p in told if p.name not in TEXT]
+    paths = [p for p in files() if p.parent not in overlays and p.name not in small]
+    assert paths and not [p.name for p in paths if p.name not in TEXT]
 
 
 def test_every_link_has_a_target() -> None:

@@ -45,18 +45,18 @@ class Builder:
             getattr(self, f"_{name.lower()}")(value)
 
     def _instructions(self, stage: str) -> Iterator[tuple[str, str]]:
-        found: dict[str, list[tuple[str, str]]] = {}
+        by_stage: dict[str, list[tuple[str, str]]] = {}
         bases: dict[str, str] = {}
         current = ""
         for line in DockerfileParser(str(ROOT / "deploy/docker/Dockerfile")).structure:
             if line["instruction"] == "FROM":
                 base, _, current = line["value"].partition(" AS ")
-                bases[current], found[current] = base, []
+                bases[current], by_stage[current] = base, []
             elif current and line["instruction"] != "COMMENT":
-                found[current].append((line["instruction"], line["value"]))
-        if bases[stage] in found:
+                by_stage[current].append((line["instruction"], line["value"]))
+        if bases[stage] in by_stage:
             yield from self._instructions(bases[stage])
-        yield from found[stage]
+        yield from by_stage[stage]
 
     def _workdir(self, value: str) -> None:
         assert value == "/src"
@@ -97,12 +97,12 @@ class Builder:
 
 def pins() -> dict[str, set[str]]:
     """Returns the versions of each package in the constraints."""
-    found: dict[str, set[str]] = {}
+    versions: dict[str, set[str]] = {}
     for line in (ROOT / "requirements" / "constraints.txt").read_text("utf-8").splitlines():
         if not line.startswith("#"):
             name, version = line.partition(";")[0].strip().split("==")
-            found.setdefault(name, set()).add(version)
-    return found
+            versions.setdefault(name, set()).add(version)
+    return versions
 
 
 @pytest.mark.parametrize("image", ["broker", "cpu"])

@@ -45,8 +45,8 @@ def made(api: KubeApi, place: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: str(place.relative_to(FOLDER)))
 def test_the_server_accepts_each_manifest(api: KubeApi, place: Path) -> None:
     documents = made(api, place)
-    told = api.checked("apply", *DRY, "-f", "-", given=yaml.safe_dump_all(documents))
-    assert len(told.splitlines()) == len(documents)
+    output = api.checked("apply", *DRY, "-f", "-", given=yaml.safe_dump_all(documents))
+    assert len(output.splitlines()) == len(documents)
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: str(place.relative_to(FOLDER)))

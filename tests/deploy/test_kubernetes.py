@@ -47,8 +47,8 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 
 def kustomization(place: Path) -> dict[str, Any]:
-    (told,) = documents(place / "kustomization.yaml")
-    return told
+    (document,) = documents(place / "kustomization.yaml")
+    return document
 
 
 def patches(place: Path) -> list[str]:
@@ -67,8 +67,8 @@ EVERY = [document for place in PLACES for document in own(place)]
 
 
 def named(kind: str, name: str) -> dict[str, Any]:
-    (found,) = [d for d in EVERY if d["kind"] == kind and d["metadata"]["name"] == name]
-    return found
+    (document,) = [d for d in EVERY if d["kind"] == kind and d["metadata"]["name"] == name]
+    return document
 
 
 def check(document: dict[str, Any]) -> None:
@@ -119,13 +119,15 @@ def test_the_schema_check_finds_errors(fault: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
 def test_a_kustomization_names_existing_files(place: Path) -> None:
-    told = kustomization(place)
-    assert set(told) <= KUSTOMIZATION
-    for name in (*told["resources"], *patches(place)):
+    document = kustomization(place)
+    assert set(document) <= KUSTOMIZATION
+    for name in (*document["resources"], *patches(place)):
         assert (place / name).exists(), name
-    generated = [name for one in told.get("configMapGenerator", []) for name in one["files"]]
+    generated = [
+        name for generator in document.get("configMapGenerator", []) for name in generator["files"]
+    ]
     assert all((place / name).is_file() for name in generated)
-    listed = {*told["resources"], *patches(place), *generated, "kustomization.yaml"}
+    listed = {*document["resources"], *patches(place), *generated, "kustomization.yaml"}
     assert {path.name for path in place.glob("*.yaml")} <= listed, "a file that nobody uses"
 
 
@@ -138,13 +140,13 @@ def test_the_output_of_kustomize_matches_the_schemas(place: Path) -> None:
         [program, "kustomize", str(place)], capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
-    made = list(yaml.safe_load_all(done.stdout))
-    for document in made:
+    manifests = list(yaml.safe_load_all(done.stdout))
+    for document in manifests:
         check(document)
         assert document["kind"] == "Namespace" or document["metadata"]["namespace"] in NAMESPACES
     images = [
         container["image"]
-        for document in made
+        for document in manifests
         if document["kind"] in ("Deployment", "StatefulSet")
         for container in containers(document)
     ]
@@ -193,13 +195,13 @@ def test_its_command_line_is_valid(document: dict[str, Any]) -> None:
 
 def container_of(component: str) -> dict[str, Any]:
     """Returns the one container of the workload with this label."""
-    (found,) = (
+    (spec,) = (
         container
         for document in RUNNING
         for container in pod(document)["containers"]
         if document["spec"]["selector"]["matchLabels"]["app.kubernetes.io/component"] == component
     )
-    return dict(found)
+    return dict(spec)
 
 
 def broker() -> dict[str, Any]:
@@ -300,7 +302,7 @@ def test_the_autoscaler_keeps_to_the_brokers_bounds() -> None:
     (metric,) = spec["metrics"]
     wanted = metric["external"]["metric"]
     assert wanted["name"] == "mlxpool_replicas_wanted"
-    (family,) = (one for one in FAMILIES if one.name == wanted["name"])
+    (family,) = (candidate for candidate in FAMILIES if candidate.name == wanted["name"])
     assert tuple(wanted["selector"]["matchLabels"]) == family.labels
     assert metric["external"]["target"] == {"type": "AverageValue", "averageValue": "1"}
     bounds = load(CONFIG).models[wanted["selector"]["matchLabels"]["model"]].scaling
@@ -310,7 +312,7 @@ def test_the_autoscaler_keeps_to_the_brokers_bounds() -> None:
 def test_the_endpoint_picker_reads_existing_series() -> None:
     place = FOLDER / "overlays" / "inference"
     (picker,) = documents(place / "picker.yaml")
-    known = {one.name: set(one.labels) for one in FAMILIES}
+    known = {family.name: set(family.labels) for family in FAMILIES}
     (engine,) = next(
         plugin["parameters"]["engineConfigs"]
         for plugin in picker["plugins"]
@@ -354,8 +356,8 @@ def test_a_broker_that_keeps_jobs_has_a_volume_of_its_own_for_them(
     (patch,) = documents(place / "broker.yaml")
     (container,) = patch["spec"]["template"]["spec"]["containers"]
     assert container["name"] == broker()["name"]
-    for one in container["env"]:
-        monkeypatch.setenv(one["name"], one["value"])
+    for variable in container["env"]:
+        monkeypatch.setenv(variable["name"], variable["value"])
     config = load(CONFIG)
     (mount,) = container["volumeMounts"]
     assert Path(config.state_dir).parent == Path(mount["mountPath"])
@@ -364,7 +366,7 @@ def test_a_broker_that_keeps_jobs_has_a_volume_of_its_own_for_them(
     assert claim["spec"]["accessModes"] == ["ReadWriteOncePod"], "one broker for one store"
     room = int(claim["spec"]["resources"]["requests"]["storage"].removesuffix("Gi")) * 2**30
     assert room > 2 * config.state_bytes, "no room for the copy before a change of the schema"
-    (added,) = [one for one in kustomization(place)["patches"] if "patch" in one]
+    (added,) = [entry for entry in kustomization(place)["patches"] if "patch" in entry]
     (operation,) = yaml.safe_load(added["patch"])
     args = containers(named("Deployment", "mlxpool-gateway"))[-1]["args"]
     assert parsed([*args, operation["value"]]).name_owners is True
@@ -380,8 +382,8 @@ def test_an_inference_pool_names_the_port_of_its_pods() -> None:
     http, metrics = (host_port(each)[1] for each in (served.http, served.metrics))
     assert ports(containers(pods)[1]) == {"http": http, "metrics": metrics}
     assert spec["targetPorts"] == [{"number": http}]
-    told = (place / "kustomization.yaml").read_text()
-    assert f"--model-server-metrics-port={metrics}" in told
+    text = (place / "kustomization.yaml").read_text()
+    assert f"--model-server-metrics-port={metrics}" in text
 
 
 def test_the_scaling_figure_is_one_of_the_stats() -> None:

@@ -39,14 +39,14 @@ def gateway_series() -> dict[str, set[str]]:
     metrics.ended(exchange, 2.0)
     data, _ = metrics.text("text/plain")
     families = list(text_string_to_metric_families(data.decode()))
-    return {one.name: set(one.labels) for family in families for one in family.samples}
+    return {sample.name: set(sample.labels) for family in families for sample in family.samples}
 
 
 ROUTES = tuple(route.shown_path for route in ROUTE_TABLE)
 OF_GATEWAY = {
     name: labels for name, labels in gateway_series().items() if name.startswith("mlxpool_")
 }
-OF_BROKER = {name: {*one.labels, "le"} for one in FAMILIES for name in one.series()}
+OF_BROKER = {name: {*metric.labels, "le"} for metric in FAMILIES for name in metric.series()}
 OF_PROMETHEUS: dict[str, set[str]] = {"up": set()}  # metrics of Prometheus itself
 LABELS = {**OF_GATEWAY, **OF_BROKER, **OF_PROMETHEUS}
 ANYWHERE = {"job", "instance", "namespace"}
@@ -87,7 +87,9 @@ def adapted() -> list[str]:
     queries = []
     for rule in rules:
         (series,) = selectors(rule["seriesQuery"])
-        (name,) = (one.value for one in series.matchers.matchers if one.name == "__name__")
+        (name,) = (
+            matcher.value for matcher in series.matchers.matchers if matcher.name == "__name__"
+        )
         filled = rule["metricsQuery"].replace("<<.Series>>", name)
         queries.append(filled.replace("<<.LabelMatchers>>", 'namespace="mlxpool",model="demo"'))
     return queries
@@ -100,17 +102,17 @@ def selectors(query: str) -> list[promql_parser.VectorSelector]:
     """
     filled = query.replace("$__rate_interval", "5m").replace("$model", ".*")
     assert "$" not in filled, filled
-    found: list[promql_parser.VectorSelector] = []
+    selected: list[promql_parser.VectorSelector] = []
 
     def visit(expr: promql_parser.Expr) -> bool:
         if isinstance(expr, promql_parser.MatrixSelector):
-            found.append(expr.vector_selector)
+            selected.append(expr.vector_selector)
         elif isinstance(expr, promql_parser.VectorSelector):
-            found.append(expr)
+            selected.append(expr)
         return True
 
     promql_parser.walk(promql_parser.parse(filled), visit)
-    return found
+    return selected
 
 
 ADAPTED = adapted()
@@ -130,9 +132,9 @@ def check(selector: promql_parser.VectorSelector) -> None:
 
 @pytest.mark.parametrize("query", [*DASHED, *ALERTED, *ADAPTED])
 def test_a_query_parses_and_names_existing_series(query: str) -> None:
-    found = selectors(query)
-    assert found
-    for selector in found:
+    selected = selectors(query)
+    assert selected
+    for selector in selected:
         check(selector)
 
 
@@ -177,7 +179,9 @@ def test_every_metric_of_requests_workers_and_gateways_is_shown_or_watched() -> 
         "process_virtual_memory_bytes",
     }
     families = {re.sub(r"_(sum|count|bucket)$", "", name) for name in OF_GATEWAY}
-    assert not [name for name in families if not any(one.startswith(name) for one in used if one)]
+    assert not [
+        name for name in families if not any(series.startswith(name) for series in used if series)
+    ]
 
 
 def test_panels_do_not_overlap() -> None:
@@ -208,8 +212,8 @@ def test_an_alert_is_in_the_runbook(rule: dict[str, Any]) -> None:
 
 
 def test_the_runbook_has_no_other_alerts() -> None:
-    told = re.findall(r"^### (Mlxpool\w+)$", RUNBOOK.read_text("utf-8"), re.M)
-    assert told == NAMES
+    headings = re.findall(r"^### (Mlxpool\w+)$", RUNBOOK.read_text("utf-8"), re.M)
+    assert headings == NAMES
 
 
 def test_the_page_of_metrics_is_made_of_every_family() -> None:
@@ -229,7 +233,7 @@ def test_the_gateways_page_names_each_of_its_metrics() -> None:
 
 def test_prometheus_scrapes_broker_and_gateway_at_their_ports() -> None:
     settings = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text("utf-8"))
-    jobs = {one["job_name"]: one["static_configs"] for one in settings["scrape_configs"]}
+    jobs = {job["job_name"]: job["static_configs"] for job in settings["scrape_configs"]}
     port = Settings().port
     assert jobs == {
         "mlxpool": [{"targets": ["127.0.0.1:9464"]}],

@@ -36,12 +36,12 @@ EXPOSED = {
 
 def settings(unit: str) -> dict[str, list[str]]:
     """Returns every value of each key; sections are ignored, because no key is in two of them."""
-    found: dict[str, list[str]] = {}
+    values: dict[str, list[str]] = {}
     for line in (FOLDER / unit).read_text("utf-8").splitlines():
         if "=" in line and not line.startswith("#"):
             key, _, value = line.partition("=")
-            found.setdefault(key, []).append(value)
-    return found
+            values.setdefault(key, []).append(value)
+    return values
 
 
 def one(unit: str, key: str) -> str:
@@ -126,8 +126,8 @@ def test_times_fit_those_of_the_broker(unit: str) -> None:
 
 
 def test_the_gateways_unit() -> None:
-    told = (FOLDER / "gateway.env").read_text("utf-8")
-    given = dict(re.findall(r"^(\w+)=(.+)$", told, re.M))
+    text = (FOLDER / "gateway.env").read_text("utf-8")
+    given = dict(re.findall(r"^(\w+)=(.+)$", text, re.M))
     line = re.sub(r"\$\{(\w+)\}", lambda match: given.pop(match[1]), one(GATEWAY, "ExecStart"))
     assert given == {}, "a variable that nothing reads"
     program, *arguments = shlex.split(line)
@@ -142,13 +142,13 @@ def test_the_gateways_unit() -> None:
     )
     assert "RuntimeDirectory" not in settings(GATEWAY), "its end would remove the broker's"
     assert float(one(GATEWAY, "TimeoutStopSec")) > Settings().drain_timeout
-    others = set(re.findall(r"^# (MLXPOOL_\w+)=", told, re.M))
+    others = set(re.findall(r"^# (MLXPOOL_\w+)=", text, re.M))
     assert others == {ENDPOINT_VARIABLES["front"], KEY_VARIABLE, SERVER_KEY_VARIABLE}
 
 
 def test_the_worker_units_files_exist() -> None:
-    told = (FOLDER / "worker.env").read_text("utf-8")
-    given = dict(line.split("=", 1) for line in told.splitlines() if not line.startswith("#"))
+    text = (FOLDER / "worker.env").read_text("utf-8")
+    given = dict(line.split("=", 1) for line in text.splitlines() if not line.startswith("#"))
     unit = "mlxpool-worker@.service"
     assert set(re.findall(r"\$\{(\w+)\}", one(unit, "ExecStart"))) == set(given)
     assert one(unit, "EnvironmentFile") == "/etc/mlxpool/worker.env"
@@ -156,6 +156,6 @@ def test_the_worker_units_files_exist() -> None:
 
 
 def test_the_user_is_that_of_sysusers() -> None:
-    (made,) = re.findall(r"^u (\S+) ", (FOLDER / "sysusers.conf").read_text("utf-8"), re.MULTILINE)
+    (user,) = re.findall(r"^u (\S+) ", (FOLDER / "sysusers.conf").read_text("utf-8"), re.MULTILINE)
     for unit in EVERY:
-        assert one(unit, "User") == one(unit, "Group") == made
+        assert one(unit, "User") == one(unit, "Group") == user

@@ -46,7 +46,8 @@ def test_every_path_exists() -> None:
     assert len(paths) > 30
     missing = {
         path: [
-            str(found.relative_to(ROOT)) for found in ROOT.glob(f"*/mlxpool/**/{Path(path).name}")
+            str(candidate.relative_to(ROOT))
+            for candidate in ROOT.glob(f"*/mlxpool/**/{Path(path).name}")
         ]
         for path in paths
         if not file_of(path).is_file()

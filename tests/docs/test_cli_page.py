@@ -30,10 +30,10 @@ OF_ALL = (
 
 def commands(above: argparse.ArgumentParser, words: str = "mlxpool") -> dict[str, Any]:
     """Returns every command of the command line, with its parser."""
-    found: dict[str, Any] = {}
+    parsers: dict[str, Any] = {}
     for name, inner in verbs(above).items():
-        found |= commands(inner, f"{words} {name}")
-    return found or {words: above}
+        parsers |= commands(inner, f"{words} {name}")
+    return parsers or {words: above}
 
 
 COMMANDS = commands(parser())
@@ -55,21 +55,23 @@ def commands_of(cell: str, above: str) -> set[str]:
     For a cell with "all but", returns the other commands. `above` is the beginning of all names.
     """
     named = {f"{above} {word}" for word in re.findall(r"`([\w -]+)`", cell)}
-    found = {name for name in COMMANDS if name in named or name.rpartition(" ")[0] in named}
-    assert all(any(f"{name} ".startswith(f"{one} ") for name in found) for one in named), cell
-    return {n for n in COMMANDS if n.startswith(above)} - found if "all but" in cell else found
+    matched = {name for name in COMMANDS if name in named or name.rpartition(" ")[0] in named}
+    assert all(any(f"{name} ".startswith(f"{prefix} ") for name in matched) for prefix in named), (
+        cell
+    )
+    return {n for n in COMMANDS if n.startswith(above)} - matched if "all but" in cell else matched
 
 
 def shared_options() -> dict[str, set[str]]:
     """Returns, for each command, the options that the two tables of shared options give it."""
-    found: dict[str, set[str]] = {name: set() for name in COMMANDS}
+    flags: dict[str, set[str]] = {name: set() for name in COMMANDS}
     first = BENCH.partition("\n## ")[0]
     for text, above in ((SECTIONS["Shared options"], "mlxpool"), (first, "mlxpool bench")):
         for row in re.findall(r"^\| (`--.*?) \| (.*?) \| ", text, re.M):
             for name in commands_of(row[1], above):
-                assert not found[name] & set(OPTION.findall(row[0])), (name, row)
-                found[name] |= set(OPTION.findall(row[0]))
-    return found
+                assert not flags[name] & set(OPTION.findall(row[0])), (name, row)
+                flags[name] |= set(OPTION.findall(row[0]))
+    return flags
 
 
 SHARED = shared_options()
@@ -82,10 +84,10 @@ def told_options(name: str) -> set[str]:
     tables of shared options. Options that all commands have are left out.
     """
     text = SECTIONS[name]
-    told = set(OPTION.findall(LIST_OF.sub("", text))) | SHARED[name]
+    flags = set(OPTION.findall(LIST_OF.sub("", text))) | SHARED[name]
     for other, without in LIST_OF.findall(text):
-        told |= told_options(f"mlxpool {other}") - set(OPTION.findall(without))
-    return told - set(OF_ALL)
+        flags |= told_options(f"mlxpool {other}") - set(OPTION.findall(without))
+    return flags - set(OF_ALL)
 
 
 def test_the_sections_are_the_commands() -> None:
@@ -180,7 +182,7 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Any]]]:
     """Returns the output of each command, by its name."""
-    found: dict[str, list[Any]] = {}
+    outputs: dict[str, list[Any]] = {}
     state_dir = ("--state-dir", str(tmp_path_factory.mktemp("jobs")))
     config = CONFIG + encoders(tmp_path_factory)
     prefixes = tmp_path_factory.mktemp("prefixes")
@@ -200,16 +202,16 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list
         next(deltas)
         for words in TRIED:
             keys = str(pool.run_dir / "keys")
-            made = {"ID": stream.id.hex(), "KEYS": keys, "PREFIXES": str(prefixes)}
-            arguments = [made.get(word, word) for word in words]
+            replacements = {"ID": stream.id.hex(), "KEYS": keys, "PREFIXES": str(prefixes)}
+            arguments = [replacements.get(word, word) for word in words]
             done = pool.cli(*arguments, "--json", stdin="hello\n")
             name = next(n for n in COMMANDS if f"mlxpool {' '.join(words)} ".startswith(f"{n} "))
-            found.setdefault(name, []).extend(map(json.loads, done.stdout.splitlines()))
+            outputs.setdefault(name, []).extend(map(json.loads, done.stdout.splitlines()))
         stream.close()
         assert pool.process is not None
         pool.process.wait(timeout=PATIENCE)
         pool.process = None
-    yield found
+    yield outputs
 
 
 @pytest.mark.parametrize("name", sorted(set(COMMANDS) - NO_JSON))
@@ -226,16 +228,16 @@ def test_json_has_the_shape_that_the_page_gives(name: str, answers: dict[str, li
 def integers(value: Any) -> Iterator[int]:
     """Yields every integer within a value of JSON."""
     if isinstance(value, dict | list):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from integers(one)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from integers(item)
     elif isinstance(value, int):
         yield value
 
 
 def test_every_integer_is_one_that_doubles_keep(answers: dict[str, list[Any]]) -> None:
-    found = [number for values in answers.values() for number in integers(values)]
-    assert len(found) > 100
-    assert max(map(abs, found)) < 2**53
+    numbers = [number for values in answers.values() for number in integers(values)]
+    assert len(numbers) > 100
+    assert max(map(abs, numbers)) < 2**53
 
 
 def test_an_error_has_the_shape_that_the_page_gives(tmp_path: Path) -> None:

@@ -24,13 +24,13 @@ def test_a_stream_whose_worker_is_killed_is_whole() -> None:
     assert faults(measured) == [] and len(measured.tokens) == 60
     assert measured.before.pid != measured.after.pid
     assert measured.after.began > measured.killed_at
-    assert all(one.at <= other.at for one, other in pairwise(measured.tokens))
+    assert all(earlier.at <= later.at for earlier, later in pairwise(measured.tokens))
 
 
 def test_each_token_is_a_dot_and_each_text_is_escaped() -> None:
     picture = ElementTree.fromstring(draw(MEASURED))
     assert len(picture.findall(f"{SVG}circle")) == len(TOKENS)
-    texts = [one.text or "" for one in picture.findall(f"{SVG}text")]
+    texts = [element.text or "" for element in picture.findall(f"{SVG}text")]
     assert {"<0", "100", "SIGKILL, process 7", "1.19 s"} <= set(texts)
     assert any("All ids are those of a run without a kill" in text for text in texts)
     assert all(len(text) * 8 < make_kill_picture.WIDTH - 40 for text in texts), (

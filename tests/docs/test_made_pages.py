@@ -50,8 +50,8 @@ def test_every_variable_is_on_the_page() -> None:
     page = (DOCS / "configuration.md").read_text("utf-8")
     pool = page.partition("### `[pool]`\n")[2].partition("\n### ")[0]
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", pool, re.M))
-    told = {f"MLXPOOL_{key.upper()}" for key, default in rows.items() if default != "`[]`"}
-    assert told == set(variables().values()), "lists, whose default is [], have no variable"
+    names = {f"MLXPOOL_{key.upper()}" for key, default in rows.items() if default != "`[]`"}
+    assert names == set(variables().values()), "lists, whose default is [], have no variable"
     ours = {  # between our processes, and of tests
         "MLXPOOL_WORKER", "MLXPOOL_GATEWAY", "MLXPOOL_HYPOTHESIS", "MLXPOOL_BENCH",
         "MLXPOOL_FRESH_TMPDIR", "MLXPOOL_TESTS_TMPDIR",

@@ -26,11 +26,11 @@ NOT_OURS = {"test_NAME"}  # placeholders for names that the reader chooses
 @cache
 def names_in_tests() -> frozenset[str]:
     """Returns every test function and every test file."""
-    found: set[str] = set()
+    names: set[str] = set()
     for path in (ROOT / "tests").rglob("*.py"):
-        found.add(path.stem)
-        found |= set(re.findall(r"\bdef (test_\w+)", path.read_text("utf-8")))
-    return frozenset(found)
+        names.add(path.stem)
+        names |= set(re.findall(r"\bdef (test_\w+)", path.read_text("utf-8")))
+    return frozenset(names)
 
 
 def exists(path: str) -> bool:

@@ -32,8 +32,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("mkdocs", reason="mkdocs is not installed")
     if shutil.which("npm") is None:
         pytest.skip("npm is not installed")
-    made = subprocess.run(["make", MERMAID], cwd=ROOT, capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
+    process = subprocess.run(["make", MERMAID], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
@@ -57,7 +57,7 @@ def test_titles_and_links_are_those_of_readers(site: Path) -> None:
     assert [name for name, title in titles.items() if title == "mlxpool - mlxpool"] == []
     assert len(set(titles.values()) - {"mlxpool"}) > 30
     named = {n: re.findall(r'<a href="[^"]*">([\w-]+\.md)</a>', html) for n, html in pages.items()}
-    assert {name: found for name, found in named.items() if found} == {}
+    assert {name: links for name, links in named.items() if links} == {}
 
 
 def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
@@ -78,7 +78,7 @@ def test_every_diagram_is_drawn(name: str, site: Path, browser: Chromium) -> Non
     until(lambda: len(drawings(browser)) == DIAGRAMS[name], f"the diagrams of {name} are drawn")
     assert all("error" not in drawing for drawing in drawings(browser))
     sent = [e["params"] for e in browser.events() if e["method"] == "Network.requestWillBeSent"]
-    assert not [url for one in sent if (url := one["request"]["url"]).startswith("http")]
+    assert not [url for params in sent if (url := params["request"]["url"]).startswith("http")]
 
 
 @pytest.mark.parametrize("name", ["index", "concepts", "benchmarks", "operate"])

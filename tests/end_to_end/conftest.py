@@ -50,20 +50,20 @@ def url(gateway: GatewayThread) -> str:
 @pytest.fixture
 def api(url: str) -> Iterator[openai.OpenAI]:
     """OpenAI's client of the module's gateway."""
-    with openai_client(url) as made:
-        yield made
+    with openai_client(url) as new_client:
+        yield new_client
 
 
 @pytest.fixture
 def http(url: str) -> Iterator[httpx.Client]:
     """A plain client of the module's gateway."""
-    with http_client(url) as made:
-        yield made
+    with http_client(url) as new_client:
+        yield new_client
 
 
 @pytest.fixture
 def served() -> Iterator[Served]:
     """Scripted brokers behind gateways; they end with the test."""
-    made = Served()
-    yield made
-    made.close()
+    brokers = Served()
+    yield brokers
+    brokers.close()

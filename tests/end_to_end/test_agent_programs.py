@@ -37,14 +37,14 @@ TEMPLATE = (
 
 def program(name: str) -> str:
     """Returns the path of an npm program; skips the test if it is not available."""
-    found = shutil.which(name)
-    if found is not None:
-        return found
+    path = shutil.which(name)
+    if path is not None:
+        return path
     if shutil.which("npm") is None:
         pytest.skip(f"neither {name} nor npm is there")
     folder = CACHE / PACKAGES[name].replace("/", "+")
-    made = folder / "node_modules" / ".bin" / name
-    if not made.exists():
+    installed = folder / "node_modules" / ".bin" / name
+    if not installed.exists():
         command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder)]
         try:
             done = subprocess.run(
@@ -52,9 +52,9 @@ def program(name: str) -> str:
             )
         except subprocess.TimeoutExpired:
             pytest.skip(f"npm did not install {PACKAGES[name]} in {INSTALL_TIME:g} s")
-        if done.returncode or not made.exists():
+        if done.returncode or not installed.exists():
             pytest.skip(f"npm cannot install {PACKAGES[name]}: {done.stderr.strip()[-300:]}")
-    return str(made)
+    return str(installed)
 
 
 @pytest.fixture(scope="module")

@@ -37,9 +37,9 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecurePool]:
 
 @pytest.fixture
 def bystander(secure: SecurePool) -> Iterator[Bystander]:
-    with Bystander(partial(secure.dial, "bob")) as one:
-        yield one
-        one.check_unaffected()
+    with Bystander(partial(secure.dial, "bob")) as observer:
+        yield observer
+        observer.check_unaffected()
 
 
 @pytest.fixture

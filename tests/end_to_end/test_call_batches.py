@@ -63,10 +63,12 @@ def pool(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 def check(client: Client, results: list[LineResult], count: int) -> None:
     """Asserts that each line is there once, in order, with the vector of its text."""
     assert [result.line for result in results] == list(range(count))
-    assert [(one.id, one.state) for one in results] == [(f"l{n}", "done") for n in range(count)]
-    found = np.concatenate([np.asarray(one.vectors) for one in results])
+    assert [(result.id, result.state) for result in results] == [
+        (f"l{n}", "done") for n in range(count)
+    ]
+    vectors = np.concatenate([np.asarray(result.vectors) for result in results])
     wanted = np.asarray(client.embed("embed", [text(n) for n in range(count)]))
-    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    np.testing.assert_allclose(vectors, wanted, atol=1e-5)
 
 
 # ---- single jobs --------------------------------------------------------------------------------
@@ -76,10 +78,10 @@ def test_a_call_is_a_job_whose_answer_is_read_later(client: Client, pool: Pool) 
     texts = [text(n) for n in range(3)]
     job = client.submit_call("embed", "embed", key="one", inputs=texts, dimensions=8, note=b"mine")
     result = client.fetch("one").read()
-    found = Vectors.of(result)
-    assert (found.rows, found.columns) == (3, 8)
-    assert found.usage == client.embed("embed", texts).usage
-    np.testing.assert_allclose(found, client.embed("embed", texts, dimensions=8), atol=1e-5)
+    vectors = Vectors.of(result)
+    assert (vectors.rows, vectors.columns) == (3, 8)
+    assert vectors.usage == client.embed("embed", texts).usage
+    np.testing.assert_allclose(vectors, client.embed("embed", texts, dimensions=8), atol=1e-5)
     assert (result.text, result.ids, result.reason) == ("", (), "stop")
     row = client.job(job)
     assert (row["state"], row["ids"]) == ("done", 0) and row["bytes"] > 3 * 8 * 4
@@ -90,7 +92,7 @@ def test_a_call_is_a_job_whose_answer_is_read_later(client: Client, pool: Pool) 
     with pytest.raises(DuplicateId):
         client.submit_call("embed", "embed", key="one", inputs=texts)
     printed = pool.cli("fetch", "one")
-    assert json.loads(printed.stdout)["vectors"] == found.tolist()
+    assert json.loads(printed.stdout)["vectors"] == vectors.tolist()
     assert json.loads(pool.cli("fetch", "one", "--json").stdout.splitlines()[-1])["rows"] == 3
 
 
@@ -104,20 +106,24 @@ def test_every_kind_of_call_is_a_job(client: Client) -> None:
     ]
     client.submit_call("decide", "demo", key="decide", prompt="It rains.", questions=questions)
     scores = Vectors.of(client.fetch("rank").read())
-    direct = sorted(client.rerank("rerank", "quick fox", documents), key=lambda one: one.index)
-    np.testing.assert_allclose(np.asarray(scores)[:, 0], [one.score for one in direct], atol=1e-5)
+    direct = sorted(client.rerank("rerank", "quick fox", documents), key=lambda item: item.index)
+    np.testing.assert_allclose(
+        np.asarray(scores)[:, 0], [ranked.score for ranked in direct], atol=1e-5
+    )
     shares = Vectors.of(client.fetch("class").read())
     direct_shares = client.classify("classify", documents)
     assert shares.labels == direct_shares.labels
     np.testing.assert_allclose(shares, direct_shares, atol=1e-5)
-    made = client.fetch("decide").read()
+    result = client.fetch("decide").read()
     asked: list[Any] = ["Is it raining?", ("Which?", ["a", "b"])]
     direct_decisions = client.decide_all("demo", "It rains.", asked)
     wanted: list[Any] = [asked, questions]
-    for found in (DecisionList.of(made, one) for one in wanted):
-        assert [one.answer for one in found] == [one.answer for one in direct_decisions]
+    for decisions in (DecisionList.of(result, form) for form in wanted):
+        assert [decision.answer for decision in decisions] == [
+            decision.answer for decision in direct_decisions
+        ]
     with pytest.raises(ValueError, match="no vectors"):
-        Vectors.of(made)
+        Vectors.of(result)
 
 
 def test_what_cannot_be_a_job_is_refused_by_name(client: Client) -> None:
@@ -135,8 +141,8 @@ async def test_calls_wait_run_and_end_in_asyncio(pool: Pool) -> None:
         async with client.fetch(job) as stream:
             assert Vectors.of(await stream.read()).rows == 1
         batch = await client.submit_batch(lines(20), "embed")
-        found = [result.vectors async for result in batch.results()]
-        assert len(found) == 20 and all(one is not None for one in found)
+        vectors = [result.vectors async for result in batch.results()]
+        assert len(vectors) == 20 and all(vector is not None for vector in vectors)
 
 
 # ---- batches ------------------------------------------------------------------------------------
@@ -159,9 +165,9 @@ def test_a_batch_of_embed_lines_has_the_vectors_of_its_texts(
     copy = tmp_path / "copy.jsonl"
     assert pool.cli("jobs", "--export", str(copy)).returncode == 0
     items = [json.loads(line) for line in copy.read_text().splitlines()]
-    jobs = {one["job"]["job"]: one["job"] for one in items if "job" in one}
+    jobs = {item["job"]["job"]: item["job"] for item in items if "job" in item}
     lines_of = {id: job for id, job in jobs.items() if job["batch"] is not None}
-    answers = {one["answer"]["job"]: one["answer"]["data"] for one in items if "answer" in one}
+    answers = {item["answer"]["job"]: item["answer"]["data"] for item in items if "answer" in item}
     assert len(lines_of) >= 300 and lines_of.keys() <= answers.keys()
     by_line = {job["line"]: answers[id] for id, job in lines_of.items() if job["id"] == "l7"}
     packed = np.frombuffer(base64.b64decode(by_line[7]), "<f4")
@@ -182,18 +188,18 @@ def test_lines_of_a_batch_fail_alone(client: Client) -> None:
         ],
         "embed",
     )
-    found = {one.id: one for one in batch.results()}
-    states = {name: one.state for name, one in found.items()}
+    results = {result.id: result for result in batch.results()}
+    states = {name: result.state for name, result in results.items()}
     assert states == {
         "good": "done", "long": "dead", "cut": "done", "wide": "dead", "kind": "failed",
         "text": "done", "ids": "done", "twin": "done",
     }  # fmt: skip
-    assert isinstance(found["long"].error, ContextExceeded)
-    assert "dimensions" in str(found["wide"].error)
-    assert "does not rerank" in str(found["kind"].error)
-    assert found["text"].vectors is None and found["text"].result is not None
-    assert len(found["text"].result.ids) == 2
-    good, twin, ids = (found[name].vectors for name in ("good", "twin", "ids"))
+    assert isinstance(results["long"].error, ContextExceeded)
+    assert "dimensions" in str(results["wide"].error)
+    assert "does not rerank" in str(results["kind"].error)
+    assert results["text"].vectors is None and results["text"].result is not None
+    assert len(results["text"].result.ids) == 2
+    good, twin, ids = (results[name].vectors for name in ("good", "twin", "ids"))
     assert good is not None and twin is not None and ids is not None
     assert (good.columns, ids.rows) == (4, 2)
     np.testing.assert_allclose(good, twin, atol=1e-6)
@@ -213,8 +219,8 @@ def test_lines_have_many_texts_and_results_come_over_pages(client: Client) -> No
     results = list(batch.results())
     assert len(results) == 12
     whole = np.asarray(client.embed("embed", [text(n) for n in range(256)]))
-    for one in results:
-        np.testing.assert_allclose(np.asarray(one.vectors), whole, atol=1e-5)
+    for result in results:
+        np.testing.assert_allclose(np.asarray(result.vectors), whole, atol=1e-5)
 
 
 def test_workers_and_brokers_die_and_no_line_is_lost_doubled_or_mixed(

@@ -119,16 +119,16 @@ def test_a_broken_model_fails_alone_with_the_message_of_check(
     error = refused(pool, name)
     assert (error.code, error.message) == ("model_load_failed", row["error"])
     assert check(name, load(pool.config).models[name])["problems"][0] == error.message
-    assert not any(one["slot"].startswith(name) for one in pool.ask("ps")["workers"])
+    assert not any(worker["slot"].startswith(name) for worker in pool.ask("ps")["workers"])
 
 
 def test_names_of_one_folder_share_a_worker_and_those_with_other_settings_do_not(
     pool: Pool,
 ) -> None:
     with pool.client() as client:
-        one = client.generate("alias", "hello", max_tokens=4, temperature=0)
-        two = client.generate("sound", "hello", max_tokens=4, temperature=0)
-    assert one.ids == two.ids
+        first = client.generate("alias", "hello", max_tokens=4, temperature=0)
+        second = client.generate("sound", "hello", max_tokens=4, temperature=0)
+    assert first.ids == second.ids
     slots = {w["slot"]: w for w in pool.ask("ps")["workers"]}
     assert "alias/0" in slots and "sound/0" not in slots
     shares = {m["name"]: m["shares"] for m in pool.ask("models")["models"]}

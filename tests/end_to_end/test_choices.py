@@ -45,7 +45,7 @@ def live(pool: Pool) -> int:
 def rows_of(pool: Pool, model: str) -> list[int]:
     """Returns the number of sequences of each replica, the fewest first."""
     workers = pool.ask("ps")["workers"]
-    return sorted(one["running"] for one in workers if one["slot"].startswith(f"{model}/"))
+    return sorted(worker["running"] for worker in workers if worker["slot"].startswith(f"{model}/"))
 
 
 # ---- choices -------------------------------------------------------------------------------------
@@ -58,34 +58,34 @@ def test_a_prompt_is_read_once_on_one_of_two_replicas(client: Client, n: int, ex
     prompt = f"{n}{extra} {WORDS}"
     choices = client.choices("demo", prompt, n=n, max_tokens=8, seed=100)
     size = choices.usage["prompt_tokens"]
-    cached = [one.usage["cached_tokens"] for one in choices]
+    cached = [choice.usage["cached_tokens"] for choice in choices]
     assert size > 300 and size % 256
     first, *others = sorted(cached)  # the first choice reads the prompt
     assert first < 20 and {*others} == {size - 1}
     assert choices.usage == {
         "prompt_tokens": size,
         "cached_tokens": first,
-        "completion_tokens": sum(len(one.ids) for one in choices),
-        "total_tokens": size + sum(len(one.ids) for one in choices),
+        "completion_tokens": sum(len(choice.ids) for choice in choices),
+        "total_tokens": size + sum(len(choice.ids) for choice in choices),
     }
-    assert [one.index for one in choices] == [*range(n)]
-    assert [one.seed for one in choices] == [*range(100, 100 + n)]
+    assert [choice.index for choice in choices] == [*range(n)]
+    assert [choice.seed for choice in choices] == [*range(100, 100 + n)]
     again = client.generate("demo", prompt, max_tokens=8, seed=101)
     assert again.ids == choices[1].ids
 
 
 def test_without_a_prefix_cache_every_choice_reads_the_prompt(client: Client) -> None:
     choices = client.choices("off", WORDS, n=3, max_tokens=4, seed=1)
-    assert [one.usage["cached_tokens"] for one in choices] == [0, 0, 0]
-    assert len({one.ids for one in choices}) > 1
+    assert [choice.usage["cached_tokens"] for choice in choices] == [0, 0, 0]
+    assert len({choice.ids for choice in choices}) > 1
 
 
 def test_a_seed_is_drawn_once_and_told(client: Client) -> None:
     first, second = (client.choices("counting", "hello", n=3, max_tokens=4) for _ in range(2))
     assert first.seed != second.seed
-    for index, one in enumerate(first):
-        assert one.seed == first.seed + index
-        assert list(one.ids) == expected_ids("hello", one.seed, 4)
+    for index, choice in enumerate(first):
+        assert choice.seed == first.seed + index
+        assert list(choice.ids) == expected_ids("hello", choice.seed, 4)
 
 
 def test_a_stream_gives_the_deltas_of_all_choices(client: Client) -> None:
@@ -93,18 +93,20 @@ def test_a_stream_gives_the_deltas_of_all_choices(client: Client) -> None:
         texts = [""] * 4
         for delta in stream:
             texts[delta.index] += delta.text
-        found: Choices = stream.result
+        choices: Choices = stream.result
     assert texts == [text_of(expected_ids("hello", 7 + index, 20)) for index in range(4)]
-    assert [one.text for one in found] == texts and len(stream.ids) == 4
-    assert [one.text for one in found.choices[1:3]] == [one.text for one in found[1:3]]
+    assert [choice.text for choice in choices] == texts and len(stream.ids) == 4
+    assert [choice.text for choice in choices.choices[1:3]] == [
+        choice.text for choice in choices[1:3]
+    ]
 
 
 def test_stop_strings_hold_for_each_choice(client: Client) -> None:
     whole = client.choices("counting", "hello", n=2, max_tokens=9, seed=7)
     stop = whole[1].text.split(" ")[3]
-    found = client.choices("counting", "hello", n=2, max_tokens=9, seed=7, stop=stop)
-    assert (found[0].text, found[0].reason) == (whole[0].text, "length")
-    assert (found[1].text, found[1].reason) == (whole[1].text.split(stop)[0], "stop")
+    choices = client.choices("counting", "hello", n=2, max_tokens=9, seed=7, stop=stop)
+    assert (choices[0].text, choices[0].reason) == (whole[0].text, "length")
+    assert (choices[1].text, choices[1].reason) == (whole[1].text.split(stop)[0], "stop")
 
 
 def test_the_async_client_has_them_together_and_one_by_one(pool: Pool) -> None:
@@ -114,15 +116,15 @@ def test_the_async_client_has_them_together_and_one_by_one(pool: Pool) -> None:
     async def run() -> None:
         async with pool.async_client() as client:
             choices: Choices = await client.choices("counting", "hello", **ask)
-            assert [one.text for one in choices] == expected
+            assert [choice.text for choice in choices] == expected
             texts = ["", "", ""]
             async with client.stream_choices("counting", "hello", **ask) as stream:
                 async for delta in stream:
                     texts[delta.index] += delta.text
-            assert texts == expected == [one.text for one in stream.result]
+            assert texts == expected == [choice.text for choice in stream.result]
             streams = client.streams("counting", "hello", **ask)
-            assert [(await one.read()).text for one in streams] == expected
-            assert all(one.accepted for one in streams)
+            assert [(await choice_stream.read()).text for choice_stream in streams] == expected
+            assert all(choice_stream.accepted for choice_stream in streams)
 
     asyncio.run(run())
 
@@ -179,14 +181,14 @@ def test_others_go_past_choices_that_wait_for_their_worker(pool: Pool, client: C
 @pytest.mark.parametrize("batch", [True, False])
 def test_log_probabilities_of_a_prompt(client: Client, batch: bool) -> None:
     ask: dict[str, Any] = {"prompt_logprobs": 3, "max_tokens": 5, "seed": 1, "batch": batch}
-    found = client.generate("demo", WORDS, **ask)
+    answer = client.generate("demo", WORDS, **ask)
     plain = client.generate("demo", WORDS, max_tokens=5, seed=1)
-    assert (found.text, found.ids) == (plain.text, plain.ids)
-    ids = [entry["id"] for entry in found.prompt]
+    assert (answer.text, answer.ids) == (plain.text, plain.ids)
+    ids = [entry["id"] for entry in answer.prompt]
     expected = demo_logprobs(ids)
-    assert [entry["prompt"] for entry in found.prompt] == [*range(found.usage["prompt_tokens"])]
-    assert found.prompt[0]["logprob"] is None
-    for entry, row in zip(found.prompt[1:], expected, strict=True):
+    assert [entry["prompt"] for entry in answer.prompt] == [*range(answer.usage["prompt_tokens"])]
+    assert answer.prompt[0]["logprob"] is None
+    for entry, row in zip(answer.prompt[1:], expected, strict=True):
         assert entry["logprob"] == pytest.approx(row[entry["id"]], abs=1e-4)
         best = sorted(row.tolist(), reverse=True)[:3]
         assert [other["logprob"] for other in entry["top"]] == pytest.approx(best, abs=1e-4)
@@ -198,42 +200,42 @@ def test_an_echo_begins_with_the_text_of_the_prompt(client: Client) -> None:
     A prompt of ids is echoed completely.
     """
     text = "caf\u00e9 \u2014 def f(x):\n    return '\U0001f642'"
-    found = client.generate("demo", text, echo=True, max_tokens=4, seed=3)
+    answer = client.generate("demo", text, echo=True, max_tokens=4, seed=3)
     plain = client.generate("demo", text, max_tokens=4, seed=3)
-    assert found.text == text + plain.text and found.ids == plain.ids
-    assert found.prompt[0].get("added") and "logprob" not in found.prompt[1]
-    ids = [entry["id"] for entry in found.prompt]
+    assert answer.text == text + plain.text and answer.ids == plain.ids
+    assert answer.prompt[0].get("added") and "logprob" not in answer.prompt[1]
+    ids = [entry["id"] for entry in answer.prompt]
     again = client.generate("demo", tokens=ids[1:], echo=True, max_tokens=0)
     assert (again.text, again.ids, again.reason) == (text, (), "length")
     assert again.usage["completion_tokens"] == 0
 
 
 def test_a_prompt_alone_is_reported_without_a_completion(client: Client) -> None:
-    found = client.generate("demo", WORDS, max_tokens=0, prompt_logprobs=0)
-    assert (found.text, found.ids, found.reason) == ("", (), "length")
-    assert len(found.prompt) == found.usage["prompt_tokens"]
-    one = client.generate("demo", tokens=[5], max_tokens=0, prompt_logprobs=2)
-    assert [(e["id"], e["logprob"], e["top"]) for e in one.prompt] == [(5, None, [])]
+    answer = client.generate("demo", WORDS, max_tokens=0, prompt_logprobs=0)
+    assert (answer.text, answer.ids, answer.reason) == ("", (), "length")
+    assert len(answer.prompt) == answer.usage["prompt_tokens"]
+    single = client.generate("demo", tokens=[5], max_tokens=0, prompt_logprobs=2)
+    assert [(e["id"], e["logprob"], e["top"]) for e in single.prompt] == [(5, None, [])]
 
 
 def test_choices_report_the_prompt_once(client: Client) -> None:
     ask: dict[str, Any] = {"n": 4, "max_tokens": 4, "echo": True, "prompt_logprobs": 1}
     choices = client.choices("demo", "once " + WORDS, **ask)
     size = choices.usage["prompt_tokens"]
-    cached, *others = [one.usage["cached_tokens"] for one in choices]
+    cached, *others = [item.usage["cached_tokens"] for item in choices]
     assert cached == 0  # it reports the prompt, and reads it
     first, *rest = sorted(others)  # one of them may have read it before
     assert (first < 20 or first == size - 1) and rest == [size - 1] * 2
     assert len(choices.prompt) == size
-    for one in choices:
-        assert one.prompt == choices.prompt and one.text.startswith("once " + WORDS)
+    for choice in choices:
+        assert choice.prompt == choices.prompt and choice.text.startswith("once " + WORDS)
 
 
 def test_long_reports_come_in_messages_that_fit(client: Client) -> None:
     tokens = [5 + i % 3000 for i in range(1900)]
-    found = client.generate("demo", tokens=tokens, max_tokens=1, prompt_logprobs=20)
-    assert [entry["id"] for entry in found.prompt] == tokens
-    assert {len(entry["top"]) for entry in found.prompt[1:]} == {20}
+    answer = client.generate("demo", tokens=tokens, max_tokens=1, prompt_logprobs=20)
+    assert [entry["id"] for entry in answer.prompt] == tokens
+    assert {len(entry["top"]) for entry in answer.prompt[1:]} == {20}
 
 
 def test_reports_that_cannot_be_had_are_refused(client: Client) -> None:

@@ -111,8 +111,8 @@ def test_an_error_as_json(pool: Pool) -> None:
 
 def test_the_package_is_the_command(pool: Pool) -> None:
     module = [sys.executable, "-m", "mlxpool", "version"]
-    told = f"mlxpool {version('mlxpool')}\n"
-    assert subprocess.check_output(module, text=True) == cli(pool, "version").stdout == told
+    expected = f"mlxpool {version('mlxpool')}\n"
+    assert subprocess.check_output(module, text=True) == cli(pool, "version").stdout == expected
 
 
 def test_models_from_a_folder_and_from_flags(tmp_path: Path) -> None:

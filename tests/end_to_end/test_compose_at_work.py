@@ -101,8 +101,8 @@ def test_a_request_over_http_and_one_over_zeromq(keys: Path, tmp_path: Path) -> 
         variables = {key: here(value, name) for key, value in given.items()}
         return running(words, tmp_path / f"{name}.log", variables=variables)
 
-    made = keys / "broker" / "mlxpool.toml"
-    made.write_text(here(made.read_text(), "broker"))
+    config = keys / "broker" / "mlxpool.toml"
+    config.write_text(here(config.read_text(), "broker"))
     url = f"http://127.0.0.1:{ports['11434']}"
     with service("broker"):
         until(lambda: answers(f"http://127.0.0.1:{ports['9464']}/healthz"), "the broker is up")
@@ -122,7 +122,7 @@ def test_a_request_over_http_and_one_over_zeromq(keys: Path, tmp_path: Path) -> 
                 key=str(keys / "app" / "app.key"),
                 connect_timeout=PATIENCE,
             ) as client:
-                found = client.generate("demo", "def", max_tokens=4, ignore_eos=True, seed=7)
-                assert found.reason == "length"
+                result = client.generate("demo", "def", max_tokens=4, ignore_eos=True, seed=7)
+                assert result.reason == "length"
                 job = client.submit("demo", "def", max_tokens=4, ignore_eos=True, seed=7)
-                assert client.fetch(job).read().ids == found.ids
+                assert client.fetch(job).read().ids == result.ids

@@ -37,16 +37,18 @@ def same(found: Decision, expected: Decision) -> bool:
 
 def test_one_question_and_several_agree(client: Client) -> None:
     together = client.decide_all("demo", TEXT, QUESTIONS)
-    assert [list(one.probabilities) for one in together] == [
+    assert [list(item.probabilities) for item in together] == [
         [True, False],
         ["Paris", "Lisbon", "Tokyo"],
         list(range(1, 11)),
     ]
-    for one in together:
-        assert sum(one.probabilities.values()) == pytest.approx(1) and 0 <= one.outside <= 1
-    for one, asked in zip(together, QUESTIONS, strict=True):
+    for decision in together:
+        assert (
+            sum(decision.probabilities.values()) == pytest.approx(1) and 0 <= decision.outside <= 1
+        )
+    for decision, asked in zip(together, QUESTIONS, strict=True):
         (alone,) = client.decide_all("demo", TEXT, [asked])
-        assert same(alone, one)
+        assert same(alone, decision)
 
 
 def test_probabilities_are_those_of_a_completion_of_the_same_chat(client: Client) -> None:
@@ -74,9 +76,9 @@ def test_probabilities_are_those_of_a_completion_of_the_same_chat(client: Client
 
 def test_more_questions_than_a_call_takes(client: Client) -> None:
     asked = [f"Is it {n}?" for n in range(70)]
-    found = client.decide_all("demo", TEXT, asked)
-    assert len(found) == 70
-    assert same(found[69], client.decide_all("demo", TEXT, [asked[69]])[0])
+    decisions = client.decide_all("demo", TEXT, asked)
+    assert len(decisions) == 70
+    assert same(decisions[69], client.decide_all("demo", TEXT, [asked[69]])[0])
 
 
 def test_a_temperature_above_1_is_less_sure(client: Client) -> None:
@@ -115,8 +117,8 @@ def test_calls_survive_the_end_of_every_worker(pool: Pool, client: Client) -> No
                 await asyncio.to_thread(pool.kill_worker, slot)
             return list(await asyncio.gather(*asked))
 
-    for found in asyncio.run(storm()):
-        assert len(found) == 64 and all(map(same, found, expected))
+    for decisions in asyncio.run(storm()):
+        assert len(decisions) == 64 and all(map(same, decisions, expected))
 
 
 def test_a_deadline_and_a_cancelled_task_end_a_call(pool: Pool, client: Client) -> None:
@@ -139,7 +141,7 @@ def test_a_deadline_and_a_cancelled_task_end_a_call(pool: Pool, client: Client) 
 
 def idle(pool: Pool) -> bool:
     workers = json.loads(pool.cli("ps", "--json").stdout)["workers"]
-    return all(one["phase"] == "idle" for one in workers if one["model"] == "demo")
+    return all(worker["phase"] == "idle" for worker in workers if worker["model"] == "demo")
 
 
 def test_streams_beside_questions_keep_their_tokens(client: Client) -> None:
@@ -164,10 +166,10 @@ def test_over_http(http: httpx.Client, client: Client) -> None:
     }
     answer = http.post("/v1/decisions", json=body)
     assert answer.status_code == 200 and not faults(answer.json(), "Decisions")
-    found = answer.json()
+    decisions = answer.json()
     expected = client.decide_all("demo", TEXT, QUESTIONS)
-    assert found["usage"]["prompt_tokens"] == expected.usage["prompt_tokens"]
-    sunny, city, warm = found["data"]
+    assert decisions["usage"]["prompt_tokens"] == expected.usage["prompt_tokens"]
+    sunny, city, warm = decisions["data"]
     assert sunny["probabilities"] == pytest.approx(
         {"yes": expected[0].probabilities[True], "no": expected[0].probabilities[False]}, abs=1e-4
     )
@@ -187,8 +189,8 @@ def test_on_the_command_line(pool: Pool, client: Client) -> None:
     expected = client.decide_all("demo", TEXT, [QUESTIONS[1]])[0]
     assert line[0].startswith(f"{expected.answer} {expected.probability:.3f}")
     printed = pool.cli("decide", "demo", TEXT, "--scale", "1-10", "--json").stdout
-    (found,) = json.loads(printed)["decisions"]
-    assert found["labels"] == [str(n) for n in range(1, 11)]
+    (decision,) = json.loads(printed)["decisions"]
+    assert decision["labels"] == [str(n) for n in range(1, 11)]
     done = pool.cli("decide", "demo", "x", "--scale", "9")
     assert done.returncode == 2 and "must be two numbers such as 1-10" in done.stderr
     done = pool.cli("decide", "demo", "x", "--choice", "one")

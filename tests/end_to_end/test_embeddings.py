@@ -53,18 +53,18 @@ def computed_here(folder: Path, texts: list[str]) -> np.ndarray:
     """Computes the vectors of texts by an engine in this process, one pass for each text."""
     encoder = inspect_encoder(folder_files(folder))
     engine, text = EncoderEngine(encoder, load(encoder.folder)), EncoderText(encoder.source)
-    rows = [engine.encode(text.encode_texts([one]))[0] for one in texts]
+    rows = [engine.encode(text.encode_texts([passage]))[0] for passage in texts]
     return finished(np.stack(rows), 0, normalise=engine.normalises)
 
 
 def test_many_texts_are_embedded_in_their_order(client: Client, folders: dict[str, Path]) -> None:
-    found = client.embed("embed", TEXTS)
-    assert (found.rows, found.columns) == (len(TEXTS), 32)
+    vectors = client.embed("embed", TEXTS)
+    assert (vectors.rows, vectors.columns) == (len(TEXTS), 32)
     sample = [0, 1, 255, 256, 257, 511, 512, 699]
     expected = computed_here(folders["embed"], [TEXTS[index] for index in sample])
-    assert np.allclose(np.asarray(found)[sample], expected, atol=2e-3)
-    assert found[-1] == found.tolist()[-1] and len(found[0]) == 32
-    assert found.usage["prompt_tokens"] == found.usage["total_tokens"] > len(TEXTS)
+    assert np.allclose(np.asarray(vectors)[sample], expected, atol=2e-3)
+    assert vectors[-1] == vectors.tolist()[-1] and len(vectors[0]) == 32
+    assert vectors.usage["prompt_tokens"] == vectors.usage["total_tokens"] > len(TEXTS)
 
 
 def test_one_text_a_prompt_dimensions_and_length(client: Client) -> None:
@@ -81,24 +81,26 @@ def test_one_text_a_prompt_dimensions_and_length(client: Client) -> None:
 
 def test_ids_in_place_of_texts(client: Client) -> None:
     ids = client.tokenize("embed", "a dog")
-    found = np.asarray(client.embed("embed", [ids, ids]))
-    assert np.allclose(found, np.asarray(client.embed("embed", ["a dog", "a dog"])), atol=1e-3)
+    vectors = np.asarray(client.embed("embed", [ids, ids]))
+    assert np.allclose(vectors, np.asarray(client.embed("embed", ["a dog", "a dog"])), atol=1e-3)
     with pytest.raises(BadRequest, match="input 1 has token ids from 0 to 1000000"):
         client.embed("embed", [ids, [0, 1_000_000]])
 
 
 def test_documents_are_ranked(client: Client) -> None:
     documents = ["the lazy dog", "a quick fox", "vector search over a passage"]
-    found = client.rerank("rerank", "quick fox", documents)
-    assert sorted(one.index for one in found) == [0, 1, 2]
-    assert [one.score for one in found] == sorted((one.score for one in found), reverse=True)
-    assert client.rerank("rerank", "quick fox", documents, top=1) == found[:1]
+    ranking = client.rerank("rerank", "quick fox", documents)
+    assert sorted(ranked.index for ranked in ranking) == [0, 1, 2]
+    assert [ranked.score for ranked in ranking] == sorted(
+        (ranked.score for ranked in ranking), reverse=True
+    )
+    assert client.rerank("rerank", "quick fox", documents, top=1) == ranking[:1]
 
 
 def test_texts_and_pairs_are_classified(client: Client) -> None:
-    found = client.classify("classify", ["a dog", "the fox"])
-    assert found.labels == ("label 0", "label 1", "label 2")
-    assert np.asarray(found).sum(axis=1) == pytest.approx(1, abs=1e-4)
+    classes = client.classify("classify", ["a dog", "the fox"])
+    assert classes.labels == ("label 0", "label 1", "label 2")
+    assert np.asarray(classes).sum(axis=1) == pytest.approx(1, abs=1e-4)
     pairs = client.classify("classify", [("a dog", "the fox")])
     assert (pairs.rows, pairs.columns) == (1, 3)
 
@@ -111,8 +113,8 @@ def test_a_text_that_is_too_long_is_refused_or_truncated(client: Client) -> None
     with pytest.raises(ContextExceeded, match="input 299 has") as failed:
         client.embed("embed", [*["a"] * 299, long, *["b"] * 300])
     assert failed.value.details["index"] == 299
-    found = client.embed("embed", ["a dog", long], truncate=True)
-    assert found.usage["prompt_tokens"] == MAX_TOKENS + len(client.tokenize("embed", "a dog"))
+    vectors = client.embed("embed", ["a dog", long], truncate=True)
+    assert vectors.usage["prompt_tokens"] == MAX_TOKENS + len(client.tokenize("embed", "a dog"))
 
 
 def test_what_a_model_is_not_for_is_refused_by_name(client: Client) -> None:
@@ -136,8 +138,8 @@ def test_an_answer_over_the_bound_is_refused(client: Client) -> None:
 def test_asyncio_and_threads_share_passes(pool: Pool) -> None:
     async def ask() -> list[np.ndarray]:
         async with pool.async_client() as client:
-            found = await asyncio.gather(*(client.embed("embed", TEXTS[n]) for n in range(100)))
-            return [np.asarray(one)[0] for one in found]
+            answers = await asyncio.gather(*(client.embed("embed", TEXTS[n]) for n in range(100)))
+            return [np.asarray(answer)[0] for answer in answers]
 
     with pool.client() as client:
         whole = np.asarray(client.embed("embed", TEXTS[:100]))
@@ -153,10 +155,10 @@ def test_a_kill_of_every_worker_loses_no_call(pool: Pool, client: Client) -> Non
             for slot in ("embed/0", "embed/1", "embed/0"):
                 await asyncio.sleep(0.2)
                 await asyncio.to_thread(pool.kill_worker, slot)
-            return [np.asarray(one) for one in await asyncio.gather(*asked)]
+            return [np.asarray(answer) for answer in await asyncio.gather(*asked)]
 
-    for found in asyncio.run(storm()):
-        assert np.allclose(found, expected, atol=2e-3)
+    for vectors in asyncio.run(storm()):
+        assert np.allclose(vectors, expected, atol=2e-3)
 
 
 def test_the_command_line_prints_vectors_ranks_and_labels(pool: Pool, client: Client) -> None:

@@ -84,10 +84,12 @@ def test_a_page_of_another_origin_changes_nothing(tmp_path: Path) -> None:
 
         def refused() -> int:
             """Returns the number of requests that were answered 403."""
-            lines = [one for one in http.get("/metrics").text.splitlines() if 'status="403"' in one]
-            return sum(round(float(one.split()[-1])) for one in lines if "requests_total" in one)
+            lines = [
+                line for line in http.get("/metrics").text.splitlines() if 'status="403"' in line
+            ]
+            return sum(round(float(line.split()[-1])) for line in lines if "requests_total" in line)
 
         until(lambda: refused() == len(JOBS) + 2, "each of them is refused")
-        states = {one["key"]: one["state"] for one in http.get("/v1/jobs").json()["data"]}
+        states = {row["key"]: row["state"] for row in http.get("/v1/jobs").json()["data"]}
         assert states.keys() == set(JOBS) and not {"cancelled", "done"} & set(states.values())
         assert http.get("/v1/files").json()["data"] == []

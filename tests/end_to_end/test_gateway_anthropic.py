@@ -40,8 +40,8 @@ KEY = "0123456789abcdef"
 
 @pytest.fixture
 def client(gateway: GatewayThread) -> Iterator[anthropic.Anthropic]:
-    with client_of(gateway.url) as made:
-        yield made
+    with client_of(gateway.url) as new_client:
+        yield new_client
 
 
 def client_of(url: str, key: str = "none") -> anthropic.Anthropic:
@@ -58,14 +58,16 @@ def told(seed: int, count: int) -> str:
 def test_an_answer_with_all_its_members(gateway: GatewayThread) -> None:
     body = {"model": "counting", "messages": HI, "max_tokens": 5, "seed": 7}
     headers = {"x-request-id": "mine", "anthropic-version": "2023-06-01"}
-    found = httpx.post(f"{gateway.url}/v1/messages", json=body, headers=headers, timeout=PATIENCE)
-    answer = found.json()
+    response = httpx.post(
+        f"{gateway.url}/v1/messages", json=body, headers=headers, timeout=PATIENCE
+    )
+    answer = response.json()
     assert not faults(answer, "AnthropicMessage")
     assert not [*unknown_members(answer, {"$ref": "#/components/schemas/AnthropicMessage"})]
     assert answer["content"] == [{"type": "text", "text": told(7, 5), "citations": None}]
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("max_tokens", None)
     assert answer["usage"]["input_tokens"] == len(LINE) and answer["usage"]["output_tokens"] == 5
-    assert found.headers["request-id"] == found.headers["x-request-id"] == "mine"
+    assert response.headers["request-id"] == response.headers["x-request-id"] == "mine"
 
 
 def test_tools_in_two_rounds(client: anthropic.Anthropic) -> None:
@@ -174,13 +176,13 @@ def test_the_events_of_thoughts_a_text_and_a_call(served: Served) -> None:
                 model="m", max_tokens=99, messages=[ASKED], tools=TOOLS, stream=True
             )
         )
-    told = [(event.type, getattr(getattr(event, "delta", None), "type", None)) for event in events]
+    kinds = [(event.type, getattr(getattr(event, "delta", None), "type", None)) for event in events]
     start, delta, stop = "content_block_start", "content_block_delta", "content_block_stop"
-    assert told == [
+    assert kinds == [
         ("message_start", None),
         (start, None), (delta, "thinking_delta"), (delta, "signature_delta"), (stop, None),
         (start, None), (delta, "text_delta"), (stop, None),
-        (start, None), *[(delta, "input_json_delta")] * (len(told) - 12), (stop, None),
+        (start, None), *[(delta, "input_json_delta")] * (len(kinds) - 12), (stop, None),
         ("message_delta", None), ("message_stop", None),
     ]  # fmt: skip
     for event in events:
@@ -284,10 +286,10 @@ def test_errors_have_the_types_of_the_interface(
         client.messages.create(model="nobody", max_tokens=1, messages=HI)
     body: Any = caught.value.body
     assert body["error"]["type"] == "not_found_error"
-    found = httpx.get(f"{gateway.url}/v1/messages", timeout=PATIENCE)
-    assert found.status_code == 405 and not faults(found.json(), "AnthropicError")
-    found = httpx.post(f"{gateway.url}/v1/messages", content="{", timeout=PATIENCE)
-    assert found.status_code in (400, 415) and not faults(found.json(), "AnthropicError")
+    response = httpx.get(f"{gateway.url}/v1/messages", timeout=PATIENCE)
+    assert response.status_code == 405 and not faults(response.json(), "AnthropicError")
+    response = httpx.post(f"{gateway.url}/v1/messages", content="{", timeout=PATIENCE)
+    assert response.status_code in (400, 415) and not faults(response.json(), "AnthropicError")
 
 
 def said(*blocks: dict[str, Any], role: str = "user") -> list[dict[str, Any]]:

@@ -54,8 +54,8 @@ def gateway(pool: Pool, keys: Path) -> Iterator[GatewayThread]:
 @pytest.fixture
 def http(gateway: GatewayThread) -> Iterator[httpx.Client]:
     headers = {"authorization": f"Bearer {KEY}"}
-    with httpx.Client(base_url=gateway.url, headers=headers, timeout=PATIENCE) as made:
-        yield made
+    with httpx.Client(base_url=gateway.url, headers=headers, timeout=PATIENCE) as new_client:
+        yield new_client
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +63,9 @@ def roomy(pool: Pool) -> Iterator[httpx.Client]:
     """A client of a gateway that takes large bodies."""
     with (
         GatewayThread(pool.run_dir) as running,
-        httpx.Client(base_url=running.url, timeout=PATIENCE) as made,
+        httpx.Client(base_url=running.url, timeout=PATIENCE) as new_client,
     ):
-        yield made
+        yield new_client
 
 
 def refused(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
@@ -283,7 +283,7 @@ def test_no_broker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
         def said() -> list[logging.LogRecord]:
             """Returns the records of the log, except those about requests."""
-            return [one for one in caplog.records if one.name == "mlxpool.gateway"]
+            return [record for record in caplog.records if record.name == "mlxpool.gateway"]
 
         until(lambda: len(said()) > 1, "the log has what became of it")
     begun, missing = said()[:2]

@@ -76,11 +76,11 @@ def check(client: openai.OpenAI, batch: Any, count: int, padding: int = 0) -> No
     assert (batch.status, batch.error_file_id) == ("completed", None)
     assert (batch.request_counts.total, batch.request_counts.completed) == (count, count)
     text = client.files.content(batch.output_file_id).text
-    found = [json.loads(one) for one in text.splitlines()]
-    assert [one["custom_id"] for one in found] == [f"l{number}" for number in range(count)]
-    for number, one in enumerate(found):
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert [item["custom_id"] for item in rows] == [f"l{number}" for number in range(count)]
+    for number, row in enumerate(rows):
         wanted = text_of(expected_ids(prompt(number, padding), 7, TOKENS))
-        assert one["response"]["body"]["choices"][0]["text"] == wanted
+        assert row["response"]["body"]["choices"][0]["text"] == wanted
 
 
 # ---- a broker that is killed ---------------------------------------------------------------------
@@ -134,24 +134,24 @@ def test_a_cancel_that_meets_the_end(api: openai.OpenAI) -> None:
     file = upload(api, lines(40))
     states = Counter[str]()
     for done in (0, 1, 20, 38, 39, 40):
-        made = begin(api, file)
+        new_batch = begin(api, file)
 
-        def far_enough(id: str = made.id, done: int = done) -> bool:
+        def far_enough(id: str = new_batch.id, done: int = done) -> bool:
             counts = api.batches.retrieve(id).request_counts
             return counts is not None and counts.completed >= done
 
         until(far_enough, f"{done} lines are done")
-        api.batches.cancel(made.id)
-        batch = over(api, made.id)
+        api.batches.cancel(new_batch.id)
+        batch = over(api, new_batch.id)
         states[batch.status] += 1
         counts: Any = batch.request_counts
         assert counts.completed + counts.failed <= 40
         names: list[str] = []
         for name in (batch.output_file_id, batch.error_file_id):
             text = "" if name is None else api.files.content(name).text
-            names += [json.loads(one)["custom_id"] for one in text.splitlines()]
+            names += [json.loads(line)["custom_id"] for line in text.splitlines()]
         assert len(names) == len(set(names)) and len(names) >= counts.completed
-        again = api.batches.cancel(made.id)
+        again = api.batches.cancel(new_batch.id)
         assert (again.status, again.request_counts) == (batch.status, counts)
     assert states["cancelled"] + states["completed"] == 6
 
@@ -177,9 +177,9 @@ def test_a_file_that_is_deleted_while_its_batch_is_made(api: openai.OpenAI, clie
 
 def test_two_batches_of_a_file_that_is_deleted_while_they_run(api: openai.OpenAI) -> None:
     file = upload(api, lines(100))
-    made = [begin(api, file) for _ in range(2)]
+    batches = [begin(api, file) for _ in range(2)]
     api.files.delete(file)
-    for batch in made:
+    for batch in batches:
         check(api, over(api, batch.id), 100)
 
 
@@ -230,11 +230,11 @@ def test_a_gateway_that_is_killed_while_a_batch_is_made(
             making = threads.submit(begin, first, file, extra_headers=key)
             until(lambda: making.done() or written(client) != before, "its lines are written")
             process.kill()
-            made = making.exception(60) is None
-        one, two = (begin(second, file, extra_headers=key) for _ in range(2))
-        assert one.id == two.id
-        check(second, over(second, one.id), count, padding)
+            succeeded = making.exception(60) is None
+        batch, again = (begin(second, file, extra_headers=key) for _ in range(2))
+        assert batch.id == again.id
+        check(second, over(second, batch.id), count, padding)
         left = [row for row in client.files(purpose="batch_lines") if not row["complete"]]
-        assert len(left) <= (0 if made else 1)  # it is deleted after an hour
+        assert len(left) <= (0 if succeeded else 1)  # it is deleted after an hour
         for row in left:
             client.delete_file(row["key"])

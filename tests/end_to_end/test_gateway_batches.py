@@ -55,18 +55,18 @@ def told(prompt: str, count: int = 5) -> str:
 
 def test_a_file_is_kept_listed_read_and_deleted(api: openai.OpenAI, url: str) -> None:
     data = b"x" * 700_000 + b"\r\n--not the boundary\n"  # of several parts
-    made = api.files.create(file=("träume.jsonl", data), purpose="batch")
-    assert (made.bytes, made.filename, made.purpose) == (len(data), "träume.jsonl", "batch")
-    assert api.files.content(made.id).read() == data
-    assert api.files.retrieve(made.id) == made
-    assert made.id in [one.id for one in api.files.list(purpose="batch", limit=1)]
-    answer = httpx.get(f"{url}/v1/files/{made.id}", timeout=PATIENCE).json()
+    file = api.files.create(file=("träume.jsonl", data), purpose="batch")
+    assert (file.bytes, file.filename, file.purpose) == (len(data), "träume.jsonl", "batch")
+    assert api.files.content(file.id).read() == data
+    assert api.files.retrieve(file.id) == file
+    assert file.id in [listed.id for listed in api.files.list(purpose="batch", limit=1)]
+    answer = httpx.get(f"{url}/v1/files/{file.id}", timeout=PATIENCE).json()
     assert not faults(answer, "File")
     assert not [*unknown_members(answer, {"$ref": "#/components/schemas/File"})]
-    assert api.files.delete(made.id).deleted
+    assert api.files.delete(file.id).deleted
     for call in (api.files.retrieve, api.files.content, api.files.delete):
         with pytest.raises(openai.NotFoundError, match="there is no file"):
-            call(made.id)
+            call(file.id)
 
 
 @pytest.mark.parametrize("endpoint", [CHATS, COMPLETIONS, RESPONSES])
@@ -83,11 +83,11 @@ def test_every_line_is_answered(api: openai.OpenAI, endpoint: str, url: str) -> 
     assert not faults(answer, "Batch")
     assert not [*unknown_members(answer, {"$ref": "#/components/schemas/Batch"})]
     api.files.delete(file)  # the results do not need it
-    found = results(api, batch.output_file_id)
-    assert [*found] == names
-    for name, one in found.items():
-        body = one["response"]["body"]
-        assert one["error"] is None and one["response"]["status_code"] == 200
+    answers = results(api, batch.output_file_id)
+    assert [*answers] == names
+    for name, row in answers.items():
+        body = row["response"]["body"]
+        assert row["error"] is None and row["response"]["status_code"] == 200
         if endpoint == RESPONSES:
             assert not faults(body, "Response")
             text = body["output"][0]["content"][0]["text"]
@@ -98,7 +98,7 @@ def test_every_line_is_answered(api: openai.OpenAI, endpoint: str, url: str) -> 
             assert not faults(body, "Completion")
             text = body["choices"][0]["text"]
         assert text == told(name if endpoint == COMPLETIONS else f"user: {name}\n")
-    assert results(api, batch.output_file_id) == found
+    assert results(api, batch.output_file_id) == answers
 
 
 def test_files_of_results_are_deleted_one_by_one(api: openai.OpenAI, url: str) -> None:
@@ -119,7 +119,7 @@ def test_files_of_results_are_deleted_one_by_one(api: openai.OpenAI, url: str) -
     for call in calls:
         with pytest.raises(openai.NotFoundError, match="there is no file"):
             call(error)
-    assert batch.id in [one.id for one in api.batches.list(limit=5)]
+    assert batch.id in [listed.id for listed in api.batches.list(limit=5)]
     running = begin(api, sent(api, [line("slow", model="stuck")]))
     for kind in ("output", "error"):
         with pytest.raises(openai.NotFoundError, match="there is no file"):
@@ -141,19 +141,19 @@ def test_lines_with_faults_are_named(api: openai.OpenAI) -> None:
         line("option", top_p=7),
         {"custom_id": "x"},
     ]
-    made = begin(api, sent(api, lines))
-    batch = api.batches.retrieve(made.id)
+    new_batch = begin(api, sent(api, lines))
+    batch = api.batches.retrieve(new_batch.id)
     assert batch.status == "failed" and batch.output_file_id is None
     counts: Any = batch.request_counts
     assert (counts.total, counts.completed, counts.failed) == (0, 0, 0)
     assert batch.errors is not None and batch.errors.data is not None
-    found = sorted((one.line, one.code) for one in batch.errors.data)
-    assert found == [
+    errors = sorted((error.line, error.code) for error in batch.errors.data)
+    assert errors == [
         (2, "invalid_json_line"), (3, "duplicate_custom_id"), (4, "mismatched_endpoint"),
         (5, "model_not_found"), (6, "unknown_parameter"), (7, "unsupported_parameter"),
         (8, "unsupported_parameter"), (10, "bad_request"), (11, "bad_request"),
     ]  # fmt: skip
-    assert all(str(one.message).startswith(f"line {one.line}: ") for one in batch.errors.data)
+    assert all(str(error.message).startswith(f"line {error.line}: ") for error in batch.errors.data)
     assert api.batches.cancel(batch.id).status == "failed"
 
 
@@ -177,28 +177,28 @@ def test_cancelled(api: openai.OpenAI) -> None:
 
 def test_listed_in_pages(api: openai.OpenAI) -> None:
     file = sent(api, [line("one")])
-    made = [begin(api, file).id for _ in range(5)]
+    ids = [begin(api, file).id for _ in range(5)]
     listed = [batch.id for batch in api.batches.list(limit=2)]
-    assert listed[:5] == made[::-1] and len(listed) == len(set(listed))
-    page = api.batches.list(limit=2, after=made[4])
-    assert [batch.id for batch in page.data] == [made[3], made[2]] and page.has_more
+    assert listed[:5] == ids[::-1] and len(listed) == len(set(listed))
+    page = api.batches.list(limit=2, after=ids[4])
+    assert [batch.id for batch in page.data] == [ids[3], ids[2]] and page.has_more
 
 
 def test_sent_twice_it_is_one_batch(api: openai.OpenAI, pool: Pool) -> None:
     file = sent(api, [line("once")])
     headers = {"Idempotency-Key": "nightly 7"}
-    one, two = (begin(api, file, extra_headers=headers) for _ in range(2))
-    assert one.id == two.id
-    over(api, one.id)
+    first, second = (begin(api, file, extra_headers=headers) for _ in range(2))
+    assert first.id == second.id
+    over(api, first.id)
     api.files.delete(file)
     with pool.client() as native, pytest.raises(BadRequest, match="release the batch"):
-        native.delete_file(native.batch(one.id).row["file"])  # the results are read with it
-    assert begin(api, file, extra_headers=headers).id == one.id
+        native.delete_file(native.batch(first.id).row["file"])  # the results are read with it
+    assert begin(api, file, extra_headers=headers).id == first.id
     for more in ({"metadata": {"a": "b"}}, {"completion_window": "48h"}):
         with pytest.raises(openai.ConflictError, match="take another key"):
             begin(api, file, extra_headers=headers, **more)
     with pool.client() as native:
-        native.batch(one.id).release()
+        native.batch(first.id).release()
 
         def status() -> int:
             try:
@@ -289,11 +289,11 @@ def test_an_upload_may_be_compressed(url: str) -> None:
     body = head % b'file"; filename="a' + b"abc\r\n" + head % b"purpose" + b"batch\r\n--B--\r\n"
     data = gzip.compress(body)
     file = httpx.post(f"{url}/v1/files", content=data, headers=kind, timeout=PATIENCE).json()
-    found = httpx.get(f"{url}/v1/files/{file['id']}/content", timeout=PATIENCE)
-    assert found.content == b"abc"
+    response = httpx.get(f"{url}/v1/files/{file['id']}/content", timeout=PATIENCE)
+    assert response.content == b"abc"
     shown = httpx.head(f"{url}/v1/files/{file['id']}/content", timeout=PATIENCE)
     assert (shown.status_code, shown.content) == (200, b"")
-    assert shown.headers["content-type"] == found.headers["content-type"]
+    assert shown.headers["content-type"] == response.headers["content-type"]
     cut = httpx.post(f"{url}/v1/files", content=data[:-9], headers=kind, timeout=PATIENCE)
     assert (cut.status_code, cut.json()["error"]["code"]) == (400, "broken_encoding")
 
@@ -304,7 +304,7 @@ def test_a_file_over_the_bound(url: str, monkeypatch: pytest.MonkeyPatch) -> Non
     answer = httpx.post(f"{url}/v1/files", data={"purpose": "batch"}, files=files, timeout=PATIENCE)
     assert answer.status_code == 413 and "300000 bytes" in answer.json()["error"]["message"]
     left = httpx.get(f"{url}/v1/files", timeout=PATIENCE).json()["data"]
-    assert not [one for one in left if one["bytes"] > 262_144 and one["filename"] == "a"]
+    assert not [row for row in left if row["bytes"] > 262_144 and row["filename"] == "a"]
 
 
 def test_what_is_refused(api: openai.OpenAI) -> None:
@@ -359,7 +359,7 @@ def test_a_key_sees_its_own_files_and_batches_alone(pool: Pool, tmp_path: Path) 
         with pytest.raises(openai.NotFoundError):
             begin(bob, file)
         assert not list(bob.files.list()) and not list(bob.batches.list())
-        assert [one.id for one in alice.batches.list()] == [batch.id]
+        assert [listed.id for listed in alice.batches.list()] == [batch.id]
 
 
 def test_a_batch_outlives_worker_broker_and_gateway(tmp_path: Path) -> None:
@@ -367,10 +367,10 @@ def test_a_batch_outlives_worker_broker_and_gateway(tmp_path: Path) -> None:
     names = [f"line {number}" for number in range(60)]
     with Pool(tmp_path, CONFIG, arguments=flags) as pool:
         with GatewayThread(pool.run_dir) as gateway, openai_client(gateway.url) as client:
-            made = begin(client, sent(client, [line(name, max_tokens=40) for name in names]))
+            new_batch = begin(client, sent(client, [line(name, max_tokens=40) for name in names]))
 
             def some() -> bool:
-                counts = client.batches.retrieve(made.id).request_counts
+                counts = client.batches.retrieve(new_batch.id).request_counts
                 assert counts is not None
                 return counts.completed > 3
 
@@ -379,8 +379,8 @@ def test_a_batch_outlives_worker_broker_and_gateway(tmp_path: Path) -> None:
         pool.kill()
         pool.start()
         with GatewayThread(pool.run_dir) as gateway, openai_client(gateway.url) as client:
-            batch = over(client, made.id)
+            batch = over(client, new_batch.id)
             assert batch.status == "completed" and batch.request_counts.completed == 60
-            found = results(client, batch.output_file_id)
+            answers = results(client, batch.output_file_id)
             for name in names:
-                assert found[name]["response"]["body"]["choices"][0]["text"] == told(name, 40)
+                assert answers[name]["response"]["body"]["choices"][0]["text"] == told(name, 40)

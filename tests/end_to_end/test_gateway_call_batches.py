@@ -53,7 +53,7 @@ def bodies(client: openai.OpenAI, endpoint: str, lines: list[dict[str, Any]]) ->
     assert (batch.status, batch.error_file_id) == ("completed", None), batch
     assert batch.request_counts.completed == len(lines)
     return {
-        name: one["response"]["body"] for name, one in results(client, batch.output_file_id).items()
+        name: row["response"]["body"] for name, row in results(client, batch.output_file_id).items()
     }
 
 
@@ -65,8 +65,8 @@ def same(found: Any, wanted: Any) -> None:
             same(found[key], wanted[key])
     elif isinstance(wanted, list):
         assert len(found) == len(wanted)
-        for one, other in zip(found, wanted, strict=True):
-            same(one, other)
+        for item, other in zip(found, wanted, strict=True):
+            same(item, other)
     elif isinstance(wanted, float):
         assert found == pytest.approx(wanted, abs=1e-5)
     else:
@@ -126,10 +126,10 @@ def test_a_line_has_the_answer_of_its_endpoint(
     requests: list[dict[str, Any]],
 ) -> None:
     lines = [line(str(n), endpoint, **body) for n, body in enumerate(requests)]
-    found = bodies(api, endpoint, lines)
+    answers = bodies(api, endpoint, lines)
     for number, body in enumerate(requests):
         direct = http.post(endpoint, json=body).raise_for_status().json()
-        same(found[str(number)], direct)
+        same(answers[str(number)], direct)
 
 
 def test_vectors_in_base64_are_those_in_numbers(api: openai.OpenAI) -> None:
@@ -138,16 +138,16 @@ def test_vectors_in_base64_are_those_in_numbers(api: openai.OpenAI) -> None:
         line("packed", EMBEDDINGS, **asked, encoding_format="base64"),
         line("plain", EMBEDDINGS, **asked),
     ]
-    found = bodies(api, EMBEDDINGS, lines)
-    packed = [base64.b64decode(one["embedding"]) for one in found["packed"]["data"]]
-    numbers = [one["embedding"] for one in found["plain"]["data"]]
-    assert [len(one) for one in packed] == [4 * 16] * 3
-    np.testing.assert_allclose([np.frombuffer(one, "<f4") for one in packed], numbers, atol=1e-6)
-    usage = found["plain"]["usage"]
-    assert usage == found["packed"]["usage"]
+    answers = bodies(api, EMBEDDINGS, lines)
+    packed = [base64.b64decode(row["embedding"]) for row in answers["packed"]["data"]]
+    numbers = [row["embedding"] for row in answers["plain"]["data"]]
+    assert [len(blob) for blob in packed] == [4 * 16] * 3
+    np.testing.assert_allclose([np.frombuffer(blob, "<f4") for blob in packed], numbers, atol=1e-6)
+    usage = answers["plain"]["usage"]
+    assert usage == answers["packed"]["usage"]
     assert usage["prompt_tokens"] == usage["total_tokens"] > 0
-    assert {one["object"] for one in found["plain"]["data"]} == {"embedding"}
-    assert [one["index"] for one in found["plain"]["data"]] == [0, 1, 2]
+    assert {row["object"] for row in answers["plain"]["data"]} == {"embedding"}
+    assert [row["index"] for row in answers["plain"]["data"]] == [0, 1, 2]
 
 
 def test_errors_of_lines_are_told_by_name(api: openai.OpenAI) -> None:
@@ -162,9 +162,9 @@ def test_errors_of_lines_are_told_by_name(api: openai.OpenAI) -> None:
     assert batch.status == "completed"
     assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 4)
     assert [*results(api, batch.output_file_id)] == ["fits"]
-    found = results(api, batch.error_file_id)
-    assert {one["response"]["status_code"] for one in found.values()} == {400}
-    errors = {name: one["response"]["body"]["error"] for name, one in found.items()}
+    rows = results(api, batch.error_file_id)
+    assert {row["response"]["status_code"] for row in rows.values()} == {400}
+    errors = {name: row["response"]["body"]["error"] for name, row in rows.items()}
     assert errors["long"]["code"] == "context_length_exceeded"
     assert "dimensions" in errors["wide"]["message"]
     assert "does not embed: it is a model for rerank" in errors["kind"]["message"]
@@ -180,16 +180,16 @@ def test_lines_with_faults_are_named(api: openai.OpenAI) -> None:
         line("other", RERANK, model="rerank", query="q", documents=["a"]),
         line("nobody", EMBEDDINGS, model="nobody", input="a"),
     ]
-    made = begin(api, sent(api, lines), EMBEDDINGS)
-    assert made.status == "failed" and made.errors is not None and made.errors.data is not None
-    found = {one.line: (one.code, str(one.message)) for one in made.errors.data}
-    assert sorted(found) == [1, 2, 3, 4, 5, 6]
-    assert "has 257 texts, a line takes 256" in found[1][1]
-    assert found[5][0] == "mismatched_endpoint" and found[6][0] == "model_not_found"
+    batch = begin(api, sent(api, lines), EMBEDDINGS)
+    assert batch.status == "failed" and batch.errors is not None and batch.errors.data is not None
+    errors = {error.line: (error.code, str(error.message)) for error in batch.errors.data}
+    assert sorted(errors) == [1, 2, 3, 4, 5, 6]
+    assert "has 257 texts, a line takes 256" in errors[1][1]
+    assert errors[5][0] == "mismatched_endpoint" and errors[6][0] == "model_not_found"
     several = [line("two", SCORE, model="rerank", text_1=["a", "b"], text_2=["a", "b"])]
-    made = begin(api, sent(api, several), SCORE)
-    assert made.errors is not None and made.errors.data is not None
-    assert "a line has one text" in str(made.errors.data[0].message)
+    batch = begin(api, sent(api, several), SCORE)
+    assert batch.errors is not None and batch.errors.data is not None
+    assert "a line has one text" in str(batch.errors.data[0].message)
 
 
 # ---- the pool's own jobs ------------------------------------------------------------------------
@@ -198,19 +198,19 @@ def test_lines_with_faults_are_named(api: openai.OpenAI) -> None:
 def events(http: httpx.Client, key: str) -> dict[str, Any]:
     """Returns the data of the events of a job, by their kind."""
     text = http.get(f"/v1/jobs/{key}/events").raise_for_status().text
-    found = {}
+    by_kind = {}
     for event in text.strip().split("\n\n"):
         fields = dict(part.split(": ", 1) for part in event.splitlines() if ": " in part)
         if "event" in fields:
-            found[fields["event"]] = json.loads(fields["data"])
-    return found
+            by_kind[fields["event"]] = json.loads(fields["data"])
+    return by_kind
 
 
 def test_a_job_is_a_call(http: httpx.Client) -> None:
     body = {"kind": "embed", "model": "embed", "inputs": TEXTS, "dimensions": 4, "key": "vectors"}
-    made = http.post("/v1/jobs", json=body).raise_for_status().json()
-    assert not faults(made, "Job")
-    assert not [*unknown_members(made, {"$ref": "#/components/schemas/Job"})]
+    job = http.post("/v1/jobs", json=body).raise_for_status().json()
+    assert not faults(job, "Job")
+    assert not [*unknown_members(job, {"$ref": "#/components/schemas/Job"})]
     done = events(http, "vectors")["done"]
     assert (done["rows"], done["columns"], done["reason"]) == (3, 4, "stop")
     assert [len(row) for row in done["vectors"]] == [4] * 3

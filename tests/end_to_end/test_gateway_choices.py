@@ -33,17 +33,17 @@ def completion(client: openai.OpenAI, prompt: Any, **body: Any) -> dict[str, Any
     """Returns the answer as plain values; the keyword `extra` has fields unknown to the client."""
     extra = body.pop("extra", None)
     asked = {"model": "demo", "temperature": 0, "max_tokens": 6, **body}
-    found: dict[str, Any] = client.completions.create(
+    answer: dict[str, Any] = client.completions.create(
         prompt=prompt, extra_body=extra, **asked
     ).model_dump()
-    return found
+    return answer
 
 
 @pytest.mark.parametrize("prompt", ["", [""]])
 def test_an_empty_prompt_is_the_begin_token(api: openai.OpenAI, prompt: Any) -> None:
-    found = completion(api, prompt, max_tokens=1)
-    assert found["usage"]["prompt_tokens"] == 1
-    assert found["choices"][0]["text"] == completion(api, [0], max_tokens=1)["choices"][0]["text"]
+    answer = completion(api, prompt, max_tokens=1)
+    assert answer["usage"]["prompt_tokens"] == 1
+    assert answer["choices"][0]["text"] == completion(api, [0], max_tokens=1)["choices"][0]["text"]
 
 
 def told(seed: int, count: int, prompt: str = "hello") -> str:
@@ -54,10 +54,10 @@ def told(seed: int, count: int, prompt: str = "hello") -> str:
 
 
 def test_sixty_four_choices_in_order_and_the_prompt_counts_once(api: openai.OpenAI) -> None:
-    found = completion(api, "hello", model="counting", n=64, seed=3, max_tokens=2)
-    texts = [(choice["index"], choice["text"]) for choice in found["choices"]]
+    answer = completion(api, "hello", model="counting", n=64, seed=3, max_tokens=2)
+    texts = [(choice["index"], choice["text"]) for choice in answer["choices"]]
     assert texts == [(index, told(3 + index, 2)) for index in range(64)]
-    usage = found["usage"]
+    usage = answer["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (5, 128)
 
 
@@ -82,42 +82,42 @@ def test_the_prompt_is_read_once(api: openai.OpenAI, client: Client) -> None:
     HTTP reports the cached tokens of choice 0: all but one token, if another choice came first. The
     pool's own client, with the seed of choice 2, gets its text and finds the whole prompt cached.
     """
-    found = completion(api, PROMPT * 12, n=4, temperature=1, seed=9)
-    size = found["usage"]["prompt_tokens"]
-    cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+    answer = completion(api, PROMPT * 12, n=4, temperature=1, seed=9)
+    size = answer["usage"]["prompt_tokens"]
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert (cached < 20 or cached == size - 1) and size > 200
     again = client.generate("demo", PROMPT * 12, max_tokens=6, temperature=1, top_p=1, top_k=0,
                             seed=11, repeat_last_n=-1)  # fmt: skip
     assert again.usage["cached_tokens"] == size - 1
-    assert found["choices"][2]["text"] == again.text
+    assert answer["choices"][2]["text"] == again.text
 
 
 def test_best_of_gives_the_most_likely_and_counts_all(api: openai.OpenAI) -> None:
-    every = completion(api, PROMPT, n=6, temperature=1.2, seed=4, logprobs=0)
+    answer = completion(api, PROMPT, n=6, temperature=1.2, seed=4, logprobs=0)
     means = [
         sum(values) / len(values)
-        for choice in every["choices"]
+        for choice in answer["choices"]
         if (values := choice["logprobs"]["token_logprobs"])
     ]
     ranked = sorted(range(6), key=lambda index: -means[index])
     best = completion(api, PROMPT, n=2, best_of=6, temperature=1.2, seed=4)
     assert [choice["index"] for choice in best["choices"]] == [0, 1]
-    texts = [choice["text"] for choice in every["choices"]]
+    texts = [choice["text"] for choice in answer["choices"]]
     assert [choice["text"] for choice in best["choices"]] == [texts[n] for n in ranked[:2]]
     assert all(choice["logprobs"] is None for choice in best["choices"])
-    assert best["usage"]["completion_tokens"] == every["usage"]["completion_tokens"]
+    assert best["usage"]["completion_tokens"] == answer["usage"]["completion_tokens"]
     with pytest.raises(openai.BadRequestError, match="best_of") as caught:
         completion(api, PROMPT, best_of=3, stream=True)
     assert caught.value.param == "best_of"
 
 
 def test_formats_stops_and_log_probabilities_hold_for_each_choice(api: openai.OpenAI) -> None:
-    found = completion(
+    answer = completion(
         api, "go ", n=8, temperature=1, seed=1, logprobs=1, extra={"guided_regex": "[a-z]{3}"}
     )
-    texts = [choice["text"] for choice in found["choices"]]
+    texts = [choice["text"] for choice in answer["choices"]]
     assert all(re.fullmatch("[a-z]{3}", text) for text in texts) and len(set(texts)) > 1
-    for choice in found["choices"]:
+    for choice in answer["choices"]:
         assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
     stop = told(4, 6, "user: hi\n").split(" ")[2]
     chat = api.chat.completions.create(
@@ -166,13 +166,13 @@ def test_an_evaluation_of_token_ids(api: openai.OpenAI, client: Client) -> None:
     """
     contexts = ["def add(a, b):\n", "class Stack:\n    def push(self, item):\n"]
     rest = ["    return a + b\n", "        self.items.append(item)\n"]
-    every = []
+    pairs = []
     for context, following in zip(contexts, rest, strict=True):
         left, right = (client.tokenize("demo", text)[1:] for text in (context, following))
-        every.append((left, right))
-    prompts = [left + right for left, right in every]
-    found = completion(api, prompts, max_tokens=1, logprobs=1, echo=True, seed=1234)
-    for choice, (left, right), ids in zip(found["choices"], every, prompts, strict=True):
+        pairs.append((left, right))
+    prompts = [left + right for left, right in pairs]
+    answer = completion(api, prompts, max_tokens=1, logprobs=1, echo=True, seed=1234)
+    for choice, (left, right), ids in zip(answer["choices"], pairs, prompts, strict=True):
         logprobs = choice["logprobs"]
         assert len(logprobs["tokens"]) == len(ids) + 1
         check(logprobs, ids, len(ids))
@@ -199,9 +199,9 @@ def test_a_prompt_alone(api: openai.OpenAI, client: Client, stream: bool) -> Non
                 merged["logprobs"].setdefault(key, []).extend(values or ())
             merged["finish_reason"] = choice["finish_reason"]
     else:
-        found = completion(api, PROMPT, max_tokens=0, echo=True, logprobs=2)
-        merged = found["choices"][0]
-        assert found["usage"]["completion_tokens"] == 0
+        answer = completion(api, PROMPT, max_tokens=0, echo=True, logprobs=2)
+        merged = answer["choices"][0]
+        assert answer["usage"]["completion_tokens"] == 0
     assert (merged["text"], merged["finish_reason"]) == (PROMPT, "length")
     logprobs = merged["logprobs"]
     check(logprobs, ids, len(logprobs["tokens"]))
@@ -241,9 +241,9 @@ def test_every_choice_begins_with_the_echo(api: openai.OpenAI, stream: bool) -> 
 
 
 def test_an_echo_without_log_probabilities(api: openai.OpenAI) -> None:
-    found = completion(api, "hello", model="counting", echo=True, max_tokens=2, seed=1)
-    assert found["choices"][0]["text"] == "104 101 108 108 111 " + told(1, 2)
-    assert found["choices"][0]["logprobs"] is None
+    answer = completion(api, "hello", model="counting", echo=True, max_tokens=2, seed=1)
+    assert answer["choices"][0]["text"] == "104 101 108 108 111 " + told(1, 2)
+    assert answer["choices"][0]["logprobs"] is None
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
         completion(api, "hello", max_tokens=0)
 
@@ -251,13 +251,13 @@ def test_an_echo_without_log_probabilities(api: openai.OpenAI) -> None:
 def test_prompt_logprobs_as_vllm_has_them(api: openai.OpenAI, client: Client) -> None:
     ids = client.tokenize("demo", PROMPT)
     expected = demo_logprobs(ids)
-    found = completion(api, PROMPT, max_tokens=1, extra={"prompt_logprobs": 2})
-    entries = found["choices"][0]["prompt_logprobs"]
+    answer = completion(api, PROMPT, max_tokens=1, extra={"prompt_logprobs": 2})
+    entries = answer["choices"][0]["prompt_logprobs"]
     assert entries[0] is None and len(entries) == len(ids)
     for number, entry in enumerate(entries[1:], 1):
         own = entry[str(ids[number])]
         assert own["logprob"] == pytest.approx(expected[number - 1][ids[number]], abs=1e-4)
-        assert sorted(one["rank"] for one in entry.values() if one["rank"]) == [1, 2]
+        assert sorted(row["rank"] for row in entry.values() if row["rank"]) == [1, 2]
     chat = api.chat.completions.create(
         model="counting", messages=[{"role": "user", "content": "hi"}], max_tokens=1,
         extra_body={"prompt_logprobs": 0},

@@ -33,8 +33,8 @@ PROGRAM = "import resource as r, sys; n = int(sys.argv.pop(1))\n" \
 
 def connect(url: str, stack: contextlib.ExitStack) -> socket.socket:
     address = httpx.URL(url)
-    made = socket.create_connection((address.host, address.port or 80), PATIENCE)
-    return stack.enter_context(made)
+    connection = socket.create_connection((address.host, address.port or 80), PATIENCE)
+    return stack.enter_context(connection)
 
 
 def ends(connection: socket.socket) -> bool:
@@ -233,7 +233,10 @@ def test_the_oldest_connection_without_a_request_is_closed_for_a_new_one(
         for each in (second, third):
             each.sendall(head(gateway.url) + b"\r\n")
             assert b"200 OK" in each.recv(4096)
-    assert len([one for one in caplog.records if "3 connections are open" in one.message]) == 1
+    assert (
+        len([record for record in caplog.records if "3 connections are open" in record.message])
+        == 1
+    )
 
 
 def test_a_connection_that_has_a_request_is_not_closed_for_a_new_one(tmp_path: Path) -> None:
@@ -260,11 +263,11 @@ def test_more_idle_connections_than_descriptors_leave_the_gateway_answering(tmp_
         )  # fmt: skip
         try:
             assert process.stdout is not None
-            found = re.search(r"http://\S+:\d+", process.stdout.readline())
-            assert found is not None
+            match = re.search(r"http://\S+:\d+", process.stdout.readline())
+            assert match is not None
             for _ in range(2 * DESCRIPTORS):
-                connect(found[0], stack)
-            assert answer(found[0]) == 200
+                connect(match[0], stack)
+            assert answer(match[0]) == 200
         finally:
             process.terminate()
             process.wait(PATIENCE)
@@ -281,7 +284,7 @@ def test_failures_to_accept_are_logged_once_a_second(caplog: pytest.LogCaptureFi
         for _ in range(1000):
             handler(loop, {"message": ACCEPT_FAILED, "exception": OSError(24, "too many")})
         assert 1 <= len(caplog.records) <= 1000 // 2
-        assert all(one.exc_info is None for one in caplog.records)
+        assert all(record.exc_info is None for record in caplog.records)
         with caplog.at_level(logging.ERROR):
             handler(loop, {"message": "something else"})
         assert "something else" in caplog.text

@@ -22,14 +22,14 @@ GREEDY: dict[str, Any] = {"model": MODEL, "messages": WHO, "temperature": 0, "se
 def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     answer = httpx.post(f"{url}{path}", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    parsed: dict[str, Any] = answer.json()
+    return parsed
 
 
 def chat(url: str, **fields: Any) -> dict[str, Any]:
     """Returns the message of an answer."""
-    found = post(url, "/v1/chat/completions", {**GREEDY, **fields})
-    message: dict[str, Any] = found["choices"][0]["message"]
+    answer = post(url, "/v1/chat/completions", {**GREEDY, **fields})
+    message: dict[str, Any] = answer["choices"][0]["message"]
     return message
 
 
@@ -74,8 +74,8 @@ def test_bounds_of_other_interfaces(url: str) -> None:
     assert text.text.startswith(ANSWER)
     options = {"temperature": 0, "thinking_budget": 4}
     with ollama.Client(host=url) as other:
-        found = other.chat(MODEL, WHO, think=True, options=options)
-    assert found.message.thinking == thoughts.thinking
+        reply = other.chat(MODEL, WHO, think=True, options=options)
+    assert reply.message.thinking == thoughts.thinking
     body = {"model": MODEL, "input": "Who are you?", "temperature": 0}
     response = post(url, "/v1/responses", {**body, "reasoning": {"max_tokens": 4}})
     kinds = [item["type"] for item in response["output"]]
@@ -120,16 +120,16 @@ def test_a_format_beside_tools_in_other_interfaces(url: str) -> None:
     tool = {"name": "get_weather", "input_schema": WEATHER["function"]["parameters"]}
     ask = {"model": MODEL, "temperature": 0, "max_tokens": 99, "tools": [tool]}
     ask |= {"output_config": {"format": {"type": "json_schema", "schema": CITY}}}
-    found = post(url, "/v1/messages", {**ask, "messages": RAIN})
-    assert [block["type"] for block in found["content"]] == ["tool_use"]
+    answer = post(url, "/v1/messages", {**ask, "messages": RAIN})
+    assert [block["type"] for block in answer["content"]] == ["tool_use"]
     ask = {"model": MODEL, "stream": False, "options": {"temperature": 0}, "format": CITY}
-    found = post(url, "/api/chat", {**ask, "messages": RAIN, "tools": [WEATHER]})
-    assert found["message"]["tool_calls"][0]["function"]["arguments"] == {"city": "Lisbon"}
+    answer = post(url, "/api/chat", {**ask, "messages": RAIN, "tools": [WEATHER]})
+    assert answer["message"]["tool_calls"][0]["function"]["arguments"] == {"city": "Lisbon"}
     tool = {"type": "function", **WEATHER["function"]}
     ask = {"model": MODEL, "temperature": 0, "tools": [tool], "text": {"format": {
         "type": "json_schema", "name": "a", "schema": CITY}}}  # fmt: skip
-    found = post(url, "/v1/responses", {**ask, "input": "What is the weather in Lisbon?"})
-    assert [item["type"] for item in found["output"]] == ["function_call"]
+    answer = post(url, "/v1/responses", {**ask, "input": "What is the weather in Lisbon?"})
+    assert [item["type"] for item in answer["output"]] == ["function_call"]
 
 
 BEGUN = "I am demo-chat, a "
@@ -205,8 +205,8 @@ def test_control_tokens_in_contents_are_text(url: str) -> None:
     count = {}
     for plain in (False, True):
         ask = {**GREEDY, "messages": [{"role": "user", "content": said}], "max_tokens": 1}
-        found = post(url, "/v1/chat/completions", {**ask, "plain_contents": plain})
-        count[plain] = found["usage"]["prompt_tokens"]
+        answer = post(url, "/v1/chat/completions", {**ask, "plain_contents": plain})
+        count[plain] = answer["usage"]["prompt_tokens"]
     assert count[True] > count[False], "each control token is several tokens of text"
 
 

@@ -48,32 +48,36 @@ def same(found: Any, expected: Any) -> bool:
 
 def test_openais_client_gets_floats_and_base64(openai: OpenAI, client: Client) -> None:
     expected = client.embed("embed", TEXTS)
-    found = openai.embeddings.create(model="embed", input=TEXTS)  # base64 below
-    assert same([one.embedding for one in found.data], expected)
-    assert [one.index for one in found.data] == list(range(len(TEXTS)))
-    assert found.usage.prompt_tokens == found.usage.total_tokens == expected.usage["prompt_tokens"]
+    response = openai.embeddings.create(model="embed", input=TEXTS)  # base64 below
+    assert same([row.embedding for row in response.data], expected)
+    assert [row.index for row in response.data] == list(range(len(TEXTS)))
+    assert (
+        response.usage.prompt_tokens
+        == response.usage.total_tokens
+        == expected.usage["prompt_tokens"]
+    )
     plain = openai.embeddings.create(model="embed", input="a dog", encoding_format="float")
     assert same(plain.data[0].embedding, client.embed("embed", "a dog")[0])
 
 
 def test_base64_is_little_endian_float32(http: httpx.Client, client: Client) -> None:
     body = {"model": "embed", "input": ["a dog"], "encoding_format": "base64"}
-    (found,) = http.post("/v1/embeddings", json=body).json()["data"]
-    numbers = np.frombuffer(base64.b64decode(found["embedding"]), "<f4")
+    (row,) = http.post("/v1/embeddings", json=body).json()["data"]
+    numbers = np.frombuffer(base64.b64decode(row["embedding"]), "<f4")
     assert same(numbers, client.embed("embed", "a dog")[0])
 
 
 def test_dimensions_prompts_and_ids(openai: OpenAI, client: Client) -> None:
-    found = openai.embeddings.create(model="embed", input="a dog", dimensions=8)
-    assert same(found.data[0].embedding, client.embed("embed", "a dog", dimensions=8)[0])
-    found = openai.embeddings.create(
+    response = openai.embeddings.create(model="embed", input="a dog", dimensions=8)
+    assert same(response.data[0].embedding, client.embed("embed", "a dog", dimensions=8)[0])
+    response = openai.embeddings.create(
         model="embed", input="a dog", extra_body={"prompt_name": "query", "normalize": False}
     )
     expected = client.embed("embed", "a dog", prompt_name="query", normalise=False)
-    assert same(found.data[0].embedding, expected[0])
+    assert same(response.data[0].embedding, expected[0])
     ids = client.tokenize("embed", "a dog")
-    found = openai.embeddings.create(model="embed", input=[ids])
-    assert same(found.data[0].embedding, client.embed("embed", "a dog")[0])
+    response = openai.embeddings.create(model="embed", input=[ids])
+    assert same(response.data[0].embedding, client.embed("embed", "a dog")[0])
 
 
 def test_a_text_that_is_too_long_is_an_error_or_cut(openai: OpenAI) -> None:
@@ -81,8 +85,8 @@ def test_a_text_that_is_too_long_is_an_error_or_cut(openai: OpenAI) -> None:
         openai.embeddings.create(model="embed", input=["a", LONG])
     assert failed.value.code == "context_length_exceeded" and failed.value.param == "input"
     assert "input 1 has" in failed.value.message
-    found = openai.embeddings.create(model="embed", input=LONG, extra_body={"truncate": True})
-    assert found.usage.prompt_tokens == MAX_TOKENS
+    response = openai.embeddings.create(model="embed", input=LONG, extra_body={"truncate": True})
+    assert response.usage.prompt_tokens == MAX_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -133,13 +137,13 @@ def test_rerank_has_cohere_and_jinas_form(http: httpx.Client, client: Client) ->
     expected = client.rerank("rerank", "quick fox", documents)
     body = {"model": "rerank", "query": "quick fox", "documents": documents}
     answer = http.post("/v1/rerank", json=body).json()
-    assert [one["index"] for one in answer["results"]] == [one.index for one in expected]
+    assert [item["index"] for item in answer["results"]] == [item.index for item in expected]
     assert same(
-        [one["relevance_score"] for one in answer["results"]], [one.score for one in expected]
+        [item["relevance_score"] for item in answer["results"]], [item.score for item in expected]
     )
     assert answer["results"][0]["document"] == {"text": documents[expected[0].index]}
     assert answer["usage"]["total_tokens"] > 0 and not faults(answer, "Ranking")
-    maps = [{"text": one} for one in documents]
+    maps = [{"text": document} for document in documents]
     shorter = {**body, "top_n": 1, "return_documents": False, "documents": maps}
     (only,) = http.post("/v1/rerank", json=shorter).json()["results"]
     assert only["index"] == expected[0].index and "document" not in only
@@ -147,34 +151,34 @@ def test_rerank_has_cohere_and_jinas_form(http: httpx.Client, client: Client) ->
 
 def test_scores_keep_the_order_of_the_texts(http: httpx.Client, client: Client) -> None:
     documents = ["the lazy dog", "a quick fox"]
-    scores = {one.index: one.score for one in client.rerank("rerank", "fox", documents)}
+    scores = {ranked.index: ranked.score for ranked in client.rerank("rerank", "fox", documents)}
     body = {"model": "rerank", "text_1": "fox", "text_2": documents}
     answer = http.post("/v1/score", json=body).json()
-    assert same([one["score"] for one in answer["data"]], [scores[0], scores[1]])
+    assert same([row["score"] for row in answer["data"]], [scores[0], scores[1]])
     assert not faults(answer, "Scores")
     pairs = http.post("/v1/score", json={**body, "text_1": ["fox", "fox"]}).json()
-    assert same([one["score"] for one in pairs["data"]], [scores[0], scores[1]])
+    assert same([row["score"] for row in pairs["data"]], [scores[0], scores[1]])
 
 
 def test_classes_have_a_label_and_all_probabilities(http: httpx.Client, client: Client) -> None:
     expected = client.classify("classify", ["a dog", "the fox"])
     body = {"model": "classify", "input": ["a dog", "the fox"]}
     answer = http.post("/v1/classify", json=body).json()
-    assert same([one["probs"] for one in answer["data"]], expected)
+    assert same([item["probs"] for item in answer["data"]], expected)
     assert not faults(answer, "Classes")
-    for one in answer["data"]:
-        assert one["label"] == answer["labels"][int(np.argmax(one["probs"]))]
-        assert one["num_classes"] == 3
+    for row in answer["data"]:
+        assert row["label"] == answer["labels"][int(np.argmax(row["probs"]))]
+        assert row["num_classes"] == 3
 
 
 def test_ollamas_client_embeds(gateway: GatewayThread, client: Client) -> None:
     with OllamaClient(gateway.url) as ollama:
-        found = ollama.embed("embed", ["a dog", "the fox"])
+        response = ollama.embed("embed", ["a dog", "the fox"])
         cut = ollama.embed("embed", LONG)
         old = ollama.embeddings("embed", "a dog")
         assert ollama.embed("embed:latest", "").embeddings == []
         assert ollama.show("embed").capabilities == ["embedding"]
-    assert same(found.embeddings, client.embed("embed", ["a dog", "the fox"], normalise=True))
-    assert found.prompt_eval_count and found.total_duration
+    assert same(response.embeddings, client.embed("embed", ["a dog", "the fox"], normalise=True))
+    assert response.prompt_eval_count and response.total_duration
     assert same(cut.embeddings, client.embed("embed", LONG, truncate=True))
     assert same(old.embedding, client.embed("embed", "a dog", normalise=False)[0])

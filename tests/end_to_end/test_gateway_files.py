@@ -44,10 +44,10 @@ def gateway(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ga
 
 @pytest.fixture
 def alice(gateway: GatewayThread) -> Iterator[openai.OpenAI]:
-    with openai_client(gateway.url, ALICE) as made:
-        yield made
-        for file in made.files.list():
-            made.files.delete(file.id)
+    with openai_client(gateway.url, ALICE) as new_client:
+        yield new_client
+        for file in new_client.files.list():
+            new_client.files.delete(file.id)
 
 
 @pytest.fixture
@@ -62,19 +62,19 @@ def sent(client: openai.OpenAI, size: int, name: str = "a") -> str:
 
 
 def test_pages(alice: openai.OpenAI, gateway: GatewayThread) -> None:
-    made = [sent(alice, 10, f"f{number}") for number in range(7)]
-    assert [file.id for file in alice.files.list()] == made[::-1]
-    assert [file.id for file in alice.files.list(limit=2)] == made[::-1]
-    assert [file.id for file in alice.files.list(limit=3, order="asc")] == made
-    assert [file.id for file in alice.files.list(after=made[4], limit=2)] == made[3::-1]
-    assert [file.id for file in alice.files.list(purpose="batch")] == made[::-1]
+    ids = [sent(alice, 10, f"f{number}") for number in range(7)]
+    assert [file.id for file in alice.files.list()] == ids[::-1]
+    assert [file.id for file in alice.files.list(limit=2)] == ids[::-1]
+    assert [file.id for file in alice.files.list(limit=3, order="asc")] == ids
+    assert [file.id for file in alice.files.list(after=ids[4], limit=2)] == ids[3::-1]
+    assert [file.id for file in alice.files.list(purpose="batch")] == ids[::-1]
     assert list(alice.files.list(purpose="fine-tune")) == []
     with http_client(gateway.url, ALICE) as http:
         page = http.get("/v1/files", params={"limit": 3}).json()
-        assert (page["first_id"], page["last_id"], page["has_more"]) == (made[6], made[4], True)
-        page = http.get("/v1/files", params={"limit": 3, "after": made[3]}).json()
-        assert (page["first_id"], page["last_id"], page["has_more"]) == (made[2], made[0], False)
-        page = http.get("/v1/files", params={"after": made[0]}).json()
+        assert (page["first_id"], page["last_id"], page["has_more"]) == (ids[6], ids[4], True)
+        page = http.get("/v1/files", params={"limit": 3, "after": ids[3]}).json()
+        assert (page["first_id"], page["last_id"], page["has_more"]) == (ids[2], ids[0], False)
+        page = http.get("/v1/files", params={"after": ids[0]}).json()
         assert (page["data"], page["first_id"], page["has_more"]) == ([], None, False)
         for query, param in (
             ({"limit": 0}, "limit"), ({"limit": 10_001}, "limit"), ({"order": "up"}, "order"),
@@ -87,12 +87,12 @@ def test_pages(alice: openai.OpenAI, gateway: GatewayThread) -> None:
 
 def test_a_program_deletes_what_it_lists(alice: openai.OpenAI) -> None:
     """The last file of each page is deleted before the next page is asked for."""
-    made = {sent(alice, 10) for _ in range(7)}
+    ids = {sent(alice, 10) for _ in range(7)}
     deleted = []
     for file in alice.files.list(limit=2):
         alice.files.delete(file.id)
         deleted.append(file.id)
-    assert len(deleted) == 7 and set(deleted) == made
+    assert len(deleted) == 7 and set(deleted) == ids
     assert list(alice.files.list()) == []
 
 
@@ -186,15 +186,15 @@ def test_a_native_client_is_told_the_bound(native: Client) -> None:
 def raw(gateway: GatewayThread, length: int | None, *pieces: bytes) -> socket.socket:
     """Opens a connection with the beginning of an upload of alice."""
     at = urlsplit(gateway.url)
-    made = socket.create_connection((at.hostname, at.port), timeout=PATIENCE)
+    connection = socket.create_connection((at.hostname, at.port), timeout=PATIENCE)
     size = "transfer-encoding: chunked" if length is None else f"content-length: {length}"
-    made.sendall(
+    connection.sendall(
         f"POST /v1/files HTTP/1.1\r\nhost: {at.netloc}\r\nauthorization: Bearer {ALICE}\r\n"
         f"content-type: {FORM}\r\n{size}\r\n\r\n".encode()
     )
     for piece in pieces:
-        made.sendall(piece)
-    return made
+        connection.sendall(piece)
+    return connection
 
 
 def answer_of(connection: socket.socket) -> bytes:

@@ -71,8 +71,8 @@ def test_openai_gives_the_answers_of_transformers(api: openai.OpenAI, wanted: li
 
 @pytest.fixture
 def llama(gateway: GatewayThread) -> Iterator[ollama.Client]:
-    with ollama.Client(host=gateway.url) as made:
-        yield made
+    with ollama.Client(host=gateway.url) as new_client:
+        yield new_client
 
 
 def test_ollama(llama: ollama.Client) -> None:
@@ -140,7 +140,7 @@ def test_images_in_a_chat_of_the_command_line(pool: Pool, tmp_path: Path) -> Non
         "chat", "eyes", "--image", str(files[0]), *flags, stdin="".join(f"{x}\n" for x in lines)
     )
     answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [one.get("content") for one in answers[:2]] == [first.text, second.text]
+    assert [answer.get("content") for answer in answers[:2]] == [first.text, second.text]
     assert "images[2] is no image that is known" in answers[2]["error"]["message"]
     assert "images[2] is no image that is known" in done.stderr
     assert "bad_request" not in done.stderr, "codes are shown as `run` shows them"

@@ -80,30 +80,30 @@ def reading(http: httpx.Client, id: str, last: str = "", **query: Any) -> Iterat
 
 def ids_of(events: list[Event]) -> list[int]:
     """Returns the ids of events that follow each other without a gap."""
-    found: list[int] = []
+    ids: list[int] = []
     start = -1
     for event in events:
         if event.kind == "delta" and event.data["ids"]:
             start = event.data["pos"] if start < 0 else start
-            assert event.data["pos"] == start + len(found)
-            found += event.data["ids"]
-    return found
+            assert event.data["pos"] == start + len(ids)
+            ids += event.data["ids"]
+    return ids
 
 
 def test_submitted_listed_read_and_released(http: httpx.Client) -> None:
-    made = submit(http, "tale", 20, keep=600)
-    assert not faults(made, "Job")
-    assert not [*unknown_members(made, {"$ref": "#/components/schemas/Job"})]
+    job = submit(http, "tale", 20, keep=600)
+    assert not faults(job, "Job")
+    assert not [*unknown_members(job, {"$ref": "#/components/schemas/Job"})]
     with reading(http, "tale") as events:
-        found = list(events)
-    assert ids_of(found) == expected_ids("tale", 7, 20)
-    assert "".join(e.data.get("text", "") for e in found) == text_of(expected_ids("tale", 7, 20))
-    assert (found[-1].kind, found[-1].data["reason"]) == ("done", "length")
-    by_id = http.get(f"/v1/jobs/{made['id']}").json()
+        received = list(events)
+    assert ids_of(received) == expected_ids("tale", 7, 20)
+    assert "".join(e.data.get("text", "") for e in received) == text_of(expected_ids("tale", 7, 20))
+    assert (received[-1].kind, received[-1].data["reason"]) == ("done", "length")
+    by_id = http.get(f"/v1/jobs/{job['id']}").json()
     assert (by_id["key"], by_id["state"], by_id["ids"]) == ("tale", "done", 20)
     assert by_id == http.get("/v1/jobs/tale").json()
     listed = http.get("/v1/jobs", params={"state": "done"}).json()
-    assert not faults(listed, "JobList") and "tale" in [one["key"] for one in listed["data"]]
+    assert not faults(listed, "JobList") and "tale" in [row["key"] for row in listed["data"]]
     after = http.get("/v1/jobs", params={"after": by_id["end_seq"] - 1, "limit": 1}).json()
     assert after["data"][0]["key"] == "tale" and after["next"] == by_id["end_seq"]
     assert http.post("/v1/jobs/tale/release").json()["state"] == "gone"
@@ -112,11 +112,11 @@ def test_submitted_listed_read_and_released(http: httpx.Client) -> None:
 
 def test_many_readers_and_late_ones(http: httpx.Client) -> None:
     submit(http, "many", 150)
-    found: list[list[int]] = []
+    received: list[list[int]] = []
 
     def read() -> None:
         with reading(http, "many") as events:
-            found.append(ids_of(list(events)))
+            received.append(ids_of(list(events)))
 
     threads = [threading.Thread(target=read) for _ in range(12)]
     for thread in threads:
@@ -124,7 +124,7 @@ def test_many_readers_and_late_ones(http: httpx.Client) -> None:
     for thread in threads:
         thread.join(PATIENCE)
     read()  # after its end
-    assert found == [expected_ids("many", 7, 150)] * 13
+    assert received == [expected_ids("many", 7, 150)] * 13
 
 
 def test_a_reader_comes_again_from_each_event(http: httpx.Client) -> None:
@@ -190,16 +190,16 @@ def test_a_reader_of_a_failed_job_comes_again_after_a_retry(http: httpx.Client) 
 
 def test_a_job_that_fails_twice_at_one_place_has_two_errors(http: httpx.Client) -> None:
     submit(http, "twice", 5, model="bad")
-    found: list[Event] = []
+    received: list[Event] = []
     for number in range(2):
-        with reading(http, "twice", found[-1].id if found else "") as events:
-            found += list(events)
-        assert len(found) == number + 1
-        over = http.get("/v1/jobs/twice/events", headers={"last-event-id": found[-1].id})
+        with reading(http, "twice", received[-1].id if received else "") as events:
+            received += list(events)
+        assert len(received) == number + 1
+        over = http.get("/v1/jobs/twice/events", headers={"last-event-id": received[-1].id})
         assert over.status_code == 204
         if number == 0:
             http.post("/v1/jobs/twice/retry").raise_for_status()
-    assert [(event.kind, event.id) for event in found] == [
+    assert [(event.kind, event.id) for event in received] == [
         ("failed", "0.0.failed"),
         ("failed", "0.0.failed.2"),
     ]
@@ -209,8 +209,8 @@ def test_a_job_that_fails_twice_at_one_place_has_two_errors(http: httpx.Client) 
 def test_sent_twice_it_is_one_job(http: httpx.Client) -> None:
     body = {"model": "m", "prompt": "x", "options": {"max_tokens": 2, "seed": 1}}
     headers = {"idempotency-key": "order/7"}
-    one, two = (http.post("/v1/jobs", json=body, headers=headers).json() for _ in range(2))
-    assert one["id"] == two["id"] and one["key"] == "order/7"
+    first, second = (http.post("/v1/jobs", json=body, headers=headers).json() for _ in range(2))
+    assert first["id"] == second["id"] and first["key"] == "order/7"
     other = http.post("/v1/jobs", json={**body, "prompt": "y"}, headers=headers)
     assert (other.status_code, other.json()["error"]["code"]) == (409, "duplicate_id")
 
@@ -237,14 +237,14 @@ def test_keys_are_owners(pool: Pool, tmp_path: Path) -> None:
         http_client(gateway.url, ALICE) as alice,
         http_client(gateway.url, BOB) as bob,
     ):
-        made = submit(alice, "own", 3)
+        job = submit(alice, "own", 3)
         other = submit(bob, "own", 5)  # owners' keys of jobs are separate, too
-        assert made["id"] != other["id"]
+        assert job["id"] != other["id"]
         for path in ("", "/events"):
-            assert bob.get(f"/v1/jobs/{made['id']}{path}").status_code == 404
+            assert bob.get(f"/v1/jobs/{job['id']}{path}").status_code == 404
         for verb in ("cancel", "retry", "release"):
-            assert bob.post(f"/v1/jobs/{made['id']}/{verb}").status_code == 404
-        assert [one["id"] for one in alice.get("/v1/jobs").json()["data"]] == [made["id"]]
+            assert bob.post(f"/v1/jobs/{job['id']}/{verb}").status_code == 404
+        assert [row["id"] for row in alice.get("/v1/jobs").json()["data"]] == [job["id"]]
         until(lambda: alice.get("/v1/jobs/own").json()["state"] == "done", "it is done")
 
 
@@ -254,17 +254,17 @@ def test_readers_outlive_broker_worker_and_gateway(tmp_path: Path) -> None:
         with GatewayThread(pool.run_dir) as gateway, http_client(gateway.url) as http:
             submit(http, "kill", 300)
             with reading(http, "kill") as events:
-                found = list(islice(events, 2))
+                received = list(islice(events, 2))
                 pool.kill()
                 pool.start()
-                found += islice(events, 2)
+                received += islice(events, 2)
         with pool.client() as client:
             pool.kill_worker("m/0", over=lambda: client.job("kill")["state"] == "done")
         with (
             GatewayThread(pool.run_dir) as gateway,
             http_client(gateway.url) as http,
-            reading(http, "kill", found[-1].id) as events,
+            reading(http, "kill", received[-1].id) as events,
         ):
-            found += list(events)
-        assert ids_of(found) == expected_ids("kill", 7, 300)
-        assert found[-1].kind == "done"
+            received += list(events)
+        assert ids_of(received) == expected_ids("kill", 7, 300)
+        assert received[-1].kind == "done"

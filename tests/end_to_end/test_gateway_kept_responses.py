@@ -64,13 +64,13 @@ def begin(client: openai.OpenAI, text: str, count: int, model: str = "slow", **m
 
 
 def test_in_the_background_and_read_later(api: openai.OpenAI, url: str) -> None:
-    made = begin(api, "later", 20, metadata={"run": "a"}, instructions="Count.")
-    assert (made.status, made.background, made.output) == ("queued", True, [])
-    whole = ended(api, made.id)
+    response = begin(api, "later", 20, metadata={"run": "a"}, instructions="Count.")
+    assert (response.status, response.background, response.output) == ("queued", True, [])
+    whole = ended(api, response.id)
     assert whole.status == "incomplete" and whole.metadata == {"run": "a"}
     assert whole.output_text == told("system: Count.\nuser: later\n", 20)
-    assert (whole.created_at, whole.usage.output_tokens) == (made.created_at, 20)
-    answer = httpx.get(f"{url}/v1/responses/{made.id}", timeout=PATIENCE).json()
+    assert (whole.created_at, whole.usage.output_tokens) == (response.created_at, 20)
+    answer = httpx.get(f"{url}/v1/responses/{response.id}", timeout=PATIENCE).json()
     assert not faults(answer, "Response") and answer["store"] is True
     assert not [*unknown_members(answer, {"$ref": "#/components/schemas/Response"})]
 
@@ -130,22 +130,22 @@ def test_a_reader_that_goes_and_comes_again(api: openai.OpenAI) -> None:
 
 
 def test_cancelled_before_its_end(api: openai.OpenAI) -> None:
-    made = begin(api, "cancel", 50, model="stuck")
-    cancelled = api.responses.cancel(made.id)
+    response = begin(api, "cancel", 50, model="stuck")
+    cancelled = api.responses.cancel(response.id)
     assert cancelled.status == "cancelled"
-    assert api.responses.cancel(made.id).status == "cancelled"
-    last: Any = list(api.responses.retrieve(made.id, stream=True))[-1]
+    assert api.responses.cancel(response.id).status == "cancelled"
+    last: Any = list(api.responses.retrieve(response.id, stream=True))[-1]
     assert (last.type, last.response.status) == ("response.incomplete", "cancelled")
     with pytest.raises(openai.BadRequestError, match="is cancelled"):
-        api.responses.create(model="slow", input="go on", previous_response_id=made.id)
+        api.responses.create(model="slow", input="go on", previous_response_id=response.id)
 
 
 def test_deleted(api: openai.OpenAI) -> None:
-    made = begin(api, "delete", 50, model="stuck")
-    api.responses.delete(made.id)
+    response = begin(api, "delete", 50, model="stuck")
+    api.responses.delete(response.id)
     for call in (api.responses.retrieve, api.responses.cancel, api.responses.delete):
         with pytest.raises(openai.NotFoundError, match="there is no response"):
-            call(made.id)
+            call(response.id)
 
 
 def test_stored_without_background_and_gone_on_from(api: openai.OpenAI) -> None:
@@ -173,28 +173,28 @@ def test_input_items(api: openai.OpenAI) -> None:
         {"type": "function_call_output", "call_id": "c1", "output": "done"},
         {"role": "user", "content": "two"},
     ]
-    made = api.responses.create(
+    response = api.responses.create(
         model="slow", input=given, max_output_tokens=1, store=True, instructions="x", **SEED
     )
-    found = list(api.responses.input_items.list(made.id, order="asc", limit=2))
-    assert [item.type for item in found] == [
+    items = list(api.responses.input_items.list(response.id, order="asc", limit=2))
+    assert [item.type for item in items] == [
         "message", "function_call", "function_call_output", "message",
     ]  # fmt: skip
-    first, call, output, last = [item.model_dump() for item in found]
+    first, call, output, last = [item.model_dump() for item in items]
     assert first["content"][0]["text"] == "one" and last["content"][0]["text"] == "two"
     assert call["arguments"] == '{"a": 1}' and output["output"] == "done"
-    newest = api.responses.input_items.list(made.id).data
-    assert newest[0].id == found[-1].id
+    newest = api.responses.input_items.list(response.id).data
+    assert newest[0].id == items[-1].id
 
 
 def test_the_same_key_is_the_same_response(url: str) -> None:
     body = {"model": "slow", "input": "once", "max_output_tokens": 3, "background": True, "seed": 1}
     headers = {"Idempotency-Key": "order 7"}
-    one, two = (
+    first, second = (
         httpx.post(f"{url}/v1/responses", json=body, headers=headers, timeout=PATIENCE).json()
         for _ in range(2)
     )
-    assert one["id"] == two["id"] and one["created_at"] == two["created_at"]
+    assert first["id"] == second["id"] and first["created_at"] == second["created_at"]
     other = httpx.post(
         f"{url}/v1/responses", json={**body, "input": "another"}, headers=headers, timeout=PATIENCE
     )
@@ -215,14 +215,14 @@ def test_a_client_that_leaves_before_it_was_told_the_id(
     pool: Pool, attentive: str, background: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody could read such a response, so its job is cancelled and released."""
-    submitted, told = threading.Event(), threading.Event()
+    submitted, allowed = threading.Event(), threading.Event()
     submit = AsyncClient.submit
 
     async def slow(client: AsyncClient, *given: Any, **more: Any) -> Job:
-        """Submits the job, but holds back the answer until `told` is set."""
+        """Submits the job, but holds back the answer until `allowed` is set."""
         job = await submit(client, *given, **more)
         submitted.set()
-        await asyncio.to_thread(told.wait)
+        await asyncio.to_thread(allowed.wait)
         return job
 
     monkeypatch.setattr(AsyncClient, "submit", slow)
@@ -238,10 +238,10 @@ def test_a_client_that_leaves_before_it_was_told_the_id(
             (row,) = until(lambda: running(client), "it runs")
             connection.close()
             until(lambda: nobody_waits(attentive), "the gateway knows that the client is gone")
-            told.set()
+            allowed.set()
             until(lambda: client.job(row["job"])["state"] == "gone", "the job is released")
     finally:
-        told.set()
+        allowed.set()
         connection.close()
 
 
@@ -295,11 +295,11 @@ def test_a_key_sees_its_own_responses_alone(pool: Pool, tmp_path: Path) -> None:
         openai_client(gateway.url, ALICE) as alice,
         openai_client(gateway.url, BOB) as bob,
     ):
-        made = begin(alice, "mine", 5)
+        response = begin(alice, "mine", 5)
         for call in (bob.responses.retrieve, bob.responses.cancel, bob.responses.delete):
             with pytest.raises(openai.NotFoundError, match="there is no response"):
-                call(made.id)
-        assert ended(alice, made.id).output_text == told("user: mine\n", 5)
+                call(response.id)
+        assert ended(alice, response.id).output_text == told("user: mine\n", 5)
     with (
         GatewayThread(pool.run_dir, keys=keys, name_owners=False) as gateway,
         openai_client(gateway.url, ALICE) as alice,

@@ -42,14 +42,14 @@ def test_a_key_that_is_taken_away_ends_its_requests(pool: Pool, tmp_path: Path) 
     whole = {**ENDLESS, "stream": False}
     with (
         GatewayThread(pool.run_dir, keys=keys) as running,
-        httpx.Client(base_url=running.url, timeout=PATIENCE) as made,
+        httpx.Client(base_url=running.url, timeout=PATIENCE) as client,
         ThreadPoolExecutor() as threads,
         ExitStack() as stack,
     ):
 
         def asked(key: str, path: str, body: dict[str, Any]) -> Iterator[str]:
             headers = {"authorization": f"Bearer {key}"}
-            answer = stack.enter_context(made.stream("POST", path, json=body, headers=headers))
+            answer = stack.enter_context(client.stream("POST", path, json=body, headers=headers))
             assert answer.status_code == 200
             return events(answer)
 
@@ -84,7 +84,7 @@ def test_a_key_that_is_taken_away_ends_its_requests(pool: Pool, tmp_path: Path) 
 def test_metrics_are_for_operators(pool: Pool, tmp_path: Path) -> None:
     keys = secret_file(tmp_path / "keys", f"alice {KEY}\nprometheus {'p' * 32} operator\n")
     with GatewayThread(pool.run_dir, keys=keys) as running:
-        told = [
+        responses = [
             httpx.get(f"{running.url}/metrics", headers=headers, timeout=PATIENCE)
             for headers in (
                 {},
@@ -92,9 +92,9 @@ def test_metrics_are_for_operators(pool: Pool, tmp_path: Path) -> None:
                 {"authorization": f"Bearer {'p' * 32}"},
             )
         ]
-    assert [one.status_code for one in told] == [401, 403, 200]
-    assert told[1].json()["error"]["code"] == "operator_only"
-    assert "has to end with `operator`" in told[1].text
+    assert [response.status_code for response in responses] == [401, 403, 200]
+    assert responses[1].json()["error"]["code"] == "operator_only"
+    assert "has to end with `operator`" in responses[1].text
 
 
 def test_two_keys_in_one_request_are_refused(pool: Pool, tmp_path: Path) -> None:

@@ -47,14 +47,14 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 @pytest.fixture
 def client(gateway: GatewayThread) -> Iterator[ollama.Client]:
-    with ollama.Client(host=gateway.url) as made:
-        yield made
+    with ollama.Client(host=gateway.url) as new_client:
+        yield new_client
 
 
 def info(client: ollama.Client, name: str) -> Mapping[str, Any]:
     """Returns the information about a model after the inspection of its files."""
-    found = client.show(name).modelinfo
-    return found if found and found["general.architecture"] else {}
+    fields = client.show(name).modelinfo
+    return fields if fields and fields["general.architecture"] else {}
 
 
 def test_a_whole_answer(client: ollama.Client) -> None:
@@ -84,7 +84,7 @@ def test_a_streamed_chat(client: ollama.Client) -> None:
 def test_logprobs(client: ollama.Client) -> None:
     answer = client.chat("counting", HI, options={"num_predict": 2, "seed": 7}, logprobs=True)
     assert answer.logprobs is not None
-    assert "".join(one.token for one in answer.logprobs) == answer.message.content
+    assert "".join(entry.token for entry in answer.logprobs) == answer.message.content
 
 
 def test_an_empty_request_loads_the_model(client: ollama.Client) -> None:
@@ -165,9 +165,9 @@ def test_unsupported_fields_are_refused_by_name(
 
 
 def test_the_context_of_a_request_is_a_real_bound(client: ollama.Client) -> None:
-    found = client.generate("counting", "abcd", raw=True, options={"num_ctx": 20, "seed": 3})
-    assert found.response == text_of(expected_ids("abcd", 3, 16))
-    assert (found.eval_count, found.done_reason) == (16, "length")
+    answer = client.generate("counting", "abcd", raw=True, options={"num_ctx": 20, "seed": 3})
+    assert answer.response == text_of(expected_ids("abcd", 3, 16))
+    assert (answer.eval_count, answer.done_reason) == (16, "length")
     with pytest.raises(ollama.ResponseError, match=r"20 tokens, the context is 20") as caught:
         client.generate("counting", "x" * 20, raw=True, options={"num_ctx": 20})
     assert caught.value.status_code == 400
@@ -181,11 +181,13 @@ def test_truncate_shift_and_num_keep(gateway: GatewayThread, path: str) -> None:
     body = {"model": "counting", **prompt, "options": options, "stream": False}
     url = f"{gateway.url}/api/{path}"
     assert httpx.post(url, json=body, timeout=PATIENCE).status_code == 400
-    found = httpx.post(url, json={**body, "truncate": True, "shift": True}, timeout=PATIENCE).json()
-    whole = found["response"] if path == "generate" else found["message"]["content"]
+    answer = httpx.post(
+        url, json={**body, "truncate": True, "shift": True}, timeout=PATIENCE
+    ).json()
+    whole = answer["response"] if path == "generate" else answer["message"]["content"]
     given = f"user: {text}\n"
     assert whole == text_of(expected_ids(given[:2] + given[-17:], 3, 50))
-    assert (found["prompt_eval_count"], found["eval_count"]) == (19, 50)
+    assert (answer["prompt_eval_count"], answer["eval_count"]) == (19, 50)
     short = httpx.post(url, json={**body, "truncate": True}, timeout=PATIENCE).json()
     assert (short["eval_count"], short["done_reason"]) == (1, "length")
     wrong = httpx.post(url, json={**body, "truncate": "yes"}, timeout=PATIENCE)
@@ -225,7 +227,7 @@ def test_curl_needs_no_content_type_and_no_page_in_a_browser_may_ask(
 
 def loaded(client: ollama.Client, name: str) -> Any:
     """Returns the entry of a model in ps; None if it is not loaded."""
-    return next((one for one in client.ps().models if one.model == name), None)
+    return next((model for model in client.ps().models if model.model == name), None)
 
 
 def seconds_left(client: ollama.Client, name: str) -> float:
@@ -301,7 +303,7 @@ def test_options_of_ollamas_own_loader_are_logged_once(
     for _ in range(2):
         more = {"num_thread": 3, "num_batch": 8, "num_ctx": 20, "x" * 99: 1}
         client.embed("demo-embed", "x", options=more)
-    logged = [vars(one)["thing"] for one in caplog.records if "no effect" in one.message]
+    logged = [vars(record)["thing"] for record in caplog.records if "no effect" in record.message]
     loader = ["num_batch", "num_ctx of vectors", "num_gpu", "num_thread", "use_mmap"]
     assert sorted(logged) == ["'bogus'", "'" + "x" * 56 + "...", *loader]
 
@@ -324,9 +326,11 @@ def test_fields_that_ollama_ignores_are_accepted_and_logged_once(
         whole = {"model": "counting", "stream": False, **body, **more}
         answer = httpx.post(f"{gateway.url}{path}", json=whole, timeout=PATIENCE)
         assert answer.status_code == 200, answer.text
-    logged = [vars(one)["thing"] for one in caplog.records if "no effect" in one.message]
+    logged = [vars(record)["thing"] for record in caplog.records if "no effect" in record.message]
     fields = [f"'{name}' beside options" for name in ("bogus_field", "draft")]
-    assert sorted(one for one in logged if "beside" in one and "stream" not in one) == fields
+    assert (
+        sorted(thing for thing in logged if "beside" in thing and "stream" not in thing) == fields
+    )
     misplaced = httpx.post(
         f"{gateway.url}/api/generate",
         json={"model": "counting", "prompt": "x", "temperature": 0},
@@ -340,7 +344,7 @@ def test_a_context_above_the_models_own_is_the_models_own(
 ) -> None:
     caplog.set_level("INFO", "mlxpool.gateway")
     client.generate("counting", "x", options={"num_predict": 1, "num_ctx": 10**6})
-    assert "num_ctx" in [vars(one).get("thing") for one in caplog.records]
+    assert "num_ctx" in [vars(record).get("thing") for record in caplog.records]
 
 
 # ---- models --------------------------------------------------------------------------------------
@@ -349,10 +353,10 @@ def test_a_context_above_the_models_own_is_the_models_own(
 def test_pull_of_a_model_that_is_there_succeeds(client: ollama.Client) -> None:
     assert client.pull("bare").status == "success"
     statuses = list(client.pull("bare:latest", stream=True))
-    assert [one.status for one in statuses if one.digest is None] == [
+    assert [status.status for status in statuses if status.digest is None] == [
         "pulling manifest", "verifying sha256 digest", "writing manifest", "success",
     ]  # fmt: skip
-    (layer,) = [one for one in statuses if one.digest is not None]
+    (layer,) = [status for status in statuses if status.digest is not None]
     assert layer.digest is not None and len(layer.digest) == len("sha256:") + 64
     assert layer.completed == layer.total and layer.total
 
@@ -372,7 +376,7 @@ def test_pull_of_a_long_name_shortens_it(client: ollama.Client) -> None:
 
 def test_tags_and_show_are_complete(client: ollama.Client) -> None:
     until(lambda: info(client, "thinker"), "the model was looked at")
-    tag = next(one for one in client.list().models if one.model == "thinker")
+    tag = next(model for model in client.list().models if model.model == "thinker")
     shown = client.show("thinker")
     for entry in (tag, shown):
         details = entry.details
@@ -384,10 +388,10 @@ def test_tags_and_show_are_complete(client: ollama.Client) -> None:
     assert tag.digest and len(tag.digest) == 12
     assert shown.template == TEMPLATE and shown.modelfile and shown.license == "MIT License"
     assert (shown.parameters or "").split() == ["temperature", "0.6"]
-    found = info(client, "thinker")
-    assert found["general.parameter_count"] > 10_000
-    assert (found["llama.block_count"], found["llama.embedding_length"]) == (2, 32)
-    assert (found["llama.attention.head_count"], found["llama.attention.head_count_kv"]) == (4, 2)
+    fields = info(client, "thinker")
+    assert fields["general.parameter_count"] > 10_000
+    assert (fields["llama.block_count"], fields["llama.embedding_length"]) == (2, 32)
+    assert (fields["llama.attention.head_count"], fields["llama.attention.head_count_kv"]) == (4, 2)
     empty = client.show("counting")
     assert empty.template == "" and empty.modified_at is not None
 
@@ -408,8 +412,8 @@ def test_context_continues_a_conversation(client: ollama.Client) -> None:
     assert first.context == ids
     second = client.generate("counting", "more", options=options, context=first.context)
     prompt = [*ids, *b"user: more\n"]
-    made = [token_at(prompt, 7, place, 50_000) for place in range(3)]
-    assert second.response == text_of(made) and second.context == [*prompt, *made]
+    tokens = [token_at(prompt, 7, place, 50_000) for place in range(3)]
+    assert second.response == text_of(tokens) and second.context == [*prompt, *tokens]
     assert second.prompt_eval_count == len(prompt)
     streamed = list(client.generate("counting", "hi", options=options, stream=True))
     assert [part.context for part in streamed[:-1]] == [None] * (len(streamed) - 1)

@@ -90,15 +90,15 @@ def test_a_stop_string_and_logprobs(api: openai.OpenAI) -> None:
     (choice,) = api.chat.completions.create(**ask).choices
     assert (choice.message.content, choice.finish_reason) == (" ".join(words[:3]), "stop")
     assert choice.logprobs is not None and choice.logprobs.content is not None
-    tokens = [one.token for one in choice.logprobs.content]
+    tokens = [entry.token for entry in choice.logprobs.content]
     assert tokens == [f"{word} " for word in words[:4]]
     assert bytes(choice.logprobs.content[0].bytes or []) == f"{words[0]} ".encode()
     assert choice.logprobs.content[0].top_logprobs[0].token == tokens[0]
     streamed = [
-        one.token
+        entry.token
         for chunk in api.chat.completions.create(**ask, stream=True)
         for choice in chunk.choices
-        for one in (choice.logprobs.content if choice.logprobs else None) or []
+        for entry in (choice.logprobs.content if choice.logprobs else None) or []
     ]
     assert streamed == tokens
 
@@ -150,12 +150,12 @@ def test_a_prompt_that_does_not_fit(api: openai.OpenAI, pool: Pool) -> None:
 
 def test_a_prompt_that_is_truncated_and_a_stream_that_shifts(api: openai.OpenAI) -> None:
     more = {"truncate": True, "shift": True, "num_keep": 2, "num_ctx": 20}
-    found = api.completions.create(
+    answer = api.completions.create(
         model="small", prompt="ab" + "x" * 70, max_tokens=50, seed=3, extra_body=more
     )
-    assert found.choices[0].text == text_of(expected_ids("ab" + "x" * 17, 3, 50))
-    assert found.usage is not None
-    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (19, 50)
+    assert answer.choices[0].text == text_of(expected_ids("ab" + "x" * 17, 3, 50))
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (19, 50)
     with pytest.raises(openai.BadRequestError, match="use `truncate`") as caught:
         api.completions.create(model="small", prompt="x", extra_body={"truncate_prompt_tokens": 3})
     assert caught.value.param == "truncate_prompt_tokens"

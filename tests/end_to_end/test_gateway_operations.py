@@ -49,8 +49,8 @@ def gateway(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ga
 @pytest.fixture
 def http(gateway: GatewayThread) -> Iterator[httpx.Client]:
     headers = {"authorization": f"Bearer {KEY}"}
-    with httpx.Client(base_url=gateway.url, headers=headers, timeout=PATIENCE) as made:
-        yield made
+    with httpx.Client(base_url=gateway.url, headers=headers, timeout=PATIENCE) as new_client:
+        yield new_client
 
 
 # ---- access log ----------------------------------------------------------------------------------
@@ -60,8 +60,8 @@ def line_of(caplog: pytest.LogCaptureFixture, ident: str) -> dict[str, Any]:
     """Returns the one line of the access log about a request, as soon as it is written."""
 
     def found() -> list[logging.LogRecord]:
-        every = [one for one in caplog.records if one.name == "mlxpool.gateway.access"]
-        return [one for one in every if vars(one)["request_id"] == ident]
+        records = [record for record in caplog.records if record.name == "mlxpool.gateway.access"]
+        return [record for record in records if vars(record)["request_id"] == ident]
 
     (record,) = until(found, "the request is logged")
     return dict(vars(record))
@@ -188,7 +188,7 @@ def test_bytes_that_are_no_request_are_one_line_and_counted(
     line = line_of(caplog, error["request_id"])
     assert f"x-request-id: {line['request_id']}".encode() in head
     assert (line["route"], line["status"], line["client"]) == ("unparsable", 400, "127.0.0.1")
-    assert not [one for one in caplog.records if one.name.startswith("uvicorn")]
+    assert not [record for record in caplog.records if record.name.startswith("uvicorn")]
     assert values(http.get("/metrics").text)[key] == before + 1
 
 
@@ -199,8 +199,8 @@ def test_a_body_that_breaks_off_into_garbage_is_no_traceback(
     chunked = b" HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
     for path in (b"/nowhere", b"/v1/completions"):
         exchange(gateway.url, b"POST " + path + chunked + b"zz\r\n")
-    told = [one for one in caplog.records if one.levelno >= logging.WARNING]
-    assert not told
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert not warnings
 
 
 def test_an_upgrade_is_answered_as_a_request(
@@ -208,7 +208,7 @@ def test_an_upgrade_is_answered_as_a_request(
 ) -> None:
     headers = {"connection": "upgrade", "upgrade": "websocket", "x-request-id": "up-1"}
     assert http.get("/v1/realtime", headers=headers).status_code == 404
-    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_preflights_are_logged_and_counted(
@@ -247,15 +247,15 @@ def test_the_access_log_can_be_off(pool: Pool, caplog: pytest.LogCaptureFixture)
     caplog.set_level("INFO", "mlxpool.gateway")
     with GatewayThread(pool.run_dir, access_log=False) as quiet:
         assert httpx.get(f"{quiet.url}/health", timeout=PATIENCE).status_code == 200
-    assert not [one for one in caplog.records if one.name == "mlxpool.gateway.access"]
+    assert not [record for record in caplog.records if record.name == "mlxpool.gateway.access"]
 
 
 # ---- ids -----------------------------------------------------------------------------------------
 
 
 def test_every_answer_has_the_id_of_its_request(http: httpx.Client, pool: Pool) -> None:
-    made = http.get("/health").headers["x-request-id"]
-    assert len(made) == 32 and made != http.get("/health").headers["x-request-id"]
+    request_id = http.get("/health").headers["x-request-id"]
+    assert len(request_id) == 32 and request_id != http.get("/health").headers["x-request-id"]
     for path in ("/v1/models", "/nowhere", "/api/tags", "/metrics", "/openapi.json"):
         answer = http.get(path, headers={"x-request-id": "abc-1"})
         assert answer.headers["x-request-id"] == "abc-1"
@@ -267,7 +267,7 @@ def test_every_answer_has_the_id_of_its_request(http: httpx.Client, pool: Pool) 
         lines = stream.iter_lines()
         ident = json.loads(next(lines).removeprefix("data: "))["id"].removeprefix("cmpl-")
         assert pool.cli("cancel", ident).returncode == 0
-        (error,) = [one for one in lines if '"error"' in one]
+        (error,) = [line for line in lines if '"error"' in line]
     assert json.loads(error.removeprefix("data: "))["error"]["request_id"] == "abc-2"
 
 
@@ -293,8 +293,8 @@ def test_metrics_count_requests_tokens_and_what_is_in_flight(http: httpx.Client)
 
     def at_rest() -> dict[tuple[str, str, str], float]:
         """Returns the metrics, or {} while a request to the route is in flight."""
-        found = values(http.get("/metrics").text)
-        return {} if found.get((prefix + "requests_in_flight", route, "")) else found
+        metrics = values(http.get("/metrics").text)
+        return {} if metrics.get((prefix + "requests_in_flight", route, "")) else metrics
 
     before = until(at_rest, "no stream runs")
     body = {"model": "counting", "prompt": "hello", "max_tokens": 3}
@@ -404,7 +404,7 @@ ANSWERED: tuple[tuple[str, dict[str, Any] | None], ...] = (
 def test_answers_have_the_schema_of_the_document(
     http: httpx.Client, path: str, body: dict[str, Any] | None
 ) -> None:
-    (route,) = [one for one in ROUTES if one.shown_path == path]
+    (route,) = [candidate for candidate in ROUTES if candidate.shown_path == path]
     asked = path.replace("{name}", "counting")
     if body is None:
         answer = http.get(asked)
@@ -423,7 +423,7 @@ def test_answers_have_the_schema_of_the_document(
     text = http.post(asked, json={**whole, "stream": True}).text
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
     events = [json.loads(line) for line in lines if line != "[DONE]"]
-    assert events and not [fault for one in events for fault in faults(one, route.event)]
+    assert events and not [fault for event in events for fault in faults(event, route.event)]
 
 
 def test_errors_have_the_schema_of_the_document(http: httpx.Client) -> None:
@@ -460,8 +460,8 @@ def test_a_draining_gateway_finishes_its_streams_and_refuses_new_requests(
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
             assert refused.json()["error"]["code"] == "draining"
             assert refused.headers["connection"] == "close"
-            told = httpx.get(f"{url}/api/tags", timeout=PATIENCE)
-            assert told.status_code == 503 and "draining" in told.json()["error"]
+            answer = httpx.get(f"{url}/api/tags", timeout=PATIENCE)
+            assert answer.status_code == 503 and "draining" in answer.json()["error"]
             shown = values(httpx.get(f"{url}/metrics", timeout=PATIENCE).text)
             assert shown["mlxpool_gateway_draining", "", ""] == 1
             assert [*lines][-2] == "data: [DONE]", "the stream is whole"

@@ -107,8 +107,8 @@ def both(three: tuple[Pool, ...], tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture
 def client(both: str) -> Iterator[openai.OpenAI]:
-    with openai_client(both) as made:
-        yield made
+    with openai_client(both) as api_client:
+        yield api_client
 
 
 def batch_of(client: openai.OpenAI, *models: str, **more: Any) -> Any:
@@ -123,10 +123,10 @@ def batch_of(client: openai.OpenAI, *models: str, **more: Any) -> Any:
     ]
     data = "\n".join(map(json.dumps, lines)).encode()
     file = client.files.create(file=("a", data), purpose="batch").id
-    made = client.batches.create(
+    batch = client.batches.create(
         input_file_id=file, endpoint="/v1/completions", completion_window="24h", **more
     )
-    return until(lambda: ended(client, made.id), "the batch has ended")
+    return until(lambda: ended(client, batch.id), "the batch has ended")
 
 
 def ended(client: openai.OpenAI, id: str) -> Any:
@@ -135,8 +135,8 @@ def ended(client: openai.OpenAI, id: str) -> Any:
 
 
 def native_batches(pool: Pool) -> list[str]:
-    with pool.client() as made:
-        return [row["key"] for row in made.batches()]
+    with pool.client() as native:
+        return [row["key"] for row in native.batches()]
 
 
 def test_a_batch_runs_in_the_pool_of_its_models(
@@ -152,8 +152,8 @@ def test_a_batch_runs_in_the_pool_of_its_models(
         assert client.files.retrieve(batch.output_file_id).bytes == len(text)
         assert client.files.retrieve(batch.input_file_id).purpose == "batch"
         client.batches.cancel(batch.id)
-    assert {first.id, second.id} <= {one.id for one in client.batches.list(limit=1)}
-    listed = [one.id for one in client.batches.list(limit=1)]
+    assert {first.id, second.id} <= {batch.id for batch in client.batches.list(limit=1)}
+    listed = [batch.id for batch in client.batches.list(limit=1)]
     assert listed == [second.id, first.id]
     files = [file.id for file in client.files.list(limit=1)]
     assert files == [second.input_file_id, first.input_file_id]
@@ -164,8 +164,8 @@ def test_a_batch_runs_in_the_pool_of_its_models(
 def test_a_batch_of_models_of_several_pools_is_refused_by_name(client: openai.OpenAI) -> None:
     batch = batch_of(client, "first", "second", "none", "nobody")
     assert batch.status == "failed"
-    found = [(one.line, one.code) for one in batch.errors.data]
-    assert found == [
+    errors = [(error.line, error.code) for error in batch.errors.data]
+    assert errors == [
         (2, "model_in_another_pool"), (3, "model_not_found"), (4, "model_not_found"),
     ]  # fmt: skip
     assert "'second' is in another pool than 'first'" in batch.errors.data[0].message
@@ -195,12 +195,12 @@ def test_responses_and_jobs_are_kept_where_their_model_is(
     body = {"model": "shared", "prompt": "x", "options": {"max_tokens": 2, "seed": 1}}
     for number in range(6):
         keyed = {**body, "key": f"k{number}"}
-        one, two = (
+        job, repeated = (
             httpx.post(f"{both}/v1/jobs", json=keyed, timeout=PATIENCE).json() for _ in range(2)
         )
-        assert one["id"] == two["id"]
-        assert get(f"{both}/v1/jobs/k{number}").json()["id"] == one["id"]
-        assert get(f"{both}/v1/jobs/{one['id']}").json()["key"] == f"k{number}"
+        assert job["id"] == repeated["id"]
+        assert get(f"{both}/v1/jobs/k{number}").json()["id"] == job["id"]
+        assert get(f"{both}/v1/jobs/{job['id']}").json()["key"] == f"k{number}"
     assert get(f"{both}/v1/jobs").status_code == 501  # the first pool keeps no jobs
     assert get(f"{both}/v1/jobs", pool=4).status_code == 400
     keys = [{row["key"] for row in get(f"{both}/v1/jobs", pool=n).json()["data"]} for n in (2, 3)]
@@ -214,13 +214,13 @@ def test_responses_and_jobs_are_kept_where_their_model_is(
 def test_what_a_dead_pool_keeps_is_not_said_to_be_unknown(
     client: openai.OpenAI, both: str, three: tuple[Pool, ...]
 ) -> None:
-    made = batch_of(client, "second")
+    batch = batch_of(client, "second")
     three[2].kill()
     try:
 
         def status() -> int:
             try:
-                client.batches.retrieve(made.id)
+                client.batches.retrieve(batch.id)
             except openai.APIStatusError as error:
                 return error.status_code
             return 200
@@ -253,7 +253,7 @@ def test_flags_name_several_pools() -> None:
     def found(*more: str) -> list[tuple[str | None, str | None]]:
         options = parser(words).parse_args([*words, *more])
         options.run_dir, options.run_dir_flag = Path("/run/x"), None
-        return [(one.endpoint, one.server_key) for one in targets_of(options, "front")]
+        return [(target.endpoint, target.server_key) for target in targets_of(options, "front")]
 
     assert found() == [("tcp://a:1", None), ("tcp://b:1", None)]
     assert found("--server-key", "k") == [("tcp://a:1", "k"), ("tcp://b:1", "k")]

@@ -44,8 +44,10 @@ Event = dict[str, Any]
 
 def of_choices(event: Event) -> str:
     """Returns the text of the first choice in an event of a completion or a chat."""
-    first = [one for one in event.get("choices", ()) if one["index"] == 0]
-    return "".join(one.get("text") or one.get("delta", {}).get("content") or "" for one in first)
+    first = [choice for choice in event.get("choices", ()) if choice["index"] == 0]
+    return "".join(
+        choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in first
+    )
 
 
 # interface -> path, body, the text in an event, the complete text
@@ -140,7 +142,7 @@ def values(data: bytes) -> list[Event]:
     assert ids == list(range(1, len(ids) + 1))
     given = [line.removeprefix("data: ") for line in lines if line.startswith(("data: ", "{"))]
     assert len(given) == len(ids) or not ids
-    return [json.loads(one) for one in given if one != "[DONE]"]
+    return [json.loads(text) for text in given if text != "[DONE]"]
 
 
 @pytest.fixture(scope="module")
@@ -173,11 +175,13 @@ def test_a_stream_goes_on_when_its_gateway_is_killed(pool: Pool, url: str, name:
     rest = Stream(url, path, body, **key, last_event_id=first.last).read_rest()
     whole = Stream(url, path, body, **key).read_rest()
     assert had + rest == whole
-    found = values(whole)
-    assert "".join(map(text_in, found)) == text
+    events = values(whole)
+    assert "".join(map(text_in, events)) == text
     if name == "choices":
-        second = [{"choices": [{**one, "index": 1 - one["index"]} for one in event["choices"]]}
-                  for event in found]  # fmt: skip
+        second = [
+            {"choices": [{**choice, "index": 1 - choice["index"]} for choice in event["choices"]]}
+            for event in events
+        ]
         other = text_of(expected_ids("user: hi\n", SEED + 1, COUNT))
         assert "".join(map(text_in, second)) == other
     assert not Stream(url, path, body, **key, last_event_id=str(10**6)).read_rest()
@@ -194,7 +198,7 @@ def test_the_example_prints_an_answer_over_the_end_of_gateways(pool: Pool, url: 
         said += program.stdout.read()
     numbers = said.decode().split()
     assert program.returncode == 0 and len(numbers) == 100
-    row = max(pool_rows(pool), key=lambda one: one["seq"])
+    row = max(pool_rows(pool), key=lambda row: row["seq"])
     assert numbers == text_of(expected_ids("user: hi\n", row["seed"], 100)).split()
 
 
@@ -307,7 +311,7 @@ def test_an_error_of_a_reading_is_no_event_of_the_answer(pool: Pool) -> None:
         stream.read(3)
         gateway.drain()
         data = stream.read_rest()
-    errors = [one for one in data.split(b"\n\n") if b"event: error" in one]
+    errors = [event for event in data.split(b"\n\n") if b"event: error" in event]
     assert len(errors) == 1 and not errors[0].startswith(b"id: ")
     with GatewayThread(pool.run_dir) as gateway:
         again = {"idempotency_key": "drained", "last_event_id": stream.last}

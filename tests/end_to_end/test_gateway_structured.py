@@ -174,8 +174,8 @@ def test_a_call_can_be_forced(api: openai.OpenAI, model: str) -> None:
         assert calls is not None and len(calls) == 1
         (call,) = calls
         assert call.type == "function" and call.function.name in names
-        found = json.loads(call.function.arguments)
-        assert set(found) == {"city", "days"} and found["city"] in ("Paris", "Rome")
+        arguments = json.loads(call.function.arguments)
+        assert set(arguments) == {"city", "days"} and arguments["city"] in ("Paris", "Rome")
 
 
 @pytest.mark.parametrize(
@@ -219,10 +219,12 @@ def test_strict_calls_are_left_to_the_model(api: openai.OpenAI) -> None:
         ).choices[0]
 
     for words in ("What is the weather in Lisbon?", "What is the weather in Paris?"):
-        found = ask(words)
-        assert found.finish_reason == "tool_calls"
-        (call,) = found.message.tool_calls
+        choice = ask(words)
+        assert choice.finish_reason == "tool_calls"
+        (call,) = choice.message.tool_calls
         assert call.function.name == "get_weather"
         assert json.loads(call.function.arguments)["city"] in cities
-    found = ask("Who are you?")
-    assert found.finish_reason == "stop" and found.message.content and not found.message.tool_calls
+    choice = ask("Who are you?")
+    assert (
+        choice.finish_reason == "stop" and choice.message.content and not choice.message.tool_calls
+    )

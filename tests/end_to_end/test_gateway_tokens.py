@@ -19,20 +19,20 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 def ask(url: str, path: str, **fields: Any) -> dict[str, Any]:
     answer = httpx.post(f"{url}{path}", json={"model": "demo-chat", **fields}, timeout=PATIENCE)
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    assert not faults(found, "Tokens" if path == "/tokenize" else "TokenText")
-    return found
+    body: dict[str, Any] = answer.json()
+    assert not faults(body, "Tokens" if path == "/tokenize" else "TokenText")
+    return body
 
 
 def test_a_text_and_back(url: str, pool: Pool) -> None:
-    found = ask(url, "/tokenize", prompt="Say: é!", return_token_strs=True)
+    tokenized = ask(url, "/tokenize", prompt="Say: é!", return_token_strs=True)
     with pool.client() as client:
-        assert found["tokens"] == client.tokenize("demo-chat", "Say: é!")
-        assert found["token_strs"] == client.token_texts("demo-chat", found["tokens"])
+        assert tokenized["tokens"] == client.tokenize("demo-chat", "Say: é!")
+        assert tokenized["token_strs"] == client.token_texts("demo-chat", tokenized["tokens"])
         assert client.token_texts("demo-chat", []) == []
-    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
-    assert found["token_strs"][0] in ("S", "Say") and found["max_model_len"] == 1024
-    assert ask(url, "/detokenize", tokens=found["tokens"]) == {"prompt": "Say: é!"}
+    assert tokenized["count"] == len(tokenized["tokens"]) == len(tokenized["token_strs"])
+    assert tokenized["token_strs"][0] in ("S", "Say") and tokenized["max_model_len"] == 1024
+    assert ask(url, "/detokenize", tokens=tokenized["tokens"]) == {"prompt": "Say: é!"}
     assert ask(url, "/tokenize", prompt="")["tokens"] == []
 
 
@@ -47,11 +47,11 @@ def test_special_tokens_can_be_left_out(url: str) -> None:
 
 def test_a_chat_is_counted_as_its_prompt(url: str) -> None:
     for more in ({}, {"tools": [TOOL]}, {"chat_template_kwargs": {"enable_thinking": True}}):
-        found = ask(url, "/tokenize", messages=HI, **more)
+        tokenized = ask(url, "/tokenize", messages=HI, **more)
         body = {"model": "demo-chat", "messages": HI, "max_tokens": 1, **more}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE).json()
-        assert answer["usage"]["prompt_tokens"] == found["count"]
-        assert found["token_strs"] is None
+        assert answer["usage"]["prompt_tokens"] == tokenized["count"]
+        assert tokenized["token_strs"] is None
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,10 @@ def test_an_answer_that_stops_within_a_call_has_none(served: Served, stream: boo
         )
         choices = [part.choices[0] for part in (answer if stream else [answer])]
     messages = [choice.delta if stream else choice.message for choice in choices]
-    assert "".join(one.content or "" for one in messages) == "I look."
-    assert not any(one.tool_calls for one in messages) and choices[-1].finish_reason == "stop"
+    assert "".join(message.content or "" for message in messages) == "I look."
+    assert (
+        not any(message.tool_calls for message in messages) and choices[-1].finish_reason == "stop"
+    )
     assert served.asked["options"]["stop"] == ["Paris"]
 
 
@@ -112,9 +114,9 @@ def test_thoughts_are_sent_to_a_harmony_template_in_its_form(served: Served) -> 
     url = served.start(CHANNELS, "<|channel|>final<|message|>Warm.")
     call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     said: Any = {"role": "assistant", "tool_calls": [call], "reasoning_content": "Hm."}
-    told: Any = {"role": "tool", "tool_call_id": "a", "content": "18"}
+    result: Any = {"role": "tool", "tool_call_id": "a", "content": "18"}
     with openai_client(url) as client:
-        client.chat.completions.create(model="m", messages=[*HI, said, told], tools=TOOLS)
+        client.chat.completions.create(model="m", messages=[*HI, said, result], tools=TOOLS)
     assert served.asked["messages"][1]["thinking"] == "Hm."
 
 
@@ -148,9 +150,9 @@ def test_earlier_calls_and_answers_reach_the_template(served: Served) -> None:
     ]
     with ollama.Client(host=url) as client:
         assert client.chat("m", messages).message.content == "Fine."
-    _, said, told = served.asked["messages"]
+    _, said, result = served.asked["messages"]
     assert said["reasoning_content"] == "Hm." and said["tool_calls"] == [call]
-    assert told["name"] == "weather" and told["role"] == "tool"
+    assert result["name"] == "weather" and result["role"] == "tool"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -72,11 +72,11 @@ def test_answers_are_those_of_transformers(client: Client, model: str, stored: s
 
 
 def test_a_text_names_images_by_tags(client: Client) -> None:
-    one = client.generate("eyes", "See [img-0]: ", images=FILES[:1], **OPTIONS)
+    first = client.generate("eyes", "See [img-0]: ", images=FILES[:1], **OPTIONS)
     other = client.generate("eyes", "See [img-0]: ", images=FILES[1:], **OPTIONS)
     both = client.generate("eyes", "See [img-1]: [img-0]", images=FILES, **OPTIONS)
-    assert len({tuple(result.ids) for result in (one, other, both)}) == 3
-    assert one.usage["prompt_tokens"] == len("See : ") + 16 + 2 + 4  # marks and line ends
+    assert len({tuple(result.ids) for result in (first, other, both)}) == 3
+    assert first.usage["prompt_tokens"] == len("See : ") + 16 + 2 + 4  # marks and line ends
 
 
 def test_the_same_image_in_two_conversations_is_encoded_once(pool: Pool, client: Client) -> None:
@@ -94,16 +94,18 @@ def test_the_same_image_in_two_conversations_is_encoded_once(pool: Pool, client:
 
 def test_another_image_in_the_same_place_is_never_taken_for_it(client: Client) -> None:
     def ask(file: bytes, **options: Any) -> Result:
-        found: Result = client.generate("eyes", messages=[message(("Same ", 0), [file])], **OPTIONS)
-        return found
+        answer: Result = client.generate(
+            "eyes", messages=[message(("Same ", 0), [file])], **OPTIONS
+        )
+        return answer
 
     answers = [ask(file).ids for file in FILES]
     assert answers[0] != answers[1]
     assert [ask(file).ids for file in FILES] == answers
     almost = np.asarray(seeing.picture(0)).copy()
     almost[3:9, 3:9] ^= 255  # a few pixels
-    found = ask(seeing.file_of(Image.fromarray(almost)))
-    assert found.usage["cached_tokens"] < 16
+    result = ask(seeing.file_of(Image.fromarray(almost)))
+    assert result.usage["cached_tokens"] < 16
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF", "JPEG"])
@@ -146,7 +148,7 @@ MARKERS = {  # of each model: its template's text for an image, and the token wi
 }
 
 
-@pytest.mark.parametrize(("model", "marker"), [(m, one) for m in MARKERS for one in MARKERS[m]])
+@pytest.mark.parametrize(("model", "marker"), [(m, tag) for m in MARKERS for tag in MARKERS[m]])
 def test_a_marker_is_text_in_messages_and_refused_in_prompts(
     client: Client, model: str, marker: str
 ) -> None:
@@ -203,7 +205,7 @@ def test_one_image_sixteen_times_is_encoded_once(pool: Pool, client: Client) -> 
 def test_a_text_model_refuses_and_models_say_who_takes_images(client: Client) -> None:
     with pytest.raises(BadRequest, match="this model does not support image input"):
         client.generate("blind", messages=[message((0,))], **OPTIONS)
-    features = {one["name"]: one["features"] for one in client.models()}
+    features = {model["name"]: model["features"] for model in client.models()}
     assert "vision" in features["eyes"] and "vision" in features["grids"]
     assert "vision" not in features["blind"]
 

@@ -73,10 +73,10 @@ def test_streams_that_may_go_on_with_other_ids_have_no_gap(pool: Pool, client: C
             return stream.result, ids, text
 
     with ThreadPoolExecutor(len(prompts)) as threads:
-        found = list(threads.map(read, prompts))
+        results = list(threads.map(read, prompts))
     # A worker computes on while its readers wait, so some of the streams may have ended.
-    assert max(result.attempts for result, _, _ in found) == 2
-    for result, ids, text in found:
+    assert max(result.attempts for result, _, _ in results) == 2
+    for result, ids, text in results:
         assert result.reason == "length"
         assert ids == list(result.ids) and len(ids) == 600 == result.usage["completion_tokens"]
         assert text == result.text == client.detokenize("rounded", ids)
@@ -86,7 +86,7 @@ def test_it_never_goes_on_with_another_kind_of_cache(pool: Pool, client: Client)
     """A stream resumes only with the same model digest, which depends on the kind of KV cache."""
     client.generate("exact", "x", max_tokens=1)
     client.generate("plain", "x", max_tokens=1)
-    models = {one["name"]: one for one in pool.ask("models")["models"]}
+    models = {model["name"]: model for model in pool.ask("models")["models"]}
     exact, plain = models["exact"], models["plain"]
     assert exact["digest"] != plain["digest"]
     shown = until(lambda: pool.worker("exact/0")["layout"], "a beat with its layout")

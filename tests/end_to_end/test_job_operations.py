@@ -75,14 +75,14 @@ def test_operators_list_the_jobs_of_all_owners(pool: Pool) -> None:
     (row,) = [row for row in rows if row["key"] == "listed"]
     assert row["job"] == id.hex() and row["owner"].startswith("uid:") and row["state"] == "done"
     owner = row["owner"]
-    for flags, found in (
+    for flags, expected in (
         (("--owner", owner, "--model", "m", "--state", "done"), True),
         (("--owner", "uid:nobody"), False),
         (("--model", "bad"), False),
         (("--of-batch", "00" * 16), False),
     ):
         shown = pool.cli("jobs", *flags)
-        assert shown.returncode == 0 and ("listed" in shown.stdout) is found, flags
+        assert shown.returncode == 0 and ("listed" in shown.stdout) is expected, flags
     assert "listed" in pool.cli("jobs", "--all-owners").stdout
     for mixed in (("--files",), ("--after", "0"), ("--follow",), ("--batch", "b")):
         refused = pool.cli("jobs", "--all-owners", *mixed)
@@ -100,9 +100,9 @@ def test_operators_list_the_batches_of_all_owners(pool: Pool) -> None:
     (row,) = [row for row in rows if row["key"] == "theirs"]
     assert row["batch"] == batch.row["batch"].hex() and row["owner"].startswith("uid:")
     assert (row["state"], row["done"], row["tenant"]) == ("done", 1, "")
-    for flags, found in ((("--owner", row["owner"]), True), (("--owner", "uid:nobody"), False)):
+    for flags, expected in ((("--owner", row["owner"]), True), (("--owner", "uid:nobody"), False)):
         shown = pool.cli("jobs", "--batches", *flags)
-        assert shown.returncode == 0 and ("theirs" in shown.stdout) is found, flags
+        assert shown.returncode == 0 and ("theirs" in shown.stdout) is expected, flags
     shown = pool.cli("jobs", "--of-batch", row["batch"], "--json")
     assert [job["line"] for job in json.loads(shown.stdout)["jobs"]] == [0]
     for mixed in (("--model", "m"), ("--of-batch", "00" * 16), ("--show", "00" * 16)):
@@ -120,15 +120,15 @@ def test_a_dead_job_has_its_causes_and_the_stacks_of_its_workers(pool: Pool) -> 
         until(lambda: client.job("poison")["state"] == "dead", "it is dead")
         row = client.job("poison")
         assert "ended two workers" in row["cause"]
-        assert [set(one) for one in row["failures"]] == [{"at", "cause"}] * 3
-        assert "poison" in [one["key"] for one in client.jobs(state="dead")]
+        assert [set(failure) for failure in row["failures"]] == [{"at", "cause"}] * 3
+        assert "poison" in [row["key"] for row in client.jobs(state="dead")]
     own = pool.cli("jobs", "poison")
     assert own.returncode == 0, own.stderr
     assert "state:       dead" in own.stdout and own.stdout.count("failure ") == 3
     assert "in a row that failed" in own.stdout
     assert "Fatal Python error" not in own.stdout, "stacks are for operators"
-    told = pool.cli_json("jobs", "poison")
-    assert told["job"] == job.id.hex() and len(told["failures"]) == 3
+    details = pool.cli_json("jobs", "poison")
+    assert details["job"] == job.id.hex() and len(details["failures"]) == 3
     for flags, text in (
         (("--state", "dead"), "--state lists jobs"),
         (("--show", "00" * 16), "--show"),
@@ -140,9 +140,9 @@ def test_a_dead_job_has_its_causes_and_the_stacks_of_its_workers(pool: Pool) -> 
     assert "killed by SIGSEGV" in shown.stdout and "ended two workers" in shown.stdout
     assert "Fatal Python error: Segmentation fault" in shown.stdout
     assert "counting_engine.py" in shown.stdout or "faults.py" in shown.stdout
-    told = pool.cli_json("jobs", "--show", job.id.hex())
-    assert told["state"] == "dead" and told["charge"] >= 1
-    assert [bool(one["stacks"]) for one in told["failures"]] == [True, True, False]
+    details = pool.cli_json("jobs", "--show", job.id.hex())
+    assert details["state"] == "dead" and details["charge"] >= 1
+    assert [bool(failure["stacks"]) for failure in details["failures"]] == [True, True, False]
     with pool.client() as client:
         assert client.retry("poison")["state"] in ("waiting", "running")
         until(lambda: client.job("poison")["state"] == "dead", "it is dead again")
@@ -181,11 +181,11 @@ def test_jobs_are_exported_whole(pool: Pool, tmp_path: Path) -> None:
     assert lines[0]["mlxpool_jobs"] == 1 and file.stat().st_mode & 0o777 == 0o600
     heads = [line["job"] for line in lines if "job" in line]
     assert lines[-1] == {"end": {"jobs": len(heads), "lines": len(lines) - 1}}
-    (head,) = [one for one in heads if one["key"] == "exported"]
+    (head,) = [job for job in heads if job["key"] == "exported"]
     assert (head["job"], head["state"], head["seed"]) == (id, "done", 7)
     assert head["request"]["prompt"] == "exported" and head["end"]["reason"] == "length"
     output = [line["output"] for line in lines if line.get("output", {}).get("job") == id]
-    ids = [one for part in output for one in part["ids"]]
+    ids = [token for part in output for token in part["ids"]]
     assert ids == expected_ids("exported", 7, 300)
     assert "".join(part["text"] for part in output) == text_of(ids)
     assert [part["from"] for part in output] == sorted(part["from"] for part in output)
@@ -293,8 +293,8 @@ def test_a_notice_is_signed_and_outlives_the_broker(tmp_path: Path) -> None:
                     client.submit("m", "x", notify="http://0x7f000001/")
 
             def refused_once() -> dict[str, Any] | None:
-                found = pool.ask("notices")["notices"]
-                return found[0] if found and found[0]["tries"] else None
+                notices = pool.ask("notices")["notices"]
+                return notices[0] if notices and notices[0]["tries"] else None
 
             waiting = until(refused_once, "it was refused")
             assert waiting["cause"] == "HTTP 503" and waiting["given_up"] is None
@@ -313,8 +313,8 @@ def test_a_notice_is_signed_and_outlives_the_broker(tmp_path: Path) -> None:
         digest = hmac.new(base64.b64decode(SECRET), signed, hashlib.sha256).digest()
         assert fields["webhook-signature"] == f"v1,{base64.b64encode(digest).decode()}"
         assert abs(time.time() - int(fields["webhook-timestamp"])) < 600
-        told = json.loads(body)
-        assert told["data"]["key"] == "told" and told["data"]["state"] == "done"
+        notice = json.loads(body)
+        assert notice["data"]["key"] == "told" and notice["data"]["state"] == "done"
     assert head.startswith(b"POST /ends?a=1 ")
 
 

@@ -317,6 +317,6 @@ def test_a_failed_job_is_dead_with_its_cause_and_can_be_retried(tmp_path: Path) 
             client.fetch("long").read()
         row = client.job("long")
         assert row["state"] == "dead" and "context" in row["cause"]
-        assert [one["key"] for one in client.jobs(state="dead")] == ["long"]
+        assert [job["key"] for job in client.jobs(state="dead")] == ["long"]
         assert client.retry("long")["state"] in ("waiting", "running")
         until(lambda: client.job("long")["state"] == "dead", "it fails again")

@@ -70,8 +70,8 @@ def test_a_pool_that_nobody_gives_jobs_writes_next_to_nothing(tmp_path: Path, st
 
 
 def test_two_pools_of_a_user_keep_their_jobs_apart(tmp_path: Path, states: Path) -> None:
-    with serving(tmp_path / "one") as one, serving(tmp_path / "two") as two:
-        for pool in (one, two):
+    with serving(tmp_path / "one") as first, serving(tmp_path / "two") as second:
+        for pool in (first, second):
             with pool.client() as client:
                 client.submit("counting", "x", key="same", max_tokens=len(pool.tmp_path.name))
                 assert client.fetch("same").read().ids

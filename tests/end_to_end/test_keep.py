@@ -25,7 +25,7 @@ pin = true
 
 
 def row(client: Client, name: str) -> dict[str, Any]:
-    return next(one for one in client.models() if one["name"] == name)
+    return next(model for model in client.models() if model["name"] == name)
 
 
 def test_keep_loads_bounds_and_unloads(client: Client) -> None:
@@ -53,12 +53,12 @@ def test_a_stream_ends_before_its_model_is_unloaded(client: Client) -> None:
 
 def test_all_that_is_known_of_a_model(client: Client, tmp_path: Path) -> None:
     until(lambda: client.describe("demo")["about"], "its files were read")
-    found = client.describe("demo")
-    about = found["about"]
-    assert (found["name"], about["type"]) == ("demo", "llama")
-    assert found["parameters"] == about["parameters"] > 10**6
-    assert about["digest"].startswith(found["digest"]) and len(about["digest"]) == 64
-    assert found["modified"] == about["details"]["modified"]
+    description = client.describe("demo")
+    about = description["about"]
+    assert (description["name"], about["type"]) == ("demo", "llama")
+    assert description["parameters"] == about["parameters"] > 10**6
+    assert about["digest"].startswith(description["digest"]) and len(about["digest"]) == 64
+    assert description["modified"] == about["details"]["modified"]
 
 
 def test_a_chat_in_token_ids(client: Client) -> None:

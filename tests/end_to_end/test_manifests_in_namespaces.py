@@ -136,9 +136,9 @@ class Deployed:
 
     def total(self, broker: str, series: str) -> float:
         """Returns the sum of a broker's series with this prefix."""
-        told = self.fetch("prometheus", f"http://{broker}:9464/metrics")
-        assert told is not None
-        lines = [line for line in told.splitlines() if line.startswith(series)]
+        metrics = self.fetch("prometheus", f"http://{broker}:9464/metrics")
+        assert metrics is not None
+        lines = [line for line in metrics.splitlines() if line.startswith(series)]
         assert lines, f"no series {series}"
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
@@ -175,23 +175,23 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
         network = stack.enter_context(PodNetwork((pod.name for pod in PODS), SERVICES))
         network.enforce(allowed(policies(), PODS))
         public = make_keys(folder / "keys", ROLES, BEARER)
-        told = (BASE / "mlxpool.toml").read_text("utf-8").replace("[pool]\n", f"[pool]\n{SOON}")
-        settings = admitting(told, ROLES, public)
+        config = (BASE / "mlxpool.toml").read_text("utf-8").replace("[pool]\n", f"[pool]\n{SOON}")
+        settings = admitting(config, ROLES, public)
         for pod, (manifest, secret) in WORKLOADS.items():
             keys = folder / pod / "keys"
             keys.mkdir(parents=True)
-            for name, made in secret.items():
-                shutil.copy(folder / "keys" / made, keys / name)
+            for name, file in secret.items():
+                shutil.copy(folder / "keys" / file, keys / name)
             (folder / pod / "mlxpool.toml").write_text(here(settings, folder / pod))
             words = [here(word, folder / pod) for word in arguments(manifest)]
             log = folder / f"{pod}.log"
             stack.enter_context(running(words, log, network.inside(pod)))
-        found = Deployed(network, folder)
+        deployment = Deployed(network, folder)
         for broker in ("pool", "pool-2"):
-            until(partial(found.ready, broker), f"{broker} is ready")
+            until(partial(deployment.ready, broker), f"{broker} is ready")
         health = "http://mlxpool-http.mlxpool.svc:11434/health"
-        until(lambda: found.fetch("program", health), "the gateway is ready")
-        yield found
+        until(lambda: deployment.fetch("program", health), "the gateway is ready")
+        yield deployment
 
 
 def test_requests_pass_through_the_gateway_to_both_pools(deployed: Deployed) -> None:

@@ -45,7 +45,7 @@ def all_of(pool: Pool, model: str, asked: list[dict[str, Any]]) -> list[Result]:
 
     async def together() -> list[Result]:
         async with pool.async_client() as client:
-            return await asyncio.gather(*(client.generate(model, **one) for one in asked))
+            return await asyncio.gather(*(client.generate(model, **request) for request in asked))
 
     return asyncio.run(together())
 
@@ -57,19 +57,19 @@ def test_a_request_gives_the_same_alone_and_in_a_batch(pool: Pool) -> None:
         for n, prompt in enumerate(PROMPTS)
     ]
     together = all_of(pool, "exact", asked)
-    alone = [all_of(pool, "exact", [one])[0] for one in asked]
-    assert [one.ids for one in together] == [one.ids for one in alone]
-    assert [one.text for one in together] == [one.text for one in alone]
-    assert {len(one.ids) for one in together} == {40}
+    alone = [all_of(pool, "exact", [request])[0] for request in asked]
+    assert [result.ids for result in together] == [result.ids for result in alone]
+    assert [result.text for result in together] == [result.text for result in alone]
+    assert {len(result.ids) for result in together} == {40}
 
 
 def test_a_context_of_16_serves_many(pool: Pool) -> None:
     asked = [
         {"prompt": "abcdefghij"[: n + 1], "ignore_eos": True, "temperature": 0} for n in range(10)
     ]
-    found = all_of(pool, "tiny", asked)
-    assert [len(one.ids) for one in found] == [15 - n for n in range(10)]
-    assert {one.reason for one in found} == {"length"}
+    results = all_of(pool, "tiny", asked)
+    assert [len(result.ids) for result in results] == [15 - n for n in range(10)]
+    assert {result.reason for result in results} == {"length"}
 
 
 def test_a_deadline_ends_one_stream_of_many(pool: Pool) -> None:
@@ -80,7 +80,9 @@ def test_a_deadline_ends_one_stream_of_many(pool: Pool) -> None:
                 {"deadline_ms": 150, "ignore_eos": True},
                 {"max_tokens": 30, "ignore_eos": True},
             )
-            streams = (client.generate("long", "a" * n, **one) for n, one in enumerate(asked, 1))
+            streams = (
+                client.generate("long", "a" * n, **options) for n, options in enumerate(asked, 1)
+            )
             return await asyncio.gather(*streams, return_exceptions=True)
 
     late, whole = asyncio.run(both())

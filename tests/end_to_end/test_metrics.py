@@ -96,9 +96,9 @@ def same(told: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any] | None:
 
 def test_stats_are_those_of_the_command_line(pool: Pool) -> None:
     asked = pool.cli_json("stats")
-    told = until(lambda: same(json.loads(get(url(pool), "/stats")[1]), asked), "the same figures")
-    assert told.keys() == asked.keys()
-    assert told["conserved"] is True
+    stats = until(lambda: same(json.loads(get(url(pool), "/stats")[1]), asked), "the same figures")
+    assert stats.keys() == asked.keys()
+    assert stats["conserved"] is True
 
 
 def test_health_of_a_pool_whose_models_are_cold(pool: Pool) -> None:
@@ -180,10 +180,10 @@ def test_workers_log_at_the_level_of_the_settings(tmp_path: Path) -> None:
     with Pool(tmp_path, '[pool]\nlog_level = "debug"') as quiet, quiet.client() as client:
         client.generate("counting", SECRET, max_tokens=1)
         logs = quiet.run_dir / "logs"
-        told = until(
-            lambda: [one for one in logs.glob("counting*") if "prefix miss" in one.read_text()],
+        paths = until(
+            lambda: [path for path in logs.glob("counting*") if "prefix miss" in path.read_text()],
             "the request is in the worker's log",
         )
-        text = told[0].read_text()
+        text = paths[0].read_text()
     assert f"cached=0 left={len(SECRET)} " in text and "the model has no prefix cache" in text
     assert SECRET not in text

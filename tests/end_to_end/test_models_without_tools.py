@@ -132,9 +132,9 @@ def test_tokens_of_tools_as_text_are_counted(url: str) -> None:
     asked = forced("messages", stream=False)
     answer = httpx.post(f"{url}/v1/messages", json=asked, timeout=PATIENCE).json()
     counted = {key: asked[key] for key in ("model", "messages", "tools", "tool_choice")}
-    found = httpx.post(f"{url}/v1/messages/count_tokens", json=counted, timeout=PATIENCE).json()
+    count = httpx.post(f"{url}/v1/messages/count_tokens", json=counted, timeout=PATIENCE).json()
     usage = answer["usage"]
-    assert found["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"] > 100
+    assert count["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"] > 100
 
 
 def test_the_setting_always_takes_tools_without_force(url: str) -> None:
@@ -174,8 +174,8 @@ def test_a_model_that_knows_tools_takes_them_everywhere(
     )
     assert answer.choices[0].message.tool_calls
     body = {"model": "demo-chat", "messages": HI, "tools": TOOLS, "stream": False}
-    found = httpx.post(
+    response = httpx.post(
         f"{url}/api/chat", json={**body, "options": {"temperature": 0}}, timeout=PATIENCE
     )
-    (call,) = found.json()["message"]["tool_calls"]
+    (call,) = response.json()["message"]["tool_calls"]
     assert call["function"]["arguments"] == {"city": "Lisbon"}

@@ -28,17 +28,17 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecurePool]:
     """A pool in which alice's key may name owners, and bob's may not."""
     folder = tmp_path_factory.mktemp("pool")
     settings = f"quota_requests = 2\nstate_dir = '{folder / 'jobs'}'"
-    made = SecurePool(folder, pool=settings, models=COUNTING_MODEL.format(1000))
-    text = made.config.read_text().replace(
+    pool = SecurePool(folder, pool=settings, models=COUNTING_MODEL.format(1000))
+    text = pool.config.read_text().replace(
         "[keys.alice]\n", "[keys.alice]\nmay_name_owners = true\n"
     )
-    made.config.write_text(text)
-    with made:
-        yield made
+    pool.config.write_text(text)
+    with pool:
+        yield pool
 
 
 def owners(secure: SecurePool) -> list[str]:
-    return sorted(one["owner"] for one in secure.ask("requests")["requests"])
+    return sorted(request["owner"] for request in secure.ask("requests")["requests"])
 
 
 def test_quotas_and_rights_are_those_of_the_named_owner(secure: SecurePool) -> None:
@@ -105,8 +105,8 @@ def test_keys_of_http_are_owners_of_the_pool(secure: SecurePool, tmp_path: Path)
         client, refused = begun(gateway, ALICE)
         assert refused.status_code == 429 and "for:alice" in refused.read().decode()
         client.close()
-        for one, _ in open_ones:
-            one.close()
+        for open_client, _ in open_ones:
+            open_client.close()
         until(lambda: not owners(secure), "a request whose client is gone is cancelled")
 
 

@@ -58,13 +58,13 @@ class Hooks:
 
     def at(self, path: str) -> list[tuple[dict[str, str], bytes]]:
         """Returns headers and body of each notice that was posted to a path."""
-        found = []
+        notices = []
         for request in list(self.requests):
             head, _, body = request.partition(b"\r\n\r\n")
             first, *lines = head.decode().split("\r\n")
             if first == f"POST {path} HTTP/1.1":
-                found.append((dict(line.split(": ", 1) for line in lines), body))
-        return found
+                notices.append((dict(line.split(": ", 1) for line in lines), body))
+        return notices
 
     def only(self, path: str) -> tuple[dict[str, str], bytes]:
         """Returns headers and body of the only notice to a path, from its first post.
@@ -72,9 +72,9 @@ class Hooks:
         If a post is answered too late, as on a busy machine, the broker posts the notice again.
         """
         until(lambda: self.at(path), f"a notice to {path}")
-        found = self.at(path)
-        assert len({(headers["webhook-id"], body) for headers, body in found}) == 1
-        return found[0]
+        notices = self.at(path)
+        assert len({(headers["webhook-id"], body) for headers, body in notices}) == 1
+        return notices[0]
 
     def one(self, path: str) -> dict[str, Any]:
         """Returns the body of the only notice to a path."""
@@ -128,9 +128,9 @@ def test_both_clients_name_who_is_told_of_a_batch(running: tuple[Pool, Hooks]) -
 
     asyncio.run(ask())
     for key in ("s", "a"):
-        told = hooks.one(f"/{key}")
-        assert (told["type"], told["data"]["key"]) == ("batch.completed", key)
-        assert (told["data"]["done"], told["data"]["lines"]) == (3, 3)
+        notice = hooks.one(f"/{key}")
+        assert (notice["type"], notice["data"]["key"]) == ("batch.completed", key)
+        assert (notice["data"]["done"], notice["data"]["lines"]) == (3, 3)
     with pool.client() as client:
         until(lambda: client.batch("s").row["notice"] == "delivered", "it is noted")
 
@@ -144,7 +144,9 @@ def test_the_command_line_names_who_is_told_and_shows_it(running: tuple[Pool, Ho
     until(lambda: hooks.at("/cli"), "it was refused")
     listed = pool.cli("jobs", "--notices").stdout
     assert "batch" in listed and "cli" in listed
-    (row,) = [one for one in pool.cli_json("jobs", "--batches")["batches"] if one["key"] == "cli"]
+    (row,) = [
+        batch for batch in pool.cli_json("jobs", "--batches")["batches"] if batch["key"] == "cli"
+    ]
     assert (row["notice"], row["outcome"]) == ("waiting", "completed")
     assert "NOTICE" in pool.cli("jobs", "--batches").stdout.splitlines()[0]
     released = pool.cli("release", "--batch", "cli", "--connect-timeout", "60")
@@ -152,8 +154,8 @@ def test_the_command_line_names_who_is_told_and_shows_it(running: tuple[Pool, Ho
     refused = len(hooks.at("/cli"))  # more than once on a busy machine
     hooks.refusing.clear()
     until(lambda: len(hooks.at("/cli")) > refused, "it is told after the release")
-    ((_, told),) = {(headers["webhook-id"], body) for headers, body in hooks.at("/cli")}
-    assert json.loads(told)["data"]["state"] == "done"
+    ((_, notice),) = {(headers["webhook-id"], body) for headers, body in hooks.at("/cli")}
+    assert json.loads(notice)["data"]["state"] == "done"
 
 
 def begin(client: openai.OpenAI, lines: list[dict[str, Any]], **more: Any) -> Any:
@@ -179,9 +181,9 @@ def test_openais_client_reads_the_notice_of_its_batch(running: tuple[Pool, Hooks
         assert (event.data.id, event.object) == (batch.id, "event")
         ended = client.batches.retrieve(batch.id)
         assert ended.status == "completed" and ended.completed_at == event.created_at
-        told = json.loads(body)["data"]
-        assert told["output_file_id"] == ended.output_file_id is not None
-        assert told["error_file_id"] is ended.error_file_id is None
+        data = json.loads(body)["data"]
+        assert data["output_file_id"] == ended.output_file_id is not None
+        assert data["error_file_id"] is ended.error_file_id is None
         with pytest.raises(openai.InvalidWebhookSignatureError):
             client.webhooks.unwrap(text, headers, secret=secret_text(b"b"))
         with pytest.raises(openai.BadRequestError, match="job_notify_hosts"):
@@ -241,16 +243,16 @@ def test_a_notice_outlives_brokers_and_is_signed_with_the_secret_of_its_try(
 def signers(tries: Sequence[tuple[dict[str, str], bytes]]) -> list[str]:
     """Returns the letter of the secret that signed each attempt."""
     webhooks = openai.OpenAI(api_key="none").webhooks
-    found = []
+    letters = []
     for headers, body in tries:
         for letter in "abc":
             with suppress(openai.InvalidWebhookSignatureError):
                 webhooks.verify_signature(
                     body.decode(), headers, secret=secret_text(letter.encode())
                 )
-                found.append(letter)
-    assert len(found) == len(tries), "each is signed with one secret"
-    return found
+                letters.append(letter)
+    assert len(letters) == len(tries), "each is signed with one secret"
+    return letters
 
 
 def test_a_host_that_never_answers_holds_up_neither_another_one_nor_the_end(

@@ -61,11 +61,11 @@ def flood(client: Client) -> Iterator[list[Reader]]:
     """Starts five endless streams of one owner, of which the model can run only three at once."""
     readers = [Reader(client, "greedy", number) for number in range(5)]
     try:
-        until(lambda: sum(bool(one.ids) for one in readers) == 3, "three of them run")
+        until(lambda: sum(bool(reader.ids) for reader in readers) == 3, "three of them run")
         yield readers
     finally:
-        for one in readers:
-            one.close()
+        for reader in readers:
+            reader.close()
 
 
 def running(pool: Pool, owner: str) -> int:
@@ -88,21 +88,21 @@ def test_another_owner_is_answered_and_the_stream_that_gave_way_goes_on(
     assert list(answer.ids) == expected_ids("hello", 7, 2)
     assert preempted(pool) > before
     until(lambda: running(pool, "greedy") == 3, "it gets its place back")
-    begun = [one for one in flood if one.ids]
-    for one in begun:
-        one.goes_on()
+    begun = [reader for reader in flood if reader.ids]
+    for reader in begun:
+        reader.goes_on()
     assert len(pool.ask("requests")["requests"]) == 5, "none of them has ended"
 
 
 def test_more_owners_than_places_all_go_on(pool: Pool, client: Client, flood: list[Reader]) -> None:
     others = [Reader(client, f"owner-{n}", n) for n in range(4)]
     try:
-        for one in (*others, *others):  # each has two turns
-            one.goes_on()
+        for reader in (*others, *others):  # each has two turns
+            reader.goes_on()
         assert running(pool, "greedy") <= 1
     finally:
-        for one in others:
-            one.close()
+        for reader in others:
+            reader.close()
 
 
 def test_streams_that_gave_way_survive_the_death_of_their_worker(
@@ -114,5 +114,5 @@ def test_streams_that_gave_way_survive_the_death_of_their_worker(
         until(lambda: running(pool, "greedy") == 2, "one of them waits")
         pool.kill_worker("counting/0")
         other.goes_on()
-    for one in [one for one in flood if one.ids]:
-        one.goes_on()
+    for reader in [reader for reader in flood if reader.ids]:
+        reader.goes_on()

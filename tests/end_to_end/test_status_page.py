@@ -96,8 +96,8 @@ def model(page: Chromium, name: str) -> list[str]:
 
 def tokens(page: Chromium) -> int:
     """Returns the total of tokens on the page."""
-    told = dict(each.split("\n") for each in page.texts("#counts div"))
-    return int(told["Tokens"].replace(",", ""))
+    counts = dict(each.split("\n") for each in page.texts("#counts div"))
+    return int(counts["Tokens"].replace(",", ""))
 
 
 def points(page: Chromium) -> int:
@@ -177,7 +177,7 @@ def test_a_failed_model_is_a_problem_in_the_words_of_ps(page: Chromium, pool: Po
     assert page.run("return document.querySelector('#state').classList.contains('bad')")
     assert re.fullmatch(r"ready, \d problems? · mlxpool", page.run("return document.title"))
     assert model(page, "unsound")[1] == "failed"
-    (why,) = (one for one in page.texts("#problems li span") if one.startswith("unsound: "))
+    (why,) = (text for text in page.texts("#problems li span") if text.startswith("unsound: "))
     # The time until the next retry changes from second to second.
     said = re.sub(r"\d+ s\b", "N s", pool.cli("ps").stdout)
     assert re.sub(r"\d+ s\b", "N s", why) in said.splitlines()

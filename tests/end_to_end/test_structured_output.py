@@ -86,8 +86,8 @@ def test_a_format_that_takes_for_ever_ends_alone(client: Client) -> None:
     with ThreadPoolExecutor(4) as threads:
         bomb = threads.submit(ask, BOMB)
         others = [threads.submit(ask, FORMAT, seed) for seed in range(3)]
-        for one in others:
-            jsonschema.validate(json.loads(one.result().text), SCHEMA)
+        for future in others:
+            jsonschema.validate(json.loads(future.result().text), SCHEMA)
         with pytest.raises(BadRequest, match="format: it was not compiled with 1 s"):
             bomb.result()
 

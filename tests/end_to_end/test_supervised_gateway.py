@@ -106,9 +106,9 @@ class Completion:
 @pytest.fixture
 def completions() -> Iterator[list[Completion]]:
     """Returns a list for streams, which are closed at the end of a test."""
-    made: list[Completion] = []
-    yield made
-    for each in made:
+    streams: list[Completion] = []
+    yield streams
+    for each in streams:
         each.close()
 
 

@@ -97,8 +97,8 @@ def test_drain_restart_resume(tmp_path: Path, port: int) -> None:
         assert pool.cli("drain", "--timeout", "3600").returncode == 0
         for seed, stream in short.items():
             whole(stream, seed, FAST)
-        told = pool.ask("stats")["requests"]
-        assert told["done"] == len(SHORT), "what is soon done ends in the old broker"
+        stats = pool.ask("stats")["requests"]
+        assert stats["done"] == len(SHORT), "what is soon done ends in the old broker"
         for client in clients:
             with pytest.raises(Draining):  # new requests are refused
                 client.generate("fast", "hello", max_tokens=1)
@@ -112,7 +112,7 @@ def test_drain_restart_resume(tmp_path: Path, port: int) -> None:
         assert accepted(pool) == len(LONG), "what was under way goes on in the new one"
         for client in clients:
             assert client.generate("fast", "hello", max_tokens=1).reason == "length"
-        told = pool.ask("stats")
-        assert told["conserved"] is True
-        assert told["requests"]["done"] == len(LONG) + len(clients)
-        assert told["requests"]["failed"] == 0
+        stats = pool.ask("stats")
+        assert stats["conserved"] is True
+        assert stats["requests"]["done"] == len(LONG) + len(clients)
+        assert stats["requests"]["failed"] == 0

@@ -38,7 +38,7 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def noted(demo: ModuleType, answer: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Returns the note for this answer of the broker."""
     asked: list[tuple[Path, str]] = []
-    told: list[str] = []
+    texts: list[str] = []
 
     def ask(run_dir: Path, kind: str) -> Any:
         asked.append((run_dir, kind))
@@ -47,16 +47,16 @@ def noted(demo: ModuleType, answer: Any, monkeypatch: pytest.MonkeyPatch) -> lis
         return answer
 
     monkeypatch.setattr(demo, "ask", ask)
-    monkeypatch.setattr(sys.stderr, "write", told.append)
+    monkeypatch.setattr(sys.stderr, "write", texts.append)
     with demo.note_on_delay(Path("/a")):
-        until(lambda: asked and (told or answer is not ANSWER), "the broker is asked")
+        until(lambda: asked and (texts or answer is not ANSWER), "the broker is asked")
     assert asked == [(Path("/a"), "ps")]
-    return [text for text in told if text.strip()]
+    return [text for text in texts if text.strip()]
 
 
 def test_a_long_load_is_explained(demo: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = noted(demo, ANSWER, monkeypatch)
-    assert told == [
+    notes = noted(demo, ANSWER, monkeypatch)
+    assert notes == [
         "(loading demo-chat, 5.0 s: compiling kernels, 2.0 s (later loads find them on the disk))"
     ]
 

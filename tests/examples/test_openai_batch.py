@@ -36,11 +36,11 @@ def test_lines_are_answered_or_named(tmp_path: Path) -> None:
         flags = ("--url", gateway.url, "--endpoint", "/v1/completions")
         done = run(requests, answers, *flags)
         assert done.returncode == 0, done.stderr
-        found = [json.loads(one) for one in answers.read_text().splitlines()]
-        for number, one in enumerate(found):
-            text = one["response"]["body"]["choices"][0]["text"]
+        results = [json.loads(data) for data in answers.read_text().splitlines()]
+        for number, result in enumerate(results):
+            text = result["response"]["body"]["choices"][0]["text"]
             assert text == text_of(expected_ids(f"line {number}", 7, 3))
-        assert len(found) == 10
+        assert len(results) == 10
         batch = done.stderr.splitlines()[-1].partition(":")[0]
         assert run("--batch", batch, answers, *flags).returncode == 0
         requests.write_text(line("bad", bogus=1))

@@ -157,9 +157,9 @@ def prompts(folder: Path, count: int, **more: Any) -> None:
 
 def answers(folder: Path) -> dict[int, dict[str, Any]]:
     lines = (folder / "answers.jsonl").read_text().splitlines()
-    found = {(line := json.loads(text))["line"]: line for text in lines}
-    assert len(found) == len(lines), "a line was done twice"
-    return found
+    records = {(line := json.loads(text))["line"]: line for text in lines}
+    assert len(records) == len(lines), "a line was done twice"
+    return records
 
 
 def check(found: dict[int, dict[str, Any]], count: int, tokens: int = 5, seed: int = 0) -> None:

@@ -127,13 +127,13 @@ def test_tools_that_run_elsewhere_are_left_out(given: Any) -> None:
     own: Any = {"type": "function", "name": "f", **given}
     kinds = ("custom", "web_search", "local_shell", "image_generation", "tool_search", "mcp")
     tools: Any = [own, *[{"type": kind, "name": "x"} for kind in kinds]]
-    found = parse(tools=tools, tool_choice="required")
-    assert [one["function"]["name"] for one in found.chat.tools] == ["f"]
-    assert found.chat.forced == found.chat.tools and found.echoed["tools"] == tools
+    request = parse(tools=tools, tool_choice="required")
+    assert [tool["function"]["name"] for tool in request.chat.tools] == ["f"]
+    assert request.chat.forced == request.chat.tools and request.echoed["tools"] == tools
     parse = BASES["messages"]
     others = ("web_search_20250305", "bash_20250124", "memory_20250818", "mcp_toolset")
     tools = [{"name": "f"}, *[{"type": kind, "name": "x"} for kind in others]]
-    assert [one["function"]["name"] for one in parse(tools=tools).chat.tools] == ["f"]
+    assert [tool["function"]["name"] for tool in parse(tools=tools).chat.tools] == ["f"]
 
 
 def test_functions_of_a_namespace_are_offered_and_their_calls_name_it() -> None:
@@ -160,9 +160,9 @@ def test_messages_of_other_clients_have_the_one_form() -> None:
     ]
     parse = BASES["chat"]
     (prompt,) = parse(messages=given).prompts
-    _, old, told, new, answer, refused, parts, thinks = prompt["messages"]
+    _, old, result, new, answer, refused, parts, thinks = prompt["messages"]
     assert old["tool_calls"][0]["function"] == {"name": "f", "arguments": {INVALID_JSON: "{"}}
-    assert (told["role"], told["content"], answer["content"]) == ("tool", "", "")
+    assert (result["role"], result["content"], answer["content"]) == ("tool", "", "")
     assert new["tool_calls"][0]["function"] == {"name": "p", "arguments": {"input": "x"}}
     assert refused["content"] == "No." and parts["content"] == [{"type": "text", "text": "No."}]
     assert thinks["reasoning_content"] == "Hm." and "reasoning" not in thinks
@@ -180,20 +180,20 @@ def test_messages_of_other_clients_have_the_one_form() -> None:
 def test_a_choice_of_tools_has_any_form_of_the_interfaces(name: str, choice: Any) -> None:
     parse = BASES[name]
     tool = FUNCTION if name == "chat" else {"type": "function", **NAMED}
-    found = parse(tools=[tool], tool_choice=choice)
-    found = found if name == "chat" else found.chat
-    assert [one["function"]["name"] for one in found.forced] == ["f"]
+    request = parse(tools=[tool], tool_choice=choice)
+    request = request if name == "chat" else request.chat
+    assert [tool["function"]["name"] for tool in request.forced] == ["f"]
     for kind, offered in (("auto", 1), ("none", 0)):
-        found = parse(tools=[tool], tool_choice={"type": kind})
-        found = found if name == "chat" else found.chat
-        assert (len(found.tools), len(found.forced)) == (offered, 0)
+        request = parse(tools=[tool], tool_choice={"type": kind})
+        request = request if name == "chat" else request.chat
+        assert (len(request.tools), len(request.forced)) == (offered, 0)
 
 
 @pytest.mark.parametrize("content", ["", None, [], [{"type": "text", "text": ""}]])
 def test_an_answer_that_never_began_is_not_gone_on(content: Any) -> None:
     parse = BASES["messages"]
-    found = parse(messages=[*HI, {"role": "assistant", "content": content}]).chat
-    assert list(found.messages) == HI and "continue_message" not in found.options
+    chat = parse(messages=[*HI, {"role": "assistant", "content": content}]).chat
+    assert list(chat.messages) == HI and "continue_message" not in chat.options
 
 
 def test_a_part_of_a_result_that_no_model_reads_is_a_note() -> None:
@@ -206,8 +206,8 @@ def test_a_part_of_a_result_that_no_model_reads_is_a_note() -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": ""}
     for output, text in (([file], note), ({"content": "x"}, '{"content": "x"}'), (None, "")):
         item = {"type": "function_call_output", "call_id": "c", "output": output}
-        found = parse(input=[call, item]).chat
-        assert found.messages[1]["content"] == text
+        chat = parse(input=[call, item]).chat
+        assert chat.messages[1]["content"] == text
 
 
 def test_allowed_tools_are_offered_alone() -> None:
@@ -218,9 +218,9 @@ def test_allowed_tools_are_offered_alone() -> None:
             "type": "allowed_tools",
             "allowed_tools": {"mode": mode, "tools": [FUNCTION]},
         }
-        found = parse(tools=tools, tool_choice=choice)
-        assert [one["function"]["name"] for one in found.tools] == ["f"]
-        assert bool(found.forced) is (mode == "required")
+        request = parse(tools=tools, tool_choice=choice)
+        assert [tool["function"]["name"] for tool in request.tools] == ["f"]
+        assert bool(request.forced) is (mode == "required")
     with pytest.raises(HttpError, match="needs a mode"):
         parse(tools=tools, tool_choice={"type": "allowed_tools"})
 

@@ -62,7 +62,7 @@ def test_an_unexpected_error_is_500_and_only_the_log_has_its_message(
 def test_a_client_that_disconnects_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "mlxpool"):
         assert len(messages_sent(ConnectionResetError(), started=True)) == 1
-    assert not [one for one in caplog.records if one.name.startswith("mlxpool")]
+    assert not [record for record in caplog.records if record.name.startswith("mlxpool")]
 
 
 def test_work_is_cancelled_when_the_client_disconnects() -> None:

@@ -123,6 +123,6 @@ def test_an_operator_is_named_in_the_file(tmp_path: Path) -> None:
     file = secret_file(tmp_path / "keys", f"prometheus {KEY} operator\nalice {OTHER}\n")
     keys = ApiKeys(file)
     operators = [keys.owner(f"Bearer {key}") for key in (KEY, OTHER)]
-    assert [one and one.operator for one in operators] == [True, False]
+    assert [owner and owner.operator for owner in operators] == [True, False]
     nobody = ApiKeys().owner(None)
     assert nobody is not None and nobody.operator, "without keys everybody is"

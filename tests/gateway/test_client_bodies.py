@@ -242,7 +242,7 @@ def parsed(path: str, more: Body) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("path", "more"), [one[1:] for one in TAKEN], ids=[name for name, _, _ in TAKEN]
+    ("path", "more"), [case[1:] for case in TAKEN], ids=[name for name, _, _ in TAKEN]
 )
 def test_what_a_client_sends_is_taken(path: str, more: Body) -> None:
     assert parsed(path, more)
@@ -291,16 +291,16 @@ REFUSED: list[tuple[str, Body, str, str]] = [
         {"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]}, "messages", "are missing"),
     *[
         (MESSAGES, {"messages": [{"role": "user", "content": [
-            {"type": "image", "source": one}]}]}, "messages", words)
-        for one, words in (({"type": "url", "url": "http://a"}, "not fetched"),
-                           ("x", "must be {type: 'base64'"))
+            {"type": "image", "source": image_source}]}]}, "messages", words)
+        for image_source, words in (({"type": "url", "url": "http://a"}, "not fetched"),
+                                    ("x", "must be {type: 'base64'"))
     ],
     *[
         (MESSAGES, {"messages": [{"role": "user", "content": [
-            {"type": "document", "source": one}]}]}, "messages", "send the text of it")
-        for one in ({"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="},
-                    {"type": "url", "url": "https://a.example/a.pdf"},
-                    {"type": "file", "file_id": "f"})
+            {"type": "document", "source": document}]}]}, "messages", "send the text of it")
+        for document in ({"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="},
+                         {"type": "url", "url": "https://a.example/a.pdf"},
+                         {"type": "file", "file_id": "f"})
     ],
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "hologram"}]}]}, "messages",
      "'hologram', must be text, image"),
@@ -331,14 +331,14 @@ def test_what_would_change_the_answer_is_named(
 def test_empty_texts_are_nothing_to_stop_at() -> None:
     for given, stop in (("", None), ([""], ()), (["", "x", ""], ("x",)), ("x", ("x",))):
         assert parsed(CHAT, {"stop": given}).options.get("stop") == stop
-    found = parsed(MESSAGES, {"stop_sequences": ["", "x"]})
-    assert found.chat.options["stop"] == found.stops == ("x",)
+    request = parsed(MESSAGES, {"stop_sequences": ["", "x"]})
+    assert request.chat.options["stop"] == request.stops == ("x",)
     assert parsed(OLLAMA, {"options": {"stop": [""]}}).options["stop"] == ()
 
 
 def test_minus_one_is_unbounded_and_a_drawn_seed() -> None:
-    found = parsed(CHAT, {"max_tokens": -1, "seed": -1, "n": 2})
-    assert found.options["max_tokens"] == 0 and "seed" not in found.options
+    request = parsed(CHAT, {"max_tokens": -1, "seed": -1, "n": 2})
+    assert request.options["max_tokens"] == 0 and "seed" not in request.options
     assert parsed(TEXT, {"max_tokens": -1}).options["max_tokens"] == 0
 
 
@@ -390,8 +390,8 @@ def test_a_document_of_text_is_read_in_either_form() -> None:
         {"type": "base64", "media_type": "text/markdown", "data": coded},
     ):
         block = {"type": "document", "title": "T", "source": source}
-        found = parsed(MESSAGES, {"messages": [{"role": "user", "content": [block]}]})
-        assert found.chat.messages[0]["content"] == "T\né"
+        request = parsed(MESSAGES, {"messages": [{"role": "user", "content": [block]}]})
+        assert request.chat.messages[0]["content"] == "T\né"
     broken = {"type": "base64", "media_type": "text/plain", "data": "/w=="}
     with pytest.raises(HttpError, match="not text in UTF-8"):
         parsed(MESSAGES, {"messages": [{"role": "user", "content": [
@@ -401,8 +401,8 @@ def test_a_document_of_text_is_read_in_either_form() -> None:
 def test_what_a_user_did_not_say_is_left_out() -> None:
     kinds = ("thinking", "redacted_thinking", "server_tool_use", "web_search_tool_result")
     content = [*({"type": kind} for kind in kinds), {"type": "text", "text": "x"}]
-    found = parsed(MESSAGES, {"messages": [{"role": "user", "content": content}]})
-    assert list(found.chat.messages) == [{"role": "user", "content": "x"}]
+    request = parsed(MESSAGES, {"messages": [{"role": "user", "content": content}]})
+    assert list(request.chat.messages) == [{"role": "user", "content": "x"}]
 
 
 @pytest.mark.parametrize(
@@ -419,18 +419,18 @@ def test_a_strict_function_may_have_no_parameters(format: str, schema: Body | No
     response = parsed(RESPONSES, {"tools": [{"type": "function", **function}]}).chat
     tool = {"name": "f", "strict": True, "input_schema": schema}
     message = parsed(MESSAGES, {"tools": [tool]}).chat
-    for found in (chat, response, message):
-        made = calls_format(ChatFormats(format), found.tools, found.forced, found.options)
-        assert "null" not in made["format"]["grammar"]
+    for request in (chat, response, message):
+        options = calls_format(ChatFormats(format), request.tools, request.forced, request.options)
+        assert "null" not in options["format"]["grammar"]
 
 
 def test_a_type_of_inputs_is_the_models_prompt_of_this_kind() -> None:
     prompts = ["document", "query", "retrieval"]
-    found = {
+    prompt_names = {
         kind: vectors.prompt_of_type(kind, prompts)
         for kind in ("query", "SEARCH_QUERY", "passage", "search_document", "clustering")
     }
-    assert found == {
+    assert prompt_names == {
         "query": "query",
         "SEARCH_QUERY": "query",
         "passage": "document",
@@ -452,5 +452,5 @@ def test_every_parameter_of_the_official_clients_is_known(path: str) -> None:
     }
     (body,) = [route.body for route in ROUTES if (route.method, route.path) == ("POST", path)]
     assert body is not None
-    names = {name for one in types[path] for name in one.__annotations__}
-    assert not {one for one in names - body.names if not ABOUT_REQUEST.fullmatch(one)}
+    names = {name for parameters in types[path] for name in parameters.__annotations__}
+    assert not {field for field in names - body.names if not ABOUT_REQUEST.fullmatch(field)}

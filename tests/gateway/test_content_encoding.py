@@ -18,14 +18,14 @@ TEXT = b'{"model": "demo", "prompt": "' + b"abcdefgh" * 40_000 + b'"}'
 
 
 def raw_deflate(data: bytes) -> bytes:
-    made = zlib.compressobj(wbits=-15)
-    return made.compress(data) + made.flush()
+    compressor = zlib.compressobj(wbits=-15)
+    return compressor.compress(data) + compressor.flush()
 
 
 def streamed_zstd(data: bytes) -> bytes:
     """Compresses data as a stream, so that the frame lacks the size of the data."""
-    made = zstandard.ZstdCompressor().compressobj()
-    return made.compress(data) + made.flush()
+    compressor = zstandard.ZstdCompressor().compressobj()
+    return compressor.compress(data) + compressor.flush()
 
 
 CODED: dict[str, tuple[Sequence[str], Callable[[bytes], bytes]]] = {

@@ -61,11 +61,15 @@ def test_no_route_serves_a_page_of_another_origin(
     open_gateway: httpx.Client, with_keys: httpx.Client, route: RouteSpec
 ) -> None:
     for http in (open_gateway, with_keys):
-        for told in ({"origin": PAGE}, {"sec-fetch-site": "cross-site"}, {"origin": "null"}):
+        for site_headers in (
+            {"origin": PAGE},
+            {"sec-fetch-site": "cross-site"},
+            {"origin": "null"},
+        ):
             for form in FORMS:
-                headers = {**told, "content-type": form}
+                headers = {**site_headers, "content-type": form}
                 answer = http.request(route.method, written(route), headers=headers, content=b"x")
-                assert refused(answer), (http.base_url, told, form, answer.text)
+                assert refused(answer), (http.base_url, site_headers, form, answer.text)
     asked = {"content-type": "application/json"}
     for http, origin in (
         (open_gateway, str(open_gateway.base_url).rstrip("/")),

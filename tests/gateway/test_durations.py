@@ -40,8 +40,8 @@ def test_what_is_none_is_refused(value: Any) -> None:
 @given(st.text("0123456789.hmsnuµ+-e ", max_size=12) | st.floats() | st.integers())
 def test_any_value_is_in_the_bounds_or_refused(value: Any) -> None:
     try:
-        found = keep_alive(value)
+        seconds = keep_alive(value)
     except HttpError as error:
         assert error.status == 400
     else:
-        assert found is not None and (found == FOREVER or 0 <= found <= MAX_SECONDS)
+        assert seconds is not None and (seconds == FOREVER or 0 <= seconds <= MAX_SECONDS)

@@ -43,10 +43,10 @@ def test_a_prompt_that_is_too_long_in_each_interfaces_words(
     error = from_pool_error(ContextExceeded("too long", details=details), prompt_field="input")
     assert error_body(error)["error"] == {"type": "invalid_request_error", "message": told}
     assert error.ollama_body() == {"error": "too long"}
-    found = error.openai_body()["error"]
-    assert (found["code"], found["param"]) == ("context_length_exceeded", "input")
+    openai_error = error.openai_body()["error"]
+    assert (openai_error["code"], openai_error["param"]) == ("context_length_exceeded", "input")
     begin = "This model's maximum context length is 64 tokens: " if details else ""
-    assert found["message"] == f"{begin}too long"
+    assert openai_error["message"] == f"{begin}too long"
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_a_prompt_that_is_too_long_in_each_interfaces_words(
 )  # fmt: skip
 def test_the_types_of_anthropics_errors(status: int, kind: str) -> None:
     error = HttpError(status, "no", "code", request_id="r")
-    told = {"type": kind, "message": "no"}
-    assert error_body(error) == {"type": "error", "error": told, "request_id": "r"}
+    expected = {"type": kind, "message": "no"}
+    assert error_body(error) == {"type": "error", "error": expected, "request_id": "r"}
 
 
 @pytest.mark.parametrize(

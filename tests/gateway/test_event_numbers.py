@@ -38,12 +38,12 @@ def test_what_comes_behind_a_number_is_the_rest_however_it_is_written(
 ) -> None:
     first = GENERATION * gen
     whole = EventNumbers(gen, None).of_events(b"".join(EVENTS))
-    numbers, left, found = EventNumbers(gen, first + after), list(EVENTS), b""
+    numbers, left, rest = EventNumbers(gen, first + after), list(EVENTS), b""
     for size in [*sizes, 3]:
-        found += numbers.of_events(b"".join(left[:size]))
+        rest += numbers.of_events(b"".join(left[:size]))
         del left[:size]
     had = b"".join(event + b"\n\n" for event in whole.split(b"\n\n")[: min(after, 3)])
-    assert had + found == whole
+    assert had + rest == whole
 
 
 def test_a_number_of_another_generation_is_refused() -> None:

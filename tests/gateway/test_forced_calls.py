@@ -61,8 +61,10 @@ def matcher(format: Mapping[str, Any]) -> LLMatcher:
 
 def takes(format: Mapping[str, Any], text: str) -> bool:
     """Whether a text is a complete answer of this format."""
-    made, tokens = matcher(format), list(text.encode())
-    return made.try_consume_tokens(tokens) == len(tokens) and bool(made.is_accepting())
+    text_matcher, tokens = matcher(format), list(text.encode())
+    return text_matcher.try_consume_tokens(tokens) == len(tokens) and bool(
+        text_matcher.is_accepting()
+    )
 
 
 def parsed(tool_format: str, tools: Any, text: str) -> Sequence[Event]:
@@ -72,14 +74,14 @@ def parsed(tool_format: str, tools: Any, text: str) -> Sequence[Event]:
 
 def calls(events: Sequence[Event]) -> list[tuple[str, Any]]:
     """Returns the names and arguments of the calls."""
-    found: list[tuple[str, str]] = []
-    for one in events:
-        if isinstance(one, CallBegin):
-            found.append((one.name, ""))
-        elif isinstance(one, CallArguments):
-            found[-1] = found[-1][0], found[-1][1] + one.text
-    assert sum(isinstance(one, CallEnd) for one in events) == len(found)
-    return [(name, json.loads(text)) for name, text in found]
+    pairs: list[tuple[str, str]] = []
+    for event in events:
+        if isinstance(event, CallBegin):
+            pairs.append((event.name, ""))
+        elif isinstance(event, CallArguments):
+            pairs[-1] = pairs[-1][0], pairs[-1][1] + event.text
+    assert sum(isinstance(event, CallEnd) for event in events) == len(pairs)
+    return [(name, json.loads(text)) for name, text in pairs]
 
 
 @pytest.mark.parametrize("tool_format", WRITTEN)
@@ -95,18 +97,18 @@ def test_what_is_forced_is_read_as_a_call(tool_format: str, name: str) -> None:
 
 def drawn(format: Mapping[str, Any], draw: Any, size: int) -> str | None:
     """Draws a random text of a format, byte by byte; None if it is not complete in `size` bytes."""
-    made, found = matcher(format), bytearray()
-    while not made.is_stopped():
-        mask = made.compute_bitmask()
+    text_matcher, data = matcher(format), bytearray()
+    while not text_matcher.is_stopped():
+        mask = text_matcher.compute_bitmask()
         allowed = [n for n in range(256) if mask[n // 8] >> n % 8 & 1]
-        if not allowed or (made.is_accepting() and draw.random() < 0.2):
+        if not allowed or (text_matcher.is_accepting() and draw.random() < 0.2):
             break
         letters = [n for n in allowed if (n < 128 and chr(n).isprintable()) or n == 10]
-        found.append(draw.choice(letters or allowed))
-        assert made.consume_token(found[-1])
-        if len(found) > size:
+        data.append(draw.choice(letters or allowed))
+        assert text_matcher.consume_token(data[-1])
+        if len(data) > size:
             return None
-    return found.decode("utf-8", "replace") if made.is_accepting() else None
+    return data.decode("utf-8", "replace") if text_matcher.is_accepting() else None
 
 
 @pytest.mark.parametrize("tool_format", ["hermes", "llama_json", "mistral", "glm", "function_xml"])
@@ -157,7 +159,7 @@ def test_a_strict_answer_is_text_or_calls_that_follow_their_schema(tool_format: 
         events = parsed(tool_format, STRICT, text)
         assert calls(events) == wanted
         if not wanted:
-            assert "".join(one.text for one in events if isinstance(one, Content)) == text
+            assert "".join(event.text for event in events if isinstance(event, Content)) == text
     if tool_format != "llama_json":
         assert takes(format, f"I ask.\n{call} Then I wait.")
     for wrong in (call.replace("2", "12"), call.replace("Rome", "Rome and Milan")):
@@ -283,16 +285,16 @@ def test_a_call_is_forced_by_every_declaration(
     function = {"name": "f", "parameters": parameters, "strict": strict}
     format = forced_call(tool_format, [{"type": "function", "function": function}])
     grammar.check(format)
-    one = matcher(format)
-    text = one.compute_ff_bytes().decode()
-    assert "f" in text and not one.is_accepting(), "an answer begins as a call"
+    text_matcher = matcher(format)
+    text = text_matcher.compute_ff_bytes().decode()
+    assert "f" in text and not text_matcher.is_accepting(), "an answer begins as a call"
 
 
 def test_a_refusal_names_the_tool_and_the_member_of_its_schema() -> None:
     inner = {"type": "object", "properties": {"age": {"type": "array", "items": {"not": {}}}}}
     good: Any = {"name": "good", "strict": True, "parameters": {"type": "object"}}
     bad: Any = {"name": "bad one", "strict": True, "parameters": inner}
-    tools: Any = [{"type": "function", "function": one} for one in (good, bad)]
+    tools: Any = [{"type": "function", "function": function} for function in (good, bad)]
     for format in (forced_call("hermes", tools), strict_calls("hermes", tools)):
         with pytest.raises(BadRequest) as caught:
             grammar.check(format)

@@ -331,15 +331,15 @@ def test_any_arguments_are_reproduced(arguments: dict[str, Any]) -> None:
     ]:
         if tools == "harmony" and "<|" in written:
             continue  # its marks are special tokens, which end a message within a string as well
-        begin, found, end = parse(parser(tools), *text)
+        begin, middle, end = parse(parser(tools), *text)
         assert (begin, end) == (CallBegin("clock"), CallEnd())
-        assert isinstance(found, CallArguments) and json.loads(found.text) == arguments
+        assert isinstance(middle, CallArguments) and json.loads(middle.text) == arguments
 
 
 def test_arguments_are_emitted_before_the_call_ends() -> None:
-    made = parser("hermes")
-    made.push('<tool_call>{"name": "weather", "arguments": {"city"')
-    assert made.push(': "Pa') == [CallArguments(': "Pa')]
+    answer_parser = parser("hermes")
+    answer_parser.push('<tool_call>{"name": "weather", "arguments": {"city"')
+    assert answer_parser.push(': "Pa') == [CallArguments(': "Pa')]
 
 
 def test_without_tools_only_harmony_is_parsed() -> None:
@@ -362,7 +362,9 @@ def test_without_tools_only_harmony_is_parsed() -> None:
 )
 def test_no_call_has_a_name_that_a_message_does_not_take(name: str, text: str) -> None:
     parser = formats.TOOLS[name](())
-    calls = [one.name for one in (*parser.push(text), *parser.finish()) if hasattr(one, "name")]
+    calls = [
+        event.name for event in (*parser.push(text), *parser.finish()) if hasattr(event, "name")
+    ]
     assert calls in ([], [UNNAMED])
 
 
@@ -380,17 +382,25 @@ def test_no_call_has_a_name_that_a_message_does_not_take(name: str, text: str) -
 def test_a_call_that_a_text_of_stop_cuts_is_left_out(name: str, text: str) -> None:
     chat = formats.ChatFormats(name)
     for pieces in ([text], [*text]):
-        assert any(isinstance(one, CallBegin) for one in parse(parser(name), *pieces))
-        made = formats.make_parser(chat, TOOLS, thinks=False, stops=True)
-        assert not any(isinstance(one, CallBegin | CallEnd) for one in parse(made, *pieces))
+        assert any(isinstance(event, CallBegin) for event in parse(parser(name), *pieces))
+        answer_parser = formats.make_parser(chat, TOOLS, thinks=False, stops=True)
+        assert not any(
+            isinstance(event, CallBegin | CallEnd) for event in parse(answer_parser, *pieces)
+        )
 
 
 def test_a_call_that_is_whole_is_given_in_front_of_a_text_of_stop() -> None:
     written = '<tool_call>{"name": "weather", "arguments": ' + PARIS
-    made = formats.make_parser(formats.ChatFormats("hermes"), TOOLS, thinks=False, stops=True)
-    assert parse(made, "So. ", *written, "}") == [Content("So."), *call("weather", PARIS)]
-    made = formats.make_parser(formats.ChatFormats("hermes"), TOOLS, thinks=False, stops=True)
-    assert parse(made, *written) == call("weather", PARIS), "only its end is missing"
+    answer_parser = formats.make_parser(
+        formats.ChatFormats("hermes"), TOOLS, thinks=False, stops=True
+    )
+    assert parse(answer_parser, "So. ", *written, "}") == [Content("So."), *call("weather", PARIS)]
+    answer_parser = formats.make_parser(
+        formats.ChatFormats("hermes"), TOOLS, thinks=False, stops=True
+    )
+    assert parse(answer_parser, *written) == call("weather", PARIS), "only its end is missing"
     broken = '<tool_call>{"name": "weather", "arguments": {"city": Paris}}</tool_call>'
-    made = formats.make_parser(formats.ChatFormats("hermes"), TOOLS, thinks=False, stops=True)
-    assert parse(made, broken) == call("weather", '{"city": Paris}'), "it was not cut"
+    answer_parser = formats.make_parser(
+        formats.ChatFormats("hermes"), TOOLS, thinks=False, stops=True
+    )
+    assert parse(answer_parser, broken) == call("weather", '{"city": Paris}'), "it was not cut"

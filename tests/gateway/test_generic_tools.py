@@ -29,21 +29,21 @@ def call(name: str, id: str = "", **arguments: Any) -> dict[str, Any]:
 
 
 def test_the_systems_text_ends_with_the_tools() -> None:
-    made = with_tools_as_text([HI], TOOLS)
-    (system, user) = made
+    messages = with_tools_as_text([HI], TOOLS)
+    (system, user) = messages
     assert system["role"] == "system" and user is HI
-    told = system["content"].splitlines()
-    assert json.dumps(WEATHER, ensure_ascii=False) in told and '{"name": "time"}' in told
+    lines = system["content"].splitlines()
+    assert json.dumps(WEATHER, ensure_ascii=False) in lines and '{"name": "time"}' in lines
     for role in ("system", "developer"):
-        (one, _) = with_tools_as_text([{"role": role, "content": "Be kind."}, HI], TOOLS)
-        assert one == {"role": role, "content": f"Be kind.\n\n{system['content']}"}
-    (one, _) = with_tools_as_text([{"role": "system", "content": PARTS[:1]}, HI], TOOLS)
-    assert "".join(part["text"] for part in one["content"]) == f"a\n\n{system['content']}"
+        (message, _) = with_tools_as_text([{"role": role, "content": "Be kind."}, HI], TOOLS)
+        assert message == {"role": role, "content": f"Be kind.\n\n{system['content']}"}
+    (message, _) = with_tools_as_text([{"role": "system", "content": PARTS[:1]}, HI], TOOLS)
+    assert "".join(part["text"] for part in message["content"]) == f"a\n\n{system['content']}"
 
 
 def test_calls_and_results_are_texts_of_assistant_and_user() -> None:
     calls = [call("weather", "x", city="Paris"), call("time", "y")]
-    made = with_calls_as_text(
+    messages = with_calls_as_text(
         [
             HI,
             {
@@ -64,7 +64,7 @@ def test_calls_and_results_are_texts_of_assistant_and_user() -> None:
     said = 'Well.\n\nCalled weather with {"city": "Paris"}\nCalled time with {}'
     results = "Result of time:\nnoon\n\nResult of weather:\nsun\n\nAnd now?"
     front = [{"type": "text", "text": text} for text in ("Result of weather:", "\n")]
-    assert made == [
+    assert messages == [
         HI,
         {"role": "assistant", "content": said, "reasoning_content": "?"},
         {"role": "user", "content": results},
@@ -86,19 +86,19 @@ def test_calls_and_results_are_texts_of_assistant_and_user() -> None:
 )  # fmt: skip
 def test_the_setting_says_for_which_answers(setting: str, forced: bool, as_text: bool) -> None:
     said = [HI, {"role": "tool", "content": "sun"}]
-    told = offered_tools(ChatFormats(None, "tags", setting), said, TOOLS, forced=forced)
-    assert told.formats.tools == ("llama_json" if as_text else None)
-    assert told.formats.thinking == "tags"
-    assert told.tools == (() if as_text else TOOLS)
-    assert (told.messages[0]["role"] == "system") is as_text
-    assert (told.messages[-1]["role"] == "tool") is (setting == "off")
+    offer = offered_tools(ChatFormats(None, "tags", setting), said, TOOLS, forced=forced)
+    assert offer.formats.tools == ("llama_json" if as_text else None)
+    assert offer.formats.thinking == "tags"
+    assert offer.tools == (() if as_text else TOOLS)
+    assert (offer.messages[0]["role"] == "system") is as_text
+    assert (offer.messages[-1]["role"] == "tool") is (setting == "off")
 
 
 @pytest.mark.parametrize("forced", [True, False])
 def test_a_template_that_knows_tools_gets_them(forced: bool) -> None:
     chat, said = ChatFormats("hermes", None, "always"), [HI, {"role": "tool", "content": "sun"}]
-    told = offered_tools(chat, said, TOOLS, forced=forced)
-    assert (told.formats, told.messages, told.tools) == (chat, said, TOOLS)
+    offer = offered_tools(chat, said, TOOLS, forced=forced)
+    assert (offer.formats, offer.messages, offer.tools) == (chat, said, TOOLS)
 
 
 def test_a_forced_call_has_a_grammar_and_no_tools_of_the_template() -> None:
@@ -108,7 +108,7 @@ def test_a_forced_call_has_a_grammar_and_no_tools_of_the_template() -> None:
     assert choice.chat == ChatFormats("llama_json", None, "forced") and choice.tools == TOOLS[:1]
     assert "tools" not in choice.arguments and choice.arguments["seed"] == 1
     assert '{\\"name\\": \\"weather\\"' in choice.arguments["format"]["grammar"]
-    assert [one["role"] for one in choice.arguments["messages"]] == ["system", "user"]
+    assert [message["role"] for message in choice.arguments["messages"]] == ["system", "user"]
 
 
 @pytest.mark.parametrize(

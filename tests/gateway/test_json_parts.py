@@ -47,19 +47,19 @@ def test_what_is_no_unicode_is_replaced() -> None:
 
 
 def test_each_vector_is_made_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
+    values: list[Any] = []
     dumps = json.dumps
 
     def noted(value: Any, **settings: Any) -> str:
-        made.append(value)
+        values.append(value)
         return dumps(value, **settings)
 
     monkeypatch.setattr(json, "dumps", noted)
     encode_in_parts({"response": {"body": VECTORS}})
-    assert [value for value in made if isinstance(value, list)] == [
-        one["embedding"] for one in VECTORS["data"]
+    assert [value for value in values if isinstance(value, list)] == [
+        item["embedding"] for item in VECTORS["data"]
     ]
-    assert not any(isinstance(value, dict) for value in made)
+    assert not any(isinstance(value, dict) for value in values)
 
 
 def test_parts_of_a_long_list_are_made_by_themselves() -> None:
@@ -101,8 +101,8 @@ def test_the_value_is_that_of_the_text(value: Any, indent: int | None, part: int
     text = json.dumps(value, indent=indent)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_parts, "PART", part)
-        found = decode_in_parts(text)
-    assert found == value and json.dumps(found, indent=indent) == text
+        decoded = decode_in_parts(text)
+    assert decoded == value and json.dumps(decoded, indent=indent) == text
 
 
 @given(value=VALUES, at=st.integers(0, 500), put=st.sampled_from(["", *',:{}[]"1e.-x ']))

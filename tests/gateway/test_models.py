@@ -39,8 +39,8 @@ def got(pool: ScriptedPool, wait: float = 60.0) -> ModelInfo:
 
 
 def test_a_request_waits_for_the_inspection_of_its_model() -> None:
-    found = got(ScriptedPool([NEW], [NEW], [DONE]))
-    assert found.inspected and found.chat is not None and found.chat.tools == "json"
+    model = got(ScriptedPool([NEW], [NEW], [DONE]))
+    assert model.inspected and model.chat is not None and model.chat.tools == "json"
 
 
 def test_the_wait_has_a_bound_and_ends_with_an_error() -> None:
@@ -56,8 +56,8 @@ def test_a_model_that_goes_meanwhile_is_unknown() -> None:
 
 def test_a_model_whose_files_cannot_be_read_is_not_waited_for() -> None:
     pool = ScriptedPool([{**NEW, "inspected": True}])
-    found = got(pool)
-    assert found.inspected and not found.readable and pool.asked == 1
+    model = got(pool)
+    assert model.inspected and not model.readable and pool.asked == 1
 
 
 def test_the_short_rows_of_many_models_say_whether_they_are_inspected() -> None:

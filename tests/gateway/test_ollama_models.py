@@ -65,8 +65,8 @@ def test_when_a_model_expires() -> None:
 
 
 def test_show_names_what_is_known_only() -> None:
-    found = show(info(), 0)
-    assert found["model_info"] == {
+    body = show(info(), 0)
+    assert body["model_info"] == {
         "general.architecture": "llama",
         "general.parameter_count": 0,
         "llama.context_length": 64,
@@ -84,7 +84,7 @@ def test_show_names_what_is_known_only() -> None:
 
 
 def test_what_pull_says() -> None:
-    assert [one["status"] for one in pull_statuses(info())] == [
+    assert [status["status"] for status in pull_statuses(info())] == [
         "pulling manifest", "verifying sha256 digest", "writing manifest", "success",
     ]  # fmt: skip
     layer = pull_statuses(info(about={"digest": "ab" * 32}))[1]

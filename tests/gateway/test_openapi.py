@@ -139,7 +139,7 @@ def test_a_field_is_taken_by_the_parser_if_and_only_if_its_schema_takes_it(path:
     for name in sorted(body.names):
         unsaid = (*UNSAID.get(name, ()), *UNSAID.get(f"{path} {name}", ()))
         for value in SAMPLES:
-            if any(value == one and type(value) is type(one) for one in unsaid):
+            if any(value == entry and type(value) is type(entry) for entry in unsaid):
                 continue
             whole = {**base, name: value}
             if _taken(parse, whole) != check.is_valid(whole):

@@ -64,12 +64,12 @@ def made(*clients: OnePool) -> Pools:
     return Pools([Pool(f"tcp://{number}", client) for number, client in enumerate(clients)])
 
 
-async def chosen(found: Pools, name: str) -> AsyncClient:
+async def chosen(group: Pools, name: str) -> AsyncClient:
     """Returns the client that a new request for this model gets, run as a task of its own."""
 
     async def request() -> AsyncClient:
-        await found.get(name)
-        return found.client
+        await group.get(name)
+        return group.client
 
     return await asyncio.create_task(request())
 
@@ -85,12 +85,12 @@ def test_a_model_is_asked_from_the_pool_that_has_it() -> None:
     a, b = OnePool({"name": "a"}), OnePool({"name": "b"})
 
     async def test() -> None:
-        found = made(a, b)
-        assert await chosen(found, "a") is a and await chosen(found, "b") is b
-        assert sorted(model.name for model in await found.all()) == ["a", "b"]
-        assert (await found.described("b")).about == {"of": "it"}
+        group = made(a, b)
+        assert await chosen(group, "a") is a and await chosen(group, "b") is b
+        assert sorted(model.name for model in await group.all()) == ["a", "b"]
+        assert (await group.described("b")).about == {"of": "it"}
         with pytest.raises(UnknownModel, match="none of 2 pools has the model 'c'"):
-            await found.get("c")
+            await group.get("c")
 
     run(test)
 
@@ -109,8 +109,8 @@ def test_requests_since_the_last_look_count() -> None:
     a, b = OnePool({"name": "m", "running": 2}), OnePool({"name": "m", "running": 0})
 
     async def test() -> list[AsyncClient]:
-        found = made(a, b)
-        return [await chosen(found, "m") for _ in range(6)]
+        group = made(a, b)
+        return [await chosen(group, "m") for _ in range(6)]
 
     order = run(test)
     assert (order.count(a), order.count(b)) == (2, 4)
@@ -121,9 +121,9 @@ def test_a_pool_that_drains_is_asked_last() -> None:
     full = OnePool({"name": "m", "queued": 100})
 
     async def test() -> None:
-        found = made(closed, full)
-        assert await chosen(found, "m") is full
-        (model,) = await found.all()
+        group = made(closed, full)
+        assert await chosen(group, "m") is full
+        (model,) = await group.all()
         assert model.state == "ready"
 
     run(test)
@@ -135,29 +135,29 @@ def test_a_pool_that_does_not_answer_is_left_out_until_it_does(
     monkeypatch.setattr(pools, "PROBE_INTERVAL", 0.01)
     a, b = OnePool({"name": "m"}, {"name": "a"}), OnePool({"name": "m", "queued": 9})
 
-    async def probed(found: Pools, up: int) -> None:
+    async def probed(group: Pools, up: int) -> None:
         async with asyncio.timeout(60):
-            while sum(pool.up for pool in found.pools) != up:
+            while sum(pool.up for pool in group.pools) != up:
                 await asyncio.sleep(0.01)
 
     async def test() -> None:
-        found = made(a, b)
-        found.start()
-        assert await chosen(found, "m") is a
+        group = made(a, b)
+        group.start()
+        assert await chosen(group, "m") is a
         a.down = True
-        await probed(found, 1)
-        assert await chosen(found, "m") is b
-        assert [model.name for model in await found.all()] == ["m"]
+        await probed(group, 1)
+        assert await chosen(group, "m") is b
+        assert [model.name for model in await group.all()] == ["m"]
         with pytest.raises(UnknownModel):
-            await found.get("a")
+            await group.get("a")
         b.down = True
-        await probed(found, 0)
+        await probed(group, 0)
         with pytest.raises(BrokerLost):
-            await found.all()
+            await group.all()
         a.down = b.down = False
-        await probed(found, 2)
-        assert await chosen(found, "a") is a
-        await found.close()
+        await probed(group, 2)
+        assert await chosen(group, "a") is a
+        await group.close()
 
     run(test)
 
@@ -170,17 +170,17 @@ def test_what_is_kept_goes_to_a_pool_that_keeps_and_has_the_model() -> None:
     busy = OnePool({"name": "m", "queued": 9})
 
     async def test() -> None:
-        found = made(idle, busy)
-        assert await chosen(found, "m") is idle
-        await found.get("m", keeps=True)
-        assert found.client is busy
+        group = made(idle, busy)
+        assert await chosen(group, "m") is idle
+        await group.get("m", keeps=True)
+        assert group.client is busy
         with pytest.raises(JobsOff, match="'only' is in pools without jobs"):
-            await found.get("only", keeps=True)
+            await group.get("only", keeps=True)
         with pytest.raises(UnknownModel):
-            await found.get("none", keeps=True)
-        assert [pool.client for pool in await found.keepers()] == [busy]
-        await found.take_keeper()
-        assert found.client is busy
+            await group.get("none", keeps=True)
+        assert [pool.client for pool in await group.keepers()] == [busy]
+        await group.take_keeper()
+        assert group.client is busy
 
     run(test)
 
@@ -188,14 +188,14 @@ def test_what_is_kept_goes_to_a_pool_that_keeps_and_has_the_model() -> None:
 def test_the_same_key_finds_the_same_pool_whatever_the_load() -> None:
     clients = [OnePool({"name": "m"}) for _ in range(3)]
 
-    async def of_key(found: Pools, key: str) -> AsyncClient:
-        await found.get("m", keeps=True, key=key)
-        return found.client
+    async def of_key(group: Pools, key: str) -> AsyncClient:
+        await group.get("m", keeps=True, key=key)
+        return group.client
 
     async def test() -> None:
-        one, other = made(*clients), made(*clients)
+        group, other = made(*clients), made(*clients)
         keys = [f"key {number}" for number in range(40)]
-        first = [await of_key(one, key) for key in keys]
+        first = [await of_key(group, key) for key in keys]
         assert [await of_key(other, key) for key in reversed(keys)] == first[::-1]
         assert {id(client) for client in first} == {id(client) for client in clients}
 
@@ -206,14 +206,14 @@ def test_what_is_kept_is_found_in_any_pool_though_another_hangs() -> None:
     a, b = OnePool(jobs=("of a",)), OnePool(jobs=("of b",))
 
     async def test() -> None:
-        found = made(a, OnePool(jobs=None), b)
+        group = made(a, OnePool(jobs=None), b)
         for client, key in ((a, "of a"), (b, "of b")):
-            assert (await found.find(methodcaller("job", key)))["key"] == key
-            assert found.client is client
+            assert (await group.find(methodcaller("job", key)))["key"] == key
+            assert group.client is client
         with pytest.raises(UnknownJob, match="no job 'none'"):
-            await found.find(methodcaller("job", "none"))
+            await group.find(methodcaller("job", "none"))
         a.hangs = True
-        assert (await found.find(methodcaller("job", "of b")))["key"] == "of b"
+        assert (await group.find(methodcaller("job", "of b")))["key"] == "of b"
 
     run(test)
 
@@ -222,24 +222,24 @@ def test_what_a_silent_pool_may_keep_is_not_said_to_be_unknown() -> None:
     a, b = OnePool(jobs=("of a",)), OnePool(jobs=())
 
     async def test() -> None:
-        found = made(a, b)
+        group = made(a, b)
         a.down = True
-        await asyncio.gather(*(pool.look() for pool in found.pools))
+        await asyncio.gather(*(pool.look() for pool in group.pools))
         with pytest.raises(BrokerLost, match="tcp://0 does not answer"):
-            await found.find(lambda one: one.job("of a"))
-        assert [pool.client for pool in await found.keepers()] == [b]
+            await group.find(lambda client: client.job("of a"))
+        assert [pool.client for pool in await group.keepers()] == [b]
         b.down = True
-        await asyncio.gather(*(pool.look() for pool in found.pools))
+        await asyncio.gather(*(pool.look() for pool in group.pools))
         with pytest.raises(BrokerLost):
-            await found.keepers()
+            await group.keepers()
 
     run(test)
 
 
 def test_no_pool_keeps_anything() -> None:
     async def test() -> None:
-        found = made(OnePool({"name": "m"}, jobs=None), OnePool(jobs=None))
-        for ask in (found.keepers, lambda: found.find(lambda one: one.job("x"))):
+        group = made(OnePool({"name": "m"}, jobs=None), OnePool(jobs=None))
+        for ask in (group.keepers, lambda: group.find(lambda client: client.job("x"))):
             with pytest.raises(JobsOff):
                 await ask()
 
@@ -251,15 +251,15 @@ def test_a_batch_runs_where_all_its_models_are() -> None:
     clients = [OnePool(*rows) for rows in names]
 
     async def test() -> None:
-        found = made(*clients)
-        first, second = await found.keepers()
+        group = made(*clients)
+        first, second = await group.keepers()
         for order, wanted in ((["b", "c"], second), (["b", "a"], first), (["c"], second)):
-            models = LineModels(found, [first, second], "key")
+            models = LineModels(group, [first, second], "key")
             for name in order:
                 await models.add([name])
             assert models.chosen is wanted
             assert all(isinstance(models.model(name), ModelInfo) for name in order)
-        models = LineModels(found, [first, second], "key")
+        models = LineModels(group, [first, second], "key")
         for name in ("a", "c", "none"):
             await models.add([name])
         assert models.chosen is first
@@ -289,9 +289,9 @@ def test_a_batch_of_several_pools_runs_in_that_of_its_first_line(
     clients = [OnePool(*({"name": name} for name in models)) for models in pools_of]
 
     async def test() -> None:
-        found = made(*clients)
-        among = await found.keepers()
-        models = LineModels(found, among, "key")
+        group = made(*clients)
+        among = await group.keepers()
+        models = LineModels(group, among, "key")
         for some in [names] if at_once else names:
             await models.add(some)
         assert models.chosen is among[wanted]
@@ -308,19 +308,19 @@ def test_a_silent_pool_does_not_keep_new_keys_from_the_others() -> None:
     a, b = OnePool({"name": "m"}, jobs=("of a",)), OnePool({"name": "m"}, jobs=("of b",))
 
     async def test() -> None:
-        found = made(a, OnePool(jobs=None), b)
-        await found.keepers()
+        group = made(a, OnePool(jobs=None), b)
+        await group.keepers()
         a.down = True
-        await asyncio.gather(*(pool.look() for pool in found.pools))
-        assert (await found.find(methodcaller("job", "of b"), despite_silent=True))["key"] == "of b"
+        await asyncio.gather(*(pool.look() for pool in group.pools))
+        assert (await group.find(methodcaller("job", "of b"), despite_silent=True))["key"] == "of b"
         for key in ("of a", "new"):
             with pytest.raises(UnknownJob):
-                await found.find(methodcaller("job", key), despite_silent=True)
-            await found.get("m", keeps=True, key=key)
-            assert found.client is b
+                await group.find(methodcaller("job", key), despite_silent=True)
+            await group.get("m", keeps=True, key=key)
+            assert group.client is b
         b.down = True
-        await asyncio.gather(*(pool.look() for pool in found.pools))
+        await asyncio.gather(*(pool.look() for pool in group.pools))
         with pytest.raises(BrokerLost):
-            await found.find(methodcaller("job", "new"), despite_silent=True)
+            await group.find(methodcaller("job", "new"), despite_silent=True)
 
     run(test)

@@ -36,8 +36,8 @@ def test_a_header_is_no_instruction(line: str) -> None:
     ],
 )  # fmt: skip
 def test_a_date_or_an_id_goes_behind_the_rest(line: str) -> None:
-    found = stable_first(f"{line}\n\n{RULES}")
-    assert found.startswith(RULES) and found.endswith(f"\n{line}")
+    text = stable_first(f"{line}\n\n{RULES}")
+    assert text.startswith(RULES) and text.endswith(f"\n{line}")
     assert stable_first(f"{line}\nBe kind.") == f"{line}\nBe kind.", "too short to be worth it"
 
 

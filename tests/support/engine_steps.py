@@ -80,10 +80,10 @@ def step(engine: Engine, spans: Iterable[Span]) -> list[SampledToken]:
     """
     assert not engine.in_flight
     engine.submit(list(spans))
-    found = engine.collect()
-    for failure in found.failed:
+    result = engine.collect()
+    for failure in result.failed:
         raise failure
-    return found.drawn
+    return result.drawn
 
 
 def decode_spans(rows: Iterable[Sequence]) -> list[Span]:

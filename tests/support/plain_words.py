@@ -55,17 +55,17 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="each sentence with its place")
     parser.add_argument("paths", nargs="*", type=Path)
     given = parser.parse_args()
-    counts, every, marked = Counter[str](), 0, 0
+    counts, total, marked = Counter[str](), 0, 0
     for text in sentences(given.paths or [ROOT]):
-        every += 1
-        found = hits(text.sentence)
-        counts.update(found)
-        marked += bool(found)
-        if given.list and found:
-            print(f"{text.file}:{text.line}: [{'; '.join(found)}] {text.sentence}")
+        total += 1
+        matches = hits(text.sentence)
+        counts.update(matches)
+        marked += bool(matches)
+        if given.list and matches:
+            print(f"{text.file}:{text.line}: [{'; '.join(matches)}] {text.sentence}")
     for name in PATTERNS:
         print(f"{counts[name]:6} {name}")
-    print(f"{marked} of {every} sentences have one of them")
+    print(f"{marked} of {total} sentences have one of them")
 
 
 def hits(sentence: str) -> list[str]:

@@ -182,12 +182,12 @@ def converse(
         progress(f"turn {turn + 1} of {options.turns}")
         for number in range(options.conversations):
             words = rng.integers(0, vocabulary - 2, user_tokens).tolist()
-            for party in contestants:
-                history = histories[party.name][number]
+            for contestant in contestants:
+                history = histories[contestant.name][number]
                 history += words
-                cached, answer, first = party.ask(history)
-                computed = answer[: len(answer) - party.drawn]
-                scores[party.name].add(history, cached, computed, first)
+                cached, answer, first = contestant.ask(history)
+                computed = answer[: len(answer) - contestant.drawn]
+                scores[contestant.name].add(history, cached, computed, first)
                 history += answer
     return scores, histories
 

@@ -38,27 +38,27 @@ def bench(*words: str) -> subprocess.CompletedProcess[str]:
 def figures(*words: str) -> Figures:
     done = bench(*words, "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert list(faults(found, SHAPE)) == []
-    return Figures.from_json(found)
+    output = json.loads(done.stdout)
+    assert list(faults(output, SHAPE)) == []
+    return Figures.from_json(output)
 
 
 def test_a_pool_of_its_own_at_two_rates(tmp_path: Path) -> None:
     words = ["--model", "builtin:counting", "--rate", "0", "50", "--goodput", "--slo-ttft", "9e6"]
-    found = figures(*words, "--out", str(tmp_path / "out"))
-    names = [line.name for line in found.lines if line.group == "all at once"]
+    results = figures(*words, "--out", str(tmp_path / "out"))
+    names = [line.name for line in results.lines if line.group == "all at once"]
     assert names == [
         *("request throughput", "output token throughput", "total token throughput", "goodput"),
         *("TTFT mean", "TTFT median", "TTFT p99", "TPOT mean", "TPOT median", "TPOT p99"),
         *("ITL mean", "ITL median", "ITL p99", "ITL max", "E2EL mean", "E2EL median", "E2EL p99"),
         *("sender late, median", "sender late, p99", "sender late, max", "failed requests"),
     ]
-    assert [line.name for line in found.lines if line.group == "50 requests/s"] == names
-    by_name = {line.name: line.sides for line in found.lines}
+    assert [line.name for line in results.lines if line.group == "50 requests/s"] == names
+    by_name = {line.name: line.sides for line in results.lines}
     assert by_name["failed requests"] == {OURS: [0, 0]}
     assert by_name["goodput"] == by_name["request throughput"]
     assert by_name["sender late, max"][OURS][0] > 0
-    assert str(tmp_path) not in found.command and "mlxpool bench load" in found.command
+    assert str(tmp_path) not in results.command and "mlxpool bench load" in results.command
     assert (tmp_path / "out" / "load.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "out" / "load.json").read_text())["what"] == "load"
 
@@ -73,14 +73,14 @@ def test_a_running_pool_against_a_server(tmp_path: Path) -> None:
         other = gateway.url.removeprefix("http://")
         words = ["--running", "counting", "--run-dir", str(pool.run_dir)]
         words += ["--against", gateway.url, "--api-key", keys.read_text().strip()]
-        found = figures(*words, "--against-model", "counting", "--rate", "40")
+        results = figures(*words, "--against-model", "counting", "--rate", "40")
         refused = bench(*words[:-1], "wrong", "--against-model", "counting", "--no-pool")
         alone = figures(*words, "--against-model", "counting", "--no-pool", "--against-text")
-    assert keys.read_text().strip() not in json.dumps(found.as_json())
-    for line in found.lines:
+    assert keys.read_text().strip() not in json.dumps(results.as_json())
+    for line in results.lines:
         assert set(line.sides) == {OURS, other}
         assert len(line.ratios()) == (2 if line.compared else 0)
-    failed = next(line for line in found.lines if line.name == "failed requests")
+    failed = next(line for line in results.lines if line.name == "failed requests")
     assert failed.sides == {OURS: [0, 0], other: [0, 0]}
     assert set(alone.lines[0].sides) == {other}
     assert refused.returncode == 1 and "HTTP 401" in refused.stderr.splitlines()[-1]
@@ -90,8 +90,8 @@ def test_requests_that_fail_are_counted_and_named(tmp_path: Path) -> None:
     config = '[models.counting]\npath = "builtin:counting"\ncontext = 40\n'
     with Pool(tmp_path, config) as pool:
         words = ["--running", "counting", "--run-dir", str(pool.run_dir), "--warm-up", "0"]
-        found = figures(*words, "--prompt-lengths", "20", "1.5", "1", "300", "--requests", "40")
-    (failed,) = (line for line in found.lines if line.name == "failed requests")
+        results = figures(*words, "--prompt-lengths", "20", "1.5", "1", "300", "--requests", "40")
+    (failed,) = (line for line in results.lines if line.name == "failed requests")
     assert all(0 < number < 40 for number in failed.sides[OURS])
     assert f"{sum(failed.sides[OURS]):.0f} of 80 requests failed" in failed.note
     assert re.search(r"context_exceeded \(\d+\)", failed.note)
@@ -143,13 +143,13 @@ def test_an_interrupted_run_leaves_no_process(number: int) -> None:
     with subprocess.Popen([*COMMAND, *SMALL, *words], stderr=subprocess.PIPE, text=True) as run:
         parent = psutil.Process(run.pid)
         until(lambda: len(senders(parent)) == 2, "both senders run")
-        every = parent.children(recursive=True)
-        assert len(every) > 3  # senders, broker, worker
+        children = parent.children(recursive=True)
+        assert len(children) > 3  # senders, broker, worker
         os.kill(run.pid, number)
         said = run.communicate(timeout=PATIENCE)[1]
     assert run.returncode == 130
     assert "Traceback" not in said
-    until(lambda: all(gone(process) for process in every), "every process has ended")
+    until(lambda: all(gone(process) for process in children), "every process has ended")
 
 
 def test_senders_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
@@ -157,6 +157,8 @@ def test_senders_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
         words = ["--running", "counting", "--run-dir", str(pool.run_dir), "--warm-up", "0"]
         with subprocess.Popen([*COMMAND, *SMALL, *words], stderr=subprocess.DEVNULL) as run:
             parent = psutil.Process(run.pid)
-            every = until(lambda: len(senders(parent)) == 2 and senders(parent), "both senders run")
+            children = until(
+                lambda: len(senders(parent)) == 2 and senders(parent), "both senders run"
+            )
             run.kill()
-        until(lambda: all(gone(process) for process in every), "every sender has ended")
+        until(lambda: all(gone(process) for process in children), "every sender has ended")

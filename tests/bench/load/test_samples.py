@@ -24,20 +24,20 @@ def figures(*samples: Sample, slo: Slo | None = None) -> dict[str, float]:
 
 
 def test_throughput_counts_from_the_first_due_to_the_last_token() -> None:
-    found = figures(QUICK, SLOW)
-    assert found["request throughput"] == pytest.approx(2 / 3)
-    assert found["output token throughput"] == pytest.approx(10 / 3)
-    assert found["total token throughput"] == pytest.approx(50 / 3)
+    values = figures(QUICK, SLOW)
+    assert values["request throughput"] == pytest.approx(2 / 3)
+    assert values["output token throughput"] == pytest.approx(10 / 3)
+    assert values["total token throughput"] == pytest.approx(50 / 3)
 
 
 def test_latencies_count_from_the_moment_a_request_was_due() -> None:
-    found = figures(SLOW)
-    assert found["TTFT mean"] == pytest.approx(1000)  # 500 ms of it are the sender's delay
-    assert found["E2EL p99"] == pytest.approx(2000)
-    assert found["sender late, max"] == pytest.approx(500)
-    assert found["TPOT median"] == pytest.approx(1000 / 6)
-    assert found["ITL max"] == pytest.approx(800)
-    assert found["ITL median"] == pytest.approx(100)
+    values = figures(SLOW)
+    assert values["TTFT mean"] == pytest.approx(1000)  # 500 ms of it are the sender's delay
+    assert values["E2EL p99"] == pytest.approx(2000)
+    assert values["sender late, max"] == pytest.approx(500)
+    assert values["TPOT median"] == pytest.approx(1000 / 6)
+    assert values["ITL max"] == pytest.approx(800)
+    assert values["ITL median"] == pytest.approx(100)
 
 
 def test_failed_requests_count_as_failed_and_nowhere_else() -> None:
@@ -72,9 +72,9 @@ def test_goodput_counts_requests_that_meet_every_objective(slo: Slo, met: int) -
 
 def test_answers_of_one_piece_have_no_gaps() -> None:
     single = Sample(0.0, 0.0, (0.5,), 4, 1)
-    found = figures(single)
-    assert not [name for name in found if name.startswith(("ITL", "TPOT"))]
-    assert found["E2EL mean"] == pytest.approx(500)
+    values = figures(single)
+    assert not [name for name in values if name.startswith(("ITL", "TPOT"))]
+    assert values["E2EL mean"] == pytest.approx(500)
 
 
 def test_errors_are_named_most_common_first() -> None:
@@ -92,21 +92,21 @@ def test_tokens_of_a_piece() -> None:
 
 
 def test_rows_have_a_figure_a_round_and_ratios() -> None:
-    found = {
+    lines = {
         line.name: line
         for line in rows(12.0, {OURS: [[SLOW], [QUICK]], "b": [[QUICK], [SLOW]]}, Slo())
     }
-    assert {line.group for line in found.values()} == {"12 requests/s"}
-    assert found["TTFT median"].ratios() == pytest.approx([0.1, 10.0])
-    assert found["output token throughput"].ratios() == pytest.approx([7 / 20, 20 / 7])
-    assert found["sender late, max"].ratios() == []
-    assert all(line.at == 12.0 for line in found.values())
+    assert {line.group for line in lines.values()} == {"12 requests/s"}
+    assert lines["TTFT median"].ratios() == pytest.approx([0.1, 10.0])
+    assert lines["output token throughput"].ratios() == pytest.approx([7 / 20, 20 / 7])
+    assert lines["sender late, max"].ratios() == []
+    assert all(line.at == 12.0 for line in lines.values())
 
 
 def test_a_metric_that_one_round_lacks_is_left_out() -> None:
     single = Sample(0.0, 0.0, (0.5,), 4, 1)
-    found = [line.name for line in rows(0.0, {OURS: [[QUICK], [single]]}, Slo())]
-    assert "TTFT p99" in found and "ITL p99" not in found
+    names = [line.name for line in rows(0.0, {OURS: [[QUICK], [single]]}, Slo())]
+    assert "TTFT p99" in names and "ITL p99" not in names
 
 
 def test_notes_name_what_figures_leave_out() -> None:

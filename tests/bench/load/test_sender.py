@@ -61,9 +61,9 @@ class FakeServer:
         server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
         async with server:
             port = server.sockets[0].getsockname()[1]
-            made = Target("m", url=f"http://127.0.0.1:{port}/v1", **target)
-            async with target_opened(made) as send:
-                return await sample_of(send, REQUEST, time.monotonic(), exact=made.ignore_eos)
+            endpoint = Target("m", url=f"http://127.0.0.1:{port}/v1", **target)
+            async with target_opened(endpoint) as send:
+                return await sample_of(send, REQUEST, time.monotonic(), exact=endpoint.ignore_eos)
 
 
 def sample(*pieces: bytes, **target: Any) -> Sample:
@@ -71,21 +71,21 @@ def sample(*pieces: bytes, **target: Any) -> Sample:
 
 
 def test_tokens_come_from_usage_and_times_from_events() -> None:
-    found = sample(event(), event("xx"), event("", "length"), usage(3, 4), DONE)
-    assert (found.output_tokens, found.prompt_tokens, found.exact) == (4, 3, True)
-    assert len(found.times) == 2 and found.error == ""
-    assert 0 <= found.sent <= found.times[0] <= found.times[1]
+    record = sample(event(), event("xx"), event("", "length"), usage(3, 4), DONE)
+    assert (record.output_tokens, record.prompt_tokens, record.exact) == (4, 3, True)
+    assert len(record.times) == 2 and record.error == ""
+    assert 0 <= record.sent <= record.times[0] <= record.times[1]
 
 
 def test_lines_may_be_cut_anywhere() -> None:
     whole = event() + b": comment\n\n" + event("y", "length") + usage(3, 4) + DONE
-    found = sample(*(whole[at : at + 7] for at in range(0, len(whole), 7)))
-    assert found.error == "" and len(found.times) == 2
+    record = sample(*(whole[at : at + 7] for at in range(0, len(whole), 7)))
+    assert record.error == "" and len(record.times) == 2
 
 
 def test_events_count_as_tokens_without_usage() -> None:
-    found = sample(event(), event(""), event(), event("z", "length"), DONE)
-    assert (found.output_tokens, found.exact, found.error) == (4, False, "")
+    record = sample(event(), event(""), event(), event("z", "length"), DONE)
+    assert (record.output_tokens, record.exact, record.error) == (4, False, "")
 
 
 def test_a_body_until_the_end_of_the_connection() -> None:

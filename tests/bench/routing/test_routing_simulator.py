@@ -39,9 +39,9 @@ def test_a_step_takes_the_time_of_its_rows_and_its_chunk() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_serves_every_call(name: str) -> None:
     load = chats(1, 10)
-    found = run(load, POLICIES[name](), MACHINES)
-    assert 0 < found.unique <= found.read <= sum(call.tokens for call in load.calls)
-    assert found.tokens_per_second > 0 and found.first_p99 >= found.first_median > 0
+    outcome = run(load, POLICIES[name](), MACHINES)
+    assert 0 < outcome.unique <= outcome.read <= sum(call.tokens for call in load.calls)
+    assert outcome.tokens_per_second > 0 and outcome.first_p99 >= outcome.first_median > 0
 
 
 @pytest.mark.parametrize("draw", SYNTHETIC)
@@ -68,8 +68,8 @@ def test_a_slow_replica_gets_less() -> None:
     )
     assert sum(each.processor_s for each in ours) < sum(each.processor_s for each in least)
     assert all(
-        one.tokens_per_second > other.tokens_per_second and one.first_p99 < other.first_p99
-        for one, other in zip(ours, least, strict=True)
+        own.tokens_per_second > other.tokens_per_second and own.first_p99 < other.first_p99
+        for own, other in zip(ours, least, strict=True)
     )
 
 

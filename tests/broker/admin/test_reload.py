@@ -226,13 +226,13 @@ def test_gpus_that_a_changed_model_cannot_have_change_nothing(
         model = ModelConfig(path="m", gpu_ids=gpus, devices=devices, replicas=replicas)
         return replace(POOL, models={**POOL.models, "m": model})
 
-    for after, told in (
+    for after, message in (
         (with_gpus("1", "9"), "models.m: gpu_ids has 9, but the GPUs that it may use are 0, 1"),
         (with_gpus("1", devices=2), "models.m: devices is 2"),
     ):
         reload = reload_of(POOL, after)
         assert reload.settings.config is POOL and not reload.events
-        assert told in str(reload.outcome())
+        assert message in str(reload.outcome())
     unchanged = replace(with_gpus("9"), queue_limit=7)  # since the broker's start
     for before, after in ((with_gpus("9"), unchanged), (POOL, with_gpus("9", replicas=0))):
         assert reload_of(before, after).settings.config == after

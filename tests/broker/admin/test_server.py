@@ -157,8 +157,8 @@ def test_reload_is_answered_when_it_is_over(admin: Admin) -> None:
     done(2.0)
     admin.outcome = BadRequest("not reloaded: keys, line 3")
     failed(3.0)
-    (first, told), (second, error) = admin.peers.sent
-    assert (first, told.kind, told.body) == (1, "reload", {"state": "reloaded"})
+    (first, answer), (second, error) = admin.peers.sent
+    assert (first, answer.kind, answer.body) == (1, "reload", {"state": "reloaded"})
     assert (second, error.kind, error.body["code"]) == (2, kinds.ERROR, "bad_request")
     assert "line 3" in error.body["message"]
 

@@ -34,8 +34,8 @@ def events() -> list[ev.Event]:
 
 @pytest.fixture
 def stuck(events: list[ev.Event]) -> Iterator[Catalogue]:
-    with Catalogue(EMPTY, lambda event, now: events.append(event), StuckScanner) as made:
-        yield made
+    with Catalogue(EMPTY, lambda event, now: events.append(event), StuckScanner) as catalogue:
+        yield catalogue
 
 
 def test_an_answer_is_given_at_the_latest_after_max_wait(

@@ -89,13 +89,13 @@ def test_a_reference_is_inspected_again_when_it_can_be_found(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The report on a missing model names the places that were searched."""
-    places = [str(tmp_path / one / "manifest") for one in "ab"]
+    places = [str(tmp_path / folder / "manifest") for folder in "ab"]
     deed = f"print(json.dumps({{'problems': ['gone'], 'places': {places}}}), flush=True); continue"
     scanner, reports = start({"one": "store:one"}, program(deed))
     for _ in range(2):
         scan(scanner, reports)
         assert reports.described == [("one", {"problems": ["gone"]})]
-    logged = [(vars(one)["model"], vars(one)["why"]) for one in caplog.records]
+    logged = [(vars(record)["model"], vars(record)["why"]) for record in caplog.records]
     assert logged == [("one", "gone")], "it is logged once"
     Path(places[1]).parent.mkdir()
     Path(places[1]).touch()
@@ -249,8 +249,8 @@ def test_a_worker_needs_the_weights_of_its_draft_model_as_well(tmp_path: Path) -
     (draft / "model.safetensors").write_bytes(bytes(7))
     paths = {str(draft): 107, "": 100, "builtin:demo": 100, str(tmp_path / "none"): 100}
     for path, size in paths.items():
-        found = ModelConfig(path=str(model), draft=path, speculation="auto")
-        assert weights_bytes(found) == size
+        config = ModelConfig(path=str(model), draft=path, speculation="auto")
+        assert weights_bytes(config) == size
     assert weights_bytes(ModelConfig(path="org/name", draft=str(draft))) == 0  # read later
 
 
@@ -271,5 +271,5 @@ def test_a_model_that_a_link_takes_from_elsewhere_has_its_own_location(tmp_path:
     (border / "again").symlink_to(inside)
     (model_folder(border / "part") / "model.safetensors").symlink_to(outside / "config.json")
     names = ("linked", "part", "inside", "again")
-    found = [location(ModelConfig(str(border / name), within=str(border))) for name in names]
-    assert found == ["", "", str(inside.resolve()), str(inside.resolve())]
+    locations = [location(ModelConfig(str(border / name), within=str(border))) for name in names]
+    assert locations == ["", "", str(inside.resolve()), str(inside.resolve())]

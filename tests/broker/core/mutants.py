@@ -317,9 +317,9 @@ def sown(mutant: Mutant) -> Iterator[dict[str, str]]:
 
 def patched(mutant: Mutant, text: str) -> str:
     """Returns the text with the fault. Raises ValueError unless `old` occurs exactly once."""
-    found = text.count(mutant.old)
-    if found != 1:
-        raise ValueError(f"{mutant.name!r}: {mutant.file} has its place {found} times, not once")
+    count = text.count(mutant.old)
+    if count != 1:
+        raise ValueError(f"{mutant.name!r}: {mutant.file} has its place {count} times, not once")
     return text.replace(mutant.old, mutant.new)
 
 

@@ -133,11 +133,11 @@ class Worker:
     ) -> None:
         resume = body.get("resume", {})
         have = int(resume.get("count", 0))
-        made = truth(int(body["seed"]), int(body["options"]["max_tokens"]))
-        if have and blobs[-1] != made.ids[: 4 * have]:
+        expected = truth(int(body["seed"]), int(body["options"]["max_tokens"]))
+        if have and blobs[-1] != expected.ids[: 4 * have]:
             raise Violation(f"a worker is to go on after ids that nobody made: {have}")
         facts = None if "facts" in resume else {"digest": DIGEST, "prompt_tokens": 1}
-        self.runs[key] = Run(*key, made, have, now + 0.1 + 0.02 * (self.count % 7), facts)
+        self.runs[key] = Run(*key, expected, have, now + 0.1 + 0.02 * (self.count % 7), facts)
 
     def step(self, ids: int, now: float) -> bool:
         """Runs one step of all runs. Returns whether sequences became free."""
@@ -151,17 +151,17 @@ class Worker:
         return any(row.end is not None for row in rows)
 
     def _row(self, run: Run, ids: int) -> Delta:
-        made, start = run.truth, run.pos
-        run.pos = min(start + ids, made.count)
+        expected, start = run.truth, run.pos
+        run.pos = min(start + ids, expected.count)
         end = None
-        if run.pos == made.count:
+        if run.pos == expected.count:
             del self.runs[run.id, run.run]
-            rest = made.text[made.cuts[run.pos] : made.whole]
-            usage = {"prompt_tokens": 1, "completion_tokens": made.count}
-            end = {"reason": made.reason, "text": rest, "usage": usage}
-        text = made.text[made.cuts[start] : made.cuts[run.pos]]
+            rest = expected.text[expected.cuts[run.pos] : expected.whole]
+            usage = {"prompt_tokens": 1, "completion_tokens": expected.count}
+            end = {"reason": expected.reason, "text": rest, "usage": usage}
+        text = expected.text[expected.cuts[start] : expected.cuts[run.pos]]
         facts, run.facts = run.facts, None
-        blob = made.ids[4 * start : 4 * run.pos]
+        blob = expected.ids[4 * start : 4 * run.pos]
         return Delta(run.id, run.run, start, text, blob, None, dict(facts) if facts else None, end)
 
     def credit(self) -> None:
@@ -287,19 +287,19 @@ class Client:
 
     def _show(self, stream: Stream, text: str) -> None:
         """Checks each new token id and character."""
-        made, ids = stream.truth, stream.state.ids
-        if made is None:
+        expected, ids = stream.truth, stream.state.ids
+        if expected is None:
             raise Violation("a delta before accepted")
-        if pack_ids(ids) != made.ids[: 4 * len(ids)]:
-            raise Violation(f"ids {ids} are not {unpack_ids(made.ids)}")
+        if pack_ids(ids) != expected.ids[: 4 * len(ids)]:
+            raise Violation(f"ids {ids} are not {unpack_ids(expected.ids)}")
         stream.shown += len(text)
         rest = stream.state.result is not None
-        due = made.whole if rest else made.cuts[len(ids)]
+        due = expected.whole if rest else expected.cuts[len(ids)]
         if rest and stream.state.result is not None and stream.state.result.reason == "cancelled":
             return
-        if "".join(stream.state.texts) != made.text[:due]:
+        if "".join(stream.state.texts) != expected.text[:due]:
             raise Violation(
-                f"text after {len(ids)} ids: {stream.state.texts}, not {made.text[:due]!r}"
+                f"text after {len(ids)} ids: {stream.state.texts}, not {expected.text[:due]!r}"
             )
         if not stream.slow:
             stream.read = len(ids)

@@ -215,9 +215,9 @@ class World:
             self.after(PACE.tick, self.tick, client)
 
     def forget_link(self, action: act.ForgetLink) -> None:
-        found = self.links.pop(action.link, None)
-        if found is not None:
-            found[1].number = 0
+        link = self.links.pop(action.link, None)
+        if link is not None:
+            link[1].number = 0
 
     # ---- the back ----------------------------------------------------------------------------
 
@@ -353,8 +353,8 @@ class World:
             return
         worker.alive = False
         prefill = worker.prefilling(self.now)
-        told = max(self.now, worker.conn.there) + 0.001
-        self.at(told, self.exited, worker, ev.WorkerExited(worker.slot, cause, own, prefill))
+        moment = max(self.now, worker.conn.there) + 0.001
+        self.at(moment, self.exited, worker, ev.WorkerExited(worker.slot, cause, own, prefill))
 
     def exited(self, worker: Worker, event: ev.WorkerExited) -> None:
         if self.workers.get(worker.slot) is not worker or self.core is None:

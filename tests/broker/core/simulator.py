@@ -197,7 +197,7 @@ class Run:
 
     def check(self, stream: Stream) -> str:
         """Checks how a stream ended, and that it is complete unless it may end early."""
-        state, made = stream.state, stream.truth
+        state, expected = stream.state, stream.truth
         if state.error is not None:
             return self.check_error(stream)
         result = state.result
@@ -206,7 +206,7 @@ class Run:
             if (state.id, "cancelled") not in self.may_end:
                 raise Violation("cancelled, and nobody asked for it")
             return "cancelled"
-        assert made is not None
+        assert expected is not None
         whole = truth(state.seed, stream.most)
         if (len(state.ids), result.text, result.reason) != (
             whole.count,

@@ -140,7 +140,7 @@ def report(worker: FakeWorker, request: bytes, begin: int, end: int, **parts: An
 def told(story: Story) -> list[int]:
     """Returns the prompt tokens that the last call sent to a client."""
     frames = story.to_client("delta")
-    return [entry["prompt"] for one in frames for entry in body_of(one).get("logprobs", ())]
+    return [entry["prompt"] for frame in frames for entry in body_of(frame).get("logprobs", ())]
 
 
 ECHO = {"prompt_logprobs": 0}

@@ -94,7 +94,9 @@ class Pool:
 
     def worker(self) -> FakeWorker | None:
         slots = self.story.core.state.registry.slots
-        filled = [one for slot, one in self.story.workers.items() if slots[slot].worker is not None]
+        filled = [
+            worker for slot, worker in self.story.workers.items() if slots[slot].worker is not None
+        ]
         return self.dice.choice(filled) if filled else None
 
     def greet(self) -> None:

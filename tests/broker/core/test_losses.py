@@ -291,7 +291,7 @@ def test_an_ended_request_has_the_times_of_its_resumes() -> None:
     worker = story.ready_worker()
     again = story.now
     worker.end(request, "stop")
-    (ended,) = [one for one in story.last if isinstance(one, RequestEnded)]
+    (ended,) = [action for action in story.last if isinstance(action, RequestEnded)]
     assert (ended.id, ended.traceparent, ended.outcome) == (request, parent, "stop")
     assert ended.accepted_at <= ended.assigned_at <= began
     assert again > lost and list(ended.resumes) == [(lost, again)]
@@ -301,4 +301,4 @@ def test_an_ended_request_has_the_times_of_its_resumes() -> None:
 def test_without_the_setting_nothing_is_told_of_an_ended_request(story: Story) -> None:
     worker, request = story.running(traceparent="00-x")
     worker.end(request, "stop")
-    assert not [one for one in story.last if isinstance(one, RequestEnded)]
+    assert not [action for action in story.last if isinstance(action, RequestEnded)]

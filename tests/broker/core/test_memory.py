@@ -17,8 +17,8 @@ GB = 10**9
 
 def pool(memory: int = 10, **models: Any) -> Story:
     needs = {name: spec.pop("need") * GB for name, spec in models.items()}
-    made = {name: model(**spec) for name, spec in models.items()}
-    return Story(made, needs=needs, memory=memory * GB)
+    configs = {name: model(**spec) for name, spec in models.items()}
+    return Story(configs, needs=needs, memory=memory * GB)
 
 
 def used(story: Story, name: str) -> FakeWorker:

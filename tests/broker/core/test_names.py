@@ -147,7 +147,7 @@ def test_names_that_share_a_model_join_another_together() -> None:
     shares = []
     for name in "abcd":
         describe(story, name, "d1")
-        shares.append([row(story, one)["shares"] for one in "abcd"])
+        shares.append([row(story, letter)["shares"] for letter in "abcd"])
     assert shares[2] == [None, "a", None, "c"], "d has not been looked at"
     assert shares[3] == [None, "a", "a", "a"]
     assert list(story.core.state.registry.slots) == ["a/0"]
@@ -332,12 +332,12 @@ def test_what_the_weights_say_is_shown_while_the_tokenizer_is_read() -> None:
     story = pool({"a": HERE}, a=model())
     early = {"type": "llama", "size": 7, "problems": [], "partial": True}
     story.do(ev.ModelDescribed("a", early))
-    found = row(story, "a")
-    assert (found["type"], found["size"], found["inspected"]) == ("llama", 7, False)
+    entry = row(story, "a")
+    assert (entry["type"], entry["size"], entry["inspected"]) == ("llama", 7, False)
     describe(story, "a", "d1", type="llama", size=7, chat=None)
     story.do(ev.ModelDescribed("a", {**early, "type": "qwen3"}))
-    found = row(story, "a")
-    assert (found["type"], found["digest"], found["inspected"]) == ("llama", "d1", True)
+    entry = row(story, "a")
+    assert (entry["type"], entry["digest"], entry["inspected"]) == ("llama", "d1", True)
 
 
 def test_it_is_told_whether_files_were_inspected() -> None:

@@ -36,12 +36,12 @@ def patient(story: Story) -> None:
 
 def confirm(worker: FakeWorker) -> list[bytes]:
     """Lets the worker end its cancelled runs, and report free sequences."""
-    told = [one for one, run in worker.cancelled if one in worker.runs]
-    for request in told:
-        worker.confirm(request)
+    requests = [ident for ident, run in worker.cancelled if ident in worker.runs]
+    for ident in requests:
+        worker.confirm(ident)
     worker.cancelled.clear()
     worker.credit()
-    return told
+    return requests
 
 
 def test_an_owner_that_waits_gets_a_place_of_an_owner_that_has_all() -> None:
@@ -50,7 +50,7 @@ def test_an_owner_that_waits_gets_a_place_of_an_owner_that_has_all() -> None:
     assert not worker.cancelled, "a place may become free at any moment"
     patient(story)
     newest = requests[3]
-    assert [one for one, _ in worker.cancelled] == [newest]
+    assert [ident for ident, _ in worker.cancelled] == [newest]
     assert story.request(newest).state is RequestState.QUEUED
     worker.tokens(newest, 3)  # the worker receives the cancel later
     assert confirm(worker) == [newest]
@@ -84,7 +84,7 @@ def test_shares_are_equal_when_both_want_more() -> None:
     story, worker, requests = flooded(places=8)
     late = [bob(story) for _ in range(9)]
     patient(story)
-    assert [one for one, _ in worker.cancelled] == requests[7:3:-1]
+    assert [ident for ident, _ in worker.cancelled] == requests[7:3:-1]
     confirm(worker)
     assert set(worker.runs) == {*requests[:4], *late[:4]}
     story.later(2.5)
@@ -143,7 +143,7 @@ def test_places_are_taken_where_the_request_may_run() -> None:
     other = second if busy is first else first
     assert not other.cancelled
     confirm(busy)
-    owners = Counter(story.request(one).owner for one in busy.runs)
+    owners = Counter(story.request(request).owner for request in busy.runs)
     assert owners == {BOB: 3, OWNER: 1}
 
 
@@ -152,7 +152,7 @@ def test_twenty_owners_have_turns_on_eight_places() -> None:
     story = Story()
     worker = story.ready_worker(sequences=8)
     owners = [f"uid:{n}" for n in range(20)]
-    requests = {story.generate(owner=one, link=n + 1): one for n, one in enumerate(owners)}
+    requests = {story.generate(owner=name, link=n + 1): name for n, name in enumerate(owners)}
     had: dict[str, float] = dict.fromkeys(owners, story.now)
     longest = 0.0
     end = story.now + 40 * TURN
@@ -168,7 +168,7 @@ def test_twenty_owners_have_turns_on_eight_places() -> None:
         assert len(worker.runs) == 8, "no place is idle"
         story.later(0.1)
     assert longest <= 2 * TURN + 1
-    tokens = [story.request(one).run.taken for one in requests]
+    tokens = [story.request(request).run.taken for request in requests]
     assert min(tokens) >= 0.8 * max(tokens)
 
 

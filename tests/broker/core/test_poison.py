@@ -229,7 +229,7 @@ def test_poison_in_a_pass_of_many_prompts_ends_alone(places: tuple[int, ...]) ->
     while story.core.state.requests:
         worker = story.ready_worker(sequences=64)
         assert all(run.body["suspect"] for run in worker.runs.values())
-        while worker.runs and not (here := [one for one in worker.runs if one in bad]):
+        while worker.runs and not (here := [ident for ident in worker.runs if ident in bad]):
             worker.end(min(worker.runs), count=1)
             worker.credit()
         if worker.runs:

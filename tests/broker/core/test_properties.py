@@ -435,8 +435,10 @@ class Pool(RuleBasedStateMachine):
             assert len(each.queue) == len(waiting)
             assert each.queue.bytes == sum(request.message.size for request in waiting)
             assert all(state.requests.get(request.id) is request for request in waiting)
-            live = [one for one in state.requests.values() if one.model == each.name]
-            running = [one.owner for one in live if one.state is not RequestState.QUEUED]
+            live = [request for request in state.requests.values() if request.model == each.name]
+            running = [
+                request.owner for request in live if request.state is not RequestState.QUEUED
+            ]
             assert each.places.held == Counter(running), "places of owners"
             for worker in each.workers:
                 self.check_worker(worker)

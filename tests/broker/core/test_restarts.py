@@ -166,7 +166,7 @@ def test_a_worker_that_said_bye_gets_no_more_work(story: Story) -> None:
     assert story.request(later).run.resumes_without_progress == 0
     story.later(pause(1))
     fresh = story.ready_worker()
-    assert [one.header.id for one in fresh.asked] == [asked]
+    assert [call.header.id for call in fresh.asked] == [asked]
     fresh.end(request)  # alone, because it is charged with the loss
     fresh.credit()
     fresh.end(later)

@@ -35,9 +35,9 @@ def test_no_seed_breaks_an_invariant() -> None:
 
 def test_a_seed_gives_the_same_run_every_time() -> None:
     for seed in (1, 2, 3):
-        one, two = run_seed(seed), run_seed(seed)
-        assert one == two
-        assert not one.error
+        first, second = run_seed(seed), run_seed(seed)
+        assert first == second
+        assert not first.error
 
 
 def test_every_fault_happens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,9 +101,9 @@ def moves(legal: bool) -> list[tuple[type[Enum], Any, str, Any]]:
 
 
 def state_of(thing: Any) -> Enum:
-    found = thing.phase if isinstance(thing, ActiveJob) else thing.state
-    assert isinstance(found, Enum)
-    return found
+    state = thing.phase if isinstance(thing, ActiveJob) else thing.state
+    assert isinstance(state, Enum)
+    return state
 
 
 @pytest.mark.parametrize(("kind", "state", "event", "after"), moves(True))
@@ -146,14 +146,14 @@ def test_illegal_moves_change_nothing(kind: type[Enum], state: Enum, event: str,
 def test_the_state_of_a_model_that_operators_see(
     state: ModelState, workers: list[WorkerState], failures: int, shown: str
 ) -> None:
-    found = model.shown_state(
+    actual = model.shown_state(
         state,
         workers,
         load_failed=state is ModelState.FAILED,
         failures=failures,
         restart_limit=5,
     )
-    assert found == shown
+    assert actual == shown
 
 
 def test_every_worker_that_lives_can_exit() -> None:

@@ -61,13 +61,13 @@ def test_an_idle_pool_collects_no_more_often_than_the_interval(
 ) -> None:
     collections = FullCollections(lambda: False, lambda: 0)
     collections.start(100.0)
-    made: list[float] = []
-    monkeypatch.setattr(gc, "collect", lambda: made.append(now))
+    times: list[float] = []
+    monkeypatch.setattr(gc, "collect", lambda: times.append(now))
     now: float = 100.0
     for step in range(4 * 60):
         now = 100.0 + step
         collections.on_turn(now)
-    assert made == [100.0 + n * INTERVAL for n in (1, 2, 3)]
+    assert times == [100.0 + n * INTERVAL for n in (1, 2, 3)]
 
 
 @pytest.mark.usefixtures("collector")
@@ -93,7 +93,7 @@ def test_what_is_there_at_the_start_is_not_looked_at_again() -> None:
     kept = Cyclic()
     FullCollections(lambda: False, lambda: 0).start(100.0)
     assert gc.get_freeze_count() > 0
-    assert not any(one is kept for one in gc.get_objects())
+    assert not any(item is kept for item in gc.get_objects())
 
 
 @pytest.mark.usefixtures("collector")
@@ -124,29 +124,29 @@ def test_a_process_that_needs_more_and_more_has_few_full_collections(
 
     So the next one follows only when the memory has grown by half again.
     """
-    memory, made = 40 * 2**20, list[int]()
+    memory, sizes = 40 * 2**20, list[int]()
     collections = FullCollections(lambda: True, lambda: memory)
     collections.start(100.0)
-    monkeypatch.setattr(gc, "collect", lambda: made.append(memory >> 20))
+    monkeypatch.setattr(gc, "collect", lambda: sizes.append(memory >> 20))
     for second in range(1000):  # to 10 times the memory
         memory += 2**20
         collections.on_turn(101.0 + second)
-    assert made == [105, 170, 256, 385, 578, 868]
+    assert sizes == [105, 170, 256, 385, 578, 868]
     for second in range(1000):
         collections.on_turn(2000.0 + second / 10)
-    assert len(made) == 6
+    assert len(sizes) == 6
 
 
 @pytest.mark.usefixtures("collector")
 def test_growth_alone_makes_no_collection_within_ten_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    memory, made = 40 * 2**20, list[float]()
+    memory, times = 40 * 2**20, list[float]()
     collections = FullCollections(lambda: True, lambda: memory)
     collections.start(100.0)
     now: float = 100.0
-    monkeypatch.setattr(gc, "collect", lambda: made.append(now))
+    monkeypatch.setattr(gc, "collect", lambda: times.append(now))
     for step in range(1, 40):
         now, memory = 100.0 + step, 2 * memory
         collections.on_turn(now)
-    assert made == [110.0, 120.0, 130.0]
+    assert times == [110.0, 120.0, 130.0]

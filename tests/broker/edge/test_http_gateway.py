@@ -86,111 +86,111 @@ class Supervised:
 
 
 def test_it_is_ready_when_it_says_so() -> None:
-    one = Supervised()
-    one.gateway.start(0.0)
-    assert one.state() == "starting"
-    one.hears(1, 0.5)
-    info = one.gateway.info(2.5)
+    supervised = Supervised()
+    supervised.gateway.start(0.0)
+    assert supervised.state() == "starting"
+    supervised.hears(1, 0.5)
+    info = supervised.gateway.info(2.5)
     assert (info.state, info.pid, info.uptime_s, info.restarts) == ("ready", 100, 2.5, 0)
 
 
 def test_it_is_restarted_after_delays_that_double_up_to_the_longest() -> None:
-    one, now, delays = Supervised().started(), 0.0, []
+    supervised, now, delays = Supervised().started(), 0.0, []
     for _ in range(6):
-        one.hears(None, now)
-        assert one.state() == "restarting" and not one.handlers
-        due = one.gateway.next_wake()
+        supervised.hears(None, now)
+        assert supervised.state() == "restarting" and not supervised.handlers
+        due = supervised.gateway.next_wake()
         delays.append(due - now)
-        one.gateway.check(due - 0.01)
-        assert one.state() == "restarting"
-        one.gateway.check(due)
-        assert one.state() == "starting"
+        supervised.gateway.check(due - 0.01)
+        assert supervised.state() == "restarting"
+        supervised.gateway.check(due)
+        assert supervised.state() == "starting"
         now = due
     assert delays == pytest.approx([0.0, 1.0, 2.0, 4.0, 8.0, 8.0])
-    assert one.gateway.info(now).restarts == 6
-    assert one.gateway.info(now).last_exit == "killed by SIGSEGV"
+    assert supervised.gateway.info(now).restarts == 6
+    assert supervised.gateway.info(now).last_exit == "killed by SIGSEGV"
 
 
 def test_one_that_lived_for_long_is_restarted_at_once() -> None:
-    one = Supervised().started()
-    one.hears(None, 1.0)
-    one.gateway.check(one.gateway.next_wake())
-    one.hears(None, 3.0 + PROVEN_AFTER)
-    assert one.gateway.next_wake() == 3.0 + PROVEN_AFTER
+    supervised = Supervised().started()
+    supervised.hears(None, 1.0)
+    supervised.gateway.check(supervised.gateway.next_wake())
+    supervised.hears(None, 3.0 + PROVEN_AFTER)
+    assert supervised.gateway.next_wake() == 3.0 + PROVEN_AFTER
 
 
 def test_one_that_cannot_be_started_is_tried_again() -> None:
-    one = Supervised()
-    one.process.error = OSError(11, "no more processes")
-    one.gateway.start(0.0)
-    assert one.gateway.info(0.0).last_exit == "not started: no more processes"
-    one.process.error = None
-    one.gateway.check(one.gateway.next_wake())
-    assert one.state() == "starting"
+    supervised = Supervised()
+    supervised.process.error = OSError(11, "no more processes")
+    supervised.gateway.start(0.0)
+    assert supervised.gateway.info(0.0).last_exit == "not started: no more processes"
+    supervised.process.error = None
+    supervised.gateway.check(supervised.gateway.next_wake())
+    assert supervised.state() == "starting"
 
 
 def test_one_that_says_nothing_is_killed_until_it_has_ended() -> None:
-    one = Supervised().started()
-    assert one.gateway.next_wake() == 20.0
-    one.hears(3, 15.0)
-    one.gateway.check(20.0)
-    assert one.process.signals == [], "its last beat was at 15 s"
-    one.gateway.check(35.0)
-    one.gateway.check(36.0)
-    assert one.process.signals == [signal.SIGKILL] * 2
-    one.hears(None, 36.5)
-    assert one.gateway.info(37.0).last_exit == "hung: it said nothing for 20.0 s"
+    supervised = Supervised().started()
+    assert supervised.gateway.next_wake() == 20.0
+    supervised.hears(3, 15.0)
+    supervised.gateway.check(20.0)
+    assert supervised.process.signals == [], "its last beat was at 15 s"
+    supervised.gateway.check(35.0)
+    supervised.gateway.check(36.0)
+    assert supervised.process.signals == [signal.SIGKILL] * 2
+    supervised.hears(None, 36.5)
+    assert supervised.gateway.info(37.0).last_exit == "hung: it said nothing for 20.0 s"
 
 
 def test_one_that_starts_may_take_as_long_as_a_load() -> None:
-    one = Supervised()
-    one.gateway.start(0.0)
-    assert one.gateway.next_wake() == CONFIG.load_limit
+    supervised = Supervised()
+    supervised.gateway.start(0.0)
+    assert supervised.gateway.next_wake() == CONFIG.load_limit
 
 
 def test_a_drain_ends_with_the_process() -> None:
-    one, ended = Supervised().started(), list[float]()
-    one.gateway.drain(5.0, ended.append)
-    assert one.process.signals == [signal.SIGTERM] and not one.process.listens
-    assert (one.state(), ended, one.gateway.ended) == ("draining", [], False)
-    one.hears(None, 6.0)
-    assert (one.state(), ended, one.gateway.ended) == ("stopped", [6.0], True)
-    assert one.gateway.next_wake() == math.inf, "it is not started again"
-    assert one.gateway.info(7.0).restarts == 0
+    supervised, ended = Supervised().started(), list[float]()
+    supervised.gateway.drain(5.0, ended.append)
+    assert supervised.process.signals == [signal.SIGTERM] and not supervised.process.listens
+    assert (supervised.state(), ended, supervised.gateway.ended) == ("draining", [], False)
+    supervised.hears(None, 6.0)
+    assert (supervised.state(), ended, supervised.gateway.ended) == ("stopped", [6.0], True)
+    assert supervised.gateway.next_wake() == math.inf, "it is not started again"
+    assert supervised.gateway.info(7.0).restarts == 0
 
 
 def test_a_drain_takes_no_longer_than_its_limit() -> None:
-    one, ended = Supervised().started(), list[float]()
-    one.gateway.drain(5.0, ended.append)
+    supervised, ended = Supervised().started(), list[float]()
+    supervised.gateway.drain(5.0, ended.append)
     limit = 5.0 + CONFIG.http_drain_timeout + ABORT_GRACE
-    assert one.gateway.next_wake() == limit
-    one.gateway.check(limit)
-    assert one.process.signals == [signal.SIGTERM, signal.SIGKILL]
+    assert supervised.gateway.next_wake() == limit
+    supervised.gateway.check(limit)
+    assert supervised.process.signals == [signal.SIGTERM, signal.SIGKILL]
 
 
 def test_a_drain_while_nothing_runs_has_ended_at_once() -> None:
-    one, ended = Supervised().started(), list[float]()
-    one.hears(None, 1.0)
-    one.gateway.drain(1.5, ended.append)
-    assert ended == [1.5] and one.gateway.ended
-    one.gateway.check(100.0)
-    assert one.process.started == 1
+    supervised, ended = Supervised().started(), list[float]()
+    supervised.hears(None, 1.0)
+    supervised.gateway.drain(1.5, ended.append)
+    assert ended == [1.5] and supervised.gateway.ended
+    supervised.gateway.check(100.0)
+    assert supervised.process.started == 1
 
 
 def test_an_abort_during_a_drain_ends_answers_and_calls_nobody() -> None:
-    one, ended = Supervised().started(), list[float]()
-    one.gateway.drain(5.0, ended.append)
-    one.gateway.abort(6.0)
-    assert one.process.signals == [signal.SIGTERM, signal.SIGINT]
-    assert one.gateway.next_wake() == 6.0 + CONFIG.stop_grace
-    one.hears(None, 7.0)
-    assert ended == [] and one.gateway.ended
+    supervised, ended = Supervised().started(), list[float]()
+    supervised.gateway.drain(5.0, ended.append)
+    supervised.gateway.abort(6.0)
+    assert supervised.process.signals == [signal.SIGTERM, signal.SIGINT]
+    assert supervised.gateway.next_wake() == 6.0 + CONFIG.stop_grace
+    supervised.hears(None, 7.0)
+    assert ended == [] and supervised.gateway.ended
 
 
 def test_a_reload_has_it_read_its_keys() -> None:
-    one = Supervised().started()
-    one.gateway.reload()
-    assert one.process.signals == [signal.SIGHUP]
+    supervised = Supervised().started()
+    supervised.gateway.reload()
+    assert supervised.process.signals == [signal.SIGHUP]
 
 
 def test_a_reload_while_it_starts_comes_when_it_is_ready() -> None:
@@ -198,11 +198,11 @@ def test_a_reload_while_it_starts_comes_when_it_is_ready() -> None:
 
     Before the gateway has set its handler, the signal would end it.
     """
-    one = Supervised()
-    one.gateway.start(0.0)
-    one.gateway.reload()
-    assert one.process.signals == []
-    one.hears(1, 1.0)
-    assert one.process.signals == [signal.SIGHUP]
-    one.hears(1, 2.0)
-    assert one.process.signals == [signal.SIGHUP]
+    supervised = Supervised()
+    supervised.gateway.start(0.0)
+    supervised.gateway.reload()
+    assert supervised.process.signals == []
+    supervised.hears(1, 1.0)
+    assert supervised.process.signals == [signal.SIGHUP]
+    supervised.hears(1, 2.0)
+    assert supervised.process.signals == [signal.SIGHUP]

@@ -109,13 +109,13 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Parts]:
     models = {"m": ModelConfig(path="builtin:counting")}
     config = PoolConfig(run_dir=tmp_path, state_dir=str(tmp_path / "jobs"), models=models)
     front, performed, fenced = Front(), list[core.Event](), list[float]()
-    made: Any = front
+    untyped: Any = front
     pool = Core(config, BOOT)
     service = JobService(
         pool,
         BOOT,
         lambda: config,
-        made,
+        untyped,
         lambda event, now: performed.append(event),
         fenced.append,
         lambda slot: "",

@@ -26,9 +26,9 @@ def loop(late: list[float]) -> Loop:
 
 @pytest.fixture
 def pipes() -> Iterator[list[tuple[int, int]]]:
-    made = [os.pipe() for _ in range(3)]
-    yield made
-    for pair in made:
+    pairs = [os.pipe() for _ in range(3)]
+    yield pairs
+    for pair in pairs:
         for descriptor in pair:
             os.close(descriptor)
 

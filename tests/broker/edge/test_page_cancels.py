@@ -17,8 +17,8 @@ from support.core_harness import Story
 
 @pytest.fixture
 def queue() -> Iterator[LoopQueue[str]]:
-    with LoopQueue[str]() as made:
-        yield made
+    with LoopQueue[str]() as loop_queue:
+        yield loop_queue
 
 
 def page_cancels(story: Story, queue: LoopQueue[str]) -> PageCancels:
@@ -53,7 +53,9 @@ def test_the_log_of_operators_commands_has_the_whole_id(
     story.generate(id)
     with caplog.at_level(logging.INFO):
         page_cancels(story, queue).cancel("aa", story.now)
-    assert [vars(one)["id"] for one in caplog.records if one.message == "operator"] == [id.hex()]
+    assert [vars(record)["id"] for record in caplog.records if record.message == "operator"] == [
+        id.hex()
+    ]
 
 
 def test_what_is_not_one_live_request_is_refused(story: Story, queue: LoopQueue[str]) -> None:

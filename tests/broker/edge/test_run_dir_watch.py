@@ -55,8 +55,8 @@ class Watched:
         """Checks that old and new connections reach each socket."""
         for name in NAMES:
             with self.connect(name) as fresh:
-                for one in (self.old[name], fresh):
-                    one.send(b"x")
+                for connection in (self.old[name], fresh):
+                    connection.send(b"x")
                     assert self.bound[name].poll(WAIT), name
                     assert self.bound[name].recv_multipart()[1] == b"x"
 
@@ -69,9 +69,9 @@ class Watched:
 def watched() -> Iterator[Watched]:
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:  # paths of sockets are short
         os.chmod(folder, 0o700)
-        found = Watched(Path(folder))
-        yield found
-        found.close()
+        watch = Watched(Path(folder))
+        yield watch
+        watch.close()
         Path(folder).mkdir(exist_ok=True)
 
 

@@ -41,11 +41,11 @@ def test_the_parts_of_a_request() -> None:
 
 
 def test_the_parts_behind_a_resume_are_of_the_newest_worker() -> None:
-    found = list(parts_of(ended(resumes=((103.0, 104.0), (105.0, 106.0)))))
-    assert [part.name for part in found][1:3] == ["resume", "resume"]
-    assert found[1:3] == [Part("resume", 103.0, 104.0), Part("resume", 105.0, 106.0)]
-    assert found[3] == Part("prepare", 106.0, 106.5)
-    assert found[-1] == Part("decode", 107.5, 109.0), "it ends with the request"
+    parts = list(parts_of(ended(resumes=((103.0, 104.0), (105.0, 106.0)))))
+    assert [part.name for part in parts][1:3] == ["resume", "resume"]
+    assert parts[1:3] == [Part("resume", 103.0, 104.0), Part("resume", 105.0, 106.0)]
+    assert parts[3] == Part("prepare", 106.0, 106.5)
+    assert parts[-1] == Part("decode", 107.5, 109.0), "it ends with the request"
 
 
 def test_a_request_that_no_worker_had_was_queued() -> None:
@@ -68,7 +68,7 @@ def test_spans_have_the_clients_for_a_parent(traceparent: str) -> None:
     assert not whole.status.is_ok and whole.attributes["mlxpool.outcome"] == "worker_lost"
     if traceparent:
         assert whole.parent.span_id == int(SPAN, 16) and whole.parent.is_remote
-        assert {one.context.trace_id for one in (whole, *parts)} == {int(TRACE, 16)}
+        assert {span.context.trace_id for span in (whole, *parts)} == {int(TRACE, 16)}
     else:
         assert whole.parent is None
     unsampled = ended(traceparent=f"00-{TRACE}-{SPAN}-00")

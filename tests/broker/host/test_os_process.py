@@ -57,11 +57,11 @@ def test_the_time_on_the_run_queue_is_read(anywhere: bool) -> None:
         return
     burn = [sys.executable, "-c", "while True: pass"]
     allowed = os.sched_getaffinity(0)
-    one = {min(allowed)}
+    processors = {min(allowed)}
     with subprocess.Popen(burn) as burner:
         try:
-            os.sched_setaffinity(burner.pid, one)
-            os.sched_setaffinity(0, one)
+            os.sched_setaffinity(burner.pid, processors)
+            os.sched_setaffinity(0, processors)
             until(
                 lambda: host.run_queue_wait_ns(me, threading.get_native_id()) > before,
                 "the wait is counted",

@@ -43,14 +43,14 @@ def cancelled(server: HttpServer) -> Iterator[list[str]]:
 
     The request with the prefix "0" * 8 has ended.
     """
-    found: list[str] = []
+    prefixes: list[str] = []
     over, queue = Event(), server.cancels
     assert queue is not None
 
     def cancel(prefix: str, now: float) -> Fate:
         if prefix == "0" * 8:
             raise BadRequest("it has ended")
-        found.append(prefix)
+        prefixes.append(prefix)
         return {"state": "streaming", "pos": 3}
 
     def turn() -> None:
@@ -60,7 +60,7 @@ def cancelled(server: HttpServer) -> Iterator[list[str]]:
 
     thread = Thread(target=turn)
     thread.start()
-    yield found
+    yield prefixes
     over.set()
     thread.join()
 
@@ -85,13 +85,13 @@ def post(
     except urllib.error.HTTPError as error:
         with error:
             text = error.read().decode()
-            told = json.loads(text) if text.startswith("{") else text
-            return error.code, told, dict(error.headers)
+            content = json.loads(text) if text.startswith("{") else text
+            return error.code, content, dict(error.headers)
 
 
 def test_an_operator_cancels(server: HttpServer, cancelled: list[str]) -> None:
-    status, told, headers = post(server)
-    assert (status, told) == (200, {"state": "streaming", "pos": 3})
+    status, answer, headers = post(server)
+    assert (status, answer) == (200, {"state": "streaming", "pos": 3})
     assert cancelled == [ID]
     assert "Access-Control-Allow-Origin" not in headers
 
@@ -101,7 +101,7 @@ def test_a_cancel_is_logged_with_the_id_and_the_address(
 ) -> None:
     with caplog.at_level(logging.INFO, "mlxpool.broker"):
         post(server)
-    lines = [vars(one) for one in caplog.records if one.message.startswith("cancel asked")]
+    lines = [vars(record) for record in caplog.records if record.message.startswith("cancel asked")]
     assert [(line["id"], line["address"]) for line in lines] == [(ID, "127.0.0.1")]
 
 
@@ -122,8 +122,8 @@ def test_the_reason_of_the_loop_is_told(server: HttpServer, cancelled: list[str]
 def test_nothing_is_cancelled_when_a_header_is_wrong(
     server: HttpServer, cancelled: list[str], changed: dict[str, str], status: int
 ) -> None:
-    found, told, _ = post(server, changed=changed)
-    assert found == status and told["error"]
+    actual, answer, _ = post(server, changed=changed)
+    assert actual == status and answer["error"]
     assert cancelled == []
 
 
@@ -135,8 +135,8 @@ def test_nothing_is_cancelled_when_a_header_is_wrong(
 def test_a_body_that_names_no_request_is_refused(
     server: HttpServer, cancelled: list[str], body: bytes
 ) -> None:
-    status, told, _ = post(server, body)
-    assert status == 400 and "hexadecimal digits" in told["error"]
+    status, answer, _ = post(server, body)
+    assert status == 400 and "hexadecimal digits" in answer["error"]
     assert cancelled == []
 
 
@@ -144,26 +144,26 @@ def test_a_body_that_names_no_request_is_refused(
 def test_a_body_without_a_bound_is_not_read(
     server: HttpServer, cancelled: list[str], length: str
 ) -> None:
-    status, told, _ = post(server, changed={"Content-Length": length})
-    assert status == 413 and "at most 256 bytes" in told["error"]
+    status, answer, _ = post(server, changed={"Content-Length": length})
+    assert status == 413 and "at most 256 bytes" in answer["error"]
 
 
 def test_a_loop_that_is_stuck_cancels_nothing_later(server: HttpServer) -> None:
     assert server.cancels is not None
     server.cancels.max_wait = 0.05
-    status, told, _ = post(server)
-    assert (status, told) == (503, {"error": "the broker's loop has not answered for 0.05 s"})
+    status, answer, _ = post(server)
+    assert (status, answer) == (503, {"error": "the broker's loop has not answered for 0.05 s"})
 
 
 def test_without_a_token_there_is_no_cancel() -> None:
     with HttpServer("127.0.0.1:0", 3600.0) as server:
-        status, told, _ = post(server)
-    assert status == 404 and "pool.metrics_admin_token" in told
+        status, answer, _ = post(server)
+    assert status == 404 and "pool.metrics_admin_token" in answer
 
 
 def test_other_paths_take_no_post(server: HttpServer, cancelled: list[str]) -> None:
-    status, told, _ = post(server, path="/metrics")
-    assert (status, told) == (405, "only /cancel, /jobs, /log take POST, not '/metrics'\n")
+    status, answer, _ = post(server, path="/metrics")
+    assert (status, answer) == (405, "only /cancel, /jobs, /log take POST, not '/metrics'\n")
 
 
 def test_a_browser_may_not_ask_from_elsewhere(server: HttpServer) -> None:
@@ -198,10 +198,10 @@ def test_refusals_are_logged_without_the_token_and_not_in_a_flood(
 
 def test_a_crowd_does_not_end_a_cancel_that_waits_for_the_loop(server: HttpServer) -> None:
     """A connection that waits for the loop is not closed to make room for new connections."""
-    queue, found = server.cancels, list[int]()
+    queue, statuses = server.cancels, list[int]()
     assert queue is not None
     queue.max_wait = 60.0
-    thread = Thread(target=lambda: found.append(post(server)[0]))
+    thread = Thread(target=lambda: statuses.append(post(server)[0]))
     thread.start()
     until(lambda: server.connections.count(Stage.ANSWER) == 1, "it waits")
     with ExitStack() as crowd:
@@ -212,4 +212,4 @@ def test_a_crowd_does_not_end_a_cancel_that_waits_for_the_loop(server: HttpServe
         until(lambda: select([queue.waker], [], [], 0)[0], "the loop is woken")
         queue.serve(lambda prefix, now: {"state": "streaming"}, 0.0)
         thread.join()
-    assert found == [200]
+    assert statuses == [200]

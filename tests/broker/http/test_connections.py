@@ -32,11 +32,11 @@ class Guest:
 def guests() -> Iterator[list[Guest]]:
     """Makes one connection more than the server's limit."""
     with ExitStack() as stack:
-        made = [Guest() for _ in range(MAX_CONNECTIONS + 1)]
-        for guest in made:
+        connections = [Guest() for _ in range(MAX_CONNECTIONS + 1)]
+        for guest in connections:
             stack.enter_context(guest.inner)
             stack.enter_context(guest.outer)
-        yield made
+        yield connections
 
 
 def full(guests: list[Guest], *stages: Stage) -> Connections:

@@ -60,8 +60,8 @@ def test_what_cannot_be_asked_is_refused(route: JobsRoute, asked: dict[str, Any]
 
 
 def test_bytes_become_text(route: JobsRoute) -> None:
-    told = {"jobs": [{"job": b"\x0a" * 16, "batch": None, "data": b"ab"}]}
-    assert route.shown(told) == {"jobs": [{"job": ID, "batch": None, "data": "YWI="}]}
+    answer = {"jobs": [{"job": b"\x0a" * 16, "batch": None, "data": b"ab"}]}
+    assert route.shown(answer) == {"jobs": [{"job": ID, "batch": None, "data": "YWI="}]}
 
 
 def test_the_log_says_what_was_asked_of_which_job(

@@ -55,14 +55,14 @@ def post(server: HttpServer, body: object, token: str) -> tuple[int, dict[str, A
 def test_an_operator_gets_the_lines_and_nobody_else(server: HttpServer) -> None:
     asked = {"slot": "org/m/0"}
     assert post(server, asked, TOKEN) == (200, {"slot": "org/m/0", "text": "first\nsecond é\n"})
-    status, told = post(server, asked, "u" * 32)
-    assert status == 401 and "text" not in told
+    status, answer = post(server, asked, "u" * 32)
+    assert status == 401 and "text" not in answer
 
 
 def test_a_slot_without_a_log(server: HttpServer, run_dir: Path) -> None:
-    status, told = post(server, {"slot": "m/7"}, TOKEN)
+    status, answer = post(server, {"slot": "m/7"}, TOKEN)
     assert status == 409
-    assert told["error"] == (
+    assert answer["error"] == (
         f"there is no log of m/7 in {run_dir / 'logs'} (No such file or directory); a worker of"
         " another machine logs there"
     )

@@ -15,9 +15,9 @@ from support.pool import until
 
 @pytest.fixture
 def queue() -> Iterator[LoopQueue[str]]:
-    with LoopQueue[str]() as made:
-        made.max_wait = 60.0
-        yield made
+    with LoopQueue[str]() as loop_queue:
+        loop_queue.max_wait = 60.0
+        yield loop_queue
 
 
 class Asking:

@@ -17,15 +17,15 @@ TOKEN = "0123456789abcdef" * 4
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    made = tmp_path / "status.token"
-    made.write_text(f"{TOKEN}\n")
-    made.chmod(0o600)
-    return made
+    path = tmp_path / "status.token"
+    path.write_text(f"{TOKEN}\n")
+    path.chmod(0o600)
+    return path
 
 
 def headers(**changed: str | None) -> Message:
     """Returns the headers of the page's own request; `changed` replaces or removes headers."""
-    made = Message()
+    message = Message()
     own = {
         "Host": "127.0.0.1:9464",
         "Origin": "http://127.0.0.1:9464",
@@ -33,8 +33,8 @@ def headers(**changed: str | None) -> Message:
     }
     for name, value in {**own, **changed}.items():
         if value is not None:
-            made[name] = value
-    return made
+            message[name] = value
+    return message
 
 
 @pytest.mark.parametrize(

@@ -115,8 +115,8 @@ def test_the_two_lines_of_a_plot_can_be_told_apart(
 def test_neighbours_in_the_bar_of_a_workers_memory_can_be_told_apart(
     colours: dict[str, str], deficiency: str
 ) -> None:
-    for one, other in pairwise(("violet", "blue", "teal", "orange", "grey")):
-        assert difference(colours[one], colours[other], deficiency) > 15, (one, other)
+    for colour, other in pairwise(("violet", "blue", "teal", "orange", "grey")):
+        assert difference(colours[colour], colours[other], deficiency) > 15, (colour, other)
 
 
 @THEMES

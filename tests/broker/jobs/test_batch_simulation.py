@@ -106,12 +106,12 @@ class World:
             return
         if draw < 0.35:
             code = "bad_request" if draw < 0.32 else "internal"
-            found = CallAnswer({"code": code, "message": "no", "retryable": False})
+            answer = CallAnswer({"code": code, "message": "no", "retryable": False})
         else:
             data = next(self.runs).to_bytes(4, "little") * 8
             self.answers.setdefault(state.calls[id].message.fields["inputs"][0], set()).add(data)
-            found = CallAnswer({"rows": 1, "columns": 8, "usage": {}}, (data,), VECTORS)
-        self.story.do(core.WorkerAnswer(worker.epoch, id, found))
+            answer = CallAnswer({"rows": 1, "columns": 8, "usage": {}}, (data,), VECTORS)
+        self.story.do(core.WorkerAnswer(worker.epoch, id, answer))
 
     def fault(self) -> None:
         draw = self.random
@@ -149,7 +149,7 @@ class World:
     def lose_store(self) -> None:
         """Lets the disk fail: waiting operations are refused. Then the store works again."""
         story, store = self.story, self.store
-        store.results += [(one, Refused("store_closed", "lost")) for one in store.inbox]
+        store.results += [(operation, Refused("store_closed", "lost")) for operation in store.inbox]
         store.inbox = []
         story.drain()
         story.tell_manager(ev.StoreLost())
@@ -219,9 +219,9 @@ class World:
         return not any(self.view(key).live for key in self.ids)
 
     def view(self, key: str) -> BatchView:
-        found = self.store.ask(ReadBatch(self.ids[key]))
-        assert isinstance(found, BatchView)
-        return found
+        batch = self.store.ask(ReadBatch(self.ids[key]))
+        assert isinstance(batch, BatchView)
+        return batch
 
     def check(self) -> None:
         assert not self.story.manager.batches.live and not self.story.manager.runs.active

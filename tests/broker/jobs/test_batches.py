@@ -68,15 +68,15 @@ def test_operators_list_the_batches_of_all_owners_page_by_page(story: BatchStory
     assert listed["next"] is None and {row["tenant"] for row in listed["batches"]} == {""}
     of_bob = list_all(story, owner=BOB)["batches"]
     assert [row["key"] for row in of_bob] == ["b3", "b1"]
-    found, behind = [], None
+    keys, behind = [], None
     while True:
         page = list_all(story, limit=2, behind=behind)
-        found += [row["key"] for row in page["batches"]]
+        keys += [row["key"] for row in page["batches"]]
         behind = page["next"]
         if behind is None:
             break
         assert len(page["batches"]) == 2
-    assert found == ["b4", "b3", "b2", "b1", "b0"]
+    assert keys == ["b4", "b3", "b2", "b1", "b0"]
 
 
 @pytest.mark.parametrize(
@@ -107,11 +107,11 @@ def test_lines_become_jobs_and_their_results_are_read_in_order(story: BatchStory
     story.work_off(worker)
     row = story.batch("b")
     assert (row["state"], counts(row)) == ("done", (0, 0, 10, 0, 0, 0, 0))
-    found = story.outcomes("b")
-    assert [(each["line"], each["id"]) for each in found] == [(n, f"l{n}") for n in range(10)]
-    assert {each["text"] for each in found} == {"<0><1>"}
-    assert len({each["seed"] for each in found}) == 10
-    assert found[0]["end"]["kind"] == "done" and len(found[0]["ids"]) == 8
+    outcomes = story.outcomes("b")
+    assert [(each["line"], each["id"]) for each in outcomes] == [(n, f"l{n}") for n in range(10)]
+    assert {each["text"] for each in outcomes} == {"<0><1>"}
+    assert len({each["seed"] for each in outcomes}) == 10
+    assert outcomes[0]["end"]["kind"] == "done" and len(outcomes[0]["ids"]) == 8
     assert not story.manager.batches.live
 
 
@@ -130,14 +130,14 @@ def test_bad_lines_fail_alone(story: BatchStory) -> None:
     story.submit_batch("b", lines)
     story.work_off(story.ready_worker(sequences=4))
     assert counts(story.batch("b")) == (0, 0, 1, 0, 7, 0, 0)
-    found = {each["line"]: each for each in story.outcomes("b")}
-    assert found[1]["state"] == "done" and sorted(found) == [0, 1, 2, 3, 4, 5, 6, 8]
-    errors = {line: each["end"]["body"] for line, each in found.items() if line != 1}
+    outcomes = {each["line"]: each for each in story.outcomes("b")}
+    assert outcomes[1]["state"] == "done" and sorted(outcomes) == [0, 1, 2, 3, 4, 5, 6, 8]
+    errors = {line: each["end"]["body"] for line, each in outcomes.items() if line != 1}
     assert {error["code"] for line, error in errors.items() if line != 3} == {"bad_request"}
     assert errors[3]["code"] == "unknown_model" and "nosuch" in errors[3]["message"]
     assert "temperature" in errors[2]["message"] and "0 to" in errors[2]["message"]
     assert "deadline_ms is of the batch" in errors[4]["message"]
-    assert (found[2]["id"], found[6]["id"]) == ("high", "")
+    assert (outcomes[2]["id"], outcomes[6]["id"]) == ("high", "")
 
 
 def test_a_batch_is_submitted_twice_and_is_one(story: BatchStory) -> None:
@@ -203,10 +203,10 @@ def test_what_is_not_done_by_the_deadline_expires(story: BatchStory) -> None:
     row = story.batch("b")
     assert (row["state"], row["waiting"]) == ("done", 0)
     assert (row["expired"], row["failed"], row["outcome"]) == (AHEAD + 300, 0, "expired")
-    found = story.outcomes("b", limit=1000)
-    ends = {(each["state"], each["end"]["body"]["code"]) for each in found}
-    assert ends == {("expired", "deadline_exceeded")} and len(found) == AHEAD + 300
-    assert sum("job" not in each for each in found) >= 100  # the deadline ended the others
+    outcomes = story.outcomes("b", limit=1000)
+    ends = {(each["state"], each["end"]["body"]["code"]) for each in outcomes}
+    assert ends == {("expired", "deadline_exceeded")} and len(outcomes) == AHEAD + 300
+    assert sum("job" not in each for each in outcomes) >= 100  # the deadline ended the others
 
 
 def test_lines_that_the_deadline_cuts_off_are_expired(
@@ -228,8 +228,8 @@ def test_lines_that_the_deadline_cuts_off_are_expired(
     row = story.batch("b")
     assert (row["state"], row["outcome"]) == ("done", "expired")
     assert counts(row) == (0, 0, 4, 0, 1, 0, 6)
-    found = story.outcomes("b")
-    assert [each["state"] for each in found] == ["done"] * 4 + ["expired"] * 6 + ["failed"]
+    outcomes = story.outcomes("b")
+    assert [each["state"] for each in outcomes] == ["done"] * 4 + ["expired"] * 6 + ["failed"]
     row = story.about_batch(messages.RETRY, "b")  # without a job that could wait again
     assert (row["state"], counts(row)) == ("done", (0, 0, 4, 0, 1, 0, 6))
 
@@ -341,8 +341,8 @@ def test_batches_take_turns(story: BatchStory) -> None:
     for _ in range(18):
         story.tell_manager(ev.Wake())
         story.settle()
-    made = [len(story.store.lines(row["batch"])) for row in rows]
-    assert max(made) - min(made) <= PORTION_LINES and sum(made) > 0
+    line_counts = [len(story.store.lines(row["batch"])) for row in rows]
+    assert max(line_counts) - min(line_counts) <= PORTION_LINES and sum(line_counts) > 0
 
 
 def test_lines_wait_in_the_file_while_the_pool_does_not_take_them(
@@ -534,16 +534,16 @@ def test_batches_are_listed_in_pages(story: BatchStory) -> None:
     for number in range(5):
         story.submit_batch(f"b{number}", prompts(1))
         story.pass_time(0.1)
-    found, before = [], ""
+    keys, before = [], ""
     while True:
         ident = story.ask(ListBatches(before=before, limit=2))
         story.settle()
         answer = story.answer(ident)
-        found += [row["key"] for row in answer["batches"]]
+        keys += [row["key"] for row in answer["batches"]]
         before = answer["next"]
         if not before:
             break
-    assert found == ["b4", "b3", "b2", "b1", "b0"]
+    assert keys == ["b4", "b3", "b2", "b1", "b0"]
 
 
 def test_files_are_sent_read_listed_and_deleted(story: BatchStory) -> None:

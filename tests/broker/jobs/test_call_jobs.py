@@ -35,16 +35,16 @@ def described(story: JobStory, name: str = "m") -> None:
 
 @pytest.fixture
 def story() -> JobStory:
-    made = JobStory()
-    described(made)
-    return made
+    job_story = JobStory()
+    described(job_story)
+    return job_story
 
 
 def answer(worker: FakeWorker, ident: bytes, data: bytes = b"1234") -> None:
     """Lets the worker answer a call with one vector of one number."""
     fields = {"rows": 1, "columns": len(data) // 4, "usage": {"prompt_tokens": 3}}
-    found = from_worker.CallAnswer({**fields, "timings_ms": {}}, (data,), kinds.VECTORS)
-    worker.story.do(core.WorkerAnswer(worker.epoch, ident, found))
+    call_answer = from_worker.CallAnswer({**fields, "timings_ms": {}}, (data,), kinds.VECTORS)
+    worker.story.do(core.WorkerAnswer(worker.epoch, ident, call_answer))
 
 
 def refuse(worker: FakeWorker, ident: bytes, code: str) -> None:
@@ -53,7 +53,7 @@ def refuse(worker: FakeWorker, ident: bytes, code: str) -> None:
 
 
 def asked_of(worker: FakeWorker) -> list[bytes]:
-    return [one.header.id for one in worker.asked if one.header.id is not None]
+    return [call.header.id for call in worker.asked if call.header.id is not None]
 
 
 def begun(story: JobStory, key: str = "k", **body: Any) -> tuple[FakeWorker, bytes]:
@@ -102,7 +102,10 @@ def test_the_same_call_under_one_key_is_the_same_job(story: JobStory) -> None:
     kind = story.submit("k", prompt="a")
     story.settle()
     assert story.answer(first)["job"] == story.answer(again)["job"]
-    assert [story.answer(one)["code"] for one in (other, kind)] == ["duplicate_id", "bad_request"]
+    assert [story.answer(ident)["code"] for ident in (other, kind)] == [
+        "duplicate_id",
+        "bad_request",
+    ]
 
 
 def test_what_the_model_is_not_for_is_refused(story: JobStory) -> None:
@@ -351,8 +354,8 @@ def test_calls_of_one_model_hold_up_no_job_of_another() -> None:
     answer(other, asked_of(other)[0])
     story.pass_time(0.5)
     assert len(other.asked) == 2  # it only waits for its own answers
-    for one in (worker, other):
-        answer(one, asked_of(one)[-1])
+    for answering in (worker, other):
+        answer(answering, asked_of(answering)[-1])
     story.pass_time(0.5)
     assert len(worker.asked) == 33
 
@@ -447,12 +450,12 @@ def work_off(story: BatchStory, worker: FakeWorker, done: int = 0) -> int:
 
 
 def check(story: BatchStory, count: int) -> None:
-    found = story.outcomes("b", limit=50)
-    assert [(one["line"], one["id"], one["state"]) for one in found] == [
+    outcomes = story.outcomes("b", limit=50)
+    assert [(outcome["line"], outcome["id"], outcome["state"]) for outcome in outcomes] == [
         (n, f"l{n}", "done") for n in range(count)
     ]
-    assert [one["end"]["blobs"] for one in found] == [[vector(n)] for n in range(count)]
-    assert found[0]["end"]["body"]["answer"] == {"kind": "vectors", "rows": 1, "columns": 1}
+    assert [outcome["end"]["blobs"] for outcome in outcomes] == [[vector(n)] for n in range(count)]
+    assert outcomes[0]["end"]["body"]["answer"] == {"kind": "vectors", "rows": 1, "columns": 1}
 
 
 def test_lines_of_calls_are_worked_off_and_read_in_order(store: StoredJobs) -> None:
@@ -484,15 +487,15 @@ def test_a_batch_has_lines_of_several_kinds_and_bad_ones(store: StoredJobs) -> N
     story.pass_time(0.5)
     work_off(story, worker)
     story.work_off(other)
-    found = {one["id"]: one for one in story.outcomes("b")}
-    states = {name: one["state"] for name, one in found.items()}
+    outcomes = {outcome["id"]: outcome for outcome in story.outcomes("b")}
+    states = {name: outcome["state"] for name, outcome in outcomes.items()}
     assert states == {
         "l0": "done", "l1": "done", "text": "done",
         "query": "failed", "many": "failed", "generate": "failed",
     }  # fmt: skip
-    assert found["text"]["text"] and "answer" not in found["text"]["end"]["body"]
-    said = {name: one["end"]["body"]["message"] for name, one in found.items() if "body" in
-            one["end"] and "message" in one["end"]["body"]}  # fmt: skip
+    assert outcomes["text"]["text"] and "answer" not in outcomes["text"]["end"]["body"]
+    said = {name: outcome["end"]["body"]["message"] for name, outcome in outcomes.items()
+            if "body" in outcome["end"] and "message" in outcome["end"]["body"]}  # fmt: skip
     assert "does not rerank" in said["query"] and "does not generate" in said["generate"]
     assert "1 to 256 texts" in said["many"]
 
@@ -526,9 +529,9 @@ def test_an_answer_that_is_too_large_for_a_page_is_fetched_by_itself(store: Stor
     for ident in asked_of(worker):
         answer(worker, ident, large)
     story.settle()
-    found = story.outcomes("b", limit=50)
-    assert [one["whole"] for one in found] == [False] * 3 and "end" not in found[0]
-    ident = story.ask(Fetch(JobName(id=found[1]["job"])))
+    outcomes = story.outcomes("b", limit=50)
+    assert [outcome["whole"] for outcome in outcomes] == [False] * 3 and "end" not in outcomes[0]
+    ident = story.ask(Fetch(JobName(id=outcomes[1]["job"])))
     story.settle()
     (end,) = [t.message for t in story.told if t.header.id == ident and t.message.kind == "done"]
     assert end.blobs() == (large,)

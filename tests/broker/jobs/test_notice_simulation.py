@@ -132,9 +132,9 @@ class History:
                 self.story.tell_manager(ev.Posted(number, True))
                 self.story.settle()
                 self.look()
-            found = self.store.ask(ListNotices(count=1000))
-            assert isinstance(found, Notices)
-            if all(one.given_up is not None for one in found.notices):
+            page = self.store.ask(ListNotices(count=1000))
+            assert isinstance(page, Notices)
+            if all(notice.given_up is not None for notice in page.notices):
                 return
             self.story.pass_time(5.0)
         raise AssertionError("notices are left that nobody delivers")
@@ -153,12 +153,12 @@ def test_each_end_is_taken_or_given_up(store: StoredJobs, seed: int) -> None:
     for _ in range(150):
         history.turn()
     history.finish()
-    found = store.ask(ListNotices(count=1000))
-    assert isinstance(found, Notices)
-    given_up = {one.end_seq for one in found.notices}
+    page = store.ask(ListNotices(count=1000))
+    assert isinstance(page, Notices)
+    given_up = {notice.end_seq for notice in page.notices}
     jobs = [store.ask(ReadJob(Scope(OWNER, "", key))) for key in history.keys]
-    stored = [found.job for found in jobs if isinstance(found, Found)]  # others died with a broker
+    stored = [reply.job for reply in jobs if isinstance(reply, Found)]  # others died with a broker
     assert len(stored) > 10
     for job in stored:
-        told = history.taken[f"job_{job.id.hex()}_{job.end_seq}"]
-        assert job.end_seq and (told or job.end_seq in given_up), job
+        count = history.taken[f"job_{job.id.hex()}_{job.end_seq}"]
+        assert job.end_seq and (count or job.end_seq in given_up), job

@@ -75,9 +75,9 @@ def test_an_end_is_told_after_its_commit() -> None:
     job = story.assert_state("a", JobState.DONE)
     assert (post.url, post.end_seq, len(story.posts)) == (URL, job.end_seq, 1)
     assert post.id == f"job_{job.id.hex()}_{job.end_seq}"
-    told = json.loads(post.body)
-    assert told["type"] == "job.ended" and told["timestamp"].endswith("Z")
-    assert told["data"] == {
+    body = json.loads(post.body)
+    assert body["type"] == "job.ended" and body["timestamp"].endswith("Z")
+    assert body["data"] == {
         "job": job.id.hex(), "key": "a", "tenant": "", "model": "m", "state": "done", "gen": 0,
         "ids": 2, "end_seq": job.end_seq, "cause": "",
     }  # fmt: skip
@@ -141,7 +141,7 @@ def test_a_failed_try_is_made_again_later_and_the_delays_grow() -> None:
     posted(story, post, delivered=False, why="HTTP 500")
     assert len(story.posts) == 1
     story.pass_time(FIRST_DELAY * 1.3)
-    assert [one.id for one in story.posts] == [post.id, post.id]
+    assert [attempt.id for attempt in story.posts] == [post.id, post.id]
     delays = [retry_delay(b"job", tries) for tries in range(30)]
     assert all(FIRST_DELAY <= delay <= 1.25 * MAX_DELAY for delay in delays)
     assert delays[3] > delays[1] > delays[0] and delays[29] >= MAX_DELAY
@@ -190,7 +190,7 @@ def test_a_notice_outlives_the_broker(told: bool) -> None:
         story.tell_manager(ev.Posted(post.end_seq, True))
     story = restarted(story)
     story.pass_time(0.2)
-    assert [one.id for one in story.posts] == [post.id]
+    assert [attempt.id for attempt in story.posts] == [post.id]
 
 
 def test_a_job_that_ends_twice_is_told_twice_and_in_order() -> None:
@@ -322,7 +322,7 @@ def test_a_host_that_cannot_be_reached_is_tried_with_one_notice_after_pauses() -
     assert len(story.posts) == count + 2
     posted(story, story.posts[-1])  # it is back
     assert len(under_way(story, tried)) >= PER_ORIGIN
-    tries = [one.tries for one in story.store.outbox.values()]
+    tries = [notice.tries for notice in story.store.outbox.values()]
     assert sum(tries) == PER_ORIGIN + 1
     assert [origin_pause(number) for number in (0, 1, 2, 50)] == [1.0, 2.0, 4.0, MAX_PAUSE]
 
@@ -337,8 +337,8 @@ def test_a_dead_host_gives_all_its_old_notices_up_with_one_try() -> None:
             done += 1
             posted(story, post, delivered=False, why="no connection", unreachable=True)
         story.pass_time(15.0)
-    given_up = [one for one in story.store.outbox.values() if one.given_up is not None]
-    assert len(given_up) == 40 and {one.cause for one in given_up} == {"no connection"}
+    given_up = [notice for notice in story.store.outbox.values() if notice.given_up is not None]
+    assert len(given_up) == 40 and {notice.cause for notice in given_up} == {"no connection"}
     assert done < 40  # fewer attempts than notices
 
 

@@ -30,7 +30,7 @@ def go_on(story: JobStory, worker: FakeWorker, seconds: float) -> None:
     end = story.now + seconds
     while story.now < end:
         story.pass_time(0.1)
-        for job in [one for one, _ in worker.cancelled if one in worker.runs]:
+        for job in [ident for ident, _ in worker.cancelled if ident in worker.runs]:
             worker.confirm(job)
         worker.cancelled.clear()
         worker.credit()
@@ -66,7 +66,7 @@ def test_the_core_has_a_bounded_number_of_jobs_of_many_owners() -> None:
             story.submit(key, owner=f"uid:{100 + number}")
     go_on(story, worker, 10.0)
     most = MAX_WITH_OTHERS * WINDOW * PLACES
-    assert len({one.owner for one in story.core.state.requests.values()}) > 20
+    assert len({request.owner for request in story.core.state.requests.values()}) > 20
     assert len(story.core.state.requests) <= most + 1
 
 

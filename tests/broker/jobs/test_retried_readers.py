@@ -45,14 +45,14 @@ def read(story: JobStory, start: int = 0, *, steps: bool = True) -> bytes:
 def deltas(story: JobStory, reading: bytes) -> list[tuple[int, int, int]]:
     """Returns (position, failures before it, number of ids) of each delta that a reader got."""
     sent = [tell for tell in story.told if tell.header.id == reading]
-    found = []
+    rows = []
     for tell in sent:
         if isinstance(tell.message, StreamDelta):
             body = tell.message.body()
             failures = sum(step == AGAIN for step in body["steps"])
             assert body["steps"][:failures] == [AGAIN] * failures
-            found.append((tell.header.pos, failures, body["n"]))
-    return found
+            rows.append((tell.header.pos, failures, body["n"]))
+    return rows
 
 
 def test_every_reading_has_the_failures_at_the_same_places(story: JobStory) -> None:
@@ -85,8 +85,8 @@ def test_every_reading_has_the_failures_at_the_same_places(story: JobStory) -> N
     # position.
     assert deltas(story, whole) == [(0, 2, 3), (3, 1, 2), (5, 1, 0)]
     assert deltas(story, read(story, 5)) == [(5, 1, 0)]
-    told = [tell.message.kind for tell in story.told if tell.header.id == whole]
-    assert told == ["accepted", "delta", "delta", "delta", "error"]
+    kinds = [tell.message.kind for tell in story.told if tell.header.id == whole]
+    assert kinds == ["accepted", "delta", "delta", "delta", "error"]
 
 
 def test_a_slow_reader_is_told_of_a_failure_that_it_did_not_see(story: JobStory) -> None:

@@ -169,9 +169,11 @@ class World:
         """Performs a commit, but reports it as failed."""
         store = self.story.store
         self.story.drain()
-        told = [(one, Refused("store_closed", "a lost connection")) for one in store.inbox]
+        results = [
+            (operation, Refused("store_closed", "a lost connection")) for operation in store.inbox
+        ]
         store.commit()
-        store.results = told
+        store.results = results
         self.story.drain()
 
     def refuse(self) -> None:

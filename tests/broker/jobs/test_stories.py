@@ -113,8 +113,8 @@ def test_a_reader_that_came_before_the_first_token_gets_the_facts_too() -> None:
     story.pass_time(0.2)
     worker.tokens(job.id, 1)
     story.pass_time(0.2)
-    told = [one.message.facts for one in story.told if isinstance(one.message, StreamDelta)]
-    assert reading.ids == [0, 1, 2, 3] and told == [facts, None]
+    received = [tell.message.facts for tell in story.told if isinstance(tell.message, StreamDelta)]
+    assert reading.ids == [0, 1, 2, 3] and received == [facts, None]
 
 
 def test_nothing_is_due_while_a_write_is_under_way() -> None:
@@ -157,14 +157,16 @@ def test_readers_come_early_late_and_from_any_id() -> None:
     story.settle()
     assert first.ids == list(range(8)) and middle.ids == list(range(4, 8))
     assert ahead.ids[-2:] == [6, 7] and late.ids[-6:] == list(range(2, 8))
-    assert all(one.end and one.end["reason"] == "stop" for one in (first, middle, ahead, late))
+    assert all(
+        reading.end and reading.end["reason"] == "stop" for reading in (first, middle, ahead, late)
+    )
 
 
 def test_a_reader_behind_its_window_waits_for_its_acks_and_the_job_does_not() -> None:
     story = JobStory()
     worker, job = started(story)
     reading = story.fetch("a", window=2)
-    ident = next(key[0] for key, one in story.readings.items() if one is reading)
+    ident = next(key[0] for key, candidate in story.readings.items() if candidate is reading)
     story.settle()
     for _ in range(3):
         worker.tokens(job.id, 2)
@@ -580,7 +582,7 @@ def test_a_model_that_always_has_other_jobs_does_not_hold_up_one_that_has_to_run
     while bad not in worker.runs:
         assert waited < SUSPECT_WAIT + 20, "it was held up"
         story.pass_time(1.0)
-        for running in [one for one in worker.runs if one != bad][:1]:
+        for running in [ident for ident in worker.runs if ident != bad][:1]:
             worker.end(running, count=1)
         worker.credit()
         waited = story.now - begin
@@ -1046,7 +1048,7 @@ def test_owners_have_turns_and_the_window_bounds_what_runs() -> None:
     story.pass_time(0.3)
     running = list(story.manager.runs.active.values())
     assert len(running) == 8  # twice the places
-    assert sum(one.job.scope.owner == "uid:2" for one in running) == 3
+    assert sum(active.job.scope.owner == "uid:2" for active in running) == 3
 
 
 def test_a_job_waits_for_its_model_and_has_it_loaded() -> None:

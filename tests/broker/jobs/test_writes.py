@@ -306,12 +306,12 @@ def planned(feeder: Feeder, view: Any, now: float) -> int:
     Returns their number, or 0 if no read is due.
     """
     for plan in feeder.plan(view, (), now):
-        found = tuple(
+        jobs = tuple(
             cast(FedJob, SimpleNamespace(request=b"", blobs=())) for _ in range(plan.count)
         )
-        for _ in found:
+        for _ in jobs:
             feeder.started((plan.model, plan.priority), "a")
-        feeder.fed(plan, Fed(found, "", None, now), now)
+        feeder.fed(plan, Fed(jobs, "", None, now), now)
         return plan.count
     return 0
 

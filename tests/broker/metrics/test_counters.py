@@ -34,15 +34,15 @@ def story() -> Story:
 def by_model(snapshot: Snapshot, name: str, label: str | None = None) -> Counter[str]:
     """Returns a metric's value for each model; `label` selects one value of the last label."""
     (family,) = (each for each in MODELS if each.name == name)
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for labels, value in family.rows(snapshot):
         if isinstance(value, list):
             values = dict(zip(family.last_label_values, value, strict=True))
-            found[labels[0]] += sum(values.values()) if label is None else values[label]
+            counts[labels[0]] += sum(values.values()) if label is None else values[label]
         else:
             assert isinstance(value, int)
-            found[labels[0]] += value
-    return found
+            counts[labels[0]] += value
+    return counts
 
 
 def assert_sums_are_totals(snapshot: Snapshot) -> None:
@@ -119,7 +119,9 @@ def test_the_log_line_of_a_request_has_its_model_and_the_name_it_asked_for(story
     for name, other in (("chat", "chat"), ("mine", None)):
         worker.end(story.generate(name=name), count=1)
         (line,) = (
-            one.fields for one in story.last if isinstance(one, act.Note) and one.event == "request"
+            action.fields
+            for action in story.last
+            if isinstance(action, act.Note) and action.event == "request"
         )
         assert (line["model"], line["asked_for"]) == ("mine", other)
 

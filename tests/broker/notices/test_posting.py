@@ -318,10 +318,10 @@ def test_a_resolver_that_hangs_ends_no_other_notice_and_is_asked_once() -> None:
                 for _ in range(20)
             ]
             well = await poster.post(f"http://well.example:{port}/", b"", {}, rules)
-            found = [well, *await asyncio.gather(*hanging)]
-            found.append(await late.post(f"http://hangs.example:{port}/", b"", {}, rules))
+            outcomes = [well, *await asyncio.gather(*hanging)]
+            outcomes.append(await late.post(f"http://hangs.example:{port}/", b"", {}, rules))
             assert asked.count("hangs.example") == 1
-        return found
+        return outcomes
 
     with receiver(answering(OK)) as (port, requests):
         well, *hung = asyncio.run(run(port))

@@ -52,22 +52,22 @@ class Parts:
     woken: threading.Semaphore
 
     def outcomes(self, count: int) -> list[tuple[int, Outcome]]:
-        found: list[tuple[int, Outcome]] = []
+        outcomes: list[tuple[int, Outcome]] = []
 
         def came() -> bool:
-            found.extend(self.sender.take())
-            return len(found) >= count
+            outcomes.extend(self.sender.take())
+            return len(outcomes) >= count
 
         until(came, f"{count} outcomes")
-        return found
+        return outcomes
 
 
 @pytest.fixture
 def parts() -> Iterator[Parts]:
     office, woken = Office(), threading.Semaphore(0)
-    made: Any = office
+    untyped: Any = office
     box: list[Parts] = []
-    sender = NoticeSender(lambda: box[0].rules, woken.release, lambda: made)
+    sender = NoticeSender(lambda: box[0].rules, woken.release, lambda: untyped)
     box.append(Parts(office, PostingRules(Allowed(), None), sender, woken))
     yield box[0]
     office.held.set()
@@ -226,7 +226,7 @@ def test_each_secret_signs(tmp_path: Path) -> None:
     other = "whsec_" + "A" * 32
     secrets = read_secrets(secret_file(tmp_path, f"{SECRET}\n{other}\n"))
     both = headers(secrets, "id", 1, b"body")["webhook-signature"].split(" ")
-    assert both == [headers([one], "id", 1, b"body")["webhook-signature"] for one in secrets]
+    assert both == [headers([secret], "id", 1, b"body")["webhook-signature"] for secret in secrets]
 
 
 @pytest.mark.parametrize(

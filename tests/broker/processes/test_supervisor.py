@@ -83,11 +83,11 @@ class Nursery:
 def nursery(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Nursery]:
-    made = Nursery(tmp_path, monkeypatch, request.param)
+    new_nursery = Nursery(tmp_path, monkeypatch, request.param)
     try:
-        yield made
+        yield new_nursery
     finally:
-        made.supervisor.close()
+        new_nursery.supervisor.close()
 
 
 def gone(child: Child, patience: float = PATIENCE) -> bool:
@@ -200,11 +200,11 @@ def test_a_worker_is_told_its_settings(nursery: Nursery) -> None:
         " sys.stdin.read()"
     )
     line = nursery.said().splitlines()[0]
-    told = WorkerConfig.from_environment(line)
+    settings = WorkerConfig.from_environment(line)
     model = nursery.config.models["m"]
-    assert told.block_fd > 2 and told.dump_fd > 2
-    told = replace(told, block_fd=-1, dump_fd=-1)
-    assert told == WorkerConfig(
+    assert settings.block_fd > 2 and settings.dump_fd > 2
+    settings = replace(settings, block_fd=-1, dump_fd=-1)
+    assert settings == WorkerConfig(
         "ipc:///back",
         "m/0",
         child.token,
@@ -516,14 +516,14 @@ def test_a_worker_that_dials_chooses_for_itself(
     (tmp_path / "logs").mkdir()
     supervisor = Supervisor(config, "ipc:///back", dial=DialSettings())
     model = ModelConfig(path="builtin:counting", gpu_ids=gpu_ids)
-    told: list[str | None] = []
+    visible: list[str | None] = []
 
     def start(command: object, env: Mapping[str, str], **options: object) -> object:
-        told.append(env.get("CUDA_VISIBLE_DEVICES"))
+        visible.append(env.get("CUDA_VISIBLE_DEVICES"))
         raise OSError("no process is needed")
 
     monkeypatch.setattr("subprocess.Popen", start)
     with pytest.raises(OSError if seen else GpusUnavailable):
         supervisor.start("m/1", "m", model)
-    assert told == ([seen] if seen else [])
+    assert visible == ([seen] if seen else [])
     assert supervisor.places.held() == {}

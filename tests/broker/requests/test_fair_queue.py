@@ -50,11 +50,11 @@ def test_the_head_without_images_passes_those_with_images() -> None:
     seen = [request(n, "a", prompt="[img-0]", images=1, blobs=(b"x",)) for n in range(2)]
     texts = [request(10, "a"), request(11, "b")]
     queue = filled(*seen, *texts)
-    found = []
+    heads = []
     while (head := queue.head(without_images=True)) is not None:
         queue.take(head)
-        found.append(head)
-    assert set(found) == set(texts) and len(found) == 2
+        heads.append(head)
+    assert set(heads) == set(texts) and len(heads) == 2
     assert served(queue, 2) == seen
     assert (queue.count, queue.bytes, queue.head(without_images=True)) == (0, 0, None)
 
@@ -159,12 +159,12 @@ def test_a_request_in_the_middle_can_be_dropped() -> None:
 
 
 def test_the_bytes_of_waiting_prompts_are_counted() -> None:
-    one, two = request(1, prompt="x" * 10), request(2, prompt="y" * 20)
-    queue = filled(one)
-    queue.add_resumed(two)
+    first, second = request(1, prompt="x" * 10), request(2, prompt="y" * 20)
+    queue = filled(first)
+    queue.add_resumed(second)
     assert (queue.count, queue.bytes) == (2, 30)
-    queue.drop(two)
-    queue.take(one)
+    queue.drop(second)
+    queue.take(first)
     assert (queue.count, queue.bytes) == (0, 0)
 
 

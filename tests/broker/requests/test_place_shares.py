@@ -33,9 +33,9 @@ JOB = rank_of(0, kept=True, idle=False)
 
 
 def request(owner: str, arrival: int = 0, rank: int = STREAM, since: float = 0.0) -> Request:
-    made = new_request(arrival.to_bytes(16, "big"), owner, arrival)
-    made.rank, made.accepted_at = rank, since
-    return made
+    created = new_request(arrival.to_bytes(16, "big"), owner, arrival)
+    created.rank, created.accepted_at = rank, since
+    return created
 
 
 def runs(
@@ -78,7 +78,7 @@ def after(held: Iterable[Held], decision: Decision) -> Counter[str]:
 
 
 def givers(decision: Decision) -> list[tuple[str, int, str]]:
-    return [(one.owner, one.arrival, taker) for one, taker in decision.gives]
+    return [(giver.owner, giver.arrival, taker) for giver, taker in decision.gives]
 
 
 def test_an_owner_alone_gives_nothing_up() -> None:
@@ -117,7 +117,7 @@ def test_nobody_at_or_below_an_equal_share_gives_up_a_place(
     taken = Counter(taker for _, taker in decision.gives)
     for n, count in enumerate(wanted_of):
         if taken[f"{n}"] < count and before:
-            most = max((now[one] for one in before if one != f"{n}"), default=0)
+            most = max((now[owner] for owner in before if owner != f"{n}"), default=0)
             assert now[f"{n}"] + 2 > most
     later = decided(held, wanted)
     assert givers(later) == givers(decision), "the same for the same"
@@ -193,11 +193,11 @@ def places() -> Places:
 
     The sequence of `b` was taken from `a`.
     """
-    made = Places()
+    table = Places()
     for _ in range(4):
-        made.get("a")
-    made.give("a", "b")
-    return made
+        table.get("a")
+    table.give("a", "b")
+    return table
 
 
 def test_a_place_that_was_taken_is_promised_until_it_is_given(places: Places) -> None:

@@ -130,6 +130,6 @@ def test_an_answer_counts_for_the_worker_that_made_it() -> None:
 
 @pytest.mark.parametrize("pieces", [MAX_PIECES - 1, MAX_PIECES, MAX_PIECES + 5])
 def test_the_number_of_pieces_is_bounded(pieces: int) -> None:
-    found: PromptPieces = pieces_of(ids(*([1] * (pieces * PIECE_TOKENS))))
-    assert len(found.keys) == len(found.ends) == min(MAX_PIECES, pieces)
-    assert found.tokens == pieces * PIECE_TOKENS
+    prompt: PromptPieces = pieces_of(ids(*([1] * (pieces * PIECE_TOKENS))))
+    assert len(prompt.keys) == len(prompt.ends) == min(MAX_PIECES, pieces)
+    assert prompt.tokens == pieces * PIECE_TOKENS

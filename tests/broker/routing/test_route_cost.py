@@ -23,26 +23,26 @@ def demand(tokens: int, name: bytes = b"a", session: str = "") -> Demand:
 
 
 def route(prompt_ms: float, *steps: tuple[int, float]) -> Route:
-    made = Route()
-    made.speed.observe_prompt(prompt_ms)
+    worker_route = Route()
+    worker_route.speed.observe_prompt(prompt_ms)
     for rows, ms in steps:
-        made.speed.observe_step(rows, ms)
-    return made
+        worker_route.speed.observe_step(rows, ms)
+    return worker_route
 
 
 def test_the_cost_is_the_time_to_read_and_to_decode() -> None:
-    one = route(2.0, (1, 20.0), (5, 28.0))  # 18 ms and 2 ms per row
-    assert cost_ms(demand(300), one, 4, WorkerSpeed()) == pytest.approx(
+    worker_route = route(2.0, (1, 20.0), (5, 28.0))  # 18 ms and 2 ms per row
+    assert cost_ms(demand(300), worker_route, 4, WorkerSpeed()) == pytest.approx(
         600 * READ_WEIGHT + 100 * 24
     )
-    one.sent(1, demand(50, b"other"))
-    assert cost_ms(demand(300), one, 4, WorkerSpeed()) == pytest.approx(
+    worker_route.sent(1, demand(50, b"other"))
+    assert cost_ms(demand(300), worker_route, 4, WorkerSpeed()) == pytest.approx(
         600 * READ_WEIGHT + 100 + 100 * 24
     )
-    one.has_read(1)
-    one.sent(2, demand(300))
-    one.has_read(2)
-    assert cost_ms(demand(300), one, 4, WorkerSpeed()) == pytest.approx(100 * 24)
+    worker_route.has_read(1)
+    worker_route.sent(2, demand(300))
+    worker_route.has_read(2)
+    assert cost_ms(demand(300), worker_route, 4, WorkerSpeed()) == pytest.approx(100 * 24)
 
 
 def test_a_slow_replica_costs_more_for_the_same_prompt() -> None:
@@ -62,40 +62,40 @@ def test_an_unknown_worker_is_taken_to_be_as_fast_as_the_others() -> None:
 
 
 def test_predictions_are_corrected_by_what_was_cached() -> None:
-    one = route(1.0, (1, 10.0))
-    one.index.add(demand(400).pieces)
+    worker_route = route(1.0, (1, 10.0))
+    worker_route.index.add(demand(400).pieces)
     for run in range(100):
-        one.sent(run, demand(400))
-        one.ended(run, cached=100)
-    assert one.trust == pytest.approx(0.25, abs=0.01)
-    assert not one.predicted and not one.unread
-    assert cost_ms(demand(400), one, 0, WorkerSpeed()) == pytest.approx(
+        worker_route.sent(run, demand(400))
+        worker_route.ended(run, cached=100)
+    assert worker_route.trust == pytest.approx(0.25, abs=0.01)
+    assert not worker_route.predicted and not worker_route.unread
+    assert cost_ms(demand(400), worker_route, 0, WorkerSpeed()) == pytest.approx(
         300 * READ_WEIGHT + 1000, rel=0.01
     )
 
 
 def test_evictions_shrink_the_index_once() -> None:
-    one = route(1.0)
-    one.sent(1, demand(400))
-    one.dropped(0)
-    assert one.index.tokens == 400
-    one.dropped(300)
-    assert one.index.tokens == 0
-    one.sent(2, demand(400))
-    one.dropped(300)
-    assert one.index.tokens == 400
+    worker_route = route(1.0)
+    worker_route.sent(1, demand(400))
+    worker_route.dropped(0)
+    assert worker_route.index.tokens == 400
+    worker_route.dropped(300)
+    assert worker_route.index.tokens == 0
+    worker_route.sent(2, demand(400))
+    worker_route.dropped(300)
+    assert worker_route.index.tokens == 400
 
 
 def test_a_session_is_found_with_its_prompts_length_and_sessions_are_bounded() -> None:
-    one = Route()
-    one.sent(1, demand(400, b"a", "s"))
-    assert one.found(demand(500, b"b", "s")) == 400
-    assert one.found(demand(300, b"b", "s")) == 300
-    assert one.found(demand(500, b"b", "t")) == 0
+    worker_route = Route()
+    worker_route.sent(1, demand(400, b"a", "s"))
+    assert worker_route.found(demand(500, b"b", "s")) == 400
+    assert worker_route.found(demand(300, b"b", "s")) == 300
+    assert worker_route.found(demand(500, b"b", "t")) == 0
     for number in range(MAX_SESSIONS):
-        one.sent(2 + number, demand(10, b"%d" % number, str(number)))
-    assert one.found(demand(500, b"b", "s")) == 0
-    assert len(one.sessions) == MAX_SESSIONS
+        worker_route.sent(2 + number, demand(10, b"%d" % number, str(number)))
+    assert worker_route.found(demand(500, b"b", "s")) == 0
+    assert len(worker_route.sessions) == MAX_SESSIONS
 
 
 def test_steps_are_fitted_by_a_line_over_rows() -> None:

@@ -129,18 +129,18 @@ def test_an_export_has_each_answer_once_over_pages(store: OpenedStore, room: int
     for number, answer in answers.items():
         store.submitted(number, blobs=(b"request %d" % number * 90,))
         store.do(finish(number, answer=answer))
-    found: dict[bytes, list[tuple[int, bytes]]] = {}
+    exported: dict[bytes, list[tuple[int, bytes]]] = {}
     heads, requests = 0, list[bytes]()
     cursor: Cursor | None = Cursor()
     while cursor is not None:
         page = store.one(ExportJobs(cursor, max_bytes=room))
         assert isinstance(page, Export)
-        for one in page.jobs:
-            heads += one.request is not None
-            requests += [data for _, data in one.blobs]
-            found.setdefault(one.job.id, []).extend(one.answer)
+        for entry in page.jobs:
+            heads += entry.request is not None
+            requests += [data for _, data in entry.blobs]
+            exported.setdefault(entry.job.id, []).extend(entry.answer)
         cursor = page.next
-    assert found == {job_id(n): [*enumerate(answer)] for n, answer in answers.items()}
+    assert exported == {job_id(n): [*enumerate(answer)] for n, answer in answers.items()}
     assert heads == 3 and requests == [b"request %d" % n * 90 for n in answers]
 
 

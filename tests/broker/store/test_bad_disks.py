@@ -43,8 +43,10 @@ def stored(folder: Path, *numbers: int) -> list[tuple[JobState, int]]:
     opener = SqliteOpener(folder / "disk" / "state", MAX_BYTES, reserve_bytes=1)
     with opener, opener.open() as store:
         store.begin(8, store.wall_seen)
-        found = store.transaction([ReadJob(job_id(number)) for number in numbers], store.wall_seen)
-    return [(each.job.state, each.job.pos) for each in found]  # type: ignore[attr-defined]
+        results = store.transaction(
+            [ReadJob(job_id(number)) for number in numbers], store.wall_seen
+        )
+    return [(each.job.state, each.job.pos) for each in results]  # type: ignore[attr-defined]
 
 
 # ---- a full disk ---------------------------------------------------------------------------------

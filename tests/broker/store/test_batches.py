@@ -176,12 +176,12 @@ def test_the_file_of_a_client_stays_when_its_batch_is_gone(store: OpenedStore) -
 
 def test_lines_that_the_deadline_cut_off_count_as_expired(store: OpenedStore) -> None:
     new_batch(store, deadline=5.0)
-    found = lines(store, count=1)
-    add(store, found)
+    page = lines(store, count=1)
+    add(store, page)
     store.do(finish(100))
-    found = lines(store)
+    page = lines(store)
     late = tuple((number, f"l{number}", "deadline_exceeded: late") for number in (1, 2))
-    batch = store.one(AddLines(BATCH, 1, found.next_line, found.end, True, (), (), late))
+    batch = store.one(AddLines(BATCH, 1, page.next_line, page.end, True, (), (), late))
     assert dict(batch.counts) == {JobState.DONE: 1, JobState.EXPIRED: 2}
     assert (batch.failed, batch.waiting) == (0, 0)
     assert batch_outcome(store.one(EndBatch(BATCH))) == "expired"
@@ -212,15 +212,15 @@ def test_lines_become_jobs_some_at_a_time(store: OpenedStore) -> None:
 def test_every_line_is_found_once_over_all_parts(store: OpenedStore, count: int) -> None:
     texts = [b"x" * (number * 977 % 5000) + b"%d" % number for number in range(300)]
     new_batch(store, b"\n".join(texts) + b"\n")
-    found: list[bytes] = []
+    contents: list[bytes] = []
     database = store.store.database
     while True:
         page = lines(store, count=count, max_bytes=20_000)
-        found += [data for _, _, data in page.lines]
+        contents += [data for _, _, data in page.lines]
         if page.last:
             break
         database.change("UPDATE batch SET next_line = ?, next_start = ?", page.next_line, page.end)
-    assert found == texts
+    assert contents == texts
 
 
 def test_a_line_that_is_too_long_is_told_as_such(store: OpenedStore) -> None:
@@ -235,9 +235,9 @@ def test_a_line_that_is_too_long_is_told_as_such(store: OpenedStore) -> None:
 
 def test_lines_are_added_once(store: OpenedStore) -> None:
     new_batch(store)
-    found = lines(store, count=2)
-    add(store, found)
-    unchanged = add(store, found)
+    page = lines(store, count=2)
+    add(store, page)
+    unchanged = add(store, page)
     assert (unchanged.next_line, dict(unchanged.counts)) == (2, {JobState.WAITING: 2})
 
 
@@ -253,13 +253,13 @@ def test_a_taken_key_fails_its_line_alone(store: OpenedStore) -> None:
 def test_lines_that_find_no_room_stay_in_the_file(store: OpenedStore) -> None:
     store.open(max_bytes=2 * 1024 * 1024)
     new_batch(store)
-    found = lines(store)
-    jobs = tuple(of_line(number, request=b"x" * 900_000) for number, _, _ in found.lines)
-    refused = store.one(AddLines(BATCH, 0, found.next_line, found.end, True, jobs))
+    page = lines(store)
+    jobs = tuple(of_line(number, request=b"x" * 900_000) for number, _, _ in page.lines)
+    refused = store.one(AddLines(BATCH, 0, page.next_line, page.end, True, jobs))
     assert isinstance(refused, Refused) and refused.code == "store_full"
     batch = store.one(ReadBatch(BATCH))
     assert (batch.state, batch.next_line, batch.counts) == (BatchState.OPEN, 0, ())
-    assert add(store, found).state is BatchState.FED
+    assert add(store, page).state is BatchState.FED
 
 
 # ---- begin and end -------------------------------------------------------------------------------
@@ -368,8 +368,11 @@ def test_the_results_of_a_batch_go_some_at_a_time(store: OpenedStore) -> None:
 
 def results_of(store: OpenedStore) -> list[tuple[int, str]]:
     """Returns the remaining results: the number of each line, and its state."""
-    found = store.one(ReadOutcomes(SCOPE)).outcomes
-    states = [(one.line, "failed" if one.job is None else one.job.state.value) for one in found]
+    outcomes = store.one(ReadOutcomes(SCOPE)).outcomes
+    states = [
+        (outcome.line, "failed" if outcome.job is None else outcome.job.state.value)
+        for outcome in outcomes
+    ]
     return [(line, state) for line, state in states if state != "gone"]
 
 
@@ -426,14 +429,14 @@ def test_batches_are_listed_in_pages(store: OpenedStore) -> None:
         store.now += number % 2  # some were created at the same time
         scope = Scope("a", "", f"k{number}")
         store.one(SubmitBatch(b"%16d" % number, scope, b"digest", FILE))
-    found, behind = [], None
+    keys, behind = [], None
     while True:
         page = store.one(ListBatches("a", "", count=2, behind=behind))
-        found += [batch.scope.key for batch in page.batches]
+        keys += [batch.scope.key for batch in page.batches]
         behind = page.next
         if behind is None:
             break
-    assert found == ["k4", "k3", "k2", "k1", "k0"]
+    assert keys == ["k4", "k3", "k2", "k1", "k0"]
 
 
 def test_lines_are_no_jobs_of_the_list(store: OpenedStore) -> None:
@@ -462,33 +465,33 @@ def test_outcomes_come_in_the_order_of_lines_and_in_pages(store: OpenedStore) ->
     add(store, lines(store), failed=(1, 4))
     store.do(progress(100, 0), progress(100, 4), finish(100), finish(103, JobState.DEAD, cause="x"))
     store.do(progress(105, 0))
-    found, after = [], -1
+    outcomes, after = [], -1
     while True:
         page = store.one(ReadOutcomes(SCOPE, after, count=3))
-        found += page.outcomes
+        outcomes += page.outcomes
         after = page.next
         if after < 0:
             break
-    assert [outcome.line for outcome in found] == list(range(7))
-    assert found[0].text == "".join(f"<{pos}>" for pos in range(8))
-    assert len(found[0].ids) == 32
-    assert found[5].ids == b""  # it runs
-    assert [outcome.cause for outcome in found] == ["", "not JSON", "", "x", "not JSON", "", ""]
-    assert [outcome.label for outcome in found] == [f"l{line}" for line in range(7)]
+    assert [outcome.line for outcome in outcomes] == list(range(7))
+    assert outcomes[0].text == "".join(f"<{pos}>" for pos in range(8))
+    assert len(outcomes[0].ids) == 32
+    assert outcomes[5].ids == b""  # it runs
+    assert [outcome.cause for outcome in outcomes] == ["", "not JSON", "", "x", "not JSON", "", ""]
+    assert [outcome.label for outcome in outcomes] == [f"l{line}" for line in range(7)]
 
 
 def test_millions_of_empty_lines_are_few_portions(store: OpenedStore) -> None:
     """Each portion is one commit, which takes some milliseconds of the store's thread."""
     empty = 1_000_000
     new_batch(store, b"\n" * empty + b"one\n \t\r\n\ntwo\n" + b" \n" * empty)
-    found, portions = [], 0
+    rows, portions = [], 0
     while True:
         some = lines(store)
         assert isinstance(some, Lines)
-        found += [(number, data) for number, _, data in some.lines]
+        rows += [(number, data) for number, _, data in some.lines]
         portions += 1
         add(store, some)
         if some.last:
             break
-    assert found == [(empty, b"one"), (empty + 3, b"two")]
+    assert rows == [(empty, b"one"), (empty + 3, b"two")]
     assert portions <= 3 * empty // PART + 3

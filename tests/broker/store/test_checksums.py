@@ -211,7 +211,7 @@ def test_what_went_wrong_is_kept_with_the_stacks(store: OpenedStore) -> None:
         finish(1, JobState.DEAD, cause="too often\0"),
     )
     history = store.one(ReadHistory(job_id(1)))
-    assert [(one.number, one.cause, one.stacks) for one in history.failures] == [
+    assert [(failure.number, failure.cause, failure.stacks) for failure in history.failures] == [
         (1, "the worker m/0 ended: it hung", "Thread 1\n  File x"),
         (2, "out of memory", ""),
         (3, "too often\\0", ""),
@@ -238,9 +238,9 @@ def test_only_the_newest_failures_are_kept_and_counted(store: OpenedStore) -> No
     history = store.one(ReadHistory(job_id(1)))
     assert len(history.failures) == MAX_FAILURES
     assert history.failures[0].cause == "number 5"
-    kept = sum(len(one.cause) + len(one.stacks) for one in history.failures)
-    found = store.one(ReadJob(job_id(1)))
-    assert isinstance(found, Found) and found.job == replace(history.job, size=before + kept)
+    kept = sum(len(failure.cause) + len(failure.stacks) for failure in history.failures)
+    result = store.one(ReadJob(job_id(1)))
+    assert isinstance(result, Found) and result.job == replace(history.job, size=before + kept)
 
 
 def set_back(number: int, charge: float, cause: str, stacks: str = "") -> SetBack:

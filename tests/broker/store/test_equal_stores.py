@@ -108,7 +108,7 @@ def comparable(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(comparable, value))
     if isinstance(value, Struct):
-        of = {name: comparable(one) for name, one in asdict(value).items()}
+        of = {name: comparable(field) for name, field in asdict(value).items()}
         return type(value).__name__, {**of, "next": bool(of.get("next"))}
     return value
 
@@ -127,10 +127,13 @@ def test_both_stores_give_the_same_results(
             store.now += passed
             if step % 100 == 99:
                 store.open(boot=step)
-            told = store.do(*asked)
-            if isinstance(told[-1], Changed):  # the result of a change is the stored job
-                assert store.one(ReadJob(told[-1].job.id)) == Found(told[-1].job)
-            results.append(comparable(tuple(told)))
+            answers = store.do(*asked)
+            if isinstance(answers[-1], Changed):  # the result of a change is the stored job
+                assert store.one(ReadJob(answers[-1].job.id)) == Found(answers[-1].job)
+            results.append(comparable(tuple(answers)))
         assert results[0] == results[1], asked
-        seen |= {(type(one).__name__, name[0]) for one, name in zip(asked, results[0], strict=True)}
+        seen |= {
+            (type(request).__name__, name[0])
+            for request, name in zip(asked, results[0], strict=True)
+        }
     assert len(seen) > 35  # kinds of operations with kinds of results

@@ -42,17 +42,17 @@ def test_files_are_listed_in_pages_of_a_purpose(store: OpenedStore, oldest_first
         store.now += number % 2  # some were created at the same time
         put(store, number)
     store.one(CreateFile(FILE, "a", "", "other", "n", "q", data=b"x", last=True))
-    found: list[str] = []
+    keys: list[str] = []
     behind = None
     while True:
         page = store.one(ListFiles("a", "", 2, "p", behind, oldest_first))
-        found += [file.key for file in page.files]
+        keys += [file.key for file in page.files]
         if not page.more:
             break
         behind = (page.files[-1].created, page.files[-1].id)
         store.one(DeleteFile(page.files[-1].id, "a", ""))  # the place stays
     order = [f"f{number}" for number in range(5)]
-    assert found == (order if oldest_first else order[::-1])
+    assert keys == (order if oldest_first else order[::-1])
     assert len(store.one(ListFiles("a", "")).files) == 4
 
 
@@ -69,13 +69,13 @@ def test_a_page_of_many_files_reads_no_others(sqlite_store: OpenedStore) -> None
 
 
 def test_where_a_deleted_file_was_is_known_for_some_time(store: OpenedStore) -> None:
-    made = put(store, 1)
-    store.one(DeleteFile(made.id, "a", ""))
-    assert store.one(ReadFile(made.id, "a", "")) == UnknownName(made.created)
-    assert store.one(ReadFile(made.id, "b", "")) == UnknownName()
+    file = put(store, 1)
+    store.one(DeleteFile(file.id, "a", ""))
+    assert store.one(ReadFile(file.id, "a", "")) == UnknownName(file.created)
+    assert store.one(ReadFile(file.id, "b", "")) == UnknownName()
     store.now += DELETED_LIFE + 1
     store.one(Sweep())
-    assert store.one(ReadFile(made.id, "a", "")) == UnknownName()
+    assert store.one(ReadFile(file.id, "a", "")) == UnknownName()
 
 
 def test_files_of_an_owner_are_bounded_in_bytes(store: OpenedStore) -> None:

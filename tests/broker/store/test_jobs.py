@@ -479,9 +479,9 @@ def test_retries_have_a_bound(store: OpenedStore, monkeypatch: pytest.MonkeyPatc
 
 def test_a_request_is_read_until_its_result_is_deleted(store: OpenedStore) -> None:
     store.submitted(1)
-    found = store.one(ReadRequest(job_id(1)))
-    assert isinstance(found, StoredRequest) and found.job.id == job_id(1)
-    assert found.request and isinstance(store.one(ReadJob(job_id(1))), Found)
+    stored = store.one(ReadRequest(job_id(1)))
+    assert isinstance(stored, StoredRequest) and stored.job.id == job_id(1)
+    assert stored.request and isinstance(store.one(ReadJob(job_id(1))), Found)
     store.one(finish(1))
     assert isinstance(store.one(ReadRequest(job_id(1))), StoredRequest)
     store.one(Release(job_id(1)))

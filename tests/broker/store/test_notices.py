@@ -49,28 +49,28 @@ def test_a_notice_is_due_until_it_is_sent(store: OpenedStore) -> None:
 
 def test_a_notice_says_how_its_job_ended_after_the_release(store: OpenedStore) -> None:
     """The notice is made at the end of the job. Neither the release nor time changes it."""
-    told = store.submitted(1, notify="https://there/x")
+    job = store.submitted(1, notify="https://there/x")
     store.do(finish(1))
     before = store.one(ReadNotices()).notices[0]
     assert json.loads(before.body)["data"]["state"] == "done"
-    released = store.one(Release(told.id)).job
+    released = store.one(Release(job.id)).job
     assert (released.state, released.notice) == (JobState.GONE, "waiting")
     for _ in range(3):
         store.now += KEY_LIFE + 1
         sweep(store)
     assert store.one(ReadNotices()).notices == (before,)
-    assert store.one(ReadJob(told.id)).job.state is JobState.GONE
+    assert store.one(ReadJob(job.id)).job.state is JobState.GONE
     store.one(NoticeSent(before.end_seq))
-    assert store.one(ReadJob(told.id)).job.notice == ""
+    assert store.one(ReadJob(job.id)).job.notice == ""
     store.now += outbox.HOLD
     sweep(store)
-    assert store.one(ReadJob(told.id)) == UnknownName()
+    assert store.one(ReadJob(job.id)) == UnknownName()
 
 
 def test_a_notice_that_is_given_up_goes_with_its_job(store: OpenedStore) -> None:
-    told = store.submitted(1, keep=1.0, notify="https://there/x")
+    job = store.submitted(1, keep=1.0, notify="https://there/x")
     store.do(finish(1), NoticeFailed(1, None, "refused"))
-    assert store.one(ReadJob(told.id)).job.notice == "given_up"
+    assert store.one(ReadJob(job.id)).job.notice == "given_up"
     assert store.one(ReadNotices()).notices == ()
     for _ in range(2):
         assert len(store.one(ListNotices()).notices) == 1
@@ -80,13 +80,13 @@ def test_a_notice_that_is_given_up_goes_with_its_job(store: OpenedStore) -> None
 
 
 def test_a_job_that_waits_again_is_told_of_once_more(store: OpenedStore) -> None:
-    told = store.submitted(1, notify="https://there/x")
-    store.do(finish(1, JobState.DEAD), Retry(told.id))
+    job = store.submitted(1, notify="https://there/x")
+    store.do(finish(1, JobState.DEAD), Retry(job.id))
     assert store.one(ReadNotices()).notices == ()  # the job has not ended
     store.do(finish(1))
     (notice,) = store.one(ReadNotices()).notices
     assert json.loads(notice.body)["data"]["state"] == "done"
-    assert json.loads(notice.body)["id"] == f"job_{told.id.hex()}_2"
+    assert json.loads(notice.body)["id"] == f"job_{job.id.hex()}_2"
 
 
 def notices_of(store: OpenedStore, **asked: Any) -> Counter[str]:
@@ -100,17 +100,17 @@ def test_origins_take_turns_and_have_their_room(store: OpenedStore) -> None:
     store.now += 1.0
     for number in range(301, 304):
         store.do(submit(number, notify=f"http://h{number}/x"), finish(number))
-    every = {"http://dead:80": 5} | {f"http://h{number}:80": 1 for number in range(301, 304)}
-    assert notices_of(store, count=8) == every
-    assert notices_of(store, count=4) == dict.fromkeys(every, 1)
-    assert notices_of(store, count=64, per_origin=3) == {**every, "http://dead:80": 3}
+    expected = {"http://dead:80": 5} | {f"http://h{number}:80": 1 for number in range(301, 304)}
+    assert notices_of(store, count=8) == expected
+    assert notices_of(store, count=4) == dict.fromkeys(expected, 1)
+    assert notices_of(store, count=64, per_origin=3) == {**expected, "http://dead:80": 3}
     full = (OriginLoad("http://dead:80", 8, 0), OriginLoad("http://h302:80", 8, 0))
     assert set(notices_of(store, loads=full)) == {"http://h301:80", "http://h303:80"}
     assert notices_of(store, count=1) == {"http://dead:80": 1}  # it has been due the longest
     busy = (OriginLoad("http://dead:80", 7, 1),)
     assert notices_of(store, count=1, loads=busy) == {"http://h301:80": 1}
     held = frozenset(range(1, 3))
-    numbers = [one.end_seq for one in store.one(ReadNotices(held=held, per_origin=2)).notices]
+    numbers = [notice.end_seq for notice in store.one(ReadNotices(held=held, per_origin=2)).notices]
     assert numbers[0] == 3 and set(numbers) == {3, 4, 301, 302, 303}
 
 
@@ -121,9 +121,9 @@ def test_a_host_that_cannot_be_reached_gives_up_what_is_too_old(store: OpenedSto
     store.do(submit(6, notify="http://other/x"), finish(6))
     store.now += 100.0
     store.do(NoticeFailed(5, 30.0, "no connection", "http://dead:80", give_up_after=135.0))
-    given_up = {one.end_seq: one.given_up for one in store.one(ListNotices()).notices}
+    given_up = {notice.end_seq: notice.given_up for notice in store.one(ListNotices()).notices}
     assert [number for number, at in given_up.items() if at is not None] == [1, 2]
-    assert all(one.cause in ("no connection", "") for one in store.one(ListNotices()).notices)
+    assert all(notice.cause in ("no connection", "") for notice in store.one(ListNotices()).notices)
 
 
 @pytest.mark.parametrize("jump", [100_000.0, 365 * 24 * 3600.0, -100_000.0])

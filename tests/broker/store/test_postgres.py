@@ -51,14 +51,14 @@ def perform(writer: StoreWriter, operation: Any) -> Any:
     refused = writer.offer(operation)
     if refused is not None:
         return refused
-    found: list[Any] = []
+    results: list[Any] = []
 
     def told() -> bool:
-        found.extend(writer.take())
-        return bool(found)
+        results.extend(writer.take())
+        return bool(results)
 
     until(told, "a result")
-    return found[0][1]
+    return results[0][1]
 
 
 def end_sessions(server: PostgresServer) -> None:

@@ -61,25 +61,25 @@ def losses(state: Path, told: Acknowledged) -> list[str]:
 
 def compare(export: Export, told: Acknowledged) -> list[str]:
     stored = {each.job.id: each for each in export.jobs}
-    found = []
+    messages = []
     for number, count in told.ids.items():
         each = stored.get(job_id(number))
         if each is None:
-            found.append(f"job {number} is missing")
+            messages.append(f"job {number} is missing")
             continue
         job = each.job
         if job.state is JobState.GONE:
             continue
-        ids = [one for chunk in each.chunks for one in unpack_ids(chunk.ids)]
+        ids = [token_id for chunk in each.chunks for token_id in unpack_ids(chunk.ids)]
         if ids[:count] != [token(number, pos) for pos in range(count)]:
-            found.append(f"job {number} has {len(ids)} ids of {count}")
+            messages.append(f"job {number} has {len(ids)} ids of {count}")
         if number in told.ends and (job.state, job.end_seq) != told.ends[number]:
-            found.append(f"job {number} is {job.state} {job.end_seq}, not {told.ends[number]}")
+            messages.append(f"job {number} is {job.state} {job.end_seq}, not {told.ends[number]}")
         if number in told.gone:
-            found.append(f"job {number} is there, though it is gone")
+            messages.append(f"job {number} is there, though it is gone")
         if len(each.blobs) != 2 or each.request != b"request %d" % number:
-            found.append(f"job {number} has another request")
-    return found
+            messages.append(f"job {number} has another request")
+    return messages
 
 
 def run_workload(folder: Path, *flags: str) -> list[Record]:
@@ -95,19 +95,19 @@ def lost_in_images(
     """Cuts the log at random places. Returns the number of images with losses, and the losses."""
     draw = random.Random(seed)
     cuts = sorted(draw.randrange(1, len(records) + 1) for _ in range(images))
-    disk, told = Disk(str((folder / "disk").resolve())), Acknowledged()
+    disk, acknowledged = Disk(str((folder / "disk").resolve())), Acknowledged()
     bad, what, at = 0, [], 0
     for cut in cuts:
         for record in records[at:cut]:
             disk.play(record)
             if record.what == "M":
-                told.note(record.data.decode())
+                acknowledged.note(record.data.decode())
         at = cut
         target = folder / "image"
         disk.image(target, draw)
-        found = losses(target / "state", told)
-        bad += bool(found)
-        what += found
+        lost = losses(target / "state", acknowledged)
+        bad += bool(lost)
+        what += lost
         shutil.rmtree(target)
     return bad, what
 
@@ -134,8 +134,8 @@ def test_a_store_that_breaks_a_rule_is_caught(tmp_path: Path, mutant: str) -> No
     records = run_workload(tmp_path, "--jobs", "30", "--mutant", mutant)
     # The cuts, and the content of the log there, vary between runs: some images have lost data,
     # others have not.
-    found = (lost_in_images(tmp_path, records, images=12, seed=seed) for seed in range(1, 9))
-    assert any(bad and what for bad, what in found)
+    outcomes = (lost_in_images(tmp_path, records, images=12, seed=seed) for seed in range(1, 9))
+    assert any(bad and what for bad, what in outcomes)
 
 
 @pytest.mark.long

@@ -40,13 +40,13 @@ from support.job_store import BEGIN, OpenedStore, chunk, finish, job_id, progres
 
 def read(store: OpenedStore, pos: int = 0, max_bytes: int = 64 * 1024) -> list[Chunk]:
     """Returns all pages of job 1 from a position on."""
-    found: list[Chunk] = []
+    chunks: list[Chunk] = []
     while True:
         page = store.one(FetchPage(job_id(1), pos, max_bytes=max_bytes))
         assert isinstance(page, Page)
         if not page.chunks:
-            return found
-        found += page.chunks
+            return chunks
+        chunks += page.chunks
         pos = page.chunks[-1].end
 
 
@@ -220,24 +220,24 @@ def test_everything_of_every_job_is_exported(store: OpenedStore) -> None:
         store.submitted(number, blobs=(b"blob", bytes([number])))
         store.do(progress(number, 0), progress(number, 4))
     store.do(finish(2), finish(3), Release(job_id(3)))
-    found: list[ExportedJob] = []
+    exported: list[ExportedJob] = []
     cursor: Cursor | None = Cursor()
     while cursor is not None:
         page = store.one(ExportJobs(cursor, max_bytes=1))
         assert isinstance(page, Export) and len(page.jobs) <= 1
-        found += page.jobs
+        exported += page.jobs
         cursor = page.next
     for number in (1, 2):
-        of_job = [each for each in found if each.job.id == job_id(number)]
+        of_job = [each for each in exported if each.job.id == job_id(number)]
         assert len(of_job) == 5  # the request, each of two blobs and of two chunks
         assert [each.request for each in of_job if each.request is not None] == [
             b"request %d" % number
         ]
         blobs = [blob for each in of_job for blob in each.blobs]
         assert blobs == [(0, b"blob"), (1, bytes([number]))]
-        chunks = [one for each in of_job for one in each.chunks]
+        chunks = [part for each in of_job for part in each.chunks]
         assert chunks == [chunk(number, 0), chunk(number, 4)]
-    assert len(found) == 10 and found[9].job.end == b"end"
+    assert len(exported) == 10 and exported[9].job.end == b"end"
     assert len(store.one(ExportJobs()).jobs) == 2
 
 

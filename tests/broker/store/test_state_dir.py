@@ -179,10 +179,10 @@ def test_the_newest_database_is_the_one(tmp_path: Path) -> None:
         for name in ("jobs-1.db", "jobs-1.db-wal", "jobs-9.db", "jobs-10.db", "jobs-x.db"):
             (tmp_path / name).write_bytes(name.encode())
         assert folder.database().name == "jobs-10.db"
-        made = tmp_path / "rebuilt.db"
-        made.write_bytes(b"new")
+        rebuilt = tmp_path / "rebuilt.db"
+        rebuilt.write_bytes(b"new")
         (tmp_path / "jobs-11.db-wal").write_bytes(b"left over")
-        assert folder.replace(made) == folder.database() == tmp_path / "jobs-11.db"
+        assert folder.replace(rebuilt) == folder.database() == tmp_path / "jobs-11.db"
         left = {path.name for path in tmp_path.iterdir()}
         assert left == {"jobs-11.db", "jobs-x.db", "lock"}
 
@@ -209,14 +209,14 @@ def test_an_old_sqlite_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_the_settings_hold(tmp_path: Path) -> None:
     with open_folder(tmp_path) as folder, folder.open() as store:
-        found = {
+        settings = {
             name: store.database.one(f"PRAGMA {name}")[0]  # type: ignore[index]
             for name in (
                 *("journal_mode", "locking_mode", "synchronous", "secure_delete", "auto_vacuum"),
                 *("fullfsync", "checkpoint_fullfsync", "max_page_count", "user_version"),
             )
         }
-    assert found == {
+    assert settings == {
         "journal_mode": "wal",
         "locking_mode": "exclusive",
         "synchronous": 2,  # FULL
@@ -273,7 +273,7 @@ def test_no_change_of_a_job_writes_its_prompt_again(tmp_path: Path, prompt: int)
         store.begin(BOOT, BEGIN)
         database = store.database
         assert isinstance(database, SqliteDatabase)
-        store.transaction([submit(one, request=b"x" * prompt) for one in jobs], BEGIN)
+        store.transaction([submit(number, request=b"x" * prompt) for number in jobs], BEGIN)
 
         def logged(*operations: Operation) -> float:
             """Returns the bytes of the log that a transaction writes for each job."""
@@ -284,9 +284,9 @@ def test_no_change_of_a_job_writes_its_prompt_again(tmp_path: Path, prompt: int)
             return float(frames) * (FRAME_HEAD + PAGE) / len(jobs)
 
         fed = logged(FeedNext("m", 0, len(jobs)))
-        first = logged(*(progress(one, 0, facts=b"facts") for one in jobs))
-        second = logged(*(progress(one, 4) for one in jobs))
-        deferred = logged(*(Defer(job_id(one), 0, 1.0, 1, 0.5, cause="why") for one in jobs))
+        first = logged(*(progress(number, 0, facts=b"facts") for number in jobs))
+        second = logged(*(progress(number, 4) for number in jobs))
+        deferred = logged(*(Defer(job_id(number), 0, 1.0, 1, 0.5, cause="why") for number in jobs))
         ended = logged(*map(finish, jobs))
     assert all(0 < size <= 1024 for size in (fed, first, second, deferred, ended))
 
@@ -383,8 +383,8 @@ def test_another_schema_is_refused_and_left_alone(tmp_path: Path, other: int) ->
             database.write_version(schema.VERSION)
         with folder.open() as store:
             store.begin(BOOT + 1, BEGIN)
-            (found,) = store.transaction([ReadJob(job_id(1))], BEGIN)
-    assert isinstance(found, Found)
+            (result,) = store.transaction([ReadJob(job_id(1))], BEGIN)
+    assert isinstance(result, Found)
 
 
 # ---- the choice ----------------------------------------------------------------------------------

@@ -63,14 +63,14 @@ class Running:
         self.wakes += 1
 
     def results(self, count: int) -> list[Result]:
-        found: list[tuple[Operation, Result]] = []
+        pairs: list[tuple[Operation, Result]] = []
 
         def enough() -> bool:
-            found.extend(self.writer.take())
-            return len(found) >= count
+            pairs.extend(self.writer.take())
+            return len(pairs) >= count
 
         until(enough, f"{count} results")
-        return [result for _, result in found]
+        return [result for _, result in pairs]
 
     def offer(self, *operations: Operation) -> None:
         for operation in operations:
@@ -103,10 +103,10 @@ def test_what_comes_during_a_commit_is_one_commit(running: Running) -> None:
 def test_results_come_with_the_operations_that_were_offered(running: Running) -> None:
     operations = [submit(1), ReadJob(job_id(1)), progress(1, 0)]
     running.offer(*operations)
-    found: list[tuple[Operation, Result]] = []
-    until(lambda: found.extend(running.writer.take()) or len(found) == 3, "all results")  # type: ignore[func-returns-value]
-    assert all(told is asked for (told, _), asked in zip(found, operations, strict=True))
-    assert [type(result) for _, result in found] == [Submitted, Found, Durable]
+    pairs: list[tuple[Operation, Result]] = []
+    until(lambda: pairs.extend(running.writer.take()) or len(pairs) == 3, "all results")  # type: ignore[func-returns-value]
+    assert all(operation is asked for (operation, _), asked in zip(pairs, operations, strict=True))
+    assert [type(result) for _, result in pairs] == [Submitted, Found, Durable]
 
 
 def test_a_stalled_store_is_seen(running: Running) -> None:
@@ -246,16 +246,18 @@ def killed_workload(folder: Path, lines: int, seed: int) -> dict[int, int]:
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
     )
-    told: dict[int, int] = {}
+    positions: dict[int, int] = {}
     with program:
         assert program.stdout is not None
         for index, line in enumerate(program.stdout):
             what, number, *more = line.split()
-            told[int(number)] = int(more[0]) if what == "ids" else told.get(int(number), 0)
+            positions[int(number)] = (
+                int(more[0]) if what == "ids" else positions.get(int(number), 0)
+            )
             if index == lines:
                 program.send_signal(signal.SIGKILL)  # also read lines that are still in the pipe
     assert program.returncode == -signal.SIGKILL
-    return told
+    return positions
 
 
 def test_a_kill_in_the_middle_of_commits_loses_nothing_acknowledged(tmp_path: Path) -> None:
@@ -263,12 +265,12 @@ def test_a_kill_in_the_middle_of_commits_loses_nothing_acknowledged(tmp_path: Pa
     for seed in range(4):
         folder = tmp_path / str(seed)
         folder.mkdir()
-        told = killed_workload(folder, draw.randint(1, 300), seed)
+        positions = killed_workload(folder, draw.randint(1, 300), seed)
         opener = SqliteOpener(folder / "state", MAX_BYTES, reserve_bytes=1)
         with opener, opener.open() as store:
             assert store.database.execute("PRAGMA integrity_check") == [("ok",)]
             rows = store.database.execute("SELECT id, pos, state FROM job")
         stored = {int.from_bytes(id, "big"): (pos, state) for id, pos, state in rows}
-        assert told
-        for number, pos in told.items():
+        assert positions
+        for number, pos in positions.items():
             assert stored[number][0] >= pos or stored[number][1] == "gone"

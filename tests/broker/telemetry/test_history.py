@@ -110,33 +110,33 @@ def columns(*points: tuple[float, str, int]) -> list[RateColumn]:
     A point (time, model, tokens) covers 2 s.
     """
     ring = RecentHistory()
-    for at, name, made in points:
-        ring.add_to_column(at, 2.0, {name: made})
+    for at, name, tokens in points:
+        ring.add_to_column(at, 2.0, {name: tokens})
     return list(ring.columns)
 
 
 def test_columns_begin_at_fixed_times() -> None:
-    found = columns((1001.0, "m", 10), (1003.0, "m", 30), (1011.0, "m", 10))
+    rate_columns = columns((1001.0, "m", 10), (1003.0, "m", 30), (1011.0, "m", 10))
     for now in (1012.0, 1019.9):
-        plot = recent_rates(found, "m", now)
+        plot = recent_rates(rate_columns, "m", now)
         assert plot == [None] * (MAX_COLUMNS - 2) + [10.0, 5.0]
-    assert recent_rates(found, "m", 1020.0)[-3:] == [10.0, 5.0, None]
+    assert recent_rates(rate_columns, "m", 1020.0)[-3:] == [10.0, 5.0, None]
 
 
 def test_columns_of_a_model_that_paused_and_of_the_too_old() -> None:
     late = COLUMN_SECONDS * MAX_COLUMNS
-    found = columns((1.0, "m", 2), (late + 1, "other", 4))
-    assert recent_rates(found, "m", late + 2) == []
-    assert recent_rates(found, "other", late + 2)[-1] == 2.0
-    found = columns((1.0, "m", 2), (late + 1, "other", 4), (late + 3, "m", 2))
-    assert recent_rates(found, "m", late + 4)[-1] == 0.5
-    assert recent_rates(found, "other", late + 4)[-1] == 1.0
-    assert recent_rates(found, "nobody", late + 4) == []
+    rate_columns = columns((1.0, "m", 2), (late + 1, "other", 4))
+    assert recent_rates(rate_columns, "m", late + 2) == []
+    assert recent_rates(rate_columns, "other", late + 2)[-1] == 2.0
+    rate_columns = columns((1.0, "m", 2), (late + 1, "other", 4), (late + 3, "m", 2))
+    assert recent_rates(rate_columns, "m", late + 4)[-1] == 0.5
+    assert recent_rates(rate_columns, "other", late + 4)[-1] == 1.0
+    assert recent_rates(rate_columns, "nobody", late + 4) == []
 
 
 def test_the_number_of_columns_is_bounded() -> None:
-    found = columns(*((COLUMN_SECONDS * place, "m", 1) for place in range(2 * MAX_COLUMNS)))
-    assert len(found) == MAX_COLUMNS
+    rate_columns = columns(*((COLUMN_SECONDS * place, "m", 1) for place in range(2 * MAX_COLUMNS)))
+    assert len(rate_columns) == MAX_COLUMNS
 
 
 def test_without_values_there_is_no_quantile() -> None:
@@ -159,6 +159,6 @@ def test_a_quantile_lies_in_the_bucket_of_the_true_one(values: list[float], part
     true = next(v for place, v in enumerate(sorted(values), 1) if place >= rank)
     low = max((bound for bound in FIRST_TOKEN if bound < true), default=0.0)
     high = min(bound for bound in FIRST_TOKEN if bound >= true)
-    found = quantile(FIRST_TOKEN, histogram.counts, part)
-    assert found is not None
-    assert low <= found <= high or found == pytest.approx(high)
+    estimate = quantile(FIRST_TOKEN, histogram.counts, part)
+    assert estimate is not None
+    assert low <= estimate <= high or estimate == pytest.approx(high)

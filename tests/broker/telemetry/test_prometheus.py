@@ -65,14 +65,14 @@ def read(story: Story, writer: MetricsWriter[Any] | None = None, **about: Any) -
 
 def value(metrics: dict[str, Metric], name: str, **labels: str) -> float:
     """Returns the value of the only series with these labels."""
-    found = [
+    values = [
         sample.value
         for metric in metrics.values()
         for sample in metric.samples
         if sample.name == name and sample.labels == labels
     ]
-    assert len(found) == 1, f"{len(found)} series {name}{labels}"
-    return float(found[0])
+    assert len(values) == 1, f"{len(values)} series {name}{labels}"
+    return float(values[0])
 
 
 def busy(story: Story) -> None:

@@ -29,13 +29,13 @@ def test_the_status_of_a_pool_at_work(story: Story) -> None:
     worker.tokens(request, 6)
     worker.beat(phase="decode", memory=MEMORY)
     past.record(snapshots.of(story), START + 2)
-    told = status(snapshots.of(story, pid=7), past, START + 3)
+    report = status(snapshots.of(story, pid=7), past, START + 3)
     broker = {"state": "ready", "pid": 7, "uptime_s": 1.5, "links": 2, "level": ""}
-    assert told["broker"] == broker
-    assert told["problems"] == []
-    assert set(told["levels"].values()) == {""}
-    assert (told["requests"]["live"], told["tokens"]) == (2, 6)
-    (busy, cold), (row,) = told["models"], told["workers"]
+    assert report["broker"] == broker
+    assert report["problems"] == []
+    assert set(report["levels"].values()) == {""}
+    assert (report["requests"]["live"], report["tokens"]) == (2, 6)
+    (busy, cold), (row,) = report["models"], report["workers"]
     assert (busy["name"], busy["state"], busy["running"], busy["waiting"]) == ("m", "ready", 1, 1)
     assert (busy["accepted"], busy["tokens"], busy["now"]) == (2, 6, 3.0)
     assert busy["recent"][-1] == 3.0
@@ -51,9 +51,9 @@ def test_the_status_of_a_pool_at_work(story: Story) -> None:
     assert row["memory"] == {**parts, "process": 150}
     assert row["taken"] == sum(row["memory"].values()) == 900
     assert row["limit"] == 1000
-    assert told["past"]["age_s"] == [1.0]
-    assert told["past"]["tokens_s"] == [3.0]
-    assert told["past"]["running"] == [1]
+    assert report["past"]["age_s"] == [1.0]
+    assert report["past"]["tokens_s"] == [3.0]
+    assert report["past"]["running"] == [1]
 
 
 def test_the_status_of_a_worker_that_ended(story: Story) -> None:
@@ -75,12 +75,12 @@ def test_errors_are_not_the_ends_that_somebody_asked_for(story: Story) -> None:
 
 def test_a_failed_model_is_a_problem_and_so_is_its_row(story: Story) -> None:
     story.core.state.registry.describe("m", {"problems": ["no config.json"]})
-    told = status(snapshots.of(story), RecentHistory(), START)
-    assert told["broker"]["level"] == "bad"
-    assert told["problems"] == [
+    report = status(snapshots.of(story), RecentHistory(), START)
+    assert report["broker"]["level"] == "bad"
+    assert report["problems"] == [
         {"level": "bad", "what": "1 model failed", "details": ("m: no config.json",)}
     ]
-    assert [row["state"] for row in told["models"]] == ["failed", "cold"]
+    assert [row["state"] for row in report["models"]] == ["failed", "cold"]
 
 
 def test_what_went_wrong_in_the_last_minutes_has_a_colour(story: Story) -> None:
@@ -92,13 +92,13 @@ def test_what_went_wrong_in_the_last_minutes_has_a_colour(story: Story) -> None:
     story.generate(name="m", prompt=5)
     past.record(snapshots.of(story), START + 2)
     taken = snapshots.of(story, lag=0.3)
-    told = status(taken, past, START + 2)
-    assert told["levels"] == {
+    report = status(taken, past, START + 2)
+    assert report["levels"] == {
         "failed": "bad", "rejected": "warn", "restarts": "warn", "lag": "warn",
     }  # fmt: skip
-    assert (told["restarts"], told["rejected"]) == (1, 1)
-    assert told["models"][0]["failed_level"] == "bad"
-    assert told["workers"][0]["restarts_level"] == "warn"
+    assert (report["restarts"], report["rejected"]) == (1, 1)
+    assert report["models"][0]["failed_level"] == "bad"
+    assert report["workers"][0]["restarts_level"] == "warn"
     later = status(taken, RecentHistory(), START + 900)
     assert later["levels"] == {"failed": "", "rejected": "", "restarts": "", "lag": "warn"}
     assert later["models"][0]["failed_level"] == later["workers"][0]["restarts_level"] == ""
@@ -137,21 +137,21 @@ def test_live_requests_are_the_oldest_and_without_their_whole_id(story: Story) -
     for _ in range(MAX_LIVE + 1):
         story.generate()
     story.now += 2.5
-    told = status(snapshots.of(story), RecentHistory(), START)
-    assert (len(told["live"]), told["live_hidden"]) == (MAX_LIVE, 2)
-    assert told["live"][0] == {
+    report = status(snapshots.of(story), RecentHistory(), START)
+    assert (len(report["live"]), report["live_hidden"]) == (MAX_LIVE, 2)
+    assert report["live"][0] == {
         "id": first.hex()[:ID_DIGITS], "model": "m", "state": "streaming", "slot": "m/0",
         "tokens": 3, "age_s": 2.5,
     }  # fmt: skip
-    assert told["live"][1]["state"] == "queued" and told["live"][1]["slot"] == ""
+    assert report["live"][1]["state"] == "queued" and report["live"][1]["slot"] == ""
     assert 2 * len(first) / 2 > ID_DIGITS
 
 
 def test_the_status_has_no_text_of_a_request(story: Story) -> None:
     _, request = story.running(prompt="a secret")
-    told = json.dumps(status(snapshots.of(story, run_dir="/where"), RecentHistory(), START))
+    text = json.dumps(status(snapshots.of(story, run_dir="/where"), RecentHistory(), START))
     for kept in ("a secret", request.hex(), "uid:1", "/where"):
-        assert kept not in told
+        assert kept not in text
 
 
 def test_of_many_those_in_trouble_and_those_at_work_are_shown(story: Story) -> None:
@@ -160,9 +160,9 @@ def test_of_many_those_in_trouble_and_those_at_work_are_shown(story: Story) -> N
     rows[150] = replace(rows[150], state="broken")
     rows[160] = replace(rows[160], state="ready", running=1)
     rows[170] = replace(rows[170], state="ready")
-    told = status(replace(taken, models=tuple(rows)), RecentHistory(), START)
-    names = [row["name"] for row in told["models"]]
-    assert len(names) == MAX_ROWS and told["models_hidden"] == 200 - MAX_ROWS
+    report = status(replace(taken, models=tuple(rows)), RecentHistory(), START)
+    names = [row["name"] for row in report["models"]]
+    assert len(names) == MAX_ROWS and report["models_hidden"] == 200 - MAX_ROWS
     assert names == sorted(names)
     assert {"m150", "m160", "m170", "m000"} <= set(names)
 
@@ -181,7 +181,7 @@ def test_the_page_stays_small_however_large_the_pool_is() -> None:
             ),
             place * POINT_INTERVAL,
         )
-    told = status(taken, past, MAX_POINTS * POINT_INTERVAL)
-    assert len(told["models"][0]["recent"]) == MAX_COLUMNS
-    size = len(json.dumps(told, separators=(",", ":"))) + len(PAGE)
+    report = status(taken, past, MAX_POINTS * POINT_INTERVAL)
+    assert len(report["models"][0]["recent"]) == MAX_COLUMNS
+    size = len(json.dumps(report, separators=(",", ":"))) + len(PAGE)
     assert size <= MAX_PAGE_BYTES, size

@@ -10,24 +10,24 @@ from mlxpool.broker.transport.peers import FIRST_RETRY, MAX_RETRY, PART_BYTES, B
 
 def tries(backlogs: Backlogs, end: float) -> list[float]:
     """Returns the times, up to `end`, of the send retries for a peer that reads nothing."""
-    found = []
+    times = []
     now = 0.0
     while (now := max(now, backlogs.next_wake())) < end:
         number = backlogs.due(now)
         if number is not None:
-            found.append(now)
+            times.append(now)
             backlogs.put_back(number, now, progress=False, more=False)
-    return found
+    return times
 
 
 def test_a_peer_that_takes_nothing_is_tried_less_and_less_often() -> None:
     backlogs = Backlogs()
     backlogs.add(1, 10)
-    found = tries(backlogs, 5.0)
-    gaps = [after - before for before, after in itertools.pairwise(found)]
-    assert abs(found[0] - FIRST_RETRY) < 1e-9 and abs(gaps[0] - FIRST_RETRY) < 1e-9
+    times = tries(backlogs, 5.0)
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    assert abs(times[0] - FIRST_RETRY) < 1e-9 and abs(gaps[0] - FIRST_RETRY) < 1e-9
     assert all(after >= before - 1e-9 for before, after in itertools.pairwise(gaps))
-    assert abs(gaps[-1] - MAX_RETRY) < 1e-9 and len(found) < 16
+    assert abs(gaps[-1] - MAX_RETRY) < 1e-9 and len(times) < 16
 
 
 def test_a_frame_of_a_peer_makes_its_next_try_due() -> None:
@@ -51,11 +51,11 @@ def test_a_peer_that_sends_often_keeps_its_turn() -> None:
     for _ in range(200):  # passes with one try each, while all peers send
         now += FIRST_RETRY
         backlogs.heard(100, now)
-        found = backlogs.due(now)
-        assert found is not None
-        tried.append(found)
-        backlogs.put_back(found, now, progress=False, more=False)
-        backlogs.heard(found, now)
+        peer = backlogs.due(now)
+        assert peer is not None
+        tried.append(peer)
+        backlogs.put_back(peer, now, progress=False, more=False)
+        backlogs.heard(peer, now)
     assert tried.count(100) == 2
 
 

@@ -30,7 +30,7 @@ class Front:
 
     def connect(self, count: int) -> list[int]:
         """Connects `count` DEALERs. Returns their descriptors, in the order of acceptance."""
-        found: list[int] = []
+        descriptors: list[int] = []
         for _ in range(count):
             before = set(self.accepted())
             dealer = self.context.socket(zmq.DEALER)
@@ -38,10 +38,10 @@ class Front:
             dealer.setsockopt(zmq.RECONNECT_IVL, -1)
             dealer.connect(self.endpoint)
             until(lambda: len(self.accepted()) > len(before), "it is accepted")  # noqa: B023
-            found += set(self.accepted()) - before
+            descriptors += set(self.accepted()) - before
             until(lambda: bool(self.listener.monitor.poll(0)), "the event is there")
             self.listener.on_accepted(0.0)
-        return found
+        return descriptors
 
     def accepted(self) -> list[int]:
         return [descriptor for descriptor, _ in accepted({self.endpoint})]
@@ -55,9 +55,9 @@ class Front:
 
 @pytest.fixture
 def front(tmp_path: Path) -> Iterator[Front]:
-    one = Front(tmp_path)
-    yield one
-    one.close()
+    opened = Front(tmp_path)
+    yield opened
+    opened.close()
 
 
 def test_the_newest_idle_connections_are_ended_first(

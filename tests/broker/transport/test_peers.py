@@ -105,13 +105,13 @@ def test_receive_returns_none_without_a_message(wires: Wire) -> None:
 
 
 def test_each_connection_gets_a_number_and_its_answers(wires: Wire) -> None:
-    one, two = wires.dealer(), wires.dealer()
-    first, second = wires.met(one), wires.met(two, now=2.0)
+    dealer, other = wires.dealer(), wires.dealer()
+    first, second = wires.met(dealer), wires.met(other, now=2.0)
     assert first.number != second.number
     assert (first.heard_at, second.heard_at) == (1.0, 2.0)
     assert wires.peers.send(second.number, [b"for", b"two"])
-    assert two.poll(PATIENCE * 1000) and two.recv_multipart() == [b"for", b"two"]
-    assert wires.met(one, now=5.0) is first
+    assert other.poll(PATIENCE * 1000) and other.recv_multipart() == [b"for", b"two"]
+    assert wires.met(dealer, now=5.0) is first
     assert first.heard_at == 5.0
 
 
@@ -368,15 +368,15 @@ def test_the_peer_of_a_connection_that_has_ended_is_found_and_forgotten(wires: W
     descriptor = peer.descriptor
     assert wires.peers.ended(descriptor) is None and peer.number in wires.peers.by_number
     dealer.close(linger=0)
-    found: list[Peer] = []
+    peers: list[Peer] = []
 
     def is_found() -> bool:
         ended = wires.peers.ended(descriptor)
-        found.extend([] if ended is None else [ended])
-        return bool(found)
+        peers.extend([] if ended is None else [ended])
+        return bool(peers)
 
     until(is_found)
-    assert found == [peer] and peer.number not in wires.peers.by_number
+    assert peers == [peer] and peer.number not in wires.peers.by_number
     assert wires.peers.ended(descriptor) is None
     again = wires.met(wires.dealer())  # the next connection may have the same descriptor
     assert wires.peers.ended(again.descriptor) is None and again.number in wires.peers.by_number

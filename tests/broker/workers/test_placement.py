@@ -17,9 +17,9 @@ def request(number: int, priority: int = 0) -> Request:
 
 
 def worker(name: str, free: int, ready_at: float = 1.0, **fields: int) -> Worker:
-    made = Worker(name, "m", state=WorkerState.READY, sequences=free, ready_at=ready_at)
-    made.works_sent = fields.get("unseen", 0)
-    return made
+    new_worker = Worker(name, "m", state=WorkerState.READY, sequences=free, ready_at=ready_at)
+    new_worker.works_sent = fields.get("unseen", 0)
+    return new_worker
 
 
 def chosen(workers: list[Worker], *requests: Request) -> tuple[Request, Worker] | None:
@@ -70,12 +70,12 @@ def test_a_worker_that_was_sent_the_prompts_beginning_goes_before_an_emptier_one
 
 
 def test_a_session_is_known_by_its_owner_and_name() -> None:
-    one, other = worker("a", 1), worker("b", 3)
-    send(one, with_prompt("z" * 3000, "s1"))
+    first, other = worker("a", 1), worker("b", 3)
+    send(first, with_prompt("z" * 3000, "s1"))
     later = "not the same beginning" + "z" * 3000
-    assert worker_for([one, other], with_prompt(later, "s1")) is one
-    assert worker_for([one, other], with_prompt(later, "s1", owner="uid:2")) is other
-    assert worker_for([one, other], with_prompt(later, "s2")) is other
+    assert worker_for([first, other], with_prompt(later, "s1")) is first
+    assert worker_for([first, other], with_prompt(later, "s1", owner="uid:2")) is other
+    assert worker_for([first, other], with_prompt(later, "s2")) is other
 
 
 def test_a_busy_worker_is_left_although_it_knows_the_prompt() -> None:

@@ -86,7 +86,7 @@ def test_verify_names_what_does_not_check(
 def test_rm_deletes_a_model_or_a_digest(prefixes: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("rm", "m", "--digest", "0000", "--prefix-dir", str(prefixes)) == 0
     assert " of m deleted" in capsys.readouterr().out
-    assert [(one.model, one.digest) for one in survey(prefixes)] == [
+    assert [(entry.model, entry.digest) for entry in survey(prefixes)] == [
         ("m", DIGEST.hex()[:32]),
         ("org/other", DIGEST.hex()[:32]),
     ]
@@ -97,7 +97,7 @@ def test_rm_deletes_a_model_or_a_digest(prefixes: Path, capsys: pytest.CaptureFi
     assert run("verify", "m", "--prefix-dir", str(prefixes)) == 0
     assert capsys.readouterr().out.startswith("4 records in 1 segment, ")
     assert run("rm", "m", "--prefix-dir", str(prefixes)) == 0
-    assert [one.model for one in survey(prefixes)] == ["org/other"]
+    assert [entry.model for entry in survey(prefixes)] == ["org/other"]
 
 
 def test_the_folder_is_that_of_the_settings(

@@ -59,9 +59,9 @@ def cache(hub: ModelHub, tmp_path: Path) -> Path:
 def refused(output: Output, *words: str, model: str = NAME, code: int = FAILED) -> str:
     """Returns the only line of a pull that fails."""
     assert main(["pull", model, *words]) == code
-    told = output.readouterr()
-    assert told.out == ""
-    return told.err
+    captured = output.readouterr()
+    assert captured.out == ""
+    return captured.err
 
 
 def files_in(folder: Path) -> set[str]:
@@ -72,13 +72,13 @@ def test_the_files_of_a_model_come_into_the_cache(
     hub: ModelHub, cache: Path, folder: Path, capsys: Output
 ) -> None:
     assert main(["pull", NAME]) == OK
-    told = capsys.readouterr()
+    captured = capsys.readouterr()
     snapshot = cache / "snapshots" / hub.repositories[NAME].commit
-    assert told.out == f"{snapshot}\n"
-    assert told.err.endswith(f"serve it: mlxpool serve --model Some.Model=hf:{NAME}\n")
+    assert captured.out == f"{snapshot}\n"
+    assert captured.err.endswith(f"serve it: mlxpool serve --model Some.Model=hf:{NAME}\n")
     assert files_in(snapshot) == files_in(folder)
-    found = inspect(find_files(f"hf:{NAME}"))
-    assert (found.path, found.digest) == (snapshot, inspect(folder).digest)
+    model = inspect(find_files(f"hf:{NAME}"))
+    assert (model.path, model.digest) == (snapshot, inspect(folder).digest)
     hub.asked.clear()
     assert main(["pull", f"hf:{NAME}", "--json"]) == OK
     size = sum(file.stat().st_size for file in folder.iterdir())
@@ -108,8 +108,8 @@ def test_gguf_files_come_alone_and_split_ones_whole(
     parts = [f"Q8/x-0000{number}-of-00002.gguf" for number in (1, 2)]
     names = ["README.md", "config.json", "mmproj.gguf", "x-Q4_0.gguf", *parts]
     hub.repositories[NAME] = Repository({name: name.encode() for name in names})
-    told = refused(capsys)
-    assert f"name one as {NAME}:FILE: {parts[0]}, x-Q4_0.gguf" in told
+    error = refused(capsys)
+    assert f"name one as {NAME}:FILE: {parts[0]}, x-Q4_0.gguf" in error
     assert "has no file y.gguf; its GGUF models are" in refused(capsys, model=f"{NAME}:y.gguf")
     assert not cache.exists()
     assert main(["pull", f"{NAME}:{parts[1]}"]) == OK
@@ -154,13 +154,13 @@ def test_an_older_revision_counts_until_all_of_a_newer_one_has_come(
 def test_a_file_with_another_hash_is_removed(
     hub: ModelHub, cache: Path, file: str, capsys: Output
 ) -> None:
-    found = hub.repositories[NAME]
-    found.sent[file] = found.files[file][:-1] + b"!"
-    told = refused(capsys)
-    assert f"{file} has another hash than in the hub, and was removed" in told
+    repository = hub.repositories[NAME]
+    repository.sent[file] = repository.files[file][:-1] + b"!"
+    error = refused(capsys)
+    assert f"{file} has another hash than in the hub, and was removed" in error
     assert not (cache / "refs").exists()
-    assert file not in files_in(cache / "snapshots" / found.commit)
-    found.sent.clear()
+    assert file not in files_in(cache / "snapshots" / repository.commit)
+    repository.sent.clear()
     assert main(["pull", NAME]) == OK
     assert inspect(find_files(NAME)).digest
 
@@ -183,9 +183,9 @@ def test_a_gated_repository(
 ) -> None:
     hub.repositories[NAME].gated = True
     monkeypatch.setenv("HF_TOKEN", token)
-    told = refused(capsys)
-    assert f"{NAME} is gated: accept its conditions at {hub.url}/{NAME}, and set HF_TOKEN" in told
-    assert TOKEN not in told
+    error = refused(capsys)
+    assert f"{NAME} is gated: accept its conditions at {hub.url}/{NAME}, and set HF_TOKEN" in error
+    assert TOKEN not in error
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     hub.asked.clear()
     assert main(["pull", NAME]) == OK
@@ -228,9 +228,9 @@ def test_a_hub_that_fails(
 
 def test_no_network(hub: ModelHub, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-    told = refused(capsys)
-    assert told.count("\n") == 1
-    assert "http://127.0.0.1:1 cannot be reached" in told and "refused" in told
+    error = refused(capsys)
+    assert error.count("\n") == 1
+    assert "http://127.0.0.1:1 cannot be reached" in error and "refused" in error
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE is set" in refused(capsys)
 
@@ -239,15 +239,15 @@ def test_without_the_package(
     hub: ModelHub, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    told = refused(capsys, code=USAGE)
-    assert told.count("\n") == 1 and "pip install 'mlxpool[hub]'" in told
+    error = refused(capsys, code=USAGE)
+    assert error.count("\n") == 1 and "pip install 'mlxpool[hub]'" in error
     assert hub.asked == []
 
 
 @pytest.mark.parametrize("name", ["model", "a/b/c", f"{NAME}:model.bin", f"{NAME}:../x.gguf"])
 def test_names_that_are_none(hub: ModelHub, name: str, capsys: Output) -> None:
-    told = refused(capsys, model=name, code=USAGE)
-    assert f"{name!r} is no model of the hub: write ORG/NAME" in told
+    error = refused(capsys, model=name, code=USAGE)
+    assert f"{name!r} is no model of the hub: write ORG/NAME" in error
     assert hub.asked == []
 
 
@@ -255,8 +255,8 @@ def test_a_disk_without_room_is_told_before_the_download(
     hub: ModelHub, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1000, 993, 7))
-    told = refused(capsys)
-    assert "has room for 7 B: make room, or name another folder in HF_HUB_CACHE" in told
+    error = refused(capsys)
+    assert "has room for 7 B: make room, or name another folder in HF_HUB_CACHE" in error
     assert [path for _, path, *_ in hub.asked] == [f"/api/models/{NAME}"]
 
 
@@ -320,7 +320,7 @@ def test_a_pool_names_the_command_and_finds_the_model_after_it(
     hub: ModelHub, tmp_path: Path
 ) -> None:
     def row() -> dict[str, Any]:
-        return next(dict(one) for one in pool.ask("models")["models"] if one["name"] == "m")
+        return next(dict(entry) for entry in pool.ask("models")["models"] if entry["name"] == "m")
 
     with Pool(tmp_path, f'[models.m]\npath = "hf:{NAME}"\n') as pool:
         until(lambda: row()["error"], "the model is found to be missing")
@@ -328,8 +328,8 @@ def test_a_pool_names_the_command_and_finds_the_model_after_it(
         assert done.returncode == FAILED
         assert f"get it with `mlxpool pull {NAME}`" in done.stderr
         assert pool.cli("pull", NAME).returncode == OK
-        found = until(lambda: (one := row())["type"] and one, "the model is seen")
-        assert (found["state"], found["error"]) == ("cold", None)
+        model = until(lambda: (one := row())["type"] and one, "the model is seen")
+        assert (model["state"], model["error"]) == ("cold", None)
 
 
 def test_the_endpoint_may_end_with_a_slash(hub: ModelHub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,8 +78,8 @@ def test_snapshots_of_an_earlier_broker_are_dropped() -> None:
     ],
 )
 def test_a_median_is_interpolated_within_its_bucket(counts: list[int], value: float | None) -> None:
-    found = median(BOUNDS, counts)
-    assert found == (None if value is None else pytest.approx(value))
+    actual = median(BOUNDS, counts)
+    assert actual == (None if value is None else pytest.approx(value))
 
 
 def test_the_first_token_is_that_of_the_last_minute() -> None:

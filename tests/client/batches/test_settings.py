@@ -18,8 +18,8 @@ def settings(**given: Any) -> dict[str, Any]:
 
 
 def test_times_are_sent_in_milliseconds() -> None:
-    found = settings(keep=YEAR, deadline=WEEK)
-    assert (found["keep_ms"], found["deadline_ms"]) == (YEAR * 1000, WEEK * 1000)
+    fields = settings(keep=YEAR, deadline=WEEK)
+    assert (fields["keep_ms"], fields["deadline_ms"]) == (YEAR * 1000, WEEK * 1000)
 
 
 @pytest.mark.parametrize(("name", "most"), [("keep", YEAR), ("deadline", WEEK)])

@@ -137,9 +137,9 @@ def row(**fields: Any) -> dict[str, Any]:
 
 def test_a_row_is_a_result_or_an_error() -> None:
     done = {"kind": "done", "body": {"reason": "stop", "text": "!", "attempts": 2}}
-    found = line_result(row(text="ab", ids=pack_ids([1, 2]), seed=9, end=done, whole=True))
-    assert found.result is not None and found.error is None
-    assert (found.text, found.result.ids, found.result.seed) == ("ab!", (1, 2), 9)
+    line = line_result(row(text="ab", ids=pack_ids([1, 2]), seed=9, end=done, whole=True))
+    assert line.result is not None and line.error is None
+    assert (line.text, line.result.ids, line.result.seed) == ("ab!", (1, 2), 9)
     error = {"kind": "error", "body": {"code": "unknown_job", "message": "why"}}
     failed = line_result({"line": 1, "id": "", "state": "failed", "end": error})
     assert isinstance(failed.error, UnknownJob) and (failed.job, failed.text) == (None, "")

@@ -284,10 +284,10 @@ def test_all_that_is_wrong_is_told_at_once(file: Path) -> None:
         "keys.alice.public is missing",
         "keys.bob.public is 'short'",
     ]
-    found = caught.value.problems
-    assert len(found) == len(wanted), found
-    assert all(words in problem for problem, words in zip(found, wanted, strict=True)), found
-    assert str(caught.value) == "\n  ".join(["13 settings are wrong:", *found])
+    problems = caught.value.problems
+    assert len(problems) == len(wanted), problems
+    assert all(words in problem for problem, words in zip(problems, wanted, strict=True)), problems
+    assert str(caught.value) == "\n  ".join(["13 settings are wrong:", *problems])
 
 
 def test_a_batch_without_a_place_for_prompts_is_refused_before_a_worker_loads(file: Path) -> None:
@@ -411,8 +411,8 @@ def test_a_run_directory_that_others_may_write_to(tmp_path: Path, mode: int) -> 
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     run_dir.chmod(mode)
-    told = f"has the mode 0{mode:o}.*must be 0700: chmod 700 {run_dir}"
-    with pytest.raises(ConfigError, match=told):
+    pattern = f"has the mode 0{mode:o}.*must be 0700: chmod 700 {run_dir}"
+    with pytest.raises(ConfigError, match=pattern):
         check_run_dir(run_dir)
 
 
@@ -441,8 +441,8 @@ def test_a_run_directory_that_cannot_be_made(tmp_path: Path, name: str) -> None:
 def test_what_a_worker_is_told_comes_back() -> None:
     counting = Counting(step_us=7, fault="gil")
     spec = ModelConfig(path="/a", counting=counting, scaling=Scaling(max=3))
-    told = WorkerConfig("ipc:///x", "m/0", "token", "m", spec, "json", 5, 6, 2)
-    assert WorkerConfig.from_environment(told.to_environment()) == told
+    config = WorkerConfig("ipc:///x", "m/0", "token", "m", spec, "json", 5, 6, 2)
+    assert WorkerConfig.from_environment(config.to_environment()) == config
 
 
 def test_an_empty_variable_is_not_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -80,8 +80,8 @@ def test_prefixes_on_disk_are_off_and_shared_by_default(tmp_path: Path) -> None:
     loaded(tmp_path, 'prefix_disk = "20GB"\nprefix_scope = "owner"')
     with pytest.raises(ConfigError, match="prefix_scope is 'user', must be of"):
         loaded(tmp_path, 'prefix_scope = "user"')
-    found = load(None).models["demo"]
-    assert (found.prefix_disk, found.prefix_scope) == (0, "pool")
+    model = load(None).models["demo"]
+    assert (model.prefix_disk, model.prefix_scope) == (0, "pool")
 
 
 def test_the_default_folder_is_among_the_users_caches(monkeypatch: pytest.MonkeyPatch) -> None:

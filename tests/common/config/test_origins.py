@@ -54,48 +54,48 @@ def found(
     path: Path | None, flags: dict[str, object] | None = None, **folders: str
 ) -> dict[str, tuple[object, str]]:
     settings = origins.settings(path, flags or {}, folders)
-    return {one.key: (one.value, one.origin) for one in settings}
+    return {setting.key: (setting.value, setting.origin) for setting in settings}
 
 
 def test_lines_of_the_file(file: Path) -> None:
-    told = found(file)
-    assert told["pool.queue_limit"] == (7, f"{file}:2")
-    assert told["pool.beat_limit"] == (3.0, f"{file}:3")
-    assert told["pool.front"] == (["ipc:///tmp/x"], f"{file}:4")
-    assert told["pool.queue_bytes"] == (256 * 1024 * 1024, "default")
-    assert told["models.mine.path"] == ("/m", f"{file}:9")
-    assert told["models.mine.keep_alive"] == (-1.0, f"{file}:10")  # pin says so
-    assert told['models."org/name".counting.step_us'] == (5, f"{file}:14")
-    assert told["models.inline.counting.vocab"] == (300, f"{file}:18")
-    assert told["models.inline.counting.step_us"] == (1000, "default")
-    assert told["models.inline.replicas.max"] == (3, f"{file}:19")
-    assert told["models.inline.replicas.min"] == (1, "default")
-    assert told["models.mine.replicas"] == (1, "default")
-    assert told["models.demo.path"] == ("builtin:demo", "default")
+    settings = found(file)
+    assert settings["pool.queue_limit"] == (7, f"{file}:2")
+    assert settings["pool.beat_limit"] == (3.0, f"{file}:3")
+    assert settings["pool.front"] == (["ipc:///tmp/x"], f"{file}:4")
+    assert settings["pool.queue_bytes"] == (256 * 1024 * 1024, "default")
+    assert settings["models.mine.path"] == ("/m", f"{file}:9")
+    assert settings["models.mine.keep_alive"] == (-1.0, f"{file}:10")  # pin says so
+    assert settings['models."org/name".counting.step_us'] == (5, f"{file}:14")
+    assert settings["models.inline.counting.vocab"] == (300, f"{file}:18")
+    assert settings["models.inline.counting.step_us"] == (1000, "default")
+    assert settings["models.inline.replicas.max"] == (3, f"{file}:19")
+    assert settings["models.inline.replicas.min"] == (1, "default")
+    assert settings["models.mine.replicas"] == (1, "default")
+    assert settings["models.demo.path"] == ("builtin:demo", "default")
 
 
 def test_flag_beats_environment_beats_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLXPOOL_QUEUE_LIMIT", "8")
     monkeypatch.setenv("MLXPOOL_LOG_FORMAT", "json")
-    told = found(file, {"log_format": "text", "models_dir": None}, mine="/other")
-    assert told["pool.queue_limit"] == (8, "$MLXPOOL_QUEUE_LIMIT")
-    assert told["pool.log_format"] == ("text", "--log-format")
-    assert told["pool.models_dir"] == (None, "default")
-    assert told["models.mine.path"] == ("/other", "--model")
-    assert told["models.mine.pin"] == (False, "default")
+    settings = found(file, {"log_format": "text", "models_dir": None}, mine="/other")
+    assert settings["pool.queue_limit"] == (8, "$MLXPOOL_QUEUE_LIMIT")
+    assert settings["pool.log_format"] == ("text", "--log-format")
+    assert settings["pool.models_dir"] == (None, "default")
+    assert settings["models.mine.path"] == ("/other", "--model")
+    assert settings["models.mine.pin"] == (False, "default")
 
 
 def test_models_of_the_models_folder(tmp_path: Path) -> None:
     (tmp_path / "models" / "x").mkdir(parents=True)
     (tmp_path / "models" / "x" / "config.json").write_text("{}")
-    told = found(None, {"models_dir": str(tmp_path / "models")})
-    assert told["models.x.path"] == (str(tmp_path / "models" / "x"), "models_dir")
-    assert told["pool.models_dir"] == (str(tmp_path / "models"), "--models-dir")
+    settings = found(None, {"models_dir": str(tmp_path / "models")})
+    assert settings["models.x.path"] == (str(tmp_path / "models" / "x"), "models_dir")
+    assert settings["pool.models_dir"] == (str(tmp_path / "models"), "--models-dir")
 
 
 def test_every_setting_is_told() -> None:
-    told = found(None)
-    pool = {key.removeprefix("pool.") for key in told if key.startswith("pool.")}
+    settings = found(None)
+    pool = {key.removeprefix("pool.") for key in settings if key.startswith("pool.")}
     assert pool == set(PoolConfig.__struct_fields__) - set(NO_SETTINGS)
 
 

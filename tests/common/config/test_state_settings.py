@@ -72,8 +72,8 @@ def test_what_is_set_counts(place: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_config_show_has_the_folder_and_says_that_it_is_the_default() -> None:
     flags: dict[str, Any] = {"run_dir": RUN_DIR}
-    (found,) = (one for one in settings(None, flags, {}) if one.key == "pool.state_dir")
-    assert (found.value, found.origin) == (str(default_state_dir(RUN_DIR)), "default")
+    (setting,) = (entry for entry in settings(None, flags, {}) if entry.key == "pool.state_dir")
+    assert (setting.value, setting.origin) == (str(default_state_dir(RUN_DIR)), "default")
 
 
 def test_settings_that_are_made_in_a_program_keep_nothing() -> None:

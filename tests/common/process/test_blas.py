@@ -82,22 +82,22 @@ def cached(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_library_of_the_package_is_a_blas(cached: Path) -> None:
-    made = blas.find()
-    assert made is not None and made.parent == cached / "openblas"
-    library = ctypes.CDLL(str(made))
+    path = blas.find()
+    assert path is not None and path.parent == cached / "openblas"
+    library = ctypes.CDLL(str(path))
     assert library.openblas_get_parallel() == 1  # as worker/system/cpu_threads.py needs it
     a, b, c = np.ones((2, 3), np.float32), np.full((3, 2), 2, np.float32), np.zeros((2, 2), "f")
     unit = ctypes.c_float(1)
-    places = [one.ctypes.data_as(ctypes.c_void_p) for one in (a, b, c)]
+    places = [array.ctypes.data_as(ctypes.c_void_p) for array in (a, b, c)]
     rows, none = 101, 111  # CblasRowMajor, CblasNoTrans
     library.cblas_sgemm(
         rows, none, none, 2, 2, 3, unit, places[0], 3, places[1], 2, unit, places[2], 2
     )
     assert c.tolist() == [[6, 6], [6, 6]]
-    made.touch()
-    written = made.stat().st_mtime_ns
-    assert blas.find() == made and made.stat().st_mtime_ns == written  # not made again
-    assert [one.name for one in made.parent.iterdir()] == [made.name]
+    path.touch()
+    written = path.stat().st_mtime_ns
+    assert blas.find() == path and path.stat().st_mtime_ns == written  # not made again
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
 def test_without_patchelf_the_package_is_no_blas(

@@ -60,5 +60,5 @@ def test_broker_gateway_and_workers_have_the_limit(tmp_path: Path) -> None:
         limits = [Path(f"/proc/{pid}/limits").read_text() for pid in pids]
     assert len(limits) >= 3
     for text in limits:
-        found = re.search(r"Max core file size\s+(\d+)\s", text)
-        assert found and int(found[1]) <= core_dumps.LIMIT
+        match = re.search(r"Max core file size\s+(\d+)\s", text)
+        assert match and int(match[1]) <= core_dumps.LIMIT

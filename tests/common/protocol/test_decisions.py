@@ -32,14 +32,18 @@ def test_each_kind_of_question_has_its_labels() -> None:
         Question(choices=("a", "b")),
         Question("n?", scale=(1, 3)),
     )
-    assert [one.labels for one in call.questions] == [("yes", "no"), ("a", "b"), ("1", "2", "3")]
+    assert [question.labels for question in call.questions] == [
+        ("yes", "no"),
+        ("a", "b"),
+        ("1", "2", "3"),
+    ]
     assert (call.temperature, call.owner, call.alone, call.size) == (
         2.0,
         "me",
         False,
         6 + 5 + 2 + 2,
     )
-    again = [one.body() for one in call.questions]
+    again = [question.body() for question in call.questions]
     assert DecideCall.parse({**GOOD, "questions": again}, ()).questions == call.questions
 
 

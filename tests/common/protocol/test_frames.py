@@ -70,9 +70,9 @@ def test_blobs_bring_a_body_with_them() -> None:
 
 def test_every_kind_fits_the_header() -> None:
     big = frames.MAX_NUMBER
-    every = [v for k, v in vars(kinds).items() if k.isupper() and isinstance(v, str)]
-    assert {"generate", "deltas", "welcome"} <= set(every)
-    for kind in every:
+    kind_names = [v for k, v in vars(kinds).items() if k.isupper() and isinstance(v, str)]
+    assert {"generate", "deltas", "welcome"} <= set(kind_names)
+    for kind in kind_names:
         assert len(frames.encode(Header(kind, ID, big, big, big))[0]) <= frames.MAX_HEADER
 
 
@@ -147,8 +147,8 @@ def test_only_messages_with_prompts_have_parts_for_images() -> None:
         frames.decode(frames.encode(Header(kind, ID), {}, [b"x"] * 18))
         with pytest.raises(BadRequest, match="1 to 20 parts, got 21"):
             frames.encode(Header(kind, ID), {}, [b"x"] * 19)
-    found = garbage(head(1, "generate", ID, 0, 1, 0), *[packed({})] * 101)
-    assert (found.about, found.error.message) == (ID, "a message has 1 to 20 parts, got 102")
+    refusal = garbage(head(1, "generate", ID, 0, 1, 0), *[packed({})] * 101)
+    assert (refusal.about, refusal.error.message) == (ID, "a message has 1 to 20 parts, got 102")
     with pytest.raises(BadRequest, match="'ack' has 1 to 4 parts, got 5"):
         frames.encode(Header("ack"), {}, [b"x"] * 3)
 
@@ -189,9 +189,9 @@ def test_elements_of_a_later_minor_version_are_ignored() -> None:
     ],
 )
 def test_malformed_headers_are_refused(fields: tuple[Any, ...]) -> None:
-    found = garbage(packed(list(fields)))
-    assert found.error.code == "bad_request"
-    assert found.about is None
+    refusal = garbage(packed(list(fields)))
+    assert refusal.error.code == "bad_request"
+    assert refusal.about is None
 
 
 @pytest.mark.parametrize("part", [b"", packed({}), packed("ping"), packed(None), b"\xc1"])
@@ -224,10 +224,10 @@ def test_the_size_of_a_header_is_bounded() -> None:
     ],
 )
 def test_malformed_bodies_are_refused(body: bytes) -> None:
-    found = garbage(head(1, "generate", ID, 0, 1, 0), body)
-    assert found.error.code == "bad_request"
-    assert found.about == ID, "whom the answer is about is known"
-    assert len(found.error.message) < 300
+    refusal = garbage(head(1, "generate", ID, 0, 1, 0), body)
+    assert refusal.error.code == "bad_request"
+    assert refusal.about == ID, "whom the answer is about is known"
+    assert len(refusal.error.message) < 300
 
 
 def test_a_time_stamp_is_refused_as_an_extension() -> None:
@@ -244,9 +244,9 @@ def nested(depth: int) -> list[bytes]:
 
 def test_the_depth_of_a_body_is_bounded() -> None:
     assert frames.decode(nested(frames.MAX_DEPTH - 1)).body, "the body itself is the first"
-    found = garbage(*nested(frames.MAX_DEPTH))
-    assert found.about == ID
-    assert f"deeper than {frames.MAX_DEPTH}" in found.error.message
+    refusal = garbage(*nested(frames.MAX_DEPTH))
+    assert refusal.about == ID
+    assert f"deeper than {frames.MAX_DEPTH}" in refusal.error.message
 
 
 # ---- sizes ---------------------------------------------------------------------------------------
@@ -261,9 +261,9 @@ def test_the_size_of_a_body_is_bounded() -> None:
     with pytest.raises(TooLarge, match=str(frames.MAX_BODY + 1)):
         frames.encode(Header("x"), body_of(frames.MAX_BODY + 1))
     big = [head(1, "generate", ID, 0, 1, 0), packed(body_of(frames.MAX_BODY + 1))]
-    found = garbage(*big)
-    assert (found.error.code, found.about) == ("too_large", ID)
-    assert "blob" in found.error.message
+    refusal = garbage(*big)
+    assert (refusal.error.code, refusal.about) == ("too_large", ID)
+    assert "blob" in refusal.error.message
     assert frames.decode(big, max_body=frames.MAX_BACK_BODY).body
 
 
@@ -276,9 +276,9 @@ def test_the_size_of_a_blob_is_bounded() -> None:
 
 def test_the_size_of_a_message_is_bounded() -> None:
     full = bytes(frames.MAX_BLOB)
-    found = garbage(head(), packed({}), full, full)
-    assert found.error.code == "too_large"
-    assert str(frames.MAX_TOTAL) in found.error.message
+    refusal = garbage(head(), packed({}), full, full)
+    assert refusal.error.code == "too_large"
+    assert str(frames.MAX_TOTAL) in refusal.error.message
 
 
 def test_the_bytes_of_images_are_added_to_those_of_a_message() -> None:

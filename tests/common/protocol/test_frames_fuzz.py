@@ -90,12 +90,12 @@ def digest(parts: Sequence[bytes]) -> str:
 
 def _deltas(message: Message) -> str:
     try:
-        found = deltas.unpack_deltas(message)
+        rows = deltas.unpack_deltas(message)
     except PoolError as error:
         frames.encode(Header(kinds.ERROR), error.body())
         return "no deltas"
     blob = message.blobs[0] if message.blobs else b""
-    assert b"".join(delta.ids for delta in found) == blob
+    assert b"".join(delta.ids for delta in rows) == blob
     return "deltas"
 
 

@@ -26,10 +26,10 @@ BODY = {"model": "m", "prompt": "hello", "key": "k"}
 
 def test_a_submission_has_the_request_without_the_keys_of_the_job() -> None:
     body = {**BODY, "keep_ms": 5, "not_before": 7, "priority": -1, "tenant": "t"}
-    found = Submit.parse({**body, "options": {"max_tokens": 3}}, ())
-    assert found.request == {"model": "m", "prompt": "hello", "options": {"max_tokens": 3}}
-    assert (found.keep_ms, found.not_before, found.priority, found.tenant) == (5, 7.0, -1, "t")
-    assert isinstance(found.work, Generate) and found.work.options.max_tokens == 3
+    submit = Submit.parse({**body, "options": {"max_tokens": 3}}, ())
+    assert submit.request == {"model": "m", "prompt": "hello", "options": {"max_tokens": 3}}
+    assert (submit.keep_ms, submit.not_before, submit.priority, submit.tenant) == (5, 7.0, -1, "t")
+    assert isinstance(submit.work, Generate) and submit.work.options.max_tokens == 3
 
 
 @pytest.mark.parametrize(

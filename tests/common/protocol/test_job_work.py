@@ -90,10 +90,10 @@ def test_inputs_beside_tokens_are_named_whatever_their_blobs() -> None:
 
 
 def test_a_submit_holds_a_call_and_the_settings_of_its_job() -> None:
-    found = Submit.parse({**EMBED, "key": "k", "keep_ms": 5, "priority": -1}, ())
-    assert found.work == ModelCall("embed", "e", {"inputs": ["a", "b"]})
-    assert (found.key, found.keep_ms, found.priority) == ("k", 5, -1)
-    assert found.request == EMBED
+    submit = Submit.parse({**EMBED, "key": "k", "keep_ms": 5, "priority": -1}, ())
+    assert submit.work == ModelCall("embed", "e", {"inputs": ["a", "b"]})
+    assert (submit.key, submit.keep_ms, submit.priority) == ("k", 5, -1)
+    assert submit.request == EMBED
     with pytest.raises(BadRequest, match="window is of streams"):
         Submit.parse({**EMBED, "key": "k", "window": 5}, ())
 
@@ -123,8 +123,8 @@ def test_token_ids_of_a_line_are_one_list_or_several(tokens: list[Any]) -> None:
     line = parsed({"kind": "embed", "model": "e", "tokens": tokens})
     work = line.submit.work
     assert isinstance(work, ModelCall)
-    found = EncoderCall.parse("embed", work.fields, work.packed).ids
-    assert [list(one) for one in found] == (tokens if isinstance(tokens[0], list) else [tokens])
+    ids = EncoderCall.parse("embed", work.fields, work.packed).ids
+    assert [list(row) for row in ids] == (tokens if isinstance(tokens[0], list) else [tokens])
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ def test_processes_of_a_run_give_different_ports(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "3")
     for number in range(3):
         monkeypatch.setenv("PYTEST_XDIST_WORKER", f"gw{number}")
-        found = free_ports.free_ports(20)
-        assert {(port - free_ports.LOWEST) % 3 for port in found} == {number}
+        ports = free_ports.free_ports(20)
+        assert {(port - free_ports.LOWEST) % 3 for port in ports} == {number}
 
 
 @pytest.mark.parametrize("low", [1024, 32_768])

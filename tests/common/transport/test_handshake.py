@@ -28,14 +28,14 @@ def listener(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
     """A listening socket of each transport."""
     with tempfile.TemporaryDirectory(prefix="mlxpool-") as folder:
         if request.param == "ipc":
-            one = socket.socket(socket.AF_UNIX)
-            one.bind(str(Path(folder) / "a.ipc"))
+            server = socket.socket(socket.AF_UNIX)
+            server.bind(str(Path(folder) / "a.ipc"))
         else:
-            one = socket.create_server(("127.0.0.1", 0))
-        one.listen()
-        one.settimeout(PATIENCE)
-        with one:
-            yield one
+            server = socket.create_server(("127.0.0.1", 0))
+        server.listen()
+        server.settimeout(PATIENCE)
+        with server:
+            yield server
 
 
 def endpoint_of(listener: socket.socket) -> str:

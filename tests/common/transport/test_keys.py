@@ -79,9 +79,9 @@ def test_a_file_that_is_no_key(tmp_path: Path, text: str) -> None:
 
 
 def test_halves_of_two_keys_are_told(tmp_path: Path) -> None:
-    one, other = keys.make("a", "client"), keys.make("b", "client")
-    path = keys.write(one, tmp_path)
-    path.write_text(path.read_text().replace(one.public, other.public))
+    first, second = keys.make("a", "client"), keys.make("b", "client")
+    path = keys.write(first, tmp_path)
+    path.write_text(path.read_text().replace(first.public, second.public))
     with pytest.raises(BadKey, match="do not belong together"):
         keys.read(path)
 

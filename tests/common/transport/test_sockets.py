@@ -17,15 +17,15 @@ from mlxpool.common.transport import sockets
 
 @pytest.fixture
 def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield made
-    made.destroy(linger=0)
+    zmq_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield zmq_context
+    zmq_context.destroy(linger=0)
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="mlxpool-") as made:  # short: its path has to fit
-        yield Path(made)
+    with tempfile.TemporaryDirectory(prefix="mlxpool-") as path:  # short: its path has to fit
+        yield Path(path)
 
 
 def test_the_endpoint_of_a_run_directory(folder: Path) -> None:
@@ -71,20 +71,20 @@ def test_a_bind_error_names_the_endpoint(
 def test_what_could_not_be_bound_is_closed(
     context: zmq.Context[zmq.Socket[bytes]], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[zmq.Socket[bytes]] = []
+    opened: list[zmq.Socket[bytes]] = []
     make = context.socket
 
     def remember(kind: int) -> zmq.Socket[bytes]:
-        made.append(make(kind))
-        return made[-1]
+        opened.append(make(kind))
+        return opened[-1]
 
     monkeypatch.setattr(context, "socket", remember)
     with pytest.raises(OSError):
         sockets.router(context, sockets.ipc(folder / "missing", "a"))
     try:
-        assert all(socket.closed for socket in made)
+        assert all(socket.closed for socket in opened)
     finally:
-        for socket in made:
+        for socket in opened:
             socket.close(linger=0)
 
 

@@ -37,29 +37,29 @@ def test_the_system_is_text_or_blocks() -> None:
 
 def test_thoughts_text_and_calls_are_one_message() -> None:
     said = {"role": "assistant", "content": [THOUGHTS, TEXT, CALL]}
-    asked, found, told = messages({"role": "user", "content": "Paris?"}, said, user(RESULT))
+    asked, answer, result = messages({"role": "user", "content": "Paris?"}, said, user(RESULT))
     function = {"name": "weather", "arguments": {"city": "Paris"}}
     assert asked["content"] == "Paris?"
-    assert found == {
+    assert answer == {
         "role": "assistant", "content": "I look.", "reasoning_content": "Hm.",
         "tool_calls": [{"id": "a", "type": "function", "function": function}],
     }  # fmt: skip
-    assert told == {"role": "tool", "tool_call_id": "a", "name": "weather", "content": "18"}
+    assert result == {"role": "tool", "tool_call_id": "a", "name": "weather", "content": "18"}
 
 
 def test_results_are_messages_of_their_own() -> None:
     failed = {**RESULT, "content": [{"type": "text", "text": "no"}], "is_error": True}
-    found = messages(user(RESULT, failed, {"type": "tool_result", "tool_use_id": "b"}, TEXT, TEXT))
-    assert [one["role"] for one in found] == ["tool", "tool", "tool", "user"]
-    assert [one["content"] for one in found] == ["18", "Error: no", "", "I look.\nI look."]
+    chat = messages(user(RESULT, failed, {"type": "tool_result", "tool_use_id": "b"}, TEXT, TEXT))
+    assert [message["role"] for message in chat] == ["tool", "tool", "tool", "user"]
+    assert [message["content"] for message in chat] == ["18", "Error: no", "", "I look.\nI look."]
 
 
 def test_an_image_is_named_by_its_place() -> None:
     data = base64.b64encode(b"one").decode()
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
-    found = conversation_of(None, [user(image, TEXT)])
-    assert found.images == [b"one"]
-    assert found.messages[0]["content"] == [
+    conversation = conversation_of(None, [user(image, TEXT)])
+    assert conversation.images == [b"one"]
+    assert conversation.messages[0]["content"] == [
         {"type": "image", "blob": 0}, {"type": "text", "text": "I look."},
     ]  # fmt: skip
 
@@ -68,9 +68,9 @@ def test_images_of_results_come_behind_all_results() -> None:
     data = base64.b64encode(b"one").decode()
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
     seen = {**RESULT, "content": [image]}
-    found = messages(user(seen, RESULT, TEXT))
-    assert [one["role"] for one in found] == ["tool", "tool", "user"]
-    assert found[0]["content"] and found[2]["content"][0] == {"type": "image", "blob": 0}
+    chat = messages(user(seen, RESULT, TEXT))
+    assert [message["role"] for message in chat] == ["tool", "tool", "user"]
+    assert chat[0]["content"] and chat[2]["content"][0] == {"type": "image", "blob": 0}
 
 
 def test_what_other_servers_have_done_is_left_out_or_kept_as_text() -> None:
@@ -84,8 +84,8 @@ def test_what_other_servers_have_done_is_left_out_or_kept_as_text() -> None:
     page = {"type": "document", "source": {"type": "text", "data": "A page."}, "title": "T"}
     assert messages(user(page))[0]["content"] == "T\nA page."
     pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}}
-    (told,) = messages(user({**RESULT, "content": [pdf, TEXT]}))
-    assert "cannot read" in told["content"] and "I look." in told["content"]
+    (message,) = messages(user({**RESULT, "content": [pdf, TEXT]}))
+    assert "cannot read" in message["content"] and "I look." in message["content"]
     with pytest.raises(HttpError, match=r"document of 'application/pdf': .* send the text"):
         messages(user(pdf))
 

@@ -10,11 +10,11 @@ from mlxpool.gateway.generation.token_counts import cuts
 def chat(roles: str) -> list[dict[str, Any]]:
     """Returns messages with these roles (s, u, a or t); the content of each is its index."""
     names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
-    return [{"role": names[one], "content": str(place)} for place, one in enumerate(roles)]
+    return [{"role": names[role], "content": str(place)} for place, role in enumerate(roles)]
 
 
 def contents(roles: str) -> list[str]:
-    return ["".join(one["content"] for one in cut) for cut in cuts(chat(roles))]
+    return ["".join(message["content"] for message in cut) for cut in cuts(chat(roles))]
 
 
 def test_instructions_stay_and_a_cut_is_in_front_of_a_user() -> None:

@@ -30,14 +30,14 @@ def test_the_text_behind_the_last_id_is_a_step() -> None:
 
 
 def test_ids_of_calls_are_the_same_each_time_and_differ() -> None:
-    made = [call_ids("a")(0), call_ids("a")(1), call_ids("b")(0)]
-    assert made == [call_ids("a")(0), call_ids("a")(1), call_ids("b")(0)]
-    assert len(set(made)) == 3 and all(len(one) == 9 and one.isalnum() for one in made)
+    ids = [call_ids("a")(0), call_ids("a")(1), call_ids("b")(0)]
+    assert ids == [call_ids("a")(0), call_ids("a")(1), call_ids("b")(0)]
+    assert len(set(ids)) == 3 and all(len(call_id) == 9 and call_id.isalnum() for call_id in ids)
 
 
 def test_a_note_is_read_as_it_was_written() -> None:
-    found = ResponseNote.unpacked(NOTE.packed())
-    assert found is not None and found.packed() == NOTE.packed()
+    note = ResponseNote.unpacked(NOTE.packed())
+    assert note is not None and note.packed() == NOTE.packed()
     for other in (b"", b"x", b'{"kind": "response"}'):
         assert ResponseNote.unpacked(other) is None
 
@@ -116,13 +116,13 @@ def failures(*pages: list[Delta]) -> list[int | str]:
     """Returns the updates of a reading, in order: a number of failures, or a text."""
 
     async def read() -> list[int | str]:
-        found: list[int | str] = []
+        updates: list[int | str] = []
         answer = KeptAnswer(cast(Any, Pages(*pages)), NO_CHAT, (), several_calls=True)
         async for update in answer.updates():
             assert update is not None
-            found += [update.failures] if update.failures else []
-            found += [event.text for event in update.events if isinstance(event, Content)]
-        return found
+            updates += [update.failures] if update.failures else []
+            updates += [event.text for event in update.events if isinstance(event, Content)]
+        return updates
 
     return asyncio.run(read())
 
@@ -131,18 +131,18 @@ AGAIN = (0, 0)
 
 
 def test_failures_after_which_a_job_went_on_are_told_once() -> None:
-    one, two = Delta("a", (1,), 0, steps=((1, 1),)), Delta("b", (2,), 1, steps=(AGAIN, (1, 1)))
-    assert steps_of(two) == [("b", 1, ())]
-    assert failures([one, two]) == ["a", 1, "b"]
+    first, second = Delta("a", (1,), 0, steps=((1, 1),)), Delta("b", (2,), 1, steps=(AGAIN, (1, 1)))
+    assert steps_of(second) == [("b", 1, ())]
+    assert failures([first, second]) == ["a", 1, "b"]
     at_end = Delta("", (), 2, steps=(AGAIN, AGAIN))
-    assert failures([one, two, at_end]) == ["a", 1, "b", 2]
+    assert failures([first, second, at_end]) == ["a", 1, "b", 2]
     # The client has repeated its reading in between, after another failure at the same place.
     before, after = (
         Delta("", (), 1, steps=(AGAIN,)),
         Delta("b", (2,), 1, steps=3 * (AGAIN,) + ((1, 1),)),
     )
-    assert failures([one], [before], [after]) == ["a", 1, 2, "b"]
-    assert failures([one, before, two, at_end]) == ["a", 1, "b", 2]
+    assert failures([first], [before], [after]) == ["a", 1, 2, "b"]
+    assert failures([first, before, second, at_end]) == ["a", 1, "b", 2]
 
 
 class PageStream:

@@ -29,8 +29,8 @@ def test_another_text_is_refused(id: str) -> None:
 
 def test_a_reader_has_all_when_it_was_told_the_newest_error_of_the_place() -> None:
     job = {"gen": 0, "state": "dead", "ids": 7, "retried": [[3, 1], [7, 2]]}
-    told = [Place(0, 7, failed=number).has_all(job) for number in (1, 2, 3)]
-    assert told == [False, False, True]
+    results = [Place(0, 7, failed=number).has_all(job) for number in (1, 2, 3)]
+    assert results == [False, False, True]
     assert not Place(0, 7).has_all(job) and not Place(0, 3, failed=2).has_all(job)
     assert not Place(0, 7, failed=3).has_all({**job, "state": "running"})
     assert Place(0, 7, failed=1).has_all({**job, "retried": []})

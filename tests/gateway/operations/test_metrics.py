@@ -62,11 +62,11 @@ def test_a_stream_that_fails_after_its_head_is_counted_apart() -> None:
 
 
 def test_series_exist_before_the_first_request_and_none_has_a_time_of_creation() -> None:
-    found = values(Metrics("1.2", [CHAT]))
+    series = values(Metrics("1.2", [CHAT]))
     for route in (CHAT, OTHER_ROUTE):
         labels = frozenset({"route": route, "status": "200"}.items())
-        assert found["mlxpool_gateway_requests_total", labels] == 0
-    assert not [name for name, _ in found if name.endswith("_created")]
+        assert series["mlxpool_gateway_requests_total", labels] == 0
+    assert not [name for name, _ in series if name.endswith("_created")]
 
 
 def test_the_drain_is_shown_and_the_format_is_negotiated() -> None:
@@ -77,11 +77,11 @@ def test_the_drain_is_shown_and_the_format_is_negotiated() -> None:
     data, content_type = metrics.text("application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text") and data.endswith(b"# EOF\n")
     families = openmetrics_families(data.decode())  # type: ignore[no-untyped-call]
-    kinds = {one.name: one.type for one in families}
+    kinds = {family.name: family.type for family in families}
     assert kinds["mlxpool_gateway_requests"] == "counter"
 
 
 def test_the_process_is_measured() -> None:
-    found = values(Metrics("1.2", [CHAT]))
+    series = values(Metrics("1.2", [CHAT]))
     names = ("resident_memory_bytes", "cpu_seconds_total", "open_fds", "max_fds")
-    assert all(found[f"process_{name}", frozenset()] > 0 for name in names)
+    assert all(series[f"process_{name}", frozenset()] > 0 for name in names)

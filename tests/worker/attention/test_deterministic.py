@@ -65,7 +65,7 @@ def alone(loaded: LoadedModel, seq: Sequence) -> list[SampledToken]:
 
 
 def values(drawn: list[SampledToken]) -> list[tuple[int, Any]]:
-    return [(one.token, one.logprob) for one in drawn]
+    return [(sampled.token, sampled.logprob) for sampled in drawn]
 
 
 @on_cpu
@@ -102,8 +102,8 @@ def test_other_rows_of_a_batch_change_no_bit(exact: LoadedModel) -> None:
         if turn < 16 and turn % 2 == 0:
             enter(engine, rows[turn // 2], 100)
         running = [seq for seq in rows[: turn // 2 + 1] if len(seq.ids) < seq.max_tokens]
-        for one in decode(engine, running[turn % 3 :] or running):
-            got[rows.index(one.sequence)].append(one)
+        for sampled in decode(engine, running[turn % 3 :] or running):
+            got[rows.index(sampled.sequence)].append(sampled)
         if not running:
             break
     assert [values(drawn) for drawn in got] == expected
@@ -128,7 +128,7 @@ def test_a_preemption_changes_no_bit(exact: LoadedModel, prefix: str) -> None:
 def test_a_resume_changes_no_bit(exact: LoadedModel, taken: int) -> None:
     for number in range(5):
         expected, seq = alone(exact, request(number)), request(number)
-        seq.ids += [one.token for one in expected[:taken]]
+        seq.ids += [sampled.token for sampled in expected[:taken]]
         engine = model_engine(exact)
         enter(engine, seq)
         got = [decode(engine, [seq])[0] for _ in range(24 - taken)]
@@ -171,9 +171,9 @@ def test_without_the_setting_greedy_tokens_differ_at_near_ties_only() -> None:
     for line, wanted in enumerate(expected):
         got = [drawn[line] for drawn in steps]
         at = first_difference(got, wanted)
-        for one, other in zip(got[:at], wanted[:at], strict=True):
-            assert one.logprob is not None and other.logprob is not None
-            assert one.logprob.logprob == pytest.approx(other.logprob.logprob, abs=TIE)
+        for sampled, other in zip(got[:at], wanted[:at], strict=True):
+            assert sampled.logprob is not None and other.logprob is not None
+            assert sampled.logprob.logprob == pytest.approx(other.logprob.logprob, abs=TIE)
         if at is not None:
             assert margin(wanted[at]) < TIE
 

@@ -22,9 +22,9 @@ def test_padding_changes_no_result(start: int, count: int) -> None:
     ends = mx.arange(start, start + count)[:, None]
     visible = mx.arange(start + count)[None] <= ends
     expected = unfused_attention(queries, keys, values, scores, visible)
-    found = pad_to_blocks(queries, keys, values, scores)
-    assert found.shape == expected.shape
-    assert mx.allclose(found, expected, atol=1e-5).item()
+    actual = pad_to_blocks(queries, keys, values, scores)
+    assert actual.shape == expected.shape
+    assert mx.allclose(actual, expected, atol=1e-5).item()
 
 
 def test_few_pairs_of_lengths_serve_all_prompts() -> None:

@@ -28,7 +28,7 @@ def quantised(numbers: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     read = int8_numbers.dequantise(integers, scales, mx.float32)
     assert (integers.dtype, scales.dtype) == (mx.int8, mx.bfloat16)
     return tuple(  # type: ignore[return-value]
-        np.array(one.astype(mx.float32)).astype(np.float64) for one in (integers, scales, read)
+        np.array(array.astype(mx.float32)).astype(np.float64) for array in (integers, scales, read)
     )
 
 

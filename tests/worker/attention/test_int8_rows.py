@@ -56,10 +56,12 @@ def keys_and_values(layer: int, start: int, end: int) -> tuple[Any, Any]:
 def append(row: Any, count: int) -> list[tuple[Any, ...]]:
     """Writes the next tokens of the text; returns each layer's arrays as attention reads them."""
     start, end = row.offset, row.offset + count
-    found = [FULL.read(row.write(layer, *keys_and_values(layer, start, end))) for layer in range(2)]
+    arrays = [
+        FULL.read(row.write(layer, *keys_and_values(layer, start, end))) for layer in range(2)
+    ]
     row.advance(count)
-    mx.eval(found, row.arrays())
-    return found
+    mx.eval(arrays, row.arrays())
+    return arrays
 
 
 def expected(layer: int, start: int, end: int) -> tuple[Any, ...]:
@@ -85,8 +87,8 @@ def test_every_pass_reads_the_same_bits_of_a_token(
             row.trim(tokens)
         elif row.offset + tokens <= CAPACITY:
             for layer, read in enumerate(append(row, tokens)):
-                for one, other in zip(read, expected(layer, 0, row.offset), strict=True):
-                    assert one.dtype == mx.float32 and mx.array_equal(one, other).item()
+                for array, other in zip(read, expected(layer, 0, row.offset), strict=True):
+                    assert array.dtype == mx.float32 and mx.array_equal(array, other).item()
 
 
 @settings(max_examples=15, deadline=None)
@@ -99,8 +101,8 @@ def test_windows_read_the_same_bits(counts: list[int]) -> None:
         windowed, full = append(row, count)
         start = max(0, row.offset - count - WINDOW + 1)
         for layer, read, first in ((0, windowed, start), (1, full, 0)):
-            for one, other in zip(read, expected(layer, first, row.offset), strict=True):
-                assert mx.array_equal(one, other).item()
+            for array, other in zip(read, expected(layer, first, row.offset), strict=True):
+                assert mx.array_equal(array, other).item()
     assert row.nbytes <= WINDOWED.fixed_bytes + WINDOWED.token_bytes * (row.offset + 256)
 
 
@@ -122,10 +124,10 @@ def test_prefixes_are_kept_and_copied_as_they_are_stored(shape: RowShape) -> Non
     again, cached = cache.begin([*text, 1])
     assert cached == 500
     for layer, read in enumerate(append(again, 40)):
-        for one in read:
+        for array in read:
             end = again.offset
-            other = expected(layer, end - one.shape[2], end)
-            assert any(mx.array_equal(one, each).item() for each in other)
+            other = expected(layer, end - array.shape[2], end)
+            assert any(mx.array_equal(array, each).item() for each in other)
 
 
 @pytest.mark.parametrize("layout", ["rows", "slabs"])
@@ -147,13 +149,13 @@ def test_a_batch_attends_to_what_is_stored(layout: str) -> None:
         for at in range(length, length + count)
     ]
     k, v = (mx.array(TEXT[0, side][:, places].swapaxes(0, 1)) for side in range(2))
-    found = batch.attend(0, q, k, v, ScoreParams(0.3))
+    output = batch.attend(0, q, k, v, ScoreParams(0.3))
     first = 0
     for length, count in zip(lengths, counts, strict=True):
         keys, values = expected(0, 0, length + count)
         here = slice(first, first + count)
         wanted = causal_attention(q[here], keys, values, ScoreParams(0.3))
-        assert mx.allclose(found[here], wanted, rtol=1e-4, atol=1e-5).item()
+        assert mx.allclose(output[here], wanted, rtol=1e-4, atol=1e-5).item()
         first += count
 
 
@@ -181,5 +183,5 @@ def test_kernels_write_integers_and_scales_into_blocks() -> None:
     row = PagedStore(KVPool(FULL, 3, in_place=True)).new_row()
     for count in (250, 20, 1):
         for layer, read in enumerate(append(row, count)):
-            for one, other in zip(read, expected(layer, 0, row.offset), strict=True):
-                assert mx.array_equal(one, other).item()
+            for array, other in zip(read, expected(layer, 0, row.offset), strict=True):
+                assert mx.array_equal(array, other).item()

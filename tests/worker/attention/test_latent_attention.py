@@ -75,7 +75,7 @@ def attend(length: int, count: int, way: bool) -> mx.array:
 
 def by_definition(length: int, count: int) -> np.ndarray:
     """Returns attention by its definition, with keys and values of each head."""
-    q, line = (np.array(one) for one in new_tokens(count))
+    q, line = (np.array(array) for array in new_tokens(count))
     held = np.array(row_of(length).part(0, 0, length)[0][0, 0]) if length else line[:0]
     lines, (made_keys, made_values) = np.concatenate([held, line]), weights()
     out = np.zeros((count, SMALL.heads, SMALL.value))
@@ -108,8 +108,8 @@ def test_each_row_of_a_step_attends_to_its_own_tokens(way: bool) -> None:
     for length, count in rows:
         alone = RowBatch([RowSpan(row_of(length), count)], None)
         end = start + count
-        one = alone.attend_latent(0, q[start:end], line[start:end], SCALE, heads(way))
-        assert mx.allclose(together[start:end], one, atol=1e-5).item()
+        output = alone.attend_latent(0, q[start:end], line[start:end], SCALE, heads(way))
+        assert mx.allclose(together[start:end], output, atol=1e-5).item()
         start = end
 
 
@@ -144,18 +144,18 @@ def test_a_long_chunk_never_holds_all_its_scores(
     """Its activation memory is a few times MAX_SCORES plus the expanded keys and values."""
     monkeypatch.setattr(dot_product, "MAX_SCORES", 2**16)
     opened = SMALL.heads * (SMALL.query + SMALL.value)
-    made = length * (3 * opened if way else SMALL.latent) * FLOAT
+    expanded_bytes = length * (3 * opened if way else SMALL.latent) * FLOAT
     before = mx.set_cache_limit(0)
     try:
         taken = peak(length, 256, way)
     finally:
         mx.set_cache_limit(before)
-    every = length * 256 * SMALL.heads * FLOAT
+    score_bytes = length * 256 * SMALL.heads * FLOAT
     if mx.cuda.is_available():  # it copies operands with another order of axes
-        assert taken < every or length < 8192
+        assert taken < score_bytes or length < 8192
         return
-    assert taken < 12 * 2**16 * FLOAT + made
-    assert taken < every / 2
+    assert taken < 12 * 2**16 * FLOAT + expanded_bytes
+    assert taken < score_bytes / 2
 
 
 def peak(length: int, count: int, way: bool) -> int:

@@ -128,8 +128,8 @@ def test_chunks_and_single_tokens_of_a_pass_are_one_launch_a_layer(
     late = sequence(prompt_of(30, 7))
     engine.admit(late)
     kernel.clear()
-    for one in step(engine, [*decode_spans(rows), Span(late, 0, 12, 0)]):
-        one.sequence.ids.append(one.token)
+    for sampled in step(engine, [*decode_spans(rows), Span(late, 0, 12, 0)]):
+        sampled.sequence.ids.append(sampled.token)
     assert kernel == [4, 4]  # layers
     kernel.clear()
     step(engine, [*decode_spans(rows), Span(late, 12, 10, 0)])
@@ -164,8 +164,8 @@ def test_checked_drafts_right_and_wrong_give_the_tokens_without_drafts(
             wrong = int(draw.integers(0, 2 * len(known) + 1))
             drafts = tuple(token ^ (place == wrong and 1) for place, token in enumerate(known))
             spans.append(Span.check(seq, drafts) if drafts else decode_spans([seq])[0])
-        for one in step(engine, spans):
-            one.sequence.ids.append(one.token)
+        for sampled in step(engine, spans):
+            sampled.sequence.ids.append(sampled.token)
         for seq in rows:
             del seq.ids[12:]
             assert seq.ids == answers[seq][: len(seq.ids)], number
@@ -183,8 +183,8 @@ def test_checked_drafts_right_and_wrong_give_the_tokens_without_drafts(
 def held_bytes(engine: ModelEngine, rows: Iterable[Sequence]) -> int:
     """Returns the bytes of all arrays with states of these rows; each array counts once."""
     layers = [layer for seq in rows for layer in cast(RowCache, engine.inspect().rows[seq]).layers]
-    arrays = [one for layer in layers if isinstance(layer, StateLayer) for one in layer.held()]
-    return sum(one.nbytes for one in {id(one): one for one in arrays}.values())
+    arrays = [state for layer in layers if isinstance(layer, StateLayer) for state in layer.held()]
+    return sum(array.nbytes for array in {id(array): array for array in arrays}.values())
 
 
 def test_a_row_that_sits_out_keeps_its_own_states_alone(
@@ -224,8 +224,8 @@ def test_a_row_that_is_kept_for_the_next_prompt_keeps_its_newest_states_alone(
     decode(engine, rows, 3)
     row = cast(RowCache, engine.inspect().rows[rows[0]])
     engine.release(rows[0])
-    held = [one for layer in row.state_layers() for one in layer.held()]
-    assert sum(one.nbytes for one in held) == row.shape.state_bytes
+    held = [state for layer in row.state_layers() for state in layer.held()]
+    assert sum(array.nbytes for array in held) == row.shape.state_bytes
     decode(engine, rows[1:], 2)
     again = sequence((*rows[0].prompt, *rows[0].ids, 5))
     enter(engine, again)
@@ -250,8 +250,8 @@ def test_a_row_without_drafts_keeps_no_states_behind_those_of_others(
             Span.check(seq, tuple(answers[seq][len(seq.ids) :][: engine.limits.drafts]))
             for seq in rows[1:]
         ]
-        for one in step(engine, [*decode_spans(rows[:1]), *checks]):
-            one.sequence.ids.append(one.token)
+        for sampled in step(engine, [*decode_spans(rows[:1]), *checks]):
+            sampled.sequence.ids.append(sampled.token)
         state = cast(RowCache, engine.inspect().rows[rows[0]]).shape.state_bytes
         assert held_bytes(engine, rows) <= most * state, number
     assert all(seq.ids == answers[seq][: len(seq.ids)] for seq in rows)
@@ -268,8 +268,8 @@ def test_states_of_many_arrays_are_copied_into_one() -> None:
     sources, places = sources_of(many)
     assert len(sources) == MAX_SOURCES
     assert places[-1] == (0, 1) and {source for source, _ in places} == set(range(MAX_SOURCES))
-    for one, (source, index) in zip(many, places, strict=True):
-        assert sources[source][index].tolist() == one.whole[one.index].tolist()
+    for state_slice, (source, index) in zip(many, places, strict=True):
+        assert sources[source][index].tolist() == state_slice.whole[state_slice.index].tolist()
     assert sources_of([None, None]) == ((), [(NO_SOURCE, 0)] * 2)
 
 
@@ -292,8 +292,11 @@ def test_a_row_goes_back_to_the_state_before_a_pass() -> None:
     copy = tuple(mx.array(x) for x in row.state(0))  # as the prefix cache puts it into a row
     other = RowCache(row.shape)
     other.put_state(0, copy)
-    found = other.state_slice(0)
-    assert found is not None and found.whole[found.index].tolist() == whole[0].tolist()
+    state_slice = other.state_slice(0)
+    assert (
+        state_slice is not None
+        and state_slice.whole[state_slice.index].tolist() == whole[0].tolist()
+    )
     row.trim(0)
     assert row.state_slice(0) is None and row.nbytes == 0
 
@@ -305,7 +308,7 @@ def test_in_bfloat16_it_works_beside_the_other_kernels(
     changes = {**QWEN3_NEXT, **SIZES, "num_hidden_layers": 2, "hidden_size": 128}
     folder = inspect(write_checkpoint(tmp_path, **changes))
     options = Options.parse({"temperature": 0.0, "logprobs": True, "top_logprobs": 4})
-    found = []
+    runs = []
     for serves in (True, False):
         if not serves:
             monkeypatch.setattr(delta_net.GatedDeltaNetLayer, "_serves", lambda net, dtype: False)
@@ -314,9 +317,9 @@ def test_in_bfloat16_it_works_beside_the_other_kernels(
         rows = [Sequence(b"", 1, prompt_of(9 + n, n), options, 11, 4) for n in range(2)]
         for seq in rows:
             enter(engine, seq)
-        found.append([one for _ in range(3) for one in decode(engine, rows)])
+        runs.append([sampled for _ in range(3) for sampled in decode(engine, rows)])
         assert bool(kernel) == serves
-    for ours, theirs in zip(*found, strict=True):
+    for ours, theirs in zip(*runs, strict=True):
         assert ours.logprob is not None and theirs.logprob is not None
         near, exact = dict(ours.logprob.top), dict(theirs.logprob.top)
         both = near.keys() & exact.keys()

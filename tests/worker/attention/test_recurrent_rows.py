@@ -87,12 +87,12 @@ def test_a_restore_point_is_made_where_prompts_diverge(
     loaded: LoadedModel, text: ChatTokenizer, lookahead: bool
 ) -> None:
     engine, prompt = engine_of(loaded, text, lookahead=lookahead), prompt_of(40)
-    found = []
+    cached = []
     for salt in range(3):
         seq = sequence((*prompt[:30], *prompt_of(10, salt + 1)))
         assert ids_of(engine, seq) == computed_afresh(loaded, text, seq)
-        found.append(seq.cached)
-    assert found == [0, 0, 30]
+        cached.append(seq.cached)
+    assert cached == [0, 0, 30]
 
 
 def test_long_prompts_have_restore_points_at_intervals(

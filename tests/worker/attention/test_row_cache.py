@@ -39,8 +39,8 @@ def lines(start: int, count: int, heads: int, size: int) -> Any:
 
 
 def tokens_of(array: Any) -> list[int]:
-    found: list[int] = array[0, 0, :, 0].astype(mx.int32).tolist()
-    return found
+    tokens: list[int] = array[0, 0, :, 0].astype(mx.int32).tolist()
+    return tokens
 
 
 STEPS = st.lists(st.one_of(st.integers(1, CHUNK), st.just(-1)), max_size=60)
@@ -79,16 +79,16 @@ def test_a_window_stays_within_its_fixed_bytes() -> None:
 @settings(max_examples=25)
 def test_a_window_can_be_copied_into_another_row(tokens: int, window: int) -> None:
     """Parts of one row continue in another as if they had been written there."""
-    one, other = (row_of(KeyValueSpec(1, 2, 2, window + 1)) for _ in range(2))
-    while one.offset < tokens:
-        count = min(CHUNK, tokens - one.offset)
-        one.write(0, lines(one.offset, count, 1, 2), lines(one.offset, count, 1, 2))
-        one.advance(count)
+    row, other = (row_of(KeyValueSpec(1, 2, 2, window + 1)) for _ in range(2))
+    while row.offset < tokens:
+        count = min(CHUNK, tokens - row.offset)
+        row.write(0, lines(row.offset, count, 1, 2), lines(row.offset, count, 1, 2))
+        row.advance(count)
     first = max(0, tokens - window)
-    other.put(0, [one.part(0, first, tokens)], tokens)
+    other.put(0, [row.part(0, first, tokens)], tokens)
     other.advance(tokens)
     new = lines(tokens, 3, 1, 2)
-    assert tokens_of(other.write(0, new, new)[0]) == tokens_of(one.write(0, new, new)[0])
+    assert tokens_of(other.write(0, new, new)[0]) == tokens_of(row.write(0, new, new)[0])
 
 
 def test_a_latent_layer_keeps_one_vector_of_each_token() -> None:
@@ -169,5 +169,5 @@ def test_unfused_attention_equals_the_fused_kernel(count: int) -> None:
     keys, values = mx.random.normal((1, 2, 30, 8)), mx.random.normal((1, 2, 30, 8))
     for sinks in (None, mx.random.normal((4,))):
         expected = causal_attention(q, keys, values, ScoreParams(8**-0.5, sinks), 12)
-        found = causal_attention(q, keys, values, ScoreParams(8**-0.5, sinks, softcap=1e4), 12)
-        assert mx.allclose(found, expected, atol=1e-4)
+        actual = causal_attention(q, keys, values, ScoreParams(8**-0.5, sinks, softcap=1e4), 12)
+        assert mx.allclose(actual, expected, atol=1e-4)

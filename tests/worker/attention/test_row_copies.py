@@ -187,8 +187,8 @@ def test_a_snapshot_is_restored_at_its_own_length_only() -> None:
     for kind in (StateCache(0), WindowCache(0, 4)):
         cache = cache_of((kind,))
         serve(cache, (kind,), ([*range(10)], [], 10, 0))
-        found = [cache.probe(tuple(range(16)), most=limit)[1] for limit in (5, 15)]
-        assert found == [0, 10]
+        lengths = [cache.probe(tuple(range(16)), most=limit)[1] for limit in (5, 15)]
+        assert lengths == [0, 10]
 
 
 def test_only_layers_that_need_snapshots_have_them() -> None:
@@ -381,10 +381,10 @@ def test_a_model_gives_the_same_tokens_in_every_mode(loaded: LoadedModel, lookah
 
 
 def test_the_engine_uses_the_configured_mode(loaded: LoadedModel) -> None:
-    found = {}
+    cached = {}
     for mode in MODES:
         engine = model_engine(loaded, prefix=mode)
         for prompt in ((1, 2, 3, 4), (7, 8, 9), (1, 2, 3, 4)):
-            found[mode] = ask(engine, prompt, 2).cached
-    assert found == {"tree": 3, "single": 0, "off": 0}
+            cached[mode] = ask(engine, prompt, 2).cached
+    assert cached == {"tree": 3, "single": 0, "off": 0}
     assert model_engine(loaded, prefix_bytes=12345).prefix.budget == 12345

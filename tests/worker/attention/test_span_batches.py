@@ -100,16 +100,16 @@ def logits_of(
     """Computes one pass; returns logits of the rows in `wanted`."""
     spans = [RowSpan(row, count) for row, count in zip(rows, counts, strict=True) if count]
     places = [at for at, count in enumerate(counts) if count]
-    found = layout.forward(
+    logits = layout.forward(
         spans, mx.array(ids, dtype=mx.int32), [places.index(n) for n in wanted]
     ).logits
-    mx.eval(found)
-    return np.array(found.astype(mx.float32)) if wanted else np.zeros((0, 1), np.float32)
+    mx.eval(logits)
+    return np.array(logits.astype(mx.float32)) if wanted else np.zeros((0, 1), np.float32)
 
 
 def compare(mixed: Layout, alone: Layout, passes: Any, tolerance: float) -> None:
     """Compares passes over several spans in `mixed` with passes over one span in `alone`."""
-    rows, others = ([one.store.new_row() for _ in range(6)] for one in (mixed, alone))
+    rows, others = ([layout.store.new_row() for _ in range(6)] for layout in (mixed, alone))
     draw = np.random.default_rng(5)
     for counts, order, logits in passes:
         counts = [
@@ -124,9 +124,9 @@ def compare(mixed: Layout, alone: Layout, passes: Any, tolerance: float) -> None
             for n in range(6)
             if counts[n]
         }
-        found = logits_of(mixed, rows, counts, [one for each in ids for one in each], wanted)
+        actual = logits_of(mixed, rows, counts, [token for each in ids for token in each], wanted)
         assert [row.offset for row in rows] == [row.offset for row in others]
-        for number, got in zip(wanted, found, strict=True):
+        for number, got in zip(wanted, actual, strict=True):
             (want,) = expected[number]
             assert np.abs(got - want).max() <= tolerance * np.abs(want).max()
     for row in rows:

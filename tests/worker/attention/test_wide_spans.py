@@ -65,14 +65,14 @@ Given = tuple[int, int, bool]
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def one(name: str) -> LoadedModel:
-        if name not in found:
+        if name not in models:
             changes = {**MODELS[name][0], "max_position_embeddings": CONTEXT}
-            found[name] = load(
+            models[name] = load(
                 inspect(write_checkpoint(tmp_path_factory.mktemp("model"), **changes))
             )
-        return found[name]
+        return models[name]
 
-    found: dict[str, LoadedModel] = {}
+    models: dict[str, LoadedModel] = {}
     return one
 
 
@@ -95,8 +95,8 @@ class OneByOne:
         logits = []
         with noted_head(self._model) as taken:
             for token in ids:
-                one = mx.array([token], dtype=mx.int32)
-                out = self._layout.forward([RowSpan(self.rows[row], 1)], one, [0]).logits
+                inputs = mx.array([token], dtype=mx.int32)
+                out = self._layout.forward([RowSpan(self.rows[row], 1)], inputs, [0]).logits
                 mx.eval(out, taken)
                 logits.append(out)
         return tuple(np.array(mx.concatenate(x).astype(mx.float32)) for x in (logits, taken))  # type: ignore[return-value]
@@ -126,36 +126,36 @@ def compare(
         wanted = [n for n, (lines, _) in enumerate(expected) if lines]
         wanted.sort(key=lambda n: (spans[n].hidden, spans[n].lines))
         begin()
-        found = layout.step(spans, ids, None, wanted)
-        mx.eval([one for one in found if one is not None])
+        output = layout.step(spans, ids, None, wanted)
+        mx.eval([part for part in output if part is not None])
         drawing = logit_spans(spans, wanted)
-        assert (found.hidden is None) == (len(drawing) == len(wanted))
-        for every, some in ((found.logits, drawing), (found.hidden, wanted[len(drawing) :])):
-            if every is None or not some:
+        assert (output.hidden is None) == (len(drawing) == len(wanted))
+        for array, some in ((output.logits, drawing), (output.hidden, wanted[len(drawing) :])):
+            if array is None or not some:
                 continue
-            got = np.array(every.astype(mx.float32))
+            got = np.array(array.astype(mx.float32))
             want = np.concatenate([expected[n][1] for n in some])
-            assert every is not found.hidden or every.dtype == mx.float32
+            assert array is not output.hidden or array.dtype == mx.float32
             assert got.shape == want.shape
             assert np.abs(got - want).max() <= tolerance * np.abs(want).max()
         assert [row.offset for row in rows] == [row.offset for row in one_by_one.rows]
         if layout.keeps_states:
-            assert found.states is not None and found.states.shape[0] == len(ids)
+            assert output.states is not None and output.states.shape[0] == len(ids)
             ends = np.cumsum([span.count for span in spans])
             drawn = [n for at in drawing for n in range(ends[at] - spans[at].lines, ends[at])]
             if drawn:
-                of_lines = found.states[mx.array(drawn)]
+                of_lines = output.states[mx.array(drawn)]
                 got = np.array(layout.model.logits_of(of_lines).astype(mx.float32))
-                want = np.array(found.logits.astype(mx.float32))
+                want = np.array(output.logits.astype(mx.float32))
                 assert np.abs(got - want).max() <= 1e-2 * np.abs(want).max()
-        if layout.keeps_drawn and drawing and found.hidden is None:
-            assert found.drawn is not None, "the states that the logits are of"
-            lines = found.logits.shape[0]
-            got = np.array(layout.model.logits_of(found.drawn)[:lines].astype(mx.float32))
-            want = np.array(found.logits.astype(mx.float32))
+        if layout.keeps_drawn and drawing and output.hidden is None:
+            assert output.drawn is not None, "the states that the logits are of"
+            lines = output.logits.shape[0]
+            got = np.array(layout.model.logits_of(output.drawn)[:lines].astype(mx.float32))
+            want = np.array(output.logits.astype(mx.float32))
             assert np.abs(got - want).max() <= 1e-2 * np.abs(want).max()
         else:
-            assert found.drawn is None or not drawing
+            assert output.drawn is None or not drawing
     for row in rows:
         layout.store.release(row)
 

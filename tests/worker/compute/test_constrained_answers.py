@@ -69,12 +69,12 @@ def request(number: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def alone(loaded: LoadedModel) -> list[list[int]]:
     """The ids of each request, which is computed alone."""
-    found = []
+    ids = []
     for number in range(len(FORMATS)):
-        one = answers(loaded)
-        one.admit(number, **request(number))
-        found.append(one.run()[number].ids)
-    return found
+        batch = answers(loaded)
+        batch.admit(number, **request(number))
+        ids.append(batch.run()[number].ids)
+    return ids
 
 
 @AHEAD
@@ -84,19 +84,19 @@ def test_a_mixed_batch_gives_every_row_what_it_gets_alone(
     batch = answers(loaded, lookahead=lookahead)
     for number in range(len(FORMATS)):
         batch.admit(number, **request(number))
-    found = batch.run()
-    assert [found[number].ids for number in range(len(FORMATS))] == alone
+    results = batch.run()
+    assert [results[number].ids for number in range(len(FORMATS))] == alone
     for number, format in enumerate(FORMATS):
-        end = found[number].end
+        end = results[number].end
         assert "code" not in end
         if format is None:
             assert "complete" not in end
         else:
             assert end["complete"] is (end["reason"] == "stop")
-    person = found[0]
+    person = results[0]
     assert person.end["reason"] == "stop"
     jsonschema.validate(json.loads(person.text), PERSON)
-    assert found[4].text in ("yes", "no", "perhaps not")
+    assert results[4].text in ("yes", "no", "perhaps not")
 
 
 def test_white_space_does_not_go_on_for_ever(loaded: LoadedModel) -> None:
@@ -110,11 +110,11 @@ def test_white_space_does_not_go_on_for_ever(loaded: LoadedModel) -> None:
     for number, schema in enumerate([*schemas, {**schemas[1], "additionalProperties": False}]):
         format = {"type": "json_schema", "schema": schema}
         batch.admit(number, format=format, temperature=0.0, max_tokens=150, **options)
-    for number, found in batch.run().items():
-        outside = re.sub(r'"[^"]*"', '""', found.text)
-        assert " " in outside and not re.search(r"\s\s|[^ \S]|[^:,] ", outside), found.text
+    for number, answer in batch.run().items():
+        outside = re.sub(r'"[^"]*"', '""', answer.text)
+        assert " " in outside and not re.search(r"\s\s|[^ \S]|[^:,] ", outside), answer.text
         if number != 1:  # 1 may have any further keys, so it may not end
-            assert found.end["reason"] == "stop" and json.loads(found.text)
+            assert answer.end["reason"] == "stop" and json.loads(answer.text)
 
 
 def test_classes_of_unicode_fit_the_bounds(loaded: LoadedModel) -> None:
@@ -124,7 +124,7 @@ def test_classes_of_unicode_fit_the_bounds(loaded: LoadedModel) -> None:
     for number, pattern in enumerate(patterns):
         format = {"type": "json_schema", "schema": {"type": "string", "pattern": pattern}}
         batch.admit(number, format=format, max_tokens=30, temperature=1.0, top_k=0, top_p=1.0)
-    assert all("code" not in found.end for found in batch.run().values())
+    assert all("code" not in answer.end for answer in batch.run().values())
 
 
 @AHEAD
@@ -144,9 +144,9 @@ def test_an_answer_goes_on_at_every_id(loaded: LoadedModel, alone: list[list[int
     batch = answers(loaded)
     for count in range(0, len(alone[0]), 3):
         batch.admit(count, had=alone[0][:count], **request(0))
-    for found in batch.run().values():
-        assert found.ids == alone[0]
-        assert found.end["complete"] is True
+    for answer in batch.run().values():
+        assert answer.ids == alone[0]
+        assert answer.end["complete"] is True
 
 
 def test_max_tokens_and_stop_strings_end_an_answer_that_is_not_complete(
@@ -156,22 +156,24 @@ def test_max_tokens_and_stop_strings_end_an_answer_that_is_not_complete(
     batch.admit(1, max_tokens=4, **request(0))
     batch.admit(2, stop=['"age'], **request(0))
     batch.admit(3, stop=["]}"], **request(0))
-    found = batch.run()
-    ends = [(found[one].end["reason"], found[one].end["complete"]) for one in (1, 2, 3)]
+    results = batch.run()
+    ends = [
+        (results[number].end["reason"], results[number].end["complete"]) for number in (1, 2, 3)
+    ]
     assert ends == [("length", False), ("stop", False), ("stop", True)]
-    assert len(found[1].ids) == 4
-    assert found[2].text.endswith(", ") and found[3].text.endswith(("[", '"'))
+    assert len(results[1].ids) == 4
+    assert results[2].text.endswith(", ") and results[3].text.endswith(("[", '"'))
 
 
 def test_a_full_context_shifts_under_an_answer(loaded: LoadedModel) -> None:
     """The state of the format follows from all ids, not only from the ids still in the context."""
     format = {"type": "regex", "pattern": "([a-z]{1,5} ){60}end"}
     options: dict[str, Any] = {"format": format, "temperature": 0.7}
-    found = [answers(loaded, lookahead=ahead) for ahead in (False, True)]
-    for one in found:
-        row = one.admit(7, max_tokens=400, shift=True, num_ctx=48, **options)
+    batches = [answers(loaded, lookahead=ahead) for ahead in (False, True)]
+    for batch in batches:
+        row = batch.admit(7, max_tokens=400, shift=True, num_ctx=48, **options)
         row.shift = ContextShift(48, 4, ())
-    first, second = (one.run()[7] for one in found)
+    first, second = (batch.run()[7] for batch in batches)
     assert first.ids == second.ids and len(first.ids) > 48
     assert first.end["reason"] == "stop" and first.text.endswith("end")
 
@@ -199,12 +201,12 @@ def test_what_fails_for_a_format_ends_its_own_stream(
     broken = batch.generations.of(batch.admit(9, **request(0))).constraint
     for number in range(3):
         batch.admit(number, **request(number))
-    found = batch.run()
-    assert found[9].end["code"] == "bad_request"
-    assert found[9].end["message"] == "format: too complex"
-    count = len(found[9].ids)
-    assert count < len(alone[0]) and found[9].ids == alone[0][:count]
-    assert [found[number].ids for number in range(3)] == alone[:3]
+    results = batch.run()
+    assert results[9].end["code"] == "bad_request"
+    assert results[9].end["message"] == "format: too complex"
+    count = len(results[9].ids)
+    assert count < len(alone[0]) and results[9].ids == alone[0][:count]
+    assert [results[number].ids for number in range(3)] == alone[:3]
 
 
 def test_a_batch_without_formats_asks_nothing(
@@ -225,10 +227,10 @@ def test_every_answer_that_stops_is_valid(loaded: LoadedModel, schemas: list[Any
     for number, schema in enumerate(schemas):
         format = {"type": "json_schema", "schema": schema}
         batch.admit(number, format=format, max_tokens=80, temperature=1.0, top_k=0, top_p=1.0)
-    for number, found in batch.run().items():
-        assert found.end.get("reason") in ("stop", "length"), (schemas[number], found.end)
-        assert found.end["complete"] or found.end["reason"] == "length"
-        if found.end["reason"] == "stop":
+    for number, answer in batch.run().items():
+        assert answer.end.get("reason") in ("stop", "length"), (schemas[number], answer.end)
+        assert answer.end["complete"] or answer.end["reason"] == "length"
+        if answer.end["reason"] == "stop":
             checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
-            jsonschema.validate(json.loads(found.text), schemas[number], format_checker=checker)
+            jsonschema.validate(json.loads(answer.text), schemas[number], format_checker=checker)
     assert compiler().knows({"type": "json_schema", "schema": schemas[0]})

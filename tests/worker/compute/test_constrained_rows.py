@@ -41,5 +41,5 @@ def test_runs_are_read_where_no_row_loses_by_it(
 ) -> None:
     limits = SimpleNamespace(run_lines=run_lines)
     engine: Any = SimpleNamespace(limits=limits, mask_memory=lambda lines: None)
-    found = ConstrainedRows(engine, cast("Any", Rows(rows, constrained)))
-    assert found.min_run() == least
+    constrained_rows = ConstrainedRows(engine, cast("Any", Rows(rows, constrained)))
+    assert constrained_rows.min_run() == least

@@ -68,13 +68,13 @@ def test_a_counting_stream_goes_on_at_a_full_context(recorded: dict[int, list[li
     for name in (1, 2, 3):
         harness.admit(name, prompt="x" * 10, count=40 + name, **SHIFT)
     harness.admit(4, prompt="x" * 10, count=14)
-    found = harness.until_ended({1, 2, 3, 4})
+    deltas = harness.until_ended({1, 2, 3, 4})
     for name in (1, 2, 3):
         wanted = expected_ids("x" * 10, name, 40 + name)
-        assert ids_of(found[name]) == wanted
-        assert [delta.pos for delta in found[name]] == list(range(40 + name))
-        assert "".join(delta.text for delta in found[name]) == text_of(wanted)
-        end = end_of(found[name])
+        assert ids_of(deltas[name]) == wanted
+        assert [delta.pos for delta in deltas[name]] == list(range(40 + name))
+        assert "".join(delta.text for delta in deltas[name]) == text_of(wanted)
+        end = end_of(deltas[name])
         assert end["reason"] == "length"
         assert end["usage"] == {
             "prompt_tokens": 10,
@@ -82,7 +82,7 @@ def test_a_counting_stream_goes_on_at_a_full_context(recorded: dict[int, list[li
             "completion_tokens": 40 + name,
             "total_tokens": 50 + name,
         }
-    assert ids_of(found[4]) == expected_ids("x" * 10, 4, 14)
+    assert ids_of(deltas[4]) == expected_ids("x" * 10, 4, 14)
     chunks = [chunk for chunk in recorded[1] if len(chunk) > 1]
     # The tokens that a model reads: the prompt, and after each cut of 9 the rest of the context.
     kept = list(range(KEEP))
@@ -105,11 +105,11 @@ def test_a_resume_reads_no_more_than_the_context(recorded: dict[int, list[list[i
     for name, had in enumerate((14, 15, 16, 23, 24, 25, 40), 1):
         ids = expected_ids("x" * 10, name, had)
         harness.resume(name, ids, "x" * 10, 60, **SHIFT)
-    found = harness.until_ended(set(range(1, 8)))
+    deltas = harness.until_ended(set(range(1, 8)))
     for name, had in enumerate((14, 15, 16, 23, 24, 25, 40), 1):
-        assert ids_of(found[name]) == expected_ids("x" * 10, name, 60)[had:]
+        assert ids_of(deltas[name]) == expected_ids("x" * 10, name, 60)[had:]
         assert recorded[name][0] == window(range(10 + had), CONTEXT, KEEP)
-    assert wanted[14:] == ids_of(found[1])
+    assert wanted[14:] == ids_of(deltas[1])
 
 
 def test_everything_but_one_token_may_be_kept(recorded: dict[int, list[list[int]]]) -> None:
@@ -117,9 +117,9 @@ def test_everything_but_one_token_may_be_kept(recorded: dict[int, list[list[int]
     harness = ComputeHarness().ready()
     harness.admit(1, prompt="x" * 7, count=30, shift=True, num_ctx=8, num_keep=-1)
     harness.admit(2, prompt="x" * 7, count=30, shift=True, num_ctx=8, num_keep=7)
-    found = harness.until_ended({1, 2})
+    deltas = harness.until_ended({1, 2})
     for name in (1, 2):
-        assert ids_of(found[name]) == expected_ids("x" * 7, name, 30)
+        assert ids_of(deltas[name]) == expected_ids("x" * 7, name, 30)
 
 
 def test_a_stop_string_ends_a_shifted_stream(recorded: dict[int, list[list[int]]]) -> None:
@@ -250,14 +250,14 @@ def test_a_shifted_stream_is_that_of_its_context_read_again(
     for name, prompt in prompts.items():
         harness.admit(name, prompt, STEPS, **greedy)
     harness.admit(4, prompt_of(40, 4), STEPS, temperature=0.0, ignore_eos=True)
-    found = harness.until_ended({1, 2, 3, 4})
+    deltas = harness.until_ended({1, 2, 3, 4})
     for name, prompt in prompts.items():
-        ids = ids_of(found[name])
+        ids = ids_of(deltas[name])
         assert len(ids) == STEPS
         reference.assert_read(prompt, ids, CONTEXT)
-    reference.assert_read(prompt_of(40, 4), ids_of(found[4]), 512)
+    reference.assert_read(prompt_of(40, 4), ids_of(deltas[4]), 512)
     # A worker that resumes in the middle: before, at and after a cut.
-    begun = {name: ids_of(found[1])[:had] for name, had in enumerate((14, 15, 16, 40), 5)}
+    begun = {name: ids_of(deltas[1])[:had] for name, had in enumerate((14, 15, 16, 40), 5)}
     for name, ids in begun.items():
         harness.resume(name, list(ids), prompts[1], STEPS, **greedy)
     resumed = harness.until_ended(set(begun))
@@ -325,6 +325,6 @@ def test_of_a_shifted_stream_only_the_kept_tokens_are_cached_again(
     inputs = window([*prompt, *ids[:20]], CONTEXT, KEEP)
     harness.admit(2, [*prompt, *ids[:14], 1, 2], 1)
     harness.admit(3, [*inputs, 1, 2], 1)
-    found = harness.until_ended({2, 3})
-    assert end_of(found[2])["usage"]["cached_tokens"] == 24
-    assert end_of(found[3])["usage"]["cached_tokens"] == KEEP
+    deltas = harness.until_ended({2, 3})
+    assert end_of(deltas[2])["usage"]["cached_tokens"] == 24
+    assert end_of(deltas[3])["usage"]["cached_tokens"] == KEEP

@@ -146,7 +146,7 @@ def log_probabilities(loaded: LoadedModel, prompt: tuple[int, ...]) -> Mapping[i
 
 def expected(loaded: LoadedModel, question: EncodedQuestion) -> dict[str, Any]:
     """The expected row of one question; each branch is computed by its own full pass."""
-    found: dict[Path, Mapping[int, float]] = {
+    logprobs: dict[Path, Mapping[int, float]] = {
         branch: log_probabilities(loaded, (*question.prompt, *branch))
         for branch in question.answers.branches()
     }
@@ -154,9 +154,11 @@ def expected(loaded: LoadedModel, question: EncodedQuestion) -> dict[str, Any]:
     for paths in question.answers.paths:
         mass = 0.0
         for path in paths:
-            one = math.prod(math.exp(found[path[:at]][token]) for at, token in enumerate(path))
+            probability = math.prod(
+                math.exp(logprobs[path[:at]][token]) for at, token in enumerate(path)
+            )
             longer = question.answers.branches().get(path, ())
-            mass += one * (1 - sum(math.exp(found[path][token]) for token in longer))
+            mass += probability * (1 - sum(math.exp(logprobs[path][token]) for token in longer))
         masses.append(mass)
     inside = sum(masses)
     return {"probabilities": [mass / inside for mass in masses], "outside": 1 - inside}
@@ -177,14 +179,16 @@ def test_probabilities_are_those_of_full_passes(
 ) -> None:
     loaded = models[name]
     message = prepared(loaded, 1)
-    wanted = [expected(loaded, one) for one in message.questions]
+    wanted = [expected(loaded, question) for question in message.questions]
     harness = started(loaded, layout=layout, prefix=prefix)
     for number in (1, 2):  # the second time the text is cached
         harness.compute.send(prepared(loaded, number))
         answer = answer_of(harness)
         assert (answer.key, answer.content.kind) == (key_of(number), "decisions")
         check(answer.content, wanted)
-    tokens = message.shared + sum(len(one.prompt) - message.shared for one in message.questions)
+    tokens = message.shared + sum(
+        len(question.prompt) - message.shared for question in message.questions
+    )
     assert answer.content.fields["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
@@ -213,7 +217,7 @@ def test_the_text_is_read_once(models: dict[str, LoadedModel], name: str) -> Non
     harness = started(models[name], CountsInputs)
     harness.compute.send(message)
     assert not answer_of(harness).content.failed
-    own = sum(len(one.prompt) - message.shared for one in message.questions)
+    own = sum(len(question.prompt) - message.shared for question in message.questions)
     engine = ENGINES.pop()
     assert sum(engine.inputs) == message.shared + own
     assert max(engine.spans) == 4  # the most sequences
@@ -237,7 +241,7 @@ def test_streams_go_on_meanwhile_with_the_same_tokens(models: dict[str, LoadedMo
     harness.admit(1, "a stream", 60, ignore_eos=True, temperature=0)
     harness.compute.send(prepared(loaded, 1, [Question(f"{n}?") for n in range(64)]))
     harness.admit(2, "later", 20, ignore_eos=True, temperature=0)
-    found: list[Delta] = []
+    deltas: list[Delta] = []
     answers: list[tuple[Answer, set[int]]] = []
     ended: set[int] = set()
     while len(ended) < 2 or not answers:
@@ -247,10 +251,10 @@ def test_streams_go_on_meanwhile_with_the_same_tokens(models: dict[str, LoadedMo
             continue
         assert isinstance(mail, StepDeltas)
         harness.compute.delta_queue.acknowledge()
-        found += [delta for delta in mail.deltas if delta.id[0] == 1]
+        deltas += [delta for delta in mail.deltas if delta.id[0] == 1]
         ended |= {delta.id[0] for delta in mail.deltas if delta.end is not None}
         assert all(delta.id[0] in (1, 2) for delta in mail.deltas)
-    assert ids_of(found) == wanted
+    assert ids_of(deltas) == wanted
     ((answer, ended_before),) = answers
     assert not answer.content.failed
     assert ended_before == {1, 2}  # they did not wait for the questions, with many more passes
@@ -281,18 +285,18 @@ def test_a_call_of_another_owner_gets_a_row_of_one_that_has_all(
         harness.admit(name, "a stream", 200, ignore_eos=True, temperature=0, owner="many")
     message = prepared(loaded, 1, owner="few")
     harness.compute.send(message)
-    found: dict[int, list[Delta]] = {1: [], 2: []}
+    deltas: dict[int, list[Delta]] = {1: [], 2: []}
     while not isinstance(mail := harness.mail.get(timeout=PATIENCE), Answer):
         assert isinstance(mail, StepDeltas)
         harness.compute.delta_queue.acknowledge()
         for delta in mail.deltas:
-            found[delta.id[0]].append(delta)
+            deltas[delta.id[0]].append(delta)
             assert delta.end is None, "it did not wait for the end of a stream"
-    check(mail.content, [expected(loaded, one) for one in message.questions])
+    check(mail.content, [expected(loaded, question) for question in message.questions])
     assert harness.progress.preemptions == 1
     rest = harness.until_ended({1, 2})
     for name in (1, 2):
-        assert ids_of([*found[name], *rest[name]]) == ids_of(wanted[name])
+        assert ids_of([*deltas[name], *rest[name]]) == ids_of(wanted[name])
 
 
 def test_a_cancelled_call_leaves_and_is_not_answered(models: dict[str, LoadedModel]) -> None:
@@ -318,7 +322,9 @@ def test_a_drained_worker_answers_its_calls(models: dict[str, LoadedModel]) -> N
     harness.compute.send(HandBack())
     while not isinstance(mail := harness.mail.get(timeout=PATIENCE), HandedBack):
         assert isinstance(mail, StepDeltas)
-    check(answer_of(harness).content, [expected(loaded, one) for one in message.questions])
+    check(
+        answer_of(harness).content, [expected(loaded, question) for question in message.questions]
+    )
 
 
 class FailsWith(ModelEngine):
@@ -343,7 +349,9 @@ def test_a_pass_that_fails_with_several_questions_is_done_again(
     message = prepared(loaded, 1)
     harness = started(loaded, FailsWith, sequences=2)
     harness.compute.send(message)
-    check(answer_of(harness).content, [expected(loaded, one) for one in message.questions])
+    check(
+        answer_of(harness).content, [expected(loaded, question) for question in message.questions]
+    )
 
 
 def test_a_question_that_fails_alone_is_named(models: dict[str, LoadedModel]) -> None:
@@ -367,7 +375,7 @@ def test_a_text_that_memory_cannot_hold_is_refused(models: dict[str, LoadedModel
 def test_few_blocks_delay_questions_and_lose_none(models: dict[str, LoadedModel]) -> None:
     loaded = models["full attention"]
     message = prepared(loaded, 1, prompt="x " * 200)
-    wanted = [expected(loaded, one) for one in message.questions]
+    wanted = [expected(loaded, question) for question in message.questions]
     for layout in LAYOUTS["full attention"]:
         harness = started(loaded, blocks=7, layout=layout)
         harness.admit(1, "a stream", 300, ignore_eos=True)
@@ -384,7 +392,9 @@ def test_a_call_that_may_have_ended_a_worker_is_read_line_by_line(
     harness = started(loaded, CountsInputs)
     message = prepared(loaded, 1, alone=True)
     harness.compute.send(message)
-    check(answer_of(harness).content, [expected(loaded, one) for one in message.questions])
+    check(
+        answer_of(harness).content, [expected(loaded, question) for question in message.questions]
+    )
     assert set(ENGINES.pop().spans) == {1}
 
 
@@ -396,8 +406,10 @@ def test_a_temperature_changes_the_labels_alone(models: dict[str, LoadedModel]) 
         harness.compute.send(prepared(loaded, number, temperature=temperature))
         rows += answer_of(harness).content.fields["decisions"][1:2]
     plain, flat = rows
-    powers = [one**0.25 for one in plain["probabilities"]]
-    assert flat["probabilities"] == pytest.approx([one / sum(powers) for one in powers], rel=1e-4)
+    powers = [probability**0.25 for probability in plain["probabilities"]]
+    assert flat["probabilities"] == pytest.approx(
+        [power / sum(powers) for power in powers], rel=1e-4
+    )
     assert flat["outside"] == pytest.approx(plain["outside"], abs=1e-6)
 
 
@@ -416,17 +428,21 @@ def test_scored_tokens_beside_log_probabilities_of_a_stream(
         Sequence(b"c", -2, prompt, Options(temperature=0), 1, 1, scored=(5,)),
         Sequence(b"d", 1, prompt, Options(temperature=0), 1, 4),
     ]
-    for one in rows:
-        engine.admit(one)
-    drawn = {one.sequence: one for one in step(engine, [Span(r, 0, 20, 1) for r in rows])}
-    found = [drawn[one].logprob for one in rows]
-    assert found[3] is None
-    best = sorted(wanted.items(), key=lambda one: -one[1])[:3]
+    for seq in rows:
+        engine.admit(seq)
+    drawn = {
+        sampled.sequence: sampled for sampled in step(engine, [Span(seq, 0, 20, 1) for seq in rows])
+    }
+    logprobs = [drawn[seq].logprob for seq in rows]
+    assert logprobs[3] is None
+    best = sorted(wanted.items(), key=lambda entry: -entry[1])[:3]
     for logprob, want in (
-        (found[0], best),
-        (found[1], [(token, wanted[token]) for token in (9, 200, 3)]),
-        (found[2], [(5, wanted[5])]),
+        (logprobs[0], best),
+        (logprobs[1], [(token, wanted[token]) for token in (9, 200, 3)]),
+        (logprobs[2], [(5, wanted[5])]),
     ):
         assert logprob is not None
         assert [token for token, _ in logprob.top] == [token for token, _ in want]
-        assert [one for _, one in logprob.top] == pytest.approx([one for _, one in want], abs=1e-4)
+        assert [value for _, value in logprob.top] == pytest.approx(
+            [value for _, value in want], abs=1e-4
+        )

@@ -21,11 +21,11 @@ def test_a_step_in_flight_is_awaited_again_when_the_queue_has_room(phase: str) -
     posted: list[Outbound] = []
     progress = Progress(lambda: None)
     deltas = DeltaQueue(posted.append, progress)
-    one = [Delta(bytes(16), 1, 0, "", b"")]
+    step = [Delta(bytes(16), 1, 0, "", b"")]
     for _ in range(MAX_UNTAKEN_STEPS):
-        deltas.put(one)
+        deltas.put(step)
     progress.awaits(None, 7 * (phase == "prefill"), 1)
-    thread = threading.Thread(target=deltas.put, args=(one,))
+    thread = threading.Thread(target=deltas.put, args=(step,))
     thread.start()
     until(lambda: progress.phase == "blocked", "the queue is full")
     deltas.acknowledge()

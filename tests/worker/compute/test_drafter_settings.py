@@ -66,12 +66,12 @@ def test_what_checks_no_drafts_is_refused_by_name(setting: str, tmp_path: Path) 
         (model_engine(exact, demo()[1], blocks=4), "deterministic is true"),
         (model_engine(recurrent, blocks=4), "states or windows"),
     ]
-    for made, words in engines:
+    for engine, words in engines:
         if setting in ("off", "auto"):
-            assert make_speculator(setting, made, "some") is None
+            assert make_speculator(setting, engine, "some") is None
         else:
             with pytest.raises(ModelLoadFailed, match=f"speculation is '{setting}', but .*{words}"):
-                make_speculator(setting, made, "some")
+                make_speculator(setting, engine, "some")
 
 
 @pytest.mark.parametrize(
@@ -100,12 +100,12 @@ def test_auto_has_the_best_of_what_is_there(
         (drafting(predicting), ["ngram", "mtp"]),
         (drafting(predicting, draft), ["ngram", "mtp", "draft"]),
     ]
-    for made, names in cases:
-        found: Any = make_drafter("auto", made, monotonic)
-        several = isinstance(found, BestDrafter)
-        every = found.drafters if several else [found]
-        assert [one.name for one in every] == names
-        assert found.name == ("auto" if several else "ngram")
+    for engine, names in cases:
+        drafter: Any = make_drafter("auto", engine, monotonic)
+        several = isinstance(drafter, BestDrafter)
+        drafters = drafter.drafters if several else [drafter]
+        assert [member.name for member in drafters] == names
+        assert drafter.name == ("auto" if several else "ngram")
 
 
 @pytest.mark.parametrize("setting", ["draft", "auto"])
@@ -115,9 +115,9 @@ def test_a_draft_model_of_what_checks_no_drafts_is_refused(
     """The draft model is also refused with "auto", because it would be loaded in vain."""
     recurrent = load(inspect(write_checkpoint(tmp_path, **{**QWEN3_NEXT, "num_hidden_layers": 2})))
     drafts = DraftModelEngine(draft, demo()[2], rows=1, limit=0)
-    made = model_engine(recurrent, blocks=4, draft=drafts)
+    engine = model_engine(recurrent, blocks=4, draft=drafts)
     with pytest.raises(ModelLoadFailed, match="leave speculation and draft out"):
-        make_speculator(setting, made, "some")
+        make_speculator(setting, engine, "some")
 
 
 def _above_this_process(size: int) -> int:
@@ -146,7 +146,7 @@ def test_a_draft_model_is_warmed_up_in_the_room_that_a_small_pool_leaves(
 ) -> None:
     """The pool shrinks for the draft model's warm-up, and grows again after it."""
     drafts = DraftModelEngine(draft, demo()[2], rows=1, limit=0)
-    made = model_engine(
+    engine = model_engine(
         loaded,
         demo()[1],
         layout="pool",
@@ -154,13 +154,13 @@ def test_a_draft_model_is_warmed_up_in_the_room_that_a_small_pool_leaves(
         prefix_bytes=2**20,
         draft=drafts,
     )
-    before, blocks = made.inspect().layout.blocks, []
+    before, blocks = engine.inspect().layout.blocks, []
     warm_up = drafts.warm_up
 
     def observed(on_progress: Callable[[], None]) -> None:
-        blocks.append(made.inspect().layout.blocks)
+        blocks.append(engine.inspect().layout.blocks)
         warm_up(on_progress)
 
     monkeypatch.setattr(drafts, "warm_up", observed)
-    made.warm_up()
-    assert len(blocks) == 1 and blocks[0] < before and blocks[0] < made.inspect().layout.blocks
+    engine.warm_up()
+    assert len(blocks) == 1 and blocks[0] < before and blocks[0] < engine.inspect().layout.blocks

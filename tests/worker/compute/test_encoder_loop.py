@@ -54,10 +54,10 @@ class FakeEncoder:
         self.tell_compiles = tell
 
     def encode(self, inputs: Sequence[EncoderInput], threads: int = 1) -> npt.NDArray[np.float32]:
-        self.passes.append([one.ids[0] for one in inputs])
-        if any(POISON in one.ids for one in inputs):
+        self.passes.append([item.ids[0] for item in inputs])
+        if any(POISON in item.ids for item in inputs):
             raise self.error()
-        return np.array([(one.ids[0], len(one.ids)) for one in inputs], np.float32)
+        return np.array([(item.ids[0], len(item.ids)) for item in inputs], np.float32)
 
     def device_works(self) -> bool:
         return self.works
@@ -105,13 +105,17 @@ class Harness:
         """Runs the loop until its inbox is empty; returns the answers by the number of the call."""
         with pytest.raises(Ended):
             self.loop.run()
-        return {one.key.number: one.content for one in self.posted if isinstance(one, Answer)}
+        return {
+            answer.key.number: answer.content
+            for answer in self.posted
+            if isinstance(answer, Answer)
+        }
 
 
 def rows_of(answer: CallAnswer) -> list[list[float]]:
     assert answer.kind == VECTORS
-    found = np.frombuffer(answer.packed[0], "<f4")
-    rows: list[list[float]] = found.reshape(answer.fields["rows"], -1).tolist()
+    values = np.frombuffer(answer.packed[0], "<f4")
+    rows: list[list[float]] = values.reshape(answer.fields["rows"], -1).tolist()
     return rows
 
 
@@ -139,7 +143,7 @@ def test_owners_have_turns() -> None:
     harness.ask(2, (1,) * 4, owner="b")
     harness.run()
     assert harness.encoder.passes[0] == [20, 1]
-    first = next(one for one in harness.posted if isinstance(one, Answer))
+    first = next(answer for answer in harness.posted if isinstance(answer, Answer))
     assert first.key.number == 2
 
 
@@ -209,7 +213,7 @@ def test_a_drain_is_confirmed_and_calls_go_on() -> None:
     harness.ask(1, (1,))
     harness.inbox.put(HandBack())
     assert list(harness.run()) == [1]
-    assert any(isinstance(one, HandedBack) for one in harness.posted)
+    assert any(isinstance(message, HandedBack) for message in harness.posted)
 
 
 def test_dimensions_and_length_are_those_of_the_call() -> None:
@@ -264,7 +268,7 @@ def test_rows_that_are_no_numbers_fail_their_call_alone() -> None:
 
     def damaged(inputs: Sequence[EncoderInput], threads: int = 1) -> npt.NDArray[np.float32]:
         rows = encode(inputs)
-        rows[[one.ids[0] == 7 for one in inputs], 1] = np.nan
+        rows[[item.ids[0] == 7 for item in inputs], 1] = np.nan
         return rows
 
     harness.encoder.encode = damaged  # type: ignore[method-assign]

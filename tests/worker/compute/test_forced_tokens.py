@@ -83,8 +83,8 @@ class Asked:
     def run(self, requests: Sequence[dict[str, Any]]) -> list[Answer]:
         for number, request in enumerate(requests):
             self.batch.admit(number, **request)
-        found = self.batch.run()
-        return [found[number] for number in range(len(requests))]
+        answers = self.batch.run()
+        return [answers[number] for number in range(len(requests))]
 
 
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,11 +92,13 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def same(found: Sequence[Answer], wanted: Sequence[Answer]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        assert one.ids == other.ids and one.text == other.text
+    for answer, other in zip(found, wanted, strict=True):
+        assert answer.ids == other.ids and answer.text == other.text
         for key in ("reason", "complete", "usage", "code"):
-            assert one.end.get(key) == other.end.get(key)
-        assert [entry["id"] for entry in one.logprobs] == [entry["id"] for entry in other.logprobs]
+            assert answer.end.get(key) == other.end.get(key)
+        assert [entry["id"] for entry in answer.logprobs] == [
+            entry["id"] for entry in other.logprobs
+        ]
 
 
 REQUESTS = [
@@ -130,19 +132,19 @@ def test_an_answer_is_that_of_single_tokens(
         return true(engine)
 
     monkeypatch.setattr(ModelEngine, "collect", collect)
-    found = Asked(loaded, layout=layout, ahead=ahead).run(REQUESTS)
+    answers = Asked(loaded, layout=layout, ahead=ahead).run(REQUESTS)
     together = len(passes)
     alone = Asked(loaded, layout=layout, ahead=ahead)
     alone.run([{**OPTIONS[1], "format": FORMAT, "max_tokens": 120}])
     few = len(passes) - together
-    same(found, single_tokens)
+    same(answers, single_tokens)
     ids = len(alone.batch.answers[0].ids)
     assert few < 2 * ids // 3, "passes of a row alone"
-    for number, one in enumerate(found):
+    for number, answer in enumerate(answers):
         if number % 3:
-            assert one.end["reason"] == "stop"
-            jsonschema.validate(json.loads(one.text), LONG_KEYS)
-    with_logprobs = found[4]
+            assert answer.end["reason"] == "stop"
+            jsonschema.validate(json.loads(answer.text), LONG_KEYS)
+    with_logprobs = answers[4]
     assert [entry["id"] for entry in with_logprobs.logprobs] == with_logprobs.ids
 
 
@@ -160,10 +162,10 @@ def test_any_schema_gives_the_answer_of_single_tokens(
         for number, schema in enumerate(schemas)
     ]
     layout, ahead = WAYS[first % len(WAYS)]
-    found = Asked(loaded, layout=layout, ahead=ahead).run(requests)
+    answers = Asked(loaded, layout=layout, ahead=ahead).run(requests)
     with pytest.MonkeyPatch.context() as patch:
         one_by_one(patch)
-        same(found, Asked(loaded, layout=layout, ahead=ahead).run(requests))
+        same(answers, Asked(loaded, layout=layout, ahead=ahead).run(requests))
 
 
 @settings(max_examples=30)
@@ -198,15 +200,17 @@ def test_the_end_may_come_inside_forced_tokens(
     ]
     words = ["of_the", 'customer_who_asked": ', "asked", "{", "_items", 't"}']
     stops = [{"max_tokens": 120, "stop": [word]} for word in words]
-    requests += [{**OPTIONS[1], "format": FORMAT, **one} for one in stops]
-    found = Asked(loaded).run(requests)
+    requests += [{**OPTIONS[1], "format": FORMAT, **stop} for stop in stops]
+    answers = Asked(loaded).run(requests)
     cut = len(CUTS)
-    assert [len(one.ids) for one in found[:cut]] == [*CUTS]
-    assert {one.end["reason"] for one in found[cut:]} == {"stop"}
-    assert [one.end["usage"]["completion_tokens"] for one in found] == [len(o.ids) for o in found]
+    assert [len(answer.ids) for answer in answers[:cut]] == [*CUTS]
+    assert {answer.end["reason"] for answer in answers[cut:]} == {"stop"}
+    assert [answer.end["usage"]["completion_tokens"] for answer in answers] == [
+        len(answer.ids) for answer in answers
+    ]
     with monkeypatch.context() as patch:
         one_by_one(patch)
-        same(found, Asked(loaded).run(requests))
+        same(answers, Asked(loaded).run(requests))
 
 
 @pytest.mark.parametrize(("layout", "ahead"), [WAYS[0], WAYS[3]])
@@ -215,8 +219,8 @@ def test_an_answer_goes_on_at_any_id(loaded: LoadedModel, layout: str, ahead: bo
     (whole,) = Asked(loaded).run([request])
     asked = Asked(loaded, layout=layout, ahead=ahead)
     cuts = range(0, len(whole.ids), 2)
-    found = asked.run([{**request, "had": whole.ids[:count]} for count in cuts])
-    assert all(one.ids == whole.ids and one.end["complete"] for one in found)
+    answers = asked.run([{**request, "had": whole.ids[:count]} for count in cuts])
+    assert all(answer.ids == whole.ids and answer.end["complete"] for answer in answers)
 
 
 @pytest.mark.parametrize(("layout", "ahead"), WAYS)
@@ -234,8 +238,8 @@ def test_rows_leave_and_come_back_inside_forced_tokens(
     batch.generations.release(rows[0])
     rows[0].preempt()
     batch.generations.finish(batch.generations.of(rows[1]), "cancelled")
-    found = batch.run()
-    assert found[0].ids == found[2].ids == whole.ids
+    answers = batch.run()
+    assert answers[0].ids == answers[2].ids == whole.ids
     again = Answers(engine)
     again.admit(7, **request)
     assert again.run()[7].ids == whole.ids
@@ -253,11 +257,11 @@ def test_a_full_context_shifts_beside_forced_tokens(
         row.shift = ContextShift(48, 4, ())
         return batch.run()[7]
 
-    found = [run(ahead=ahead) for ahead in (False, True)]
-    assert found[0].text.endswith("end") and len(found[0].ids) > 100
+    answers = [run(ahead=ahead) for ahead in (False, True)]
+    assert answers[0].text.endswith("end") and len(answers[0].ids) > 100
     with monkeypatch.context() as patch:
         one_by_one(patch)
-        same(found, [run(ahead=ahead) for ahead in (False, True)])
+        same(answers, [run(ahead=ahead) for ahead in (False, True)])
 
 
 def test_a_long_forced_text_is_found_once(
@@ -274,6 +278,6 @@ def test_a_long_forced_text_is_found_once(
 
     monkeypatch.setattr(Constraint, "_find_forced", count)
     format = {"type": "choice", "choices": [text]}
-    (found,) = Asked(loaded).run([{"format": format, "max_tokens": 450}])
-    assert found.text == text and len(found.ids) > 5 * MAX_RUN
+    (answer,) = Asked(loaded).run([{"format": format, "max_tokens": 450}])
+    assert answer.text == text and len(answer.ids) > 5 * MAX_RUN
     assert sum(asked) <= 3

@@ -26,8 +26,8 @@ def added(table: Generations, name: int, deadline: float) -> Generation:
 
 def expired(table: Generations, now: float) -> list[int]:
     deltas = table.expire(now)
-    assert all(one.end and one.end["code"] == "deadline_exceeded" for one in deltas)
-    return [one.id[0] for one in deltas]
+    assert all(delta.end and delta.end["code"] == "deadline_exceeded" for delta in deltas)
+    return [delta.id[0] for delta in deltas]
 
 
 @pytest.fixture

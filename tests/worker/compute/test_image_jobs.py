@@ -79,12 +79,14 @@ class SeeingEngine(CountingEngine):
 
     def submit(self, spans: Many[Span]) -> bool:
         for span in spans:
-            for one in overlapping(span.sequence.media, span.start, span.end):
-                assert one.image in self.encoded, "read before it was encoded"
-                assert not one.group or (span.start <= one.start and one.end <= span.end)
+            for media_span in overlapping(span.sequence.media, span.start, span.end):
+                assert media_span.image in self.encoded, "read before it was encoded"
+                assert not media_span.group or (
+                    span.start <= media_span.start and media_span.end <= span.end
+                )
             for place in range(span.start, span.end):
-                for one in seen_images(span.sequence.media, place):
-                    assert one.image in self.encoded, "attended to before it was encoded"
+                for media_span in seen_images(span.sequence.media, place):
+                    assert media_span.image in self.encoded, "attended to before it was encoded"
         self.done.append(tuple(spans))
         return super().submit(spans)
 
@@ -98,7 +100,7 @@ class SeeingEngine(CountingEngine):
     @property
     def images(self) -> list[ImageKey]:
         """The encoded images, in order."""
-        return [one for one in self.done if isinstance(one, bytes)]
+        return [key for key in self.done if isinstance(key, bytes)]
 
 
 class Run:
@@ -165,7 +167,7 @@ def test_each_image_is_encoded_when_its_prompt_comes_to_it() -> None:
     seq = run.add(3, A, 2, B, 3, name=b"x")
     run.finish()
     assert run.ids[b"x"] == right(seq)
-    kinds = [one if isinstance(one, bytes) else one[0].end for one in run.engine.done[:5]]
+    kinds = [step if isinstance(step, bytes) else step[0].end for step in run.engine.done[:5]]
     assert kinds == [3, A, 17, B, 32]
 
 
@@ -186,8 +188,8 @@ def test_streams_go_on_while_images_are_encoded() -> None:
     before = len(run.ids[b"decodes"])
     run.finish()
     assert len(run.ids[b"decodes"]) == 40 > before
-    for place, one in enumerate(run.engine.done):
-        if isinstance(one, bytes):
+    for place, step in enumerate(run.engine.done):
+        if isinstance(step, bytes):
             spans = run.engine.done[place + 1]
             assert not isinstance(spans, bytes) and all(span.decodes for span in spans)
 
@@ -248,7 +250,7 @@ def test_a_stream_keeps_the_images_that_it_attends_to() -> None:
     others = [crossed(run, 2, key, 2, name=key[:1]) for key in (B, C)]
     run.finish()
     assert run.engine.images == [A, B, C]
-    assert [run.ids[one.id] for one in (seq, *others)] == [*map(right, (seq, *others))]
+    assert [run.ids[sequence.id] for sequence in (seq, *others)] == [*map(right, (seq, *others))]
 
 
 @pytest.mark.parametrize("budget", [2 * FEATURES + 1, 3 * FEATURES, 5 * FEATURES])
@@ -284,7 +286,7 @@ def test_features_of_a_later_stream_make_room_for_an_earlier_one() -> None:
     first = crossed(run, 30, A, 2, name=b"first", ids=30)
     second = crossed(run, B, 1, name=b"second", ids=40)
     run.finish()
-    assert [run.ids[one.id] for one in (first, second)] == [right(first), right(second)]
+    assert [run.ids[sequence.id] for sequence in (first, second)] == [right(first), right(second)]
     assert run.engine.images == [B, A, B]
 
 

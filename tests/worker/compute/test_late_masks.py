@@ -69,16 +69,16 @@ def loaded() -> LoadedModel:
 @pytest.fixture
 def withdrawn(monkeypatch: pytest.MonkeyPatch) -> list[Sequence]:
     """Makes every mask in another thread; returns a list that gets each withdrawn sequence."""
-    found: list[Sequence] = []
+    sequences: list[Sequence] = []
     true = ModelEngine.withdraw
 
     def noted(engine: ModelEngine, seq: Sequence, *, again: bool) -> None:
-        found.extend([seq] * again)
+        sequences.extend([seq] * again)
         true(engine, seq, again=again)
 
     monkeypatch.setattr(masks, "QUICK", -1.0)
     monkeypatch.setattr(ModelEngine, "withdraw", noted)
-    return found
+    return sequences
 
 
 def batch_of(loaded: LoadedModel, layout: str, *, ahead: bool) -> Answers:
@@ -133,10 +133,10 @@ def test_others_go_on_while_a_mask_is_made(
         batch.step()
     assert slow.held and slow.ids == before
     gate.opened.set()
-    found = batch.run()
+    answers = batch.run()
     for at in (9, *range(len(OTHERS))):
-        assert found[at].ids == wanted[at].ids and found[at].text == wanted[at].text
-        assert found[at].end["reason"] == wanted[at].end["reason"]
+        assert answers[at].ids == wanted[at].ids and answers[at].text == wanted[at].text
+        assert answers[at].end["reason"] == wanted[at].end["reason"]
 
 
 def test_a_row_whose_mask_is_late_can_be_cancelled(
@@ -167,9 +167,9 @@ def test_a_late_mask_that_fails_ends_its_own_stream(
         batch.step()
     gate.fails = True
     gate.opened.set()
-    found = batch.run()
-    assert found[9].end["message"] == "format: too complex"
-    assert found[1].end["reason"] in ("stop", "length")
+    answers = batch.run()
+    assert answers[9].end["message"] == "format: too complex"
+    assert answers[1].end["reason"] in ("stop", "length")
 
 
 def test_masks_that_are_quick_are_made_at_once(
@@ -215,19 +215,19 @@ def test_a_row_with_states_reads_its_last_input_again(tmp_path: Any) -> None:
         options = Options.parse({"ignore_eos": True})
         return [Sequence(bytes([n] * 16), 1, tuple(range(n, 60)), options, n, 20) for n in (1, 2)]
 
-    wanted, found = rows(), rows()
-    for every in (wanted, found):
+    wanted, actual = rows(), rows()
+    for sequences in (wanted, actual):
         engine = model_engine(model, lookahead=False)
-        for seq in every:
+        for seq in sequences:
             enter(engine, seq)
         for number in range(6):
-            if every is found and number % 2:
-                engine.forward(decode_spans(found))
-                engine.withdraw(found[0], again=True)
+            if sequences is actual and number % 2:
+                engine.forward(decode_spans(actual))
+                engine.withdraw(actual[0], again=True)
                 engine.draw(NO_MASKS)
-                for one in engine.collect().drawn:
-                    one.sequence.ids.append(one.token)
-                decode(engine, found[:1])
+                for sampled in engine.collect().drawn:
+                    sampled.sequence.ids.append(sampled.token)
+                decode(engine, actual[:1])
             else:
-                decode(engine, every)
-    assert [seq.ids for seq in found] == [seq.ids for seq in wanted]
+                decode(engine, sequences)
+    assert [seq.ids for seq in actual] == [seq.ids for seq in wanted]

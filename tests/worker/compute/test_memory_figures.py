@@ -12,25 +12,25 @@ def test_the_parts_add_up_to_the_total() -> None:
     figures = MemoryFigures()
     figures.read(IDLE, 5.0)
     assert not figures.is_due(5.09) and figures.is_due(5.11)
-    told = figures.take()
-    assert (told["weights"], told["kv"], told["kv_used"], told["prefix"]) == (1000, 160, 100, 40)
-    assert told["compute"] == 80  # 50 active besides the other parts, 30 freed and cached
-    assert told["total"] == sum(told[part] for part in PARTS) == IDLE.active + IDLE.cache
+    beat = figures.take()
+    assert (beat["weights"], beat["kv"], beat["kv_used"], beat["prefix"]) == (1000, 160, 100, 40)
+    assert beat["compute"] == 80  # 50 active besides the other parts, 30 freed and cached
+    assert beat["total"] == sum(beat[part] for part in PARTS) == IDLE.active + IDLE.cache
 
 
 def test_encoded_images_are_a_part_of_what_is_kept_for_later_prompts() -> None:
     figures = MemoryFigures()
     figures.read(MemoryUse(weights=1000, prefix=40, images=60, active=1110, peak=1110), 5.0)
-    told = figures.take()
-    assert (told["prefix"], told["images"], told["compute"], told["total"]) == (100, 60, 10, 1110)
+    beat = figures.take()
+    assert (beat["prefix"], beat["images"], beat["compute"], beat["total"]) == (100, 60, 10, 1110)
 
 
 def test_what_steps_needed_for_a_while_counts_until_the_next_heartbeat() -> None:
     figures = MemoryFigures()
     figures.read(MemoryUse(weights=1000, active=1000, peak=1700), 5.0)
     figures.read(MemoryUse(weights=1000, active=1000, peak=1200), 5.0)
-    told = figures.take()
-    assert (told["compute"], told["total"], told["peak"]) == (700, 1700, 1700)
+    beat = figures.take()
+    assert (beat["compute"], beat["total"], beat["peak"]) == (700, 1700, 1700)
     later = figures.take()  # nothing was computed since
     assert (later["compute"], later["total"], later["peak"]) == (0, 1000, 1000)
     assert later["highest"] == 1700
@@ -54,5 +54,5 @@ def test_while_it_loads_a_worker_holds_weights_alone() -> None:
     figures = MemoryFigures()
     assert figures.take() == {}
     figures.loaded(600)
-    told = figures.take()
-    assert (told["weights"], told["total"], told["active"], told["peak"]) == (600,) * 4
+    beat = figures.take()
+    assert (beat["weights"], beat["total"], beat["active"], beat["peak"]) == (600,) * 4

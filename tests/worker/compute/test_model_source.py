@@ -95,5 +95,11 @@ def test_what_is_not_divided_between_devices_is_refused_by_name(tmp_path: Path) 
 def test_a_divided_model_is_that_of_one_device_to_clients(tmp_path: Path) -> None:
     """Streams can move between a worker with two devices and a worker with one device."""
     folder = str(write_checkpoint(tmp_path / "model"))
-    one, two = (open_source(ModelConfig(path=folder, devices=count)).opened for count in (1, 2))
-    assert (one.digest, one.context, one.vocab_size) == (two.digest, two.context, two.vocab_size)
+    single, divided = (
+        open_source(ModelConfig(path=folder, devices=count)).opened for count in (1, 2)
+    )
+    assert (single.digest, single.context, single.vocab_size) == (
+        divided.digest,
+        divided.context,
+        divided.vocab_size,
+    )

@@ -64,7 +64,7 @@ def test_what_cannot_draft_with_a_head_is_refused(name: str, tmp_path: Path) -> 
         open_source(asking(path, **changes))
     assert str(caught.value).endswith(BOTH if name in NGRAMS_TOO else AUTO_ALONE)
     problems = check("some", asking(path, **changes))["problems"]
-    assert any(words.split("'")[0].replace("\\", "") in one for one in problems), problems
+    assert any(words.split("'")[0].replace("\\", "") in problem for problem in problems), problems
 
 
 @pytest.mark.parametrize("speculation", ["off", "ngram", "auto", "mtp"])
@@ -80,7 +80,7 @@ def test_weights_of_a_head_are_read_where_it_may_draft(speculation: str, tmp_pat
 
 def test_auto_leaves_a_head_out_that_cannot_draft(tmp_path: Path) -> None:
     path = write_predicting(tmp_path, "glm4_moe_lite")
-    plain, auto = (open_source(asking(path, one, devices=2)) for one in ("off", "auto"))
+    plain, auto = (open_source(asking(path, setting, devices=2)) for setting in ("off", "auto"))
     assert isinstance(plain, ModelSource) and isinstance(auto, ModelSource)
     assert auto.weight_bytes == plain.weight_bytes
 
@@ -109,7 +109,7 @@ def test_a_model_that_checks_no_drafts_is_refused_before_its_weights_are_read(
     with pytest.raises(ModelLoadFailed, match=words):
         open_source(asking(path, **changes))
     problems = check("some", asking(path, **changes))["problems"]
-    assert any(re.search(words, one) for one in problems), problems
+    assert any(re.search(words, problem) for problem in problems), problems
 
 
 def test_a_vocabulary_that_n_grams_cannot_have_is_refused_by_name(
@@ -120,7 +120,9 @@ def test_a_vocabulary_that_n_grams_cannot_have_is_refused_by_name(
     words = "speculation is 'ngram', but the vocabulary has .* tokens, above the 100 of n-grams;"
     with pytest.raises(ModelLoadFailed, match=words):
         open_source(asking(path, "ngram"))
-    assert any(re.search(words, one) for one in check("some", asking(path, "ngram"))["problems"])
+    assert any(
+        re.search(words, problem) for problem in check("some", asking(path, "ngram"))["problems"]
+    )
     open_source(asking(path, "auto"))
 
 

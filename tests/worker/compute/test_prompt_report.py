@@ -24,14 +24,14 @@ def piece(token: int) -> bytes:
 def report(
     prompt: tuple[int, ...] = PROMPT, reported: int = 0, unseen: int = 0, **options: Any
 ) -> PromptReport:
-    found = PromptReport.of(Options.parse(options), prompt, piece, reported, unseen)
-    assert found is not None
-    return found
+    prompt_report = PromptReport.of(Options.parse(options), prompt, piece, reported, unseen)
+    assert prompt_report is not None
+    return prompt_report
 
 
 def joined(rows: Iterable[Row]) -> tuple[str, list[dict[str, Any]]]:
-    every = [*rows]
-    return "".join(text for text, _ in every), [one for _, row in every for one in row]
+    pairs = [*rows]
+    return "".join(text for text, _ in pairs), [entry for _, row in pairs for entry in row]
 
 
 def test_without_a_wish_there_is_no_report() -> None:
@@ -40,12 +40,12 @@ def test_without_a_wish_there_is_no_report() -> None:
 
 
 def test_an_echo_is_told_before_the_prompt_is_read() -> None:
-    found = report(echo=True)
-    text, entries = joined(found.begin())
-    assert text == TEXT and found.reported == len(PROMPT)
+    prompt_report = report(echo=True)
+    text, entries = joined(prompt_report.begin())
+    assert text == TEXT and prompt_report.reported == len(PROMPT)
     assert entries[0] == {"prompt": 0, "id": ord("c"), "token": "c"}
     assert [entry["prompt"] for entry in entries] == [*range(len(PROMPT))]
-    assert [*found.begin()] == []
+    assert [*prompt_report.begin()] == []
 
 
 @pytest.mark.parametrize("cut", range(len(PROMPT) + 1))
@@ -62,13 +62,13 @@ def test_a_report_goes_on_at_any_token(cut: int) -> None:
     begin, rest = joined(second.begin())
     end, last = joined(second.add(logprobs[max(1, cut) :]))
     assert text + more + begin + end == TEXT
-    every = [*entries, *others, *rest, *last]
-    assert [entry["prompt"] for entry in every] == [*range(len(PROMPT))]
-    assert [entry["logprob"] for entry in every] == [
+    all_entries = [*entries, *others, *rest, *last]
+    assert [entry["prompt"] for entry in all_entries] == [*range(len(PROMPT))]
+    assert [entry["logprob"] for entry in all_entries] == [
         None,
-        *(-float(n) for n in range(1, len(every))),
+        *(-float(n) for n in range(1, len(all_entries))),
     ]
-    assert every[0]["top"] == [] and every[1]["top"][1]["token"] == "\x02"
+    assert all_entries[0]["top"] == [] and all_entries[1]["top"][1]["token"] == "\x02"
 
 
 def test_what_the_tokenizer_adds_is_no_text() -> None:
@@ -78,9 +78,9 @@ def test_what_the_tokenizer_adds_is_no_text() -> None:
 
 
 def test_rows_fit_into_messages() -> None:
-    found = report(tuple(range(256)) * 8, prompt_logprobs=20, echo=True)
+    prompt_report = report(tuple(range(256)) * 8, prompt_logprobs=20, echo=True)
     top = tuple((token, -1.0) for token in range(20))
-    rows = [*found.begin(), *found.add([TokenLogprob(-2.0, top)] * (256 * 8 - 1))]
+    rows = [*prompt_report.begin(), *prompt_report.add([TokenLogprob(-2.0, top)] * (256 * 8 - 1))]
     assert len(rows) > 50
     for text, entries in rows:
         assert size_of(Delta(b"", 1, 0, text, b"", entries)) <= ROW_BYTES + 4 * len(text)

@@ -66,9 +66,9 @@ def answers(
     names = range(1, len(prompts) + 1)
     for name, prompt in zip(names, prompts, strict=True):
         harness.admit(name, prompt, 6, shared=shared, **SAMPLED)
-    found = harness.until_ended({*names})
-    usages = [end_of(found[name])["usage"] for name in names]
-    return [ids_of(found[name]) for name in names], [one["cached_tokens"] for one in usages]
+    streams = harness.until_ended({*names})
+    usages = [end_of(streams[name])["usage"] for name in names]
+    return [ids_of(streams[name]) for name in names], [usage["cached_tokens"] for usage in usages]
 
 
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS)

@@ -127,14 +127,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     The drafts of a head are mostly "right" or mostly "wrong".
     """
     root, size = tmp_path_factory.mktemp("models"), demo()[0].plan.vocab_size
-    found = Models({DEMO: load(demo()[0]), DRAFT_MODEL: load(inspect(write_draft(root / "draft")))})
-    found["demo, with its head"] = load(inspect(DEMO_FOLDER, predicts=True))
+    loaded = Models(
+        {DEMO: load(demo()[0]), DRAFT_MODEL: load(inspect(write_draft(root / "draft")))}
+    )
+    loaded["demo, with its head"] = load(inspect(DEMO_FOLDER, predicts=True))
     for family in EVERY:
         for kind in ("right", "wrong"):
             path, right = root / family / kind, kind == "right"
             write_predicting(path, family, 1, right=right, vocab_size=size)
-            found[f"{family}, {kind}"] = load(inspect(path, predicts=True))
-    return found
+            loaded[f"{family}, {kind}"] = load(inspect(path, predicts=True))
+    return loaded
 
 
 def admit(batch: Answers, number: int, request: dict[str, Any], had: Any = ()) -> Sequence:
@@ -200,9 +202,9 @@ def require_same(found: Answer, wanted: Answer, had: int = 0) -> None:
     else:
         assert found.text == wanted.text
     assert ours == others
-    for one, other in zip(found.logprobs[::-1], wanted.logprobs[::-1], strict=False):
-        assert one["id"] == other["id"]
-        assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-3)
+    for entry, other in zip(found.logprobs[::-1], wanted.logprobs[::-1], strict=False):
+        assert entry["id"] == other["id"]
+        assert entry["logprob"] == pytest.approx(other["logprob"], abs=1e-3)
     assert len(found.logprobs) == max(0, len(wanted.logprobs) - had)
 
 
@@ -234,16 +236,16 @@ def test_answers_are_the_same_with_drafts(
     plain = Answers(engine(models, layout, model=model))
     wanted = answers_of(plain, requests)
     draw = random.Random(seed)
-    made = engine(models, layout, model=model, drafter=name, lookahead=lookahead)
+    drafting_engine = engine(models, layout, model=model, drafter=name, lookahead=lookahead)
     drafter: Drafter
     if name == "oracle":
         known = {bytes([number] * 16): answer.ids for number, answer in wanted.items()}
         known[bytes([9] * 16)] = [1] * 20
         drafter = OracleDrafter(known, draw, plain.engine.vocab_size)
     else:
-        drafter = make_drafter(name, made, monotonic)
+        drafter = make_drafter(name, drafting_engine, monotonic)
         assert drafter.name == name
-    batch = Answers(made, EagerSpeculator(drafter, draw))
+    batch = Answers(drafting_engine, EagerSpeculator(drafter, draw))
     had = [
         min(request["had"], max(0, len(wanted[number].ids) - 1))
         if "code" not in wanted[number].end
@@ -259,18 +261,18 @@ def test_answers_are_the_same_with_drafts(
         batch.step()
     if beside in batch.generations.sequences():
         batch.generations.finish(batch.generations.of(beside), "cancelled")
-    if made.draft is not None:
-        made.draft.make_room(1)
+    if drafting_engine.draft is not None:
+        drafting_engine.draft.make_room(1)
     live = [row for row in rows if row in batch.generations.sequences()]
     if live and not batch.steps.in_flight:
         batch.generations.release(live[0])
         live[0].preempt()
-    found = batch.run()
+    answers = batch.run()
     for number in range(len(requests)):
-        require_same(found[number], wanted[number], had[number])
-    assert made.kv_use()[0] == 0
-    made.prefix.clear()
-    assert made.blocks.available == made.blocks.capacity
+        require_same(answers[number], wanted[number], had[number])
+    assert drafting_engine.kv_use()[0] == 0
+    drafting_engine.prefix.clear()
+    assert drafting_engine.blocks.available == drafting_engine.blocks.capacity
 
 
 REQUESTED: list[dict[str, Any]] = [
@@ -315,9 +317,9 @@ def test_right_drafts_save_steps(models: Models, layout: str, lookahead: bool) -
     wanted, plain_steps = run(Answers(engine(models, layout, lookahead=lookahead)), requests)
     known = {bytes([number] * 16): answer.ids for number, answer in wanted.items()}
     speculator = EagerSpeculator(OracleDrafter(known, random.Random(7), 4096))
-    found, steps = run(Answers(engine(models, layout, lookahead=lookahead), speculator), requests)
+    answers, steps = run(Answers(engine(models, layout, lookahead=lookahead), speculator), requests)
     for number, answer in wanted.items():
-        require_same(found[number], answer)
+        require_same(answers[number], answer)
     assert speculator.accepted > 60 and speculator.accepted > speculator.drafted / 4
     assert steps < 0.7 * plain_steps
 
@@ -343,10 +345,10 @@ def test_a_right_head_saves_steps(models: Models, family: str, lookahead: bool) 
     ]
     model = f"{family}, right"
     wanted = answers_of(Answers(engine(models, "rows", model=model)), requests)
-    made = engine(models, "rows", model=model, lookahead=lookahead)
-    speculator = eager("mtp", made)
-    found, steps = run(Answers(made, speculator), requests)
-    for number, answer in found.items():
+    drafting_engine = engine(models, "rows", model=model, lookahead=lookahead)
+    speculator = eager("mtp", drafting_engine)
+    answers, steps = run(Answers(drafting_engine, speculator), requests)
+    for number, answer in answers.items():
         require_same(answer, wanted[number])
     assert speculator.checks > 0 and speculator.accepted > 0.5 * speculator.drafted
     tokens = sum(len(answer.ids) for answer in wanted.values())
@@ -365,14 +367,16 @@ def test_drafts_of_the_demo_model_are_right(
     """Many drafts are right, and the answers are the same as without drafts."""
     requests = [requested(number) for number in range(len(REQUESTED))]
     wanted = plain_answers(layout)
-    made = engine(models, layout, drafter=setting, lookahead=lookahead)
-    speculator = eager(setting, made)
-    found = answers_of(Answers(made, speculator), requests)
+    drafting_engine = engine(models, layout, drafter=setting, lookahead=lookahead)
+    speculator = eager(setting, drafting_engine)
+    answers = answers_of(Answers(drafting_engine, speculator), requests)
     for number, answer in wanted.items():
-        require_same(found[number], answer)
+        require_same(answers[number], answer)
     assert speculator.accepted > 20 and speculator.accepted > speculator.drafted / 10
-    assert (made.memory().draft > models[DRAFT_MODEL].weight_bytes) == (setting != "ngram")
-    made.close()
+    assert (drafting_engine.memory().draft > models[DRAFT_MODEL].weight_bytes) == (
+        setting != "ngram"
+    )
+    drafting_engine.close()
 
 
 @pytest.mark.parametrize(
@@ -396,14 +400,14 @@ def test_the_speculator_of_each_setting_gives_the_same_answers(
     if model == DEMO:
         wanted = plain_answers(layout)
     else:  # this model cannot complete a format in so few tokens
-        requests = [{**one, "format": None} for one in requests[:3]]
+        requests = [{**request, "format": None} for request in requests[:3]]
         wanted = answers_of(Answers(engine(models, layout, model=model)), requests)
-    made = engine(models, layout, model=model, drafter=setting)
-    if made.draft is not None:
-        made.draft.warm_up(lambda: None)
-    speculator = make_speculator(setting, made, "some")
+    drafting_engine = engine(models, layout, model=model, drafter=setting)
+    if drafting_engine.draft is not None:
+        drafting_engine.draft.warm_up(lambda: None)
+    speculator = make_speculator(setting, drafting_engine, "some")
     assert speculator is not None and speculator.drafter.name == setting
-    for number, answer in answers_of(Answers(made, speculator), requests).items():
+    for number, answer in answers_of(Answers(drafting_engine, speculator), requests).items():
         require_same(answer, wanted[number])
 
 
@@ -415,7 +419,7 @@ def test_a_draft_model_that_fails_disturbs_no_answer(
     """After a few failures in a row the draft model is not used any more."""
     requests = [requested(number) for number in range(len(REQUESTED))]
     wanted = plain_answers("slabs")
-    made = engine(models, "slabs", drafter="draft")
+    drafting_engine = engine(models, "slabs", drafter="draft")
     asked = []
 
     def fails(*_: Any) -> None:
@@ -423,16 +427,16 @@ def test_a_draft_model_that_fails_disturbs_no_answer(
         raise RuntimeError("the draft model fails")
 
     monkeypatch.setattr(DraftModelEngine, "propose", fails)
-    found = answers_of(Answers(made, eager("draft", made)), requests)
+    answers = answers_of(Answers(drafting_engine, eager("draft", drafting_engine)), requests)
     for number, answer in wanted.items():
-        require_same(found[number], answer)
+        require_same(answers[number], answer)
     assert len(asked) == MAX_FAILURES
 
 
 def test_other_drafts_go_on_where_the_draft_model_fails(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = engine(models, "slabs", drafter="auto")
+    drafting_engine = engine(models, "slabs", drafter="auto")
     asked = []
 
     def fails(*_: Any) -> None:
@@ -440,8 +444,8 @@ def test_other_drafts_go_on_where_the_draft_model_fails(
         raise RuntimeError("the draft model fails")
 
     monkeypatch.setattr(DraftModelEngine, "propose", fails)
-    speculator = eager("auto", made)
-    batch = Answers(made, speculator)
+    speculator = eager("auto", drafting_engine)
+    batch = Answers(drafting_engine, speculator)
     row = batch.admit(1, prompt=REPEATING, temperature=0.0, max_tokens=40, ignore_eos=True)
     batch.run()
     assert len(asked) == BEST_FAILURES and len(row.ids) == 40
@@ -461,29 +465,29 @@ def test_wrong_drafts_are_in_no_cached_prefix(models: Models) -> None:
     batch.engine.admit(again)
     assert again.cached == len(row.prompt) + len(answer) - 1  # no pass has read the last token
     plain = Answers(engine(models, "slabs"))
-    for one in (batch, plain):
-        one.generations.release(again)
-        follows = one.admit(2, prompt=REPEATING, had=answer, temperature=0.0, max_tokens=50)
-        assert follows.cached == (0 if one is plain else len(row.prompt) + len(answer) - 1)
+    for runner in (batch, plain):
+        runner.generations.release(again)
+        follows = runner.admit(2, prompt=REPEATING, had=answer, temperature=0.0, max_tokens=50)
+        assert follows.cached == (0 if runner is plain else len(row.prompt) + len(answer) - 1)
     assert batch.run()[2].ids == plain.run()[2].ids
 
 
 def test_the_tokens_of_a_step_are_one_delta_of_a_stream() -> None:
     """A step gives at most one delta with tokens for each stream."""
     rows = [Sequence(bytes([name]), 1, (1,), None, 0, 9) for name in range(3)]  # type: ignore[arg-type]
-    one, other, beside = (seq.id for seq in rows)
+    first, other, beside = (seq.id for seq in rows)
     deltas = [
-        Delta(one, 1, 4, "a", b"1234", [{"id": 1}]),
+        Delta(first, 1, 4, "a", b"1234", [{"id": 1}]),
         Delta(beside, 1, 0, "", b"", [{"prompt": 1}]),
-        Delta(one, 1, 5, "b", b"5678", [{"id": 2}]),
+        Delta(first, 1, 5, "b", b"5678", [{"id": 2}]),
         Delta(beside, 1, 0, "", b"", [{"prompt": 2}]),
         Delta(other, 1, 0, "x", b"abcd", None, {"prompt_tokens": 1}),
         Delta(other, 1, 1, "y", b"efgh"),
         Delta(other, 1, 2, "", b"", end={"reason": "stop"}),
     ]
-    found = one_each(deltas, {rows[0]: (1,), rows[1]: (2, 3)})
-    assert found == [
-        Delta(one, 1, 4, "ab", b"12345678", [{"id": 1}, {"id": 2}]),
+    merged = one_each(deltas, {rows[0]: (1,), rows[1]: (2, 3)})
+    assert merged == [
+        Delta(first, 1, 4, "ab", b"12345678", [{"id": 1}, {"id": 2}]),
         deltas[1],
         deltas[3],
         Delta(other, 1, 0, "xy", b"abcdefgh", None, {"prompt_tokens": 1}, {"reason": "stop"}),

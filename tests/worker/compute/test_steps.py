@@ -74,8 +74,8 @@ class PipelinedEngine(CountingEngine):
         if self.at == "collect" and self.fails(self.flights[0]):
             self._lose()
         spoilt = [s.sequence for s in self.flights[0] if s.draws and s.sequence in self.spoils]
-        found = super().collect()
-        drawn = [one for one in found.drawn if one.sequence not in spoilt]
+        result = super().collect()
+        drawn = [token for token in result.drawn if token.sequence not in spoilt]
         return StepResult(drawn, [SequenceFailed(seq, "no numbers") for seq in spoilt])
 
     def _lose(self) -> None:
@@ -137,14 +137,14 @@ class DraftingEngine(PipelinedEngine):
     """Gives two tokens of a row in each step, as if it had checked one draft."""
 
     def collect(self) -> StepResult:
-        found = super().collect()
+        result = super().collect()
         drawn = []
-        for one in found.drawn:
-            seq = one.sequence
+        for first in result.drawn:
+            seq = first.sequence
             second = token_at(seq.prompt, seq.seed, len(seq.ids) + 1, self.vocab_size)
-            drawn += [one, SampledToken(seq, second)]
+            drawn += [first, SampledToken(seq, second)]
             seq.submitted += 1
-        return StepResult(drawn, found.failed)
+        return StepResult(drawn, result.failed)
 
 
 class Scene:

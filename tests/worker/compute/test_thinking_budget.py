@@ -70,19 +70,19 @@ def answers(
 def run(batch: Answers, requests: list[dict[str, Any]]) -> list[Answer]:
     for number, request in enumerate(requests):
         batch.admit(number, max_tokens=MAX_TOKENS, ignore_eos="format" not in request, **request)
-    found = batch.run()
-    return [found[number] for number in range(len(requests))]
+    row_answers = batch.run()
+    return [row_answers[number] for number in range(len(requests))]
 
 
 @pytest.fixture(scope="module")
 def alone(loaded: LoadedModel) -> list[Answer]:
     """The answers of rows that run alone; checks their thoughts against unbounded thoughts."""
-    found = []
+    row_answers = []
     for number, request in enumerate(REQUESTS):
         batch = answers(loaded)
         batch.admit(number, max_tokens=MAX_TOKENS, ignore_eos="format" not in request, **request)
-        one = batch.run()[number]
-        found.append(one)
+        answer = batch.run()[number]
+        row_answers.append(answer)
         if "thinking_budget" not in request:
             continue
         most = request["thinking_budget"]
@@ -90,35 +90,37 @@ def alone(loaded: LoadedModel) -> list[Answer]:
         left = {key: value for key, value in request.items() if key not in ("format",)}
         left["thinking_budget"] = -1
         free.admit(number, max_tokens=MAX_TOKENS, ignore_eos=True, **left)
-        assert one.ids[:most] == free.run()[number].ids[:most]
-        assert one.ids[most : most + len(end_of_thoughts())] == end_of_thoughts()
-    return found
+        assert answer.ids[:most] == free.run()[number].ids[:most]
+        assert answer.ids[most : most + len(end_of_thoughts())] == end_of_thoughts()
+    return row_answers
 
 
 @pytest.mark.parametrize(("layout", "ahead"), WAYS)
 def test_an_answer_does_not_depend_on_rows_beside_it(
     loaded: LoadedModel, alone: list[Answer], layout: str, ahead: bool
 ) -> None:
-    for one, other in zip(run(answers(loaded, layout, ahead=ahead), REQUESTS), alone, strict=True):
+    for answer, other in zip(
+        run(answers(loaded, layout, ahead=ahead), REQUESTS), alone, strict=True
+    ):
         assert (
-            one.ids == other.ids
-            and one.text == other.text
-            and one.end == {**other.end, **{"timings_ms": one.end["timings_ms"]}}
+            answer.ids == other.ids
+            and answer.text == other.text
+            and answer.end == {**other.end, **{"timings_ms": answer.end["timings_ms"]}}
         )
-        assert [each["id"] for each in one.logprobs] == [each["id"] for each in other.logprobs]
+        assert [each["id"] for each in answer.logprobs] == [each["id"] for each in other.logprobs]
     assert [each["id"] for each in alone[4].logprobs] == alone[4].ids
 
 
 def test_a_format_holds_behind_the_thoughts(alone: list[Answer]) -> None:
-    one = alone[5]
-    assert one.end["reason"] == "stop" and one.end["complete"] is True
-    assert set(json.loads(one.text.partition("</think>")[2])) == {"number"}
+    answer = alone[5]
+    assert answer.end["reason"] == "stop" and answer.end["complete"] is True
+    assert set(json.loads(answer.text.partition("</think>")[2])) == {"number"}
     assert "complete" not in alone[0].end, "without a format none is complete"
 
 
 def test_drafts_end_at_the_bound(loaded: LoadedModel, alone: list[Answer]) -> None:
-    found = run(answers(loaded, "pool", speculates=True), REQUESTS)
-    assert [one.ids for one in found] == [one.ids for one in alone]
+    row_answers = run(answers(loaded, "pool", speculates=True), REQUESTS)
+    assert [answer.ids for answer in row_answers] == [answer.ids for answer in alone]
 
 
 @pytest.mark.parametrize("request_number", [0, 1, 4])

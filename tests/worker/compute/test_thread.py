@@ -41,8 +41,8 @@ def test_each_of_many_sequences_gets_its_tokens_and_its_facts_once() -> None:
     harness = ComputeHarness().ready()
     for name in range(20):
         harness.admit(name, count=name + 1)
-    found = harness.until_ended(set(range(20)))
-    for name, deltas in found.items():
+    streams = harness.until_ended(set(range(20)))
+    for name, deltas in streams.items():
         assert ids_of(deltas) == expected_ids("x", name, name + 1)
         assert [delta.facts is not None for delta in deltas] == [True] + [False] * (len(deltas) - 1)
         assert end_of(deltas)["reason"] == "length"
@@ -52,9 +52,9 @@ def test_a_failed_row_ends_its_own_request_only() -> None:
     harness = ComputeHarness(fault="raise", fault_at=4).ready()
     harness.admit(1, count=10)
     harness.admit(2, count=3)
-    found = harness.until_ended({1, 2})
-    assert end_of(found[1])["code"] == "internal" and len(ids_of(found[1])) == 4
-    assert end_of(found[2])["reason"] == "length"
+    streams = harness.until_ended({1, 2})
+    assert end_of(streams[1])["code"] == "internal" and len(ids_of(streams[1])) == 4
+    assert end_of(streams[2])["reason"] == "length"
 
 
 def entering(harness: ComputeHarness, prompts: dict[int, str], count: int = 5) -> None:
@@ -124,9 +124,9 @@ def test_one_pass_reads_as_many_prompts_as_the_engine_allows(
 
     harness.progress.awaits = seen  # type: ignore[method-assign]
     entering(harness, {1: "a" * 11, 2: "b" * 21, 3: "c", 4: "d" * 31, 5: "e" * 41})
-    found = harness.until_ended({1, 2, 3, 4, 5, 99})
+    streams = harness.until_ended({1, 2, 3, 4, 5, 99})
     for name, prompt in {1: "a" * 11, 3: "c", 5: "e" * 41}.items():
-        assert ids_of(found[name]) == expected_ids(prompt, name, 5)
+        assert ids_of(streams[name]) == expected_ids(prompt, name, 5)
     read = [chunks for chunks in Recording.chunks if chunks]  # other passes only decode
     assert read[1:] == ([[11], [21], [31], [41]] if joint == 1 else [[11, 21, 31], [41]])
     several = [request is None for request, tokens in awaited if tokens]
@@ -141,11 +141,11 @@ def test_a_failed_joint_pass_ends_only_the_prompt_to_blame(at: int) -> None:
     harness.ready()
     prompts = {name: f"prompt {name}" for name in range(1, 6)} | {3: "very bad"}
     entering(harness, prompts)
-    found = harness.until_ended({1, 2, 3, 4, 5, 99})
-    assert end_of(found[3])["code"] == "internal" and ids_of(found[3]) == []
+    streams = harness.until_ended({1, 2, 3, 4, 5, 99})
+    assert end_of(streams[3])["code"] == "internal" and ids_of(streams[3]) == []
     for name in (1, 2, 4, 5):
-        assert end_of(found[name])["reason"] == "length"
-        assert ids_of(found[name]) == expected_ids(prompts[name], name, 5)
+        assert end_of(streams[name])["reason"] == "length"
+        assert ids_of(streams[name]) == expected_ids(prompts[name], name, 5)
     assert harness.progress.preemptions == 0
 
 
@@ -166,8 +166,10 @@ def test_joint_passes_stop_after_repeated_failures(monkeypatch: pytest.MonkeyPat
     for _ in range(MAX_FAILED_JOINT_STEPS + 2):
         prompts = {name: f"prompt {name}" for name in range(1, 4)}
         entering(harness, prompts)
-        found = harness.until_ended({*prompts, 99})
-        assert all(ids_of(found[name]) == expected_ids(prompts[name], name, 5) for name in prompts)
+        streams = harness.until_ended({*prompts, 99})
+        assert all(
+            ids_of(streams[name]) == expected_ids(prompts[name], name, 5) for name in prompts
+        )
     several = [chunks for chunks in Clumsy.chunks if len(chunks) > 1]
     assert len(several) == MAX_FAILED_JOINT_STEPS
 
@@ -204,8 +206,8 @@ def test_a_complete_resume_ends_at_once() -> None:
     harness = ComputeHarness().ready()
     harness.resume(1, [5, 6], count=2)
     harness.resume(2, [5, 6, 7], stop=["5 6"])
-    found = harness.until_ended({1, 2})
-    (length,), (stop,) = found[1], found[2]
+    streams = harness.until_ended({1, 2})
+    (length,), (stop,) = streams[1], streams[2]
     assert length.pos == 2 and end_of([length])["reason"] == "length"
     assert stop.pos == 3 and end_of([stop])["reason"] == "stop" and stop.text == ""
 
@@ -281,11 +283,11 @@ def test_a_token_that_cannot_be_committed_ends_its_own_stream_only(
     harness = ComputeHarness(step_us=1000).ready()
     for name, count in ((1, 3), (2, 9), (3, 9)):
         harness.admit(name, count=count)
-    found = harness.until_ended({1, 2, 3})
-    assert end_of(found[1])["reason"] == end_of(found[3])["reason"] == "length"
-    assert "broken text" in end_of(found[2])["message"]
-    assert found[2][-1].pos == 2 and ids_of(found[2]) == expected_ids("x", 2, 2)
-    assert ids_of(found[3]) == expected_ids("x", 3, 9)
+    streams = harness.until_ended({1, 2, 3})
+    assert end_of(streams[1])["reason"] == end_of(streams[3])["reason"] == "length"
+    assert "broken text" in end_of(streams[2])["message"]
+    assert streams[2][-1].pos == 2 and ids_of(streams[2]) == expected_ids("x", 2, 2)
+    assert ids_of(streams[3]) == expected_ids("x", 3, 9)
 
 
 def test_progress_reports_phase_and_memory() -> None:
@@ -301,11 +303,11 @@ def test_progress_reports_phase_and_memory() -> None:
 
 def test_progress_reports_the_share_of_the_weights_that_is_loaded() -> None:
     shares: list[float] = []
-    made = threading.Event()  # the thread begins to load before the harness is returned
+    event = threading.Event()  # the thread begins to load before the harness is returned
 
     class Loading(CountingEngine):
         def load(self, on_progress: Callable[[int, int], None]) -> None:
-            made.wait()
+            event.wait()
 
             def seen(tensors: int, size: int) -> None:
                 on_progress(tensors, size)
@@ -314,7 +316,7 @@ def test_progress_reports_the_share_of_the_weights_that_is_loaded() -> None:
             super().load(seen)
 
     harness = ComputeHarness(release=False, engine=Loading, load_bytes=1000)
-    made.set()
+    event.set()
     harness.ready()
     assert shares == sorted(shares) and 0 < shares[0] < 0.5 and shares[-1] == 1.0
     assert harness.progress.loaded == 1.0
@@ -365,8 +367,8 @@ def test_rows_that_outgrow_the_memory_are_preempted_and_readmitted() -> None:
     harness = ComputeHarness(engine=Narrow).ready()
     for name in range(4):
         harness.admit(name, count=3 * KV_BLOCK_TOKENS + 7 * name)
-    found = harness.until_ended(set(range(4)))
-    for name, deltas in found.items():
+    streams = harness.until_ended(set(range(4)))
+    for name, deltas in streams.items():
         assert ids_of(deltas) == expected_ids("x", name, 3 * KV_BLOCK_TOKENS + 7 * name)
         assert end_of(deltas)["reason"] == "length"
         assert [delta.facts is not None for delta in deltas] == [True] + [False] * (len(deltas) - 1)
@@ -380,13 +382,13 @@ def test_an_owner_that_waits_for_memory_gets_that_of_an_owner_that_has_most() ->
     for name in range(4):
         harness.admit(name, count=count, owner="many")
     harness.admit(9, count=5, owner="few")
-    found = harness.until_ended({9})
-    assert ids_of(found[9]) == expected_ids("x", 9, 5)
-    left = {name for name in range(4) if not any(d.end for d in found.get(name, []))}
+    streams = harness.until_ended({9})
+    assert ids_of(streams[9]) == expected_ids("x", 9, 5)
+    left = {name for name in range(4) if not any(d.end for d in streams.get(name, []))}
     assert left == {0, 1, 2, 3}, "it did not wait for any of them"
     rest = harness.until_ended(left)
     for name in left:
-        ids = ids_of([*found.get(name, []), *rest[name]])
+        ids = ids_of([*streams.get(name, []), *rest[name]])
         assert ids == expected_ids("x", name, count)
 
 
@@ -396,23 +398,23 @@ def test_a_short_prompt_waits_for_one_pass_of_another_owner() -> None:
     for name in range(3):
         harness.admit(name, prompt="y" * 20_000, count=1, owner="many")
     harness.admit(9, prompt="y" * 10, count=1, owner="few")
-    found = harness.until_ended({9})
-    assert found.keys() == {9}
+    streams = harness.until_ended({9})
+    assert streams.keys() == {9}
 
 
 def test_a_prompt_beyond_the_capacity_is_refused_with_the_numbers() -> None:
     harness = ComputeHarness(engine=Narrow).ready()
     harness.admit(1, prompt="y" * 6 * KV_BLOCK_TOKENS)
     harness.admit(2, prompt="y" * (5 * KV_BLOCK_TOKENS - 10), count=5)
-    found = harness.until_ended({1, 2})
-    error = end_of(found[1])
+    streams = harness.until_ended({1, 2})
+    error = end_of(streams[1])
     assert error["code"] == "out_of_memory" and "need 7 blocks of 256 tokens" in error["message"]
     assert error["details"] == {
         "prompt_tokens": 6 * KV_BLOCK_TOKENS,
         "need_tokens": 7 * KV_BLOCK_TOKENS,
         "capacity_tokens": 6 * KV_BLOCK_TOKENS,
     }
-    assert end_of(found[2])["reason"] == "length"
+    assert end_of(streams[2])["reason"] == "length"
 
 
 def test_a_single_row_that_fills_the_memory_ends_with_the_numbers() -> None:
@@ -432,14 +434,14 @@ def test_a_deadline_ends_a_run_in_any_phase() -> None:
         harness.admit(2, count=2, left=seconds)  # has no row yet
         harness.admit(3, prompt="z" * 50_000, left=5 * seconds)  # 5 s
         harness.admit(4, count=2)
-        found = harness.until_ended({1, 2, 3, 4})
-        if ids_of(found[1]):
+        streams = harness.until_ended({1, 2, 3, 4})
+        if ids_of(streams[1]):
             break
     for name in (1, 2, 3):
-        assert end_of(found[name])["code"] == "deadline_exceeded"
-    assert len(ids_of(found[1])) > 0 and ids_of(found[2]) == ids_of(found[3]) == []
-    assert "tokens done" in end_of(found[1])["message"]
-    assert end_of(found[4])["reason"] == "length"
+        assert end_of(streams[name])["code"] == "deadline_exceeded"
+    assert len(ids_of(streams[1])) > 0 and ids_of(streams[2]) == ids_of(streams[3]) == []
+    assert "tokens done" in end_of(streams[1])["message"]
+    assert end_of(streams[4])["reason"] == "length"
 
 
 class Short(CountingEngine):
@@ -456,10 +458,10 @@ def test_a_failed_allocation_ends_the_requests_of_its_step_only() -> None:
     harness.admit(1, count=10**6)
     harness.next(StepDeltas)
     harness.admit(2)
-    found = harness.until_ended({1, 2})
+    streams = harness.until_ended({1, 2})
     for name in (1, 2):
-        assert end_of(found[name])["code"] == "out_of_memory"
-        assert "Unable to allocate 123 bytes" in end_of(found[name])["message"]
+        assert end_of(streams[name])["code"] == "out_of_memory"
+        assert "Unable to allocate 123 bytes" in end_of(streams[name])["message"]
     harness.admit(3, count=4)
     assert ids_of(harness.until_ended({3})[3]) == expected_ids("x", 3, 4)
 
@@ -527,8 +529,8 @@ def test_an_error_on_a_working_device_ends_the_requests_of_its_pass(
     """The device is tested only if the error did not come from this program."""
     changes = {"error": OutOfMemory("too long")} if known else {"well": True}
     harness = losing(monkeypatch, place, **changes)
-    found = harness.until_ended({1, 2, 3})
-    codes = {name: end_of(deltas).get("code") for name, deltas in found.items()}
+    streams = harness.until_ended({1, 2, 3})
+    codes = {name: end_of(deltas).get("code") for name, deltas in streams.items()}
     hit = {"decode": {1, 2, 3}, "joint": set()}.get(place, {2})
     wanted = "out_of_memory" if known else "internal"
     assert {name for name in (1, 2, 3) if codes[name] == wanted} == hit
@@ -537,10 +539,10 @@ def test_an_error_on_a_working_device_ends_the_requests_of_its_pass(
 
 def test_the_disk_tier_is_told_that_nothing_runs_also_where_all_is_saved() -> None:
     """Otherwise the threads of the disk tier would still pause for steps that no longer run."""
-    told: list[bool] = []
-    disk = SimpleNamespace(may_save=False, turn=lambda now, *, busy: told.append(busy))
+    busy_flags: list[bool] = []
+    disk = SimpleNamespace(may_save=False, turn=lambda now, *, busy: busy_flags.append(busy))
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     inbox.put(DiskNews())
     loop: Any = SimpleNamespace(_engine=SimpleNamespace(disk=disk), _inbox=inbox, _saving=False)
     assert isinstance(ComputeLoop._next_message(loop), DiskNews)
-    assert told == [False]
+    assert busy_flags == [False]

@@ -64,14 +64,16 @@ def test_at_debug_each_admission_is_logged_with_what_the_prefix_cache_had(
         for name in (1, 2):
             harness.admit(name, prompt_of(300), 4, ignore_eos=True)
             harness.until_ended({name})
-    told = [one for one in caplog.records if one.message.startswith("prefix ")]
-    assert [one.message for one in told] == ["prefix miss", "prefix hit"]
-    shown = [{key: getattr(one, key) for key in ("reason", "cached", "left")} for one in told]
+    records = [record for record in caplog.records if record.message.startswith("prefix ")]
+    assert [record.message for record in records] == ["prefix miss", "prefix hit"]
+    shown = [
+        {key: getattr(record, key) for key in ("reason", "cached", "left")} for record in records
+    ]
     assert shown == [
         {"reason": "nothing is cached", "cached": 0, "left": 300},
         {"reason": "all but the last token is cached", "cached": 299, "left": 1},
     ]
-    first, second = (one.__dict__ for one in told)
+    first, second = (record.__dict__ for record in records)
     assert first["kv_tokens"] == 0 and second["kv_tokens"] == 299 < second["kv_bytes"]
     assert first["id"] != second["id"] and len(first["id"]) == 32
 
@@ -81,7 +83,7 @@ def test_at_info_no_admission_is_logged(folder: Path, caplog: pytest.LogCaptureF
         harness = ComputeHarness(source=source_of(folder)).ready()
         harness.admit(1, prompt_of(300), 1)
         harness.until_ended({1})
-    assert not [one for one in caplog.records if one.message.startswith("prefix ")]
+    assert not [record for record in caplog.records if record.message.startswith("prefix ")]
 
 
 SIZES = {0: (255, 262), 1: (250, 266), 2: (254, 264)}  # three blocks each, the last one late
@@ -128,19 +130,19 @@ def test_preemption_does_not_change_tokens(
     harness = ComputeHarness(source=tight).ready()
     for name, (size, count) in SIZES.items():
         admit(harness, name, size, count)
-    found = harness.until_ended(set(SIZES))
+    streams = harness.until_ended(set(SIZES))
     assert harness.progress.preemptions >= 1
     for name, (_, count) in SIZES.items():
-        assert end_of(found[name])["usage"]["completion_tokens"] == count
+        assert end_of(streams[name])["usage"]["completion_tokens"] == count
         if deterministic:
-            assert ids_of(found[name]) == ids_of(expected[name])
+            assert ids_of(streams[name]) == ids_of(expected[name])
         elif name % 2 == 0:  # greedy
-            same_but_for_ties(found[name], expected[name])
+            same_but_for_ties(streams[name], expected[name])
 
 
 def same_but_for_ties(found: list[Any], wanted: list[Any]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        if one.ids != other.ids:
+    for delta, other in zip(found, wanted, strict=True):
+        if delta.ids != other.ids:
             first, second = other.logprobs[0]["top"]
             assert first["logprob"] - second["logprob"] < TIE
             return
@@ -303,10 +305,10 @@ def test_running_rows_keep_their_promised_blocks_when_capacity_shrinks(
     }
     for name, (size, count) in sizes.items():
         admit(harness, name, size, count)
-    found = harness.until_ended(set(sizes))
+    streams = harness.until_ended(set(sizes))
     for name, (_, count) in sizes.items():
-        assert end_of(found[name])["reason"] == "length", end_of(found[name])
-        assert len(ids_of(found[name])) == count
+        assert end_of(streams[name])["reason"] == "length", end_of(streams[name])
+        assert len(ids_of(streams[name])) == count
     assert harness.progress.preemptions >= 1
     assert harness.progress.capacity_tokens == Growing.LEFT * KV_BLOCK_TOKENS
     admit(harness, 3, 2 * KV_BLOCK_TOKENS, 2 * KV_BLOCK_TOKENS)
@@ -340,8 +342,8 @@ def test_many_cancels_deadlines_and_prefix_hits_in_little_memory(
         harness.admit(name, whole[:size], count, left, **draw.choice(OPTIONS))
         if draw.random() < 0.3:
             harness.drop(draw.choice([name, max(1, name - 3)]))
-    found = harness.until_ended(set(range(1, 61)))
-    for deltas in found.values():
+    streams = harness.until_ended(set(range(1, 61)))
+    for deltas in streams.values():
         end = end_of(deltas)
         assert end.get("reason") in ("length", "cancelled") or end["code"] == "deadline_exceeded"
     until(lambda: harness.progress.phase == "idle", "it is idle")

@@ -87,20 +87,20 @@ def batch(loaded: LoadedModel) -> Answers:
 @pytest.fixture(scope="module")
 def alone(loaded: LoadedModel) -> list[Answer]:
     """The answer of each request, computed alone without tokens taken ahead."""
-    found = []
+    answers = []
     for number, options in enumerate(REQUESTS):
-        one = batch(loaded)
-        one.admit(number, **options)
-        found.append(one.run()[number])
-    return found
+        rows = batch(loaded)
+        rows.admit(number, **options)
+        answers.append(rows.run()[number])
+    return answers
 
 
 def same(found: dict[int, Answer], wanted: list[Answer]) -> None:
-    for number, one in enumerate(wanted):
+    for number, answer in enumerate(wanted):
         other = found[number]
-        assert (other.ids, other.text) == (one.ids, one.text)
+        assert (other.ids, other.text) == (answer.ids, answer.text)
         for key in ("reason", "complete", "usage"):
-            assert other.end.get(key) == one.end.get(key)
+            assert other.end.get(key) == answer.end.get(key)
 
 
 def test_every_row_gets_what_it_gets_alone(
@@ -111,11 +111,11 @@ def test_every_row_gets_what_it_gets_alone(
         rows.admit(number, **options)
     same(rows.run(), alone)
     assert max(taken) >= 3
-    made = rows.steps.constrained.mask_maker
-    for one in made._unread:  # masks begun after the last tokens of answers
-        assert one.wait(monotonic() + 60)
-    made._drop_unwanted()
-    assert not made._unread
+    maker = rows.steps.constrained.mask_maker
+    for job in maker._unread:  # masks begun after the last tokens of answers
+        assert job.wait(monotonic() + 60)
+    maker._drop_unwanted()
+    assert not maker._unread
 
 
 @pytest.mark.parametrize(("part", "fails"), [(Rows, "submitted"), (PassTimes, "ended")])

@@ -36,11 +36,15 @@ def test_a_mask_allows_exactly_the_tokens_that_go_on() -> None:
     rule = constraint({"type": "choice", "choices": COLOURS})
     had = b""
     for text in (b"r", b"e", b"d"):
-        left = [one.encode()[len(had) :] for one in COLOURS if one.encode().startswith(had)]
+        left = [
+            colour.encode()[len(had) :] for colour in COLOURS if colour.encode().startswith(had)
+        ]
         wanted = [
             token
             for token, piece in enumerate(table.pieces)
-            if piece and token not in folder.eos_ids and any(one.startswith(piece) for one in left)
+            if piece
+            and token not in folder.eos_ids
+            and any(rest.startswith(piece) for rest in left)
         ]
         assert tokens_of(rule.mask()) == wanted, had
         assert not rule.accepts
@@ -95,7 +99,9 @@ def test_ids_that_may_not_follow_are_refused() -> None:
 def test_a_vocabulary_that_cannot_write_a_text_is_an_error() -> None:
     """A mask without any allowed token raises BadRequest, because nothing could be drawn."""
     pieces = [b"a", b"b", b""]
-    vocabulary = make_vocabulary(pieces, {2}, [], lambda text: ["ab".index(one) for one in text])
+    vocabulary = make_vocabulary(
+        pieces, {2}, [], lambda text: ["ab".index(letter) for letter in text]
+    )
     format = {"type": "regex", "pattern": "a[x-z]"}
     rule = Compiler(lambda: vocabulary, "", frozenset({2}), 3).constraint(format)
     rule.take(0)
@@ -147,7 +153,9 @@ def test_answers_share_no_states(monkeypatch: pytest.MonkeyPatch) -> None:
     greedy = constraint(format)
     with pytest.raises(BadRequest, match="too many states"):
         for _ in range(500):
-            allowed = [one for one in tokens_of(greedy.mask()) if b"c" not in table.pieces[one]]
+            allowed = [
+                token for token in tokens_of(greedy.mask()) if b"c" not in table.pieces[token]
+            ]
             greedy.take(int(drawn.choice(allowed)))
     for rule in (before, constraint(format)):
         rule.mask()
@@ -162,17 +170,19 @@ def test_the_newest_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def load() -> Any:
         loads.append(1)
-        return make_vocabulary(pieces, {}, [], lambda text: ["abc".index(one) for one in text])
+        return make_vocabulary(
+            pieces, {}, [], lambda text: ["abc".index(letter) for letter in text]
+        )
 
     compiler = Compiler(load, "", frozenset(), 3)
-    formats = [{"type": "choice", "choices": [one]} for one in "abc"]
+    formats = [{"type": "choice", "choices": [choice]} for choice in "abc"]
     first = compiler.constraint(formats[0])
     first.take(0)
     assert tokens_of(compiler.constraint(formats[0]).mask()) == [0], "each answer has its own state"
     compiler.constraint(formats[1])
     compiler.constraint(formats[0])
     compiler.constraint(formats[2])
-    assert [compiler.knows(one) for one in formats] == [True, False, True]
+    assert [compiler.knows(entry) for entry in formats] == [True, False, True]
     assert loads == [1]
 
 
@@ -203,8 +213,8 @@ def test_masks_behind_drafts_are_those_of_single_tokens(
     pieces: list[bytes] = [piece or b"" for piece in table.pieces]
     if thinks:  # they may end among the drafts
         had = 0
-        for one in (asked, single):
-            one.begin_in_thoughts(
+        for rule in (asked, single):
+            rule.begin_in_thoughts(
                 Thoughts(lambda token: b"</think>" if token % 3 else pieces[token])
             )
 
@@ -232,9 +242,9 @@ def test_masks_behind_drafts_are_those_of_single_tokens(
         drafts[at] = draw.choice(sorted(banned or folder.eos_ids))
         masks[at + 1 :] = [np.zeros_like(masks[0])] * (len(drafts) - at)
     before = asked.mask().copy()
-    found = asked.masks_behind(before, drafts)
-    assert found.shape == (len(drafts) + 1, before.size)
-    assert [line.tolist() for line in found] == [line.tolist() for line in masks]
+    lines = asked.masks_behind(before, drafts)
+    assert lines.shape == (len(drafts) + 1, before.size)
+    assert [line.tolist() for line in lines] == [line.tolist() for line in masks]
     assert asked.mask().tolist() == before.tolist()
     if drafts and not wrong:
         asked.take(drafts[0])
@@ -252,5 +262,5 @@ def test_an_error_behind_a_draft_is_left_to_the_answer_itself(
         raise BadRequest("format: too complex")
 
     monkeypatch.setattr(type(rule), "mask", fails)
-    found = rule.masks_behind(first, [draft, draft])
-    assert found[0].tolist() == first[0].tolist() and not found[1:].any()
+    lines = rule.masks_behind(first, [draft, draft])
+    assert lines[0].tolist() == first[0].tolist() and not lines[1:].any()

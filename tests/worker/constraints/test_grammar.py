@@ -95,10 +95,14 @@ def test_names_and_values_may_look_like_references() -> None:
 
 
 def test_a_digest_depends_on_format_order_of_keys_and_vocabulary() -> None:
-    one, two = schema(properties={"a": {}, "b": {}}), schema(properties={"b": {}, "a": {}})
-    found = {grammar.digest_of(one, "x"), grammar.digest_of(two, "x"), grammar.digest_of(one, "y")}
-    assert len(found) == 3
-    assert grammar.digest_of(one, "x") in found
+    first, second = schema(properties={"a": {}, "b": {}}), schema(properties={"b": {}, "a": {}})
+    digests = {
+        grammar.digest_of(first, "x"),
+        grammar.digest_of(second, "x"),
+        grammar.digest_of(first, "y"),
+    }
+    assert len(digests) == 3
+    assert grammar.digest_of(first, "x") in digests
 
 
 @pytest.mark.parametrize(

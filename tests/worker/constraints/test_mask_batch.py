@@ -34,8 +34,10 @@ def masks_of(constraints: list[Constraint]) -> list[Words | Exception]:
     """Returns the masks that are made together; in place of a failed mask, its exception."""
     table = new_table(len(constraints), words_of_mask(constraints[0].tokens))
     filled = fill_table(constraints, table)
-    made = MadeMasks(table, filled.used, dict(zip(constraints, filled.lines, strict=True)))
-    return [filled.failed.get(at) or mask_in(made, one) for at, one in enumerate(constraints)]
+    made_masks = MadeMasks(table, filled.used, dict(zip(constraints, filled.lines, strict=True)))
+    return [
+        filled.failed.get(at) or mask_in(made_masks, rule) for at, rule in enumerate(constraints)
+    ]
 
 
 def mask_in(made: MadeMasks, one: Constraint) -> Words:
@@ -57,8 +59,8 @@ def test_masks_made_together_are_those_made_one_by_one() -> None:
         compared += 1
         masks = masks_of(together)
         for number in reversed(range(len(together))):
-            found, wanted = masks[number], single[number].mask()
-            assert not isinstance(found, Exception) and (found == wanted).all()
+            mask, wanted = masks[number], single[number].mask()
+            assert not isinstance(mask, Exception) and (mask == wanted).all()
             token = int(drawn.choice(tokens_of(wanted)))
             together[number].take(token)
             single[number].take(token)
@@ -71,9 +73,9 @@ def test_a_mask_that_fails_is_an_error_of_its_own_row() -> None:
     wrong, right = constraint(FORMATS[0]), constraint(FORMATS[0])
     expected = right.mask()
     assert not wrong.matcher.consume_token(tokens_of(~expected)[0])
-    failed, found = masks_of([wrong, right])
+    failed, mask = masks_of([wrong, right])
     assert isinstance(failed, Exception) and str(failed).startswith("format: ")
-    assert not isinstance(found, Exception) and (found == expected).all()
+    assert not isinstance(mask, Exception) and (mask == expected).all()
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -88,27 +90,27 @@ def test_tokens_taken_ahead_are_those_taken_one_by_one(
     monkeypatch.setattr(masks, "QUICK", 60.0)
     drawn, maker = np.random.default_rng(7), Masks()
     rows = [(constraint(format), constraint(format)) for format in FORMATS]
-    while not all(maker.is_quick(one) for one, _ in rows):
-        maker.make([one for one, _ in rows])
+    while not all(maker.is_quick(rule) for rule, _ in rows):
+        maker.make([rule for rule, _ in rows])
     compared = 0
     while len(rows) > 1 and compared < MOST:
         compared += 1
-        found = maker.make([one for one, _ in rows])
+        made_masks = maker.make([rule for rule, _ in rows])
         tokens: dict[Constraint, int] = {}
-        for one, single in rows:
+        for batched, single in rows:
             wanted = single.mask()
-            assert (mask_in(found, one) == wanted).all()
-            tokens[one] = int(drawn.choice(tokens_of(wanted)))
+            assert (mask_in(made_masks, batched) == wanted).all()
+            tokens[batched] = int(drawn.choice(tokens_of(wanted)))
         if ahead:
             maker.take_ahead([*tokens.items()], NO_RUN)
         maker.take([*tokens.items()], NO_RUN)
-        assert not any(one.takes_ahead for one in tokens)
-        for one, single in rows:
-            one.take(tokens[one])
-            single.take(tokens[one])
-            assert (one.finished, one.accepts) == (single.finished, single.accepts)
-            assert one.forced(find=False) == single.forced(find=True)
-        rows = [(one, single) for one, single in rows if not single.finished]
+        assert not any(rule.takes_ahead for rule in tokens)
+        for batched, single in rows:
+            batched.take(tokens[batched])
+            single.take(tokens[batched])
+            assert (batched.finished, batched.accepts) == (single.finished, single.accepts)
+            assert batched.forced(find=False) == single.forced(find=True)
+        rows = [(rule, single) for rule, single in rows if not single.finished]
     assert compared >= 3, "the answers ended before several tokens were taken together"
 
 
@@ -141,16 +143,16 @@ def test_a_library_that_fails_ends_the_answers_whose_tokens_it_had(
     failing = SimpleNamespace(consume_token=broken, consume_token_par=broken)
     monkeypatch.setattr(mask_batch, "executor", lambda: failing)
     true, rows[0].matcher = rows[0].matcher, failing  # type: ignore[assignment]
-    pairs = [(one, token) for one in rows]
+    pairs = [(row, token) for row in rows]
     maker.take_ahead(pairs, least=0)
     maker.take(pairs, least=0)
     rows[0].matcher = true
-    for one in rows if many == 0 else rows[:1]:
-        assert not one.goes_on(token, NO_RUN)
+    for rule in rows if many == 0 else rows[:1]:
+        assert not rule.goes_on(token, NO_RUN)
         with pytest.raises(RuntimeError, match="Panic: the library failed"):
-            one.take(token)
+            rule.take(token)
     if many:
-        assert all(one.goes_on(token, NO_RUN) for one in rows[1:])
+        assert all(row.goes_on(token, NO_RUN) for row in rows[1:])
 
 
 def test_masks_go_on_behind_one_that_the_library_failed_to_make(
@@ -160,7 +162,7 @@ def test_masks_go_on_behind_one_that_the_library_failed_to_make(
     with monkeypatch.context() as patch:
         patch.setattr(mask_batch, "fill_table", broken)
         failed = maker.make(rows).failed
-    assert [str(failed[one]) for one in rows] == ["Panic: the library failed"] * 3
+    assert [str(failed[row]) for row in rows] == ["Panic: the library failed"] * 3
     assert [*maker.make(rows).lines] == rows
 
 
@@ -180,16 +182,16 @@ def test_a_mask_that_is_not_asked_for_is_kept(monkeypatch: pytest.MonkeyPatch) -
     rows, maker = quick_rows(monkeypatch)
     wanted = [constraint(FORMATS[1]).mask()]
     first = maker.make(rows)
-    assert all(np.array_equal(mask_in(first, one), wanted[0]) for one in rows)
+    assert all(np.array_equal(mask_in(first, row), wanted[0]) for row in rows)
     maker.begin_early(rows)
     some = maker.make(rows[:2])
     assert [*some.lines] == rows[:2] and some.table is first.table
-    for one in rows[:2]:
-        one.take(tokens_of(wanted[0])[0])
+    for rule in rows[:2]:
+        rule.take(tokens_of(wanted[0])[0])
     wanted.append(rows[0].copy().mask())
     assert not np.array_equal(wanted[0], wanted[1])
     again = maker.make(rows)
-    assert all(np.array_equal(mask_in(again, one), wanted[1]) for one in rows[:2])
+    assert all(np.array_equal(mask_in(again, row), wanted[1]) for row in rows[:2])
     assert np.array_equal(mask_in(again, rows[2]), wanted[0])
 
 
@@ -202,13 +204,13 @@ def test_tokens_that_are_given_back_were_never_taken(monkeypatch: pytest.MonkeyP
             if not helps:
                 patch.setattr(mask_jobs, "helper", lambda: SimpleNamespace(submit=lambda job: None))
                 patch.setattr(masks, "helper", mask_jobs.helper)
-            maker.take_ahead([(one, tokens_of(wanted)[at]) for at, one in enumerate(rows)], NO_RUN)
+            maker.take_ahead([(row, tokens_of(wanted)[at]) for at, row in enumerate(rows)], NO_RUN)
             assert not maker.is_quick(rows[0]) or rows[0].record.making is not None
             maker.give_back()
-        found = maker.make(rows)
-        assert all(np.array_equal(mask_in(found, one), wanted) for one in rows)
-    for one in rows:
-        one.take(tokens_of(wanted)[-1])  # any token may still be the next one
+        made_masks = maker.make(rows)
+        assert all(np.array_equal(mask_in(made_masks, row), wanted) for row in rows)
+    for rule in rows:
+        rule.take(tokens_of(wanted)[-1])  # any token may still be the next one
 
 
 def test_masks_of_answers_that_ended_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,18 +220,18 @@ def test_masks_of_answers_that_ended_keep_nothing(monkeypatch: pytest.MonkeyPatc
     left = weakref.ref(rows[0])
     for _ in range(4):
         token = tokens_of(rows[0].copy().mask())[0]
-        maker.take_ahead([(one, token) for one in rows], NO_RUN)
-        maker.take([(one, token) for one in rows], NO_RUN)
+        maker.take_ahead([(row, token) for row in rows], NO_RUN)
+        maker.take([(row, token) for row in rows], NO_RUN)
         batch = rows[0].record.making
         assert batch.constraints and batch.wait(monotonic() + 60)
         assert batch.table is table, "memory of masks that nobody asks for is not used again"
         del batch
-        for one in rows:
-            one.take(token)
-            one.ended = True
+        for rule in rows:
+            rule.take(token)
+            rule.ended = True
         rows = [constraint(FORMATS[1]) for _ in range(3)]
-        for one in rows:
-            one.record.quick = masks.QUICK_MASKS
+        for rule in rows:
+            rule.record.quick = masks.QUICK_MASKS
     gc.disable()
     try:
         maker.make(rows)
@@ -239,30 +241,30 @@ def test_masks_of_answers_that_ended_keep_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 def test_forced_tokens_are_found_again_when_one_is_given_back() -> None:
-    one = constraint({"type": "choice", "choices": ["something that is forced"]})
-    forced = one.forced(find=True)
+    rule = constraint({"type": "choice", "choices": ["something that is forced"]})
+    forced = rule.forced(find=True)
     assert len(forced) > 3
     for taken in range(2):
-        assert mask_batch.take_together([(one, forced[taken])], find=True) == [one]
-        one.give_back()
-        assert one.forced(find=True) == forced[taken:]
-        one.take(forced[taken])
-    assert one.forced(find=True) == forced[2:]
+        assert mask_batch.take_together([(rule, forced[taken])], find=True) == [rule]
+        rule.give_back()
+        assert rule.forced(find=True) == forced[taken:]
+        rule.take(forced[taken])
+    assert rule.forced(find=True) == forced[2:]
 
 
 def test_an_answer_may_be_cancelled_when_its_token_was_given_back() -> None:
     """A constraint knows whether its answer is complete while another thread uses its matcher."""
-    one = constraint({"type": "choice", "choices": ["yes", "yes and no"]})
-    while not one.accepts:
-        token = tokens_of(one.mask())[0]
-        assert mask_batch.take_together([(one, token)], find=True) == [one]
-        one.give_back()
-        true = one.matcher
-        one.matcher = SimpleNamespace(is_accepting=broken, is_stopped=broken)  # type: ignore[assignment]
-        assert (one.accepts, one.finished) == (False, False)
-        one.matcher = true
-        one.take(token)
-    assert not one.finished
+    rule = constraint({"type": "choice", "choices": ["yes", "yes and no"]})
+    while not rule.accepts:
+        token = tokens_of(rule.mask())[0]
+        assert mask_batch.take_together([(rule, token)], find=True) == [rule]
+        rule.give_back()
+        true = rule.matcher
+        rule.matcher = SimpleNamespace(is_accepting=broken, is_stopped=broken)  # type: ignore[assignment]
+        assert (rule.accepts, rule.finished) == (False, False)
+        rule.matcher = true
+        rule.take(token)
+    assert not rule.finished
 
 
 def test_masks_of_several_makers_come_in_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,10 +272,10 @@ def test_masks_of_several_makers_come_in_one_table(monkeypatch: pytest.MonkeyPat
     rows, maker = quick_rows(monkeypatch)
     slow = constraint(FORMATS[0])
     forced = constraint({"type": "choice", "choices": ["nothing else"]})
-    wanted = {one: one.copy().mask() for one in (*rows, slow, forced)}
+    wanted = {answer: answer.copy().mask() for answer in (*rows, slow, forced)}
     maker.begin_early(rows[:2])
     maker.begin_early(rows[2:])
-    found = maker.make([slow, *rows, forced])
-    assert {*found.lines} == {*wanted} and not found.failed and not found.late
-    for one, mask in wanted.items():
-        assert np.array_equal(mask_in(found, one), mask)
+    made_masks = maker.make([slow, *rows, forced])
+    assert {*made_masks.lines} == {*wanted} and not made_masks.failed and not made_masks.late
+    for rule, mask in wanted.items():
+        assert np.array_equal(mask_in(made_masks, rule), mask)

@@ -15,7 +15,7 @@ from mlxpool.worker.constraints.numbers import MAX_DIGITS, NumberBound, NumberTo
 from mlxpool.worker.constraints.vocabulary import make_vocabulary
 from support.constrained_answers import tokens_of
 
-PIECES = [bytes([one]) for one in range(128)] + [b"777", b"e7", b'"a": ', b"\xff"]
+PIECES = [bytes([byte]) for byte in range(128)] + [b"777", b"e7", b'"a": ', b"\xff"]
 END = len(PIECES) - 1
 VOCABULARY: Any = make_vocabulary(PIECES, {END}, [], lambda text: list(text.encode()))
 COMPILER = Compiler(lambda: VOCABULARY, "", frozenset({END}), len(PIECES))
@@ -34,8 +34,10 @@ def greedy(rule: Constraint, *wishes: str, most: int = 300) -> str:
     text = b""
     for _ in range(most):
         allowed = tokens_of(rule.mask())
-        found = [PIECES.index(wish.encode()) for wish in wishes]
-        token = next((one for one in [*found, END, *b'},]"'] if one in allowed), allowed[0])
+        tokens = [PIECES.index(wish.encode()) for wish in wishes]
+        token = next(
+            (choice for choice in [*tokens, END, *b'},]"'] if choice in allowed), allowed[0]
+        )
         if token == END:
             return text.decode()
         rule.take(token)
@@ -52,8 +54,8 @@ def greedy(rule: Constraint, *wishes: str, most: int = 300) -> str:
 def test_a_number_ends(kind: str, wishes: tuple[str, ...]) -> None:
     rule = COMPILER.constraint(schema(type=kind))
     rule.take(PIECES.index(b"3"))
-    found = json.loads("3" + greedy(rule, *wishes))
-    assert abs(found) < 10**150, "it is finite"
+    number = json.loads("3" + greedy(rule, *wishes))
+    assert abs(number) < 10**150, "it is finite"
 
 
 @pytest.mark.parametrize(

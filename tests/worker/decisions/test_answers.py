@@ -54,8 +54,8 @@ def test_a_temperature_keeps_the_order_and_the_mass_outside(temperature: float) 
     answers = Answers((((1,),), ((2,),), ((3,),)))
     plain = decided(answers, found_of(answers), 1.0)
     changed = decided(answers, found_of(answers), temperature)
-    powers = [one ** (1 / temperature) for one in plain.probabilities]
-    assert changed.probabilities == pytest.approx([one / sum(powers) for one in powers])
+    powers = [value ** (1 / temperature) for value in plain.probabilities]
+    assert changed.probabilities == pytest.approx([power / sum(powers) for power in powers])
     assert changed.outside == plain.outside
 
 

@@ -64,10 +64,10 @@ def whole(text: ChatTokenizer, asked: dict[str, Any], chat: bool) -> list[int]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompts_are_those_of_whole_texts_and_begin_alike(family: str, chat: bool) -> None:
     text = tokenizer(FAMILIES[family], CHAT if chat else "")
-    found = ask(text, ASKED, chat)
-    assert len(found.shared) > len(text.encode(TEXT)) - 8
-    for tail, asked in zip(found.tails, ASKED, strict=True):
-        assert found.shared + tail == whole(text, asked, chat)
+    prompts = ask(text, ASKED, chat)
+    assert len(prompts.shared) > len(text.encode(TEXT)) - 8
+    for tail, asked in zip(prompts.tails, ASKED, strict=True):
+        assert prompts.shared + tail == whole(text, asked, chat)
         assert tail
 
 
@@ -75,12 +75,12 @@ def test_prompts_are_those_of_whole_texts_and_begin_alike(family: str, chat: boo
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_what_follows_the_prompt_in_a_whole_text(family: str, chat: bool) -> None:
     text = tokenizer(FAMILIES[family], CHAT if chat else "")
-    found = ask(text, ASKED, chat)
+    prompts = ask(text, ASKED, chat)
     begin = "" if chat else " "
     expected = {0: ("Yes", "No"), 1: "ABC", 2: [str(n) for n in range(13)], 3: "AB"}
     for index, labels in expected.items():
-        prompt = text.decode((found.shared + found.tails[index])[not chat :])
-        for label, paths in zip(labels, found.answers[index].paths, strict=True):
+        prompt = text.decode((prompts.shared + prompts.tails[index])[not chat :])
+        for label, paths in zip(labels, prompts.answers[index].paths, strict=True):
             joint = text.encode(prompt + begin + label)
             before = text.encode(prompt)
             assert joint[: len(before)] == before
@@ -103,18 +103,18 @@ def test_numbers_of_several_digits_and_letters() -> None:
 def test_a_template_that_changes_questions_is_rendered_for_each() -> None:
     shouts = "{% for m in messages %}<|user|>{{ m.content | upper }}{% endfor %}</s>"
     text = tokenizer(zoo.byte_level, shouts)
-    found = ask(text, ASKED[:3])
-    for tail, asked in zip(found.tails, ASKED, strict=False):
-        assert found.shared + tail == whole(text, asked, chat=True)
-    assert len(found.shared) > 200
+    prompts = ask(text, ASKED[:3])
+    for tail, asked in zip(prompts.tails, ASKED, strict=False):
+        assert prompts.shared + tail == whole(text, asked, chat=True)
+    assert len(prompts.shared) > 200
 
 
 def test_a_template_that_begins_with_the_end_of_the_text_shares_nothing_wrong() -> None:
     backwards = "{% for m in messages %}{{ m.content[-20:] }}<|user|>{{ m.content }}{% endfor %}"
     text = tokenizer(zoo.byte_level, backwards)
-    found = ask(text, ASKED[:2])
-    for tail, asked in zip(found.tails, ASKED, strict=False):
-        assert found.shared + tail == whole(text, asked, chat=True)
+    prompts = ask(text, ASKED[:2])
+    for tail, asked in zip(prompts.tails, ASKED, strict=False):
+        assert prompts.shared + tail == whole(text, asked, chat=True)
 
 
 def test_labels_with_the_same_tokens_are_refused_by_name() -> None:

@@ -51,19 +51,19 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """The kernels that the simulated GPU has run."""
     if ON_GPU:
         pytest.skip("a GPU does not report the kernels that it runs")
-    with simt.simulated() as found:
+    with simt.simulated() as kernels:
         monkeypatch.setattr(layout_choice, "writes_in_place", lambda shape, on_gpu: True)
         monkeypatch.setattr(choice, "MIN_MULTIPROCESSORS", 2)
         monkeypatch.setattr(device, "multiprocessors", lambda: 2)
-        yield found
+        yield kernels
 
 
 def model_folder(path: Path, **changes: Any) -> ModelFolder:
     settings = {**SIZES, **changes}
     weights = random_weights(config(**settings))
     halved = {
-        name: np.array(mx.array(one).astype(mx.bfloat16).astype(mx.float32))
-        for name, one in weights.items()
+        name: np.array(mx.array(weight).astype(mx.bfloat16).astype(mx.float32))
+        for name, weight in weights.items()
     }
     return inspect(write_checkpoint(path, weights=halved, **settings))
 
@@ -72,15 +72,15 @@ def drawn(engine: ModelEngine) -> list[list[SampledToken]]:
     """Decodes rows that enter the batch one after the other; returns the tokens of each."""
     options = Options(temperature=0.0, logprobs=True, top_logprobs=4)
     rows = [Sequence(b"", 1, prompt, options, 11, 9) for prompt in PROMPTS]
-    found: dict[int, list[SampledToken]] = {id(seq): [] for seq in rows}
+    tokens: dict[int, list[SampledToken]] = {id(seq): [] for seq in rows}
     for count, seq in enumerate(rows, 1):
         enter(engine, seq)
         for _ in range(STEPS):
-            for one in decode(engine, rows[:count]):
-                found[id(one.sequence)].append(one)
+            for sampled in decode(engine, rows[:count]):
+                tokens[id(sampled.sequence)].append(sampled)
     for seq in rows:
         engine.release(seq)
-    return list(found.values())
+    return list(tokens.values())
 
 
 def test_an_engine_draws_the_same_tokens(
@@ -123,18 +123,20 @@ def test_an_engine_checks_drafts_by_it(
     for seq in rows:
         enter(engine, seq)
     called.clear()
-    right = [tuple(one.token for one in answer) for answer in answers]
+    right = [tuple(sampled.token for sampled in answer) for answer in answers]
     wrong = (right[0][3] + 1) % folder.plan.vocab_size
     first = step(engine, [Span.check(rows[0], (*right[0][:3], wrong, 7)), *decode_spans(rows[1:])])
-    found = [[one for one in first if one.sequence is seq] for seq in rows]
-    assert [len(one) for one in found] == [4, 1]
-    for seq, tokens in zip(rows, found, strict=True):
-        seq.ids += [one.token for one in tokens]
+    row_tokens = [[sampled for sampled in first if sampled.sequence is seq] for seq in rows]
+    assert [len(group) for group in row_tokens] == [4, 1]
+    for seq, tokens in zip(rows, row_tokens, strict=True):
+        seq.ids += [sampled.token for sampled in tokens]
     second = step(engine, [*decode_spans(rows[:1]), Span.check(rows[1], right[1][1:4])])
-    for tokens, seq in zip(found, rows, strict=True):
-        tokens += [one for one in second if one.sequence is seq]
-    assert [[one.token for one in tokens] for tokens in found] == [list(o[:5]) for o in right]
-    assert_near(found, [answer[:5] for answer in answers])
+    for tokens, seq in zip(row_tokens, rows, strict=True):
+        tokens += [sampled for sampled in second if sampled.sequence is seq]
+    assert [[sampled.token for sampled in tokens] for tokens in row_tokens] == [
+        list(o[:5]) for o in right
+    ]
+    assert_near(row_tokens, [answer[:5] for answer in answers])
     assert "decode_pass" in called and not called & {"ragged_attention", "rms_norm"}
 
 
@@ -155,8 +157,8 @@ def test_which_models_it_serves(name: str, tmp_path: Path) -> None:
     """Each model is refused for its own reason; the dtype, float32 on a CPU, is checked last."""
     changes, why = KINDS[name]
     model = load(inspect(write_checkpoint(tmp_path, **changes)), dtype=mx.float32).model
-    found = model_weights.weights_of(model, mx.float32)
-    assert isinstance(found, str) and why in found
+    reason = model_weights.weights_of(model, mx.float32)
+    assert isinstance(reason, str) and why in reason
 
 
 SHAPE = PassShape(
@@ -181,8 +183,8 @@ SHAPE = PassShape(
     ],
 )
 def test_which_shapes_it_serves(changes: dict[str, Any], why: str) -> None:
-    found = model_weights.unsupported(replace(SHAPE, **changes))
-    assert why in found and bool(found) == bool(why)
+    reason = model_weights.unsupported(replace(SHAPE, **changes))
+    assert why in reason and bool(reason) == bool(why)
 
 
 def test_a_kernel_has_the_shared_memory_that_it_needs() -> None:

@@ -82,8 +82,8 @@ class Rows:
         self.counts = self.counts or [1] * len(self.lengths)
         # The row of each line, and its number of visible keys, its own included.
         self.line_rows = np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.counts)
-        every = zip(self.lengths, self.counts, strict=True)
-        ends = [end for length, n in every for end in range(length - n + 1, length + 1)]
+        pairs = zip(self.lengths, self.counts, strict=True)
+        ends = [end for length, n in pairs for end in range(length - n + 1, length + 1)]
         self.line_ends = np.array(ends, dtype=np.int32)
         self.rng = rng
         counts = [-(-length // BLOCK) for length in self.lengths]
@@ -107,7 +107,7 @@ class Rows:
         self.weights = self._weights()
         half = shape.rope.dims // 2
         self.turns = (shape.rope.base ** (-np.arange(half) / half)).astype(np.float32)
-        self.ids = [int(one) for one in rng.integers(VOCABULARY, size=len(ends))]
+        self.ids = [int(number) for number in rng.integers(VOCABULARY, size=len(ends))]
         tables = mx.array(self.tables.reshape(-1))
         self.memory = PassMemory(self.pools, self.windows, tables, self.turns)
         self.kernel = DecodePass(self.weights, self.memory, BLOCKS)
@@ -156,10 +156,10 @@ class Rows:
         """Returns the kernel's outputs [T, hidden]; the first input is a token in flight."""
         drawn = mx.array([0, self.ids[0]], dtype=mx.int32)
         follow = len(self.line_ends) > len(self.lengths)
-        found = self.kernel(self.plan(lines, [-2, *self.ids[1:]]), drawn, lines, follow=follow)
-        mx.eval(found)
-        assert found.shape == (lines, self.shape.hidden)
-        return numbers(found)[: len(self.line_ends)]
+        output = self.kernel(self.plan(lines, [-2, *self.ids[1:]]), drawn, lines, follow=follow)
+        mx.eval(output)
+        assert output.shape == (lines, self.shape.hidden)
+        return numbers(output)[: len(self.line_ends)]
 
     def expected(self) -> Any:
         """Returns the expected hidden states [T, hidden] in float64.
@@ -206,8 +206,8 @@ class Rows:
 def check(rows: Rows, lines: int) -> None:
     """Compares the hidden states, and the keys and values in the pools, with float64."""
     expected = rows.expected()
-    found = rows.run(lines)
-    assert np.abs(found - expected).max() < 0.06 * np.abs(expected).max()
+    output = rows.run(lines)
+    assert np.abs(output - expected).max() < 0.06 * np.abs(expected).max()
     for pools, known in zip(rows.pools, rows.known, strict=True):
         for pool, want in zip(pools, known, strict=True):
             got = numbers(pool)
@@ -254,9 +254,9 @@ def test_a_barrier_counts_on_from_launch_to_launch() -> None:
     state = mx.zeros((3,), dtype=mx.int32)
     fewer = DecodePass(rows.weights, rows.memory, BLOCKS - 1)
     total = 0
-    for made, blocks in ((rows.kernel, BLOCKS), (fewer, BLOCKS - 1), (rows.kernel, BLOCKS)):
+    for kernel, blocks in ((rows.kernel, BLOCKS), (fewer, BLOCKS - 1), (rows.kernel, BLOCKS)):
         total += blocks * count // BLOCKS
-        assert arrivals(made, state, rows) == total
+        assert arrivals(kernel, state, rows) == total
         assert (rows.run(2) == first).all()
         total += blocks * count // BLOCKS
     overflowing = mx.array([-count // 2, -count // 2, 0], dtype=mx.int32)

@@ -54,11 +54,11 @@ def of(path: Path, **settings: Any) -> dict[str, Any]:
 
 def problems(path: Path) -> list[str]:
     """Returns all problems. The first is always the error of a worker."""
-    found = of(path)["problems"]
+    messages = of(path)["problems"]
     with pytest.raises(ModelLoadFailed) as caught:
         inspect(path)
-    assert found[0] == str(caught.value)
-    return list(found)
+    assert messages[0] == str(caught.value)
+    return list(messages)
 
 
 def refused_with(folder: Path) -> str:
@@ -152,9 +152,9 @@ def test_the_description_of_a_valid_model(good: Path) -> None:
 def test_models_that_read_images_are_found_in_order(
     tmp_path: Path, write: Callable[[Path], Path]
 ) -> None:
-    found = of(write(tmp_path))
-    assert found["problems"] == [] and "vision" in found["model"]["features"]
-    assert found["model"]["layers"] == (5 if write is seeing.write_mllama else 3)
+    report = of(write(tmp_path))
+    assert report["problems"] == [] and "vision" in report["model"]["features"]
+    assert report["model"]["layers"] == (5 if write is seeing.write_mllama else 3)
 
 
 def test_a_context_above_the_models_own_is_noted(good: Path) -> None:
@@ -242,10 +242,10 @@ def test_the_kind_of_tokenizer_in_words(tokenizer: Any, words: str) -> None:
 
 def test_all_missing_and_wrong_keys(good: Path) -> None:
     change(good / "config.json", hidden_size=None, num_hidden_layers=0, vocab_size="many")
-    found = problems(good)
-    assert len(found) == 3
+    messages = problems(good)
+    assert len(messages) == 3
     for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
-        assert any(key in words for words in found), found
+        assert any(key in words for words in messages), messages
 
 
 def test_all_mismatched_tensors(tmp_path: Path) -> None:
@@ -256,9 +256,9 @@ def test_all_mismatched_tensors(tmp_path: Path) -> None:
     weights[names[2]] = weights[names[2]][:3].copy()
     weights[names[3]] = weights[names[3]][:, :5].copy()
     folder = write_checkpoint(tmp_path / "m", weights=weights)
-    found = problems(folder)
-    assert len(found) == 4
-    for words, name in zip(found, (names[1], "extra.weight", names[2], names[3]), strict=True):
+    messages = problems(folder)
+    assert len(messages) == 4
+    for words, name in zip(messages, (names[1], "extra.weight", names[2], names[3]), strict=True):
         assert repr(name) in words
 
 
@@ -270,10 +270,10 @@ def test_problems_of_all_kinds_are_listed_together(tmp_path: Path) -> None:
     change(folder / "config.json", rms_norm_eps=None)
     (folder / "tokenizer.json").unlink()
     change(folder / "tokenizer_config.json", chat_template="{% for %}")
-    found = problems(folder)
+    messages = problems(folder)
     for part in ("rms_norm_eps", "no tokenizer.json", second.name, "GGUF", "template"):
-        assert any(part in words for words in found), (part, found)
-    assert len(found) == 5
+        assert any(part in words for words in messages), (part, messages)
+    assert len(messages) == 5
 
 
 def test_every_missing_shard_is_named(tmp_path: Path) -> None:
@@ -302,8 +302,8 @@ def test_a_tokenizer_of_another_model(good: Path) -> None:
     (words,) = of(folder)["problems"]
     assert "ids up to 255" in words and "rows for 200" in words
     assert refused_with(folder) == words
-    found = of(good)["problems"]
-    assert words in found and len(found) > 1
+    messages = of(good)["problems"]
+    assert words in messages and len(messages) > 1
 
 
 def test_a_template_that_does_not_compile(good: Path) -> None:
@@ -316,9 +316,9 @@ def test_a_template_that_does_not_compile(good: Path) -> None:
 def test_files_that_are_not_json(good: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (good / name).write_text("{")
-    found = problems(good)
+    messages = problems(good)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert any(f"{name} is not JSON" in words for words in found), found
+        assert any(f"{name} is not JSON" in words for words in messages), messages
 
 
 @pytest.mark.parametrize(
@@ -363,9 +363,11 @@ def test_models_of_ollamas_store(
     store = Store(tmp_path / "store")
     for name in ("small:1b", "small:latest"):
         manifest = store.write(name, store.layers(good))
-    one, two = (check("m", ModelConfig(path=f"ollama:small:{tag}")) for tag in ("1b", "latest"))
-    assert (two["path"], two["problems"]) == (str(manifest), [])
-    assert one["model"] == two["model"], "two tags for one model have one digest"
+    first, second = (
+        check("m", ModelConfig(path=f"ollama:small:{tag}")) for tag in ("1b", "latest")
+    )
+    assert (second["path"], second["problems"]) == (str(manifest), [])
+    assert first["model"] == second["model"], "two tags for one model have one digest"
     (words,) = check("m", missing := ModelConfig(path="ollama:nothing"))["problems"]
     assert "nothing" in words
     assert check("m", missing, tell=print)["places"] == [
@@ -420,20 +422,20 @@ def test_memory_of_a_draft_model_is_needed_beside_that_of_its_model(tmp_path: Pa
     plain = ModelConfig(path="builtin:demo", sequences=4)
     path = write_draft(tmp_path / "draft")
     drafting = replace(plain, draft=str(path), speculation="draft")
-    reports = [check("m", one, machine=True) for one in (plain, drafting)]
+    reports = [check("m", settings, machine=True) for settings in (plain, drafting)]
     weights, more = (report["memory"]["weights"] for report in reports)
     draft = inspect(path)
-    rows = 4 * min(draft.context, 1024) * sum(one.token_bytes(2) for one in draft.plan.caches)
+    rows = 4 * min(draft.context, 1024) * sum(cache.token_bytes(2) for cache in draft.plan.caches)
     assert more >= weights + draft.weight_bytes + rows
     small = inspect(DEMO_FOLDER).weight_bytes + 1
-    for one, fits in ((plain, True), (drafting, False)):
-        (*why,) = check("m", one, machine=True, memory_limit=small)["machine"]["why"]
+    for model_config, fits in ((plain, True), (drafting, False)):
+        (*why,) = check("m", model_config, machine=True, memory_limit=small)["machine"]["why"]
         assert (why == []) == fits, why
 
 
 def test_prefixes_on_disk_are_told_or_refused(good: Path) -> None:
-    found = check("m", ModelConfig(path=str(good), prefix_disk=2**30), machine=True)
-    assert found["memory"]["prefix_disk"] == 2**30 and not found["problems"]
+    report = check("m", ModelConfig(path=str(good), prefix_disk=2**30), machine=True)
+    assert report["memory"]["prefix_disk"] == 2**30 and not report["problems"]
     for path in ("builtin:counting", "builtin:demo-embed"):
         (problem,) = check("m", ModelConfig(path=path, prefix_disk=2**30))["problems"]
         assert "prefix_disk is 1073741824 bytes, but" in problem and "keeps no prefixes" in problem
@@ -442,10 +444,10 @@ def test_prefixes_on_disk_are_told_or_refused(good: Path) -> None:
 @pytest.mark.parametrize("path", ["builtin:counting", "builtin:demo-embed"])
 def test_every_setting_that_such_a_model_has_not_is_told(path: str) -> None:
     settings: dict[str, Any] = {"devices": 2, "kv": "int8", "speculation": "mtp"}
-    found = check("m", ModelConfig(path=path, prefix_disk=2**30, **settings))["problems"]
+    messages = check("m", ModelConfig(path=path, prefix_disk=2**30, **settings))["problems"]
     named = ("devices is 2", "kv = 'int8'", "prefix_disk is", "speculation is 'mtp'")
-    assert all(any(name in problem for problem in found) for name in named), found
-    assert len(found) == len(named)
+    assert all(any(name in problem for problem in messages) for name in named), messages
+    assert len(messages) == len(named)
     with pytest.raises(ModelLoadFailed, match=r"speculation is 'mtp', but .* checks no drafts"):
         open_source(ModelConfig(path=path, speculation="mtp"))
 
@@ -486,9 +488,9 @@ def test_a_head_whose_drafts_nobody_checks_is_refused_before_weights_are_read(
     ],
 )
 def test_auto_without_drafts_is_a_note(settings: dict[str, Any], why: str) -> None:
-    found = check("m", ModelConfig(**{"path": "builtin:demo", "speculation": "auto", **settings}))
-    assert not found["problems"]
-    notes = [note for note in found["notes"] if "no drafts are made" in note]
+    report = check("m", ModelConfig(**{"path": "builtin:demo", "speculation": "auto", **settings}))
+    assert not report["problems"]
+    notes = [note for note in report["notes"] if "no drafts are made" in note]
     assert len(notes) == bool(why) and all(why in note for note in notes)
 
 
@@ -567,16 +569,16 @@ def test_a_line_for_each_model(good: Path) -> None:
 def test_what_the_weights_say_is_told_before_the_tokenizer_is_read(
     good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[Any] = []
+    events: list[Any] = []
     read = ChatTokenizer.from_folder
 
     def noted(folder: ModelFolder) -> ChatTokenizer:
-        told.append("text")
+        events.append("text")
         return read(folder)
 
     monkeypatch.setattr(ChatTokenizer, "from_folder", noted)
-    report = check("m", ModelConfig(path=str(good)), tell=told.append)
-    known, text = told
+    report = check("m", ModelConfig(path=str(good)), tell=events.append)
+    known, text = events
     assert text == "text" and known["type"] == "llama" and known["size"] > 0
     assert known.items() <= report["model"].items()
 

@@ -38,8 +38,8 @@ def copied(folder: Path, file: str, change: Change) -> str:
 def exchange(data: dict[str, Any]) -> None:
     """Exchanges the ids 70 and 90 of a tokenizer."""
     vocabulary = data["model"]["vocab"]
-    one, other = ({id: text for text, id in vocabulary.items()}[id] for id in (70, 90))
-    vocabulary[one], vocabulary[other] = 90, 70
+    first, other = ({id: text for text, id in vocabulary.items()}[id] for id in (70, 90))
+    vocabulary[first], vocabulary[other] = 90, 70
 
 
 def make_special(data: dict[str, Any]) -> None:
@@ -136,8 +136,8 @@ def test_a_setting_that_would_do_nothing_is_refused(fields: dict[str, Any], word
 def test_the_settings_name_the_draft_model(draft: str) -> None:
     folder = inspect(DEMO_FOLDER)
     for setting in ("draft", "auto"):
-        found = draft_of(folder, config(speculation=setting, draft=draft))
-        assert found is not None and found.path == Path(draft)
+        draft_folder = draft_of(folder, config(speculation=setting, draft=draft))
+        assert draft_folder is not None and draft_folder.path == Path(draft)
     assert draft_of(folder, config(speculation="auto", draft="")) is None
 
 
@@ -154,6 +154,6 @@ def test_a_token_that_the_draft_model_has_no_row_for_is_read_as_another(draft: s
     for row in rows:
         engine.admit(row)
         row.phase = Phase.RUNNING
-    found = engine.propose([Span(row, 0, row.length, 1) for row in rows], 3)
-    drafts = [[(one.token, one.logprob) for one in found[row]] for row in rows]
+    proposals = engine.propose([Span(row, 0, row.length, 1) for row in rows], 3)
+    drafts = [[(proposal.token, proposal.logprob) for proposal in proposals[row]] for row in rows]
     assert len(drafts[0]) == 3 and drafts[0] == drafts[1]

@@ -225,7 +225,7 @@ def write(folder: Path, case: Case) -> Path:
 def _weights(config: Mapping[str, Any], case: Case) -> dict[str, np.ndarray]:
     options = {"answers": Answers(0, 1)} if case.answers else {}
     shapes = encoder_plan(config, **options).model.shapes
-    found = {}
+    weights = {}
     for name, shape in shapes.items():
         head = name.startswith(("classifier", "score", "head.", "lm_head"))
         stored = name.removeprefix("model.")
@@ -235,8 +235,8 @@ def _weights(config: Mapping[str, Any], case: Case) -> dict[str, np.ndarray]:
             stored = name
         if name.startswith("pooler"):
             stored = case.prefix + name
-        found[stored] = _random(name, shape, config)
-    return found
+        weights[stored] = _random(name, shape, config)
+    return weights
 
 
 def _random(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> np.ndarray:
@@ -251,7 +251,7 @@ def _random(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> np.
 
 def _write_modules(folder: Path, case: Case) -> None:
     steps = [("1_Pooling", "sentence_transformers.models.Pooling")]
-    modes = {f"pooling_mode_{OLD_NAMES.get(one, one)}": True for one in case.poolings}
+    modes = {f"pooling_mode_{OLD_NAMES.get(pooling, pooling)}": True for pooling in case.poolings}
     write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": 32, **modes})
     inputs = 32 * len(case.poolings)
     for index, outputs in enumerate(case.dense, 2):
@@ -306,12 +306,12 @@ LETTERS = [chr(code) for code in range(33, 127)]
 def _template(
     pair: str, single: str = "[CLS] $A [SEP]", special: Sequence[str] = SPECIAL
 ) -> processors.TemplateProcessing:
-    ids = [(one, special.index(one)) for one in ("[CLS]", "[SEP]")]
+    ids = [(token, special.index(token)) for token in ("[CLS]", "[SEP]")]
     return processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)
 
 
 def _wordpiece() -> Tokenizer:
-    words = [*SPECIAL, *LETTERS, *(f"##{one}" for one in LETTERS), *WORDS]
+    words = [*SPECIAL, *LETTERS, *(f"##{letter}" for letter in LETTERS), *WORDS]
     words = list(dict.fromkeys(words))
     vocab = {word: index for index, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
@@ -324,9 +324,9 @@ def _wordpiece() -> Tokenizer:
 
 
 def _unigram(special: Sequence[str] = SPECIAL) -> Tokenizer:
-    pieces = [(one, 0.0) for one in special]
+    pieces = [(token, 0.0) for token in special]
     pieces += [("▁" + word, -4.0 - index / 10) for index, word in enumerate(WORDS)]
-    pieces += [(one, -9.0 - index / 100) for index, one in enumerate(["▁", *LETTERS])]
+    pieces += [(piece, -9.0 - index / 100) for index, piece in enumerate(["▁", *LETTERS])]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=3))
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -343,7 +343,9 @@ def _bpe(special: Sequence[str] = SPECIAL) -> Tokenizer:
         for end in range(1, len(word)):
             merges.append((word[:end], word[end]))
             words.append(word[: end + 1])
-    vocab = {one: index for index, one in enumerate([*special, *letters, *dict.fromkeys(words)])}
+    vocab = {
+        piece: index for index, piece in enumerate([*special, *letters, *dict.fromkeys(words)])
+    }
     tokenizer = Tokenizer(models.BPE(vocab, list(dict.fromkeys(merges))))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -89,7 +89,7 @@ def _chat_template() -> str:
     pair = questions.QUESTION.format(instruction=questions.INSTRUCTION, **turns)
     # A template's last newline is dropped, and what is between quotation marks stays as it is.
     begin, end = (
-        f"{{{{ {one!r} }}}}" for one in (questions.QUESTION_BEGIN, questions.QUESTION_END)
+        f"{{{{ {text!r} }}}}" for text in (questions.QUESTION_BEGIN, questions.QUESTION_END)
     )
     return begin + pair + end
 
@@ -99,23 +99,26 @@ def _probabilities(folder: Path, case: Case) -> Any:
 
     names = list(case.config["id2label"].values())
     classify = pipeline("text-classification", str(folder), top_k=None, device="cpu")
-    found: Any = classify(list(TEXTS), truncation=True, batch_size=len(TEXTS))
+    answers: Any = classify(list(TEXTS), truncation=True, batch_size=len(TEXTS))
     by_name: list[dict[str, float]] = [
-        {one["label"]: one["score"] for one in answer} for answer in found
+        {entry["label"]: entry["score"] for entry in answer} for answer in answers
     ]
     return [[answer[name] for name in names] for answer in by_name]
 
 
 def reference(folder: Path) -> Mapping[str, Any]:
     """Returns the content of reference.json; writes the checkpoints below `folder`."""
-    found = {}
+    cases = {}
     for index, (name, case) in enumerate(CASES.items()):
         checkpoint = write(folder / str(index), case)
         values = [[round(float(x), DIGITS) for x in row] for row in rows(checkpoint, case)]
-        found[name] = {"checkpoint": checkpoint_digest(checkpoint), "rows": values}
+        cases[name] = {"checkpoint": checkpoint_digest(checkpoint), "rows": values}
         print(name, len(values), "rows of", len(values[0]))
-    versions = {"python": platform.python_version(), **{one: version(one) for one in PACKAGES}}
-    return {"versions": versions, "cases": found}
+    versions = {
+        "python": platform.python_version(),
+        **{package: version(package) for package in PACKAGES},
+    }
+    return {"versions": versions, "cases": cases}
 
 
 def main() -> None:

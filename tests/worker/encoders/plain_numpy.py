@@ -68,8 +68,8 @@ def bert(config: Mapping[str, Any], w: Tensors, ids: list[int], types: list[int]
     for index in range(config["num_hidden_layers"]):
         name = f"encoder.layer.{index}"
         q, k, v = (
-            heads(linear(w, f"{name}.attention.self.{one}", x), count)
-            for one in ("query", "key", "value")
+            heads(linear(w, f"{name}.attention.self.{kind}", x), count)
+            for kind in ("query", "key", "value")
         )
         read = linear(w, f"{name}.attention.output.dense", attention(q, k, v))
         x = layer_norm(w, f"{name}.attention.output.LayerNorm", x + read, eps)
@@ -86,7 +86,7 @@ def nomic_bert(config: Mapping[str, Any], w: Tensors, ids: list[int], types: lis
     for index in range(config["num_hidden_layers"]):
         name = f"encoder.layers.{index}"
         q, k, v = np.split(linear(w, f"{name}.attn.Wqkv", x), 3, axis=-1)
-        q, k = (rotated(heads(one, count), 1000.0) for one in (q, k))
+        q, k = (rotated(heads(projection, count), 1000.0) for projection in (q, k))
         read = linear(w, f"{name}.attn.out_proj", attention(q, k, heads(v, count)))
         x = layer_norm(w, f"{name}.norm1", x + read, eps)
         wide = linear(w, f"{name}.mlp.fc11", x) * silu(linear(w, f"{name}.mlp.fc12", x))
@@ -102,7 +102,7 @@ def modernbert(config: Mapping[str, Any], w: Tensors, ids: list[int], types: lis
         base, window = (1e4, config["local_attention"] // 2 + 1) if index % 3 else (1.6e5, 0)
         inner = layer_norm(w, f"{name}.attn_norm", x, eps) if index else x
         q, k, v = np.split(linear(w, f"{name}.attn.Wqkv", inner), 3, axis=-1)
-        q, k = (rotated(heads(one, count), base) for one in (q, k))
+        q, k = (rotated(heads(projection, count), base) for projection in (q, k))
         x = x + linear(w, f"{name}.attn.Wo", attention(q, k, heads(v, count), window))
         up, gate = np.split(
             linear(w, f"{name}.mlp.Wi", layer_norm(w, f"{name}.mlp_norm", x, eps)), 2, axis=-1
@@ -118,14 +118,14 @@ def qwen3(config: Mapping[str, Any], w: Tensors, ids: list[int], types: list[int
         name = f"layers.{index}"
         inner = normed(x, w[f"{name}.input_layernorm.weight"], eps)
         q, k, v = (
-            heads(linear(w, f"{name}.self_attn.{one}_proj", inner), config[count])
-            for one, count in zip("qkv", HEAD_COUNTS, strict=True)
+            heads(linear(w, f"{name}.self_attn.{letter}_proj", inner), config[count])
+            for letter, count in zip("qkv", HEAD_COUNTS, strict=True)
         )
         q = rotated(normed(q, w[f"{name}.self_attn.q_norm.weight"], eps), base)
         k = rotated(normed(k, w[f"{name}.self_attn.k_norm.weight"], eps), base)
         x = x + linear(w, f"{name}.self_attn.o_proj", attention(q, k, v, causal=True))
         inner = normed(x, w[f"{name}.post_attention_layernorm.weight"], eps)
-        gate, up = (linear(w, f"{name}.mlp.{one}_proj", inner) for one in ("gate", "up"))
+        gate, up = (linear(w, f"{name}.mlp.{kind}_proj", inner) for kind in ("gate", "up"))
         x = x + linear(w, f"{name}.mlp.down_proj", silu(gate) * up)
     return np.asarray(normed(x, w["norm.weight"], eps))
 

@@ -42,12 +42,12 @@ def expected(folder: Path, case: Case, encoder: EncoderFolder, given: EncoderInp
     config = json.loads((folder / "config.json").read_text())
     stored = load_file(str(folder / "model.safetensors"))
     tensors = {
-        name.removeprefix(case.prefix): one.astype(np.float64) for name, one in stored.items()
+        name.removeprefix(case.prefix): array.astype(np.float64) for name, array in stored.items()
     }
     types = list(given.types) or [0] * len(given.ids)
     states = STATES[config["model_type"]](config, tensors, list(given.ids), types)
     if encoder.task == "embed":
-        return np.concatenate([POOLS[one](states) for one in case.poolings or ("mean",)])
+        return np.concatenate([POOLS[pooling](states) for pooling in case.poolings or ("mean",)])
     if case.answers:
         vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
         logits = tensors["embed_tokens.weight"] @ states[-1]
@@ -63,13 +63,13 @@ def test_equals_the_plain_computation(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     folder = write(tmp_path / "model", case)
     encoder, engine, inputs = opened(folder, case)
-    found = engine.encode(inputs)
-    wanted = np.array([expected(folder, case, encoder, one) for one in inputs])
-    assert found.shape == wanted.shape
-    assert found == pytest.approx(wanted, abs=1e-4)
+    outputs = engine.encode(inputs)
+    wanted = np.array([expected(folder, case, encoder, encoder_input) for encoder_input in inputs])
+    assert outputs.shape == wanted.shape
+    assert outputs == pytest.approx(wanted, abs=1e-4)
     if encoder.task == "embed":
-        lengths = np.linalg.norm(found, axis=1) * np.linalg.norm(wanted, axis=1)
-        assert ((found * wanted).sum(1) / lengths).min() >= MIN_COSINE
+        lengths = np.linalg.norm(outputs, axis=1) * np.linalg.norm(wanted, axis=1)
+        assert ((outputs * wanted).sum(1) / lengths).min() >= MIN_COSINE
 
 
 def test_a_size_whose_pass_failed_is_new_still(
@@ -77,8 +77,8 @@ def test_a_size_whose_pass_failed_is_new_still(
 ) -> None:
     case = CASES["embeddinggemma"]
     _, engine, _ = opened(write(tmp_path / "model", case), case)
-    told: list[int] = []
-    engine.report_compiles(lambda: told.append(1))
+    reports: list[int] = []
+    engine.report_compiles(lambda: reports.append(1))
     text = [EncoderInput((1,) * 4)]
 
     def fails(texts: Any) -> Any:
@@ -90,7 +90,7 @@ def test_a_size_whose_pass_failed_is_new_still(
             engine.encode(text)
     for count in (2, 2):
         engine.encode(text)
-        assert len(told) == count
+        assert len(reports) == count
 
 
 def test_a_pass_of_a_new_size_is_told_before_it_is_built(
@@ -117,7 +117,7 @@ def test_a_text_alone_has_the_vector_that_it_has_among_others(tmp_path: Path) ->
     case = CASES["embeddinggemma"]
     _, engine, inputs = opened(write(tmp_path / "model", case), case)
     together = engine.encode(inputs)
-    alone = np.concatenate([engine.encode([one]) for one in inputs])
+    alone = np.concatenate([engine.encode([encoder_input]) for encoder_input in inputs])
     assert together == pytest.approx(alone, abs=1e-4)
     assert together.shape == (len(TEXTS), engine.dimensions) == (len(TEXTS), 32)
 
@@ -137,7 +137,7 @@ def test_threads_give_the_same_rows(name: str, tmp_path: Path) -> None:
 def test_shares_are_all_texts_in_order_and_about_equal(sizes: list[int], threads: int) -> None:
     sizes.sort()
     shares = list(shares_of(sizes, threads))
-    assert [one for share in shares for one in sizes[share]] == sizes
+    assert [size for share in shares for size in sizes[share]] == sizes
     assert len(shares) <= threads
     tokens = [sum(sizes[share]) for share in shares]
     assert all(tokens)

@@ -35,11 +35,11 @@ def test_files_say_what_a_model_is_for(
 
 
 def test_another_pooling_is_another_digest(tmp_path: Path) -> None:
-    one, other = (
+    first, other = (
         inspect_encoder(folder_files(write(tmp_path / str(index), CASES[name])))
         for index, name in enumerate(("bert", "bert, 16 dimensions"))
     )
-    assert one.folder.digest == other.folder.digest and one.digest != other.digest
+    assert first.folder.digest == other.folder.digest and first.digest != other.digest
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ MAX_BYTES = 200_000
 
 @pytest.fixture(scope="module")
 def reference() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(REFERENCE.read_text(encoding="utf-8"))
-    return found
+    content: dict[str, Any] = json.loads(REFERENCE.read_text(encoding="utf-8"))
+    return content
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -30,15 +30,15 @@ def test_equals_sentence_transformers(name: str, reference: dict[str, Any], tmp_
     folder = write(tmp_path / "model", case)
     assert checkpoint_digest(folder) == stored["checkpoint"], "run make_reference.py again"
     encoder, engine, inputs = opened(folder, case)
-    found, wanted = engine.encode(inputs), np.array(stored["rows"])
+    outputs, wanted = engine.encode(inputs), np.array(stored["rows"])
     if encoder.task != "embed":
-        assert found == pytest.approx(wanted, abs=MAX_DIFFERENCE)
+        assert outputs == pytest.approx(wanted, abs=MAX_DIFFERENCE)
         return
     normalises = engine.normalises or bool(case.dimensions)
-    found = finished(found, case.dimensions, normalise=normalises)
-    lengths = np.linalg.norm(found, axis=1) * np.linalg.norm(wanted, axis=1)
-    assert ((found * wanted).sum(1) / lengths).min() >= MIN_COSINE
-    assert found == pytest.approx(wanted, abs=MAX_DIFFERENCE)
+    outputs = finished(outputs, case.dimensions, normalise=normalises)
+    lengths = np.linalg.norm(outputs, axis=1) * np.linalg.norm(wanted, axis=1)
+    assert ((outputs * wanted).sum(1) / lengths).min() >= MIN_COSINE
+    assert outputs == pytest.approx(wanted, abs=MAX_DIFFERENCE)
 
 
 def test_the_reference_is_small_and_names_its_versions(reference: dict[str, Any]) -> None:

@@ -39,8 +39,8 @@ def test_special_tokens_are_those_of_the_post_processor(source: EncoderTextSourc
 
 
 def test_the_second_text_of_a_pair_has_another_type(source: EncoderTextSource) -> None:
-    (found,) = EncoderText(source).encode_pairs([("a", "b c")])
-    assert found == EncoderInput((CLS, A, SEP, B, C, SEP), (0, 0, 0, 1, 1, 1))
+    (pair,) = EncoderText(source).encode_pairs([("a", "b c")])
+    assert pair == EncoderInput((CLS, A, SEP, B, C, SEP), (0, 0, 0, 1, 1, 1))
 
 
 def test_a_prompt_is_put_in_front(source: EncoderTextSource) -> None:

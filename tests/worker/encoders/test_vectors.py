@@ -12,8 +12,8 @@ VECTORS = np.array([[3, 4, 12], [0, 0, 0]], np.float32)
 
 
 def test_the_first_dimensions_are_normalised_after_they_are_cut() -> None:
-    found = finished(VECTORS, 2, normalise=True)
-    assert found.tolist() == [[pytest.approx(0.6), pytest.approx(0.8)], [0, 0]]
+    vectors = finished(VECTORS, 2, normalise=True)
+    assert vectors.tolist() == [[pytest.approx(0.6), pytest.approx(0.8)], [0, 0]]
 
 
 def test_vectors_stay_as_they_are_without_both() -> None:

@@ -40,8 +40,8 @@ def templates() -> ChatTemplates:
 
 def test_the_folder_is_complete_and_at_most_6_mb() -> None:
     assert locate(ModelConfig(path="builtin:demo-chat")) == FOLDER
-    assert {one.name for one in FOLDER.iterdir()} == FILES
-    assert sum(one.stat().st_size for one in FOLDER.iterdir()) <= 6_000_000
+    assert {path.name for path in FOLDER.iterdir()} == FILES
+    assert sum(path.stat().st_size for path in FOLDER.iterdir()) <= 6_000_000
 
 
 def test_its_template_shows_calls_and_thoughts(templates: ChatTemplates) -> None:
@@ -55,15 +55,15 @@ def test_its_template_shows_calls_and_thoughts(templates: ChatTemplates) -> None
 
 
 def test_its_template_renders_what_it_was_trained_on(templates: ChatTemplates) -> None:
-    for one in islice(conversations(5), 60):
-        said = messages(one)
-        whole = "".join(text for text, _ in segments(one))
-        rendered = templates.render(said, one.tools, now=0.0, add_generation_prompt=False)
+    for conversation in islice(conversations(5), 60):
+        said = messages(conversation)
+        whole = "".join(text for text, _ in segments(conversation))
+        rendered = templates.render(said, conversation.tools, now=0.0, add_generation_prompt=False)
         assert rendered == whole
         (first, *_) = [message for message in said if message["role"] == "user"]
         begun = said[: said.index(first) + 1]
-        assert templates.render(begun, one.tools, now=0.0) == (
-            f"{head(one)}<|im_start|>user\n{first['content']}<|im_end|>\n{GENERATION}"
+        assert templates.render(begun, conversation.tools, now=0.0) == (
+            f"{head(conversation)}<|im_start|>user\n{first['content']}<|im_end|>\n{GENERATION}"
         )
 
 

@@ -63,9 +63,9 @@ def embedded(encoder: EncoderFolder, engine: EncoderEngine, texts: list[str]) ->
 
 def test_the_folder_is_complete_and_at_most_8_mb() -> None:
     assert locate(ModelConfig(path="builtin:demo-embed")) == FOLDER
-    files = [one for one in FOLDER.rglob("*") if one.is_file()]
-    assert {one.relative_to(FOLDER).as_posix() for one in files} == FILES
-    assert sum(one.stat().st_size for one in files) <= 8_000_000
+    files = [path for path in FOLDER.rglob("*") if path.is_file()]
+    assert {path.relative_to(FOLDER).as_posix() for path in files} == FILES
+    assert sum(path.stat().st_size for path in files) <= 8_000_000
 
 
 def test_it_finds_more_than_tf_idf_in_modules_that_it_was_not_trained_on(
@@ -74,9 +74,9 @@ def test_it_finds_more_than_tf_idf_in_modules_that_it_was_not_trained_on(
     test = json.loads(TEST.read_text(encoding="utf-8"))
     passages = embedded(encoder, engine, test["passages"])
     for name, queries in test["queries"].items():
-        found = program.rank_figures(embedded(encoder, engine, queries) @ passages.T)
+        figures = program.rank_figures(embedded(encoder, engine, queries) @ passages.T)
         beside = program.rank_figures(program.tf_idf(queries, test["passages"]))
-        assert found["mrr"] > beside["mrr"], (name, found, beside)
+        assert figures["mrr"] > beside["mrr"], (name, figures, beside)
 
 
 def test_a_text_is_nearer_to_what_it_describes_than_to_others(

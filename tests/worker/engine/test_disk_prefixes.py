@@ -257,7 +257,7 @@ def test_damaged_segments_cost_time_and_no_token(loaded: Any, tmp_path: Path, la
         other.close()
         for extra in set(tmp_path.rglob("*.seg")) - {path}:
             extra.unlink()
-    assert min(cached) < SIZE - 1 and all(0 <= one < SIZE for one in cached)
+    assert min(cached) < SIZE - 1 and all(0 <= count < SIZE for count in cached)
 
 
 def test_owners_share_nothing(loaded: Any, tmp_path: Path) -> None:
@@ -432,18 +432,18 @@ def test_a_prefix_is_read_once_for_all_that_begin_with_it(loaded: Any, tmp_path:
     saved(model, tmp_path, prompt)
     other = reopened(model, tmp_path)
     disk = disk_of(other)
-    every = [sequence(prompt) for _ in range(4)]
+    sequences = [sequence(prompt) for _ in range(4)]
 
     def ready() -> bool:
-        for seq in every:
+        for seq in sequences:
             disk.begin(seq, time.monotonic())
         disk.turn(time.monotonic(), busy=True)
-        return not any(seq.restoring or not seq.looked_up for seq in every)
+        return not any(seq.restoring or not seq.looked_up for seq in sequences)
 
     until(ready, "the disk is read")
-    for seq in every:
+    for seq in sequences:
         other.admit(seq)
-    assert [seq.cached for seq in every] == [SIZE - 1] * 4
+    assert [seq.cached for seq in sequences] == [SIZE - 1] * 4
     assert (disk.counters.hits, disk.counters.tokens) == (1, SIZE - 1)
     assert disk.counters.read_bytes < 2 * SIZE * 2 * 2 * 2 * 8 * 4
     other.close()

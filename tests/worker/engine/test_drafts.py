@@ -61,18 +61,18 @@ def sequence(number: int, size: int = 250) -> Sequence:
 def answers(loaded: LoadedModel, layout: str) -> list[list[Any]]:
     """Returns each sequence's tokens, with log-probabilities, from passes of one token each."""
     engine = model_engine(loaded, layout=layout, prefix="off", lookahead=False)
-    found = []
+    tokens = []
     for number in range(len(OPTIONS)):
         seq = sequence(number)
         enter(engine, seq)
-        found.append(decode(engine, [seq], TOKENS))
+        tokens.append(decode(engine, [seq], TOKENS))
         engine.release(seq)
-    return found
+    return tokens
 
 
 def drafts_of(seq: Sequence, answer: list[Any], draw: random.Random) -> tuple[int, ...]:
     """Returns up to five of the next tokens of an answer; half of the time one token is wrong."""
-    right = [one.token for one in answer[len(seq.ids) :][: draw.choice([0, 1, 3, 5])]]
+    right = [drawn.token for drawn in answer[len(seq.ids) :][: draw.choice([0, 1, 3, 5])]]
     if right and draw.random() < 0.5:
         right[draw.randrange(len(right))] ^= 1
     return tuple(right)
@@ -100,14 +100,14 @@ def test_checked_drafts_give_the_tokens_of_single_draws(loaded: LoadedModel, lay
         draw.shuffle(spans)
         engine.submit(spans)
         before = {seq: len(seq.ids) for seq in rows}
-        for one in engine.collect().drawn:
-            want = expected[rows.index(one.sequence)][len(one.sequence.ids)]
-            assert one.token == want.token
-            assert (one.logprob is None) == (want.logprob is None)
-            if one.logprob is not None:
-                assert one.logprob.logprob == pytest.approx(want.logprob.logprob, abs=1e-3)
-                assert [token for token, _ in one.logprob.top] == [t for t, _ in want.logprob.top]
-            one.sequence.ids.append(one.token)
+        for drawn in engine.collect().drawn:
+            want = expected[rows.index(drawn.sequence)][len(drawn.sequence.ids)]
+            assert drawn.token == want.token
+            assert (drawn.logprob is None) == (want.logprob is None)
+            if drawn.logprob is not None:
+                assert drawn.logprob.logprob == pytest.approx(want.logprob.logprob, abs=1e-3)
+                assert [token for token, _ in drawn.logprob.top] == [t for t, _ in want.logprob.top]
+            drawn.sequence.ids.append(drawn.token)
         for seq in rows:
             most = max(most, len(seq.ids) - before[seq])
             assert seq.awaited == 0 and seq.submitted == seq.length - 1
@@ -117,7 +117,7 @@ def test_checked_drafts_give_the_tokens_of_single_draws(loaded: LoadedModel, lay
     assert late.submitted == 80
     for seq, answer in zip(rows, expected, strict=True):  # the rows go on as if they had drawn each
         decode(engine, [seq], TOKENS - len(seq.ids))
-        assert seq.ids == [one.token for one in answer]
+        assert seq.ids == [sampled.token for sampled in answer]
         engine.release(seq)
     engine.release(late)
     assert engine.memory().kv == 0
@@ -145,18 +145,20 @@ def test_draws_of_many_lines_are_divided(
     for seq in rows:
         enter(engine, seq)
     taken.clear()
-    right = [tuple(one.token for one in answer[:5]) for answer in expected]
+    right = [tuple(drawn.token for drawn in answer[:5]) for answer in expected]
     engine.submit([Span.check(seq, drafts) for seq, drafts in zip(rows, right, strict=True)])
-    found = engine.collect()
+    result = engine.collect()
     assert len(taken) >= 4 and max(taken) <= most and sum(taken) == 6 * len(rows)
     for seq, answer in zip(rows, expected, strict=True):
-        got = [one for one in found.drawn if one.sequence is seq]
-        assert [one.token for one in got] == [one.token for one in answer[:6]]
-        for one, want in zip(got, answer, strict=False):
-            assert (one.logprob is None) == (want.logprob is None)
-            if one.logprob is not None:
-                assert one.logprob.logprob == pytest.approx(want.logprob.logprob, abs=1e-3)
-                assert [token for token, _ in one.logprob.top] == [t for t, _ in want.logprob.top]
+        got = [drawn for drawn in result.drawn if drawn.sequence is seq]
+        assert [drawn.token for drawn in got] == [drawn.token for drawn in answer[:6]]
+        for actual, want in zip(got, answer, strict=False):
+            assert (actual.logprob is None) == (want.logprob is None)
+            if actual.logprob is not None:
+                assert actual.logprob.logprob == pytest.approx(want.logprob.logprob, abs=1e-3)
+                assert [token for token, _ in actual.logprob.top] == [
+                    t for t, _ in want.logprob.top
+                ]
 
 
 def test_the_memory_of_draws_with_drafts_is_counted(tmp_path: Any) -> None:
@@ -197,9 +199,9 @@ def test_a_row_that_leaves_during_a_check_keeps_no_draft(loaded: LoadedModel, la
     engine.submit([Span.check(leaving, (1, 2, 3)), Span.check(beside, (4,))])
     engine.release(leaving)
     leaving.return_to_waiting()
-    found = engine.collect()
-    assert {one.sequence for one in found.drawn} == {beside} and not found.failed
-    assert (leaving.awaited, beside.awaited, beside.submitted) == (0, 0, 59 + len(found.drawn))
+    result = engine.collect()
+    assert {token.sequence for token in result.drawn} == {beside} and not result.failed
+    assert (leaving.awaited, beside.awaited, beside.submitted) == (0, 0, 59 + len(result.drawn))
     again = Sequence(b"", 1, (*leaving.prompt, 1, 2, 3, 4), leaving.options, 0, 4)
     engine.admit(again)
     assert again.cached == 60
@@ -212,15 +214,15 @@ def test_passes_ahead_take_tokens_beside_a_check(loaded: LoadedModel) -> None:
     rows = [sequence(number) for number in (0, 1, 3)]
     for seq in rows:
         enter(engine, seq)
-    drafts = tuple(one.token for one in expected[0][:2])
+    drafts = tuple(sampled.token for sampled in expected[0][:2])
     engine.submit([Span.check(rows[0], drafts), *decode_spans(rows[1:])])
     assert [seq.awaited for seq in rows] == [3, 1, 1]
     engine.submit(decode_spans(rows[:0:-1]))
     for _ in range(2):
-        for one in engine.collect().drawn:
-            one.sequence.ids.append(one.token)
+        for drawn in engine.collect().drawn:
+            drawn.sequence.ids.append(drawn.token)
     for seq, number, count in zip(rows, (0, 1, 3), (3, 2, 2), strict=True):
-        assert seq.ids == [one.token for one in expected[number][:count]]
+        assert seq.ids == [sampled.token for sampled in expected[number][:count]]
         assert seq.awaited == 0
 
 
@@ -229,14 +231,14 @@ def test_the_first_wrong_draft_ends_what_is_accepted() -> None:
     numbers = SampledNumbers([9, 5, 6, 7, 8])
 
     def accepted(*drafts: int) -> list[int]:
-        return [one.token for one in accepted_tokens(numbers, seq, 1, drafts)]
+        return [drawn.token for drawn in accepted_tokens(numbers, seq, 1, drafts)]
 
     assert (accepted(), accepted(5), accepted(5, 6, 7)) == ([5], [5, 6], [5, 6, 7, 8])
     assert (accepted(0, 6, 7), accepted(5, 0, 7), accepted(5, 6, 0)) == ([5], [5, 6], [5, 6, 7])
     broken = SampledNumbers([9, 5, NO_TOKEN, 7, 8])
-    assert [one.token for one in accepted_tokens(broken, seq, 1, (0, 6, 7))] == [5]
+    assert [drawn.token for drawn in accepted_tokens(broken, seq, 1, (0, 6, 7))] == [5]
     # A token that could not be drawn fails as the first token of the next pass.
-    assert [one.token for one in accepted_tokens(broken, seq, 1, (5, 6, 7))] == [5]
+    assert [drawn.token for drawn in accepted_tokens(broken, seq, 1, (5, 6, 7))] == [5]
     with pytest.raises(SequenceFailed, match="are no numbers"):
         accepted_tokens(broken, seq, 2, (6, 7))
 
@@ -255,8 +257,8 @@ def test_spans_that_cannot_be_computed_are_refused(
 ) -> None:
     """A refused span costs no running sequence its row."""
     engine, seq, beside = model_engine(loaded, lookahead=True), sequence(0, 60), sequence(1, 60)
-    for one in (seq, beside):
-        enter(engine, one)
+    for row in (seq, beside):
+        enter(engine, row)
     engine.submit(decode_spans([beside]))
     with pytest.raises(ValueError, match=words):
         engine.submit([span(seq)])
@@ -289,10 +291,10 @@ def test_the_time_of_a_pass_that_is_compiled_says_nothing_of_others(loaded: Load
         enter(engine, seq)
 
     def fresh(spans: list[Span]) -> bool:
-        found = engine.submit(spans)
-        for one in engine.collect().drawn:
-            one.sequence.ids.append(one.token)
-        return found
+        is_fresh = engine.submit(spans)
+        for drawn in engine.collect().drawn:
+            drawn.sequence.ids.append(drawn.token)
+        return is_fresh
 
     fresh(decode_spans(rows))
     assert [fresh(decode_spans(rows)) for _ in range(4)] == [False, False, True, False]
@@ -326,10 +328,10 @@ def test_what_compiles_in_a_pass_is_told_before_it_is_built(
     def step(spans: list[Span]) -> tuple[bool, list[str]]:
         seen.clear()
         fresh = engine.submit(spans)
-        found = [*dict.fromkeys(seen)]
-        for one in engine.collect().drawn:
-            one.sequence.ids.append(one.token)
-        return fresh, found
+        events = [*dict.fromkeys(seen)]
+        for drawn in engine.collect().drawn:
+            drawn.sequence.ids.append(drawn.token)
+        return fresh, events
 
     new, known = (True, ["told", "built", "compiled"]), (False, ["built"])
     longer = (True, ["built", "told", "compiled"])  # another 64 tokens
@@ -354,7 +356,7 @@ def test_nothing_compiles_in_a_pass_that_was_not_told(
 
     engine.report_compiles(lambda: seen.append("told"))
     monkeypatch.setattr(mx, "compile", compiled)
-    told = []
+    fresh_flags = []
     for number in range(12):
         seen.clear()
         if number < 2:
@@ -363,10 +365,10 @@ def test_nothing_compiles_in_a_pass_that_was_not_told(
             spans = decode_spans(rows)
         fresh = engine.submit(spans)
         assert fresh == ("told" in seen) and seen[:1] != ["compiled"]
-        told.append(fresh)
-        for one in engine.collect().drawn:
-            one.sequence.ids.append(one.token)
-    assert told[:3] == [True, True, True] and told.count(True) < 6
+        fresh_flags.append(fresh)
+        for drawn in engine.collect().drawn:
+            drawn.sequence.ids.append(drawn.token)
+    assert fresh_flags[:3] == [True, True, True] and fresh_flags.count(True) < 6
     for seq in rows:
         engine.release(seq)
 
@@ -382,15 +384,15 @@ def test_a_pass_that_failed_has_compiled_nothing(
     """
     engine = model_engine(loaded, layout=layout, prefix="off", lookahead=False)
     known, new = sequence(0, 40), sequence(1, 40)
-    told: list[str] = []
-    engine.report_compiles(lambda: told.append("told"))
+    reports: list[str] = []
+    engine.report_compiles(lambda: reports.append("told"))
 
     def decodes(*rows: Sequence) -> bool:
-        told.clear()
+        reports.clear()
         fresh = engine.submit(decode_spans(list(rows)))
-        for one in engine.collect().drawn:
-            one.sequence.ids.append(one.token)
-        assert fresh == bool(told)
+        for drawn in engine.collect().drawn:
+            drawn.sequence.ids.append(drawn.token)
+        assert fresh == bool(reports)
         return fresh
 
     def again(*rows: Sequence) -> None:
@@ -427,8 +429,8 @@ def test_the_pass_in_flight_waits_for_one_that_compiles(loaded: LoadedModel) -> 
         enter(engine, seq)
     for fresh in (True, False):
         assert engine.submit(decode_spans(rows)) == fresh
-        for one in engine.collect().drawn:
-            one.sequence.ids.append(one.token)
+        for drawn in engine.collect().drawn:
+            drawn.sequence.ids.append(drawn.token)
     assert not engine.submit(decode_spans(rows))
     assert [flight.fresh for flight in engine.inspect().flights] == [False]
     assert engine.submit([Span(rows[0], rows[0].submitted, 1, 1)])

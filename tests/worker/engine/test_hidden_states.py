@@ -72,7 +72,7 @@ def test_hidden_states_are_what_the_head_takes(
     enter(engine, stream)
     for seq in texts:
         engine.admit(seq)
-    found: dict[Sequence, list[np.ndarray]] = {seq: [] for seq in texts}
+    state_parts: dict[Sequence, list[np.ndarray]] = {seq: [] for seq in texts}
     chunks = [[(0, 20), (1, 1)], [(0, 17), (2, 12)]]
     for chunk in chunks:
         spans = [Span(texts[n], texts[n].submitted, count, 0, hidden=True) for n, count in chunk]
@@ -80,11 +80,11 @@ def test_hidden_states_are_what_the_head_takes(
         got = engine.collect()
         (token,) = got.drawn
         stream.ids.append(token.token)
-        assert [one.span for one in got.hidden] == spans
-        for one in got.hidden:
-            found[one.span.sequence].append(one.states)
+        assert [entry.span for entry in got.hidden] == spans
+        for hidden in got.hidden:
+            state_parts[hidden.span.sequence].append(hidden.states)
     for seq, want in zip(texts, expected, strict=True):
-        states = np.concatenate(found[seq])
+        states = np.concatenate(state_parts[seq])
         assert states.dtype == np.float32 and states.shape == (len(seq.prompt), 32)
         assert np.abs(states - want).max() < 1e-4 * np.abs(want).max()
         assert seq.awaited == 0 and seq.submitted == len(seq.prompt)
@@ -101,12 +101,12 @@ def test_a_pass_of_hidden_states_alone_and_one_that_leaves(
         engine.admit(seq)
     engine.submit([Span(seq, 0, len(seq.prompt), 0, hidden=True) for seq in rows])
     engine.release(rows[1])
-    found = engine.collect()
-    assert [one.span.sequence for one in found.hidden] == [rows[0], rows[2]]
-    assert not found.drawn and not found.failed
-    for one in found.hidden:
-        want = states_of(loaded, one.span.sequence)
-        assert np.abs(one.states - want).max() < 1e-4 * np.abs(want).max()
+    result = engine.collect()
+    assert [entry.span.sequence for entry in result.hidden] == [rows[0], rows[2]]
+    assert not result.drawn and not result.failed
+    for hidden in result.hidden:
+        want = states_of(loaded, hidden.span.sequence)
+        assert np.abs(hidden.states - want).max() < 1e-4 * np.abs(want).max()
 
 
 def test_a_late_draw_beside_hidden_states(models: dict[str, LoadedModel]) -> None:
@@ -116,7 +116,7 @@ def test_a_late_draw_beside_hidden_states(models: dict[str, LoadedModel]) -> Non
     engine.admit(text)
     engine.forward([*decode_spans([stream]), Span(text, 0, 9, 0, hidden=True)])
     engine.draw(NO_MASKS)
-    found = engine.collect()
+    result = engine.collect()
     want = states_of(loaded, text)
-    assert len(found.drawn) == 1
-    assert np.abs(found.hidden[0].states - want).max() < 1e-4 * np.abs(want).max()
+    assert len(result.drawn) == 1
+    assert np.abs(result.hidden[0].states - want).max() < 1e-4 * np.abs(want).max()

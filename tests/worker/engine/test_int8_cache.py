@@ -61,11 +61,11 @@ TOKENS = 24
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
     folder = tmp_path_factory.mktemp("models")
-    found = {}
+    loaded = {}
     for name, changes in MODELS.items():
         weights = random_weights(config(**changes))
-        found[name] = load(inspect(write_checkpoint(folder / name, weights=weights, **changes)))
-    return found
+        loaded[name] = load(inspect(write_checkpoint(folder / name, weights=weights, **changes)))
+    return loaded
 
 
 def sequence(ids: tuple[int, ...], tokens: int = TOKENS, **options: Any) -> Sequence:
@@ -111,10 +111,12 @@ def test_deterministic_answers_have_the_same_bits_alone_and_resumed(tmp_path: Pa
     rows = [sequence(PROMPT[salt:], TOKENS, **options) for salt in range(3)]
     for seq in rows:
         enter(engine, seq, 16)
-    together = [one.logprob for one in decode(engine, rows, TOKENS) if one.sequence is rows[0]]
+    together = [
+        drawn.logprob for drawn in decode(engine, rows, TOKENS) if drawn.sequence is rows[0]
+    ]
     alone = sequence((*PROMPT, *rows[0].ids[:10]), TOKENS - 10, **options)
     enter(engine, alone)
-    assert [one.logprob for one in decode(engine, [alone], TOKENS - 10)] == together[10:]
+    assert [drawn.logprob for drawn in decode(engine, [alone], TOKENS - 10)] == together[10:]
 
 
 def test_a_preempted_and_a_rewound_row_go_on_as_they_were(models: dict[str, LoadedModel]) -> None:
@@ -130,7 +132,7 @@ def test_a_preempted_and_a_rewound_row_go_on_as_they_were(models: dict[str, Load
     decode(engine, [seq], 3)
     wrong = whole[9] ^ 1
     engine.submit([Span.check(seq, (whole[8], wrong, 7))])
-    seq.ids += [one.token for one in engine.collect().drawn]
+    seq.ids += [drawn.token for drawn in engine.collect().drawn]
     assert seq.ids == whole[:10]
     decode(engine, [seq], TOKENS - 10)
     assert seq.ids == whole
@@ -139,16 +141,16 @@ def test_a_preempted_and_a_rewound_row_go_on_as_they_were(models: dict[str, Load
 def test_twice_as_many_tokens_fit_into_the_memory(models: dict[str, LoadedModel]) -> None:
     """Compares the blocks of engines with the same limit, and the bytes of their rows."""
     limit = device.non_mlx_bytes() + 2**30
-    found = {}
+    sizes = {}
     for kv in ("auto", "int8"):
         engine = model_engine(models["llama"], kv=kv, limit=limit)
         answer(engine, PROMPT, 2, 512)
         seq = sequence(PROMPT)
         enter(engine, seq)
-        found[kv] = engine.blocks.capacity, engine.kv_use()[1]
+        sizes[kv] = engine.blocks.capacity, engine.kv_use()[1]
         engine.close()
-    assert found["int8"][0] / found["auto"][0] >= 1.9
-    assert found["auto"][1] / found["int8"][1] >= 1.9
+    assert sizes["int8"][0] / sizes["auto"][0] >= 1.9
+    assert sizes["auto"][1] / sizes["int8"][1] >= 1.9
 
 
 def test_8_bits_keep_the_likeliest_token() -> None:
@@ -156,10 +158,10 @@ def test_8_bits_keep_the_likeliest_token() -> None:
     loaded = load(inspect(DEMO_FOLDER))
     source = Path(argparse.__file__).read_text("utf-8")
     ids = ChatTokenizer.from_folder(loaded.folder).encode(source)[:600]
-    found = compare(loaded, ids, window=300)
-    assert found.positions == 600 and 0 < found.divergence < 1e-3
-    assert found.share >= 0.99
-    assert found.capacity >= 1.9
+    comparison = compare(loaded, ids, window=300)
+    assert comparison.positions == 600 and 0 < comparison.divergence < 1e-3
+    assert comparison.share >= 0.99
+    assert comparison.capacity >= 1.9
 
 
 def test_another_kind_of_cache_is_another_digest(
@@ -221,16 +223,16 @@ def test_an_operator_is_told_that_resumed_answers_may_differ(
     (note,) = check("name", ModelConfig(path=path, kv="int8"))["notes"]
     assert "may go on with other tokens" in note and "deterministic = true" in note
     caplog.set_level("INFO", "mlxpool.worker")
-    for changes, told in (
+    for changes, expected in (
         ({"kv": "int8"}, True),
         ({"kv": "int8", "deterministic": True}, False),
         ({}, False),
     ):
         config = ModelConfig(path=path, **changes)
-        assert bool(check("name", config)["notes"]) is told
+        assert bool(check("name", config)["notes"]) is expected
         caplog.clear()
         open_source(config).load(lambda tensors, size: None)
-        assert (note in caplog.messages) is told
+        assert (note in caplog.messages) is expected
 
 
 @pytest.mark.usefixtures("machine")
@@ -245,7 +247,7 @@ def test_a_model_of_images_has_memory_for_rows_that_operations_read(
     monkeypatch.setattr(paged_layout, "RaggedRunner", lambda *_, **__: runner)
     monkeypatch.setattr(paged_layout, "attention_of", lambda *_, **__: probe)
     shape = RowShape((KeyValueSpec(2, 64, 64),) * 2, mx.bfloat16, 3000, keeps_all=True, kv="int8")
-    model, found = models["llama"].model, {}
+    model, read_bytes = models["llama"].model, {}
     for images in (False, True):
         layout = layout_choice.make_layout(
             "pool",
@@ -259,7 +261,7 @@ def test_a_model_of_images_has_memory_for_rows_that_operations_read(
             images=images,
         )
         assert layout.reads_int8
-        found[images] = layout.read_bytes
+        read_bytes[images] = layout.read_bytes
         layout.close()
     # 3,000 tokens of a layer, three times: copies of integers and scales, and dequantised numbers.
-    assert found == {False: 0, True: 3 * 3000 * 2 * (2 * 66 + 2 * 64 * 2)}
+    assert read_bytes == {False: 0, True: 3 * 3000 * 2 * (2 * 66 + 2 * 64 * 2)}

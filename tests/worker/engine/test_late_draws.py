@@ -72,8 +72,8 @@ def mask_of(tokens: Any) -> Mask:
 
 
 def commit(engine: ModelEngine) -> None:
-    for one in engine.collect().drawn:
-        one.sequence.ids.append(one.token)
+    for drawn in engine.collect().drawn:
+        drawn.sequence.ids.append(drawn.token)
 
 
 @pytest.mark.parametrize("order", ["no pass ahead", "collected before", "collected behind"])
@@ -145,9 +145,9 @@ def test_a_mask_without_tokens_fails_its_sequence_alone(loaded: LoadedModel) -> 
     rows = running(engine)
     engine.forward(decode_spans(rows))
     engine.draw(RowMasks.of({rows[1]: mask_of([])}))
-    found = engine.collect()
-    assert [failure.sequence for failure in found.failed] == [rows[1]]
-    assert [one.sequence for one in found.drawn] == [rows[0], *rows[2:]]
+    result = engine.collect()
+    assert [failure.sequence for failure in result.failed] == [rows[1]]
+    assert [token.sequence for token in result.drawn] == [rows[0], *rows[2:]]
 
 
 def test_a_row_may_leave_between_forward_and_draw(loaded: LoadedModel) -> None:
@@ -156,9 +156,9 @@ def test_a_row_may_leave_between_forward_and_draw(loaded: LoadedModel) -> None:
     engine.forward(decode_spans(rows))
     engine.release(rows[1])
     engine.draw(RowMasks.of({rows[1]: mask_of([5]), rows[0]: mask_of([7])}))
-    found = engine.collect()
-    assert [one.sequence for one in found.drawn] == [rows[0], *rows[2:]]
-    assert found.drawn[0].token == 7
+    result = engine.collect()
+    assert [token.sequence for token in result.drawn] == [rows[0], *rows[2:]]
+    assert result.drawn[0].token == 7
 
 
 def test_a_draw_comes_before_the_next_pass_and_before_its_results(loaded: LoadedModel) -> None:
@@ -207,7 +207,7 @@ def test_masks_hold_for_each_draft(tmp_path: Any) -> None:
         row = running(engine)[0]
         engine.forward([Span.check(row, (first, second))])
         engine.draw(RowMasks.of({row: np.concatenate(lines)}))
-        tokens = [one.token for one in engine.collect().drawn]
+        tokens = [drawn.token for drawn in engine.collect().drawn]
         assert len(tokens) == count and tokens[0] == first
         assert (tokens == [first, second, third]) == (count == 3)
 

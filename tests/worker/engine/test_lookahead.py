@@ -86,7 +86,7 @@ def test_ends_cancels_and_preemptions_beside_passes_in_flight_change_no_token(
     steps = ScheduledSteps(engine)
     waiting = [sequence(n, draw.randrange(1, 90), draw.randrange(1, 25)) for n in range(REQUESTS)]
     stops = {seq: draw.randrange(1, 25) for seq in waiting if draw.random() < 0.4}
-    every, ahead = list(waiting), 0
+    sequences, ahead = list(waiting), 0
     while waiting or steps.live:
         while waiting and len(steps.live) < ROWS and draw.random() < 0.7:
             steps.admit(waiting.pop(draw.randrange(len(waiting))))
@@ -105,7 +105,7 @@ def test_ends_cancels_and_preemptions_beside_passes_in_flight_change_no_token(
                 steps.leave(seq)
                 stops[seq] = len(seq.ids)
     assert ahead > 20
-    for seq in every:
+    for seq in sequences:
         answer = alone(loaded, text, seq)
         assert seq.ids == answer[: len(seq.ids)]
         assert len(seq.ids) == min(seq.max_tokens, stops.get(seq, seq.max_tokens))
@@ -141,8 +141,8 @@ def test_a_pass_takes_its_inputs_from_the_pass_in_flight(
     assert [seq.awaited for seq in rows] == [2, 1, 2, 1]
     assert [seq.submitted - seq.length for seq in rows] == [1, 0, 1, 0]
     for _ in range(2):
-        for one in engine.collect().drawn:
-            one.sequence.ids.append(one.token)
+        for drawn in engine.collect().drawn:
+            drawn.sequence.ids.append(drawn.token)
     assert [len(seq.ids) for seq in rows] == [2, 1, 2, 1]
     for seq in rows:
         assert seq.ids == alone(loaded, text, seq)[: len(seq.ids)]
@@ -209,17 +209,17 @@ def test_a_row_without_numbers_fails_alone_beside_a_pass_in_flight(
         )
         engine.submit(decode_spans(rows))
     engine.submit(decode_spans(rows))
-    found = engine.collect()
-    assert [one.sequence for one in found.drawn] == [rows[0], rows[2]]
-    (failure,) = found.failed
+    result = engine.collect()
+    assert [token.sequence for token in result.drawn] == [rows[0], rows[2]]
+    (failure,) = result.failed
     assert isinstance(failure, SequenceFailed) and failure.sequence is rows[1]
-    for one in found.drawn:
-        one.sequence.ids.append(one.token)
+    for drawn in result.drawn:
+        drawn.sequence.ids.append(drawn.token)
     engine.release(rows[1])
     again = engine.collect()
-    assert [one.sequence for one in again.drawn] == [rows[0], rows[2]] and not again.failed
-    for one in again.drawn:
-        assert alone(loaded, text, one.sequence)[:2] == [*one.sequence.ids, one.token]
+    assert [token.sequence for token in again.drawn] == [rows[0], rows[2]] and not again.failed
+    for drawn in again.drawn:
+        assert alone(loaded, text, drawn.sequence)[:2] == [*drawn.sequence.ids, drawn.token]
 
 
 def test_a_chunk_in_flight_is_read_on(loaded: LoadedModel, text: ChatTokenizer) -> None:

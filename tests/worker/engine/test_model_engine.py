@@ -96,7 +96,7 @@ def prefix_blocks(engine: ModelEngine) -> int:
 def decode(engine: ModelEngine, rows: list[Sequence], steps: int = 1) -> list[SampledToken]:
     """Decodes rows that begin together."""
     drawn = engine_steps.decode(engine, rows, steps)
-    assert [one.sequence for one in drawn] == rows * steps
+    assert [token.sequence for token in drawn] == rows * steps
     return drawn
 
 
@@ -169,11 +169,15 @@ def test_lookahead_gives_the_same_log_probabilities(
         return [drawn.logprob for drawn in decode(engine, rows, 10)]
 
     ahead, plain = logprobs(True), logprobs(False)
-    assert [one is None for one in ahead] == [one is None for one in plain] == [True, False] * 10
-    for one, other in zip(ahead[1::2], plain[1::2], strict=True):
-        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
-        assert len(one.top) == 3
-        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+    assert (
+        [logprob is None for logprob in ahead]
+        == [logprob is None for logprob in plain]
+        == [True, False] * 10
+    )
+    for entry, other in zip(ahead[1::2], plain[1::2], strict=True):
+        assert entry.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert len(entry.top) == 3
+        assert [token for token, _ in entry.top] == [token for token, _ in other.top]
 
 
 def staggered(engine: ModelEngine) -> list[list[int]]:
@@ -423,12 +427,12 @@ def test_passes_of_a_small_model_in_which_nothing_decodes_are_long(
     pass takes twice `seconds`; new requests must wait for at most 40 ms. A longer pass needs twice
     the `mebibytes`, out of 256 MiB, and must leave most of the blocks.
     """
-    made: list[bool] = []
+    long_flags: list[bool] = []
 
     def new_layout(
         name: str, shape: RowShape, model: Any, blocks: int, *, long_passes: bool, **settings: Any
     ) -> PagedLayout:
-        made.append(long_passes)
+        long_flags.append(long_passes)
         return ShortContexts(shape, model, blocks, long=long_passes)
 
     class ShortContexts(PagedLayout):
@@ -451,10 +455,10 @@ def test_passes_of_a_small_model_in_which_nothing_decodes_are_long(
     assert (engine.limits.lines, engine.limits.prefill_lines) == (1024, 0)
     measured = (256, mebibytes * 2**18), (1024, mebibytes * 2**20)
     long = warm_up.choose_long_passes(engine, *measured)
-    found = limits_of(engine.parts, Warmed(0.04, long))
-    assert (found.lines, found.prefill_lines) == (1024, prefill)
-    assert found.of_prefill.pairs == (2 if prefill else 1) * found.pairs
-    assert made == ([False, True] if prefill else [False])
+    limits = limits_of(engine.parts, Warmed(0.04, long))
+    assert (limits.lines, limits.prefill_lines) == (1024, prefill)
+    assert limits.of_prefill.pairs == (2 if prefill else 1) * limits.pairs
+    assert long_flags == ([False, True] if prefill else [False])
     engine.close()
 
 

@@ -68,14 +68,14 @@ def wanted(
     tokens = seq.tokens
     batch = RowBatch([RowSpan(RowCache(shape), len(tokens) - 1)], None)
     states = model.hidden_states(mx.array(tokens[:-1]), batch)[first:]
-    row, given, found = RowCache(own), mx.array(tokens[first + 1 :]), []
+    row, given, drafts = RowCache(own), mx.array(tokens[first + 1 :]), []
     for _ in range(count):
         batch = RowBatch([RowSpan(row, given.shape[0])], [0])
         states = model.prediction(given, states, batch)
         batch.done()
         given = mx.argmax(model.prediction.logits_of(states), axis=-1)
-        found.append(int(given.item()))
-    return tuple(found)
+        drafts.append(int(given.item()))
+    return tuple(drafts)
 
 
 @pytest.mark.parametrize(("family", "layout"), LAYOUTS)
@@ -96,10 +96,10 @@ def test_drafts_are_those_of_the_whole_history(
         depths = {seq: draw.randint(0, 3) for seq in rows}
         if number:
             assert all(map(head.ready, rows))
-        found = head.drafts(depths)
+        proposals = head.drafts(depths)
         spans = []
         for seq in rows:
-            drafts = found.get(seq, ())
+            drafts = proposals.get(seq, ())
             if number:
                 assert drafts == wanted(loaded, seq, depths[seq])
             right = draw.random() < 0.6
@@ -108,8 +108,8 @@ def test_drafts_are_those_of_the_whole_history(
             spans.append(Span.check(seq, following) if following else decode_spans([seq])[0])
         if late.submitted < 80:
             spans.insert(draw.randrange(len(spans)), Span(late, late.submitted, 20, 0))
-        for one in step(engine, spans):
-            one.sequence.ids.append(one.token)
+        for drawn in step(engine, spans):
+            drawn.sequence.ids.append(drawn.token)
     read(engine, late)
     decode(engine, [late], 1)
     assert head.drafts({late: 2})[late] == wanted(loaded, late, 2)
@@ -140,9 +140,9 @@ def test_states_that_wait_are_read_when_they_are_many(
     most = 0
     for _ in range(MAX_WAITING + 9):
         decode(engine, [seq], 1)
-        one = head.rows[seq]
-        most = max(most, sum(some.count for some in one.waiting))
-        assert all(some.array.shape[0] <= 4 for some in one.waiting)
+        row = head.rows[seq]
+        most = max(most, sum(some.count for some in row.waiting))
+        assert all(some.array.shape[0] <= 4 for some in row.waiting)
     assert most <= MAX_WAITING + 1
     assert head.drafts({seq: 3})[seq] == wanted(loaded, seq, 3)
 
@@ -246,8 +246,8 @@ def test_a_head_drafts_beside_8_bit_keys_and_values(models: dict[str, LoadedMode
     for _ in range(4):
         drafts = head.drafts({seq: 2})[seq]
         assert drafts == wanted(loaded, seq, 2, kv=INT8)
-        for one in step(engine, [Span.check(seq, drafts)]):
-            seq.ids.append(one.token)
+        for drawn in step(engine, [Span.check(seq, drafts)]):
+            seq.ids.append(drawn.token)
     own = head.rows[seq].row
     assert own.arrays() and {array.dtype for array in own.arrays()} == {loaded.dtype}
     assert mx.int8 in {array.dtype for array in cast(RowCache, engine.inspect().rows[seq]).arrays()}
@@ -272,8 +272,8 @@ def test_recurrent_rows_count_the_states_behind_drafts(models: dict[str, LoadedM
         states = [layer for layer in layers if isinstance(layer, StateLayer)]
         held = sum(array.nbytes for layer in states for array in layer.held())
         assert held <= engine.inspect().budget.row
-        for one in engine.collect().drawn:
-            seq.ids.append(one.token)
+        for drawn in engine.collect().drawn:
+            seq.ids.append(drawn.token)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -64,10 +64,12 @@ class Reports(ScheduledSteps):
 
         def noted() -> Any:
             got = collect()
-            for one in got.prompts:
-                assert one.first == one.sequence.reported, "no token is reported twice, none lost"
-                self.found.setdefault(one.sequence, []).extend(one.logprobs)
-                one.sequence.reported += len(one.logprobs)
+            for report in got.prompts:
+                assert report.first == report.sequence.reported, (
+                    "no token is reported twice, none lost"
+                )
+                self.found.setdefault(report.sequence, []).extend(report.logprobs)
+                report.sequence.reported += len(report.logprobs)
             return got
 
         engine.collect = noted  # type: ignore[method-assign]
@@ -81,15 +83,15 @@ class Reports(ScheduledSteps):
 @pytest.fixture
 def engines(demo: LoadedModel) -> Iterator[Any]:
     """Yields a function that makes engines of the demo model; closes them afterwards."""
-    made: list[ModelEngine] = []
+    open_engines: list[ModelEngine] = []
 
     def make(**settings: Any) -> ModelEngine:
-        made.append(model_engine(demo, **{"lookahead": False, "blocks": 24, **settings}))
-        return made[-1]
+        open_engines.append(model_engine(demo, **{"lookahead": False, "blocks": 24, **settings}))
+        return open_engines[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for engine in open_engines:
+        engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -112,12 +114,12 @@ def plain_ids(demo: LoadedModel) -> Callable[[str, int], list[int]]:
 def check(found: list[TokenLogprob], prompt: tuple[int, ...], expected: Numbers) -> None:
     """Checks that `found` are the log-probabilities of the prompt's last tokens."""
     begin = len(prompt) - len(found)
-    for number, one in enumerate(found, begin):
+    for number, entry in enumerate(found, begin):
         row = expected[number - 1]
-        assert one.logprob == pytest.approx(row[prompt[number]], abs=TOLERANCE)
-        best = np.sort(row)[::-1][: len(one.top)]
-        assert [value for _, value in one.top] == pytest.approx(best.tolist(), abs=TOLERANCE)
-        for token, value in one.top:
+        assert entry.logprob == pytest.approx(row[prompt[number]], abs=TOLERANCE)
+        best = np.sort(row)[::-1][: len(entry.top)]
+        assert [value for _, value in entry.top] == pytest.approx(best.tolist(), abs=TOLERANCE)
+        for token, value in entry.top:
             assert value == pytest.approx(row[token], abs=TOLERANCE)
 
 
@@ -133,9 +135,9 @@ def test_equal_to_a_whole_pass_at_every_size_of_chunks(
     engine = engines(layout=layout, batch=chunk)
     steps, seq = Reports(engine), sequence(prompt_of(60 if chunk < 64 else 300))
     steps.admit(seq)
-    found = steps.run(seq, 3)
-    assert len(found) == len(seq.prompt) - 1
-    check(found, seq.prompt, expected)
+    logprobs = steps.run(seq, 3)
+    assert len(logprobs) == len(seq.prompt) - 1
+    check(logprobs, seq.prompt, expected)
     assert seq.ids[:3] == plain_ids(layout, len(seq.prompt))
 
 
@@ -147,12 +149,12 @@ def test_beside_streams_and_other_reports(
     steps = Reports(engines(layout=layout, batch=64, lookahead=lookahead))
     stream, twin = plain(prompt_of(40)), sequence(prompt_of(120), top=0)
     whole = sequence(prompt_of(300))
-    for one in (stream, twin, whole):
-        steps.admit(one)
+    for seq in (stream, twin, whole):
+        steps.admit(seq)
     steps.run(whole)
     check(steps.found[whole], whole.prompt, expected)
     check(steps.found[twin], twin.prompt, expected)
-    assert {len(one.top) for one in steps.found[twin]} == {0}
+    assert {len(entry.top) for entry in steps.found[twin]} == {0}
     assert stream not in steps.found and len(steps.found[whole]) == 299
 
 
@@ -170,9 +172,9 @@ def test_a_cached_prefix_is_read_again_as_far_as_it_is_reported(
         seq = sequence(prompt_of(300), reported)
         steps.admit(seq)
         assert seq.cached == cached, "what was reported may come from the cache, and no more"
-        found = steps.run(seq)
-        assert len(found) == 300 - reported
-        check(found, seq.prompt, expected)
+        logprobs = steps.run(seq)
+        assert len(logprobs) == 300 - reported
+        check(logprobs, seq.prompt, expected)
         steps.leave(seq)
 
 
@@ -217,16 +219,16 @@ def test_models_with_latents_and_states(tmp_path: Any, changes: dict[str, Any]) 
     """Chunks give the log-probabilities of a pass over the whole prompt."""
     loaded = load(inspect(write_checkpoint(tmp_path / "model", **changes)))
     prompt = tuple(np.random.default_rng(1).integers(0, 256, 90).tolist())
-    every = []
+    reports = []
     for batch in (16, 1024):
         engine = model_engine(loaded, lookahead=False, batch=batch, blocks=24)
         steps, seq = Reports(engine), sequence(prompt)
         steps.admit(seq)
-        every.append(steps.run(seq))
+        reports.append(steps.run(seq))
         steps.leave(seq)
         engine.close()
-    assert [len(one) for one in every] == [89, 89]
-    for left, right in zip(*every, strict=True):
+    assert [len(report) for report in reports] == [89, 89]
+    for left, right in zip(*reports, strict=True):
         assert left.logprob == pytest.approx(right.logprob, abs=TOLERANCE)
 
 

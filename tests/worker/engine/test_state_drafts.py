@@ -75,12 +75,12 @@ def wanted(loaded: LoadedModel, seq: Sequence, count: int) -> tuple[int, ...]:
     model = cast(PredictingModel, loaded.model)
     batch = RowBatch([RowSpan(RowCache(shape), seq.length - 1)], None)
     states = model.hidden_states(mx.array(seq.tokens[:-1]), batch)[-1:]
-    given, found = mx.array(seq.tokens[-1:]), []
+    given, drafts = mx.array(seq.tokens[-1:]), []
     for _ in range(count):
         states = model.prediction(given, states, None)
         given = mx.argmax(model.prediction.logits_of(states), axis=-1)
-        found.append(int(given.item()))
-    return tuple(found)
+        drafts.append(int(given.item()))
+    return tuple(drafts)
 
 
 @pytest.mark.parametrize("layout", ["rows", "slabs"])
@@ -97,18 +97,18 @@ def test_drafts_are_those_of_the_newest_state(loaded: LoadedModel, layout: str) 
     for number in range(12):
         depths = {seq: draw.randint(0, 3) for seq in rows}
         assert not number or all(map(head.ready, rows))
-        found = head.drafts(depths)
+        proposals = head.drafts(depths)
         spans = []
         for seq in rows:
-            drafts = found.get(seq, ())
+            drafts = proposals.get(seq, ())
             if number:
                 assert drafts == wanted(loaded, seq, depths[seq])
             following = drafts if draw.random() < 0.6 else (draw.randrange(256),) * len(drafts)
             spans.append(Span.check(seq, following) if following else decode_spans([seq])[0])
         if late.submitted < 80:
             spans.insert(draw.randrange(len(spans)), Span(late, late.submitted, 20, 0))
-        for one in step(engine, spans):
-            one.sequence.ids.append(one.token)
+        for drawn in step(engine, spans):
+            drawn.sequence.ids.append(drawn.token)
         assert not head.ready(late)
     for seq in (*rows, late):
         engine.release(seq)
@@ -126,7 +126,7 @@ def test_one_row_checks_in_compiled_passes(loaded: LoadedModel) -> None:
     while len(seq.ids) < TOKENS - 4:
         drafts = head.drafts({seq: 3})[seq]
         assert drafts == wanted(loaded, seq, 3)
-        seq.ids += [one.token for one in step(engine, [Span.check(seq, drafts)])]
+        seq.ids += [drawn.token for drawn in step(engine, [Span.check(seq, drafts)])]
     assert seq.ids == other.ids[: len(seq.ids)]
 
 
@@ -167,26 +167,26 @@ def test_on_a_gpu_all_chains_are_compiled_at_load(
     seen: list[str] = []
     head.notice.tell = lambda: seen.append("told")
     for depths in ({seq: 1 + n % 3 for n, seq in enumerate(rows)}, {rows[-1]: 1}):
-        found = head.drafts(depths)
+        drafts = head.drafts(depths)
         for seq, depth in depths.items():
-            assert found[seq] == wanted(loaded, seq, depth)
+            assert drafts[seq] == wanted(loaded, seq, depth)
     assert not seen
 
 
 def test_a_chain_whose_evaluation_failed_is_told_again(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, seq, told = engine_of(loaded), sequence(6, 30), list[str]()
+    engine, seq, reports = engine_of(loaded), sequence(6, 30), list[str]()
     head, call = head_of(engine), CompiledPasses.__call__
     enter(engine, seq)
     decode(engine, [seq], 1)
-    head.notice.tell = lambda: told.append("told")
+    head.notice.tell = lambda: reports.append("told")
     with monkeypatch.context() as patch:  # a string has no `tolist`
         patch.setattr(CompiledPasses, "__call__", lambda *given: str(call(*given)))
         assert head.drafts({seq: 2}) == {}
     decode(engine, [seq], 1)  # the states of the head were dropped
     assert [len(head.drafts({seq: 2})[seq]) for _ in range(2)] == [2, 2]
-    assert told == ["told", "told"]
+    assert reports == ["told", "told"]
     engine.release(seq)
 
 
@@ -246,8 +246,8 @@ def test_the_states_of_the_newest_pass_are_counted(loaded: LoadedModel) -> None:
             Span.check(seq, (1,) * count) if count else decode_spans([seq])[0]
             for seq, count in zip(rows, drafts, strict=True)
         ]
-        for one in step(engine, spans):
-            one.sequence.ids.append(one.token)
+        for drawn in step(engine, spans):
+            drawn.sequence.ids.append(drawn.token)
         assert head.nbytes == counted
 
 
@@ -312,15 +312,15 @@ def test_passes_over_blocks_of_a_pool_give_the_newest_states(pooled: ModelEngine
     drain(pooled)
     checked = right = 0
     while min(len(seq.ids) for seq in rows) < 14:
-        found = head.drafts({seq: 2 for seq in rows if len(seq.ids) < 14})
-        assert {len(some) for some in found.values()} == {2}
-        before = {seq: len(seq.ids) for seq in found}
-        for one in step(pooled, [Span.check(seq, some) for seq, some in found.items()]):
-            one.sequence.ids.append(one.token)
-        checked += len(found)
+        drafts = head.drafts({seq: 2 for seq in rows if len(seq.ids) < 14})
+        assert {len(some) for some in drafts.values()} == {2}
+        before = {seq: len(seq.ids) for seq in drafts}
+        for drawn in step(pooled, [Span.check(seq, some) for seq, some in drafts.items()]):
+            drawn.sequence.ids.append(drawn.token)
+        checked += len(drafts)
         right += sum(len(seq.ids) - count > 1 for seq, count in before.items())
     assert right > 0.7 * checked
-    same = [one.ids[:14] == other.ids[:14] for one, other in zip(rows, plain, strict=True)]
+    same = [row.ids[:14] == other.ids[:14] for row, other in zip(rows, plain, strict=True)]
     assert any(same)  # a tie in 16 bits may go the other way
 
 
@@ -365,7 +365,7 @@ def test_a_head_whose_weights_are_others_is_left_to_mlx(loaded: LoadedModel) -> 
 def test_the_head_of_the_demo_is_right_mostly() -> None:
     """The head is small, and its first draft mostly equals the demo's next greedy token."""
     folder = inspect(DEMO_FOLDER, predicts=True)
-    own = sum(one.nbytes for name, one in folder.tensors.items() if name.startswith("mtp."))
+    own = sum(tensor.nbytes for name, tensor in folder.tensors.items() if name.startswith("mtp."))
     assert 0 < own < 1_000_000
     text = ChatTokenizer.from_folder(folder)
     engine = model_engine(load(folder), text, layout="slabs", prefix="off", lookahead=False)

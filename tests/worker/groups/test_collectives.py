@@ -67,10 +67,10 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Collectives:
 @pytest.fixture
 def peers(group: Collectives, monkeypatch: pytest.MonkeyPatch) -> Peers:
     """The fake kernels over peers' memory, connected to the group."""
-    found = Peers()
-    monkeypatch.setattr(peer_exchange, "connect", lambda *given: found)
+    fake_peers = Peers()
+    monkeypatch.setattr(peer_exchange, "connect", lambda *given: fake_peers)
     group.connect_gpus(30.0)
-    return found
+    return fake_peers
 
 
 SMALL, LARGE = mx.ones((2, 4)), mx.ones((20, 4))
@@ -118,8 +118,8 @@ def test_a_summed_product_is_added_to_the_residual_where_a_kernel_does_it(
     group: Collectives, peers: Peers
 ) -> None:
     layer = SummedLinear(cast(Any, lambda x: 5 * x), group)
-    found = layer.add_to(SMALL, SMALL)
-    assert found is not None and found.max().item() == 11
+    output = layer.add_to(SMALL, SMALL)
+    assert output is not None and output.max().item() == 11
     assert layer.add_to(SMALL, LARGE) is None
     assert layer.add_to(SMALL, SMALL.astype(mx.float16)) is None
 
@@ -167,11 +167,11 @@ def test_passes_in_flight_end_on_all_ranks_when_a_pass_fails_before_it_is_sent(
     group: Collectives, sent: int
 ) -> None:
     """The other ranks end the passes; if the failing pass was already sent, the group ends."""
-    orders, told = orders_of(2)
+    orders, messages = orders_of(2)
     with pytest.raises(OutOfMemory):
         passes = GroupPasses(cast(Any, FailingPipeline(orders, sent)), orders, group)
         passes.start([], at_once=True)
-    assert told == ([] if sent else [Ended(), Ended()])
+    assert messages == ([] if sent else [Ended(), Ended()])
     assert orders.passes == (3 if sent else 0)
 
 

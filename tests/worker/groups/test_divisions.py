@@ -59,14 +59,14 @@ def test_parts_are_those_of_the_divided_config(tmp_path: Path, name: str) -> Non
     whole = folder_of(tmp_path, **FAMILIES[name])
     parts = [part_of(whole, rank, 2) for rank in range(2)]
     plan = models.plan({**whole.config, **_divided(parts[0].folder, whole)})
-    for one in parts:
-        weights = one.folder.match.weights
-        assert {name: spec.shape for name, spec in weights.items()} == one.folder.plan.shapes
+    for part in parts:
+        weights = part.folder.match.weights
+        assert {name: spec.shape for name, spec in weights.items()} == part.folder.plan.shapes
         for tensor, shape in plan.shapes.items():
             if tensor not in ("model.embed_tokens.weight", "lm_head.weight"):
-                assert one.folder.plan.shapes[tensor] == shape
-        assert one.folder.plan.vocab_size == whole.plan.vocab_size
-        assert one.folder.plan.context == whole.plan.context
+                assert part.folder.plan.shapes[tensor] == shape
+        assert part.folder.plan.vocab_size == whole.plan.vocab_size
+        assert part.folder.plan.context == whole.plan.context
 
 
 def _divided(part: ModelFolder, whole: ModelFolder) -> dict[str, Any]:
@@ -90,9 +90,9 @@ def test_the_cuts_of_all_ranks_make_the_whole(tmp_path: Path, name: str) -> None
         first = parts[0].cuts[tensor]
         assert (first.axis, first.begin, first.end) == (cut.axis, 0, cut.begin)
         assert cut.end == shape[cut.axis]
-    divided = sum(math.prod(whole.match.weights[one].shape) for one in parts[0].cuts)
-    every = sum(math.prod(spec.shape) for spec in whole.match.weights.values())
-    assert divided / every > 0.9
+    divided = sum(math.prod(whole.match.weights[key].shape) for key in parts[0].cuts)
+    total = sum(math.prod(spec.shape) for spec in whole.match.weights.values())
+    assert divided / total > 0.9
 
 
 def test_heads_that_cannot_be_divided_are_refused_by_name(tmp_path: Path) -> None:

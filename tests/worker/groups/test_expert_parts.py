@@ -94,7 +94,7 @@ def test_the_parts_of_a_mixture_add_up_to_the_whole(
     for rank in range(RANKS):
         part = part_of(folder, rank, RANKS)
         cuts = part.cuts
-        own = {n: cuts[n].of(one) if n in cuts else one for n, one in weights.items()}
+        own = {n: cuts[n].of(array) if n in cuts else array for n, array in weights.items()}
         collectives: Any = SumsLater()
         builder = PartLayerBuilder(part, collectives, own, {}, mx.bfloat16)
         sizes = {key: value // RANKS for key, value in changes.items() if value == WIDTH}

@@ -46,10 +46,10 @@ def test_the_heads_of_ranks_add_up() -> None:
     def asked(token: LatentToken | SummedLatentToken) -> tuple[Any, Any]:
         pool = mx.zeros((1, 1, 4, line), dtype=x.dtype)
         mx.eval(pool)
-        found = token.queries(mixed, pool, slots, turns)
-        assert found is not None
-        mx.eval(found)
-        return np.array(found.astype(mx.float32)), np.array(pool.astype(mx.float32))
+        output = token.queries(mixed, pool, slots, turns)
+        assert output is not None
+        mx.eval(output)
+        return np.array(output.astype(mx.float32)), np.array(pool.astype(mx.float32))
 
     def cut(array: Any, number: int, axis: int) -> Any:
         return mx.contiguous(mx.split(array, RANKS, axis=axis)[number])

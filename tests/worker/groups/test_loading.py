@@ -61,11 +61,11 @@ def test_the_peak_of_a_rank_is_its_part(tmp_path: Path) -> None:
 
 def _peak(folder: Path, ranks: int) -> tuple[int, int]:
     """Returns the KiB that a load takes, and the bytes of the weights."""
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", PEAK, str(folder), str(ranks)],
         capture_output=True,
         text=True,
         check=True,
     )
-    peak, weights = found.stdout.split()
+    peak, weights = process.stdout.split()
     return int(peak), int(weights)

@@ -115,8 +115,8 @@ def test_a_message_that_was_cut_off_is_the_end_of_rank_0(pipe: tuple[int, int], 
 
 def test_rank_0_waits_until_all_others_are_about_to_join(pipe: tuple[int, int]) -> None:
     links = GroupLinks(Meeting(0, 4, "", 0), Orders([]), pipe[0])
-    told: list[bool] = []
+    calls: list[bool] = []
     os.write(pipe[1], b"1")
     os.write(pipe[1], b"11")
-    links.wait_until_ready(lambda: told.append(True))
-    assert told
+    links.wait_until_ready(lambda: calls.append(True))
+    assert calls

@@ -100,8 +100,8 @@ def _quantised(
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[RankPair]:
-    with RankPair() as made:
-        yield made
+    with RankPair() as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -154,9 +154,9 @@ def tokens(engine: Engine) -> list[list[int]]:
 
 def test_it_draws_the_tokens_of_one_device(engines: tuple[ModelEngine, ModelEngine]) -> None:
     group, whole = engines
-    found = tokens(group)
-    assert [len(ids) for ids in found] == [4, 10, 10]
-    assert found == tokens(whole)
+    answers = tokens(group)
+    assert [len(ids) for ids in answers] == [4, 10, 10]
+    assert answers == tokens(whole)
 
 
 def test_rows_that_only_decode_are_sent_once(
@@ -164,7 +164,7 @@ def test_rows_that_only_decode_are_sent_once(
 ) -> None:
     """Later passes send only the changes: new ids, and the blocks that rows begin."""
     sent, long = _sent(monkeypatch), engines[0].context > KV_BLOCK_TOKENS
-    found = []
+    answers = []
     for engine in engines:
         sizes = (240, 250) if long else (12, 30)
         rows = [sequence(number, size, temperature=0.0) for number, size in enumerate(sizes)]
@@ -174,12 +174,12 @@ def test_rows_that_only_decode_are_sent_once(
         for row in rows:
             engine.release(row)
         drain(engine)
-        found.append([row.ids for row in rows])
-    assert found[0] == found[1]
-    passes = [one for one in sent if isinstance(one, Pass | Again)]
-    again = [one for one in passes if isinstance(one, Again)]
+        answers.append([row.ids for row in rows])
+    assert answers[0] == answers[1]
+    passes = [message for message in sent if isinstance(message, Pass | Again)]
+    again = [message for message in passes if isinstance(message, Again)]
     assert 30 <= len(again) < len(passes)
-    assert sum(bool(one.tables) for one in again) == (2 if long else 0)
+    assert sum(bool(message.tables) for message in again) == (2 if long else 0)
 
 
 def _sent(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
@@ -197,7 +197,7 @@ def _sent(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
 
 def test_a_prompt_is_found_in_the_prefix_cache(engines: tuple[ModelEngine, ModelEngine]) -> None:
     """On each rank two rows share the prompt's blocks; a block is copied before they differ."""
-    found = []
+    answers = []
     for engine in engines:
         first, again = sequence(9, 45, temperature=0.0), sequence(9, 45, temperature=0.9)
         enter(engine, first)
@@ -208,13 +208,13 @@ def test_a_prompt_is_found_in_the_prefix_cache(engines: tuple[ModelEngine, Model
         decode(engine, [again], 8)
         engine.release(again)
         drain(engine)
-        found.append([list(first.ids), list(again.ids)])
-    assert found[0] == found[1]
+        answers.append([list(first.ids), list(again.ids)])
+    assert answers[0] == answers[1]
 
 
 def test_log_probabilities_of_a_prompt_agree(engines: tuple[ModelEngine, ModelEngine]) -> None:
     """The logits of prompt tokens are computed outside of the pass, on each rank."""
-    found = []
+    logprobs = []
     for engine in engines:
         row = sequence(4, 30, temperature=0.0, prompt_logprobs=2)
         row.reported = 1
@@ -223,11 +223,11 @@ def test_log_probabilities_of_a_prompt_agree(engines: tuple[ModelEngine, ModelEn
         while row.submitted < len(row.prompt) - 1:
             span = Span(row, row.submitted, engine.clip(row, 29), draws=0, hidden=True)
             engine.submit([span])
-            given += [one.logprob for one in engine.collect().prompts[0].logprobs]
+            given += [entry.logprob for entry in engine.collect().prompts[0].logprobs]
         engine.release(row)
-        found.append(given)
-    assert len(found[0]) == 29
-    np.testing.assert_allclose(found[0], found[1], atol=2e-4)
+        logprobs.append(given)
+    assert len(logprobs[0]) == 29
+    np.testing.assert_allclose(logprobs[0], logprobs[1], atol=2e-4)
 
 
 def test_a_rank_has_its_part_of_weights_and_cache(

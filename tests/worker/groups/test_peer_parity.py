@@ -38,9 +38,9 @@ def test_they_draw_the_tokens_of_one_device(tmp_path: Path, nvlink: str) -> None
         stdout=subprocess.PIPE,
         check=True,
     )
-    found = json.loads(done.stdout)
+    report = json.loads(done.stdout)
     expected = {"peer_sum_lines"} if nvlink == "yes" else {"peer_sum", "peer_sum_large"}
-    assert {one for one in found["kernels"] if one.startswith("peer_sum")} == expected
+    assert {kernel for kernel in report["kernels"] if kernel.startswith("peer_sum")} == expected
     whole = single(folder, lookahead=False)
-    assert found["tokens"] == [tokens(whole)] * 2
+    assert report["tokens"] == [tokens(whole)] * 2
     whole.close()

@@ -53,8 +53,8 @@ def added(every: Sequence[Any], residual: Any = None) -> Any:
     """Returns the sum in the order of the ranks, rounded once."""
     kind = mx.int32 if every[0].dtype == mx.int32 else mx.float32
     total = mx.zeros(every[0].shape, kind)
-    for one in [*every, *([] if residual is None else [residual])]:
-        total = total + one.astype(kind)
+    for part in [*every, *([] if residual is None else [residual])]:
+        total = total + part.astype(kind)
     return total.astype(every[0].dtype)
 
 
@@ -64,11 +64,11 @@ def bits(x: Any) -> bytes:
 
 def summed(group: SimulatedRanks, given: Sequence[Any], residual: Any = None) -> list[Any]:
     with simt.together(len(given)) as gpus:
-        found = []
-        for rank, one in enumerate(given):
+        sums = []
+        for rank, part in enumerate(given):
             with gpus.on(rank):
-                found.append(group.sums[rank].sum(one, residual))
-    return found
+                sums.append(group.sums[rank].sum(part, residual))
+    return sums
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_all_ranks_get_the_sum_in_the_order_of_ranks(
     ):
         given = parts(ranks, shape, getattr(mx, dtype), seed)
         expected = bits(added(given))
-        assert [bits(one) for one in summed(group, given)] == [expected] * ranks, shape
-    assert [one.lost for one in group.sums] == [None] * ranks
+        assert [bits(total) for total in summed(group, given)] == [expected] * ranks, shape
+    assert [sums.lost for sums in group.sums] == [None] * ranks
 
 
 @both_kernels
@@ -109,7 +109,7 @@ def test_a_residual_is_added_behind_the_sum(lines: int, *, by_lines: bool) -> No
         parts(1, (lines, 64), mx.bfloat16, 4)[0],
     )
     expected = bits(added(given, residual))
-    assert [bits(one) for one in summed(group, given, residual)] == [expected] * 2
+    assert [bits(total) for total in summed(group, given, residual)] == [expected] * 2
     assert expected != bits(added(given) + residual), "it is rounded once"
 
 
@@ -121,12 +121,12 @@ def test_columns_are_joined_in_the_order_of_ranks(
     group = SimulatedRanks(ranks, FEW, lines=by_lines)
     given = parts(ranks, (lines, 64), mx.bfloat16, 5)
     with simt.together(ranks) as gpus:
-        found = []
-        for rank, one in enumerate(given):
+        arrays = []
+        for rank, part in enumerate(given):
             with gpus.on(rank):
-                found.append(group.sums[rank].joined(one))
+                arrays.append(group.sums[rank].joined(part))
     expected = bits(mx.concatenate(given, axis=1))
-    assert [bits(one) for one in found] == [expected] * ranks
+    assert [bits(array) for array in arrays] == [expected] * ranks
 
 
 @both_kernels
@@ -135,16 +135,16 @@ def test_many_sums_follow_each_other_without_the_host(*, by_lines: bool) -> None
     group = SimulatedRanks(2, FEW, lines=by_lines)
     given = parts(2, (3, 64), mx.float32, 6)
     long = parts(2, (70, 64), mx.float32, 7)
-    found: list[list[Any]] = [[], []]
+    sums: list[list[Any]] = [[], []]
     with simt.together(2) as gpus:
         for rank in range(2):
             with gpus.on(rank):
                 x = given[rank]
                 for number in range(24):
                     if number % 5 == 4:
-                        found[rank].append(group.sums[rank].sum(long[rank]))
+                        sums[rank].append(group.sums[rank].sum(long[rank]))
                     x = group.sums[rank].sum(x)
-                    found[rank].append(x)
+                    sums[rank].append(x)
     x, expected = added(given), []
     for number in range(24):
         if number % 5 == 4:
@@ -152,7 +152,7 @@ def test_many_sums_follow_each_other_without_the_host(*, by_lines: bool) -> None
         expected.append(x)
         x = x + x
     for rank in range(2):
-        assert [bits(one) for one in found[rank]] == [bits(one) for one in expected]
+        assert [bits(total) for total in sums[rank]] == [bits(total) for total in expected]
 
 
 @drawn(
@@ -171,22 +171,26 @@ def test_any_row_of_operations_is_right(
     """Any sequence of operations is right from any epoch on; the ranks stay in step."""
     group = SimulatedRanks(2, FEW, lines=by_lines)
     given = [parts(2, (lines, 64), mx.bfloat16, n) for n, (_, lines) in enumerate(operations)]
-    found: list[list[Any]] = [[], []]
+    outputs: list[list[Any]] = [[], []]
     group.begin_at(epoch)
     with simt.together(2) as gpus:
         for rank, sums in enumerate(group.sums):
             with gpus.on(rank):
-                for (kind, _), every in zip(operations, given, strict=True):
-                    own = every[rank]
+                for (kind, _), inputs in zip(operations, given, strict=True):
+                    own = inputs[rank]
                     if kind == "joined":
-                        found[rank].append(sums.joined(own))
+                        outputs[rank].append(sums.joined(own))
                     else:
-                        found[rank].append(sums.sum(own, every[0] if kind == "onto" else None))
-    for number, ((kind, lines), every) in enumerate(zip(operations, given, strict=True)):
-        expected = mx.concatenate(every, axis=1) if kind == "joined" else added(every)
+                        outputs[rank].append(sums.sum(own, inputs[0] if kind == "onto" else None))
+    for number, ((kind, lines), inputs) in enumerate(zip(operations, given, strict=True)):
+        expected = mx.concatenate(inputs, axis=1) if kind == "joined" else added(inputs)
         if kind == "onto":
-            expected = added(every, every[0])
-        assert [bits(one[number]) for one in found] == [bits(expected)] * 2, (number, kind, lines)
+            expected = added(inputs, inputs[0])
+        assert [bits(rank_outputs[number]) for rank_outputs in outputs] == [bits(expected)] * 2, (
+            number,
+            kind,
+            lines,
+        )
 
 
 @pytest.mark.parametrize("lines", [1, 40])
@@ -197,7 +201,7 @@ def test_a_peer_that_never_comes_is_lost_and_nothing_hangs(lines: int, *, by_lin
     with simt.together(2) as gpus, gpus.on(0):
         for _ in range(3):  # the later ones do not wait
             group.sums[0].sum(given[0])
-    assert [one.lost for one in group.sums] == [1, None]
+    assert [sums.lost for sums in group.sums] == [1, None]
     with simt.together(2) as gpus, gpus.on(1):
         first = group.sums[1].sum(given[1])
         group.sums[1].sum(given[1])
@@ -216,7 +220,7 @@ def test_unlike_sums_never_match(lines: int, *, by_lines: bool) -> None:
             group.sums[0].sum(given[0])
         with gpus.on(1):
             group.sums[1].joined(given[1])
-    assert [one.lost for one in group.sums] == [1, 0]
+    assert [sums.lost for sums in group.sums] == [1, 0]
 
 
 def test_what_is_too_large_or_of_another_kind_is_left_to_others() -> None:

@@ -244,27 +244,27 @@ def expected_tokens(
 
     The first three of these tokens are much likelier than all other tokens.
     """
-    options, found = Options(temperature=0.0, logprobs=True, top_logprobs=2), []
+    options, cases = Options(temperature=0.0, logprobs=True, top_logprobs=2), []
     for salt in range(salts):
         prompt = tuple((7 * n + n * n + salt) % 256 for n in range(20))
         seq = Sequence(b"", 1, prompt, options, 11, STEPS)
         enter(engine, seq)
         tokens = decode(engine, [seq], STEPS)
         engine.release(seq)
-        tops = [one.logprob.top for one in tokens if one.logprob is not None]
+        tops = [token.logprob.top for token in tokens if token.logprob is not None]
         if all(first[1] - second[1] > WORST for first, second in tops[:3]):
-            found.append((prompt, [one.token for one in tokens]))
-        if len(found) == 2:
-            return found
+            cases.append((prompt, [token.token for token in tokens]))
+        if len(cases) == 2:
+            return cases
     raise AssertionError("no prompts have tokens that are likelier by far than others")
 
 
 def take(engine: ModelEngine) -> StepResult:
     """Collects a pass and appends its tokens."""
-    found = engine.collect()
-    for one in found.drawn:
-        one.sequence.ids.append(one.token)
-    return found
+    result = engine.collect()
+    for sampled in result.drawn:
+        sampled.sequence.ids.append(sampled.token)
+    return result
 
 
 def test_ragged_passes_check_drafts_give_hidden_states_and_draw_late(
@@ -287,33 +287,37 @@ def test_ragged_passes_check_drafts_give_hidden_states_and_draw_late(
             isinstance(engine.inspect().layout, PagedLayout)
             and engine.inspect().layout.ragged is not None
         )
-        one, two = (
+        checking, beside = (
             Sequence(b"", 1, each, Options(temperature=0.0), 1, 9) for each in (first, second)
         )
-        for seq in (one, two):
+        for seq in (checking, beside):
             enter(engine, seq)
-        engine.submit([Span.check(one, (*right[:2], right[2] ^ 1)), *decode_spans([two])])
-        engine.submit(decode_spans([two]))  # takes the token in flight
+        engine.submit([Span.check(checking, (*right[:2], right[2] ^ 1)), *decode_spans([beside])])
+        engine.submit(decode_spans([beside]))  # takes the token in flight
         take(engine)
-        assert (one.ids, one.submitted, engine.inspect().rows[one].offset) == (right[:3], 22, 22)
-        engine.forward(decode_spans([one]))
+        assert (checking.ids, checking.submitted, engine.inspect().rows[checking].offset) == (
+            right[:3],
+            22,
+            22,
+        )
+        engine.forward(decode_spans([checking]))
         take(engine)
-        assert two.ids == other[:2]
+        assert beside.ids == other[:2]
         without = np.full((1, 9), 2**32 - 1, np.uint32)
         without[0, right[3] // 32] ^= np.uint32(1 << right[3] % 32)
         table = engine.mask_memory(1)
         assert table is not None
         table.masks[0] = without
-        engine.draw(RowMasks(table, 1, {one: 0}))
+        engine.draw(RowMasks(table, 1, {checking: 0}))
         take(engine)
-        assert one.ids[3] != right[3] and 0 <= one.ids[3] < 288
-        del one.ids[3]  # as if it had not been drawn
+        assert checking.ids[3] != right[3] and 0 <= checking.ids[3] < 288
+        del checking.ids[3]  # as if it had not been drawn
         embedded = Sequence(b"", 1, text, Options(), 1, 1)
         engine.admit(embedded)
-        engine.submit([Span(embedded, 0, len(text), 0, hidden=True), *decode_spans([two])])
-        found = take(engine)
-        assert two.ids == other[:3]
-        (hidden,) = found.hidden
+        engine.submit([Span(embedded, 0, len(text), 0, hidden=True), *decode_spans([beside])])
+        result = take(engine)
+        assert beside.ids == other[:3]
+        (hidden,) = result.hidden
         want = np.array(states)
         assert hidden.states.dtype == np.float32
         assert np.abs(hidden.states - want).max() < 5e-2 * np.abs(want).max()

@@ -29,7 +29,7 @@ def test_the_kind_that_was_used_longest_ago_is_compiled_again() -> None:
         compiled.append(bool(new))
     assert compiled == [True, True, False, True, False, True]
     traced = [f"traced {size}" for size in (1, 2, 3, 2)]
-    assert seen == [one for kind in traced for one in ("notice", kind)]
+    assert seen == [event for kind in traced for event in ("notice", kind)]
 
 
 def test_a_call_that_failed_has_compiled_nothing() -> None:

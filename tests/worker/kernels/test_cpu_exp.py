@@ -110,7 +110,7 @@ def test_gelu_has_a_bounded_error(size: int) -> None:
     x = np.linspace(-12, 12, size).astype(np.float32)
     given = mx.array(x)
     got = np.array(cpu_exp.gelu(given), dtype=np.float64)
-    exact = [one * 0.5 * math.erfc(-one / math.sqrt(2)) for one in x.astype(np.float64)]
+    exact = [value * 0.5 * math.erfc(-value / math.sqrt(2)) for value in x.astype(np.float64)]
     assert (np.abs(got - exact) <= 1e-6 * np.abs(x) + 1e-12).all()
     assert np.array(given).tolist() == x.tolist()
 

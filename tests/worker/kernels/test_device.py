@@ -59,4 +59,4 @@ def test_the_log_names_it(
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("LD_PRELOAD", OPENBLAS)
     device.log_device()
-    assert [vars(one)["blas"] for one in caplog.records] == [OPENBLAS]
+    assert [vars(record)["blas"] for record in caplog.records] == [OPENBLAS]

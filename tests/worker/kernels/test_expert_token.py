@@ -101,8 +101,8 @@ def test_one_token_with_quantised_weights(
     experts = expert_products.quantised_experts(dense.gate_up.weight, dense.down.weight, packed)
     if biased:
         gate_up, down = (
-            replace(one, bias=(mx.random.normal((routing.count, rows)) / 2).astype(kind))
-            for one, rows in ((experts.gate_up, 2 * width), (experts.down, hidden))
+            replace(layer, bias=(mx.random.normal((routing.count, rows)) / 2).astype(kind))
+            for layer, rows in ((experts.gate_up, 2 * width), (experts.down, hidden))
         )
         experts = ExpertWeights(gate_up, down, 1.5)
     added = (mx.random.normal((routing.count,)) / 8).astype(kind) if biased else None

@@ -53,13 +53,13 @@ class Plan:
 
     @classmethod
     def of(cls, words: Any, tokens: int, routing: RoutingParams, shared: bool) -> Plan:
-        found, choices = np.array(words), tokens * routing.chosen
+        array, choices = np.array(words), tokens * routing.chosen
         lines = expert_routing.item_lines(tokens, routing)
-        assert len(found) == expert_routing.plan_words(tokens, lines, routing, shared)
-        assert found[0] <= expert_routing.max_items(tokens, lines, routing, shared)
-        weights, experts, order = np.split(found[4:], [choices, 2 * choices])
+        assert len(array) == expert_routing.plan_words(tokens, lines, routing, shared)
+        assert array[0] <= expert_routing.max_items(tokens, lines, routing, shared)
+        weights, experts, order = np.split(array[4:], [choices, 2 * choices])
         begin = 4 + 3 * choices + shared * tokens
-        items = found[begin + begin % 2 :].reshape(-1, 2)[: found[0]]
+        items = array[begin + begin % 2 :].reshape(-1, 2)[: array[0]]
         return cls(
             weights.view(np.float32).reshape(tokens, -1),
             experts.reshape(tokens, -1),
@@ -170,14 +170,14 @@ def test_the_plan_of_normed_tokens_is_that_of_their_norm(tokens: int) -> None:
 def test_many_tokens_have_thread_blocks_of_more_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     x = mx.random.normal((37, 192), key=mx.random.key(5)).astype(mx.bfloat16)
     gate = (mx.random.normal((40, 192), key=mx.random.key(6)) / 12).astype(mx.bfloat16)
-    routing, found = ROUTINGS["not normed"], []
+    routing, plans = ROUTINGS["not normed"], []
     for blocks in (expert_routing.MANY_BLOCKS, 4):
         monkeypatch.setattr(expert_routing, "MANY_BLOCKS", blocks)
         words = expert_routing.plan_tokens(x, gate, None, routing, shared=True)
         Plan.of(words, 37, routing, True).check_work(37, routing, True)
-        found.append(Plan.of(words, 37, routing, True))
-    assert np.array_equal(found[0].experts, found[1].experts)
-    assert np.array_equal(found[0].weights, found[1].weights)
+        plans.append(Plan.of(words, 37, routing, True))
+    assert np.array_equal(plans[0].experts, plans[1].experts)
+    assert np.array_equal(plans[0].weights, plans[1].weights)
 
 
 def test_equal_logits_choose_the_lower_expert_and_no_numbers_choose_some() -> None:
@@ -188,7 +188,7 @@ def test_equal_logits_choose_the_lower_expert_and_no_numbers_choose_some() -> No
         words = expert_routing.plan_logits(mx.array(logits), None, routing, shared=False)
         plan = Plan.of(words, 3, routing, False)
         assert plan.experts[0].tolist() == list(range(routing.chosen))
-        others = [one for one in range(routing.chosen) if one != 5]
+        others = [expert for expert in range(routing.chosen) if expert != 5]
         assert plan.experts[1].tolist() == [5, *others][: routing.chosen]
         assert len(set(plan.experts[2].tolist())) == routing.chosen
         assert np.isnan(plan.weights[2]).all() and np.isfinite(plan.weights[:2]).all()
@@ -235,23 +235,23 @@ class Experts:
 
         shapes = (count, 2 * width, hidden), (count, hidden, width)
         self.dense = [weight(*shape) for shape in shapes]
-        made = [ExpertWeight(one) for one in self.dense]
+        layers = [ExpertWeight(dense) for dense in self.dense]
         if self.packed is not None:
-            both = [expert_fragments.quantised(one, self.packed) for one in self.dense]
-            made = [expert_products.of_packed(one, gated=one is both[0]) for one in both]
-            self.dense = [exact(one) for one in both]
+            both = [expert_fragments.quantised(dense, self.packed) for dense in self.dense]
+            layers = [expert_products.of_packed(packed, gated=packed is both[0]) for packed in both]
+            self.dense = [exact(packed) for packed in both]
         if self.biased:
-            made = [replace(one, bias=weight(count, one.rows) * 8) for one in made]
-        self.weights = ExpertWeights(made[0], made[1], self.limit)
+            layers = [replace(layer, bias=weight(count, layer.rows) * 8) for layer in layers]
+        self.weights = ExpertWeights(layers[0], layers[1], self.limit)
         self.shared = weight(2 * width, hidden), weight(hidden, width)
 
     def one(self, x: Any, expert: int | None) -> Any:
         """Returns the output of expert number `expert` for x, or of the shared expert (None)."""
-        layers, biases = [numbers(one) for one in self.shared], [0, 0]
+        layers, biases = [numbers(weight) for weight in self.shared], [0, 0]
         if expert is not None:
             both = self.weights.gate_up, self.weights.down
-            layers = [numbers(one[expert]) for one in self.dense]
-            biases = [0 if one.bias is None else numbers(one.bias[expert]) for one in both]
+            layers = [numbers(dense[expert]) for dense in self.dense]
+            biases = [0 if layer.bias is None else numbers(layer.bias[expert]) for layer in both]
         gate, up = np.split(x @ layers[0].T + biases[0], 2, axis=-1)
         if self.limit and expert is not None:
             gate, up = np.minimum(gate, self.limit), np.clip(up, -self.limit, self.limit) + 1
@@ -304,13 +304,15 @@ def check_mixture(experts: Experts, tokens: int, *, skewed: bool, shared: bool) 
     plan = Plan.of(words, tokens, routing, shared)
     beside = None if shared else x * 2
     more = experts.shared if shared else None
-    made, whole = expert_products.pending_mixture(x, words, routing, experts.weights, more, beside)
-    found = whole(made)
+    outputs, whole = expert_products.pending_mixture(
+        x, words, routing, experts.weights, more, beside
+    )
+    mixture = whole(outputs)
     if tokens == 9:
-        assert mx.array_equal(whole(made, x), x + found).item()
+        assert mx.array_equal(whole(outputs, x), x + mixture).item()
     expected = experts.expected(numbers(x), plan, shared)
     expected += 0 if beside is None else numbers(beside)
-    assert_near(found, expected)
+    assert_near(mixture, expected)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

@@ -147,10 +147,10 @@ def assert_exact(
         wanted, states = exact(shape, lines[first:end], state)
         assert np.abs(out[first:end] - wanted).max() < within * np.abs(wanted).max()
         taps = (shape.width - 1) * shape.channels
-        for one in states if span.every else states[-1:]:
-            assert np.array_equal(after[written][:taps], one[:taps].astype(np.float32))
-            error = np.abs(after[written] - one)[taps:].max()
-            assert error < 1e-5 * np.abs(one[taps:]).max()
+        for expected in states if span.every else states[-1:]:
+            assert np.array_equal(after[written][:taps], expected[:taps].astype(np.float32))
+            error = np.abs(after[written] - expected)[taps:].max()
+            assert error < 1e-5 * np.abs(expected[taps:]).max()
             written += 1
         first = end
     assert (first, written) == (len(out), len(after))
@@ -260,8 +260,8 @@ def test_the_states_of_a_check_are_those_of_its_tokens_one_by_one() -> None:
         out, states = computed(SMALL, lines, held, [TestSpan(count, 0, 1, every=True)])
         now, place = held, 1
         for n in range(count):
-            one, after = computed(SMALL, lines[n : n + 1], now, [TestSpan(1, 0, place)])
-            assert np.array_equal(one[0], out[n]) and np.array_equal(after[0], states[n])
+            output, after = computed(SMALL, lines[n : n + 1], now, [TestSpan(1, 0, place)])
+            assert np.array_equal(output[0], out[n]) and np.array_equal(after[0], states[n])
             now, place = (mx.array(after),), 0
 
 

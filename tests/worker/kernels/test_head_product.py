@@ -43,14 +43,14 @@ def test_products_of_heads_equal_float64(
     if turned:
         positions = mx.arange(lines, dtype=mx.int32) * 37
         turns = RotaryEmbedding(positions).turns(Rope(turned, 10_000.0, traditional=traditional))
-        found = layer.of_rotated_lines(x, turns)
+        output = layer.of_rotated_lines(x, turns)
         half = turned // 2
         angles = numbers(positions)[:, None, None] * 10_000.0 ** (-np.arange(half) / half)
         rest = rotated(asked[..., columns:], angles, traditional=traditional)
         expected = np.concatenate([expected, rest], axis=-1)
     else:
-        found = layer.of_lines(x)
-    assert_near(found, expected)
+        output = layer.of_lines(x)
+    assert_near(output, expected)
 
 
 @runs

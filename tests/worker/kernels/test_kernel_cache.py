@@ -89,11 +89,11 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     def done(compiler: Compiled) -> None:
         monkeypatch.setattr(kernel_cache, "compiler_here", lambda: compiler)
         kernel_cache.compile_to_disk.cache_clear()
-        made = kernel_cache.with_disk_cache(TEXT, lambda _: lambda **given: given)
-        x, slots, one = mx.zeros((2,), mx.bfloat16), mx.zeros((3,), mx.int32), mx.array(1.0)
+        call = kernel_cache.with_disk_cache(TEXT, lambda _: lambda **given: given)
+        x, slots, scale = mx.zeros((2,), mx.bfloat16), mx.zeros((3,), mx.int32), mx.array(1.0)
         for _ in range(2):
-            given = made(
-                inputs=[x, slots, one],
+            given = call(
+                inputs=[x, slots, scale],
                 output_shapes=SHAPES,
                 output_dtypes=[*OUTPUTS],
                 grid=(1, 1, 1),
@@ -108,10 +108,10 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 @pytest.fixture
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
     """Yields a list that gets the name and code of each kernel compiled in this process."""
-    found: list[tuple[str, str]] = []
+    kernels: list[tuple[str, str]] = []
 
     def in_process(compiler: Any, kernel: str, code: str) -> tuple[bytes, str, str]:
-        found.append((kernel, code))
+        kernels.append((kernel, code))
         return b"machine code", kernel, "_Zmangled"
 
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
@@ -120,7 +120,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[t
     caches = (kernel_cache.module_of, kernel_cache.compile_to_disk, kernel_cache.build_key)
     for cache in caches:
         cache.cache_clear()
-    yield found
+    yield kernels
     for cache in caches:
         cache.cache_clear()
 
@@ -322,8 +322,8 @@ def test_collected_kernels_are_compiled_together(
         with kernel_cache.collecting() as jobs:
             for _ in range(3):
                 call = kernel_cache.with_disk_cache(TEXT, lambda _: lambda **given: given)
-                found = call(inputs=given, output_shapes=SHAPES, output_dtypes=OUTPUTS)
-                assert found["inputs"] is given
+                arguments = call(inputs=given, output_shapes=SHAPES, output_dtypes=OUTPUTS)
+                assert arguments["inputs"] is given
             with kernel_cache.compiling():
                 assert not kernel_cache.is_collecting()
         assert not kernel_cache.is_collecting() and len(jobs) == 3

@@ -55,12 +55,12 @@ runs = pytest.mark.usefixtures("machine")
 def cases(few: Iterable[Any], more: Iterable[Any]) -> list[Any]:
     """Returns `few` cases; on a GPU also `more` cases, because the simulator is slow."""
     few = list(few)
-    return [*few, *(one for one in more if ON_GPU and one not in few)]
+    return [*few, *(case for case in more if ON_GPU and case not in few)]
 
 
 def test_constants_are_declared_in_cuda() -> None:
-    found = kernel_builder.declarations({"A": 3, "B": True, "C": 0.125, "N": mx.bfloat16})
-    assert found == (
+    text = kernel_builder.declarations({"A": 3, "B": True, "C": 0.125, "N": mx.bfloat16})
+    assert text == (
         "constexpr int A = 3;\nconstexpr bool B = true;\nconstexpr float C = 0.125f;\n"
         "using N = __nv_bfloat16;\n"
     )
@@ -72,8 +72,8 @@ def test_the_text_of_a_kernel_includes_its_file() -> None:
     assert kernel_builder.source_text("block_write", ["pool", "slots"]).startswith(
         "// slots_shape\n"
     )
-    for every in kernel_cache.CUDA_FOLDER.glob("*.cu*"):
-        text = every.read_text()
+    for path in kernel_cache.CUDA_FOLDER.glob("*.cu*"):
+        text = path.read_text()
         assert text.strip() and text.count("{") == text.count("}")
 
 
@@ -136,9 +136,9 @@ def test_the_norm_kernel_adds_and_norms(size: int, dtype: str) -> None:
     kind = getattr(mx, dtype)
     x, y = (mx.random.normal((5, size)).astype(kind) for _ in range(2))
     weight = mx.random.normal((size,)).astype(kind)
-    added, found = row_ops.add_norm(x, y, weight, 1e-5)
+    added, output = row_ops.add_norm(x, y, weight, 1e-5)
     assert mx.array_equal(added, x + y).item()
-    assert_near(found, normed(numbers(added), numbers(weight), 1e-5))
+    assert_near(output, normed(numbers(added), numbers(weight), 1e-5))
 
 
 @runs
@@ -204,8 +204,8 @@ def test_the_small_matmul_kernel_fuses_norm_and_addition(columns: int, rows: int
         check_fused(partial(matmul_small.kernel_matmul, x, weight), x, numbers(weight))
         beside = mx.random.normal((lines, rows)).astype(mx.bfloat16)
         plain = numbers(x) @ numbers(weight).T
-        found = matmul_small.kernel_matmul(x, weight, FusedOps(beside=beside))
-        assert np.allclose(numbers(found), plain + numbers(beside), 0.01, 0.05)
+        output = matmul_small.kernel_matmul(x, weight, FusedOps(beside=beside))
+        assert np.allclose(numbers(output), plain + numbers(beside), 0.01, 0.05)
     assert not matmul_small.can_fuse(x.astype(mx.float16), weight)
     assert not matmul_small.can_fuse(mx.concatenate([x, x]), weight)
 
@@ -222,13 +222,13 @@ def check_fused(
     gain = (1 + 0.5 * mx.random.normal((columns,))).astype(x.dtype)
     beside = mx.random.normal((len(x), rows)).astype(x.dtype)
     expected = normed(numbers(x), numbers(gain), 1e-5) @ weight.T
-    found = multiply(FusedOps(gain=gain, eps=1e-5))
-    assert np.abs(numbers(found) - expected).max() < 0.05
-    found = multiply(FusedOps(gain=gain, eps=1e-5, beside=beside))
-    assert np.abs(numbers(found) - expected - numbers(beside)).max() < 0.06
+    output = multiply(FusedOps(gain=gain, eps=1e-5))
+    assert np.abs(numbers(output) - expected).max() < 0.05
+    output = multiply(FusedOps(gain=gain, eps=1e-5, beside=beside))
+    assert np.abs(numbers(output) - expected - numbers(beside)).max() < 0.06
     if gates:
-        found = multiply(FusedOps(gated=True, gain=gain, eps=1e-5))
-        assert np.allclose(numbers(found), gated(expected), 0.03, 0.05)
+        output = multiply(FusedOps(gated=True, gain=gain, eps=1e-5))
+        assert np.allclose(numbers(output), gated(expected), 0.03, 0.05)
 
 
 def quantised(rows: int, columns: int, group: int, kind: Any) -> tuple[Packed, Any]:
@@ -295,16 +295,16 @@ def test_products_with_a_bias_equal_float64(weight_kind: str) -> None:
         x = mx.random.normal((lines, columns)).astype(mx.bfloat16)
         expected = numbers(x) @ opened.T + bias
         assert np.abs(numbers(layer(x)) - expected).max() < 0.03
-        found = layer.gated(x)
-        assert found is not None
-        assert np.allclose(numbers(found), gated(expected), 0.02, 0.03)
+        output = layer.gated(x)
+        assert output is not None
+        assert np.allclose(numbers(output), gated(expected), 0.02, 0.03)
         if lines > matmul_small.MAX_FUSED_TOKENS:
             continue
         after = normed(numbers(x), numbers(norm.weight), norm.eps) @ opened.T + bias
         assert np.abs(numbers(layer(PendingNorm(x, norm))) - after).max() < 0.06
         beside = mx.random.normal((lines, rows)).astype(mx.bfloat16)
-        found = layer.add_to(x, beside)
-        assert np.abs(numbers(found) - expected - numbers(beside)).max() < 0.06
+        output = layer.add_to(x, beside)
+        assert np.abs(numbers(output) - expected - numbers(beside)).max() < 0.06
 
 
 IN_TILES = itertools.product([(192, 64), (2048, 1024), (14336, 256)], tiles_4bit.GROUPS, HALVES)
@@ -378,8 +378,8 @@ def test_warpgroups_take_columns_of_a_weight_in_tiles_in_turns(
         parts = matmul_4bit_tiles.parts_of(lines, rows, 20, gated=True)
         assert (parts.kind, parts.splits) == ((sets, 2, 1, 2), blocks)
         x = mx.random.normal((lines, columns)).astype(mx.bfloat16)
-        found = matmul_4bit_tiles.many(x, tiles, group, gated=True)
-        assert np.allclose(numbers(found), gated(numbers(x) @ opened.T), 0.02, 0.03)
+        output = matmul_4bit_tiles.many(x, tiles, group, gated=True)
+        assert np.allclose(numbers(output), gated(numbers(x) @ opened.T), 0.02, 0.03)
 
 
 def test_rows_of_a_weight_in_tiles_are_divided_among_blocks() -> None:
@@ -391,12 +391,17 @@ def test_rows_of_a_weight_in_tiles_are_divided_among_blocks() -> None:
     assert [integers(lines, 832, 32) for lines in (1, 2)] == [None, None]  # too many columns
     parts, wide = matmul_4bit_tiles.parts_of, matmul_4bit_tiles.WIDE
     two, alone = (2, 1, 1), (2, 1, 2)  # thread blocks on a multiprocessor
-    found = [parts(lines, 28672, 64, gated=True) for lines in (64, 96, 128, 1024)]
-    assert [one.kind for one in found] == [(8, *two), *((n, *wide, 1) for n in (12, 16, 16))]
-    assert [one.blocks for one in found] == [224, 112, 112, 896]
-    found = [parts(lines, 6144, 64, gated=False) for lines in (9, 128, 512, 1024)]
+    divisions = [parts(lines, 28672, 64, gated=True) for lines in (64, 96, 128, 1024)]
+    assert [division.kind for division in divisions] == [
+        (8, *two),
+        *((n, *wide, 1) for n in (12, 16, 16)),
+    ]
+    assert [division.blocks for division in divisions] == [224, 112, 112, 896]
+    divisions = [parts(lines, 6144, 64, gated=False) for lines in (9, 128, 512, 1024)]
     kinds = [(2, *alone), (16, *alone), (16, *wide, 1), (16, *alone)]
-    assert [(one.kind, one.splits) for one in found] == list(zip(kinds, (2, 2, 1, 1), strict=True))
+    assert [(division.kind, division.splits) for division in divisions] == list(
+        zip(kinds, (2, 2, 1, 1), strict=True)
+    )
     assert parts(32, 4096, 223, gated=False).kind == (4, *two)  # an odd number of steps
     splits = matmul_4bit_tiles.splits_of
     assert [splits(blocks, 64) for blocks in (1, 16, 48, 224)] == [8, 8, 2, 1]
@@ -412,11 +417,11 @@ def test_4_bit_weights_in_tiles_are_dequantised(group: int, dtype: str) -> None:
     kind = getattr(mx, dtype)
     packed, expected = quantised(128, 192, group, kind)
     tiles = tiles_4bit.in_tiles(*packed, group)
-    every = tiles_4bit.dequantised_rows(tiles, None, group, kind)
-    assert np.allclose(numbers(every), expected, 0.01, 0.01)
+    matrix = tiles_4bit.dequantised_rows(tiles, None, group, kind)
+    assert np.allclose(numbers(matrix), expected, 0.01, 0.01)
     ids = [127, 0, 9, 8, 64, 63, 0]
     rows = tiles_4bit.dequantised_rows(tiles, mx.array(ids, dtype=mx.int32), group, kind)
-    assert np.array_equal(numbers(rows), numbers(every)[ids])
+    assert np.array_equal(numbers(rows), numbers(matrix)[ids])
 
 
 @runs
@@ -433,12 +438,12 @@ def test_the_dequantise_kernel_equals_mlx(bits: int, group: int, dtype: str) -> 
     weight, scales, biases = mx.quantize(drawn, group_size=group, bits=bits)
     packed = weight, scales, biases
     assert dequantise.supports(bits, group, kind)
-    found = dequantise.unpack(*packed, bits, group, kind)
+    matrix = dequantise.unpack(*packed, bits, group, kind)
     assert dequantise.supports_rows(bits, group, kind)
     ids = mx.array([5, 0, 32, 5, 2], dtype=mx.int32)
     rows = dequantise.unpack_rows(*packed, ids, bits, group, kind)
-    assert mx.array_equal(rows, found[ids]).item()
-    assert np.allclose(numbers(found), dequantised(*packed, group, bits), 0.01, 0.01)
+    assert mx.array_equal(rows, matrix[ids]).item()
+    assert np.allclose(numbers(matrix), dequantised(*packed, group, bits), 0.01, 0.01)
 
 
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -533,26 +538,28 @@ def test_the_kernels_of_columns_do_not_change_draws() -> None:
         {"presence_penalty": 0.7, "logit_bias": {"2": -6.0}, "repeat_last_n": 5},
         {},
     )
-    options = [Options.parse({"temperature": 0.0, **one}) for one in given]
+    options = [Options.parse({"temperature": 0.0, **settings}) for settings in given]
     batch = SamplingBatch(options, [0] * 4, size, scored=[(), (1, 299), (), (4,)])
     logits = mx.random.normal((4, size), key=mx.random.key(3))
     histories = [[7, 7, 250], (), [*range(20)], ()]
     pending = mx.array([7, -1, 299, -1], dtype=mx.int32)
-    found = []
+    outputs = []
     with pytest.MonkeyPatch.context() as patch:
         for works in (True, False):
             patch.setattr(row_columns, "works", lambda works=works: works)
             drawn = sampler.sample_batch(logits, batch, (), histories, pending, [1, 0, 1, 0])
             nothing = sampler.window_counts(batch, [()] * 4, None, (), size)
-            found.append(
+            outputs.append(
                 [sampler.window_counts(batch, histories, pending, [1, 0, 1, 0], size), nothing]
             )
-            found[-1] += [sampler.processed_logits(logits, batch, histories, pending, [1, 0, 1, 0])]
-            found[-1] += drawn.arrays()
-    with_them, without = found
+            outputs[-1] += [
+                sampler.processed_logits(logits, batch, histories, pending, [1, 0, 1, 0])
+            ]
+            outputs[-1] += drawn.arrays()
+    with_them, without = outputs
     assert len(with_them) == 8
-    for one, other in zip(with_them, without, strict=True):
-        assert np.array_equal(np.array(one), np.array(other))
+    for array, other in zip(with_them, without, strict=True):
+        assert np.array_equal(np.array(array), np.array(other))
 
 
 @runs
@@ -579,11 +586,11 @@ def test_the_sampling_kernel_reports_logits_that_are_nonumbers() -> None:
 def test_cosines_and_sines_of_positions(lines: int, half: int, scale: float, gain: float) -> None:
     positions = np.arange(lines, dtype=np.int32) * 17
     frequencies = np.exp(-np.arange(half) * 1.7).astype(np.float32)
-    found = block_write.rope_tables(mx.array(positions), mx.array(frequencies), scale, gain)
+    tables = block_write.rope_tables(mx.array(positions), mx.array(frequencies), scale, gain)
     angles = positions[:, None].astype(np.float64) * scale * frequencies
-    for one, expected in zip(found, (np.cos(angles), np.sin(angles)), strict=True):
-        assert one.shape == (lines, 1, half)
-        assert np.allclose(np.array(one)[:, 0], expected * gain, atol=2e-3)
+    for table, expected in zip(tables, (np.cos(angles), np.sin(angles)), strict=True):
+        assert table.shape == (lines, 1, half)
+        assert np.allclose(np.array(table)[:, 0], expected * gain, atol=2e-3)
 
 
 @pytest.mark.usefixtures("machine")

@@ -63,16 +63,16 @@ def test_both_kernels_equal_float64(sizes: tuple[int, ...], dtype: str, traditio
     for slot in (5, -1, 2):
         x, read = weight(1, size) * 40, weight(1, heads * rank) * 40
         before = np.array(pool.astype(mx.float32))
-        found = latent_token.before_attention(
+        output = latent_token.before_attention(
             x, weights, pool, mx.array([slot], dtype=mx.int32), turns
         )
         out = (
             latent_token.after_attention(read, weights),
             latent_token.after_attention(read, weights, x),
         )
-        mx.eval(found, out)
+        mx.eval(output, out)
         asked, latent = latent_token.expected_before(x, weights, turns)
-        assert_near(found, asked)
+        assert_near(output, asked)
         after = np.array(pool.astype(mx.float32)).reshape(8, -1)
         if slot >= 0:
             assert_near(mx.array(after[slot]), latent)

@@ -21,7 +21,7 @@ pytestmark = [
 
 def test_the_flags_are_those_of_mlx() -> None:
     libraries = [Path(folder) / "lib" / "libmlx.so" for folder in sys.modules["mlx"].__path__]
-    (library,) = [one for one in libraries if one.is_file()]
+    (library,) = [path for path in libraries if path.is_file()]
     flags = mlx_header.compiler_flags(library)
     assert any(flag.startswith("-std=") for flag in flags) and "-fPIC" in flags
 

@@ -84,7 +84,7 @@ class Batch:
                 whole = min(spans[row][2] - spans[row][0], spans[row - 1][2] - spans[row - 1][0])
                 shared = tables[-1][: max(whole, 0) // BLOCK]
             tables.append([*shared, *(int(free.pop()) for _ in range(count - len(shared)))])
-        lines = np.array([one for one, _, _ in spans], dtype=np.int32)
+        lines = np.array([line_count for line_count, _, _ in spans], dtype=np.int32)
         offsets = np.cumsum([0, *counts])[:-1].astype(np.int32)
         self.spans = Spans(
             (np.cumsum(lines) - lines).astype(np.int32),
@@ -122,7 +122,7 @@ class Batch:
     def plan(self) -> RaggedPlan:
         begins, ends = visible_ranges(self.spans, self.lines)
         items = work_list.work_items(self.spans, self.heads.tiles(), self.lines)
-        table = np.array([block for one in self.tables for block in one], dtype=np.int32)
+        table = np.array([block for blocks in self.tables for block in blocks], dtype=np.int32)
         return RaggedPlan(
             mx.array(begins),
             mx.array(ends),
@@ -160,14 +160,14 @@ def check(batch: Batch) -> Any:
     """Compares attention of a batch with float64; returns it."""
     scores, plan = batch.heads.scores(), batch.plan()
     heads = batch.heads
-    found = ragged_attention.attend(
+    output = ragged_attention.attend(
         batch.q, batch.pools, plan, scores, heads.window, chunks=heads.chunks
     )
-    mx.eval(found)
+    mx.eval(output)
     assert not mx.any(plan.arrived).item()  # reset for the next layer
-    errors = np.abs(numbers(found) - batch.expected(scores)).max((1, 2))
+    errors = np.abs(numbers(output) - batch.expected(scores)).max((1, 2))
     assert errors.max() < 0.03, (int(errors.argmax()), errors)
-    return found
+    return output
 
 
 HEADS = [
@@ -201,7 +201,7 @@ MORE = [
         ("float16", "bfloat16"),
     )
 ]
-MORE += [replace(one, kv=INT8) for one in MORE if one.size in work_list.QUANTISED_SIZES]
+MORE += [replace(case, kv=INT8) for case in MORE if case.size in work_list.QUANTISED_SIZES]
 
 
 def spans_of(seed: int, rows: int, longest: int) -> list[tuple[int, int, int]]:
@@ -210,13 +210,13 @@ def spans_of(seed: int, rows: int, longest: int) -> list[tuple[int, int, int]]:
     A span is (number of new tokens, first visible key of its row, end of the row's keys).
     """
     rng = np.random.default_rng(seed)
-    found = []
+    spans = []
     for _ in range(rows):
         lines = [1, 1, 1, int(rng.integers(2, 17)), int(rng.integers(17, 201))][rng.integers(5)]
         end = lines + [0, int(rng.integers(64)), int(rng.integers(longest))][rng.integers(3)]
         begin = [0, 0, int(rng.integers(end - lines + 1))][rng.integers(3)]
-        found.append((lines, begin, end))
-    return found
+        spans.append((lines, begin, end))
+    return spans
 
 
 @runs
@@ -227,8 +227,8 @@ def test_ragged_attention_equals_float64(heads: Heads) -> None:
         salt = heads.size * heads.group + seed
         spans = [*spans_of(salt, 20 if ON_GPU else 4, 3000 if ON_GPU else 500), (1, 0, 256)]
         mx.random.seed(salt)
-        found = check(Batch(heads, spans, padding=3 + 70 * seed))
-        assert not mx.any(found[-3 - 70 * seed :]).item()  # padding
+        output = check(Batch(heads, spans, padding=3 + 70 * seed))
+        assert not mx.any(output[-3 - 70 * seed :]).item()  # padding
 
 
 @runs
@@ -258,8 +258,8 @@ def test_tiles_of_hopper_are_right(heads: Heads, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ragged_attention, "hopper_tiles", lambda size: True)
     mx.random.seed(1)
     rows = [(1, 0, 40), (130, 10, 500), (30, 0, 1100), (20, 0, 20), (1, 3, 400)]
-    found = check(Batch(heads, rows, padding=130))
-    assert not mx.any(found[-130:]).item()
+    output = check(Batch(heads, rows, padding=130))
+    assert not mx.any(output[-130:]).item()
 
 
 @runs
@@ -281,13 +281,13 @@ def test_parts_of_rows_are_added_up(heads: Heads, monkeypatch: pytest.MonkeyPatc
     items = work_list.work_items(batch.spans, heads.tiles(), batch.lines)
     assert len(set(items[:, work_list.PARTS])) >= 4
     mx.random.seed(1)
-    found = check(batch)
+    output = check(batch)
     monkeypatch.setattr(work_list, "MIN_DECODE_KEYS", 10_000)
     monkeypatch.setattr(work_list, "MIN_CHUNK_KEYS", 10_000)
     items = work_list.work_items(batch.spans, heads.tiles(), batch.lines)
     assert set(items[:, work_list.PARTS]) == {0, 1}
     mx.random.seed(1)
-    assert mx.allclose(found, check(batch), 0.02, 0.01).item()
+    assert mx.allclose(output, check(batch), 0.02, 0.01).item()
 
 
 FRESH = [
@@ -326,10 +326,10 @@ def test_fresh_lines_are_rotated_and_written(
     plan, first = batch.plan(), heads.pairs * heads.group
     k, v = batch.qkv[:, first : first + heads.pairs], batch.qkv[:, first + heads.pairs :]
     turns = RotaryEmbedding(plan.ends - 1).turns(rope) if rope else None
-    found = []
+    results = []
     for way in ("apart", "fresh", "whole") if turns else ("apart", "fresh"):
         mx.random.seed(1)
-        pools = tuple(known(one) for one in batch.pools)
+        pools = tuple(known(pool) for pool in batch.pools)
         mx.eval(pools)
         scores, q = heads.scores(), batch.q
         if way == "whole" and turns is not None:
@@ -344,15 +344,15 @@ def test_fresh_lines_are_rotated_and_written(
             out = ragged_attention.attend(q, pools, plan, scores, heads.window, fresh)
         mx.eval(out)
         assert not mx.any(plan.arrived).item() and not mx.any(out[5:]).item()
-        found.append((out, *pools))
-    for arrays in zip(*found, strict=True):
+        results.append((out, *pools))
+    for arrays in zip(*results, strict=True):
         for other in arrays[1:]:
             if other.dtype == mx.int8:  # roundings may differ
                 apart = arrays[0].astype(mx.int32) - other.astype(mx.int32)
                 assert mx.max(mx.abs(apart)).item() <= 1
             else:
                 assert mx.allclose(arrays[0], other, 0.01, 0.01).item()
-    assert not mx.array_equal(found[1][1], known(batch.pools[0])).item()
+    assert not mx.array_equal(results[1][1], known(batch.pools[0])).item()
 
 
 @runs
@@ -363,8 +363,8 @@ def test_lines_that_see_nothing_are_zeros() -> None:
     items = np.array(plan.items)
     items[items[:, work_list.LINES] == 1, work_list.LOW] = 40
     plan = RaggedPlan(begins, plan.ends, plan.tables, mx.array(items), plan.arrived, plan.partial)
-    found = ragged_attention.attend(batch.q, batch.pools, plan, ScoreParams(0.1))
-    assert not mx.any(found).item()
+    output = ragged_attention.attend(batch.q, batch.pools, plan, ScoreParams(0.1))
+    assert not mx.any(output).item()
 
 
 ROPES = {
@@ -388,30 +388,30 @@ def test_lines_are_rotated_and_written(rope: str, contiguous: bool) -> None:
     qkv = mx.array(rng.normal(size=(5, 10, 64)).astype(np.float32)).astype(kind)
     qkv[3] = NONE
     if contiguous:
-        q, k, v = (mx.contiguous(one) for one in mx.split(qkv, [6, 8], axis=1))
+        q, k, v = (mx.contiguous(part) for part in mx.split(qkv, [6, 8], axis=1))
     else:  # views whose numbers are apart
         qkv = mx.contiguous(qkv.swapaxes(1, 2)).swapaxes(1, 2)
         q, k, v = mx.split(qkv, [6, 8], axis=1)
     before = [mx.array(rng.normal(size=(3, 2, BLOCK, 64))).astype(kind) for _ in "kv"]
-    pools = tuple(mx.array(np.array(one.astype(mx.float32))).astype(kind) for one in before)
+    pools = tuple(mx.array(np.array(array.astype(mx.float32))).astype(kind) for array in before)
     slots = [5, 2 * BLOCK + 255, BLOCK, -1, 6]
     positions = mx.array([7, 1000, 0, 0, 8], dtype=mx.int32)
     rotation = RotaryEmbedding(positions)
     mx.eval(pools, before, qkv)
-    found = block_write.rotate_and_write(
+    queries = block_write.rotate_and_write(
         q, k, v, pools, mx.array(slots, dtype=mx.int32), rotation.turns(turn) if turn else None
     )
-    mx.eval(found)
-    asked, keys = (rotation.by_table(one, turn) if turn else one for one in (q, k))
-    assert not mx.any(found[3]).item()
+    mx.eval(queries)
+    asked, keys = (rotation.by_table(heads, turn) if turn else heads for heads in (q, k))
+    assert not mx.any(queries[3]).item()
     for line, slot in enumerate(slots):
         if slot < 0:
             continue
-        assert mx.allclose(found[line], asked[line], 0.01, 0.02).item()
+        assert mx.allclose(queries[line], asked[line], 0.01, 0.02).item()
         for old, new in zip(before, (keys, v), strict=True):
             old[slot // BLOCK, :, slot % BLOCK] = new[line]
-    for pool, one in zip(pools, before, strict=True):
-        assert mx.allclose(pool, one, 0.01, 0.02).item()
+    for pool, expected in zip(pools, before, strict=True):
+        assert mx.allclose(pool, expected, 0.01, 0.02).item()
 
 
 @runs
@@ -429,28 +429,28 @@ def test_lines_are_rotated_and_stored_as_integers(rope: str) -> None:
         (100 * mx.random.normal((3, 2, BLOCK, size), key=mx.random.key(size + n))).astype(dtype)
         for n, (size, dtype) in enumerate(((64, mx.int8),) * 2 + ((1, mx.bfloat16),) * 2)
     ]
-    pools = tuple(mx.contiguous(one + mx.zeros_like(one)) for one in before)
+    pools = tuple(mx.contiguous(array + mx.zeros_like(array)) for array in before)
     slots = [5, 2 * BLOCK + 255, BLOCK, -1, 6]
     rotation = RotaryEmbedding(mx.array([7, 1000, 0, 0, 8], dtype=mx.int32))
     mx.eval(pools, before, qkv)
     turns = rotation.turns(turn) if turn else None
-    found = block_write.rotate_and_write(q, k, v, pools, mx.array(slots, dtype=mx.int32), turns)
-    mx.eval(found)
-    asked, keys = (rotation.by_table(one, turn) if turn else one for one in (q, k))
-    assert not mx.any(found[3]).item()
+    queries = block_write.rotate_and_write(q, k, v, pools, mx.array(slots, dtype=mx.int32), turns)
+    mx.eval(queries)
+    asked, keys = (rotation.by_table(heads, turn) if turn else heads for heads in (q, k))
+    assert not mx.any(queries[3]).item()
     stored = int8_numbers.stored((keys, v), kind, INT8)
     for line, slot in enumerate(slots):
         if slot < 0:
             continue
-        assert mx.allclose(found[line], asked[line], 0.01, 0.02).item()
+        assert mx.allclose(queries[line], asked[line], 0.01, 0.02).item()
         for old, new in zip(before, stored, strict=True):
             old[slot // BLOCK, :, slot % BLOCK] = new[line]
-    for number, (pool, one) in enumerate(zip(pools, before, strict=True)):
+    for number, (pool, expected) in enumerate(zip(pools, before, strict=True)):
         is_key, is_scale = number % 2 == 0, number > 1
         if is_scale:
-            assert mx.allclose(pool, one, 0.01, 0.001, equal_nan=True).item()
+            assert mx.allclose(pool, expected, 0.01, 0.001, equal_nan=True).item()
             assert mx.isnan(pool[0, :, 6]).all().item()
-        apart = mx.abs(pool.astype(mx.int32) - one.astype(mx.int32))
+        apart = mx.abs(pool.astype(mx.int32) - expected.astype(mx.int32))
         if not is_scale:
             apart[0, :, 6] = 0  # beside a NaN
             assert mx.max(apart).item() <= is_key  # the last digit of a rotation may differ

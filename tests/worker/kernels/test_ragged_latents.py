@@ -75,7 +75,7 @@ class Batch:
 
     def plan(self) -> RaggedPlan:
         shape = ragged_latents.tile_shape(self.kind.heads, self.kind.line, self.kind.rank)
-        begins, ends = (mx.array(one) for one in visible_ranges(self.spans, self.lines))
+        begins, ends = (mx.array(bounds) for bounds in visible_ranges(self.spans, self.lines))
         return RaggedPlan(
             begins,
             ends,
@@ -104,12 +104,12 @@ class Batch:
 def check(batch: Batch) -> Any:
     """Compares attention of a batch with float64; returns it."""
     plan, scale = batch.plan(), batch.kind.line**-0.5
-    found = ragged_latents.attend(batch.q, batch.pool, plan, scale, batch.kind.rank)
-    mx.eval(found)
+    output = ragged_latents.attend(batch.q, batch.pool, plan, scale, batch.kind.rank)
+    mx.eval(output)
     assert not mx.any(plan.arrived).item()  # reset for the next layer
-    errors = np.abs(numbers(found) - batch.expected(scale)).max((1, 2))
+    errors = np.abs(numbers(output) - batch.expected(scale)).max((1, 2))
     assert errors.max() < 0.03, (int(errors.argmax()), errors)
-    return found
+    return output
 
 
 KINDS = [
@@ -135,8 +135,8 @@ def test_ragged_attention_over_latents_equals_float64(kind: Latents) -> None:
     spans = [(1, 40), (5, 300), (1, 1), (17, 17), (1, 256), (2, 257), (70, 71)]
     if ON_GPU:
         spans += [(1, 16_000), (300, 4000), (1, 700), (4, 1000)]
-    found = check(Batch(kind, spans, padding=67))
-    assert not mx.any(found[-67:]).item()
+    output = check(Batch(kind, spans, padding=67))
+    assert not mx.any(output[-67:]).item()
 
 
 @runs
@@ -149,12 +149,12 @@ def test_parts_of_rows_are_added_up(kind: Latents, monkeypatch: pytest.MonkeyPat
     shape = ragged_latents.tile_shape(kind.heads, kind.line, kind.rank)
     items = work_list.work_items(batch.spans, shape, batch.lines)
     assert len(set(items[:, work_list.PARTS])) >= 4
-    found = check(batch)
+    output = check(batch)
     monkeypatch.setattr(ragged_latents, "LEAST_KEYS", 10_000)
     shape = ragged_latents.tile_shape(kind.heads, kind.line, kind.rank)
     items = work_list.work_items(batch.spans, shape, batch.lines)
     assert set(items[:, work_list.PARTS]) == {0, 1}
-    assert mx.allclose(found, check(batch), 0.02, 0.01).item()
+    assert mx.allclose(output, check(batch), 0.02, 0.01).item()
 
 
 @runs
@@ -169,10 +169,10 @@ def test_chunks_are_the_same_with_other_instructions(
     """
     spans = [(3, 40), (4, 100), (3, 129), (6, 256), (5, 300)]
     batch = Batch(GLM, spans, padding=3)
-    found = check(batch)
+    output = check(batch)
     simt.forget_kernels()
     monkeypatch.setattr(ragged_latents, "value_numbers", lambda line, rank: numbers_at_once)
-    assert mx.allclose(found, check(batch), 0.02, 0.01).item()
+    assert mx.allclose(output, check(batch), 0.02, 0.01).item()
     simt.forget_kernels()
 
 
@@ -185,7 +185,7 @@ def test_tiles_of_many_rows_fit_where_a_panel_is_no_value() -> None:
 
 def test_tiles_fit_the_shared_memory_of_a_thread_block() -> None:
     for line in range(128, ragged_latents.MAX_LINE + 1, 64):
-        for rank in (one for one in ragged_latents.RANKS if one <= line):
+        for rank in (size for size in ragged_latents.RANKS if size <= line):
             for heads in (1, 7, 16, 20, 33, 64, 128):
                 shape = ragged_latents.tile_shape(heads, line, rank)
                 assert shape.group * shape.kv_heads == heads and shape.lines >= 1
@@ -217,18 +217,18 @@ def test_latents_are_normed_rotated_and_written(
     slots, positions = [11, 0, -1, 5, 4], mx.array([3, 100, 0, 17, 4000], dtype=mx.int32)
     turns = RotaryEmbedding(positions).turns(Rope(turned, 10_000.0, traditional=traditional))
     mx.eval(given, gains, pool, turns.cosines, turns.sines)
-    found = latent_lines.norm_and_write(
+    output = latent_lines.norm_and_write(
         given, gains, 1e-5, pool, mx.array(slots, dtype=mx.int32), turns
     )
-    mx.eval(found)
-    every, (query_gain, latent_gain) = numbers(given), map(numbers, gains)
-    assert_near(found, normed(every[:, :queries], query_gain, 1e-5))
+    mx.eval(output)
+    inputs, (query_gain, latent_gain) = numbers(given), map(numbers, gains)
+    assert_near(output, normed(inputs[:, :queries], query_gain, 1e-5))
     half = turned // 2
     angles = numbers(positions)[:, None] * 10_000.0 ** (-np.arange(half) / half)
-    axis = rotated(every[:, queries + rank :], angles, traditional=traditional)
-    latents = [normed(every[:, queries : queries + rank], latent_gain, 1e-5), axis]
+    axis = rotated(inputs[:, queries + rank :], angles, traditional=traditional)
+    latents = [normed(inputs[:, queries : queries + rank], latent_gain, 1e-5), axis]
     expected = np.full((3 * block, rank + turned), 7.0)
     for line, slot in enumerate(slots):
         if slot >= 0:
-            expected[slot] = np.concatenate([one[line] for one in latents])
+            expected[slot] = np.concatenate([part[line] for part in latents])
     assert_near(pool.reshape(3 * block, -1), expected)

@@ -44,7 +44,7 @@ def spans_of(rows: list[tuple[int, int, int]]) -> Spans:
 
     A row is (new tokens, visible keys before them, invisible keys).
     """
-    lines, before, begins = (np.array(one, dtype=np.int32) for one in zip(*rows, strict=True))
+    lines, before, begins = (np.array(column, dtype=np.int32) for column in zip(*rows, strict=True))
     ends = (before + begins + lines).astype(np.int32)
     blocks = -(-ends // 256)
     first, tables = np.cumsum(lines) - lines, np.cumsum(blocks) - blocks
@@ -74,24 +74,24 @@ def test_every_line_has_one_tile_with_all_parts(
     covered = np.zeros(lines, dtype=int)
     row_of = np.repeat(np.arange(len(rows)), spans.lines)
     partial: list[tuple[int, int]] = []
-    for one in used[used[:, PART] == 0]:
-        first, count = one[FIRST_LINE], one[LINES]
+    for item in used[used[:, PART] == 0]:
+        first, count = item[FIRST_LINE], item[LINES]
         covered[first : first + count] += 1
-        if one[PARTS] == 0:
+        if item[PARTS] == 0:
             assert first >= len(row_of) and count <= TILE_ROWS
             continue
         row = set(row_of[first : first + count])
-        assert len(row) == 1 and one[TABLE] == spans.tables[row.pop()]
-        assert one[LOW] == begins[first] and one[HIGH] == ends[first + count - 1]
+        assert len(row) == 1 and item[TABLE] == spans.tables[row.pop()]
+        assert item[LOW] == begins[first] and item[HIGH] == ends[first + count - 1]
         assert count * shape.group <= shape.rows
         parts = used[used[:, FIRST_LINE] == first]
-        assert (parts[:, PART] == np.arange(one[PARTS])).all()  # each part once, in order
-        assert (np.delete(parts, PART, axis=1) == np.delete(one, PART)).all()
-        if one[PARTS] > 1:
+        assert (parts[:, PART] == np.arange(item[PARTS])).all()  # each part once, in order
+        assert (np.delete(parts, PART, axis=1) == np.delete(item, PART)).all()
+        if item[PARTS] > 1:
             decodes = count <= shape.decode_lines
             units = (shape.decode_rows if decodes else shape.rows) // UNIT_ROWS
-            partial.append((one[UNIT], one[UNIT] + units * one[PARTS]))
-            assert one[HIGH] - one[LOW] > MIN_DECODE_KEYS * (one[PARTS] - 1)
+            partial.append((item[UNIT], item[UNIT] + units * item[PARTS]))
+            assert item[HIGH] - item[LOW] > MIN_DECODE_KEYS * (item[PARTS] - 1)
     assert (covered == 1).all()
     partial.sort()
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(partial))
@@ -108,14 +108,14 @@ def test_a_list_of_few_spans_is_short() -> None:
 
 def each(items: Numbers) -> Numbers:
     used = items[items[:, PARTS] > 0]
-    found: Numbers = -(-(used[:, HIGH] - used[:, LOW]) // used[:, PARTS])
-    return found
+    keys: Numbers = -(-(used[:, HIGH] - used[:, LOW]) // used[:, PARTS])
+    return keys
 
 
 def test_few_rows_are_divided_and_many_are_not() -> None:
     shape = TileShape(4, 8)
-    one = work_items(spans_of([(1, 15_999, 0)]), shape, 1)
-    assert 40 <= one[0, PARTS] <= 44 and (one[:, LINES] > 0).sum() == one[0, PARTS]
+    single = work_items(spans_of([(1, 15_999, 0)]), shape, 1)
+    assert 40 <= single[0, PARTS] <= 44 and (single[:, LINES] > 0).sum() == single[0, PARTS]
     many = work_items(spans_of([(1, 1_999, 0)] * 128), shape, 128)
     assert set(many[:128, PARTS]) == {1} and not many[128:].any()
     assert work_items(spans_of([(1, 99, 0)]), shape, 1)[0, PARTS] == 1
@@ -135,8 +135,8 @@ def test_parts_fill_whole_waves() -> None:
     """The last wave of thread blocks is nearly full, so that little of the GPU is idle."""
     shape = TileShape(4, 8, 128, 264)
     for count in (1, 2, 3, 5, 8, 10, 16, 32, 64, 128):
-        found = waves([(1, 15_999, 0)] * count, shape)
-        assert found / np.ceil(found) > 0.85, (count, found)
+        wave_count = waves([(1, 15_999, 0)] * count, shape)
+        assert wave_count / np.ceil(wave_count) > 0.85, (count, wave_count)
     assert 0.85 < waves([(512, 4_096, 0)], shape) <= 1
     assert 0.85 < waves([(100, 16_000, 0)], shape) <= 1
 
@@ -162,9 +162,9 @@ def test_steps_with_chunks_keep_the_share_of_their_parts(monkeypatch: pytest.Mon
     for _ in range(3):
         count = len(searches)
         for chunk in (*prompt, mixed):
-            found = lists.items(chunk, 512)
+            items = lists.items(chunk, 512)
     assert len(searches) == count > 2, "steps that were searched before have the share found then"
-    assert (found == work_items(mixed, TileShape(4, 8), 512)).all()
+    assert (items == work_items(mixed, TileShape(4, 8), 512)).all()
     for keys in range(1000, 1000 + 2 * KEPT_SHARES):
         lists.items(spans_of([(2, 10, 0), (1, 60 * keys, 0)]), 8)
     assert len(lists._shares) <= KEPT_SHARES
@@ -201,19 +201,19 @@ def test_rows_that_go_on_decoding_keep_their_parts() -> None:
         for step in range(2 * STEPS_OF_PARTS):
             ends = np.arange(rows, dtype=np.int32) * 700 + 40 + step
             spans = single_lines(ends)
-            found = lists.items(spans, 6)
-            used = found[found[:, PARTS] > 0]
+            items = lists.items(spans, 6)
+            used = items[items[:, PARTS] > 0]
             assert set(used[:, FIRST_LINE]) == set(range(rows))
             assert (used[:, HIGH] == ends[used[:, FIRST_LINE]]).all()
             assert (used[:, TABLE] == spans.tables[used[:, FIRST_LINE]]).all()
             if step % STEPS_OF_PARTS == 0:
-                assert (found == work_items(spans, shape, 6)).all()
+                assert (items == work_items(spans, shape, 6)).all()
 
 
 def test_chunks_have_lists_of_their_own() -> None:
     shape = TileShape(4, 2)
     spans = Spans(
-        *(np.array(one, dtype=np.int32) for one in ([0, 1], [1, 40], [0, 9], [7, 40], [0, 0]))
+        *(np.array(values, dtype=np.int32) for values in ([0, 1], [1, 40], [0, 9], [7, 40], [0, 0]))
     )
     assert (WorkLists(shape).items(spans, 48) == work_items(spans, shape, 48)).all()
 
@@ -235,14 +235,15 @@ def test_a_list_for_one_pass_has_the_lines_of_another(longest: int) -> None:
     ends = np.array([7, longest, longest, 1, longest - 3], dtype=np.int32)
     spans = single_lines(ends)
     spans.tables[2] = spans.tables[1]  # a line that follows another in its row
-    found, other = WorkLists(shape).items_once(spans, 150), work_items(spans, shape, 150)
-    assert found.shape == other.shape
+    single, other = WorkLists(shape).items_once(spans, 150), work_items(spans, shape, 150)
+    assert single.shape == other.shape
     for column in (LINES, TABLE, LOW, HIGH):
         mine, theirs = (
-            {(one[FIRST_LINE], one[column]) for one in items.tolist()} for items in (found, other)
+            {(item[FIRST_LINE], item[column]) for item in items.tolist()}
+            for items in (single, other)
         )
         assert mine == theirs
-    used = found[found[:, PARTS] > 0]
+    used = single[single[:, PARTS] > 0]
     assert (used[:, PARTS].max() > 1) == (longest > WHOLE_KEYS)
     for line in range(5):
         parts = used[used[:, FIRST_LINE] == line]

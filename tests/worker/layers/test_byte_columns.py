@@ -28,7 +28,7 @@ def packed(rows: int, bits: int, group: int = 32) -> QuantisedWeight:
 
 
 def expected(x: Any, weights: Sequence[QuantisedWeight]) -> np.ndarray:
-    dense = np.concatenate([np.array(one.dequantised()) for one in weights])
+    dense = np.concatenate([np.array(weight.dequantised()) for weight in weights])
     return np.array(x, dtype=np.float64) @ dense.astype(np.float64).T
 
 
@@ -36,29 +36,31 @@ def expected(x: Any, weights: Sequence[QuantisedWeight]) -> np.ndarray:
 @pytest.mark.parametrize("group", [32, 64])
 def test_a_product_of_one_row_is_that_of_float64(bits: int, group: int) -> None:
     weights = [packed(96, bits, group), packed(32, bits, group)]
-    made = byte_columns(weights)
+    columns = byte_columns(weights)
     x = mx.random.normal((1, COLUMNS), key=mx.random.key(3))
-    assert made is not None and made.takes(x)
+    assert columns is not None and columns.takes(x)
     wanted = expected(x, weights)
-    assert np.abs(np.array(made(x)) - wanted).max() < 1e-6 * np.abs(wanted).max()
+    assert np.abs(np.array(columns(x)) - wanted).max() < 1e-6 * np.abs(wanted).max()
 
 
 def test_outputs_in_blocks_and_of_different_bits() -> None:
     weights = [packed(2 * MAX_WIDTH, 4), packed(MAX_WIDTH - 32, 8), packed(64, 5)]
-    made = byte_columns(weights)
-    assert made is not None and made.numbers.shape[0] > 1
+    columns = byte_columns(weights)
+    assert columns is not None and columns.numbers.shape[0] > 1
     x = mx.random.normal((1, COLUMNS), key=mx.random.key(4))
     wanted = expected(x, weights)
-    assert np.abs(np.array(made(x)) - wanted).max() < 1e-6 * np.abs(wanted).max()
-    size = sum(byte_columns_bytes(one.layout, (len(one.weight), COLUMNS)) for one in weights)
-    assert size == made.numbers.nbytes + made.scales.nbytes + made.biases.nbytes
+    assert np.abs(np.array(columns(x)) - wanted).max() < 1e-6 * np.abs(wanted).max()
+    size = sum(
+        byte_columns_bytes(weight.layout, (len(weight.weight), COLUMNS)) for weight in weights
+    )
+    assert size == columns.numbers.nbytes + columns.scales.nbytes + columns.biases.nbytes
 
 
 def test_only_one_row_of_float32_is_taken() -> None:
-    made = byte_columns([packed(32, 4)])
-    assert made is not None
-    assert not made.takes(mx.zeros((2, COLUMNS)))
-    assert not made.takes(mx.zeros((1, COLUMNS), dtype=mx.bfloat16))
+    columns = byte_columns([packed(32, 4)])
+    assert columns is not None
+    assert not columns.takes(mx.zeros((2, COLUMNS)))
+    assert not columns.takes(mx.zeros((1, COLUMNS), dtype=mx.bfloat16))
 
 
 def test_other_weights_have_no_byte_columns() -> None:
@@ -73,12 +75,12 @@ def test_dequantised_layers_have_them(batch_invariant: bool) -> None:
     names = ["k", "v"]
     weights = {name: packed(64, bits) for name, bits in zip(names, (4, 8), strict=True)}
     arrays = {
-        f"{name}.{kind}": getattr(one, kind)
-        for name, one in weights.items()
+        f"{name}.{kind}": getattr(weight, kind)
+        for name, weight in weights.items()
         for kind in ("weight", "scales", "biases")
     }
     arrays |= {f"{name}.bias": mx.arange(64.0) for name in names}
-    layouts = {name: one.layout for name, one in weights.items()}
+    layouts = {name: weight.layout for name, weight in weights.items()}
     builder = WeightLayerBuilder(
         dict(arrays), layouts, mx.float32, batch_invariant=batch_invariant, dequantise=True
     )

@@ -25,8 +25,8 @@ def quantised(rows: int, bits: int, group: int, mode: str = "affine") -> Quantis
 
 
 def bits_of(array: Any) -> np.ndarray:
-    found: np.ndarray = np.array(array).view(np.uint32)
-    return found
+    bits: np.ndarray = np.array(array).view(np.uint32)
+    return bits
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (16, 4096), (515, 257), (2048, 33), (1, 70000)])

@@ -37,8 +37,8 @@ def numbers(*shape: int) -> np.ndarray:
 
 def quantised(values: np.ndarray, layout: QuantLayout) -> dict[str, np.ndarray]:
     """Returns the tensors that MLX quantises, by kind."""
-    made = mx.quantize(mx.array(values), layout.group_size, layout.bits, mode=layout.mode)
-    return dict(zip(("weight", "scales", "biases"), map(np.array, made), strict=False))
+    tensors = mx.quantize(mx.array(values), layout.group_size, layout.bits, mode=layout.mode)
+    return dict(zip(("weight", "scales", "biases"), map(np.array, tensors), strict=False))
 
 
 class Checkpoint:
@@ -95,12 +95,12 @@ def test_weights_are_split_shifted_and_transposed(checkpoint: Checkpoint) -> Non
         f"{LAYER}.norm.weight": norm,
     }
     shapes = {f"{LAYER}.{name}": shape for name, shape in names.items()}
-    made = checkpoint.load(stored, shapes, rule)
-    assert set(made) == set(shapes)
-    assert np.array_equal(made[f"{LAYER}.a.weight"], fused[:4])
-    assert np.array_equal(made[f"{LAYER}.b.weight"], fused[4:])
-    assert np.array_equal(made[NORM], norm + 1)
-    assert np.array_equal(made[f"{LAYER}.conv.weight"], kernel.transpose(0, 2, 1))
+    weights = checkpoint.load(stored, shapes, rule)
+    assert set(weights) == set(shapes)
+    assert np.array_equal(weights[f"{LAYER}.a.weight"], fused[:4])
+    assert np.array_equal(weights[f"{LAYER}.b.weight"], fused[4:])
+    assert np.array_equal(weights[NORM], norm + 1)
+    assert np.array_equal(weights[f"{LAYER}.conv.weight"], kernel.transpose(0, 2, 1))
 
 
 def test_a_quantised_weight_is_split_after_dequantisation(checkpoint: Checkpoint) -> None:
@@ -114,8 +114,8 @@ def test_a_quantised_weight_is_split_after_dequantisation(checkpoint: Checkpoint
         )
 
     stored = {f"fused.{kind}": array for kind, array in packed.items()}
-    made = checkpoint.load(stored, {"whole.weight": (IN, 6)}, rule)
-    assert np.allclose(made["whole.weight"], np.array(expected).T)
+    weights = checkpoint.load(stored, {"whole.weight": (IN, 6)}, rule)
+    assert np.allclose(weights["whole.weight"], np.array(expected).T)
 
 
 def stacking(found: StoredTensors) -> Iterable[DerivedWeights]:
@@ -141,10 +141,10 @@ def test_experts_are_stacked_from_every_form(
     if layout is not None:
         setting = {"mode": layout.mode, "bits": layout.bits, "group_size": layout.group_size}
         write_checkpoint(checkpoint.path, weights=stored, quantization=setting)
-    made = checkpoint.load(stored, {f"{SWITCH}.up_proj.weight": (EXPERTS, OUT, IN)}, stacking)
-    assert {name.rpartition(".")[2] for name in made} == set(kinds)
+    weights = checkpoint.load(stored, {f"{SWITCH}.up_proj.weight": (EXPERTS, OUT, IN)}, stacking)
+    assert {name.rpartition(".")[2] for name in weights} == set(kinds)
     for kind, array in kinds.items():
-        assert np.array_equal(made[f"{SWITCH}.up_proj.{kind}"], array)
+        assert np.array_equal(weights[f"{SWITCH}.up_proj.{kind}"], array)
 
 
 def test_experts_released_as_mxfp4_blocks(checkpoint: Checkpoint) -> None:
@@ -157,29 +157,30 @@ def test_experts_released_as_mxfp4_blocks(checkpoint: Checkpoint) -> None:
     stored = {f"{source}_blocks": blocks, f"{source}_scales": packed["scales"]}
     method = {"quant_method": "mxfp4"}
     write_checkpoint(checkpoint.path, weights=stored, quantization_config=method)
-    modules = [f"{LAYER}.mlp.experts.{one}_proj" for one in ("gate", "up")]
+    modules = [f"{LAYER}.mlp.experts.{projection}_proj" for projection in ("gate", "up")]
     shapes: dict[str, Any] = {f"{module}.weight": (EXPERTS, OUT, IN) for module in modules}
     shapes |= {f"{module}.bias": (EXPERTS, OUT) for module in modules}
-    made = checkpoint.load(
+    weights = checkpoint.load(
         {**stored, f"{source}_bias": bias},
         shapes,
-        lambda found: derived_weights.from_mxfp4_blocks(found, source, modules),
+        lambda tensors: derived_weights.from_mxfp4_blocks(tensors, source, modules),
     )
     layout = QuantLayout("mxfp4", 4, 32)
     whole = {f"m.{kind}": mx.array(array) for kind, array in packed.items()}
     expected = np.array(QuantisedWeight.of(whole, "m", layout).dequantised(mx.float32))
     for turn, module in enumerate(modules):
         assert np.array_equal(
-            QuantisedWeight.of(made, module, layout).dequantised(mx.float32), expected[:, turn::2]
+            QuantisedWeight.of(weights, module, layout).dequantised(mx.float32),
+            expected[:, turn::2],
         )
-        assert np.array_equal(made[f"{module}.bias"], bias[:, turn::2])
+        assert np.array_equal(weights[f"{module}.bias"], bias[:, turn::2])
 
 
 def test_a_tensor_kept_in_float32(checkpoint: Checkpoint) -> None:
     folder = checkpoint.inspect({"a": numbers(2), "b": numbers(2)}, {"a": (2,), "b": (2,)}, _none)
     plan = replace(folder.plan, float32=lambda name: name == "b")
-    made: Any = load(replace(folder, plan=plan), dtype=mx.bfloat16).model
-    assert (made["a"].dtype, made["b"].dtype) == (mx.bfloat16, mx.float32)
+    model: Any = load(replace(folder, plan=plan), dtype=mx.bfloat16).model
+    assert (model["a"].dtype, model["b"].dtype) == (mx.bfloat16, mx.float32)
 
 
 def _none(found: StoredTensors) -> Iterable[DerivedWeights]:
@@ -194,12 +195,12 @@ def refusal(checkpoint: Checkpoint, stored: dict[str, np.ndarray], shapes: Any, 
 
 def test_errors_name_weights_that_cannot_be_made(checkpoint: Checkpoint) -> None:
     shapes = {f"{SWITCH}.up_proj.weight": (EXPERTS, OUT, IN)}
-    one = f"{LAYER}.mlp.experts.{{}}.up_proj.weight"
-    stored = {one.format(expert): numbers(OUT, IN) for expert in range(EXPERTS)}
+    pattern = f"{LAYER}.mlp.experts.{{}}.up_proj.weight"
+    stored = {pattern.format(expert): numbers(OUT, IN) for expert in range(EXPERTS)}
     short = {name: stored[name] for name in list(stored)[:2]}
-    assert f"lack the tensor '{one.format(2)}'" in refusal(checkpoint, short, shapes, stacking)
-    other = {**stored, one.format(1): numbers(OUT, 32)}
-    words = f"tensor '{one.format(1)}' is F32 [4, 32], '{one.format(0)}' is F32 [4, 64]"
+    assert f"lack the tensor '{pattern.format(2)}'" in refusal(checkpoint, short, shapes, stacking)
+    other = {**stored, pattern.format(1): numbers(OUT, 32)}
+    words = f"tensor '{pattern.format(1)}' is F32 [4, 32], '{pattern.format(0)}' is F32 [4, 64]"
     assert words in refusal(checkpoint, other, shapes, stacking)
     shapes = {f"{SWITCH}.up_proj.weight": (EXPERTS, OUT, 32)}
     words = f"'{SWITCH}.up_proj.weight' has shape [3, 4, 64], config.json asks for [3, 4, 32]"

@@ -42,9 +42,9 @@ def stored(case: str) -> tuple[dict[str, Any], dict[str, QuantLayout], dict[str,
             continue
         layouts[module] = layout
         settings = {"group_size": layout.group_size, "bits": layout.bits, "mode": layout.mode}
-        made = mx.quantize(weight, **settings)
-        arrays |= {f"{module}.{k}": a for k, a in zip(("weight", "scales", "biases"), made)}  # noqa: B905
-        dense[name] = mx.dequantize(*made, **settings, dtype=mx.float32)
+        tensors = mx.quantize(weight, **settings)
+        arrays |= {f"{module}.{k}": a for k, a in zip(("weight", "scales", "biases"), tensors)}  # noqa: B905
+        dense[name] = mx.dequantize(*tensors, **settings, dtype=mx.float32)
     return arrays, layouts, dense
 
 
@@ -158,9 +158,9 @@ def test_multi_linear_and_its_transpose(layout: QuantLayout | None, batch_invari
     weight = draw(3, 64, 32)
     arrays, layouts, dense = {"m.weight": weight}, {}, weight
     if layout is not None:
-        made = mx.quantize(weight, 32, 8)
-        arrays = dict(zip(("m.weight", "m.scales", "m.biases"), made, strict=True))
-        layouts, dense = {"m": layout}, mx.dequantize(*made, 32, 8)
+        tensors = mx.quantize(weight, 32, 8)
+        arrays = dict(zip(("m.weight", "m.scales", "m.biases"), tensors, strict=True))
+        layouts, dense = {"m": layout}, mx.dequantize(*tensors, 32, 8)
     heads = WeightLayerBuilder(
         arrays, layouts, mx.float32, batch_invariant=batch_invariant
     ).multi_linear("m")

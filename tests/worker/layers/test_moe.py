@@ -72,11 +72,11 @@ def check(ours: Any, plain: Any, called: set[str], kernels: set[str], counts: An
         x = 2 * mx.random.normal((tokens, HIDDEN), key=mx.random.key(tokens))
         x = x.astype(mx.bfloat16)
         called.clear()
-        found = ours(x)
+        actual = ours(x)
         assert ON_GPU or kernels <= called
-        assert found.dtype == mx.bfloat16
+        assert actual.dtype == mx.bfloat16
         expected = plain(x.astype(mx.float32))
-        wrong = mx.abs(found.astype(mx.float32) - expected).max(axis=1) / mx.abs(expected).max()
+        wrong = mx.abs(actual.astype(mx.float32) - expected).max(axis=1) / mx.abs(expected).max()
         assert (wrong < 0.02).mean().item() > 0.98  # near-ties of experts may be chosen otherwise
 
 
@@ -95,18 +95,18 @@ def test_the_kernels_of_quantised_experts_equal_mlx_in_float32(
     spec, layout, router = QUANTISED[name]
     monkeypatch.setattr(builder, "on_gpu", lambda: True)  # it concatenates gate and up
     stored, layouts, dense = {}, {}, weights_of(spec)
-    for one, array in list(dense.items()):
-        module, _, kind = one.rpartition(".")
+    for tensor_name, array in list(dense.items()):
+        module, _, kind = tensor_name.rpartition(".")
         is_router = module.endswith((".gate", ".router"))
         its = router if is_router else layout
         if kind != "weight" or its is None:
-            stored[one] = array
+            stored[tensor_name] = array
             continue
         settings = {"group_size": its.group_size, "bits": its.bits, "mode": its.mode}
         parts = mx.quantize(array.astype(mx.bfloat16), **settings)
         stored |= {f"{module}.{k}": p for k, p in zip(("weight", "scales", "biases"), parts)}  # noqa: B905
         layouts[module] = its
-        dense[one] = mx.dequantize(*parts, **settings).astype(mx.float32)
+        dense[tensor_name] = mx.dequantize(*parts, **settings).astype(mx.float32)
     ours = built(spec, stored, mx.bfloat16, layouts=layouts)
     plain = built(spec, dense, mx.float32)
     check(
@@ -138,10 +138,10 @@ def test_quantised_experts_take_choices_of_others(
     assert isinstance(ours, PackedGLU)
     x = mx.random.normal((7, HIDDEN), key=mx.random.key(9))
     chosen = mx.argsort(mx.random.uniform(shape=(7, 6), key=mx.random.key(8)))[:, :3]
-    found = ours(x, chosen)
+    actual = ours(x, chosen)
     expected = WeightLayerBuilder(dense, {}, mx.float32).switch_glu("mlp")(x, chosen)
-    assert found.dtype == mx.float32 and found.shape == (7, 3, HIDDEN)
-    assert (mx.abs(found - expected).max() < 0.02 * mx.abs(expected).max()).item()
+    assert actual.dtype == mx.float32 and actual.shape == (7, 3, HIDDEN)
+    assert (mx.abs(actual - expected).max() < 0.02 * mx.abs(expected).max()).item()
 
 
 def test_kernels_of_few_lines_include_norms_and_residual_additions(
@@ -155,19 +155,19 @@ def test_kernels_of_few_lines_include_norms_and_residual_additions(
     batch: Any = None  # a feed-forward does not use it
     for tokens in (5, 70):
         x = 2 * mx.random.normal((tokens, HIDDEN), key=mx.random.key(tokens))
-        found = []
+        outputs = []
         for layer, dtype in ((ours, mx.bfloat16), (plain, mx.float32)):
             simulated_kernels.clear()
             norm = RMSNorm(gain.astype(dtype), 1e-5)
             whole = Feed(norm, layer)(x.astype(mx.bfloat16).astype(dtype), batch)
             total, normed = add_and_defer_norm(norm, whole)
-            found.append([total, computed(normed)])
+            outputs.append([total, computed(normed)])
             if layer is ours and not ON_GPU:
                 assert {"expert_routing", "expert_product", "expert_sum"} <= simulated_kernels
                 assert ("rms_norm" in simulated_kernels) == (tokens == 70)
                 assert isinstance(normed, PendingNorm) == (tokens == 5)
-        for one, expected in zip(*found, strict=True):
-            wrong = mx.abs(one.astype(mx.float32) - expected).max(axis=1)
+        for actual, expected in zip(*outputs, strict=True):
+            wrong = mx.abs(actual.astype(mx.float32) - expected).max(axis=1)
             assert (wrong < 0.02 * mx.abs(expected).max()).mean().item() > 0.98
 
 

@@ -93,8 +93,8 @@ def test_a_layout_is_inferred_from_shapes(mode: str) -> None:
             layout = QuantLayout(mode, bits, group)
             shapes = dict(layout.tensors((3, 5, 128)))
             dtype = MODES[mode].scale_dtypes[-1]
-            found = layout_from_shapes("m", 128, shapes["weight"], shapes["scales"], dtype)
-            assert found == layout
+            inferred = layout_from_shapes("m", 128, shapes["weight"], shapes["scales"], dtype)
+            assert inferred == layout
 
 
 @pytest.mark.parametrize(

@@ -157,12 +157,12 @@ def test_a_product_is_the_same_for_any_number_of_rows(mode: str, transpose: bool
         zip(("weight", "scales", "biases"), mx.quantize(numbers, group, bits, mode), strict=False)
     )
     layout = QuantLayout(mode, bits, group)
-    weight = QuantisedWeight.of({f"a.{kind}": one for kind, one in arrays.items()}, "a", layout)
+    weight = QuantisedWeight.of({f"a.{kind}": array for kind, array in arrays.items()}, "a", layout)
     lines = mx.random.normal(
         (CPU_DEQUANTISE_ROWS + 2, 128 if transpose else 64), key=mx.random.key(3)
     )
     whole = weight(lines, transpose=transpose)
-    single = mx.concatenate([weight(one[None], transpose=transpose) for one in lines])
+    single = mx.concatenate([weight(line[None], transpose=transpose) for line in lines])
     assert np.abs(np.array(whole - single)).max() < 1e-5 * np.abs(np.array(single)).max()
 
 
@@ -194,7 +194,7 @@ def test_layers_of_one_layout_are_concatenated_and_others_not(
         for name, layout in named.items():
             packed = mx.quantize(mx.ones((8, 64)), layout.group_size, layout.bits)
             kinds = ("weight", "scales", "biases")
-            weights |= {f"{name}.{kind}": one for kind, one in zip(kinds, packed, strict=True)}
+            weights |= {f"{name}.{kind}": array for kind, array in zip(kinds, packed, strict=True)}
         return WeightLayerBuilder(weights, named, mx.float32).concatenated(list(named))
 
     assert isinstance(layer(four, four), QuantisedLinear)
@@ -208,15 +208,15 @@ def test_a_global_scale_is_applied_once(shape: tuple[int, ...]) -> None:
     scale = mx.max(mx.abs(numbers), axis=(-2, -1))
     single = [numbers] if len(shape) == 2 else list(numbers)
     pairs = [
-        mx.quantize(one, 16, 4, mode="nvfp4", global_scale=greatest)
-        for one, greatest in zip(single, scale.reshape(-1), strict=True)
+        mx.quantize(tensor, 16, 4, mode="nvfp4", global_scale=greatest)
+        for tensor, greatest in zip(single, scale.reshape(-1), strict=True)
     ]
     expected = mx.stack(
         [
             mx.dequantize(
-                *pair, group_size=16, bits=4, mode="nvfp4", global_scale=one, dtype=mx.float32
+                *pair, group_size=16, bits=4, mode="nvfp4", global_scale=greatest, dtype=mx.float32
             )
-            for pair, one in zip(pairs, scale.reshape(-1), strict=True)
+            for pair, greatest in zip(pairs, scale.reshape(-1), strict=True)
         ]
     ).reshape(shape)
     weight, scales = (mx.stack([pair[i] for pair in pairs]) for i in (0, 1))

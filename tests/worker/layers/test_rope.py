@@ -38,7 +38,9 @@ def test_wavelengths_are_scaled_between_one_and_the_factor() -> None:
     for kind in ("llama3", "yarn"):
         turn = parse_rope({"rope_scaling": SETTINGS | {"rope_type": kind}}, 8)
         assert turn.freqs is not None
-        stretch = [one / period for one, period in zip(turn.freqs, plain, strict=True)]
+        stretch = [
+            wavelength / period for wavelength, period in zip(turn.freqs, plain, strict=True)
+        ]
         assert stretch == sorted(stretch)
         assert stretch[-1] == pytest.approx(4.0)
         assert min(stretch) >= 1 - 1e-9

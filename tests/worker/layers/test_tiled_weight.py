@@ -34,9 +34,9 @@ def test_products_equal_those_of_the_dense_weight(
     x = mx.random.normal(shape).astype(mx.bfloat16)
     dense = weight.dequantised(mx.float32)
     expected = x.astype(mx.float32) @ dense.T
-    found = QuantisedLinear(tiled, None)(x)
-    assert found.shape == expected.shape
-    assert np.allclose(np.array(found.astype(mx.float32)), np.array(expected), 0.02, 0.03)
+    actual = QuantisedLinear(tiled, None)(x)
+    assert actual.shape == expected.shape
+    assert np.allclose(np.array(actual.astype(mx.float32)), np.array(expected), 0.02, 0.03)
     exact = tiled(x.astype(mx.float32))  # no kernel takes float32
     assert exact.dtype == mx.float32
     assert np.allclose(np.array(exact), np.array(expected), 0.02, 0.03)
@@ -57,9 +57,9 @@ def test_other_weights_stay_as_they_are() -> None:
     whole = packed(64, 128, group=128)
     for weight in (packed(96, 64), packed(64, 96, group=32), packed(64, 64, bits=8), whole):
         assert in_tiles(weight) is weight
-    one = packed(64, 64)
-    assert one.biases is not None
+    single = packed(64, 64)
+    assert single.biases is not None
     several = QuantisedWeight(
-        one.weight[None], one.scales[None], one.biases[None], None, one.layout
+        single.weight[None], single.scales[None], single.biases[None], None, single.layout
     )
     assert in_tiles(several) is several

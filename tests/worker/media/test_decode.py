@@ -56,18 +56,18 @@ def test_modes_become_rgb(mode: str) -> None:
         image = Image.fromarray(np.full((20, 40), 51_400, np.uint16))
     else:
         image = halves(mode=mode)
-    found = decode(file_of(image, kind))
-    assert found.mode == "RGB" and found.size == (40, 20)
+    picture = decode(file_of(image, kind))
+    assert picture.mode == "RGB" and picture.size == (40, 20)
     if mode == "I;16":
-        assert found.getpixel((3, 3)) == (200, 200, 200)
+        assert picture.getpixel((3, 3)) == (200, 200, 200)
 
 
 def test_transparent_parts_are_white() -> None:
     image = halves().convert("RGBA")
     image.putalpha(Image.new("L", image.size, 0))
     image.paste((*RED, 255), (0, 0, 20, 20))
-    found = decode(file_of(image, "PNG"))
-    assert found.getpixel((5, 5)) == RED and found.getpixel((35, 5)) == (255, 255, 255)
+    picture = decode(file_of(image, "PNG"))
+    assert picture.getpixel((5, 5)) == RED and picture.getpixel((35, 5)) == (255, 255, 255)
     palette = Image.new("P", (4, 4), 0)
     palette.putpalette([0, 0, 0, 9, 9, 9])
     assert decode(file_of(palette, "GIF", transparency=0)).getpixel((1, 1)) == (255, 255, 255)
@@ -76,16 +76,16 @@ def test_transparent_parts_are_white() -> None:
 def test_an_image_is_turned_as_its_camera_says() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned clockwise
-    found = decode(file_of(halves(), "JPEG", exif=exif))
-    assert found.size == (20, 40)
-    assert near(found.getpixel((10, 5)), RED) and near(found.getpixel((10, 35)), BLUE)
+    picture = decode(file_of(halves(), "JPEG", exif=exif))
+    assert picture.size == (20, 40)
+    assert near(picture.getpixel((10, 5)), RED) and near(picture.getpixel((10, 35)), BLUE)
 
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
 def test_the_first_frame_counts(kind: str) -> None:
     first, second = Image.new("RGB", (8, 8), RED), Image.new("RGB", (8, 8), BLUE)
-    found = decode(file_of(first, kind, save_all=True, append_images=[second], duration=50))
-    assert near(found.getpixel((4, 4)), RED)
+    picture = decode(file_of(first, kind, save_all=True, append_images=[second], duration=50))
+    assert near(picture.getpixel((4, 4)), RED)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,9 @@ def test_an_image_on_tiles_lies_in_the_corner_of_a_black_canvas() -> None:
 def test_keys_differ_by_content_and_preprocessing() -> None:
     other = Image.new("RGB", (40, 20), RED)
     files = [file_of(halves(), "PNG"), file_of(other, "PNG")]
-    keys = {prepared_image(data, 0, one).key for data in files for one in (SETTINGS, FREE)}
+    keys = {
+        prepared_image(data, 0, settings).key for data in files for settings in (SETTINGS, FREE)
+    }
     assert len(keys) == 4
     as_webp = prepared_image(file_of(halves(), "WEBP", lossless=True), 5, SETTINGS)
     assert as_webp.key == prepared_image(files[0], 0, SETTINGS).key, "the same pixels"

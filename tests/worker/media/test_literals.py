@@ -42,8 +42,8 @@ def test_what_the_model_wrote_keeps_tokens_that_are_not_special() -> None:
     texts = ["<|end|> <tool_call>", "plain"]
     messages = [user(texts[0]), {"role": "assistant", "content": texts[0]}, user(texts[1])]
     changed, seam = literals.seamed(messages, ["<|end|>", "<|end", "x"], ["<tool_call>"])
-    found = [literals.cuts_of(message["content"], seam) for message in changed]
-    assert found == [(texts[0], [1, 9]), (texts[0], [1]), (texts[1], [])]
+    cuts = [literals.cuts_of(message["content"], seam) for message in changed]
+    assert cuts == [(texts[0], [1, 9]), (texts[0], [1]), (texts[1], [])]
 
 
 def test_a_seam_is_in_no_text() -> None:

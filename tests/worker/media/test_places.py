@@ -47,8 +47,8 @@ def test_another_number_of_markers_is_refused(text: str, why: str) -> None:
 
 def test_tags_of_a_text_are_expanded() -> None:
     text, named = places.expanded_text("[img-1] and [img-0], [img-1]", PLACES, 2)
-    one = "\n<img><slot></img>\n"
-    assert (text, named) == (f"{one} and {one}, {one}", [1, 0, 1])
+    image_text = "\n<img><slot></img>\n"
+    assert (text, named) == (f"{image_text} and {image_text}, {image_text}", [1, 0, 1])
 
 
 @pytest.mark.parametrize(
@@ -72,16 +72,16 @@ def test_a_slot_token_in_a_text_is_refused() -> None:
 
 
 def test_images_stand_in_place_of_slots() -> None:
-    found = places.with_images([1, 9, 2, 9, 3, 9], PLACES, [1, 0, 1], [A, B])
+    inputs = places.with_images([1, 9, 2, 9, 3, 9], PLACES, [1, 0, 1], [A, B])
     a, b = slot_items(A.key, 4), slot_items(B.key, 2)
-    assert found.items == (1, *b, 2, *a, 3, *b)
-    assert [(one.start, one.count, one.image) for one in found.media] == [
+    assert inputs.items == (1, *b, 2, *a, 3, *b)
+    assert [(span.start, span.count, span.image) for span in inputs.media] == [
         (1, 2, B.key),
         (4, 4, A.key),
         (9, 2, B.key),
     ]
-    assert found.images == {A.key: A, B.key: B}
-    assert [found.moved(place) for place in (0, 1, 2, 3, 4, 6)] == [0, 1, 3, 4, 8, 11]
+    assert inputs.images == {A.key: A, B.key: B}
+    assert [inputs.moved(place) for place in (0, 1, 2, 3, 4, 6)] == [0, 1, 3, 4, 8, 11]
 
 
 def test_settings_survive_the_way_to_another_process() -> None:

@@ -16,15 +16,15 @@ WHOLE = [
 
 
 def test_images_are_grids_and_what_follows_goes_on_behind_their_longer_side() -> None:
-    found = positions(0, 17, [WIDE, SQUARE], 2)
-    assert [tuple(row) for row in found.tolist()] == WHOLE
+    rows = positions(0, 17, [WIDE, SQUARE], 2)
+    assert [tuple(row) for row in rows.tolist()] == WHOLE
 
 
 def test_any_part_has_the_positions_of_the_whole() -> None:
     for start in range(17):
         for end in range(start + 1, 18):
-            found = positions(start, end, [WIDE, SQUARE], 2).tolist()
-            assert [tuple(row) for row in found] == WHOLE[start:end]
+            rows = positions(start, end, [WIDE, SQUARE], 2).tolist()
+            assert [tuple(row) for row in rows] == WHOLE[start:end]
 
 
 def test_without_images_positions_are_numbers() -> None:

@@ -23,19 +23,19 @@ def span(start: int, count: int, *, group: bool = True, image: bytes = KEY) -> M
 @st.composite
 def spans_of_inputs(draw: st.DrawFn) -> tuple[tuple[MediaSpan, ...], int]:
     """Draws spans in order, some without a gap, and the total number of inputs."""
-    found, at = [], 0
+    media_spans, at = [], 0
     for _ in range(draw(st.integers(0, 5))):
         at += draw(st.integers(0, 4))
-        one = span(at, draw(st.integers(1, 6)), group=draw(st.booleans()))
-        found.append(one)
-        at = one.end
-    return tuple(found), at + draw(st.integers(0, 4))
+        media_span = span(at, draw(st.integers(1, 6)), group=draw(st.booleans()))
+        media_spans.append(media_span)
+        at = media_span.end
+    return tuple(media_spans), at + draw(st.integers(0, 4))
 
 
 def test_slots_are_no_token_ids_and_differ_by_image_and_index() -> None:
-    every = [*spans.slot_items(KEY, 300), *spans.slot_items(OTHER, 300)]
-    assert len(set(every)) == 600
-    assert all(spans.FIRST_SLOT <= item < 2**64 and spans.is_slot(item) for item in every)
+    items = [*spans.slot_items(KEY, 300), *spans.slot_items(OTHER, 300)]
+    assert len(set(items)) == 600
+    assert all(spans.FIRST_SLOT <= item < 2**64 and spans.is_slot(item) for item in items)
     assert not spans.is_slot(2**32 - 1)
     assert spans.slot_items(KEY, 300) == spans.slot_items(KEY, 300)
 
@@ -61,11 +61,11 @@ def test_a_prefix_ends_in_no_group(found: tuple[tuple[MediaSpan, ...], int], pla
     place = min(place, inputs)
     end = spans.prefix_end(given_spans, place)
     assert end <= place
-    assert not any(one.group and one.start < end < one.end for one in given_spans)
+    assert not any(image.group and image.start < end < image.end for image in given_spans)
     allowed = [
         at
         for at in range(place + 1)
-        if not any(one.group and one.start < at < one.end for one in given_spans)
+        if not any(image.group and image.start < at < image.end for image in given_spans)
     ]
     assert end == max(allowed)
 
@@ -79,8 +79,8 @@ def test_chunks_read_all_inputs_and_divide_no_group(
     while at < inputs:
         end = spans.chunk_end(given_spans, at, min(at + size, inputs))
         assert at < end <= inputs
-        assert not any(one.group and one.start < end < one.end for one in given_spans)
-        alone = next((one for one in given_spans if one.group and one.start == at), None)
+        assert not any(image.group and image.start < end < image.end for image in given_spans)
+        alone = next((image for image in given_spans if image.group and image.start == at), None)
         assert end <= at + size or (alone is not None and end == alone.end)
         at = end
 
@@ -96,10 +96,10 @@ def test_a_cut_takes_whole_images(
     left = items[:keep] + items[end:]
     after = spans.without(given_spans, keep, end - keep)
     check_spans(after, len(left))
-    wanted = [items[one.start : one.end] for one in given_spans]
-    kept = [left[one.start : one.end] for one in after]
-    assert kept == [one for one in wanted if set(one) <= set(left)]
-    assert not any(set(one) & set(left) for one in wanted if one not in kept)
+    wanted = [items[image.start : image.end] for image in given_spans]
+    kept = [left[image.start : image.end] for image in after]
+    assert kept == [part for part in wanted if set(part) <= set(left)]
+    assert not any(set(part) & set(left) for part in wanted if part not in kept)
 
 
 def test_spans_in_a_range() -> None:
@@ -146,8 +146,8 @@ def crossed(*starts: int) -> tuple[MediaSpan, ...]:
     ],
 )
 def test_an_input_sees_the_images_that_stand_last_before_it(place: int, seen: list[int]) -> None:
-    found = spans.seen_images(crossed(2, 5, 6), place)
-    assert [one.start for one in found] == seen
+    images = spans.seen_images(crossed(2, 5, 6), place)
+    assert [image.start for image in images] == seen
 
 
 def test_images_among_the_inputs_are_seen_by_attention_alone() -> None:
@@ -170,9 +170,9 @@ def test_views_are_what_each_input_sees(starts: list[int], begin: int, count: in
 
 def test_a_chunk_waits_for_the_images_that_it_attends_to() -> None:
     images = crossed(2, 5, 6)
-    first, second, third = (one.image for one in images)
-    every = {first, second, third}
-    assert spans.readable_end(images, 0, 9, every) == 9
+    first, second, third = (media_span.image for media_span in images)
+    keys = {first, second, third}
+    assert spans.readable_end(images, 0, 9, keys) == 9
     assert spans.readable_end(images, 0, 9, {first}) == 5
     assert spans.readable_end(images, 0, 9, {first, second}) == 6
     assert spans.readable_end(images, 3, 9, {second, third}) == 3, "it attends to the first"

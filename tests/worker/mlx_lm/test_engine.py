@@ -99,11 +99,11 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
     models = {str(path): CASES[case] for case, path in paths.items()}
     job = {"models": models, "prompts": [prompt_of(size) for size in PROMPTS], "steps": STEPS}
     mlx_lm_peer.ask(job, PEER)
-    found = {}
+    checked_models = {}
     for case, path in paths.items():
         folder, peer = inspect(path), np.load(path / "peer.npz")
-        found[case] = Checked(folder, load(folder), peer["ids"].tolist(), peer["logits"])
-    return found
+        checked_models[case] = Checked(folder, load(folder), peer["ids"].tolist(), peer["logits"])
+    return checked_models
 
 
 def sequence(prompt: tuple[int, ...], restore_at: int = 0, **raw: Any) -> Sequence:
@@ -117,11 +117,11 @@ every = pytest.mark.parametrize("case", CASES)
 @every
 @pytest.mark.parametrize("budget", [1, 7, 2048])
 def test_chunks_give_mlx_lms_tokens(case: str, budget: int, checked: dict[str, Checked]) -> None:
-    one = checked[case]
-    engine, seq = one.engine(), sequence(prompt_of(PROMPTS[2]))
+    reference = checked[case]
+    engine, seq = reference.engine(), sequence(prompt_of(PROMPTS[2]))
     enter(engine, seq, budget)
     decode(engine, [seq], STEPS)
-    assert seq.ids == one.ids[2]
+    assert seq.ids == reference.ids[2]
 
 
 @pytest.mark.parametrize("fails_in", ["submit", "collect"])
@@ -174,21 +174,21 @@ def test_a_pass_of_a_new_size_is_told_before_it_is_built(
         seen.clear()
         fresh.append(engine.submit([Span(seq, 0, seq.length, 1)]))
         assert seen == (["told", "built"] if fresh[-1] else ["built"])
-        seq.ids += [one.token for one in engine.collect().drawn]
+        seq.ids += [sampled.token for sampled in engine.collect().drawn]
     assert fresh == [True, False, True]
     for some, new in ((rows[:1], True), (rows[:1], False), (rows[:2], True), (rows, False)):
         spans = [Span(seq, seq.submitted, 1, 1) for seq in some]
         assert engine.submit(spans) == new
-        for one in engine.collect().drawn:
-            one.sequence.ids.append(one.token)
+        for sampled in engine.collect().drawn:
+            sampled.sequence.ids.append(sampled.token)
 
 
 @every
 def test_log_probabilities_are_mlx_lms(case: str, checked: dict[str, Checked]) -> None:
-    one = checked[case]
-    engine, seq = one.engine(), sequence(prompt_of(PROMPTS[0]), logprobs=True)
+    reference = checked[case]
+    engine, seq = reference.engine(), sequence(prompt_of(PROMPTS[0]), logprobs=True)
     enter(engine, seq)
-    for logits in one.logits[0].astype(np.float64):
+    for logits in reference.logits[0].astype(np.float64):
         (drawn,) = decode(engine, [seq])
         whole = np.log(np.exp(logits - logits.max()).sum()) + logits.max()
         assert drawn.logprob is not None
@@ -199,12 +199,12 @@ def test_log_probabilities_are_mlx_lms(case: str, checked: dict[str, Checked]) -
 def test_scored_tokens_have_mlx_lms_log_probabilities(
     case: str, checked: dict[str, Checked]
 ) -> None:
-    one = checked[case]
-    engine, seq = one.engine(), sequence(prompt_of(PROMPTS[0]))
+    reference = checked[case]
+    engine, seq = reference.engine(), sequence(prompt_of(PROMPTS[0]))
     seq.scored = (9, 200, 3)
     enter(engine, seq)
     (drawn,) = decode(engine, [seq])
-    logits = one.logits[0][0].astype(np.float64)
+    logits = reference.logits[0][0].astype(np.float64)
     whole = np.log(np.exp(logits - logits.max()).sum()) + logits.max()
     assert drawn.logprob is not None
     assert [token for token, _ in drawn.logprob.top] == [9, 200, 3]
@@ -214,42 +214,42 @@ def test_scored_tokens_have_mlx_lms_log_probabilities(
 
 @every
 def test_rows_in_turn_give_mlx_lms_tokens(case: str, checked: dict[str, Checked]) -> None:
-    one = checked[case]
-    engine, rows = one.engine(), [sequence(prompt_of(size)) for size in PROMPTS]
+    reference = checked[case]
+    engine, rows = reference.engine(), [sequence(prompt_of(size)) for size in PROMPTS]
     for seq in rows:
         enter(engine, seq)
     decode(engine, rows, STEPS)
-    assert [seq.ids for seq in rows] == one.ids
+    assert [seq.ids for seq in rows] == reference.ids
 
 
 @every
 @pytest.mark.parametrize("prefix", ["tree", "single", "off"])
 def test_prefixes_are_reused(case: str, prefix: str, checked: dict[str, Checked]) -> None:
-    one = checked[case]
-    engine, prompt = one.engine(prefix), prompt_of(PROMPTS[2])
+    reference = checked[case]
+    engine, prompt = reference.engine(prefix), prompt_of(PROMPTS[2])
     begun = sequence((*prompt[:30], 1, 2, 3), restore_at=20)
     enter(engine, begun)
     decode(engine, [begun], WINDOW + 1)
     engine.release(begun)
-    found = []
+    cached_tokens = []
     for _ in range(2):
         seq = sequence(prompt)
         enter(engine, seq)
         decode(engine, [seq], STEPS)
         engine.release(seq)
-        assert seq.ids == one.ids[2]
-        found.append(seq.cached)
+        assert seq.ids == reference.ids[2]
+        cached_tokens.append(seq.cached)
     states = case != "phi3"
     cached = {"tree": 20 if states else 30, "single": 0 if states else 30, "off": 0}[prefix]
     again = {"tree": 30 if states else 44, "single": 0 if states else 44, "off": 0}[prefix]
-    assert found == [cached, again]
+    assert cached_tokens == [cached, again]
 
 
 @every
 def test_kept_prefixes_are_not_overwritten(case: str, checked: dict[str, Checked]) -> None:
     """Three sequences continue from one prefix; windows write into their ring buffers in place."""
-    one = checked[case]
-    engine, prompt = one.engine(), prompt_of(PROMPTS[0])
+    reference = checked[case]
+    engine, prompt = reference.engine(), prompt_of(PROMPTS[0])
     begun = sequence(prompt)
     enter(engine, begun)
     decode(engine, [begun], 10)
@@ -261,7 +261,7 @@ def test_kept_prefixes_are_not_overwritten(case: str, checked: dict[str, Checked
         assert seq.cached == len(prompt) + 9
         decode(engine, [seq], 5)
     decode(engine, rows, STEPS - 15)
-    assert [seq.ids for seq in rows] == [one.ids[0]] * 3
+    assert [seq.ids for seq in rows] == [reference.ids[0]] * 3
 
 
 @every
@@ -269,9 +269,9 @@ def test_kept_prefixes_are_not_overwritten(case: str, checked: dict[str, Checked
 def test_preemption_and_resume_change_no_token(
     case: str, prefix: str, checked: dict[str, Checked]
 ) -> None:
-    one = checked[case]
-    engine, seq = one.engine(prefix), sequence(prompt_of(PROMPTS[0]))
-    seq.ids += one.ids[0][:3]
+    reference = checked[case]
+    engine, seq = reference.engine(prefix), sequence(prompt_of(PROMPTS[0]))
+    seq.ids += reference.ids[0][:3]
     enter(engine, seq)
     for steps in (1, 9):
         decode(engine, [seq], steps)
@@ -281,14 +281,14 @@ def test_preemption_and_resume_change_no_token(
         assert (seq.submitted == seq.length - 1) == (prefix == "tree")
         read(engine, seq, 5)
     decode(engine, [seq], STEPS - 13)
-    assert seq.ids == one.ids[0]
+    assert seq.ids == reference.ids[0]
 
 
 @every
 def test_scheduled_steps_give_mlx_lms_tokens(case: str, checked: dict[str, Checked]) -> None:
     """Decode rows share their passes with one chunk, whose last input draws a token."""
-    one = checked[case]
-    engine = one.engine()
+    reference = checked[case]
+    engine = reference.engine()
     assert (engine.limits.prompts, engine.limits.ahead) == (1, 0)
     steps, rows = ScheduledSteps(engine), [sequence(prompt_of(size)) for size in PROMPTS]
     for seq in rows:
@@ -299,14 +299,14 @@ def test_scheduled_steps_give_mlx_lms_tokens(case: str, checked: dict[str, Check
         steps.step()
         for seq in [seq for seq in steps.live if len(seq.ids) == STEPS]:
             steps.leave(seq)
-    assert [seq.ids for seq in rows] == one.ids
+    assert [seq.ids for seq in rows] == reference.ids
 
 
 def test_a_failed_row_does_not_change_other_rows(
     checked: dict[str, Checked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = checked["mamba"]
-    engine, rows = one.engine(), [sequence(prompt_of(size)) for size in PROMPTS]
+    reference = checked["mamba"]
+    engine, rows = reference.engine(), [sequence(prompt_of(size)) for size in PROMPTS]
     for seq in rows:
         enter(engine, seq)
     sample = sampler.sample
@@ -317,7 +317,7 @@ def test_a_failed_row_does_not_change_other_rows(
     assert failed.value.sequence is rows[1]
     engine.release(rows[1])
     decode(engine, [rows[0], rows[2]], STEPS - 1)
-    assert [rows[0].ids, rows[2].ids] == [one.ids[0], one.ids[2]]
+    assert [rows[0].ids, rows[2].ids] == [reference.ids[0], reference.ids[2]]
 
 
 def test_a_failed_step_leaves_nothing_behind(

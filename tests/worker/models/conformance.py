@@ -147,8 +147,8 @@ def answered(paths: Mapping[str, Path]) -> dict[str, Checked]:
     _run_peer([str(folder) for folder in folders.values()], prompts)
     checked = {}
     for name, path in paths.items():
-        found = np.load(folders[name] / "peer.npz")
-        answers = zip(prompts, found["ids"].tolist(), found["logits"], strict=True)
+        peer = np.load(folders[name] / "peer.npz")
+        answers = zip(prompts, peer["ids"].tolist(), peer["logits"], strict=True)
         checked[name] = Checked(path, tuple(Answer(*each) for each in answers))
     return checked
 
@@ -278,7 +278,12 @@ def comparison(name: str, cases: Mapping[str, Case]) -> tuple[Any, Any]:
     def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checked]:
         return prepare(tmp_path_factory.mktemp(name), cases)
 
-    each = [(case, way) for case, one in cases.items() for way in WAYS if one.is_tested(way)]
+    each = [
+        (case, way)
+        for case, model_case in cases.items()
+        for way in WAYS
+        if model_case.is_tested(way)
+    ]
 
     @pytest.mark.parametrize(("case", "way"), each)
     def test_equals_mlx_lm(case: str, way: str, checked: dict[str, Checked]) -> None:
@@ -301,7 +306,7 @@ def refusals(base: Mapping[str, Any], refused: Many[tuple[dict[str, Any], str]])
 def _can_be_cut(loaded: LoadedModel) -> bool:
     """Returns whether every layer keeps its tokens one by one, so that any prefix is reusable."""
     caches = loaded.folder.plan.caches
-    return not any(isinstance(one, RecurrentSpec) or getattr(one, "window", 0) for one in caches)
+    return not any(isinstance(spec, RecurrentSpec) or getattr(spec, "window", 0) for spec in caches)
 
 
 def _assert_logits(checked: Checked, answer: Answer, chunk: int, steps: int) -> None:

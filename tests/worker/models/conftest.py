@@ -14,8 +14,8 @@ from worker.models.seeing_cases import CASES, Case
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
 def case(request: pytest.FixtureRequest) -> Case:
-    found: Case = request.param
-    return found
+    model_case: Case = request.param
+    return model_case
 
 
 @pytest.fixture(scope="module")

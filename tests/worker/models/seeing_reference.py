@@ -107,7 +107,7 @@ def mllama(folder: Path) -> dict[str, Any]:
     model = transformers.MllamaForConditionalGeneration.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
-    layers = [one for one in model.model.language_model.layers if hasattr(one, "cross_attn")]
+    layers = [block for block in model.model.language_model.layers if hasattr(block, "cross_attn")]
     for layer in layers:
         _mask_tokens_before_images(layer)
     tokenizer = transformers.PreTrainedTokenizerFast(
@@ -130,17 +130,17 @@ def mllama(folder: Path) -> dict[str, Any]:
         """Returns the keys and values of each image's tiles in each cross-attention layer."""
         names = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
         states = model.model.vision_model(**{name: inputs[name] for name in names})
-        every = model.model.multi_modal_projector(states.last_hidden_state)[0]
-        found = []
+        projections = model.model.multi_modal_projector(states.last_hidden_state)[0]
+        tensors = []
         for number, tiles in enumerate(inputs["aspect_ratio_mask"][0].sum(-1).tolist()):
-            image = every[number, :tiles].flatten(0, 1)
+            image = projections[number, :tiles].flatten(0, 1)
             parts = []
-            for one in (layer.cross_attn for layer in layers):
-                shape = -1, one.num_key_value_heads, one.head_dim
-                parts.append(one.k_norm(one.k_proj(image).view(shape)).transpose(0, 1))
-                parts.append(one.v_proj(image).view(shape).transpose(0, 1))
-            found.append(torch.stack(parts))
-        return found
+            for attention in (layer.cross_attn for layer in layers):
+                shape = -1, attention.num_key_value_heads, attention.head_dim
+                parts.append(attention.k_norm(attention.k_proj(image).view(shape)).transpose(0, 1))
+                parts.append(attention.v_proj(image).view(shape).transpose(0, 1))
+            tensors.append(torch.stack(parts))
+        return tensors
 
     return _answers(torch, model, processor, features)
 
@@ -161,7 +161,7 @@ def _mask_tokens_before_images(layer: Any) -> None:
 def _answers(
     torch: Any, model: Any, processor: Any, features_of: Callable[[Any], list[Any]] | None = None
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     for number, prompt in enumerate(seeing.PROMPTS):
         images = [seeing.picture(part) for part in prompt if isinstance(part, int)]
         messages = [{"role": "user", "content": seeing.parts_of(prompt)}]
@@ -182,16 +182,18 @@ def _answers(
         logits = torch.stack(answer.logits)[:, 0]
         ids = answer.sequences[0, given:]
         logprobs = torch.log_softmax(logits.double(), dim=-1)
-        found[f"prompt_{number}"] = inputs["input_ids"][0].numpy().astype(np.int32)
-        found[f"ids_{number}"] = ids.numpy().astype(np.int32)
+        answers[f"prompt_{number}"] = inputs["input_ids"][0].numpy().astype(np.int32)
+        answers[f"ids_{number}"] = ids.numpy().astype(np.int32)
         chosen = logprobs.gather(1, ids[:, None])[:, 0]
-        found[f"logprobs_{number}"] = chosen.numpy()
-        found[f"first_{number}"] = logprobs[0].numpy().astype(np.float32)
+        answers[f"logprobs_{number}"] = chosen.numpy()
+        answers[f"first_{number}"] = logprobs[0].numpy().astype(np.float32)
         if number == 1:
             with torch.no_grad():
-                every = [*(features_of or partial(_image_features, model))(inputs)]
-            found["features_0"], found["features_1"] = (one.numpy() for one in every[:2])
-    return found
+                features = [*(features_of or partial(_image_features, model))(inputs)]
+            answers["features_0"], answers["features_1"] = (
+                tensor.numpy() for tensor in features[:2]
+            )
+    return answers
 
 
 def _image_features(model: Any, inputs: Any) -> Any:
@@ -211,9 +213,9 @@ def main() -> int:
     ]
     for name, answers in MODELS:
         with tempfile.TemporaryDirectory() as folder:
-            found = answers(Path(folder))
+            arrays = answers(Path(folder))
         file = seeing.EXPECTED / f"{name}_images.npz"
-        np.savez_compressed(file, versions=np.array(versions), **found)
+        np.savez_compressed(file, versions=np.array(versions), **arrays)
         print(file, file.stat().st_size, "bytes,", *versions)
     return 0
 

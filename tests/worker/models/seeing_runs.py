@@ -25,22 +25,22 @@ def encoded(
     parts = seeing.parts_of(prompt)
     used = sorted({part for part in prompt if isinstance(part, int)})
     job = Render([{"role": "user", "content": parts}], (), None, 0.0, 500, files[: len(used)])
-    found = perform(text, job)
-    assert isinstance(found, Encoded), found
-    return found
+    result = perform(text, job)
+    assert isinstance(result, Encoded), result
+    return result
 
 
 def sequence(
     text: ChatTokenizer, prompt: Many[str | int], name: bytes = b"x", pictures: Many[int] = range(2)
 ) -> Sequence:
-    found = encoded(text, prompt, pictures)
+    prepared = encoded(text, prompt, pictures)
     assert text.images is not None
-    images = [*map(image_of, found.images)]
-    inputs = with_images(unpack_ids(found.packed), text.images.places, found.named, images)
+    images = [*map(image_of, prepared.images)]
+    inputs = with_images(unpack_ids(prepared.packed), text.images.places, prepared.named, images)
     options = Options(temperature=0.0, logprobs=True)
     seq = Sequence(name, 1, inputs.items, options, 0, seeing.STEPS)
     seq.media, seq.images = inputs.media, inputs.images
-    seq.restore_at = inputs.moved(found.restore_at)
+    seq.restore_at = inputs.moved(prepared.restore_at)
     return seq
 
 
@@ -55,7 +55,7 @@ def run(
             engine.encode(seq.images[image.image], ())
         assert read_chunk(engine, seq, chunk)
     drawn = decode(engine, [seq], steps)
-    return [one.logprob.logprob for one in drawn if one.logprob is not None]
+    return [sample.logprob.logprob for sample in drawn if sample.logprob is not None]
 
 
 def engine_of(loaded: Any, text: ChatTokenizer, **options: Any) -> ModelEngine:

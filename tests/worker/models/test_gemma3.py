@@ -76,8 +76,10 @@ def within(prefix: str, head: str, vision: str) -> Any:
 
     def stored(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         named = {
-            prefix + name.removeprefix("model.") if name.startswith("model.") else head + name: one
-            for name, one in weights.items()
+            prefix + name.removeprefix("model.")
+            if name.startswith("model.")
+            else head + name: array
+            for name, array in weights.items()
         }
         return {f"{vision}vision_tower.patch.weight": np.ones((3, 2), np.float32)} | named
 

@@ -93,18 +93,18 @@ def test_a_quantised_kv_b_proj_is_split(tmp_path: Path) -> None:
         plain[name] = np.array(mx.dequantize(*parts, group_size=32, bits=8))
         for kind, part in zip(("weight", "scales", "biases"), parts, strict=True):
             stored[name.replace("weight", kind)] = np.array(part)
-    one = write_checkpoint(tmp_path / "1", weights=plain, **settings(**WHOLE))
+    folder = write_checkpoint(tmp_path / "1", weights=plain, **settings(**WHOLE))
     other = write_checkpoint(tmp_path / "2", weights=stored, **settings(**WHOLE, quantization=said))
-    assert np.array_equal(logits_of(one), logits_of(other))
+    assert np.array_equal(logits_of(folder), logits_of(other))
 
 
 def test_a_tied_head_is_the_token_embedding(tmp_path: Path) -> None:
     weights = random_weights(settings())
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    one = write_checkpoint(tmp_path / "1", weights=weights, **settings())
+    folder = write_checkpoint(tmp_path / "1", weights=weights, **settings())
     tied = settings(tie_word_embeddings=True)
     other = write_checkpoint(tmp_path / "2", weights=glm_released(weights), **tied)
-    assert np.abs(logits_of(one) - logits_of(other)).max() < 1e-5
+    assert np.abs(logits_of(folder) - logits_of(other)).max() < 1e-5
 
 
 def logits_of(path: Path) -> np.ndarray:

@@ -66,7 +66,9 @@ def released(weights: Weights) -> Weights:
     stored = {name: array for name, array in weights.items() if ".experts." not in name}
     for layer in range(2):
         name = f"model.layers.{layer}.mlp.experts"
-        tensors = {one: _in_mxfp4(weights, f"{name}.{one}") for one in PROJECTIONS}
+        tensors = {
+            projection: _in_mxfp4(weights, f"{name}.{projection}") for projection in PROJECTIONS
+        }
         for kind in ("blocks", "scales", "bias"):
             both = np.stack([tensors["gate_proj"][kind], tensors["up_proj"][kind]], axis=2)
             stored[f"{name}.gate_up_proj_{kind}"] = both.reshape(both.shape[0], -1, *both.shape[3:])
@@ -87,7 +89,7 @@ def columns_first(weights: Weights) -> Weights:
         name = f"model.layers.{layer}.mlp.experts"
         for kind in ("weight", "bias"):
             suffix = "" if kind == "weight" else "_bias"
-            gate, up, down = (weights[f"{name}.{one}.{kind}"] for one in PROJECTIONS)
+            gate, up, down = (weights[f"{name}.{projection}.{kind}"] for projection in PROJECTIONS)
             both = np.stack([gate, up], axis=2).reshape(gate.shape[0], -1, *gate.shape[2:])
             stored[f"{name}.gate_up_proj{suffix}"] = both.swapaxes(1, -1)
             stored[f"{name}.down_proj{suffix}"] = down.swapaxes(1, -1)

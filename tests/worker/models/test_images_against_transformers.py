@@ -31,10 +31,10 @@ def test_features_are_those_of_transformers(
     for number in range(2):
         image = seq.images[seq.media[number].image]
         engine.encode(image, ())
-        found = case.features(np.array(engine.encoded.get(image.key)))
+        actual = case.features(np.array(engine.encoded.get(image.key)))
         wanted = expected[f"features_{number}"]
-        assert found.shape == wanted.shape
-        assert np.abs(found - wanted).max() < case.feature_tolerance
+        assert actual.shape == wanted.shape
+        assert np.abs(actual - wanted).max() < case.feature_tolerance
 
 
 @pytest.mark.parametrize("number", range(len(seeing.PROMPTS)))

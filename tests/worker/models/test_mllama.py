@@ -21,14 +21,14 @@ def case() -> Case:
 
 
 def test_a_prompt_may_end_with_an_image(loaded: Any, text: ChatTokenizer) -> None:
-    found = []
+    answers = []
     for chunk in (None, 1):
         engine = engine_of(loaded, text)
         seq = sequence(text, ("x", 0))
         seq.prompt = seq.prompt[: seq.media[0].end]
         run(engine, seq, chunk)
-        found.append(seq.ids)
-    assert found[0] == found[1]
+        answers.append(seq.ids)
+    assert answers[0] == answers[1]
 
 
 def test_a_cached_prefix_does_not_read_without_its_image(

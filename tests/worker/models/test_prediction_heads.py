@@ -47,17 +47,17 @@ def head_of(path: Path) -> tuple[Prediction, RowShape | None]:
 def computed(path: Path, tokens: list[int], states: np.ndarray, parts: list[int]) -> Any:
     """Returns states and logits of the tokens, which are read in parts of these sizes."""
     head, shape = head_of(path)
-    row, found = None if shape is None else RowCache(shape), []
+    row, outputs = None if shape is None else RowCache(shape), []
     begin = 0
     for count in parts:
         ids = mx.array(tokens[begin : begin + count], dtype=mx.int32)
         given = mx.array(states[begin : begin + count].astype(np.float32))
         batch = None if row is None else RowBatch([RowSpan(row, count)], None)
-        found.append(head(ids, given, batch))
+        outputs.append(head(ids, given, batch))
         if batch is not None:
             batch.done()
         begin += count
-    out = mx.concatenate(found)
+    out = mx.concatenate(outputs)
     return np.array(out), np.array(head.logits_of(out))
 
 
@@ -136,9 +136,9 @@ def test_a_released_checkpoint_has_the_same_head(form: str, tmp_path: Path) -> N
     ours = write_checkpoint(tmp_path / "ours", weights=converted(weights), **FAMILIES[family])
     other = write_checkpoint(tmp_path / "other", weights=stored(weights), **FAMILIES[family])
     tokens, states = inputs(6, settings(family)["hidden_size"])
-    found = [computed(path, tokens, states, [TOKENS]) for path in (ours, other)]
-    for one, same in zip(*found, strict=True):
-        np.testing.assert_allclose(one, same, rtol=1e-4, atol=1e-5)
+    outputs = [computed(path, tokens, states, [TOKENS]) for path in (ours, other)]
+    for actual, same in zip(*outputs, strict=True):
+        np.testing.assert_allclose(actual, same, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", EVERY)
@@ -214,11 +214,11 @@ def test_a_head_that_drafts_some_tokens_gives_these(tmp_path: Path) -> None:
 def test_the_output_head_for_some_tokens_is_counted_as_weights(tmp_path: Path) -> None:
     """The head's output weights, copied from the embeddings, count at load and in the estimate."""
     path = drafting(tmp_path, weights_with_head("llama", 3, **DRAFTED))
-    made = DRAFTED["mtp_draft_vocab_size"] * settings("llama")["hidden_size"]
+    head_size = DRAFTED["mtp_draft_vocab_size"] * settings("llama")["hidden_size"]
     for predicts in (False, True):
         loaded = load(inspect(path, predicts=predicts))
-        stored = sum(math.prod(one.shape) for one in loaded.folder.tensors.values())
-        assert loaded.weight_bytes == (stored + predicts * made) * loaded.dtype.size
+        stored = sum(math.prod(tensor.shape) for tensor in loaded.folder.tensors.values())
+        assert loaded.weight_bytes == (stored + predicts * head_size) * loaded.dtype.size
         need = estimate_memory(
             loaded.folder,
             context=64,

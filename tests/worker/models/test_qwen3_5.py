@@ -87,8 +87,8 @@ checked, test_equals_mlx_lm = comparison("qwen3_5", CASES)
 def test_converted_experts_need_no_split() -> None:
     plan = models.plan(config(**TEXT | EXPERTS))
     draw = {name: np.zeros(shape, np.float32) for name, shape in plan.shapes.items()}
-    found = {without_prefix(name, PREFIXES) for name in inside(converted(draw))}
-    assert found == set(plan.shapes)
+    names = {without_prefix(name, PREFIXES) for name in inside(converted(draw))}
+    assert names == set(plan.shapes)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"])

@@ -63,7 +63,7 @@ def test_other_names_and_orders_of_axes_make_the_same_model(
     for name, array in make().items():
         if name == convolution:
             array = array.transpose(0, *range(2, array.ndim), 1)
-        old = next((one for one in names if name.startswith(one)), "")
+        old = next((prefix for prefix in names if name.startswith(prefix)), "")
         weights[names.get(old, "") + name.removeprefix(old)] = array
     assert not weights.keys() & {name for name in make() if name.startswith(tuple(names))}
     engine = engine_of(load(inspect(case.write(tmp_path / "other", weights))), text)
@@ -78,13 +78,13 @@ def test_a_checkpoint_without_settings_of_images_or_without_an_encoder_takes_tex
     assert case is not QWEN3_VL or "deterministic" not in features(inspect(folder))
     parts = [case.write(tmp_path / "no settings", preprocessor=None)]
     if case is not QWEN3_VL:
-        every = RENAMED[case][0]().items()
-        weights = {name: one for name, one in every if name.startswith("language_model")}
+        tensors = RENAMED[case][0]().items()
+        weights = {name: array for name, array in tensors if name.startswith("language_model")}
         parts.append(case.write(tmp_path / "no encoder", weights))
     for path in parts:
-        found = inspect(path)
-        assert found.vision is None and "vision" not in features(found)
-        engine = engine_of(load(found), ChatTokenizer.from_folder(found))
+        model_folder = inspect(path)
+        assert model_folder.vision is None and "vision" not in features(model_folder)
+        engine = engine_of(load(model_folder), ChatTokenizer.from_folder(model_folder))
         engine.admit(seq := sequence(text, ("no image",)))
         assert len(step(engine, [Span(seq, 0, seq.length, draws=1)])) == 1
 

@@ -40,8 +40,8 @@ def single(budget: int = ROOMY, *, stateful: bool = False) -> SingleCache[ListRo
 
 @pytest.fixture(params=[tree, single])
 def cache(request: pytest.FixtureRequest) -> PrefixCache[ListRow]:
-    found: PrefixCache[ListRow] = request.param()
-    return found
+    new_cache: PrefixCache[ListRow] = request.param()
+    return new_cache
 
 
 def begun(cache: PrefixCache[ListRow], prompt: list[int]) -> ListRow:
@@ -154,9 +154,9 @@ def test_single_gives_its_entry_to_one_row() -> None:
 
 def test_single_keeps_what_closed_last() -> None:
     cache = single()
-    one, two = begun(cache, A), begun(cache, B)
-    cache.close(one, A)
-    cache.close(two, B)
+    first, second = begun(cache, A), begun(cache, B)
+    cache.close(first, A)
+    cache.close(second, B)
     assert serve(cache, A) == 5
 
 
@@ -223,22 +223,22 @@ def test_a_switch_of_branches_restores_the_cells() -> None:
 def test_two_rows_from_one_path_at_once() -> None:
     cache = tree()
     serve(cache, A, (20,))
-    one, two = cache.begin([*A, 30, 31]), cache.begin([*A, 30, 32])
-    assert one[0] is not two[0] and one[1] == two[1] == 8
-    one[0].feed((30, 31))
-    two[0].feed((30, 32))
-    cache.close(one[0], [*A, 30, 31])
-    cache.close(two[0], [*A, 30, 32])
+    first, second = cache.begin([*A, 30, 31]), cache.begin([*A, 30, 32])
+    assert first[0] is not second[0] and first[1] == second[1] == 8
+    first[0].feed((30, 31))
+    second[0].feed((30, 32))
+    cache.close(first[0], [*A, 30, 31])
+    cache.close(second[0], [*A, 30, 32])
     assert unique_tokens(cache) == 11
     check_shape(cache)
 
 
 def test_the_same_prompt_twice_at_once_is_kept_once() -> None:
     cache = tree()
-    one, two = begun(cache, A), begun(cache, A)
-    cache.close(one, A)
+    first, second = begun(cache, A), begun(cache, A)
+    cache.close(first, A)
     before = cache.nbytes
-    cache.close(two, A)
+    cache.close(second, A)
     assert cache.nbytes == before == 7 * CELL
 
 
@@ -364,8 +364,8 @@ def test_recurrent_exact_match_continues_from_the_branch_point() -> None:
     """
     cache = tree(stateful=True)
     prompt = [1, 2, 3, 4, 5]
-    found = [serve(cache, prompt, (6,)) for _ in range(3)]
-    assert found == [0, 0, 4]
+    cached_tokens = [serve(cache, prompt, (6,)) for _ in range(3)]
+    assert cached_tokens == [0, 0, 4]
 
 
 def test_recurrent_branch_gets_a_restore_point() -> None:

@@ -104,7 +104,9 @@ def test_a_match_ends_in_no_group(
     cache: PrefixCache[ListRow] = CACHES[kind]()
     for parts, read in prompts:
         items, spans = prompt_of(*parts, 3, group=group)
-        cut = next((replace(s) for s in spans if s.start < read < s.end and s.group), None)
+        cut = next(
+            (replace(span) for span in spans if span.start < read < span.end and span.group), None
+        )
         cached = served(cache, (items, spans), min(read if cut is None else cut.end, len(items)))
-        assert not any(one.group and one.start < cached < one.end for one in spans)
+        assert not any(span.group and span.start < cached < span.end for span in spans)
         assert cached < len(items)

@@ -18,15 +18,15 @@ BLOCK = CELL * SIZE
 
 def test_a_pool_counts_references() -> None:
     pool = BlockPool(2)
-    one, two = pool.allocate(), pool.allocate()
-    assert (one, two, pool.free) == (0, 1, 0)
-    pool.add_reference(one)
-    pool.drop_reference(one)
-    assert (pool.free, pool.references(one)) == (0, 1)
-    pool.drop_reference(one)
+    first, second = pool.allocate(), pool.allocate()
+    assert (first, second, pool.free) == (0, 1, 0)
+    pool.add_reference(first)
+    pool.drop_reference(first)
+    assert (pool.free, pool.references(first)) == (0, 1)
+    pool.drop_reference(first)
     assert pool.free == 1
     with pytest.raises(AssertionError, match="block 0 is free"):
-        pool.drop_reference(one)
+        pool.drop_reference(first)
 
 
 def test_a_pool_without_free_blocks_raises() -> None:

@@ -88,8 +88,8 @@ def test_split_and_merge_round_trip(join: int, first: int, second: int) -> None:
         if second != first:
             tree.split(node if second > first else upper, second)
         assert cells(tree, tokens) == cells_of(tokens)
-        for one in list(tree.walk()):
-            tree.merge_or_drop(one)
+        for piece in list(tree.walk()):
+            tree.merge_or_drop(piece)
         assert shape(tree.root) == {tokens: {}}
         assert cells(tree, tokens) == cells_of(tokens)
         assert store.nbytes == 8 * CELL

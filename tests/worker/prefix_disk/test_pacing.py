@@ -63,9 +63,9 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    found = Clock()
-    monkeypatch.setattr(pacing, "time", found)
-    yield found
+    fake_clock = Clock()
+    monkeypatch.setattr(pacing, "time", fake_clock)
+    yield fake_clock
 
 
 def test_a_thread_rests_in_proportion_to_its_work(clock: Clock) -> None:
@@ -176,7 +176,7 @@ def test_a_record_is_written_in_pieces_and_has_the_same_bytes(
     """
     monkeypatch.setattr(pacing, "SMALL_PIECE", piece)
     new, pace = record(), Pace(lambda: False)
-    places = places_of([(one.name, one.dtype, one.shape) for one in new.arrays])
+    places = places_of([(array.name, array.dtype, array.shape) for array in new.arrays])
     whole = payload_of(new, places)
     dirty = np.full(whole.size, 255, np.uint8)
     copied = Copied(dirty)
@@ -194,7 +194,7 @@ def test_a_record_is_written_in_pieces_and_has_the_same_bytes(
         clock.work(1.0)
         return pwritev(descriptor, [parts[0][:3000]], at)
 
-    found = []
+    payloads = []
     for paced in (None, pace):
         writer = SegmentWriter(tmp_path, DIGEST, ABOUT)
         if paced is not None:
@@ -206,9 +206,9 @@ def test_a_record_is_written_in_pieces_and_has_the_same_bytes(
         monkeypatch.setattr(os, "pwritev", pwritev)
         segment = Segment(writer.path, DIGEST)
         ((_, place),) = segment.scan()
-        found.append(segment.read(place)[1].tobytes())
+        payloads.append(segment.read(place)[1].tobytes())
         segment.close()
-    assert found[0] == found[1] == whole.tobytes()
+    assert payloads[0] == payloads[1] == whole.tobytes()
     assert max(sizes) == piece and len(sizes) > 20
     # Other processes wait for the folder meanwhile, so the rests are bounded.
     assert 0.9 * MAX_APPEND_REST < rested < 1.001 * MAX_APPEND_REST

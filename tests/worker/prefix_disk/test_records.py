@@ -49,7 +49,7 @@ def readable(path: Path) -> list[tuple[tuple[int, ...], bytes]]:
         segment = Segment(path, DIGEST)
     except BadRecord:
         return []
-    found = []
+    contents = []
     try:
         for header, place in segment.scan():
             try:
@@ -57,10 +57,10 @@ def readable(path: Path) -> list[tuple[tuple[int, ...], bytes]]:
             except BadRecord:
                 continue
             assert again == header
-            found.append((unpacked(header.ids), arrays.tobytes()))
+            contents.append((unpacked(header.ids), arrays.tobytes()))
     finally:
         segment.close()
-    return found
+    return contents
 
 
 @st.composite
@@ -115,9 +115,9 @@ def test_every_flipped_bit_is_a_miss(tmp_path: Path) -> None:
         data[at] ^= 1 << (at % 8)
         damaged.write_bytes(data)
         data[at] ^= 1 << (at % 8)
-        found = readable(damaged)
-        assert len(found) <= len(sound)
-        assert [one for one in sound if one in found] == found
+        survivors = readable(damaged)
+        assert len(survivors) <= len(sound)
+        assert [record for record in sound if record in survivors] == survivors
     assert readable(path) == sound
 
 
@@ -152,12 +152,12 @@ def test_a_segment_that_ends_anywhere_has_its_whole_records(tmp_path: Path) -> N
     ends, torn = [0], tmp_path / "torn.seg"
     for end in [*range(0, len(data), 3), len(data)]:  # 3 does not divide a field's size
         torn.write_bytes(data[:end])
-        found = readable(torn)
-        assert found == sound[: len(found)]
-        ends.append(len(found))
+        survivors = readable(torn)
+        assert survivors == sound[: len(survivors)]
+        ends.append(len(survivors))
         torn.write_bytes(data[:end].ljust(len(data), b"\0"))  # after a loss of power
         filled = readable(torn)
-        assert filled[: len(found)] == found and all(one in sound for one in filled)
+        assert filled[: len(survivors)] == survivors and all(record in sound for record in filled)
     assert ends == sorted(ends) and ends[-1] == len(sound) == 2
 
 

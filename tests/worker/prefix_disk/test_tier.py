@@ -52,20 +52,20 @@ def segments(path: Path) -> list[Path]:
 
 
 def stored(path: Path, records: Sequence[NewRecord], digest: bytes = DIGEST) -> None:
-    with tier_at(path, digest=digest) as one:
-        write_all(one, records)
-        assert one.counters.dropped == one.counters.bad == 0
+    with tier_at(path, digest=digest) as tier:
+        write_all(tier, records)
+        assert tier.counters.dropped == tier.counters.bad == 0
 
 
 def found_end(path: Path, prompt: Sequence[int], **what: object) -> int:
     """Returns how many inputs of a prompt a new worker restores from the folder's records."""
-    with tier_at(path) as one:
-        return check_tokens(read_all(one, wanted(prompt, **what)), prompt)  # type: ignore[arg-type]
+    with tier_at(path) as tier:
+        return check_tokens(read_all(tier, wanted(prompt, **what)), prompt)  # type: ignore[arg-type]
 
 
-def damage(one: DiskTier, record: NewRecord, at: Callable[[Place], int]) -> None:
+def damage(tier: DiskTier, record: NewRecord, at: Callable[[Place], int]) -> None:
     """Flips a bit of a record that a tier has found."""
-    place = one.index.records.place(record.kind, record.key)
+    place = tier.index.records.place(record.kind, record.key)
     assert place is not None
     data = bytearray(place.segment.path.read_bytes())
     data[at(place)] ^= 1
@@ -86,26 +86,26 @@ def test_another_worker_finds_what_was_written(tmp_path: Path) -> None:
 
 def test_only_what_the_memory_lacks_is_read(tmp_path: Path) -> None:
     stored(tmp_path, records_of(IDS))
-    with tier_at(tmp_path) as one:
+    with tier_at(tmp_path) as tier:
         prompt = [*IDS, 1]
-        found = read_all(one, wanted(prompt, matched=600))
-        assert [record.header.start for record in found] == [512, 768]
-        assert read_all(one, wanted(prompt, matched=850)) == []  # the gain is too small
-        assert check_tokens(read_all(one, wanted(prompt, most=300)), prompt) == 300
+        records = read_all(tier, wanted(prompt, matched=600))
+        assert [record.header.start for record in records] == [512, 768]
+        assert read_all(tier, wanted(prompt, matched=850)) == []  # the gain is too small
+        assert check_tokens(read_all(tier, wanted(prompt, most=300)), prompt) == 300
 
 
 def test_a_gap_ends_what_is_found(tmp_path: Path) -> None:
-    every = records_of(IDS)
-    stored(tmp_path, [every[0], *every[2:]])
+    records = records_of(IDS)
+    stored(tmp_path, [records[0], *records[2:]])
     assert found_end(tmp_path, [*IDS, 1]) == 256
-    with tier_at(tmp_path) as one:  # the memory has the block that the disk lacks
-        assert check_tokens(read_all(one, wanted([*IDS, 1], matched=512)), IDS, 512) == len(IDS)
+    with tier_at(tmp_path) as tier:  # the memory has the block that the disk lacks
+        assert check_tokens(read_all(tier, wanted([*IDS, 1], matched=512)), IDS, 512) == len(IDS)
 
 
 def test_of_several_branches_the_longest_is_read(tmp_path: Path) -> None:
-    one, other = [*IDS[:600], *range(50)], [*IDS[:600], *range(100, 190)]
-    stored(tmp_path, [*records_of(one), *records_of(other)])
-    assert found_end(tmp_path, [*one, 1]) == len(one)
+    branch, other = [*IDS[:600], *range(50)], [*IDS[:600], *range(100, 190)]
+    stored(tmp_path, [*records_of(branch), *records_of(other)])
+    assert found_end(tmp_path, [*branch, 1]) == len(branch)
     assert found_end(tmp_path, [*other, 1]) == len(other)
     assert found_end(tmp_path, [*IDS[:640], 1]) == 600
 
@@ -124,9 +124,9 @@ def test_another_digest_finds_nothing(tmp_path: Path) -> None:
     assert found_end(tmp_path, [*IDS, 1]) == 0
     there.rename(ModelFolder(tmp_path, "m", 1).segments_of(DIGEST) / there.name)
     os.utime(next(iter(segments(tmp_path))), (1, 1))
-    with tier_at(tmp_path) as one:
-        assert read_all(one, wanted([*IDS, 1])) == []
-        assert one.counters.bad == 1
+    with tier_at(tmp_path) as tier:
+        assert read_all(tier, wanted([*IDS, 1])) == []
+        assert tier.counters.bad == 1
 
 
 @pytest.mark.parametrize(
@@ -146,20 +146,20 @@ def test_a_recurrent_model_gets_the_last_snapshot(
 ) -> None:
     stored(tmp_path, records_of(IDS, states=states))
     prompt = [*IDS, *range(100)][:length]
-    with tier_at(tmp_path) as one:
-        found = read_all(one, wanted(prompt, stateful=True))
-    assert check_tokens(found, prompt) == end
-    assert [record.header.end for record in found if record.header.kind is Kind.STATE] == (
+    with tier_at(tmp_path) as tier:
+        records = read_all(tier, wanted(prompt, stateful=True))
+    assert check_tokens(records, prompt) == end
+    assert [record.header.end for record in records if record.header.kind is Kind.STATE] == (
         [end] if end else []
     )
 
 
 def test_a_snapshot_inside_what_the_memory_has_is_read_alone(tmp_path: Path) -> None:
     stored(tmp_path, records_of(IDS, states=[512, 700]))
-    with tier_at(tmp_path) as one:
-        (state,) = read_all(one, wanted(IDS, matched=800, restorable=512, stateful=True))
+    with tier_at(tmp_path) as tier:
+        (state,) = read_all(tier, wanted(IDS, matched=800, restorable=512, stateful=True))
         assert (state.header.kind, state.header.end) == (Kind.STATE, 700)
-        assert read_all(one, wanted(IDS, matched=800, restorable=700, stateful=True)) == []
+        assert read_all(tier, wanted(IDS, matched=800, restorable=700, stateful=True)) == []
 
 
 # ---- the folder ----------------------------------------------------------------------------------
@@ -167,9 +167,9 @@ def test_a_snapshot_inside_what_the_memory_has_is_read_alone(tmp_path: Path) -> 
 
 def test_a_record_is_written_once(tmp_path: Path) -> None:
     stored(tmp_path, records_of(IDS))
-    with tier_at(tmp_path, records=4) as one:
-        write_all(one, records_of(IDS))
-        assert one.counters.written_bytes == 0
+    with tier_at(tmp_path, records=4) as tier:
+        write_all(tier, records_of(IDS))
+        assert tier.counters.written_bytes == 0
     assert len(segments(tmp_path)) == 1
 
 
@@ -177,22 +177,22 @@ def test_two_workers_see_what_the_other_writes_and_deletes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "REFRESH_INTERVAL", 0.02)
-    with tier_at(tmp_path) as one, tier_at(tmp_path) as other:
-        write_all(one, records_of(IDS[:512]))
+    with tier_at(tmp_path) as tier, tier_at(tmp_path) as other:
+        write_all(tier, records_of(IDS[:512]))
         until(lambda: len(other.index.records) == 2, "the records are found")
         write_all(other, records_of(IDS)[2:])
-        until(lambda: len(one.index.records) == 4, "the records are found")
+        until(lambda: len(tier.index.records) == 4, "the records are found")
         assert len(segments(tmp_path)) == 2
         prompt = [*IDS, 1]
-        assert check_tokens(read_all(one, wanted(prompt)), prompt) == len(IDS)
+        assert check_tokens(read_all(tier, wanted(prompt)), prompt) == len(IDS)
         for path in segments(tmp_path):
             path.unlink()
         until(
-            lambda: not len(one.index.records) and not len(other.index.records), "nothing is there"
+            lambda: not len(tier.index.records) and not len(other.index.records), "nothing is there"
         )
-        write_all(one, records_of(IDS))  # into a new segment, for its own was deleted
+        write_all(tier, records_of(IDS))  # into a new segment, for its own was deleted
         until(lambda: len(other.index.records) == 4, "the records are found")
-        assert one.counters.bad == other.counters.bad == 0
+        assert tier.counters.bad == other.counters.bad == 0
 
 
 def test_the_budget_holds_and_the_least_recently_used_goes(
@@ -202,14 +202,14 @@ def test_the_budget_holds_and_the_least_recently_used_goes(
     size = 64 * 1024
     each, budget = _large(0, size), 16 * (size + 8192)
     in_use = time.time() + 3600
-    with tier_at(tmp_path, budget=budget) as one:
+    with tier_at(tmp_path, budget=budget) as tier:
         for number in range(40):
-            write_all(one, _large(number, size))
+            write_all(tier, _large(number, size))
             assert sum(path.stat().st_size for path in segments(tmp_path)) <= budget
             # The first one is used last, for longer than the resolution of a file's time.
             os.utime(segments(tmp_path)[0], (in_use, in_use))
-        assert one.counters.dropped == 0
-        assert one.counters.written_bytes > 40 * size
+        assert tier.counters.dropped == 0
+        assert tier.counters.written_bytes > 40 * size
     with tier_at(tmp_path, budget=budget) as other:
         left = sum(path.stat().st_size for path in segments(tmp_path)) // size
         until(lambda: len(other.index.records) == left, "the records are found")
@@ -236,20 +236,20 @@ def test_segments_of_other_digests_count_and_go_first(tmp_path: Path) -> None:
 
 
 def test_a_record_larger_than_the_budget_is_not_written(tmp_path: Path) -> None:
-    with tier_at(tmp_path, budget=2**20) as one:
-        write_all(one, _large(0, 2**20))
-        assert one.counters.dropped == 1 and segments(tmp_path) == []
+    with tier_at(tmp_path, budget=2**20) as tier:
+        write_all(tier, _large(0, 2**20))
+        assert tier.counters.dropped == 1 and segments(tmp_path) == []
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
 @pytest.mark.parametrize("part", ["", "m"])
 def test_a_folder_that_others_can_write_is_refused(tmp_path: Path, mode: int, part: str) -> None:
     root = tmp_path / "root"
-    one = ModelFolder(root, "m", 1)
-    one.prepare(DIGEST)
+    model_folder = ModelFolder(root, "m", 1)
+    model_folder.prepare(DIGEST)
     (root / part).chmod(mode)
     with pytest.raises(UnsafeFolder, match=rf"has the mode {mode:04o}.*chmod 700"):
-        one.prepare(DIGEST)
+        model_folder.prepare(DIGEST)
 
 
 def test_a_folder_of_another_user_is_refused(
@@ -281,7 +281,9 @@ def test_folders_that_may_not_be_read_are_left_out(
         return real(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    assert [(one.model, one.records) for one in survey(tmp_path, verify=True)] == [("m", 4)]
+    assert [(contents.model, contents.records) for contents in survey(tmp_path, verify=True)] == [
+        ("m", 4)
+    ]
 
 
 # ---- faults of the disk --------------------------------------------------------------------------
@@ -301,27 +303,27 @@ def test_a_full_disk_loses_records_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writing, "ERROR_PAUSE", 0.0)
-    every = records_of(IDS)
-    with tier_at(tmp_path) as one:
-        write_all(one, every[:1])
+    records = records_of(IDS)
+    with tier_at(tmp_path) as tier:
+        write_all(tier, records[:1])
         with file_size_limit(segments(tmp_path)[0].stat().st_size + 500):
-            write_all(one, every[1:2])
-        assert one.counters.dropped == 1
-        write_all(one, every[2:])  # there is room again
-        assert one.counters.dropped == 1
+            write_all(tier, records[1:2])
+        assert tier.counters.dropped == 1
+        write_all(tier, records[2:])  # there is room again
+        assert tier.counters.dropped == 1
     assert found_end(tmp_path, [*IDS, 1]) == 256
-    with tier_at(tmp_path) as one:
-        write_all(one, every)
+    with tier_at(tmp_path) as tier:
+        write_all(tier, records)
     assert found_end(tmp_path, [*IDS, 1]) == len(IDS)
 
 
 def test_writing_pauses_while_the_disk_is_full(tmp_path: Path) -> None:
-    with tier_at(tmp_path) as one:
+    with tier_at(tmp_path) as tier:
         with file_size_limit(100):
-            write_all(one, records_of(IDS))
-        assert one.counters.dropped == 4 and one.counters.written_bytes == 0
-        write_all(one, records_of(IDS))  # no write is tried
-        assert one.counters.dropped == 8
+            write_all(tier, records_of(IDS))
+        assert tier.counters.dropped == 4 and tier.counters.written_bytes == 0
+        write_all(tier, records_of(IDS))  # no write is tried
+        assert tier.counters.dropped == 8
     assert segments(tmp_path) == []
 
 
@@ -336,58 +338,58 @@ def test_a_folder_that_cannot_be_written_is_read(
             raise OSError(30, "Read-only file system")
         return real(path, flags, *rest, **named)
 
-    with tier_at(tmp_path) as one:
+    with tier_at(tmp_path) as tier:
         monkeypatch.setattr(os, "open", read_only)
         prompt = [*IDS, 1]
-        assert check_tokens(read_all(one, wanted(prompt)), prompt) == len(IDS)
-        write_all(one, records_of((1, 2, 3)))
-        assert one.counters.dropped == 1
+        assert check_tokens(read_all(tier, wanted(prompt)), prompt) == len(IDS)
+        write_all(tier, records_of((1, 2, 3)))
+        assert tier.counters.dropped == 1
         monkeypatch.undo()
 
 
 def test_a_bad_record_is_a_miss_and_is_written_again(tmp_path: Path) -> None:
     stored(tmp_path, records_of(IDS))
-    with tier_at(tmp_path, records=4) as one:
-        damage(one, records_of(IDS)[1], lambda place: place.offset + place.header + 5)
+    with tier_at(tmp_path, records=4) as tier:
+        damage(tier, records_of(IDS)[1], lambda place: place.offset + place.header + 5)
         prompt = [*IDS, 1]
-        assert check_tokens(read_all(one, wanted(prompt)), prompt) == 256
-        assert one.counters.bad == 1
-        write_all(one, records_of(IDS))
+        assert check_tokens(read_all(tier, wanted(prompt)), prompt) == 256
+        assert tier.counters.bad == 1
+        write_all(tier, records_of(IDS))
         until(
-            lambda: one.index.records.place(Kind.TOKENS, records_of(IDS)[1].key),
+            lambda: tier.index.records.place(Kind.TOKENS, records_of(IDS)[1].key),
             "it is there again",
         )
-        assert check_tokens(read_all(one, wanted(prompt)), prompt) == len(IDS)
+        assert check_tokens(read_all(tier, wanted(prompt)), prompt) == len(IDS)
 
 
 def test_a_bad_snapshot_is_replaced_by_an_earlier_one(tmp_path: Path) -> None:
-    every = records_of(IDS, states=[512, 900])
-    stored(tmp_path, every)
-    with tier_at(tmp_path, records=len(every)) as one:
-        damage(one, every[-1], lambda place: place.offset + place.header)
-        found = read_all(one, wanted([*IDS, 1], stateful=True))
-    states = [record.header.end for record in found if record.header.kind is Kind.STATE]
+    records = records_of(IDS, states=[512, 900])
+    stored(tmp_path, records)
+    with tier_at(tmp_path, records=len(records)) as tier:
+        damage(tier, records[-1], lambda place: place.offset + place.header)
+        restored = read_all(tier, wanted([*IDS, 1], stateful=True))
+    states = [record.header.end for record in restored if record.header.kind is Kind.STATE]
     assert states == [512]
 
 
 def test_a_segment_that_shrinks_while_it_is_read_is_a_miss(tmp_path: Path) -> None:
     stored(tmp_path, records_of(IDS))
-    with tier_at(tmp_path, records=4) as one:
+    with tier_at(tmp_path, records=4) as tier:
         os.truncate(segments(tmp_path)[0], 4000)
-        assert read_all(one, wanted([*IDS, 1])) == []
-        assert one.counters.bad == 2  # the part at the end, then the first block
+        assert read_all(tier, wanted([*IDS, 1])) == []
+        assert tier.counters.bad == 2  # the part at the end, then the first block
 
 
 def test_a_reading_that_nobody_wants_ends(tmp_path: Path) -> None:
     stored(tmp_path, records_of(tuple(range(256 * 40))))
-    with tier_at(tmp_path, records=40) as one:
-        reading = one.reader.begin(wanted(range(256 * 40)))
-        one.reader.room.limit = 1  # a record at a time
+    with tier_at(tmp_path, records=40) as tier:
+        reading = tier.reader.begin(wanted(range(256 * 40)))
+        tier.reader.room.limit = 1  # a record at a time
         until(lambda: reading.take() is not None, "a record comes")
         reading.end()
         until(lambda: reading.finished, "it ends")
         assert reading.take() is None
-        assert one.counters.read_bytes < 40 * 256 * 12
+        assert tier.counters.read_bytes < 40 * 256 * 12
 
 
 def test_a_worker_waits_for_the_lock_behind_many_others(
@@ -418,28 +420,28 @@ def test_a_lock_that_a_stopped_process_holds_costs_a_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder, "LOCK_WAIT", 0.05)
-    with tier_at(tmp_path) as one:
+    with tier_at(tmp_path) as tier:
         with ModelFolder(tmp_path, "m", 1).locked():
-            write_all(one, records_of((1, 2, 3)))
+            write_all(tier, records_of((1, 2, 3)))
             with pytest.raises(Locked), ModelFolder(tmp_path, "m", 1).locked():
                 pass
-        assert one.counters.dropped == 1
-        write_all(one, records_of(IDS))  # without a pause: the disk itself works
-        assert one.counters.dropped == 1 and one.counters.written_bytes > 0
+        assert tier.counters.dropped == 1
+        write_all(tier, records_of(IDS))  # without a pause: the disk itself works
+        assert tier.counters.dropped == 1 and tier.counters.written_bytes > 0
 
 
 def test_a_worker_writes_on_after_its_records_were_deleted(tmp_path: Path) -> None:
-    with tier_at(tmp_path) as one:
-        write_all(one, records_of(IDS[:256]))
+    with tier_at(tmp_path) as tier:
+        write_all(tier, records_of(IDS[:256]))
         assert remove(tmp_path, "m") > 0
         assert not ModelFolder(tmp_path, "m", 1).segments_of(DIGEST).exists()
-        write_all(one, records_of(IDS)[1:])
-        assert one.counters.dropped == 0 and len(segments(tmp_path)) == 1
+        write_all(tier, records_of(IDS)[1:])
+        assert tier.counters.dropped == 0 and len(segments(tmp_path)) == 1
         remove(tmp_path, "m")
-    with tier_at(tmp_path) as one:
+    with tier_at(tmp_path) as tier:
         remove(tmp_path, "m")
-        write_all(one, records_of(IDS))  # its first segment
-        assert one.counters.dropped == 0 and len(segments(tmp_path)) == 1
+        write_all(tier, records_of(IDS))  # its first segment
+        assert tier.counters.dropped == 0 and len(segments(tmp_path)) == 1
 
 
 def test_a_folder_that_is_deleted_before_the_lock_is_taken_costs_a_record(
@@ -456,21 +458,21 @@ def test_a_folder_that_is_deleted_before_the_lock_is_taken_costs_a_record(
         shutil.rmtree(self.path)
         return path
 
-    with tier_at(tmp_path) as one:
+    with tier_at(tmp_path) as tier:
         with monkeypatch.context() as patched:
             patched.setattr(ModelFolder, "prepare", prepare_and_lose)
-            write_all(one, records_of((1, 2, 3)))
-        assert one.counters.dropped == 1
-        write_all(one, records_of(IDS))
-        assert one.counters.dropped == 1 and one.counters.written_bytes > 0
+            write_all(tier, records_of((1, 2, 3)))
+        assert tier.counters.dropped == 1
+        write_all(tier, records_of(IDS))
+        assert tier.counters.dropped == 1 and tier.counters.written_bytes > 0
 
 
 def test_the_last_segment_of_a_digest_is_deleted_for_a_new_one(tmp_path: Path) -> None:
     size = 2**18
-    with tier_at(tmp_path, budget=2 * size) as one:
+    with tier_at(tmp_path, budget=2 * size) as tier:
         for number in range(3):
-            write_all(one, _large(number, size))
-        assert one.counters.dropped == 0 and len(segments(tmp_path)) == 1
+            write_all(tier, _large(number, size))
+        assert tier.counters.dropped == 0 and len(segments(tmp_path)) == 1
 
 
 def test_a_folder_that_cannot_be_read_for_a_moment_is_read_again(
@@ -483,11 +485,11 @@ def test_a_folder_that_cannot_be_read_for_a_moment_is_read_again(
     failed: list[str] = []
     real = ModelFolder.each
 
-    def each(one: ModelFolder) -> Iterator[SegmentFile]:
+    def each(model_folder: ModelFolder) -> Iterator[SegmentFile]:
         if 1 <= len(failed) <= 3:
             failed.append("files")
             raise OSError(errno.EIO, "Input/output error")
-        return real(one)
+        return real(model_folder)
 
     def segment(path: Path, digest: bytes) -> Segment:
         if not failed:
@@ -497,11 +499,11 @@ def test_a_folder_that_cannot_be_read_for_a_moment_is_read_again(
 
     monkeypatch.setattr(ModelFolder, "each", each)
     monkeypatch.setattr(index, "Segment", segment)
-    with tier_at(tmp_path, records=2) as one:
+    with tier_at(tmp_path, records=2) as tier:
         assert failed == ["segment", "files", "files", "files"]
-        assert check_tokens(read_all(one, wanted([*IDS, 1])), IDS) == 512
-        assert one.counters.bad == 0
-    assert len([entry for entry in caplog.records if "folder" in entry.message]) == 1
+        assert check_tokens(read_all(tier, wanted([*IDS, 1])), IDS) == 512
+        assert tier.counters.bad == 0
+    assert len([record for record in caplog.records if "folder" in record.message]) == 1
 
 
 def test_a_look_at_the_folder_rests_until_a_sequence_waits_for_it(
@@ -519,16 +521,16 @@ def test_a_look_at_the_folder_rests_until_a_sequence_waits_for_it(
 
     clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic, thread_time=time.thread_time)
     monkeypatch.setattr(pacing, "time", clock)
-    with tier_at(tmp_path) as one:
-        until(lambda: one.reader.looked, "the folder is looked at")
+    with tier_at(tmp_path) as tier:
+        until(lambda: tier.reader.looked, "the folder is looked at")
         monkeypatch.setattr(pacing, "REST", 1e12)
-        one.state.busy = True
+        tier.state.busy = True
         stored(tmp_path, records_of(IDS))
         assert rested.wait(PATIENCE)
         rested.clear()
         assert rested.wait(PATIENCE), "it rests on"
-        assert len(one.index.records) < 4
-        assert check_tokens(read_all(one, wanted([*IDS, 1])), IDS) == len(IDS)
+        assert len(tier.index.records) < 4
+        assert check_tokens(read_all(tier, wanted([*IDS, 1])), IDS) == len(IDS)
 
 
 def test_a_record_that_is_written_during_a_look_stays_known(
@@ -538,40 +540,42 @@ def test_a_record_that_is_written_during_a_look_stays_known(
     (record,) = records_of(IDS[:256])
     real, listed, may_go_on, looks = ModelFolder.each, threading.Event(), threading.Event(), []
 
-    def each(one: ModelFolder) -> Iterator[SegmentFile]:
+    def each(model_folder: ModelFolder) -> Iterator[SegmentFile]:
         if threading.current_thread().name != "prefix-reader":
-            return real(one)
-        found = list(real(one))
-        looks.append(len(found))
+            return real(model_folder)
+        files = list(real(model_folder))
+        looks.append(len(files))
         if len(looks) == 2:
             listed.set()
             may_go_on.wait()
-        return iter(found)
+        return iter(files)
 
     monkeypatch.setattr(ModelFolder, "each", each)
-    with tier_at(tmp_path) as one:
+    with tier_at(tmp_path) as tier:
         assert listed.wait(PATIENCE)
-        write_all(one, [record])  # to a segment that the refresh has not seen
-        monkeypatch.setattr(one.index, "_open", lambda path: None)  # and that no refresh will open
+        write_all(tier, [record])  # to a segment that the refresh has not seen
+        monkeypatch.setattr(tier.index, "_open", lambda path: None)  # and that no refresh will open
         may_go_on.set()
         until(lambda: len(looks) > 2, "the look is over")
-        assert looks[:2] == [0, 0] and one.index.has(record.kind, record.key)
+        assert looks[:2] == [0, 0] and tier.index.has(record.kind, record.key)
 
 
 def test_an_unreadable_header_hides_no_other_record(tmp_path: Path) -> None:
     other = [*IDS[:600], *range(100, 190)]
     stored(tmp_path, [*records_of(IDS[:700]), *records_of(other)])
-    with tier_at(tmp_path, records=4) as one:
-        damage(one, records_of(other)[-1], lambda place: place.offset + 20)
+    with tier_at(tmp_path, records=4) as tier:
+        damage(tier, records_of(other)[-1], lambda place: place.offset + 20)
         prompt = [*IDS[:700], 1]
-        assert check_tokens(read_all(one, wanted(prompt)), prompt) == 700
-        assert one.counters.bad == 1
+        assert check_tokens(read_all(tier, wanted(prompt)), prompt) == 700
+        assert tier.counters.bad == 1
 
 
 def test_a_record_of_other_inputs_is_refused(tmp_path: Path) -> None:
     stored(tmp_path, records_of(IDS, states=[700]))
-    with tier_at(tmp_path, records=6) as one:
-        (*blocks, state) = choose(wanted([*IDS[:700], 1], stateful=True), one.index.records, _never)
+    with tier_at(tmp_path, records=6) as tier:
+        (*blocks, state) = choose(
+            wanted([*IDS[:700], 1], stateful=True), tier.index.records, _never
+        )
         for choice in (blocks[1], state):
             header = choice.place.segment.header(choice.place)
             require_chosen(header, choice, IDS)
@@ -593,8 +597,8 @@ def _never(kind: Kind, key: bytes, error: Exception) -> None:
 
 def test_the_bound_of_what_waits_is_that_of_all_readings(tmp_path: Path) -> None:
     stored(tmp_path, records_of(IDS[:512]))
-    with tier_at(tmp_path) as one:
-        (record, _) = read_all(one, wanted(IDS))
+    with tier_at(tmp_path) as tier:
+        (record, _) = read_all(tier, wanted(IDS))
         room = Room(record.arrays.nbytes)
         first, second = (Reading(wanted(IDS), room) for _ in range(2))
         assert first.put(record) and not room.has(record.arrays.nbytes)
@@ -609,10 +613,10 @@ def test_the_bound_of_what_waits_is_that_of_all_readings(tmp_path: Path) -> None
 def test_the_compute_thread_frees_the_last_record(tmp_path: Path) -> None:
     (record,) = records_of((1, 2, 3))
     array = weakref.ref(record.arrays[0].parts[0])
-    with tier_at(tmp_path) as one:
-        one.writes.put(record)
+    with tier_at(tmp_path) as tier:
+        tier.writes.put(record)
         del record
-        until(lambda: one.writes.pending == 0, "it is written")
+        until(lambda: tier.writes.pending == 0, "it is written")
         assert array() is None
 
 
@@ -645,11 +649,11 @@ def test_damaged_folders_give_right_records_or_none(
             if not content:
                 break
         file.write_bytes(content)
-    with tier_at(path) as one:
+    with tier_at(path) as tier:
         for prompt in ([*IDS, 1], [*branch, 1], [*IDS[:512], 7, 8]):
             for stateful in (False, True):
-                found = read_all(one, wanted(prompt, stateful=stateful))
-                check_tokens(found, prompt)
+                records = read_all(tier, wanted(prompt, stateful=stateful))
+                check_tokens(records, prompt)
 
 
 # ---- kills ---------------------------------------------------------------------------------------
@@ -657,7 +661,7 @@ def test_damaged_folders_give_right_records_or_none(
 
 def _grew(path: Path, size: int) -> bool:
     with suppress(FileNotFoundError):
-        return sum(one.stat().st_size for one in segments(path)) > size
+        return sum(file.stat().st_size for file in segments(path)) > size
     return False
 
 
@@ -666,8 +670,8 @@ def test_writers_that_are_killed_leave_right_records(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     for number in range(3):
         pair = [
-            context.Process(target=write_until_killed, args=(tmp_path, 2 * number + one))
-            for one in range(2)
+            context.Process(target=write_until_killed, args=(tmp_path, 2 * number + writer))
+            for writer in range(2)
         ]
         for process in pair:
             process.start()
@@ -678,11 +682,11 @@ def test_writers_that_are_killed_leave_right_records(tmp_path: Path) -> None:
             os.kill(process.pid, signal.SIGKILL)
         for process in pair:
             process.join()
-    with tier_at(tmp_path) as one:
-        until(lambda: len(one.index.records) > 20, "the records are found")
+    with tier_at(tmp_path) as tier:
+        until(lambda: len(tier.index.records) > 20, "the records are found")
         ends = []
         for number in range(6):
             prompt = [*range(number * 1_000_000, number * 1_000_000 + 700), 1]
-            ends.append(check_tokens(read_all(one, wanted(prompt, stateful=True)), prompt))
-        assert one.counters.bad == 0  # torn records are at the end of a segment and do not count
+            ends.append(check_tokens(read_all(tier, wanted(prompt, stateful=True)), prompt))
+        assert tier.counters.bad == 0  # torn records are at the end of a segment and do not count
         assert ends.count(700) >= 3  # at least one of each pair had written

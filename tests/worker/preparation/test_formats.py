@@ -28,8 +28,8 @@ WRONG = {"type": "regex", "pattern": "("}
 def sent(message: Job | Result) -> Job | Result:
     """Returns the message after packing and unpacking, as the other process receives it."""
     (fields,) = Unpacker().feed(pack(message))
-    found: Job | Result = unpack(fields)
-    return found
+    received: Job | Result = unpack(fields)
+    return received
 
 
 def test_a_check_travels_to_a_lane_and_back() -> None:

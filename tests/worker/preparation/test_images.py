@@ -73,9 +73,9 @@ class Lanes:
 
 @pytest.fixture(scope="module")
 def lanes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lanes]:
-    made = Lanes(seeing.write_gemma(tmp_path_factory.mktemp("gemma")))
-    yield made
-    made.service.close()
+    gemma_lanes = Lanes(seeing.write_gemma(tmp_path_factory.mktemp("gemma")))
+    yield gemma_lanes
+    gemma_lanes.service.close()
 
 
 def chat(*prompt: str | int, files: list[bytes] = FILES, context: int = CONTEXT) -> Render:
@@ -84,28 +84,28 @@ def chat(*prompt: str | int, files: list[bytes] = FILES, context: int = CONTEXT)
 
 
 def test_a_chat_has_a_slot_for_each_place_and_each_image_once(lanes: Lanes) -> None:
-    found = lanes.encoded(chat(0, "and", 1, "or", 0))
-    ids = unpack_ids(found.packed)
-    assert ids.count(SLOT) == 3 and list(found.named) == [0, 1, 0]
-    images = [image_of(fields) for fields in found.images]
-    assert [(one.pixels.shape, one.grid, one.count) for one in images] == [
+    encoded = lanes.encoded(chat(0, "and", 1, "or", 0))
+    ids = unpack_ids(encoded.packed)
+    assert ids.count(SLOT) == 3 and list(encoded.named) == [0, 1, 0]
+    images = [image_of(fields) for fields in encoded.images]
+    assert [(image.pixels.shape, image.grid, image.count) for image in images] == [
         ((32, 32, 3), (1, 8, 8), 16)
     ] * 2
     assert images[0].key != images[1].key
-    assert ids[found.restore_at] == 259, "the generation prompt follows"
+    assert ids[encoded.restore_at] == 259, "the generation prompt follows"
 
 
 def test_a_text_names_images_by_tags(lanes: Lanes) -> None:
-    found = lanes.encoded(Encode("[img-1] is not [img-0]", CONTEXT, images=FILES))
-    assert list(found.named) == [1, 0] and unpack_ids(found.packed).count(SLOT) == 2
+    encoded = lanes.encoded(Encode("[img-1] is not [img-0]", CONTEXT, images=FILES))
+    assert list(encoded.named) == [1, 0] and unpack_ids(encoded.packed).count(SLOT) == 2
 
 
 def test_a_long_chat_keeps_its_images(lanes: Lanes) -> None:
     """A long chat is rendered in one job and encoded in the next; the images move along."""
     job = chat(0, "x" * (SHORT_TEXT + 1), 1, context=10**6)
-    found = lanes.encoded(job)
-    assert list(found.named) == [0, 1] and len(found.images) == 2
-    assert unpack_ids(found.packed).count(SLOT) == 2
+    encoded = lanes.encoded(job)
+    assert list(encoded.named) == [0, 1] and len(encoded.images) == 2
+    assert unpack_ids(encoded.packed).count(SLOT) == 2
 
 
 def test_the_inputs_of_images_count_in_the_context(lanes: Lanes) -> None:
@@ -140,12 +140,12 @@ def test_a_marker_in_a_message_is_text(lanes: Lanes, literal: str, size: int) ->
     text = f"is {literal} a token?" + "x" * size
     for prompt in ((text,), (text, 0, text)):
         files = FILES[:1] if 0 in prompt else []
-        found = lanes.encoded(chat(*prompt, files=files, context=10**6))
-        ids = unpack_ids(found.packed)
+        encoded = lanes.encoded(chat(*prompt, files=files, context=10**6))
+        ids = unpack_ids(encoded.packed)
         assert ids.count(SLOT) == len(files)
-        assert list(found.named) == [0] * len(files)
-        assert ids[found.restore_at] == 259, "the generation prompt follows"
-        written = bytes(one for one in ids if one < 256)
+        assert list(encoded.named) == [0] * len(files)
+        assert ids[encoded.restore_at] == 259, "the generation prompt follows"
+        written = bytes(byte for byte in ids if byte < 256)
         assert written.count(text.encode()) == prompt.count(text)
 
 

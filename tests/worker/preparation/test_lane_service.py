@@ -117,24 +117,26 @@ Make = Callable[..., Lanes]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    made: list[Lanes] = []
+    all_lanes: list[Lanes] = []
 
     def one(template: str = "ok", *, split: str = "", **options: Any) -> Lanes:
-        folder = tmp_path / str(len(made))
+        folder = tmp_path / str(len(all_lanes))
         write_checkpoint(folder, tokenizer_config={"chat_template": template})
         if split:
             split_texts(folder, split)
-        made.append(Lanes(folder, **options))
-        return made[-1]
+        all_lanes.append(Lanes(folder, **options))
+        return all_lanes[-1]
 
     yield one
-    for lanes in made:
+    for lanes in all_lanes:
         lanes.service.close()
 
 
 def servers() -> list[psutil.Process]:
     """The fork servers of this process."""
-    return [one for one in psutil.Process().children() if fork_server.__name__ in words(one)]
+    return [
+        process for process in psutil.Process().children() if fork_server.__name__ in words(process)
+    ]
 
 
 def words(process: psutil.Process) -> str:
@@ -146,7 +148,7 @@ def words(process: psutil.Process) -> str:
 
 
 def lanes_of(server: psutil.Process) -> list[psutil.Process]:
-    return [one for one in server.children() if not gone(one)]
+    return [lane for lane in server.children() if not gone(lane)]
 
 
 def idle_lane(lanes: Lanes) -> psutil.Process:
@@ -444,9 +446,9 @@ def test_a_deadline_ends_what_waits_and_what_runs(make: Make) -> None:
     assert lanes.text() == "ok"
     lanes.submit("runs", Encode(LONG), deadline=monotonic() + 0.2)
     lanes.submit("waits", Encode(LONG), deadline=monotonic() + 0.1)
-    found = dict(lanes.next() for _ in range(2))
-    assert set(found) == {"runs", "waits"}
-    assert all(isinstance(error, DeadlineExceeded) for error in found.values())
+    errors = dict(lanes.next() for _ in range(2))
+    assert set(errors) == {"runs", "waits"}
+    assert all(isinstance(error, DeadlineExceeded) for error in errors.values())
 
 
 # ---- processes -----------------------------------------------------------------------------------
@@ -508,15 +510,15 @@ def test_a_job_whose_lanes_are_killed_is_tried_twice(make: Make) -> None:
 
 
 def busy_lanes() -> list[psutil.Process]:
-    found = []
+    lanes = []
     for server in servers():
         for lane in lanes_of(server):
             try:
                 if lane.cpu_times().user > 0.1:
-                    found.append(lane)
+                    lanes.append(lane)
             except psutil.NoSuchProcess:
                 pass
-    return found
+    return lanes
 
 
 @pytest.mark.parametrize("program", [shutil.which("false"), "/nowhere"])
@@ -542,7 +544,7 @@ def test_closing_leaves_no_process_and_no_descriptor(make: Make) -> None:
     started += [lane for server in started for lane in lanes_of(server)]
     second.service.close()
     until(lambda: psutil.Process().num_fds() <= before, "descriptors are closed")
-    until(lambda: all(gone(one) for one in started), "its processes have ended")
+    until(lambda: all(gone(process) for process in started), "its processes have ended")
 
 
 def test_lanes_inherit_no_descriptor_and_have_a_lower_priority(
@@ -615,8 +617,8 @@ input()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
         try:
             assert worker.stdout is not None and worker.stdout.readline() == b"ready\n"
-            found = psutil.Process(worker.pid).children(recursive=True)
-            assert len(found) >= 2
+            processes = psutil.Process(worker.pid).children(recursive=True)
+            assert len(processes) >= 2
         finally:
             worker.kill()
-    until(lambda: all(gone(one) for one in found), "they have ended")
+    until(lambda: all(gone(process) for process in processes), "they have ended")

@@ -28,7 +28,7 @@ from support.worker_process import TOKEN, WorkerProcess, id_of
 
 
 def ids_of(found: list[Delta]) -> list[int]:
-    return [token for one in found for token in unpack_ids(one.ids)]
+    return [token for delta in found for token in unpack_ids(delta.ids)]
 
 
 def test_hello_welcome_credit_work_and_their_history(tmp_path: Path) -> None:
@@ -36,8 +36,8 @@ def test_hello_welcome_credit_work_and_their_history(tmp_path: Path) -> None:
         hello = worker.welcome(7)
         assert hello.body["token"] == TOKEN and hello.body["digest"] == "counting-50000"
         worker.work(1, max_tokens=3)
-        found = worker.deltas_until(1)[1]
-        assert ids_of(found) == expected_ids("xyz", 1, 3)
+        received = worker.deltas_until(1)[1]
+        assert ids_of(received) == expected_ids("xyz", 1, 3)
         credit = worker.receive(kinds.CREDIT)
         assert credit.body == {"sequences": 8, "works": 1}
         lines = [
@@ -75,8 +75,8 @@ def test_who_drops_all_runs_and_sends_hello_with_the_newest_token(tmp_path: Path
         assert (credit.kind, credit.header.epoch) == (kinds.CREDIT, 8)
         assert credit.body == {"sequences": 8, "works": 0}
         worker.work(2, max_tokens=4)
-        found = worker.deltas_until(2)
-        assert set(found) == {2} and ids_of(found[2]) == expected_ids("xyz", 2, 4)
+        received = worker.deltas_until(2)
+        assert set(received) == {2} and ids_of(received[2]) == expected_ids("xyz", 2, 4)
         until(lambda: worker.block.read().phase == "idle", "the old run is gone")
 
 
@@ -150,9 +150,9 @@ def test_deltas_that_are_too_large_for_one_message_are_sent_in_several(tmp_path:
         link.send_deltas(sent[:3])
         assert len(link.unsent) == 1
         link.send_deltas(sent[3:])
-        messages = [frames.decode(one, max_body=MAX_BACK_BODY) for one in link.unsent]
+        messages = [frames.decode(frame, max_body=MAX_BACK_BODY) for frame in link.unsent]
         assert 3 < len(messages) < 12
-        assert [one for message in messages for one in deltas.unpack_deltas(message)] == sent
+        assert [delta for message in messages for delta in deltas.unpack_deltas(message)] == sent
         with pytest.raises(TooLarge, match="at most"):
             link.send_deltas([sent[0]._replace(text="x" * MAX_BACK_BODY)])
     finally:
@@ -191,9 +191,9 @@ def test_a_resume_continues_at_its_position(tmp_path: Path) -> None:
         worker.welcome(1)
         ids = expected_ids("xyz", 1, 9)
         worker.work(1, "xyz", pack_ids(ids[:4]), resume={"count": 4, "facts": None}, max_tokens=9)
-        found = worker.deltas_until(1)[1]
-        assert found[0].pos == 4 and ids_of(found) == ids[4:]
-        assert "".join(one.text for one in found) == text_of(ids[4:])
+        received = worker.deltas_until(1)[1]
+        assert received[0].pos == 4 and ids_of(received) == ids[4:]
+        assert "".join(delta.text for delta in received) == text_of(ids[4:])
 
 
 def test_a_worker_is_ready_when_requests_can_be_prepared(

@@ -46,9 +46,9 @@ def admit(
     rule = None if format is None else constraint(format)
     prompt = Encoded(pack_ids(text.encode("a")), thinks=thinks)
     preparation = prepare_run(opened, (bytes(16), 1), work, Arrival(0.0, 0.0))
-    made = preparation.finish(prompt) if rule is None else preparation.finish(prompt, rule)
-    assert isinstance(made, Admit)
-    return made
+    message = preparation.finish(prompt) if rule is None else preparation.finish(prompt, rule)
+    assert isinstance(message, Admit)
+    return message
 
 
 def ids_of(words: str) -> list[int]:
@@ -107,14 +107,14 @@ def test_a_vocabulary_that_is_being_loaded_is_loaded_before_the_worker_is_ready(
 
     monkeypatch.setattr(formats, "load_vocabulary", load)
     opened = Opened("digest", 64, folder.plan.vocab_size, table, text.source, folder.eos_ids)
-    made = Formats(opened)
-    assert made.is_settled(ready.set) and not loads
-    made.load()
-    assert not made.is_settled(ready.set) and not ready.is_set()
+    worker_formats = Formats(opened)
+    assert worker_formats.is_settled(ready.set) and not loads
+    worker_formats.load()
+    assert not worker_formats.is_settled(ready.set) and not ready.is_set()
     gate.set()
-    assert ready.wait(PATIENCE) and made.is_settled(ready.clear) and ready.is_set()
-    made.load()
-    assert made.is_settled(ready.clear) and loads == [1]
+    assert ready.wait(PATIENCE) and worker_formats.is_settled(ready.clear) and ready.is_set()
+    worker_formats.load()
+    assert worker_formats.is_settled(ready.clear) and loads == [1]
 
 
 @pytest.mark.parametrize(("gpus", "platform"), [("", "linux"), ("0", "linux"), ("", "darwin")])
@@ -152,12 +152,12 @@ def test_a_vocabulary_that_cannot_be_loaded_ends_requests_with_a_format_alone(
 
     monkeypatch.setattr(formats, "load_vocabulary", load)
     opened = Opened("digest", 64, folder.plan.vocab_size, table, text.source, folder.eos_ids)
-    made, ready, found = Formats(opened), threading.Event(), queue.SimpleQueue[Any]()
-    made.load()
-    while not made.is_settled(ready.set):
+    worker_formats, ready, errors = Formats(opened), threading.Event(), queue.SimpleQueue[Any]()
+    worker_formats.load()
+    while not worker_formats.is_settled(ready.set):
         assert ready.wait(PATIENCE)
-    made.constrain(COLOURS, lambda result, error: found.put(error), Encoded(b""))
-    assert "no such file" in str(found.get(timeout=PATIENCE))
+    worker_formats.constrain(COLOURS, lambda result, error: errors.put(error), Encoded(b""))
+    assert "no such file" in str(errors.get(timeout=PATIENCE))
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,9 @@ class Sent(Link):
     def ends(self) -> dict[int, Any]:
         """Returns each ended request's reason or error message, by the request's number."""
         return {
-            one.id[0]: one.end.get("reason", one.end.get("message"))
-            for one in self.deltas
-            if one.end is not None
+            delta.id[0]: delta.end.get("reason", delta.end.get("message"))
+            for delta in self.deltas
+            if delta.end is not None
         }
 
 
@@ -149,7 +149,7 @@ class Harness:
     def credit(self) -> int:
         """The number of sequences in the newest Credit message to the broker."""
         return next(
-            one for one in reversed(self.link.messages) if isinstance(one, Credit)
+            message for message in reversed(self.link.messages) if isinstance(message, Credit)
         ).sequences
 
 
@@ -167,7 +167,7 @@ def test_requests_end_alone_and_with_their_own_errors() -> None:
     assert isinstance(admit, Admit) and admit.sequence.prompt == (97, 98, 99)
     ends = harness.link.ends()
     assert set(ends) == {2, 3} and "messages[0] must be a map" in ends[2] and "digest" in ends[3]
-    answers = {id[0]: one for id, one in harness.link.answers.items() if id is not None}
+    answers = {id[0]: answer for id, answer in harness.link.answers.items() if id is not None}
     assert set(answers) == {4, 5, 6, 7, 8}
     assert unpack_ids(answers[4].packed[0]) == [97, 98]
     assert answers[6].fields == {"text": "1 2 "}
@@ -221,7 +221,7 @@ def test_inputs_that_are_token_ids_need_no_preparation() -> None:
     harness = Harness(ENCODER)
     harness.call(1, kinds.EMBED, pack_ids([1, 2]), tokens=[2])
     (compute,) = harness.computed
-    assert isinstance(compute, Compute) and [one.ids for one in compute.inputs] == [(1, 2)]
+    assert isinstance(compute, Compute) and [item.ids for item in compute.inputs] == [(1, 2)]
     harness.intake.cancel((id_of(1), 0))
     assert harness.computed[1:] == [DropCall(compute.key)] and not harness.intake.tasks
 
@@ -236,11 +236,11 @@ def test_a_cancelled_call_is_not_answered_and_the_next_with_its_id_is() -> None:
         harness.intake.cancel((id_of(1), 0))
         assert not harness.jobs.waiting
     harness.call(1, kinds.EMBED, pack_ids([1, 2]), tokens=[2])
-    computed = [one for one in harness.computed if isinstance(one, Compute)]
-    assert len({one.key for one in computed}) == 3
-    for number, one in enumerate(computed):
+    computed = [command for command in harness.computed if isinstance(command, Compute)]
+    assert len({compute.key for compute in computed}) == 3
+    for number, compute in enumerate(computed):
         for _ in range(2):
-            harness.intake.answered(Answer(one.key, CallAnswer({"text": str(number)})))
+            harness.intake.answered(Answer(compute.key, CallAnswer({"text": str(number)})))
     assert not harness.prepared()
     assert harness.link.answers == {id_of(1): CallAnswer({"text": "2"})}
 
@@ -311,12 +311,14 @@ def test_a_drain_ends_cancelled_runs_and_hands_the_others_back() -> None:
     harness.call(4, kinds.TOKENIZE, text="a")
     for _ in range(2):
         harness.intake.drain()
-    assert [one for one in harness.computed if isinstance(one, HandBack)] == [HandBack()]
+    assert [command for command in harness.computed if isinstance(command, HandBack)] == [
+        HandBack()
+    ]
     harness.intake.handed_back()
     assert harness.link.ends() == {2: "cancelled"} and harness.credit == 0
     handed = Yield([(id_of(1), 1), (id_of(3), 1)])
-    assert [one for one in harness.link.messages if isinstance(one, Yield)] == [handed]
-    assert not [one for one in harness.prepared() if isinstance(one, Admit)]
+    assert [message for message in harness.link.messages if isinstance(message, Yield)] == [handed]
+    assert not [result for result in harness.prepared() if isinstance(result, Admit)]
     assert list(harness.link.answers) == [id_of(4)] and not harness.intake.tasks
     harness.work(5)
     assert harness.link.messages[-2] == Yield([(id_of(5), 1)])

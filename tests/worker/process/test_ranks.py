@@ -29,7 +29,9 @@ def test_each_rank_sees_one_gpu(monkeypatch: pytest.MonkeyPatch, slot: str) -> N
     """The worker sees the GPUs that the broker assigned to it; each rank sees one of them."""
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5")
-    shown = [one["CUDA_VISIBLE_DEVICES"] for one in ranks.environments(config(slot))]
+    shown = [
+        environment["CUDA_VISIBLE_DEVICES"] for environment in ranks.environments(config(slot))
+    ]
     assert shown == ["7", "5"]
 
 
@@ -37,7 +39,7 @@ def test_a_group_that_dials_has_the_first_gpus(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-a,6")
     dialling = replace(config(f"big/{os.getpid()}"), dials=True)
-    shown = [one["CUDA_VISIBLE_DEVICES"] for one in ranks.environments(dialling)]
+    shown = [environment["CUDA_VISIBLE_DEVICES"] for environment in ranks.environments(dialling)]
     assert shown == ["4", "GPU-a"]
 
 

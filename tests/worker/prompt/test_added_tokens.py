@@ -52,9 +52,9 @@ def notes(folder: Path) -> str:
 def ids(folder: Path) -> list[int]:
     text = ChatTokenizer.from_folder(inspect(folder))
     again = ChatTokenizer.from_source(text.source)
-    found = list(chat_ids(text, HI).ids)
-    assert list(chat_ids(again, HI).ids) == found, "in the process that prepares requests"
-    return found
+    tokens = list(chat_ids(text, HI).ids)
+    assert list(chat_ids(again, HI).ids) == tokens, "in the process that prepares requests"
+    return tokens
 
 
 def test_files_that_agree(folder: Path) -> None:
@@ -86,18 +86,18 @@ def test_tokens_without_a_row_are_told_and_not_used(folder: Path) -> None:
         added_tokens_decoder={"1024": {"content": "<|new|>"}},
     )
     assert ids(folder) == PLAIN
-    told = notes(folder)
-    assert "has tokens that tokenizer.json has not, not used: '<|new|>' (id 1024)" in told
-    assert "eos_token '<|nope|>'" in told and "additional_special_tokens '<|zz|>'" in told
+    text = notes(folder)
+    assert "has tokens that tokenizer.json has not, not used: '<|new|>' (id 1024)" in text
+    assert "eos_token '<|nope|>'" in text and "additional_special_tokens '<|zz|>'" in text
     assert ChatTokenizer.from_folder(inspect(folder)).source.added == []
 
 
 def test_older_files_that_say_otherwise(folder: Path) -> None:
     write_json(folder / "special_tokens_map.json", {"eos_token": "<|im_start|>"})
     write_json(folder / "added_tokens.json", {"<think>": 7})
-    told = notes(folder)
-    assert "'<think>' is 1016, in added_tokens.json 7" in told
-    assert "eos_token is '<|im_end|>', in special_tokens_map.json '<|im_start|>'" in told
+    text = notes(folder)
+    assert "'<think>' is 1016, in added_tokens.json 7" in text
+    assert "eos_token is '<|im_end|>', in special_tokens_map.json '<|im_start|>'" in text
 
 
 @pytest.mark.parametrize("wrong", [5, {"x": {}}, {"5": 5}, {"5": {"content": 5}}, {"5": {}}, [1]])

@@ -101,9 +101,9 @@ def test_tools_are_refused_where_the_template_does_not_read_them(source: str) ->
 
 def test_a_list_of_named_templates(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
-    for templates, found in ((named, {"tool_use": "T", "default": "D"}), ([], {})):
+    for templates, expected in ((named, {"tool_use": "T", "default": "D"}), ([], {})):
         write_json(tmp_path / "tokenizer_config.json", {"chat_template": templates})
-        assert sources(tmp_path) == found
+        assert sources(tmp_path) == expected
     write_json(tmp_path / "tokenizer_config.json", {"chat_template": {"default": "D"}})
     assert sources(tmp_path) == {"default": "D"}
 
@@ -122,9 +122,9 @@ def test_the_four_files_in_order(tmp_path: Path) -> None:
     assert sources(tmp_path) == {TOOL_USE: "second", DEFAULT: "third"}
     (tmp_path / "chat_template.jinja").write_text("first", encoding="utf-8")
     assert sources(tmp_path) == {TOOL_USE: "second", DEFAULT: "first"}
-    found = ChatTemplates.from_folder(tmp_path)
-    assert found.tokens == {"eos_token": "E"}
-    (note,) = found.notes
+    templates = ChatTemplates.from_folder(tmp_path)
+    assert templates.tokens == {"eos_token": "E"}
+    (note,) = templates.notes
     assert note.startswith("chat_template.jinja and chat_template of tokenizer_config.json differ")
 
 

@@ -28,9 +28,9 @@ def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     Of several stops that end at the same character, the longest counts.
     """
     for end in range(len(text) + 1):
-        found = [stop for stop in stops if text[:end].endswith(stop)]
-        if found:
-            return text[: end - max(map(len, found))], True
+        matches = [stop for stop in stops if text[:end].endswith(stop)]
+        if matches:
+            return text[: end - max(map(len, matches))], True
     return text, False
 
 
@@ -101,8 +101,8 @@ def test_texts_that_completions_share_change_nothing(
     texts = WholeTexts(lambda token: pieces[token], pieces[:known])
     for _ in range(2):
         completion = Detokenizer(lambda token: pieces[token], tuple(stops), texts)
-        found = [completion.push(token) for token in range(len(pieces))]
-        assert [*found, completion.finish()] == run(pieces, stops)[0]
+        parts = [completion.push(token) for token in range(len(pieces))]
+        assert [*parts, completion.finish()] == run(pieces, stops)[0]
 
 
 @given(

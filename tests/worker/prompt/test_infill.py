@@ -14,12 +14,12 @@ LETTERS = "abcdefgh\n▁"
 def tokenizer(*special: str, metaspace: bool = False) -> Tokenizer:
     """A tokenizer of single letters with these special tokens."""
     vocab = {letter: number for number, letter in enumerate(LETTERS)}
-    made = Tokenizer(models.BPE(vocab, [], unk_token=None, fuse_unk=False))
+    letter_tokenizer = Tokenizer(models.BPE(vocab, [], unk_token=None, fuse_unk=False))
     if metaspace:
-        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-        made.decoder = decoders.Metaspace(prepend_scheme="always")
-    made.add_special_tokens(list(special))
-    return made
+        letter_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+        letter_tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+    letter_tokenizer.add_special_tokens(list(special))
+    return letter_tokenizer
 
 
 def filled(made: Tokenizer) -> list[str]:
@@ -29,7 +29,9 @@ def filled(made: Tokenizer) -> list[str]:
         ids: list[int] = made.encode(text, add_special_tokens=False).ids
         return ids
 
-    return [str(made.id_to_token(one)) for one in infill_ids("ab", "cd", made.token_to_id, encode)]
+    return [
+        str(made.id_to_token(token)) for token in infill_ids("ab", "cd", made.token_to_id, encode)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -48,8 +50,8 @@ def test_the_text_in_front_comes_first(tokens: tuple[str, str, str]) -> None:
 
 
 def test_a_text_behind_a_gap_does_not_begin_with_a_space() -> None:
-    found = filled(tokenizer("▁<PRE>", "▁<SUF>", "▁<MID>", metaspace=True))
-    assert found == ["▁<PRE>", *"▁ab", "▁<SUF>", *"cd", "▁<MID>"]
+    tokens = filled(tokenizer("▁<PRE>", "▁<SUF>", "▁<MID>", metaspace=True))
+    assert tokens == ["▁<PRE>", *"▁ab", "▁<SUF>", *"cd", "▁<MID>"]
 
 
 def test_the_suffix_may_come_first() -> None:

@@ -28,16 +28,16 @@ def private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Returns a list that gets the folder of each tokenizer which is read."""
-    found: list[Path] = []
+    paths: list[Path] = []
 
     class Counted(ChatTokenizer):
         @classmethod
         def from_folder(cls, folder):  # type: ignore[no-untyped-def]
-            found.append(folder.path)
+            paths.append(folder.path)
             return super().from_folder(folder)
 
     monkeypatch.setattr(kept_text, "ChatTokenizer", Counted)
-    return found
+    return paths
 
 
 def test_a_second_load_reads_no_tokenizer(tmp_path: Path, reads: list[Path]) -> None:
@@ -79,11 +79,11 @@ def test_what_is_read_of_files_that_changed_after_the_check_is_not_kept(
 
     with monkeypatch.context() as patch:
         patch.setattr(kept_text, "_read", changed)
-        found = text_of(folder)
+        stale_text = text_of(folder)
     file.unlink()
     _, source, notes = text_of(folder)
     text = ChatTokenizer.from_folder(folder)
-    assert (source, notes) == (text.source, tuple(text.notes)) != found[1:]
+    assert (source, notes) == (text.source, tuple(text.notes)) != stale_text[1:]
 
 
 @pytest.mark.parametrize("name", ["tokenizers", "jinja2"])
@@ -92,9 +92,9 @@ def test_another_library_reads_again(
 ) -> None:
     folder = inspect(write_checkpoint(tmp_path / "model"))
     text_of(folder)
-    monkeypatch.setattr(kept_text, "version_of", lambda one: "9.9" if one == name else "1")
+    monkeypatch.setattr(kept_text, "version_of", lambda library: "9.9" if library == name else "1")
     text_of(folder)
-    monkeypatch.setattr(kept_text, "version_of", lambda one: "1")
+    monkeypatch.setattr(kept_text, "version_of", lambda library: "1")
     text_of(folder)
     assert len(reads) == 3
 

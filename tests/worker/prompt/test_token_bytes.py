@@ -29,21 +29,21 @@ CHARACTERS = ("é", "こ", "𝄞", "A", "\n")
 
 
 def id_of(tokenizer: Tokenizer, piece: str) -> int:
-    found = tokenizer.token_to_id(piece)
-    assert found is not None, piece
-    return found
+    token = tokenizer.token_to_id(piece)
+    assert token is not None, piece
+    return token
 
 
 def ids_of(name: str) -> st.SearchStrategy[list[int]]:
     """Random ids; byte tokens only as whole characters, see `test_bytes_that_are_no_text`."""
     tokenizer = TOKENIZERS[name]
-    every = range(tokenizer.get_vocab_size())
-    plain = [id for id in every if not str(tokenizer.id_to_token(id)).startswith("<0x")]
+    ids = range(tokenizer.get_vocab_size())
+    plain = [id for id in ids if not str(tokenizer.id_to_token(id)).startswith("<0x")]
     groups = [[id] for id in plain]
-    if len(plain) < len(every):
+    if len(plain) < len(ids):
         spelled = ([f"<0x{byte:02X}>" for byte in char.encode()] for char in CHARACTERS)
         groups += [[id_of(tokenizer, piece) for piece in group] for group in spelled] * 5
-    return st.lists(st.sampled_from(groups), max_size=12).map(lambda found: list(chain(*found)))
+    return st.lists(st.sampled_from(groups), max_size=12).map(lambda parts: list(chain(*parts)))
 
 
 def own(name: str, ids: list[int]) -> str:

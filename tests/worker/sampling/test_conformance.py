@@ -101,13 +101,13 @@ def test_temperature_and_softmax(temperature: float) -> None:
 def test_logprobs_of_each_row_in_a_batch() -> None:
     asked = Options(temperature=0.0, logprobs=True, top_logprobs=5)
     logits = np.array([[1000, 999, 998, 0, 0], [2, 5, 1, 4, 3], [7, 7, 7, 7, 7]], np.float32)
-    found = sample(mx.array(logits), [SampleRequest(asked, 0, 0)] * 3)
-    assert found.top_ids is not None and found.top_logprobs is not None
-    values = np.array(found.top_logprobs, np.float64)
+    result = sample(mx.array(logits), [SampleRequest(asked, 0, 0)] * 3)
+    assert result.top_ids is not None and result.top_logprobs is not None
+    values = np.array(result.top_logprobs, np.float64)
     assert np.isfinite(values).all()
     assert np.exp(values).sum(axis=1) == pytest.approx([1, 1, 1], abs=1e-5)
     order = np.argsort(-values[1])
-    assert np.array(found.top_ids)[1][order].tolist() == [1, 3, 4, 0, 2]
+    assert np.array(result.top_ids)[1][order].tolist() == [1, 3, 4, 0, 2]
     assert values[2].tolist() == pytest.approx([math.log(1 / 5)] * 5)
     for line in range(3):
         alone = sample(mx.array(logits[line : line + 1]), [SampleRequest(asked, 0, 0)])

@@ -71,12 +71,12 @@ def test_frequency_counts_each_time() -> None:
 
 
 def test_repeat_last_n() -> None:
-    every: dict[str, Any] = {
+    penalties: dict[str, Any] = {
         "presence_penalty": 6.0,
         "frequency_penalty": 2.0,
         "repeat_penalty": 2.0,
     }
-    assert greedy([0, 5, 4], (1,), repeat_last_n=0, **every) == 1
+    assert greedy([0, 5, 4], (1,), repeat_last_n=0, **penalties) == 1
     assert greedy([0, 5, 4], (1, *[0] * 100), repeat_last_n=-1, presence_penalty=6.0) == 2
     assert greedy([0, 5, 4], (1, *[0] * 64), presence_penalty=6.0) == 1
     assert greedy([0, 5, 4, 3], (1, 2, 3), repeat_last_n=2, presence_penalty=6.0) == 1
@@ -189,7 +189,7 @@ def test_the_host_orders_the_likeliest_tokens_and_drops_those_that_a_row_did_not
     rows = [Sequence(b"", 0, (1,), options, 0, 1) for options in (asked, Options())]
     numbers = SampledNumbers([5, 6], [-0.5, -0.7], [[7, 5, 3], [1, 2, 3]], [[-2.0, -0.5, -2.0]] * 2)
     drawn, failed = sampled_tokens(numbers, {seq: row for row, seq in enumerate(rows)})
-    assert not failed and [one.token for one in drawn] == [5, 6]
+    assert not failed and [sampled.token for sampled in drawn] == [5, 6]
     assert drawn[0].logprob == TokenLogprob(-0.5, ((5, -0.5), (3, -2.0)))
     assert drawn[1].logprob is None
 
@@ -255,7 +255,7 @@ def test_equals_an_oracle_in_numpy(row: SampleRequest, salt: int, allowed: set[i
     batch = SamplingBatch([row.options], [row.seed], len(logits))
     words = np.packbits(np.resize(bits, 32) & (np.arange(32) < len(bits)), bitorder="little")
     mask = TokenMasks(mx.array(np.concatenate([[0], words.view(np.int32)]).astype(np.int32)), 1)
-    found = sample_batch(
+    actual = sample_batch(
         mx.array(logits)[None],
         batch,
         [row.position],
@@ -264,7 +264,7 @@ def test_equals_an_oracle_in_numpy(row: SampleRequest, salt: int, allowed: set[i
         (),
         None if allowed is None else mask,
     ).tokens.tolist()
-    assert found == [token] or margin < 1e-5
+    assert actual == [token] or margin < 1e-5
 
 
 def oracle(logits: np.ndarray, row: SampleRequest, allowed: np.ndarray) -> tuple[int, float]:

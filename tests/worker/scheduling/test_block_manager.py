@@ -100,8 +100,8 @@ def test_blocks_needed_at_admission_and_after_a_preemption() -> None:
 def test_a_row_gets_blocks_before_its_step_and_none_beyond_its_end() -> None:
     blocks = BlockManager(Memory(), 9)
     row, last = sequence(KV_BLOCK_TOKENS - 2), sequence(KV_BLOCK_TOKENS - 1, max_tokens=1)
-    for one in (row, last):
-        blocks.give(one, 1)
+    for seq in (row, last):
+        blocks.give(seq, 1)
     assert blocks.lacking([row, last]) == []
     row.ids.append(1)
     assert blocks.lacking([last, row]) == [row] and blocks_for_step(row) == 2
@@ -189,7 +189,7 @@ def test_beside_others_nobody_gets_more_than_there_is(
             need = max(blocks_for_step(row), held[row])
             if need > held[row] and blocks.grow(row, alone=False):
                 held[row] = need
-        assert [blocks.given(one) for one in rows] == [*held.values()]
+        assert [blocks.given(seq) for seq in rows] == [*held.values()]
         assert blocks.available == capacity - sum(held.values()) - memory.blocks_in_use() >= 0
         wanted = sum(held.values()) + had - capacity if held != before else had
         assert memory.blocks_in_use() >= min(had, had - max(0, wanted))  # no more than needed

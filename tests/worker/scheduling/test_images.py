@@ -26,11 +26,11 @@ def span(start: int, count: int, *, group: bool = True, image: bytes = IMAGE) ->
 
 def sequence(tokens: int, *spans: MediaSpan, shift: ContextShift | None = None) -> Sequence:
     items = list(range(tokens))
-    for one in spans:
-        items[one.start : one.end] = slot_items(one.image, one.count)
-    found = Sequence(b"", 1, tuple(items), Options(), 0, 10**6, phase=Phase.RUNNING, shift=shift)
-    found.media = spans
-    return found
+    for media_span in spans:
+        items[media_span.start : media_span.end] = slot_items(media_span.image, media_span.count)
+    seq = Sequence(b"", 1, tuple(items), Options(), 0, 10**6, phase=Phase.RUNNING, shift=shift)
+    seq.media = spans
+    return seq
 
 
 # ---- cuts ----------------------------------------------------------------------------------------
@@ -100,10 +100,10 @@ def test_a_shifted_stream_is_the_same_step_by_step_and_at_once(
         assert 0 < running.length <= context
         assert running.discarded == shift.discarded(prompt + len(running.ids))
         check_spans(running.media, running.length)
-        for one in running.media:
-            assert inputs[one.start : one.end] == [*slot_items(IMAGE, one.count)]
+        for image in running.media:
+            assert inputs[image.start : image.end] == [*slot_items(IMAGE, image.count)]
         slots = sum(item >= 2**32 for item in inputs)
-        assert slots == sum(one.count for one in running.media), "part of an image is left"
+        assert slots == sum(image.count for image in running.media), "part of an image is left"
 
 
 @given(streams())
@@ -119,9 +119,9 @@ def test_a_truncated_prompt_fits_and_has_whole_images(
         return
     left = set(range(keep)) | set(range(keep + removed, prompt))
     assert 0 < len(left) < context
-    for one in spans:
-        inside = left & set(range(one.start, one.end))
-        assert len(inside) in (0, one.count)
+    for image in spans:
+        inside = left & set(range(image.start, image.end))
+        assert len(inside) in (0, image.count)
 
 
 # ---- steps ---------------------------------------------------------------------------------------
@@ -131,8 +131,8 @@ def test_a_truncated_prompt_fits_and_has_whole_images(
 def test_a_prompt_is_read_to_its_end_in_chunks_that_divide_no_group(
     lines: int, start: int, count: int, group: bool
 ) -> None:
-    one = span(start, count, group=group)
-    seq, encoded = sequence(start + count + 5, one), set[bytes]()
+    image = span(start, count, group=group)
+    seq, encoded = sequence(start + count + 5, image), set[bytes]()
     limits = StepLimits(lines=lines, pairs=10**6, context=1000)
     chunks = []
     for _ in range(200):
@@ -153,7 +153,7 @@ def test_a_prompt_is_read_to_its_end_in_chunks_that_divide_no_group(
             break
     assert seq.unread <= 1
     ends = [end for _, end in chunks]
-    assert not (group and any(one.start < end < one.end for end in ends))
+    assert not (group and any(image.start < end < image.end for end in ends))
     assert all(b == c for (_, b), (c, _) in pairwise(chunks))
 
 
@@ -162,16 +162,16 @@ def test_a_prompt_that_waits_for_its_image_lets_others_pass() -> None:
     step = schedule(
         [waits, other], LIMITS, lambda load: 0.0, lambda seq, n: 0 if seq is waits else n
     )
-    assert [one.sequence for one in step.spans] == [other]
+    assert [chunk.sequence for chunk in step.spans] == [other]
 
 
 def test_a_group_larger_than_what_is_left_of_a_pass_gets_the_next() -> None:
     first, second = sequence(10), sequence(20, span(0, 12))
     clip = lambda seq, n: readable_end(seq.media, 0, n, {IMAGE})  # noqa: E731
     step = schedule([first, second], LIMITS, lambda load: 0.0, clip)
-    assert [one.sequence for one in step.spans] == [first]
+    assert [chunk.sequence for chunk in step.spans] == [first]
     step = schedule([second], LIMITS, lambda load: 0.0, clip)
-    assert [one.count for one in step.spans] == [16]
+    assert [chunk.count for chunk in step.spans] == [16]
 
 
 def test_penalties_count_no_images() -> None:

@@ -7,7 +7,7 @@ from msgspec.structs import fields, replace
 
 from mlxpool.worker.scheduling.memory_budget import MemoryBudget
 
-NAMES = [one.name for one in fields(MemoryBudget)]
+NAMES = [field.name for field in fields(MemoryBudget)]
 NOTHING = MemoryBudget(**dict.fromkeys(NAMES, 0))
 BUDGET = replace(NOTHING, limit=1000, weights=300, rows=2, row=50, block=80, head_block=20)
 

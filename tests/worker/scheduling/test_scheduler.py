@@ -97,15 +97,15 @@ def test_waiting_sequences_are_admitted_in_order_up_to_the_free_slots() -> None:
 
 def test_preempted_sequences_are_admitted_first_in_order_of_arrival() -> None:
     fresh, *gone = (sequence(phase=Phase.WAITING) for _ in range(3))
-    for one in gone:
-        one.preempt()
+    for seq in gone:
+        seq.preempt()
     assert [*scheduler.next_admissions([fresh, *gone], 8)] == [*gone, fresh]
 
 
 def owned(owner: str, phase: Phase = Phase.RUNNING) -> Sequence:
-    made = sequence(phase=phase)
-    made.owner = owner
-    return made
+    seq = sequence(phase=phase)
+    seq.owner = owner
+    return seq
 
 
 def test_sequences_of_the_owner_with_the_fewest_rows_are_admitted_first() -> None:
@@ -427,14 +427,14 @@ def test_a_step_keeps_every_bound(
     clip = clip_at(every)
     step = schedule(live, limits, cost, clip, alone=alone)
     inside = [span.sequence for span in step.spans]
-    assert len(set(inside)) == len(inside) and not any(one.held for one in inside)
+    assert len(set(inside)) == len(inside) and not any(seq.held for seq in inside)
     for span in step.spans:
         seq = span.sequence
         assert seq.phase is Phase.RUNNING
         assert span.start == seq.submitted and span.count >= 1
         assert seq.awaited == 0 or (span.decodes and seq.awaited <= limits.ahead)
-        made = len(seq.ids) + seq.awaited
-        assert made < seq.max_tokens and len(seq.prompt) + made < limits.context + 1
+        count = len(seq.ids) + seq.awaited
+        assert count < seq.max_tokens and len(seq.prompt) + count < limits.context + 1
         assert span.draws == (span.end == seq.length + seq.awaited)
     rows = [*step.spans[: step.rows]]
     assert all(span.decodes or span.sequence.reads_run for span in rows)
@@ -442,13 +442,13 @@ def test_a_step_keeps_every_bound(
     assert not any(span.sequence.reads_run for span in step.chunks)
     order = [live.index(span.sequence) for span in step.chunks]
     assert order == sorted(order)
-    free = [one for one in live if not one.held]
-    waits = [one for one in free if one.reads_prompt]
+    free = [seq for seq in live if not seq.held]
+    waits = [seq for seq in free if seq.reads_prompt]
     if step.alone:
         assert len(inside) == 1 and inside[0].read_alone and inside[0] is waits[0]
     else:
         due = [
-            one for one in free if one.phase is Phase.RUNNING and (one.unread == 1 or one.reads_run)
+            seq for seq in free if seq.phase is Phase.RUNNING and (seq.unread == 1 or seq.reads_run)
         ]
         assert set(due) <= {span.sequence for span in rows}
         assert not any(span.sequence.read_alone for span in step.chunks)
@@ -520,7 +520,7 @@ def test_every_sequence_ends_with_its_tokens(
             collect(flights, live)
             continue
         if step.alone:
-            beside = [one for one in live if one.phase is Phase.RUNNING and one.unread == 1]
+            beside = [seq for seq in live if seq.phase is Phase.RUNNING and seq.unread == 1]
             assert not (was_alone and beside), "streams wait for one such step at most"
         if step.spans:
             was_alone = step.alone

@@ -25,20 +25,20 @@ def waits(seq: Sequence, *live: Sequence, whole: bool = False) -> bool:
 
 
 def test_an_equal_prompt_is_waited_for_until_all_but_its_last_token_is_read() -> None:
-    one, other = reader(range(300)), sequence(range(300))
-    assert awaited_prompt(other, [one, other], whole=True) is one
-    one.submitted = 298
-    assert waits(other, one)
-    one.submitted = 299
-    assert not waits(other, one) and other.awaits is None
+    first, other = reader(range(300)), sequence(range(300))
+    assert awaited_prompt(other, [first, other], whole=True) is first
+    first.submitted = 298
+    assert waits(other, first)
+    first.submitted = 299
+    assert not waits(other, first) and other.awaits is None
 
 
 @pytest.mark.parametrize("phase", [Phase.WAITING, Phase.FINISHED])
 def test_a_prompt_that_nobody_reads_is_not_waited_for(phase: Phase) -> None:
-    one, other = reader(range(300)), sequence(range(300))
-    assert waits(other, one)
-    one.phase = phase  # it was preempted, or has left
-    assert not waits(other, one)
+    first, other = reader(range(300)), sequence(range(300))
+    assert waits(other, first)
+    first.phase = phase  # it was preempted, or has left
+    assert not waits(other, first)
 
 
 def test_half_of_what_is_left_to_read_has_to_be_common() -> None:
@@ -55,12 +55,12 @@ def test_half_of_what_is_left_to_read_has_to_be_common() -> None:
 
 def test_a_short_prompt_is_waited_for_only_where_it_is_known_to_be_shared() -> None:
     size = MIN_SHARED
-    one, other = reader(range(size)), sequence(range(size))
-    assert not waits(other, one)
-    one.shared = True
-    assert not waits(other, one)
+    first, other = reader(range(size)), sequence(range(size))
+    assert not waits(other, first)
+    first.shared = True
+    assert not waits(other, first)
     other.shared = True
-    assert waits(other, one)
+    assert waits(other, first)
     assert waits(sequence(range(size + 1)), reader(range(size + 1)))
 
 
@@ -92,7 +92,7 @@ def test_the_others_are_admitted_past_those_that_wait() -> None:
     other = sequence(range(900, 1000))
     live = [*equal, other]
     admitted = []
-    for one in next_admissions(live, 2, lambda seq: waits(seq, *live)):
-        one.phase = Phase.RUNNING
-        admitted.append(one)
+    for candidate in next_admissions(live, 2, lambda seq: waits(seq, *live)):
+        candidate.phase = Phase.RUNNING
+        admitted.append(candidate)
     assert admitted == [equal[0], other]

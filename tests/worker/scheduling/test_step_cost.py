@@ -183,16 +183,16 @@ def test_a_prediction_is_never_negative_and_grows_with_the_load(
     passes: list[tuple[Load, float]], load: Load, more: Load
 ) -> None:
     cost = StepCost()
-    for one, seconds in passes:
-        cost.observe(one, seconds)
-    found = cost.seconds(load)
+    for pass_load, seconds in passes:
+        cost.observe(pass_load, seconds)
+    prediction = cost.seconds(load)
     larger = Load(
         load.lines + more.lines,
         load.keys + more.keys,
         load.pairs + more.pairs,
         load.drawn + more.drawn,
     )
-    assert math.isfinite(found) and 0 <= found <= cost.seconds(larger)
+    assert math.isfinite(prediction) and 0 <= prediction <= cost.seconds(larger)
 
 
 def test_the_load_of_spans() -> None:

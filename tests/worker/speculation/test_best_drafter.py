@@ -83,21 +83,26 @@ def chosen(drafter: BestDrafter, seq: Sequence, most: int = 3) -> tuple[float, .
 
 def test_each_row_has_drafts_of_the_one_that_goes_furthest() -> None:
     free, head, model, drafter = three()
-    one, two, other, none = (sequence() for _ in range(4))
-    free.known = {one: (0.9, 0.9, 0.9), two: (0.5, 0.5), other: (0.6, 0.1)}
-    head.known = {one: (0.8, 0.1), two: (0.8, 0.1), other: (0.6, 0.1)}
-    model.known = {one: (0.7,) * 3, two: (0.3,) * 3, other: (0.7,) * 3}
-    assert chosen(drafter, one) == (0.9, 0.9, 0.9)
-    assert free.followed == head.followed == model.followed == [one]
-    assert chosen(drafter, two) == (0.8, 0.1)
+    first, second, other, none = (sequence() for _ in range(4))
+    free.known = {first: (0.9, 0.9, 0.9), second: (0.5, 0.5), other: (0.6, 0.1)}
+    head.known = {first: (0.8, 0.1), second: (0.8, 0.1), other: (0.6, 0.1)}
+    model.known = {first: (0.7,) * 3, second: (0.3,) * 3, other: (0.7,) * 3}
+    assert chosen(drafter, first) == (0.9, 0.9, 0.9)
+    assert free.followed == head.followed == model.followed == [first]
+    assert chosen(drafter, second) == (0.8, 0.1)
     assert chosen(drafter, other) == (0.7, 0.7, 0.7)
     assert chosen(drafter, none) == ()
     assert drafter.seconds(3, 4) == drafter.seconds(1, 4) == model.seconds(1, 4) == 2.0
-    assert [drafter.reading_seconds(seq, 1) for seq in (one, two, other, none)] == [0, 0, 0.5, 0]
-    found = drafter.drafts({one: 3, two: 1, other: 2})
-    assert found == {one: (1, 1, 1), two: (2,), other: (3, 3)}
-    assert (free.asked, head.asked, model.asked) == ([{one: 3}], [{two: 1}], [{other: 2}])
-    assert [drafter.sharper_chances(seq) for seq in (one, two, other)] == [(), (), (0.3, 0.2)]
+    assert [drafter.reading_seconds(seq, 1) for seq in (first, second, other, none)] == [
+        0,
+        0,
+        0.5,
+        0,
+    ]
+    drafts = drafter.drafts({first: 3, second: 1, other: 2})
+    assert drafts == {first: (1, 1, 1), second: (2,), other: (3, 3)}
+    assert (free.asked, head.asked, model.asked) == ([{first: 3}], [{second: 1}], [{other: 2}])
+    assert [drafter.sharper_chances(seq) for seq in (first, second, other)] == [(), (), (0.3, 0.2)]
     model.known[other] = (0.1,)
     assert chosen(drafter, other) == (0.6, 0.1) and drafter.seconds(3, 4) == 0.0
 
@@ -128,25 +133,25 @@ def test_one_that_lags_behind_a_long_prompt_does_not_hinder_the_others() -> None
     assert chosen(drafter, seq) == (0.4,)
     free.lags = False
     assert chosen(drafter, seq) == (0.9,)
-    for one in (free, head, model):
-        one.lags = True
+    for member in (free, head, model):
+        member.lags = True
     assert not drafter.follow(seq) and drafter.chances(seq, 3) == ()
-    assert [len(one.followed) for one in (free, head, model)] == [3, 3, 3]
+    assert [len(member.followed) for member in (free, head, model)] == [3, 3, 3]
 
 
 def test_one_that_fails_again_and_again_drafts_no_more() -> None:
     """Drafts of other drafters between its failures do not reset the count."""
     free, head, model, drafter = three()
-    one, two = sequence(), sequence()
-    free.known, head.known, model.known = {one: (0.5,), two: (0.9,)}, {}, {one: (0.9,)}
+    first, second = sequence(), sequence()
+    free.known, head.known, model.known = {first: (0.5,), second: (0.9,)}, {}, {first: (0.9,)}
     model.fails = True
     for _ in range(MAX_FAILURES):
-        assert chosen(drafter, two) == (0.9,) and drafter.drafts({two: 1}) == {two: (1,)}
-        assert chosen(drafter, one) == (0.9,)
+        assert chosen(drafter, second) == (0.9,) and drafter.drafts({second: 1}) == {second: (1,)}
+        assert chosen(drafter, first) == (0.9,)
         with pytest.raises(RuntimeError):
-            drafter.drafts({one: 1})
+            drafter.drafts({first: 1})
         drafter.reset()
-    assert chosen(drafter, one) == (0.5,) and drafter.drafts({one: 1}) == {one: (1,)}
+    assert chosen(drafter, first) == (0.5,) and drafter.drafts({first: 1}) == {first: (1,)}
     assert len(model.asked) == MAX_FAILURES
 
 

@@ -28,22 +28,22 @@ def test_none_is_checked_where_a_step_with_drafts_costs_more_than_it_gives() -> 
 
 
 def test_rows_with_better_chances_get_more() -> None:
-    found = choose_depths(
+    depths = choose_depths(
         [(0.95,) * 8, (0.3,) * 8, ()],
         3,
         99,
         1.0,
         lambda checked, drafts, deepest: 1.0 + 0.15 * drafts,
     )
-    assert found[0] > 1 and found[1:] == [0, 0]
+    assert depths[0] > 1 and depths[1:] == [0, 0]
 
 
 def test_no_more_than_most() -> None:
     for most in (1, 3, 8):
-        found = choose_depths(
+        depths = choose_depths(
             [(1.0,) * 8, (0.9,) * 8], 2, most, 1.0, lambda checked, drafts, deepest: 1.0
         )
-        assert sum(found) == most
+        assert sum(depths) == most
 
 
 @given(
@@ -68,13 +68,13 @@ def test_no_choice_of_the_same_size_gives_more(
         checked = sum(depth > 0 for depth in depths)
         return (rows + gained) / (seconds(checked, sum(depths), max(depths)) if checked else 1.0)
 
-    found = tuple(choose_depths(chances, rows, 99, 1.0, seconds))
-    assert all(depth <= len(some) for depth, some in zip(found, chances, strict=True))
-    if any(found):
-        assert rate(found) > MIN_GAIN * rows
+    chosen = tuple(choose_depths(chances, rows, 99, 1.0, seconds))
+    assert all(depth <= len(some) for depth, some in zip(chosen, chances, strict=True))
+    if any(chosen):
+        assert rate(chosen) > MIN_GAIN * rows
         same = [
             depths
             for depths in itertools.product(*(range(len(some) + 1) for some in chances))
-            if sum(depths) == sum(found)
+            if sum(depths) == sum(chosen)
         ]
-        assert rate(found) >= max(map(rate, same)) * (1 - 1e-9)
+        assert rate(chosen) >= max(map(rate, same)) * (1 - 1e-9)

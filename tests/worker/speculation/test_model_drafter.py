@@ -66,16 +66,16 @@ class CountingDraft:
         if self.fails:
             raise RuntimeError("the draft model fails")
         self._pass(spans)
-        found = {}
+        proposals = {}
         for span in spans:
             row, seq = self.rows[span.sequence], span.sequence
             tokens = [row[-1] + 1 + number for number in range(count)]
             row += tokens[:-1]
             seq.submitted = len(row)
             sure = TokenLogprob(self.sure)
-            found[seq] = [SampledToken(seq, token, sure) for token in tokens]
+            proposals[seq] = [SampledToken(seq, token, sure) for token in tokens]
         self.passes += [[1] * len(spans)] * (count - 1)
-        return found
+        return proposals
 
     def _pass(self, spans: Many[Span]) -> None:
         self.passes.append([span.count for span in spans])
@@ -108,8 +108,8 @@ class Scene:
 
     def drafts(self, *rows: Sequence, depth: int = 3) -> list[tuple[int, ...]]:
         assert all(self.drafter.follow(row) for row in rows)
-        found = self.drafter.drafts(dict.fromkeys(rows, depth))
-        return [found.get(row, ()) for row in rows]
+        drafts = self.drafter.drafts(dict.fromkeys(rows, depth))
+        return [drafts.get(row, ()) for row in rows]
 
     def inputs(self, seq: Sequence) -> list[int]:
         """The inputs that the row of a sequence has read."""
@@ -149,45 +149,45 @@ def test_what_was_drawn_without_drafts_is_read_with_the_next_ones() -> None:
 
 
 def test_long_prompts_are_read_in_passes_of_bounded_size_and_only_their_end() -> None:
-    scene, one, other = Scene(), sequence(100, 200), sequence(500, 10)
-    assert scene.drafts(one, other, depth=2) == [(300, 301), (510, 511)]
+    scene, seq, other = Scene(), sequence(100, 200), sequence(500, 10)
+    assert scene.drafts(seq, other, depth=2) == [(300, 301), (510, 511)]
     reads = scene.engine.passes[:-2]
     assert all(sum(counts) <= scene.engine.max_lines for counts in reads)
     assert scene.engine.passes[-2:] == [[1, 1], [1, 1]]
-    assert scene.inputs(one) == [*range(284, 301)]  # half of the context
-    assert scene.drafter.reading_seconds(one, 3) == 0.0
+    assert scene.inputs(seq) == [*range(284, 301)]  # half of the context
+    assert scene.drafter.reading_seconds(seq, 3) == 0.0
     assert UNREAD_TOKENS < 10
 
 
 def test_a_full_row_begins_again_with_the_newest_tokens() -> None:
     scene, seq = Scene(), sequence(100, 20)
     for _ in range(6):
-        (found,) = scene.drafts(seq, depth=4)
-        assert found == tuple(range(seq.length + 100, seq.length + 104))
-        seq.ids += [*found, found[-1] + 1]
+        (drafts,) = scene.drafts(seq, depth=4)
+        assert drafts == tuple(range(seq.length + 100, seq.length + 104))
+        seq.ids += [*drafts, drafts[-1] + 1]
         assert len(scene.inputs(seq)) <= scene.engine.context
     assert scene.drafter.reading_seconds(seq, 40) > 0
 
 
 def test_rows_that_were_given_up_are_read_again() -> None:
-    scene, one, other = Scene(), sequence(), sequence(400)
-    scene.drafts(one, other)
-    one.ids.append(105)
+    scene, seq, other = Scene(), sequence(), sequence(400)
+    scene.drafts(seq, other)
+    seq.ids.append(105)
     scene.engine.make_room(1)
-    assert scene.drafts(one, other) == [(106, 107, 108), (405, 406, 407)]
-    assert scene.inputs(one) == [*range(100, 108)]
+    assert scene.drafts(seq, other) == [(106, 107, 108), (405, 406, 407)]
+    assert scene.inputs(seq) == [*range(100, 108)]
 
 
 def test_streams_that_do_not_run_give_up_their_rows_first() -> None:
     scene = Scene()
-    every = [sequence(100 * number) for number in range(1, 5)]
-    scene.drafts(*every[:3])
-    every[1].phase = Phase.WAITING
-    assert scene.drafts(every[3]) == [(405, 406, 407)]
-    held = [scene.engine.holds(scene.drafter.streams[seq].row) for seq in every]
+    streams = [sequence(100 * number) for number in range(1, 5)]
+    scene.drafts(*streams[:3])
+    streams[1].phase = Phase.WAITING
+    assert scene.drafts(streams[3]) == [(405, 406, 407)]
+    held = [scene.engine.holds(scene.drafter.streams[seq].row) for seq in streams]
     assert held == [True, False, True, True]
-    every[1].phase = Phase.RUNNING
-    assert scene.drafts(every[1], every[3])[0] == (205, 206, 207)
+    streams[1].phase = Phase.RUNNING
+    assert scene.drafts(streams[1], streams[3])[0] == (205, 206, 207)
     assert len(scene.engine.rows) == scene.engine.max_rows
 
 
@@ -198,8 +198,8 @@ def test_right_drafts_raise_the_chances_and_wrong_ones_lower_them() -> None:
     """
     scene, seq = Scene(), sequence()
     for _ in range(20):
-        (found,) = scene.drafts(seq, depth=2)
-        seq.ids += [*found, found[-1] + 1]
+        (drafts,) = scene.drafts(seq, depth=2)
+        seq.ids += [*drafts, drafts[-1] + 1]
         scene.drafter.follow(seq)
     assert scene.drafter.chances(seq, 2)[0] > 0.9 > FIRST_RATE
     beside = sequence(300)
@@ -240,8 +240,8 @@ def test_a_stream_without_drafts_tries_them_again_ever_more_rarely() -> None:
         scene.drafter.follow(seq)
         assert scene.drafter.chances(seq, 9)[0] <= low[0]
     seq.ids += [5] * 4 * FIRST_PROBE
-    (found,) = scene.drafts(seq, depth=2)
-    seq.ids += [*found]
+    (drafts,) = scene.drafts(seq, depth=2)
+    seq.ids += [*drafts]
     scene.drafter.follow(seq)
     assert len(scene.drafter.chances(seq, 9)) == 9
     assert scene.drafter.chances(seq, 9)[0] > FIRST_RATE
@@ -292,8 +292,8 @@ def test_drafts_follow_the_newest_token_of_every_stream(seed: int) -> None:
         depths = {row: draw.randint(1, 5) for row in some}
         for row in some:
             scene.drafter.follow(row)
-        found = scene.drafter.drafts(depths)
-        for row, drafts in found.items():
+        proposals = scene.drafter.drafts(depths)
+        for row, drafts in proposals.items():
             newest = (row.ids or row.prompt)[-1]
             assert drafts == tuple(range(newest + 1, newest + 1 + depths[row]))[: SIZE - newest - 1]
             right = draw.randint(0, len(drafts))

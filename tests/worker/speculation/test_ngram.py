@@ -132,7 +132,7 @@ def test_drafts_stand_behind_the_same_tokens(
         at += count
         assert drafter.follow(seq)
         chances = drafter.chances(seq, 5)
-        assert all(0 <= one <= 1 for one in chances) and len(chances) in (0, 5)
+        assert all(0 <= chance <= 1 for chance in chances) and len(chances) in (0, 5)
         stream, drafts = [*prompt, *seq.ids], drafter.drafts({seq: len(chances)})[seq]
         assert len(drafts) == len(chances)
         if drafts:

@@ -41,16 +41,16 @@ def longest(tokens: list[int]) -> tuple[int, int]:
 def test_the_longest_match_is_that_of_a_whole_search(
     parts: list[list[int]], one_by_one: list[bool]
 ) -> None:
-    stream, every = StreamTokens(), list[int]()
+    stream, tokens = StreamTokens(), list[int]()
     for part, single in zip(parts, one_by_one, strict=False):
         if single:
             for token in part:
                 stream.append(token)
         else:
             stream.extend(part)
-        every += part
-        assert stream.longest_match() == longest(every)
-    assert [stream[at] for at in range(len(stream))] == every
+        tokens += part
+        assert stream.longest_match() == longest(tokens)
+    assert [stream[at] for at in range(len(stream))] == tokens
 
 
 def test_the_newest_of_equal_matches_is_found() -> None:

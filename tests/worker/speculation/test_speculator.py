@@ -123,7 +123,7 @@ class Scene:
             chosen = {}
             began = self.clock.now
             if not self.speculator.skips_next:
-                candidates = [Candidate(one, 50) for one in self.rows]
+                candidates = [Candidate(row, 50) for row in self.rows]
                 self.clock.now += self.scan
                 chosen = self.speculator.depths(len(self.rows), 512, candidates, began)
             drafts = self.speculator.drafts(chosen)
@@ -145,10 +145,10 @@ def sequence(length: int = 20, max_tokens: int = 100) -> Sequence:
 
 def test_right_drafts_that_cost_little_are_checked_in_nearly_every_step() -> None:
     scene = Scene(2, 0.95)
-    found = scene.run(200)
-    assert found.count(0) <= 2 + 200 // PLAIN_INTERVAL
-    assert max(found[:2]) <= 2 * FIRST_DRAFTS
-    assert max(found) == 2 * MAX_DRAFTS
+    draft_counts = scene.run(200)
+    assert draft_counts.count(0) <= 2 + 200 // PLAIN_INTERVAL
+    assert max(draft_counts[:2]) <= 2 * FIRST_DRAFTS
+    assert max(draft_counts) == 2 * MAX_DRAFTS
 
 
 def test_the_logits_of_all_drafts_have_a_bound() -> None:
@@ -163,8 +163,8 @@ def test_the_logits_of_all_drafts_have_a_bound() -> None:
 def test_now_and_then_a_step_without_drafts_shows_what_it_costs() -> None:
     scene = Scene(1, 0.95)
     scene.run(10)
-    found = scene.run(3 * PLAIN_INTERVAL)
-    assert 2 <= found.count(0) <= 3
+    draft_counts = scene.run(3 * PLAIN_INTERVAL)
+    assert 2 <= draft_counts.count(0) <= 3
     ahead = Scene(1, 0.95, ahead=True)
     ahead.run(10)
     assert 2 <= ahead.run(3 * PLAIN_INTERVAL).count(0) / (1 + SETTLING_STEPS) <= 3
@@ -173,8 +173,8 @@ def test_now_and_then_a_step_without_drafts_shows_what_it_costs() -> None:
 def test_drafts_end_when_they_turn_out_to_cost_more_than_they_give() -> None:
     """Drafts are tried again now and then, and continue if they save time by then."""
     scene = Scene(4, 0.9, lambda checked, drafts: 0.0025 * drafts)
-    found = scene.run(256)
-    assert 0 < sum(map(bool, found)) <= 6 and max(found) <= 4 * FIRST_DRAFTS
+    draft_counts = scene.run(256)
+    assert 0 < sum(map(bool, draft_counts)) <= 6 and max(draft_counts) <= 4 * FIRST_DRAFTS
     later = scene.run(2560)
     assert 3 <= sum(map(bool, later)) <= 10 and max(later) <= 4 * FIRST_DRAFTS
     scene.cost = lambda checked, drafts: 0.0
@@ -194,10 +194,10 @@ def test_short_steps_that_are_submitted_ahead_try_drafts(
     """
     scene = Scene(rows, chance, lambda checked, drafts: wait * STEP, ahead=True)
     scene.run(1024)
-    found = scene.run(2 * PLAIN_INTERVAL)
-    assert sum(map(bool, found)) > 1.5 * PLAIN_INTERVAL
+    draft_counts = scene.run(2 * PLAIN_INTERVAL)
+    assert sum(map(bool, draft_counts)) > 1.5 * PLAIN_INTERVAL
     if chance > 0.8:
-        assert max(found) >= min(MAX_DRAFTS * rows, FIRST_DRAFTS_AHEAD) / 2
+        assert max(draft_counts) >= min(MAX_DRAFTS * rows, FIRST_DRAFTS_AHEAD) / 2
 
 
 @pytest.mark.parametrize(("line", "first"), [(0.3, 0), (0.6, 60)])
@@ -208,7 +208,7 @@ def test_a_trial_comes_when_its_cost_is_a_small_share_of_the_steps(line: float, 
     steps = scene.run(5000)
     trials = [number for number, drafts in enumerate(steps) if drafts]
     assert trials[0] + FIRST_TRIAL >= (line + 0.5) / TRIAL_SHARE - 20 and trials[0] >= first
-    gaps = [later - one for one, later in itertools.pairwise(trials)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(trials)]
     # The first step of a kind does not count, as it may compile something.
     assert all(gap >= 5 / TRIAL_SHARE for gap in gaps[1:]) and len(trials) >= 5
 
@@ -227,10 +227,10 @@ def test_where_steps_wait_for_drafts_a_search_looks_at_all_rows() -> None:
 def test_steps_without_drafts_are_measured_before_the_first_ones(rows: int) -> None:
     """If passes are submitted ahead, the cost of drafts is relative to measured plain steps."""
     scene = Scene(rows, 0.8, lambda checked, drafts: 0.8 * STEP, ahead=True)
-    found = scene.run(60)
-    assert not found[0] and max(found[:12]) >= 8
-    assert scene.speculator.times.known_drafts(rows) == max(found)
-    assert sum(map(bool, found)) > 40
+    draft_counts = scene.run(60)
+    assert not draft_counts[0] and max(draft_counts[:12]) >= 8
+    assert scene.speculator.times.known_drafts(rows) == max(draft_counts)
+    assert sum(map(bool, draft_counts)) > 40
 
 
 def test_a_slow_first_step_of_many_drafts_does_not_forbid_fewer_for_ever() -> None:
@@ -244,16 +244,16 @@ def test_a_slow_first_step_of_many_drafts_does_not_forbid_fewer_for_ever() -> No
         return 0.2 * STEP if next(checks) else 3 * STEP
 
     scene = Scene(8, 0.7, cost, ahead=True)
-    found = scene.run(10_000)
-    assert sum(map(bool, found[-500:])) > 400
+    draft_counts = scene.run(10_000)
+    assert sum(map(bool, draft_counts[-500:])) > 400
 
 
 def test_looks_that_were_in_vain_do_not_put_later_trials_off() -> None:
     scene = Scene(1, 0.05, lambda checked, drafts: 5 * STEP, ahead=True)
     scene.run(20_000)
     scene.drafter.chance = 0.7
-    found = scene.run(10_000)
-    assert sum(map(bool, found)) >= 3
+    draft_counts = scene.run(10_000)
+    assert sum(map(bool, draft_counts)) >= 3
 
 
 def test_a_search_is_no_part_of_what_a_step_takes_without_drafts() -> None:
@@ -303,8 +303,8 @@ def test_a_long_search_beside_drafts_is_paid_for() -> None:
 def test_trials_that_cost_much_take_a_small_share_of_the_time() -> None:
     scene = Scene(4, 0.9, lambda checked, drafts: 0.05 * drafts)
     scene.run(20)
-    found = scene.run(16_384)
-    assert 0.05 * sum(found) < 0.02 * STEP * len(found)
+    draft_counts = scene.run(16_384)
+    assert 0.05 * sum(draft_counts) < 0.02 * STEP * len(draft_counts)
 
 
 @pytest.mark.parametrize(("slow", "number"), [(0.1, 1), (0.3, 1), (0.3, 2), (1.0, 4), (2.0, 7)])
@@ -350,9 +350,9 @@ def test_of_drafts_that_are_made_those_are_checked_whose_own_chances_pay() -> No
     scene.drafter.surely = (0.9, 0.9, 0.05, 0.9)
     assert set(scene.run(20)) <= {0, 2, 4}
     scene.drafter.surely = (0.01,) * 4
-    made = scene.drafter.made
+    before = scene.drafter.made
     assert not any(scene.run(500))
-    assert 5 <= scene.drafter.made - made <= 10  # ever more rarely
+    assert 5 <= scene.drafter.made - before <= 10  # ever more rarely
     scene.drafter.surely = (0.9, 0.9)
     assert sum(map(bool, scene.run(1000))) > 500
 
@@ -376,7 +376,7 @@ def test_rows_whose_drafts_are_wrong_take_a_small_share_of_the_time(rows: int) -
     scene.run(1000)
     spent = scene.clock.now - 100.0 - 1000 * STEP
     assert 0 < spent < 0.012 * 1000 * STEP
-    assert {id(one) for one in scene.drafter.followed} == {id(one) for one in scene.rows}
+    assert {id(row) for row in scene.drafter.followed} == {id(row) for row in scene.rows}
 
 
 def test_most_steps_pass_by_where_no_draft_pays() -> None:
@@ -445,18 +445,18 @@ def test_what_is_kept_of_a_sequence_goes_with_it() -> None:
 
 def test_drafts_are_counted() -> None:
     speculator = Scene(1, 0.5).speculator
-    one, other, beside = sequence(), sequence(), sequence()
-    drawn = [SampledToken(beside, 1), *[SampledToken(one, 7)] * 3, SampledToken(other, 4)]
-    speculator.count_checked({one: (7, 7, 7), other: (7,)}, drawn)
+    seq, other, beside = sequence(), sequence(), sequence()
+    drawn = [SampledToken(beside, 1), *[SampledToken(seq, 7)] * 3, SampledToken(other, 4)]
+    speculator.count_checked({seq: (7, 7, 7), other: (7,)}, drawn)
     assert (speculator.checks, speculator.drafted, speculator.accepted) == (2, 4, 2)
-    speculator.count_checked({one: (7, 7)}, [])  # it was cancelled meanwhile
+    speculator.count_checked({seq: (7, 7)}, [])  # it was cancelled meanwhile
     assert (speculator.checks, speculator.drafted, speculator.accepted) == (3, 6, 2)
 
 
 def rooms(seq: Sequence, blocks: int = 4) -> list[int]:
-    rows, found = candidates_of([seq], LIMITS, lambda _: blocks, lambda _: True)
+    rows, candidates = candidates_of([seq], LIMITS, lambda _: blocks, lambda _: True)
     assert rows == 1
-    return [one.room for one in found]
+    return [candidate.room for candidate in candidates]
 
 
 def test_drafts_have_room_in_the_answer_in_the_context_and_in_the_blocks() -> None:
@@ -480,15 +480,15 @@ def test_only_sequences_that_decode_have_drafts() -> None:
     image.media = (MediaSpan(0, 4, b"", (1, 1, 1), False),)
     shifted = sequence()  # its images are discarded, and their slots are in the prompt still
     shifted.shift = ContextShift(28, 4, image.media)
-    every = [waiting, held, reading, image, shifted, late]
-    rows, found = candidates_of(every, LIMITS, lambda _: 4, lambda seq: seq is not late)
-    assert rows == 3 and found == []
+    sequences = [waiting, held, reading, image, shifted, late]
+    rows, candidates = candidates_of(sequences, LIMITS, lambda _: 4, lambda seq: seq is not late)
+    assert rows == 3 and candidates == []
 
 
 def test_half_of_the_inputs_are_left_to_prompts() -> None:
     scene = Scene(4, 0.99)
     scene.run(5)
-    candidates = [Candidate(one, 50) for one in scene.rows]
+    candidates = [Candidate(row, 50) for row in scene.rows]
     assert sum(scene.speculator.depths(4, 12, candidates, scene.clock()).values()) == 4
     assert scene.speculator.depths(4, 5, candidates, scene.clock()) == {}
 

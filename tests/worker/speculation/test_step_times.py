@@ -21,7 +21,7 @@ def predict(lines: int) -> float:
 def found(times: StepTimes, rows: int, *drafts: int) -> list[float]:
     """Returns the predicted seconds of a step for each of these numbers of drafts."""
     plain = times.plain(rows, predict)
-    return [times.with_drafts(rows, one, predict, plain) for one in drafts]
+    return [times.with_drafts(rows, count, predict, plain) for count in drafts]
 
 
 def test_before_any_measure_it_is_what_the_cost_model_says() -> None:

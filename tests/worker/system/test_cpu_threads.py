@@ -48,55 +48,55 @@ class Fake:
 
 
 @contextmanager
-def long_work(one: CpuThreads) -> Iterator[None]:
-    one.begin_long_work()
+def long_work(threads: CpuThreads) -> Iterator[None]:
+    threads.begin_long_work()
     yield
-    one.end_long_work()
+    threads.end_long_work()
 
 
 def test_steps_spare_a_core_until_all_long_work_is_done() -> None:
     fake = Fake()
-    one = CpuThreads(fake, 4)
-    one.begin_step(0.0)
-    with long_work(one):
+    threads = CpuThreads(fake, 4)
+    threads.begin_step(0.0)
+    with long_work(threads):
         assert fake.now == 4  # a step is running
-        one.begin_step(0.0)
+        threads.begin_step(0.0)
         assert fake.now == 3
-        with long_work(one):
-            one.begin_step(0.0)
+        with long_work(threads):
+            threads.begin_step(0.0)
             assert fake.now == 3
-        one.begin_step(0.0)
+        threads.begin_step(0.0)
         assert fake.now == 3
     assert fake.now == 3
-    one.begin_step(0.0)
+    threads.begin_step(0.0)
     assert fake.now == 4
-    told = len(fake.told)
-    one.begin_step(0.0)
-    assert len(fake.told) == told  # nothing has changed
+    changes = len(fake.told)
+    threads.begin_step(0.0)
+    assert len(fake.told) == changes  # nothing has changed
 
 
 def test_a_divided_step_has_one_thread_of_the_library_for_each_part() -> None:
     fake = Fake()
-    one = CpuThreads(fake, 4)
-    one.divide_steps()
-    one.begin_step(0.0)
-    assert fake.now == 1 and one.parts == 4
-    with long_work(one):
-        one.begin_step(0.0)
-        assert fake.now == 1 and one.parts == 3
+    threads = CpuThreads(fake, 4)
+    threads.divide_steps()
+    threads.begin_step(0.0)
+    assert fake.now == 1 and threads.parts == 4
+    with long_work(threads):
+        threads.begin_step(0.0)
+        assert fake.now == 1 and threads.parts == 3
     assert CpuThreads(None, 1).parts == 1
 
 
 def test_long_work_between_steps_counts_for_the_next_one() -> None:
     fake = Fake()
-    one = CpuThreads(fake, 4)
-    one.begin_step(0.0)
-    one.end_steps()
-    with long_work(one):
-        one.begin_step(0.0)
+    threads = CpuThreads(fake, 4)
+    threads.begin_step(0.0)
+    threads.end_steps()
+    with long_work(threads):
+        threads.begin_step(0.0)
         assert fake.now == 3
-        one.end_steps()
-    one.begin_step(0.0)
+        threads.end_steps()
+    threads.begin_step(0.0)
     assert fake.now == 4
 
 
@@ -107,20 +107,20 @@ def test_at_least_one_thread_stays_and_a_free_core_suffices(
     threads: int, here: int, fewer: int
 ) -> None:
     fake = Fake(threads)
-    one = CpuThreads(fake, here)
-    with long_work(one):
-        one.begin_step(0.0)
+    worker_threads = CpuThreads(fake, here)
+    with long_work(worker_threads):
+        worker_threads.begin_step(0.0)
         assert fake.now == fewer
-    one.begin_step(0.0)
+    worker_threads.begin_step(0.0)
     assert fake.now == threads
     assert bool(fake.told) == (fewer < threads)
 
 
 def test_nothing_happens_without_a_blas_library() -> None:
-    one = CpuThreads(None, 8)
-    with long_work(one):
-        one.begin_step(0.0)
-        one.end_steps()
+    threads = CpuThreads(None, 8)
+    with long_work(threads):
+        threads.begin_step(0.0)
+        threads.end_steps()
 
 
 # ---- what others take ----------------------------------------------------------------------------
@@ -164,13 +164,13 @@ class Seen:
         return CpuUse(self.at, self.own, self.all)
 
     def go_on(
-        self, one: CpuThreads, seconds: float = cpu_threads.SAMPLE_INTERVAL, steps: int = 1
+        self, threads: CpuThreads, seconds: float = cpu_threads.SAMPLE_INTERVAL, steps: int = 1
     ) -> None:
         for _ in range(steps):
             self.at += seconds
             self.own += seconds * self.fake.now
             self.all += seconds * (self.fake.now + self.others)
-            one.begin_step(self.at)
+            threads.begin_step(self.at)
 
 
 def four_cores(others: float) -> tuple[Fake, Seen, CpuThreads]:
@@ -185,68 +185,68 @@ def four_cores(others: float) -> tuple[Fake, Seen, CpuThreads]:
 
 
 def test_steps_leave_used_cores_and_take_free_ones() -> None:
-    fake, seen, one = four_cores(others=0.0)
-    seen.go_on(one, steps=3)
+    fake, seen, threads = four_cores(others=0.0)
+    seen.go_on(threads, steps=3)
     assert fake.now == 4 and fake.told == []
     seen.others = 2.0
-    seen.go_on(one, steps=3)
+    seen.go_on(threads, steps=3)
     assert fake.told == [2]
-    with long_work(one):  # of the two that are left, for what counts as ours
-        seen.go_on(one)
+    with long_work(threads):  # of the two that are left, for what counts as ours
+        seen.go_on(threads)
         assert fake.now == 2
     seen.others = 0.0
-    seen.go_on(one, steps=cpu_threads.SAMPLES_TO_GROW - 1)
+    seen.go_on(threads, steps=cpu_threads.SAMPLES_TO_GROW - 1)
     assert fake.now == 2  # what comes and goes is not answered each time
     seen.others = 2.0
-    seen.go_on(one)
+    seen.go_on(threads)
     seen.others = 0.0
-    seen.go_on(one, steps=cpu_threads.SAMPLES_TO_GROW - 1)
+    seen.go_on(threads, steps=cpu_threads.SAMPLES_TO_GROW - 1)
     assert fake.now == 2
-    seen.go_on(one)
+    seen.go_on(threads)
     assert fake.now == 4
-    with long_work(one):
-        one.begin_step(seen.at)
+    with long_work(threads):
+        threads.begin_step(seen.at)
         assert fake.now == 3
 
 
 def test_samples_are_taken_at_intervals() -> None:
-    _, seen, one = four_cores(others=0.0)
-    seen.go_on(one)
-    seen.go_on(one, cpu_threads.SAMPLE_INTERVAL / 10, steps=8)
+    _, seen, threads = four_cores(others=0.0)
+    seen.go_on(threads)
+    seen.go_on(threads, cpu_threads.SAMPLE_INTERVAL / 10, steps=8)
     assert seen.looks == 1
-    seen.go_on(one, cpu_threads.SAMPLE_INTERVAL)
+    seen.go_on(threads, cpu_threads.SAMPLE_INTERVAL)
     assert seen.looks == 2
 
 
 def test_a_step_longer_than_the_life_of_a_sample() -> None:
-    fake, seen, one = four_cores(others=3.0)
-    seen.go_on(one, 2 * cpu_threads.SAMPLE_LIFE, steps=3)
+    fake, seen, threads = four_cores(others=3.0)
+    seen.go_on(threads, 2 * cpu_threads.SAMPLE_LIFE, steps=3)
     assert fake.now == 1
 
 
 def test_a_sample_from_before_a_long_rest_is_ignored() -> None:
-    fake, seen, one = four_cores(others=3.0)
-    seen.go_on(one, steps=2)
-    one.end_steps()
-    seen.go_on(one)
+    fake, seen, threads = four_cores(others=3.0)
+    seen.go_on(threads, steps=2)
+    threads.end_steps()
+    seen.go_on(threads)
     assert fake.now == 1
-    one.end_steps()
-    seen.go_on(one, 2 * cpu_threads.SAMPLE_LIFE)
+    threads.end_steps()
+    seen.go_on(threads, 2 * cpu_threads.SAMPLE_LIFE)
     assert fake.now == 4
 
 
 def test_a_system_without_cpu_times_is_not_asked_again() -> None:
-    fake, seen, one = four_cores(others=3.0)
-    seen.go_on(one, steps=2)
+    fake, seen, threads = four_cores(others=3.0)
+    seen.go_on(threads, steps=2)
     seen.broken = True
-    seen.go_on(one, steps=5)
+    seen.go_on(threads, steps=5)
     assert fake.now == 4 and seen.looks == 3
 
 
 def test_no_samples_with_more_cores_than_threads() -> None:
     seen = Seen(Fake(2))
-    one = CpuThreads(seen.fake, 4, seen)
-    seen.go_on(one, steps=5)
+    threads = CpuThreads(seen.fake, 4, seen)
+    seen.go_on(threads, steps=5)
     assert seen.looks == 0
 
 
@@ -305,13 +305,13 @@ def test_a_worker_adjusts_threads_before_its_steps(
 ) -> None:
     """With `yields` false the engine keeps its threads, see Engine.yields_cores."""
     fake = Fake(2)
-    one = CpuThreads(fake, 2)
-    monkeypatch.setattr("mlxpool.worker.compute.thread.process_cpu_threads", lambda: one)
+    threads = CpuThreads(fake, 2)
+    monkeypatch.setattr("mlxpool.worker.compute.thread.process_cpu_threads", lambda: threads)
     monkeypatch.setattr(OnCpu, "yields", yields)
     harness = ComputeHarness(engine=OnCpu, step_us=1000).ready()
     harness.admit(1, count=10**6)
     harness.next(StepDeltas)
-    with long_work(one):
+    with long_work(threads):
         for _ in range(messages.MAX_UNTAKEN_STEPS + 5):  # more than were made before
             harness.compute.delta_queue.acknowledge()
             harness.next(StepDeltas)

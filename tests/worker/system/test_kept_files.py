@@ -51,9 +51,9 @@ def test_a_broken_file_is_logged_and_removed(size: int, caplog: pytest.LogCaptur
 
 
 def test_a_file_under_the_name_of_another_key_is_not_read() -> None:
-    one, other = KeptFile("times", KEY), KeptFile("times", {})
-    one.write(b"1")
-    file_of(one).rename(file_of(other))
+    kept, other = KeptFile("times", KEY), KeptFile("times", {})
+    kept.write(b"1")
+    file_of(kept).rename(file_of(other))
     assert other.read() is None
 
 
@@ -80,8 +80,8 @@ def test_several_processes_may_write_and_read_at_once(folder: Path) -> None:
         return kept.read()
 
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(work, range(100)))
-    assert all(one is not None and one == one[:1] * 10_000 for one in found)
+        contents = list(pool.map(work, range(100)))
+    assert all(content is not None and content == content[:1] * 10_000 for content in contents)
     assert len(list(folder.iterdir())) == 1
 
 
@@ -154,7 +154,7 @@ def test_the_machines_key_changes_with_its_blas_and_compiler(
     compiler.touch(mode=0o755)
     note()
     kept_files.machine.cache_clear()
-    assert all(one != other for one, other in pairwise(keys))
+    assert all(key != other for key, other in pairwise(keys))
 
 
 def test_the_machines_key_changes_with_our_code(

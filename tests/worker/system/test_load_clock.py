@@ -72,10 +72,10 @@ def test_the_log_has_one_line_for_a_load(
         load_clock.log_end(rank=1)
         load_clock.log_end(rank=1)
     (record,) = caplog.records
-    told = vars(record)
+    line = vars(record)
     assert record.getMessage() == "loaded"
-    assert (told["total"], told["start"], told["imports"], told["rank"]) == (3.0, 1.0, 2.0, 1)
-    assert told["passes"] == 3
+    assert (line["total"], line["start"], line["imports"], line["rank"]) == (3.0, 1.0, 2.0, 1)
+    assert line["passes"] == 3
 
 
 def test_a_process_has_an_age() -> None:

@@ -148,8 +148,8 @@ def test_fault_times_bounds_the_workers_of_a_slot(
     times: int, incarnation: int, armed: bool
 ) -> None:
     settings = Counting(fault="kill", fault_times=times)
-    found = Faults.armed_by(settings, incarnation, History("test", ""))
-    assert found.site == ("decode" if armed else "")
+    armed_faults = Faults.armed_by(settings, incarnation, History("test", ""))
+    assert armed_faults.site == ("decode" if armed else "")
 
 
 def test_no_fault_without_a_name_and_no_frame_fault_outside_send() -> None:
@@ -177,10 +177,10 @@ def admitted(prompt: bytes = b"abc", **settings: Any) -> tuple[FaultyEngine, Seq
 def decoded(engine: FaultyEngine, rows: Many[Sequence]) -> StepResult:
     """Computes a decode step and appends its tokens."""
     engine.submit(decode_spans(rows))
-    found = engine.collect()
-    for one in found.drawn:
-        one.sequence.ids.append(one.token)
-    return found
+    result = engine.collect()
+    for sample in result.drawn:
+        sample.sequence.ids.append(sample.token)
+    return result
 
 
 def read(engine: FaultyEngine, seq: Sequence, tokens: int) -> StepResult:
@@ -194,9 +194,9 @@ def test_decode_strikes_at_its_position() -> None:
     other = sequence()
     engine.admit(other)
     assert not decoded(engine, [seq]).failed
-    found = decoded(engine, [other, seq])
-    assert [one.sequence for one in found.drawn] == [other]
-    (failure,) = found.failed
+    result = decoded(engine, [other, seq])
+    assert [sample.sequence for sample in result.drawn] == [other]
+    (failure,) = result.failed
     assert failure.sequence is seq and "raise" in str(failure)
 
 
@@ -204,8 +204,8 @@ def test_the_last_chunk_of_a_prompt_draws_token_0() -> None:
     engine, seq = armed(fault_at=0), sequence(range(9))
     engine.admit(seq)
     assert not read(engine, seq, 5).failed
-    found = read(engine, seq, 4)
-    assert [failure.sequence for failure in found.failed] == [seq] and found.drawn == []
+    result = read(engine, seq, 4)
+    assert [failure.sequence for failure in result.failed] == [seq] and result.drawn == []
 
 
 def test_prefill_strikes_in_the_chunk_that_has_the_token() -> None:
@@ -222,9 +222,9 @@ def test_prefill_strikes_one_prompt_of_a_pass_over_several() -> None:
     for seq in rows:
         engine.admit(seq)
     engine.submit([Span(seq, 0, seq.length, draws=1) for seq in rows])
-    found = engine.collect()
-    assert [one.sequence for one in found.drawn] == [rows[0], rows[2]]
-    assert [failure.sequence for failure in found.failed] == [rows[1]]
+    result = engine.collect()
+    assert [sample.sequence for sample in result.drawn] == [rows[0], rows[2]]
+    assert [failure.sequence for failure in result.failed] == [rows[1]]
 
 
 def test_load_strikes_in_its_step() -> None:
@@ -240,9 +240,9 @@ def test_fault_prompt_selects_prompts() -> None:
     good = sequence((400,))
     engine.admit(good)
     assert not decoded(engine, [good]).failed
-    found = decoded(engine, [good, bad])
-    assert [one.sequence for one in found.drawn] == [good]
-    assert [failure.sequence for failure in found.failed] == [bad]
+    result = decoded(engine, [good, bad])
+    assert [sample.sequence for sample in result.drawn] == [good]
+    assert [failure.sequence for failure in result.failed] == [bad]
 
 
 @pytest.mark.parametrize(
@@ -330,8 +330,8 @@ def test_a_worker_ends_at_the_site_of_its_fault(
         assert ids == expected_ids("a bad one", 2, 5)[: len(ids)] and len(ids) <= count
         struck = [line for line in worker.history() if line["what"] == "fault"]
         assert [(line["name"], line["place"]) for line in struck] == [("exit3", place)]
-        made = [line for line in worker.history() if line["what"] == "deltas"]
-        assert sum(line["n"] for line in made[5:]) <= count + (place == "send")
+        lines = [line for line in worker.history() if line["what"] == "deltas"]
+        assert sum(line["n"] for line in lines[5:]) <= count + (place == "send")
 
 
 def test_after_end_strikes_behind_the_last_frame(tmp_path: Path) -> None:
@@ -351,11 +351,11 @@ def test_raise_ends_one_request(tmp_path: Path) -> None:
             worker.welcome(1)
             worker.work(1, "bad", max_tokens=3)
             worker.work(2, "good", max_tokens=3)
-            found = worker.deltas_until(1, 2)
-        bad, good = found[1][-1].end, found[2][-1].end
+            answers = worker.deltas_until(1, 2)
+        bad, good = answers[1][-1].end, answers[2][-1].end
         assert bad is not None and bad["code"] == "internal" and "raise" in bad["message"]
         assert good is not None and good["reason"] == "length"
-        assert found[1][-1].pos == (0 if place == "accept" else 2)
+        assert answers[1][-1].pos == (0 if place == "accept" else 2)
 
 
 def test_a_worker_that_lost_its_device_reports_it_and_exits(tmp_path: Path) -> None:
@@ -376,19 +376,19 @@ FRAMES = 8
 
 def frames(worker: WorkerProcess, count: int) -> list[tuple[str, int, int]]:
     """Returns kind, epoch and pos of the next frames that carry deltas, garbage included."""
-    found: list[tuple[str, int, int]] = []
-    while len(found) < count:
+    received: list[tuple[str, int, int]] = []
+    while len(received) < count:
         assert worker.router.poll(int(PATIENCE * 1000))
         _, *parts = worker.router.recv_multipart()
         try:
             message = wire.decode(parts, max_body=wire.MAX_BACK_BODY)
         except wire.Garbage:
-            found.append(("garbage", 0, 0))
+            received.append(("garbage", 0, 0))
             continue
         if message.kind == kinds.DELTAS:
             pos = deltas.unpack_deltas(message)[0].pos
-            found.append((message.kind, message.header.epoch, pos))
-    return found
+            received.append((message.kind, message.header.epoch, pos))
+    return received
 
 
 @pytest.mark.parametrize(
@@ -404,9 +404,9 @@ def test_frame_faults(tmp_path: Path, name: str, after: int, extra: tuple[str, i
     with WorkerProcess(tmp_path, fault=name, fault_in="send", fault_at=2) as worker:
         worker.welcome(5)
         worker.work(1, max_tokens=FRAMES)
-        found = frames(worker, FRAMES + 1)
+        received = frames(worker, FRAMES + 1)
     right = [("deltas", 5, pos) for pos in range(FRAMES)]
-    assert found == [*right[: after + 1], extra, *right[after + 1 :]]
+    assert received == [*right[: after + 1], extra, *right[after + 1 :]]
 
 
 def test_a_worker_after_fault_times_is_healthy(tmp_path: Path) -> None:

@@ -41,10 +41,10 @@ def test_uploads_have_the_numbers_of_the_host(size: int) -> None:
     for _ in range(2 * SETS):
         uploads.begin()
         for given in NUMBERS:
-            found, plain = uploads(given), upload_copy(given)
-            assert (found.dtype, found.shape) == (plain.dtype, plain.shape)
+            array, plain = uploads(given), upload_copy(given)
+            assert (array.dtype, array.shape) == (plain.dtype, plain.shape)
             if given.size:
-                assert np.array_equal(np.array(found), given)
+                assert np.array_equal(np.array(array), given)
 
 
 @pytest.mark.parametrize("way", ["copied", "uploaded", "shared", "shared, but a long head"])
@@ -56,9 +56,9 @@ def test_a_table_goes_behind_its_head(way: str) -> None:
         lines = shared.lines if "shared" in way else np.empty((4, 3), dtype=np.int32)
         lines[:] = np.arange(12, dtype=np.int32).reshape(4, 3) - 10 * number
         upload = upload_copy if way == "copied" else uploads
-        found = upload_table(upload, head, lines[:2], shared if "shared" in way else None)
-        assert found.dtype == mx.int32 and found[: head.size].tolist() == head.tolist()
-        assert found[head.size :].tolist() == [n - 10 * number for n in range(6)]
+        table = upload_table(upload, head, lines[:2], shared if "shared" in way else None)
+        assert table.dtype == mx.int32 and table[: head.size].tolist() == head.tolist()
+        assert table[head.size :].tolist() == [n - 10 * number for n in range(6)]
 
 
 def test_a_pass_in_flight_keeps_its_numbers() -> None:
@@ -90,19 +90,19 @@ def test_downloads_have_the_numbers_of_the_device(size: int) -> None:
         flying = [owner.begin(given), owner.begin(given[::-1])]
         for download, arrays in zip(flying, (given, given[::-1]), strict=True):
             mx.eval(download.done)
-            for one, found in zip(arrays, download.read(), strict=True):
-                assert one.tolist() == found.tolist()
+            for array, numbers in zip(arrays, download.read(), strict=True):
+                assert array.tolist() == numbers.tolist()
 
 
 @pytest.mark.usefixtures("machine")
 def test_what_was_read_stays_when_the_memory_is_used_again() -> None:
     owner = Downloads(8)
-    found = []
+    arrays = []
     for number in range(2 * SETS):
         download = owner.begin([mx.full((4,), number, dtype=mx.int32)])
         mx.eval(download.done)
-        found += download.read()
-    assert [one.tolist() for one in found] == [[n] * 4 for n in range(2 * SETS)]
+        arrays += download.read()
+    assert [array.tolist() for array in arrays] == [[n] * 4 for n in range(2 * SETS)]
 
 
 @pytest.mark.usefixtures("machine")
@@ -115,9 +115,9 @@ def test_numbers_are_there_when_the_device_has_written_them() -> None:
         into.numbers[1] = downloads.NOT_THERE
         assert download.arrived() is None, "one of them is on its way"
         into.numbers[1] = number
-        found = download.arrived()
-        assert found is not None and found.tolist() == [number] * 3
-        assert [one.tolist() for one in download.read()] == [[number] * 3, [number + 1] * 3]
+        numbers = download.arrived()
+        assert numbers is not None and numbers.tolist() == [number] * 3
+        assert [array.tolist() for array in download.read()] == [[number] * 3, [number + 1] * 3]
 
 
 def test_memory_that_is_freed_is_not_kept_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

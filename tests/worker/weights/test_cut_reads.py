@@ -45,16 +45,16 @@ def test_a_part_is_that_of_the_tensor(
     whole = mx.load(str(file))[name]
     half = whole.shape[axis] // 2
     for cut in (Cut(axis, 0, half), Cut(axis, half, whole.shape[axis])):
-        found = CutReads(file).read(name, whole.shape, cut)
-        assert found is not None and found.dtype == whole.dtype
-        assert found.shape == cut.shape_of(whole.shape)
-        assert mx.array_equal(found, cut.of(whole))
+        array = CutReads(file).read(name, whole.shape, cut)
+        assert array is not None and array.dtype == whole.dtype
+        assert array.shape == cut.shape_of(whole.shape)
+        assert mx.array_equal(array, cut.of(whole))
 
 
 def test_zeros_take_the_place_of_a_tensor(file: Path) -> None:
-    found = CutReads(file).read("row", (8,), Cut(zeros=True))
-    assert found is not None and not found.any().item() and found.shape == (8,)
-    assert mx.array_equal(found, Cut(zeros=True).of(mx.ones((8,))))
+    array = CutReads(file).read("row", (8,), Cut(zeros=True))
+    assert array is not None and not array.any().item() and array.shape == (8,)
+    assert mx.array_equal(array, Cut(zeros=True).of(mx.ones((8,))))
 
 
 def test_a_tensor_that_has_changed_is_not_read(file: Path) -> None:
@@ -98,13 +98,13 @@ def test_reading_a_part_takes_the_memory_of_the_part(tmp_path: Path) -> None:
         "mx.eval(part)\n"
         "print(peak() - before)\n"
     )
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True
     )
-    kib = int(found.stdout)
+    kib = int(process.stdout)
     assert 60 * 1024 < kib < 170 * 1024, "the part of 64 MiB, as numpy's and as MLX's, and a buffer"
 
 
 def test_numbers_are_those_of_the_file(file: Path) -> None:
-    found = CutReads(file).read("f32", (6, 10, 8), Cut(2, 4, 8))
-    np.testing.assert_array_equal(np.array(found), np.array(mx.load(str(file))["f32"])[..., 4:])
+    array = CutReads(file).read("f32", (6, 10, 8), Cut(2, 4, 8))
+    np.testing.assert_array_equal(np.array(array), np.array(mx.load(str(file))["f32"])[..., 4:])

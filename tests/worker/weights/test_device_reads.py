@@ -41,9 +41,9 @@ def test_tensors_are_read_in_pieces(file: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(device_reads, "PIECE_BYTES", SMALL_PIECE)
     with DeviceReads(largest=600) as reads:
         opened = reads.open(file)
-        found = {name: opened.pop(name) for name in tensors()}
+        arrays = {name: opened.pop(name) for name in tensors()}
     for name, array in tensors().items():
-        read = found[name]
+        read = arrays[name]
         assert read is not None and (read.dtype, read.shape) == (array.dtype, array.shape)
         assert bool(mx.array_equal(read, array))
 
@@ -62,12 +62,12 @@ def test_parts_are_read_in_pieces(
         for name in ("halves", "floats", "packed"):
             whole = tensors()[name]
             cut = Cut(axis, 1, whole.shape[axis] - 1)
-            found = opened.read(name, whole.shape, cut)
-            assert found is not None and (found.dtype, found.shape) == (
+            array = opened.read(name, whole.shape, cut)
+            assert array is not None and (array.dtype, array.shape) == (
                 whole.dtype,
                 cut.shape_of(whole.shape),
             )
-            assert mx.array_equal(found, cut.of(whole))
+            assert mx.array_equal(array, cut.of(whole))
 
 
 def test_what_the_file_has_not_is_none(file: Path) -> None:
@@ -94,5 +94,5 @@ def test_only_a_gpu_reads_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_numbers_are_those_of_numpy(file: Path) -> None:
     with DeviceReads(largest=600) as reads:
-        found = reads.open(file).pop("floats")
-    assert (np.array(found) == (np.arange(150, dtype=np.float32).reshape(3, 50) - 70) / 3).all()
+        array = reads.open(file).pop("floats")
+    assert (np.array(array) == (np.arange(150, dtype=np.float32).reshape(3, 50) - 70) / 3).all()

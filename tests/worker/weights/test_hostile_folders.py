@@ -43,8 +43,8 @@ def change(file: Path, **changes: Any) -> None:
 )
 def test_absurd_numbers(folder: Path, key: str, value: float, words: str) -> None:
     change(folder / "config.json", **{key: value})
-    told = refusal(folder)
-    assert repr(key) in told and told.endswith(words)
+    message = refusal(folder)
+    assert repr(key) in message and message.endswith(words)
 
 
 def pipe(file: Path) -> None:
@@ -85,8 +85,8 @@ def test_endless_and_huge_files(
     folder: Path, name: str, deed: Callable[[Path], None], words: str
 ) -> None:
     deed(folder / name)
-    told = refusal(folder)
-    assert words in told and str(folder / name) in told
+    message = refusal(folder)
+    assert words in message and str(folder / name) in message
 
 
 def test_a_huge_template_inside_another_file(folder: Path) -> None:

@@ -31,9 +31,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_name_means_the_snapshot_of_main(folder: Path, cache: Path) -> None:
     snapshot = put_in_hub(folder, cache, NAME)
     (cache / "models--some-org--Some.Model-4bit" / "snapshots" / "fedcba9876543210").mkdir()
-    found = inspect(find_files(NAME))
-    assert found.path == snapshot
-    assert found.digest == inspect(folder).digest
+    model_folder = inspect(find_files(NAME))
+    assert model_folder.path == snapshot
+    assert model_folder.digest == inspect(folder).digest
 
 
 def test_the_only_snapshot_is_used_without_main(folder: Path, cache: Path) -> None:

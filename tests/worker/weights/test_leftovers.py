@@ -26,8 +26,8 @@ def folder(tmp_path: Path) -> Path:
 def notes(folder: Path) -> list[str]:
     report = check("m", ModelConfig(path=str(folder)))
     assert report["problems"] == []
-    found: list[str] = report["notes"]
-    return found
+    lines: list[str] = report["notes"]
+    return lines
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_servers_error_in_json(folder: Path) -> None:
 def test_half_a_file(folder: Path, name: str) -> None:
     data = (folder / name).read_bytes()
     (folder / name).write_bytes(data[: len(data) // 2])
-    assert name in (told := refusal(folder)) and "download it again" in told
+    assert name in (message := refusal(folder)) and "download it again" in message
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,8 @@ def test_what_a_model_is_not_made_of_is_told(folder: Path, name: str, words: str
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(folder / "model.safetensors", folder / name)
     digest = inspect(folder).digest
-    (told,) = notes(folder)
-    assert words in told and name in told
+    (note,) = notes(folder)
+    assert words in note and name in note
     (folder / name).unlink()
     assert inspect(folder).digest == digest
 
@@ -147,8 +147,8 @@ def test_a_shard_that_no_index_names_is_told(tmp_path: Path) -> None:
     extra = shutil.copy(
         folder / "model-00001-of-00002.safetensors", folder / "model-00003-of-00003.safetensors"
     )
-    (told,) = notes(folder)
-    assert Path(extra).name in told
+    (note,) = notes(folder)
+    assert Path(extra).name in note
 
 
 def test_shards_without_an_index(tmp_path: Path) -> None:
@@ -156,8 +156,8 @@ def test_shards_without_an_index(tmp_path: Path) -> None:
     (folder / INDEX).unlink()
     assert notes(folder) == []
     (folder / "model-00002-of-00003.safetensors").unlink()
-    told = refusal(folder)
-    assert "has 2 of 3 shards, the shard 'model-00002-of-00003.safetensors' missing" in told
+    message = refusal(folder)
+    assert "has 2 of 3 shards, the shard 'model-00002-of-00003.safetensors' missing" in message
     shutil.copy(
         folder / "model-00001-of-00003.safetensors", folder / "model-00001-of-00001.safetensors"
     )

@@ -61,9 +61,9 @@ def test_inspect_imports_no_mlx(good: Path) -> None:
 
 
 def test_shards_and_one_file_are_the_same_model(tmp_path: Path) -> None:
-    one, many = write_checkpoint(tmp_path / "1"), write_checkpoint(tmp_path / "3", shards=3)
+    single, many = write_checkpoint(tmp_path / "1"), write_checkpoint(tmp_path / "3", shards=3)
     assert len(inspect(many).shards) == 3
-    assert inspect(many).weight_bytes == inspect(one).weight_bytes
+    assert inspect(many).weight_bytes == inspect(single).weight_bytes
 
 
 def test_the_digest_depends_on_content_only(good: Path, tmp_path: Path) -> None:

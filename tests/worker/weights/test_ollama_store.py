@@ -119,9 +119,9 @@ def test_scales_and_biases_are_renamed_in_any_order(
     ]
     metadata = {f"{UP}.weight.quant_type": kind} if kind else {}
     store.write(NAME, [*layers, quantised_layer(store, metadata, parts)])
-    found = opened()
-    assert found.match.layouts == {UP: QuantLayout("nvfp4", 4, 16)}
-    names = [name.removeprefix(UP) for name in found.tensors if name.startswith(UP)]
+    model_folder = opened()
+    assert model_folder.match.layouts == {UP: QuantLayout("nvfp4", 4, 16)}
+    names = [name.removeprefix(UP) for name in model_folder.tensors if name.startswith(UP)]
     assert names == [".weight", ".scales", ".factor"]
 
 
@@ -214,13 +214,13 @@ def test_weights_with_a_wrong_digest(folder: Path, store: Store) -> None:
     content = bytearray(blob.read_bytes())
     content[-1] ^= 1
     blob.write_bytes(content)
-    found = opened()
+    model_folder = opened()
     words = f"{blob} does not have the digest that is its name: get the model again with `ollama"
     with pytest.raises(ModelLoadFailed) as caught:
-        load(found)
+        load(model_folder)
     assert words in caught.value.message
     with pytest.raises(ModelLoadFailed):
-        found.files.verify(blob)
+        model_folder.files.verify(blob)
 
 
 def test_manifests_that_cannot_be_read(folder: Path, store: Store) -> None:
@@ -241,13 +241,13 @@ def test_more_blobs_than_a_process_may_open(folder: Path, store: Store) -> None:
     from mlxpool.worker.weights.load import load
 
     store.write(NAME, store.layers(folder))
-    found = opened()
+    model_folder = opened()
     before, most = len(list(fds.iterdir())), 0
 
     def count(tensors: int, size: int) -> None:
         nonlocal most
         most = max(most, len(list(fds.iterdir())))
 
-    load(found, count)
-    assert len(found.shards) > 25
+    load(model_folder, count)
+    assert len(model_folder.shards) > 25
     assert most - before < 5

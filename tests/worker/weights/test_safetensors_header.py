@@ -92,7 +92,7 @@ def test_metadata_and_empty_tensors_are_fine(tmp_path: Path) -> None:
     }
     write_raw_safetensors(tmp_path / "x", json.dumps(content).encode(), bytes(8))
     header = safetensors_header.read_header(tmp_path / "x")
-    assert {name: one.nbytes for name, one in header.tensors.items()} == {"w": 8, "e": 0}
+    assert {name: tensor.nbytes for name, tensor in header.tensors.items()} == {"w": 8, "e": 0}
     assert header.metadata == {"format": "pt"}
 
 
@@ -100,7 +100,7 @@ def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
     arrays: dict[str, Any] = {"a": np.zeros((2, 3), np.float16), "b": np.zeros((), np.uint32)}
     save_file(arrays, tmp_path / "x", {"format": "mlx"})
     header = safetensors_header.read_header(tmp_path / "x")
-    assert {name: (one.dtype, one.shape) for name, one in header.tensors.items()} == {
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in header.tensors.items()} == {
         "a": ("F16", (2, 3)),
         "b": ("U32", ()),
     }

@@ -87,9 +87,9 @@ def test_files_that_agree_have_no_notes(tmp_path: Path) -> None:
 def test_an_end_that_only_another_file_names_counts_unless_it_is_a_word(tmp_path: Path) -> None:
     config, files = {"eos_token_id": [7, 3]}, {"generation_config": {"eos_token_id": 2}}
     assert eos(tmp_path, config, **files) == {2, 7}
-    told = notes(tmp_path, config, **files)
-    assert "generation_config.json at 2; config.json at 3, 7. An answer ends at 2, 7" in told
-    assert "config.json: eos_token_id 3 ends no answer: it is a word" in told
+    text = notes(tmp_path, config, **files)
+    assert "generation_config.json at 2; config.json at 3, 7. An answer ends at 2, 7" in text
+    assert "config.json: eos_token_id 3 ends no answer: it is a word" in text
 
 
 @pytest.mark.parametrize("where", ["tokenizer_config", "chat_template"])
@@ -97,8 +97,8 @@ def test_the_token_with_which_the_chat_template_ends_turns(tmp_path: Path, where
     files = {where: {"chat_template": "{{ messages[0].content }}<|im_end|>"}}
     try:
         assert eos(tmp_path, {"eos_token_id": 2}, **files) == {2, 7}
-        told = notes(tmp_path, {"eos_token_id": 2}, **files)
-        assert "config.json at 2; the chat template, with '<|im_end|>', at 7" in told
+        text = notes(tmp_path, {"eos_token_id": 2}, **files)
+        assert "config.json at 2; the chat template, with '<|im_end|>', at 7" in text
         channels = {where: {"chat_template": "<|channel|>final<|message|>x<|im_end|>"}}
         assert eos(tmp_path, {"eos_token_id": 2}, **channels) == {2}
     finally:
@@ -113,12 +113,12 @@ def test_ends_that_are_no_tokens(tmp_path: Path) -> None:
 
 
 def test_the_newer_file_takes_precedence(tmp_path: Path) -> None:
-    found = read(
+    tokens = read(
         tmp_path,
         tokenizer_config={"bos_token": "new", "add_bos_token": False},
         special_tokens_map={"bos_token": "old", "eos_token": "</s>"},
     )
-    assert (found.eos_ids, found.bos_token, found.add_bos) == (frozenset({2}), "new", False)
+    assert (tokens.eos_ids, tokens.bos_token, tokens.add_bos) == (frozenset({2}), "new", False)
     assert token_names(tmp_path) == {"bos_token": "new", "eos_token": "</s>"}
     assert read(tmp_path, tokenizer_config={"add_bos_token": None}).add_bos is None
 

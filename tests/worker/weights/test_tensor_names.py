@@ -49,9 +49,9 @@ def test_other_names_are_the_same_model(
         assert load(there).weight_bytes == load(here).weight_bytes
     read = [record.__dict__ for record in caplog.records if record.message == "weights read"]
     count = len(here.tensors)
-    assert [(one["tensors"], one["renamed"]) for one in read] == [(count, 2), (count, 0)]
-    renamed = [one.__dict__ for one in caplog.records if one.message == "tensor renamed"]
-    assert {one["stored"]: one["tensor"] for one in renamed} == {
+    assert [(fields["tensors"], fields["renamed"]) for fields in read] == [(count, 2), (count, 0)]
+    renamed = [record.__dict__ for record in caplog.records if record.message == "tensor renamed"]
+    assert {fields["stored"]: fields["tensor"] for fields in renamed} == {
         f"{UP}.{names[part]}": f"{UP}.{part}" for part in names
     }
 

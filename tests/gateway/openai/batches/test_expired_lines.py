@@ -17,6 +17,6 @@ END = {"kind": "error", "body": DeadlineExceeded("late").body()}
 def test_a_line_is_expired_whether_it_was_a_job_or_not(job: dict[str, Any]) -> None:
     row = {"line": 3, "id": "l3", "state": "expired", "end": END, **job}
     answered, data = result_line(row, {}, "/v1/chat/completions")
-    found = json.loads(data)
-    assert not answered and found["custom_id"] == "l3" and found["response"] is None
-    assert found["error"]["code"] == "batch_expired"
+    record = json.loads(data)
+    assert not answered and record["custom_id"] == "l3" and record["response"] is None
+    assert record["error"]["code"] == "batch_expired"

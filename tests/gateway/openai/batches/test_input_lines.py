@@ -25,14 +25,14 @@ CHAT_MODEL = ModelInfo(
 
 def line(name: str = "a", **body: Any) -> bytes:
     given = {"model": "m", "prompt": "x", **body}
-    made = {"custom_id": name, "method": "POST", "url": COMPLETIONS, "body": given}
-    return json.dumps(made).encode()
+    request = {"custom_id": name, "method": "POST", "url": COMPLETIONS, "body": given}
+    return json.dumps(request).encode()
 
 
 def chat(**body: Any) -> bytes:
     given = {"model": "m", "messages": [{"role": "user", "content": "x"}], **body}
-    made = {"custom_id": "a", "method": "POST", "url": CHATS, "body": given}
-    return json.dumps(made).encode()
+    request = {"custom_id": "a", "method": "POST", "url": CHATS, "body": given}
+    return json.dumps(request).encode()
 
 
 def read(
@@ -40,11 +40,11 @@ def read(
 ) -> tuple[LineReader, list[dict[str, Any]]]:
     """Returns the reader after it has read the lines, and the pool's lines made of them."""
     reader = LineReader(endpoint)
-    made = b"".join(
+    data = b"".join(
         reader.pool_lines(reader.parse(some), lambda name: model)
         for some in input_lines.slices_of(lines)
     )
-    return reader, [json.loads(one) for one in made.splitlines()]
+    return reader, [json.loads(text) for text in data.splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -58,9 +58,9 @@ def read(
     ],
 )
 def test_what_does_no_harm(lines: Sequence[bytes]) -> None:
-    reader, made = read(lines)
+    reader, pool_lines = read(lines)
     assert (reader.faults, reader.total) == ([], 2)
-    assert [one["id"] for one in made] == ["a", "b"]
+    assert [pool_line["id"] for pool_line in pool_lines] == ["a", "b"]
 
 
 BAD = {
@@ -100,12 +100,12 @@ BAD = {
 def test_a_line_with_a_fault_is_named(name: str) -> None:
     """Later lines are still checked, but no longer converted."""
     data, code = BAD[name]
-    reader, made = read([line("first"), b"", data, line("last", n=3)])
-    assert [one.line for one in reader.faults] == [3, 4]
+    reader, pool_lines = read([line("first"), b"", data, line("last", n=3)])
+    assert [fault.line for fault in reader.faults] == [3, 4]
     assert code == reader.faults[0].code, reader.faults[0]
     assert reader.faults[0].message.startswith("line 3: ")
     assert len(reader.faults[0].message) < 700
-    assert len(made) <= 1  # no line is made after a fault
+    assert len(pool_lines) <= 1  # no line is made after a fault
 
 
 @pytest.mark.parametrize(
@@ -120,19 +120,19 @@ def test_a_line_with_a_fault_is_named(name: str) -> None:
 )  # fmt: skip
 def test_chats_with_faults(given: dict[str, Any], code: str | None) -> None:
     reader, _ = read([chat(**given)], CHATS, CHAT_MODEL)
-    assert code in (None, *(one.code for one in reader.faults))
+    assert code in (None, *(fault.code for fault in reader.faults))
     assert code is None or reader.faults
 
 
 def test_tools_that_the_pool_gets_as_text_are_kept_for_the_answer() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
-    told = ChatFormats(None, None, "forced")
-    for formats, as_text in (told, True), (ChatFormats("hermes", None), False):
+    text_formats = ChatFormats(None, None, "forced")
+    for formats, as_text in (text_formats, True), (ChatFormats("hermes", None), False):
         model = replace(CHAT_MODEL, chat=formats)
-        reader, (made,) = read([chat(tools=tools, tool_choice="required")], CHATS, model)
-        asked = AnswerSettings.of(made)
-        assert not reader.faults and made["options"]["format"]["type"] == "lark"
-        assert made.get("tools") == (None if as_text else tools)
+        reader, (pool_line,) = read([chat(tools=tools, tool_choice="required")], CHATS, model)
+        asked = AnswerSettings.of(pool_line)
+        assert not reader.faults and pool_line["options"]["format"]["type"] == "lark"
+        assert pool_line.get("tools") == (None if as_text else tools)
         assert list(asked.tools) == (tools if as_text else [])
         assert asked.chat.tools == ("llama_json" if as_text else "hermes")
 
@@ -164,16 +164,16 @@ def test_no_more_faults_are_looked_for_than_are_told() -> None:
 def test_slices_are_short() -> None:
     for sizes in ([], [1], [1] * 100, [10**6], [10, 10**6, 10, 10], [40_000] * 5):
         lines = [b"x" * size for size in sizes]
-        found = list(input_lines.slices_of(lines))
-        assert [one for some in found for one in some] == lines
-        for some in found:
+        slices = list(input_lines.slices_of(lines))
+        assert [data for some in slices for data in some] == lines
+        for some in slices:
             assert 1 <= len(some) <= input_lines.SLICE_LINES
             assert len(some) == 1 or sum(map(len, some)) <= input_lines.SLICE_BYTES
 
 
 def test_empty_lines_are_bounded_as_others_are() -> None:
-    reader, made = read([b"", b" ", line(), *[b"\r"] * (MAX_LINES - 2)])
-    assert not reader.faults and len(made) == 1 and not reader.given_up
+    reader, pool_lines = read([b"", b" ", line(), *[b"\r"] * (MAX_LINES - 2)])
+    assert not reader.faults and len(pool_lines) == 1 and not reader.given_up
     reader, _ = read([*[b""] * MAX_LINES, b""])
     (fault,) = reader.faults
     assert fault.code == "too_many_lines" and reader.given_up

@@ -28,17 +28,17 @@ def form(*contents: bytes, boundary: bytes = b"B") -> bytes:
 
 def read(body: bytes, sizes: list[int], boundary: bytes = b"B") -> list[Event]:
     """Feeds a body in pieces of these sizes; returns the events, with adjacent data joined."""
-    reader, found, start = MultipartReader(boundary), list[Event](), 0
+    reader, events, start = MultipartReader(boundary), list[Event](), 0
     for size in [*sizes, len(body)]:
         for event in reader.feed(body[start : start + size]):
-            last = found[-1] if found else None
+            last = events[-1] if events else None
             if isinstance(event, PartData) and isinstance(last, PartData):
-                found[-1] = PartData(last.data + event.data)
+                events[-1] = PartData(last.data + event.data)
             else:
-                found.append(event)
+                events.append(event)
         start += size
     assert reader.complete
-    return found
+    return events
 
 
 @given(

@@ -65,10 +65,10 @@ def test_an_answer_whose_line_is_missing_says_so(endpoint: str) -> None:
     row = {"line": 3, "id": "label", "state": "done", "job": bytes(16), "model": "m"}
     result = Result(text="", ids=(), reason="stop", usage={}, timings_ms={}, seed=0, attempts=1)
     in_output, data = result_line(row, {}, endpoint, result)
-    found = json.loads(data)
-    assert in_output and found["custom_id"] == "label" and found["response"] is None
-    assert found["error"]["code"] == "line_missing"
-    assert "the file of the batch's lines is not stored" in found["error"]["message"]
+    record = json.loads(data)
+    assert in_output and record["custom_id"] == "label" and record["response"] is None
+    assert record["error"]["code"] == "line_missing"
+    assert "the file of the batch's lines is not stored" in record["error"]["message"]
 
 
 ROWS = ({"line": 0, "id": "a", "job": bytes(16)}, {"line": 1, "id": "b", "job": bytes(16)})
@@ -99,19 +99,19 @@ def read_while_deleted(
     monkeypatch.setattr(StoredLines, "line", line)
     monkeypatch.setattr(kept_module.KeptBatches, "find", find)
     monkeypatch.setattr(kept_module, "result_line", lambda *_: (kind == bodies.OUTPUT, b"{}\n"))
-    found: list[bytes] = []
+    parts: list[bytes] = []
 
     async def read() -> None:
         kept = kept_module.KeptBatches(AsyncClient.__new__(AsyncClient))
         request = BatchRequest("/v1/completions", "file-in", "24h", 2, {})
         async for part in kept.results({"key": "batch", "file": "lines"}, request, kind):
-            found.append(part)
+            parts.append(part)
 
     try:
         asyncio.run(read())
     except Gone:
-        found.append(b"gone")
-    return found
+        parts.append(b"gone")
+    return parts
 
 
 @pytest.mark.parametrize("kind", [bodies.OUTPUT, bodies.ERROR])
@@ -125,5 +125,5 @@ def test_a_file_that_is_deleted_while_it_is_read_does_not_end_as_if_it_were_whol
 def test_an_error_file_has_no_line_of_an_output_file_that_is_deleted_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = read_while_deleted(monkeypatch, bodies.ERROR, [bodies.RELEASED[bodies.OUTPUT]], after=1)
-    assert found == [b"{}\n", b""]
+    parts = read_while_deleted(monkeypatch, bodies.ERROR, [bodies.RELEASED[bodies.OUTPUT]], after=1)
+    assert parts == [b"{}\n", b""]

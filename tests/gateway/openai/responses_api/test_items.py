@@ -30,26 +30,28 @@ def messages(*items: Any, instructions: str = "") -> list[dict[str, Any]]:
 
 
 def test_a_text_is_a_users_message() -> None:
-    found = conversation_of("hi", "Be short.").messages
-    assert found == [
+    chat = conversation_of("hi", "Be short.").messages
+    assert chat == [
         {"role": "system", "content": "Be short."}, {"role": "user", "content": "hi"},
     ]  # fmt: skip
 
 
 def test_thoughts_text_and_calls_are_one_message() -> None:
-    user, said, told = messages(USER, THOUGHTS, SAID, CALL, RESULT)
+    user, said, result = messages(USER, THOUGHTS, SAID, CALL, RESULT)
     assert user == USER
     assert said["reasoning_content"] == "Hm." and said["content"] == "I look."
     function = {"name": "weather", "arguments": "{}"}
     assert said["tool_calls"] == [{"id": "a", "type": "function", "function": function}]
-    assert told == {"role": "tool", "tool_call_id": "a", "name": "weather", "content": "18"}
+    assert result == {"role": "tool", "tool_call_id": "a", "name": "weather", "content": "18"}
 
 
 def test_several_calls_are_one_message_and_later_thoughts_another() -> None:
-    found = messages(USER, CALL, {**CALL, "call_id": "b"}, RESULT, THOUGHTS, CALL)
-    assert [one["role"] for one in found] == ["user", "assistant", "tool", "assistant"]
-    assert len(found[1]["tool_calls"]) == 2 and found[3]["reasoning_content"] == "Hm."
-    assert [one["role"] for one in messages(SAID, SAID, CALL, THOUGHTS)] == ["assistant"] * 3
+    chat = messages(USER, CALL, {**CALL, "call_id": "b"}, RESULT, THOUGHTS, CALL)
+    assert [message["role"] for message in chat] == ["user", "assistant", "tool", "assistant"]
+    assert len(chat[1]["tool_calls"]) == 2 and chat[3]["reasoning_content"] == "Hm."
+    assert [message["role"] for message in messages(SAID, SAID, CALL, THOUGHTS)] == [
+        "assistant"
+    ] * 3
 
 
 def test_a_summary_stands_for_thoughts() -> None:
@@ -61,9 +63,9 @@ def test_a_summary_stands_for_thoughts() -> None:
 def test_an_image_is_named_by_its_place() -> None:
     url = f"data:image/png;base64,{base64.b64encode(b'one').decode()}"
     parts = [{"type": "input_text", "text": "What?"}, {"type": "input_image", "image_url": url}]
-    found = conversation_of([{"role": "user", "content": parts}], "")
-    assert found.images == [b"one"]
-    assert found.messages[0]["content"] == [
+    conversation = conversation_of([{"role": "user", "content": parts}], "")
+    assert conversation.images == [b"one"]
+    assert conversation.messages[0]["content"] == [
         {"type": "text", "text": "What?"}, {"type": "image", "blob": 0},
     ]  # fmt: skip
 

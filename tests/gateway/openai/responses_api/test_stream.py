@@ -15,8 +15,8 @@ from mlxpool.gateway.openai.responses_api.bodies import ResponseEvents, Response
 
 def numbers(data: bytes) -> list[int]:
     lines = data.decode().splitlines()
-    found: list[dict[str, Any]] = [json.loads(x[6:]) for x in lines if x.startswith("data: ")]
-    return [event["sequence_number"] for event in found]
+    events: list[dict[str, Any]] = [json.loads(x[6:]) for x in lines if x.startswith("data: ")]
+    return [event["sequence_number"] for event in events]
 
 
 @pytest.mark.parametrize(("after", "head", "broken"), [(-1, [0, 1], 1), (0, [1], 1), (7, [], 7)])

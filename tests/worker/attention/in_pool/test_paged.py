@@ -79,10 +79,10 @@ def some(tokens: int) -> list[tuple[Any, ...]]:
 def append(rows: tuple[Any, ...], new: list[tuple[Any, ...]]) -> None:
     """Writes the same tokens into each row and compares the arrays that the rows return."""
     for layer, arrays in enumerate(new):
-        found = [row.write(layer, *arrays) for row in rows]
-        for other in found[1:]:
-            for one, two in zip(found[0], other, strict=True):
-                assert mx.array_equal(one, two).item()
+        outputs = [row.write(layer, *arrays) for row in rows]
+        for other in outputs[1:]:
+            for array, other_array in zip(outputs[0], other, strict=True):
+                assert mx.array_equal(array, other_array).item()
     for row in rows:
         row.advance(new[0][0].shape[2])
         mx.eval(row.arrays())
@@ -94,8 +94,8 @@ def test_a_paged_row_returns_what_a_row_cache_returns(kernels: bool) -> None:
     for tokens in (1, 200, 55, 1, 300, KV_BLOCK_TOKENS, 1):
         append((row, other), some(tokens))
     for to in (700, 513, 512, 511, 3):
-        for one in (row, other):
-            one.trim(to)
+        for cache in (row, other):
+            cache.trim(to)
         append((row, other), some(9))
     row.release()
     assert store.free_blocks == BLOCKS
@@ -214,7 +214,7 @@ def test_prompts_read_in_one_pass_decode_beside_others(loaded: LoadedModel) -> N
             [*decode_spans(rows), Span(leaving, leaving.submitted, leaving.unread, draws=1)]
         )
         engine.release(leaving)
-        assert [one.sequence for one in drain(engine)] == rows
+        assert [sampled.sequence for sampled in drain(engine)] == rows
         enter(engine, seq)
         assert seq.cached == len(prompt) - 1
         rows.append(seq)
@@ -227,14 +227,14 @@ def test_prompts_read_in_one_pass_decode_beside_others(loaded: LoadedModel) -> N
         engine.submit([*decode_spans(rows[:1]), Span(seq, 0, 3, draws=1)])
     assert seq.submitted == 0 and not engine.in_flight
     lost = rows if engine.inspect().layout.shares_arrays else rows[:1]
-    assert [engine.lost(one) for one in rows] == [one in lost for one in rows]
-    for one in (seq, *lost):
-        engine.release(one)
-        one.return_to_waiting()
-        enter(engine, one)
+    assert [engine.lost(row) for row in rows] == [row in lost for row in rows]
+    for row in (seq, *lost):
+        engine.release(row)
+        row.return_to_waiting()
+        enter(engine, row)
     decode(engine, [*rows, seq], 5)
-    for one in (*rows, seq):
-        assert one.ids == answer(slow, one)
+    for row in (*rows, seq):
+        assert row.ids == answer(slow, row)
     engine.close()
     engine.warm_up()
     assert not engine.in_flight and engine.memory().kv == 0
@@ -272,7 +272,7 @@ def test_admissions_releases_hits_and_evictions_change_no_token(
         reading = sum(seq.reads_prompt for seq in steps.live)
         mixed += 0 < reading < len(steps.live)
         drawn += bool(steps.step())
-        for seq in [one for one in steps.live if len(one.ids) >= one.max_tokens]:
+        for seq in [seq for seq in steps.live if len(seq.ids) >= seq.max_tokens]:
             steps.leave(seq)
             done += 1
             if not ON_GPU or done % 50 == 0:

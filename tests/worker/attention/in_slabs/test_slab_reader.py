@@ -64,7 +64,7 @@ def test_rows_attend_together_as_alone(
     scores = ScoreParams(SIZE**-0.5, softcap=softcap)
     reader = SlabReader.of(rows, counts)
     reader.write(0, k, v)
-    found = np.array(reader.read(0, q, scores))
+    output = np.array(reader.read(0, q, scores))
     first = 0
     for row, count, (keys, values) in zip(rows, counts, before, strict=True):
         own = slice(first, first + count)
@@ -74,7 +74,7 @@ def test_rows_attend_together_as_alone(
             for old, new in zip((keys, values), shape.read(shape.stored((k, v))), strict=True)
         )
         wanted = np.array(causal_attention(q[own], all_keys, all_values, scores, 0))
-        np.testing.assert_allclose(found[own], wanted, atol=2e-5)
+        np.testing.assert_allclose(output[own], wanted, atol=2e-5)
         row.advance(count)
         written = shape.read(row.part(0, 0, row.offset))
         assert mx.array_equal(written[0], all_keys) and mx.array_equal(written[1], all_values)

@@ -71,21 +71,21 @@ def test_rows_return_what_was_written_whatever_other_rows_do(
     slabs = Slabs(SHAPE, 3)
     rows = [(SlabRow(slabs), RowCache(SHAPE)) for _ in range(4)]
     for number, what, tokens in operations:
-        one, other = rows[number]
-        if what == "append" and 0 < tokens <= SHAPE.capacity - one.offset:
-            append((one, other), tokens)
+        slab_row, other = rows[number]
+        if what == "append" and 0 < tokens <= SHAPE.capacity - slab_row.offset:
+            append((slab_row, other), tokens)
         elif what == "trim":
-            one.trim(tokens)
+            slab_row.trim(tokens)
             other.trim(tokens)
         elif what == "release":
-            one.release()
+            slab_row.release()
             other.release()
         assert all(same(*pair) for pair in rows)
-    held = sum(row.nbytes for row, _ in rows)
-    used = {(id(slab), block) for row, _ in rows for slab, block in row.table}
+    held = sum(slab_row.nbytes for slab_row, _ in rows)
+    used = {(id(slab), block) for slab_row, _ in rows for slab, block in slab_row.table}
     assert held == len(used) * KV_BLOCK_TOKENS * SHAPE.token_bytes <= slabs.nbytes
-    for one, _ in rows:
-        one.release()
+    for slab_row, _ in rows:
+        slab_row.release()
     assert slabs.nbytes == 0
 
 
@@ -141,15 +141,15 @@ def test_several_new_tokens_of_a_row_are_written_in_order_and_seen_from_their_ow
     for row, tokens, room in zip(rows, (255, 10, 10), (3, 1, 2), strict=True):
         row.reserve(tokens + room)
         row.offset = tokens
-    ((slab, found),) = slab_accesses([rows[0], rows[2]], [3, 2])
+    ((slab, access),) = slab_accesses([rows[0], rows[2]], [3, 2])
     assert slab is rows[0].table[0][0]
-    assert (found.first, found.last, found.listed) == (0, 4, False)
-    assert found.owner == [0, 0, NOBODY, 1]
-    assert found.fill[:2] == [256, 0] and found.fill[3] == 11
-    assert found.fill[2] + 3 - 1 < 0, "no query sees what is of no row"
-    assert found.lines == [0, 1, 2, 3, 4]
-    assert found.places == [255, 256, 257, 3 * 256 + 10, 3 * 256 + 11]
-    assert found.width == KV_BLOCK_TOKENS
+    assert (access.first, access.last, access.listed) == (0, 4, False)
+    assert access.owner == [0, 0, NOBODY, 1]
+    assert access.fill[:2] == [256, 0] and access.fill[3] == 11
+    assert access.fill[2] + 3 - 1 < 0, "no query sees what is of no row"
+    assert access.lines == [0, 1, 2, 3, 4]
+    assert access.places == [255, 256, 257, 3 * 256 + 10, 3 * 256 + 11]
+    assert access.width == KV_BLOCK_TOKENS
 
 
 class Attention:

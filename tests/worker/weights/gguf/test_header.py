@@ -50,16 +50,16 @@ def test_it_has_what_llama_cpps_package_reads(file: Path) -> None:
             assert ours.metadata[key] == field.contents(), key
     assert len(ours.tensors) == len(theirs.tensors)
     data = file.read_bytes()
-    for one in theirs.tensors:
-        tensor = ours.tensors[one.name]
-        assert tensor.kind.name == one.tensor_type.name
-        assert tensor.shape == tuple(reversed(one.shape.tolist()))
-        assert data[tensor.begin : tensor.begin + tensor.nbytes] == one.data.tobytes()
+    for expected in theirs.tensors:
+        tensor = ours.tensors[expected.name]
+        assert tensor.kind.name == expected.tensor_type.name
+        assert tensor.shape == tuple(reversed(expected.shape.tolist()))
+        assert data[tensor.begin : tensor.begin + tensor.nbytes] == expected.data.tobytes()
 
 
 def test_every_cut_is_told(file: Path) -> None:
     data, header = file.read_bytes(), read_gguf_header(file)
-    last = max(one.begin + one.nbytes for one in header.tensors.values())
+    last = max(tensor.begin + tensor.nbytes for tensor in header.tensors.values())
     cuts = [*range(4, len(header.raw), 199), len(header.raw) - 1, len(header.raw), last - 1]
     for cut in cuts:
         file.write_bytes(data[:cut])

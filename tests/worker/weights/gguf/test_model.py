@@ -141,10 +141,10 @@ def opened(path: Path | str) -> ModelFolder:
 
 def assert_equal(ours: ModelFolder, theirs: ModelFolder, within: float) -> None:
     """Compares logits; `within`: the largest difference, as a share of the largest logit."""
-    found, expected = (
-        logits_of(load(one, dtype=mx.float32), range(1, 14)) for one in (ours, theirs)
+    actual, expected = (
+        logits_of(load(folder, dtype=mx.float32), range(1, 14)) for folder in (ours, theirs)
     )
-    assert np.abs(found - expected).max() <= within * np.abs(expected).max()
+    assert np.abs(actual - expected).max() <= within * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -181,8 +181,10 @@ def test_quantised_weights_equal_their_numbers_in_safetensors(
 
     weights = random_weights(settings)
     dense = {
-        name: dequantize(quantize(one, wanted), wanted) if kind_of(name, one) == wanted else one
-        for name, one in weights.items()
+        name: dequantize(quantize(array, wanted), wanted)
+        if kind_of(name, array) == wanted
+        else array
+        for name, array in weights.items()
     }
     more: dict[str, Any] = {"architecture": architecture, "metadata": metadata, "kind": kind_of}
     here = opened(write_gguf(tmp_path / "m.gguf", weights, settings, **more))
@@ -232,8 +234,8 @@ def test_a_split_model(tmp_path: Path) -> None:
     parts = sorted(tmp_path.glob("*.gguf"))
     assert len(parts) > 2
     for path in (tmp_path, *parts):  # any part stands for all
-        found = opened(path)
-        assert found.shards == tuple(parts)
+        model_folder = opened(path)
+        assert model_folder.shards == tuple(parts)
     folder = write_checkpoint(tmp_path / "folder", **LLAMA)
     assert_equal(opened(parts[0]), inspect(folder), 2e-5)
     parts[1].rename(tmp_path / "moved")
@@ -275,17 +277,17 @@ def test_in_ollamas_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     data = llama(tmp_path).read_bytes()
     weights = store.layer(MODEL, "", data)
     manifest = store.write("small:1b", [weights, store.layer(LICENCE, "", b"free to use")])
-    found = opened("ollama:small:1b")
-    assert found.path == manifest
-    assert (found.files / "LICENSE").read_bytes() == b"free to use"
-    load(found)
-    blob = next(iter(found.files.digests))
+    model_folder = opened("ollama:small:1b")
+    assert model_folder.path == manifest
+    assert (model_folder.files / "LICENSE").read_bytes() == b"free to use"
+    load(model_folder)
+    blob = next(iter(model_folder.files.digests))
     blob.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(ModelLoadFailed, match="does not have the digest"):
         load(opened("ollama:small:1b"))
     blob.write_bytes(data[:-1])
-    told = f"{blob} (the model) has {len(data) - 1} bytes, the manifest says {len(data)}"
-    assert told in refusal("ollama:small:1b")
+    message = f"{blob} (the model) has {len(data) - 1} bytes, the manifest says {len(data)}"
+    assert message in refusal("ollama:small:1b")
     blob.unlink()
     assert f"{blob} (the model) is missing: get" in refusal("ollama:small:1b")
     adapter = store.layer("application/vnd.ollama.image.adapter", "", b"x")
@@ -296,12 +298,12 @@ def test_in_ollamas_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_is_made_of_metadata_is_made_once(tmp_path: Path, caches: Path) -> None:
     file = llama(tmp_path)
     first = opened(file)
-    (made,) = caches.iterdir()
-    stamp = (made / "tokenizer.json").stat().st_mtime_ns
+    (cache,) = caches.iterdir()
+    stamp = (cache / "tokenizer.json").stat().st_mtime_ns
     assert opened(file).digest == first.digest
-    assert [made] == list(caches.iterdir())
-    assert (made / "tokenizer.json").stat().st_mtime_ns == stamp
-    assert made.stat().st_mode & 0o077 == 0
+    assert [cache] == list(caches.iterdir())
+    assert (cache / "tokenizer.json").stat().st_mtime_ns == stamp
+    assert cache.stat().st_mode & 0o077 == 0
 
 
 def test_a_folder_of_caches_that_cannot_be_written(tmp_path: Path) -> None:
@@ -337,12 +339,12 @@ def test_a_surplus_tensor_is_named_as_the_file_names_it(tmp_path: Path) -> None:
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     file = llama(tmp_path)
-    found = opened(file)
-    last = max(read_gguf_header(file).tensors.values(), key=lambda one: one.begin)
+    model_folder = opened(file)
+    last = max(read_gguf_header(file).tensors.values(), key=lambda tensor: tensor.begin)
     with file.open("r+b") as stream:
         stream.truncate(last.begin + 4)
     with pytest.raises(ModelLoadFailed, match=r"m\.gguf"):
-        load(found)
+        load(model_folder)
 
 
 def test_a_header_is_read_once_unless_the_file_changes(
@@ -358,10 +360,10 @@ def test_a_header_is_read_once_unless_the_file_changes(
     file = llama(tmp_path)
     load(opened(file))
     assert reads == [file]
-    found = opened(file)
+    model_folder = opened(file)
     file.rename(tmp_path / "old.gguf")
     llama(tmp_path, metadata={"general.name": "another, whose tensors begin elsewhere"})
-    load(found)
+    load(model_folder)
     assert reads == [file] * 3
 
 
@@ -369,11 +371,12 @@ def test_a_part_of_a_tensor(tmp_path: Path) -> None:
     from mlxpool.worker.weights.cuts import Cut
 
     name, settings = "model.layers.0.self_attn.q_proj.weight", config(**LLAMA)
-    found = opened(llama(tmp_path))
-    weights, cut = found.match.weights, Cut(0, 16, 48)
+    model_folder = opened(llama(tmp_path))
+    weights, cut = model_folder.match.weights, Cut(0, 16, 48)
     shape = cut.shape_of(weights[name].shape)
     part = replace(
-        found, match=replace(found.match, weights={name: replace(weights[name], shape=shape)})
+        model_folder,
+        match=replace(model_folder.match, weights={name: replace(weights[name], shape=shape)}),
     )
     read = dict[str, Any]()
 

@@ -75,12 +75,12 @@ def write_dense(file: Path, folder: ModelFolder, path: Path) -> Path:
     config = json.loads((path / "config.json").read_text())
     reader = GGUFReader(file)
     architecture = reader.fields["general.architecture"].contents()
-    stored = {one.name: one for one in reader.tensors}
+    stored = {tensor.name: tensor for tensor in reader.tensors}
     weights = {}
     for name in folder.plan.shapes:
-        one = stored[llama_cpp_name(name, architecture)]
-        shape = tuple(reversed(one.shape.tolist()))
-        weight = dequantize(one.data, one.tensor_type).reshape(shape).astype(np.float32)
+        tensor = stored[llama_cpp_name(name, architecture)]
+        shape = tuple(reversed(tensor.shape.tolist()))
+        weight = dequantize(tensor.data, tensor.tensor_type).reshape(shape).astype(np.float32)
         weights[name] = np.ascontiguousarray(_released(name, weight, architecture, config))
     save_file(weights, str(path / "model.safetensors"))
     return path

@@ -113,7 +113,7 @@ def test_tokens_of_all_types() -> None:
     assert ids[1:3] == [size - 3, size - 2]
     assert size - 1 not in ids  # it is unused
     added = ours.get_added_tokens_decoder()
-    assert {id: one.special for id, one in added.items()} == {size - 3: True, size - 2: False}
+    assert {id: token.special for id, token in added.items()} == {size - 3: True, size - 2: False}
 
 
 @pytest.mark.parametrize("pre", sorted(PATTERNS))
@@ -146,7 +146,7 @@ def sentence_piece(**more: Any) -> dict[str, Any]:
 
 
 def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
-    return [str(one) for one in tokenizer.encode(text, add_special_tokens=False).tokens]
+    return [str(token) for token in tokenizer.encode(text, add_special_tokens=False).tokens]
 
 
 def test_merges_follow_from_scores() -> None:

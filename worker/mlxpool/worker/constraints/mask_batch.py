@@ -55,8 +55,12 @@ def take_together(tokens: Sequence[tuple[Constraint, int]], *, find: bool) -> li
             return []
         if not all(taken):
             tokens = [pair for pair, was_right in zip(tokens, taken, strict=True) if was_right]
-        return [one for one, token in tokens if _noted(one, token, find=find)]
-    return [one for one, token in tokens if _taken(one, token) and _noted(one, token, find=find)]
+        return [constraint for constraint, token in tokens if _noted(constraint, token, find=find)]
+    return [
+        constraint
+        for constraint, token in tokens
+        if _taken(constraint, token) and _noted(constraint, token, find=find)
+    ]
 
 
 def as_exception(error: BaseException) -> Exception:

@@ -174,10 +174,10 @@ class Masks:
         if here:
             self._begin_batch(here, here=len(here) <= few())
         end = monotonic() + MAX_WAIT
-        makers = dict.fromkeys([one.record.making for one in constraints])
+        makers = dict.fromkeys([constraint.record.making for constraint in constraints])
         made = {maker: maker.wait(end) for maker in makers}
         masks = self._collected(constraints, made)
-        late = [one for one in constraints if one.record.late]
+        late = [constraint for constraint in constraints if constraint.record.late]
         return replace(masks, late=late) if late else masks
 
     def wait(self) -> None:
@@ -276,7 +276,7 @@ class Masks:
         """
         batches = [job for job, is_made in made.items() if is_made and isinstance(job, Batch)]
         base = max(batches, key=lambda batch: len(batch.constraints), default=None)
-        others = [one for one in constraints if one.record.making is not base]
+        others = [constraint for constraint in constraints if constraint.record.making is not base]
         if base is not None and not base.has_room(len(others)):
             base, others = None, [*constraints]
         if base is None:
@@ -284,8 +284,12 @@ class Masks:
         else:
             first = base.result()
         table, used, asked = first.table, first.used, set(constraints)
-        lines = {one: line for one, line in first.lines.items() if one in asked}
-        failed = {one: error for one, error in first.failed.items() if one in asked}
+        lines = {
+            constraint: line for constraint, line in first.lines.items() if constraint in asked
+        }
+        failed = {
+            constraint: error for constraint, error in first.failed.items() if constraint in asked
+        }
         kept = _kept(batches, asked)
         for constraint, mask in self._made_by(made, others):
             if isinstance(mask, Exception):

@@ -68,9 +68,9 @@ def _renaming(plan: ModelPlan) -> ModelPlan:
         ours = {name: found[stored] for name, stored in names.items()}
         split = {weights.sources[0]: weights for weights in _split_experts(ours)}
         ours = {name: spec for name, spec in ours.items() if name not in split}
-        made = [*inner(ours), *split.values()]
-        used = {source for weights in made for source in weights.sources}
-        for weights in made:
+        derivations = [*inner(ours), *split.values()]
+        used = {source for weights in derivations for source in weights.sources}
+        for weights in derivations:
             yield replace(weights, sources=tuple(names[source] for source in weights.sources))
         for name, stored in names.items():
             if name != stored and name not in used:

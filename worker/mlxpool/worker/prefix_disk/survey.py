@@ -56,19 +56,19 @@ def survey(root: Path, model: str | None = None, *, verify: bool = False) -> lis
 
 def _of_model(model: str, path: Path, *, verify: bool) -> Iterator[Contents]:
     by_digest: dict[str, Contents] = {}
-    for one in sorted(segment_files(path), key=lambda file: file.path):
-        name = one.path.parent.name
+    for segment in sorted(segment_files(path), key=lambda file: file.path):
+        name = segment.path.parent.name
         contents = by_digest.setdefault(name, Contents(model, name))
         contents.segments += 1
-        contents.bytes += one.size
-        contents.used = max(contents.used, one.used)
+        contents.bytes += segment.size
+        contents.used = max(contents.used, segment.used)
         try:
-            _add(contents, one.path, verify=verify)
+            _add(contents, segment.path, verify=verify)
         except FileNotFoundError:
             pass  # deleted meanwhile
         except (BadRecord, OSError) as error:
             contents.bad += 1
-            contents.faults.append(f"{one.path}: {error}")
+            contents.faults.append(f"{segment.path}: {error}")
     yield from by_digest.values()
 
 

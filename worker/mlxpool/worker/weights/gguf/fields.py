@@ -33,24 +33,26 @@ class Fields:
 
     def integer(self, key: str, default: int | None = None) -> int:
         """Returns a key's integer; a list of equal integers counts as this integer."""
-        found = self.find(key)
-        if isinstance(found, list) and found and all(item == found[0] for item in found):
-            found = found[0]
-        value = default if found is None else found
+        stored = self.find(key)
+        if isinstance(stored, list) and stored and all(item == stored[0] for item in stored):
+            stored = stored[0]
+        value = default if stored is None else stored
         return int(self._checked(key, value, int, "a whole number"))
 
     def number(self, key: str, default: float | None = None) -> float:
         """Returns the number of a key, rounded to 7 digits, because files have 32-bit floats."""
-        found = self.find(key)
-        value = default if found is None else found
+        stored = self.find(key)
+        value = default if stored is None else stored
         if not is_number(value):
             self._refuse(key, value, "a number")
         return float(f"{value:.7g}")
 
     def flag(self, key: str, default: bool) -> bool:
         """Returns the boolean of a key."""
-        found = self.find(key)
-        return bool(self._checked(key, default if found is None else found, bool, "true or false"))
+        stored = self.find(key)
+        return bool(
+            self._checked(key, default if stored is None else stored, bool, "true or false")
+        )
 
     def texts(self, key: str) -> list[str]:
         """Returns the list of texts of a key."""
