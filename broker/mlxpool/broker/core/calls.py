@@ -226,7 +226,7 @@ class Calls(Struct, eq=False):
             self.cancel(call, now, DeadlineExceeded(f"{why} (deadline_ms), {where}"))
 
     def known(self, id: bytes, owner: str | None) -> Call | None:
-        """Returns the open call with this id, if it belongs to `owner`. `owner` None: any owner."""
+        """Returns the open call with this id, if it belongs to `owner` or if `owner` is None."""
         call = self._state.calls.get(id)
         return call if call is not None and owner in (None, call.message.owner) else None
 
@@ -281,7 +281,7 @@ class Calls(Struct, eq=False):
         self._outbox.add(JobSetBack(call.id, call.attempt, worker.slot, call.charge, where))
 
     def _answer(self, call: Call, answer: Content | None) -> None:
-        """Ends a call; all calls end here. `answer` None: nobody waits for it."""
+        """Ends a call; all calls end here. If `answer` is None, nobody gets an answer."""
         self._state.remove_call(call)
         self._state.timers.clear(("call", call.id))
         if answer is not None:
