@@ -40,7 +40,7 @@ class ModelSpec(Struct, frozen=True):
 
 
 class PoolSpec(Struct, frozen=True):
-    """A pool as requested from `up`."""
+    """The settings of a pool that `mlxpool ray up` is asked to run."""
 
     name: str
     settings: str  # the text of the TOML file

@@ -89,7 +89,7 @@ def masked_attention(
 
 
 def _queries_per_part(length: int, heads: int) -> int:
-    """Returns the number of queries in one part of a chunk."""
+    """Returns how many queries of a chunk are computed at a time, to bound the memory of scores."""
     most = max(1, MAX_SCORES // (length * heads))
     return most if on_gpu() else min(most, max(MIN_CPU_QUERIES, MAX_CPU_PAIRS // length))
 
@@ -170,7 +170,10 @@ def padded_lengths(start: int, count: int) -> tuple[int, int, int]:
 
 
 def _mask(count: int, length: int, window: int) -> mx.array | str | None:
-    """Returns the mask of the last `count` of `length` tokens, or MLX's name for this mask."""
+    """Returns the mask of the last `count` of `length` tokens, or MLX's name for this mask.
+
+    None: a single query sees all keys.
+    """
     if window and length > window:
         ends = mx.arange(length - count, length)[:, None]
         places = mx.arange(length)[None]
@@ -179,7 +182,7 @@ def _mask(count: int, length: int, window: int) -> mx.array | str | None:
 
 
 def _mask_array(mask: mx.array | str | None, count: int, length: int) -> mx.array | None:
-    """Converts a result of `_mask` to an array; None: no mask."""
+    """Returns a result of `_mask` as an array, or None if there is no mask."""
     if isinstance(mask, str):
         return mx.arange(length)[None] <= mx.arange(length - count, length)[:, None]
     return mask

@@ -47,8 +47,8 @@ class PackedBatch(RotateThenAttend):
     """The tokens of one pass of an encoder model; implements TextBatch.
 
     `windows`: for each layer the number of tokens that a token sees to each side, itself included;
-    0: all. `causal`: a token sees no later tokens. The last `padding` tokens of each text see the
-    other tokens but not each other; the other tokens see all.
+    0: it sees all tokens. `causal`: a token sees no later tokens. The last `padding` tokens of each
+    text see the other tokens but not each other; the other tokens see all.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class PackedBatch(RotateThenAttend):
         raise NotImplementedError
 
     def _mask(self, length: int, window: int) -> mx.array | None:
-        """Returns the mask [length, length] of the keys that each query sees; None: all."""
+        """Returns the mask [length, length] of the keys that queries see; None: all keys."""
         window = window if window < length else 0
         if not window and not self._causal:
             return None

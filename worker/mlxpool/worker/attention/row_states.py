@@ -116,7 +116,7 @@ def sources_of(
     """Returns at most MAX_SOURCES arrays with these states, and the place of each state.
 
     Rows that were in the same pass have their states in one array. If the states are in more
-    arrays, the states of the last arrays are copied into one.
+    arrays, the states of the last arrays are copied into one array.
     """
     sources: list[mx.array] = []
     numbers: dict[int, int] = {}  # numbers of the sources, by their id

@@ -1,4 +1,4 @@
-"""How many bytes each layer of a model stores of a sequence, for later tokens."""
+"""The bytes that each layer of a model stores of a sequence, to compute later tokens."""
 
 from __future__ import annotations
 

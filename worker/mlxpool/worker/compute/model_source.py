@@ -66,7 +66,7 @@ class ModelSource(Struct, frozen=True):
 
 
 class EncoderSource(Struct, frozen=True):
-    """A checked encoder model that is not loaded yet; fields as in ModelSource."""
+    """A checked encoder model that is not loaded yet; for the fields see ModelSource."""
 
     opened: OpenedEncoder
     load: Callable[[OnProgress], Encoder]

@@ -93,7 +93,7 @@ class DiskPrefixes:
     # ---- sequences that wait ---------------------------------------------------------------------
 
     def begin(self, seq: Sequence, now: float) -> None:
-        """Begins to read a waiting sequence's prefix, if the disk has more tokens than the memory.
+        """Begins to read a sequence's prefix if the disk has a longer one than the memory.
 
         The sequence waits until `turn` has taken all records. If another sequence already reads a
         prefix that begins with the same block, this sequence first waits for that sequence; then
@@ -259,7 +259,7 @@ class DiskPrefixes:
             return False
 
     def save_all(self, until: float) -> None:
-        """Writes records of the tree that the disk lacks, until `until` in monotonic seconds."""
+        """Writes the tree's records that the disk lacks, until the monotonic time `until`."""
         self._saves.again()
         while monotonic() < until:
             if not self.save_some():

@@ -59,9 +59,9 @@ def kernels_read_int8(folder: ModelFolder) -> bool:
 
 
 def no_int8_kernels(folder: ModelFolder, *, cuda: bool) -> str:
-    """Returns the error for a model whose 8-bit keys and values this GPU's kernels cannot read.
+    """Returns the error message for 8-bit keys and values that this GPU's kernels cannot read.
 
-    `cuda`: True if the GPU is from NVIDIA.
+    `folder`: the model with these keys and values. `cuda`: True if the GPU is from NVIDIA.
     """
     if not cuda:
         return NO_KV.format(

@@ -78,7 +78,7 @@ LINE_LAUNCHES = (Launch(2**25, 2, 256),)
 
 
 def limits_of(ranks: int) -> Limits:
-    """Returns the limits for this number of ranks."""
+    """Returns the largest arrays for which `ranks` ranks use our kernels instead of NCCL."""
     return LIMITS.get(ranks, OTHER_LIMITS)
 
 

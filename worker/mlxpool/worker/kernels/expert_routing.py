@@ -260,7 +260,7 @@ def _kernel_works() -> bool:
 
 
 def _is_right() -> bool:
-    """Returns True if the weights of choices equal MLX's and the items have all choices."""
+    """Returns True if the weights of choices equal MLX's and the items list all choices."""
     routing = RoutingParams(count=40, chosen=3, sigmoid=False, normed=True)
     tokens, choices = 20, 60
     logits = mx.random.normal((tokens, routing.count), key=mx.random.key(1))

@@ -73,7 +73,7 @@ MTP_NAMES = HeadNames(
 
 
 def is_further_layer(name: str) -> bool:
-    """Returns True for a tensor of an MTP head's second or later layer, which is not used.
+    """Returns True for a tensor of an MTP head's second or a later layer: these are not used.
 
     The first layer drafts at any depth.
     """

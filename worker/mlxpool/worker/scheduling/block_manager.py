@@ -72,7 +72,7 @@ class BlockManager:
         return self.capacity - memory.blocks_in_use() - unwritten
 
     def given(self, seq: Sequence) -> int:
-        """Returns the blocks that a sequence may use; 0 while it waits."""
+        """Returns the number of blocks that a sequence may use; 0 while it waits."""
         return self._given.get(seq, 0)
 
     def fits(self, seq: Sequence) -> bool:
@@ -167,13 +167,13 @@ class BlockManager:
 
 
 def blocks_to_finish(seq: Sequence) -> int:
-    """Returns the blocks of a sequence at its greatest length."""
+    """Returns the number of blocks of a sequence at its greatest length."""
     longest = len(seq.prompt) + seq.max_tokens
     return blocks_for(longest if seq.shift is None else min(longest, seq.shift.context))
 
 
 def blocks_to_admit(seq: Sequence, capacity: int) -> int:
-    """Returns the blocks that must be free before a waiting sequence is admitted."""
+    """Returns the number of blocks that must be free before a waiting sequence is admitted."""
     whole = blocks_to_finish(seq)
     if seq.preempted:
         return min(whole, max(capacity, _least(seq)))
@@ -181,7 +181,7 @@ def blocks_to_admit(seq: Sequence, capacity: int) -> int:
 
 
 def blocks_for_step(seq: Sequence) -> int:
-    """Returns the blocks that a running sequence must have for its next step."""
+    """Returns the number of blocks that a running sequence must have for its next step."""
     return min(blocks_for(seq.length + LOOKAHEAD), blocks_to_finish(seq))
 
 

@@ -144,8 +144,8 @@ class Speculator:
 
         Omits sequences without drafts. First, the drafter reads the candidates' new tokens. `rows`:
         the number of sequences that decode in the step. `lines`: the most inputs of the step;
-        drafts get half of the inputs that remain. `began`: the time when the search for candidates
-        began.
+        drafts get at most half of the inputs that these sequences leave. `began`: the time when the
+        search for candidates began.
         """
         self.search.forget_ended(rows)
         self._apart = 0.0

@@ -117,7 +117,7 @@ class RaggedRunner:
     ) -> None:
         """`lines`: the possible numbers of lines of a pass, up to the pool's chunk.
 
-        `uploads`: sends the numbers of a pass to the device; None: MLX copies the numbers.
+        `uploads`: sends the index arrays of a pass to the device; None: MLX copies these arrays.
         `keeps_states`, `keeps_drawn`: see Layout; at most one of them is True.
         """
         self._model, self._pool, self._rows, self._uploads = model, pool, rows, uploads
@@ -153,7 +153,7 @@ class RaggedRunner:
 
     @property
     def follow_lines(self) -> int:
-        """The most lines of a one-kernel pass that only checks drafts; 0: no pass is one kernel.
+        """The most lines of a pass that only checks drafts, in one kernel; 0: no pass does.
 
         Such passes are compiled separately.
         """
@@ -162,7 +162,7 @@ class RaggedRunner:
         return max((size for size in self.sizes if size <= MAX_LINES), default=0)
 
     def decodes(self, spans: Sequence[RowSpan]) -> bool:
-        """Returns True if the newest pass decoded this same object `spans`: one line per span."""
+        """Returns True if the newest pass had this same object `spans`, one line for each span."""
         return self._decoding is not None and self._decoding.spans is spans
 
     def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
@@ -180,7 +180,7 @@ class RaggedRunner:
     ) -> PassOutput:
         """Builds a pass, see Layout.step.
 
-        If `spans` is the object of the previous pass, the spans in it must be the same.
+        If `spans` is the same object as in the previous pass, it must still contain the same spans.
         """
         if self._decoding is not None and self._decoding.spans is spans:
             return self._decode_again(self._decoding, ids, drawn)

@@ -92,7 +92,10 @@ class Architecture(Struct, frozen=True):
     ignored: tuple[str, ...] = ()
 
     def name_of(self, stored: str) -> str | None:
-        """Returns our name for a tensor; None: unused tensor. An unknown tensor keeps its name."""
+        """Returns our name for a tensor; None if the tensor is unused.
+
+        An unknown tensor keeps its name.
+        """
         if stored == ROPE_FREQS or stored.startswith(self.ignored):
             return None
         if stored in _WHOLE:
