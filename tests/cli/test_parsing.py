@@ -63,7 +63,7 @@ class Asked:
 
 
 def ended(*arguments: str) -> int:
-    """Returns the exit code if argparse ends the process."""
+    """Runs a command line that argparse ends; returns the exit code."""
     with pytest.raises(SystemExit) as caught:
         main(list(arguments))
     assert isinstance(caught.value.code, int)
@@ -447,7 +447,7 @@ def test_a_table_is_as_wide_as_its_cells() -> None:
 
 
 def test_every_command_is_found_in_its_module() -> None:
-    """The parser of one module's commands and the parser of all commands have each command."""
+    """Each command is known to the parser of all commands, and to the parser of its module."""
     whole = verbs(cli.parser())
     assert set(whole) == set(COMMAND_MODULES)
     for name in COMMAND_MODULES:

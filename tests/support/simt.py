@@ -245,9 +245,10 @@ def nvidia(*, optimises: bool = True) -> nvrtc.Compiler | None:
 def compiled(
     text: KernelText, inputs: tuple[kernel_cache.InputKind, ...], outputs: tuple[Any, ...]
 ) -> int:
-    """Returns the size of the machine code in bytes, 0 without NVIDIA's compiler.
+    """Compiles a kernel with NVIDIA's compiler, if it is installed.
 
-    Raises RuntimeError with the compiler's message.
+    Returns the size of the machine code in bytes, 0 without the compiler. Raises RuntimeError with
+    the compiler's message.
     """
     if nvidia() is None:
         return 0
@@ -296,7 +297,10 @@ def _built(text: KernelText, dtypes: tuple[Any, ...], rank: int) -> Any:
 
 
 def _compile(*arguments: str, to: Path, what: str) -> None:
-    """Compiles to a complete file: other processes never see a part. Raises RuntimeError."""
+    """Compiles to the file `to`, which other processes see only when it is complete.
+
+    Raises RuntimeError.
+    """
     part = to.with_suffix(f".{os.getpid()}{to.suffix}")
     done = subprocess.run(
         [str(COMPILER), *FLAGS, *arguments, "-o", str(part)],

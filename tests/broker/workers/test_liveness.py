@@ -97,7 +97,7 @@ def test_time_on_the_run_queue_does_not_count() -> None:
 
 
 def test_a_wait_counts_when_it_is_over_for_the_time_it_took() -> None:
-    """The kernel adds a wait for the CPU to its counter only when the wait ends."""
+    """The kernel counts a wait for the CPU when it ends: then the whole wait is excused."""
     look = ProgressReading("boot")
     waited = [(100.0 + n, Sample(look, compute_wait_ns=(n // 10) * 10 * SECOND)) for n in range(41)]
     assert watched(waited).still == 0.0
@@ -205,7 +205,7 @@ def test_a_rank_that_is_stopped_after_the_others_hang_is_not_the_cause() -> None
     ],
 )
 def test_the_rank_that_is_behind_is_the_cause(done: tuple[int, ...], cause: str) -> None:
-    """The other ranks also make no progress, because they wait for this rank in an all-reduce."""
+    """The rank that has done the fewest passes is the cause: the others wait for it."""
     first, *others = (ProgressReading("decode", count=3, orders=number) for number in done)
     watch = still(10, first, others=tuple(map(Sample, others)))
     assert judge(watch, CONFIG, welcomed=True).cause == cause

@@ -536,7 +536,10 @@ def test_an_error_on_a_working_device_ends_the_requests_of_its_pass(
 
 
 def test_the_disk_tier_is_told_that_nothing_runs_also_where_all_is_saved() -> None:
-    """Otherwise the threads of the disk tier would still pause for steps that no longer run."""
+    """The disk tier learns that no step runs, even if nothing is left to save.
+
+    Otherwise its threads would still pause for steps.
+    """
     told: list[bool] = []
     disk = SimpleNamespace(may_save=False, turn=lambda now, *, busy: told.append(busy))
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -393,7 +393,10 @@ def test_a_reading_that_nobody_wants_ends(tmp_path: Path) -> None:
 def test_a_worker_waits_for_the_lock_behind_many_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other workers append large records with pauses, one after the other, by a simulated clock."""
+    """Thirty workers hold the lock one after the other, each for the longest pause.
+
+    The clock is simulated.
+    """
     now, others, held = [0.0], 30, ModelFolder(tmp_path, "m", 1).locked()
 
     class Clock:

@@ -246,9 +246,9 @@ def test_a_cancelled_call_is_not_answered_and_the_next_with_its_id_is() -> None:
 
 
 def test_what_an_older_connection_brought_is_forgotten() -> None:
-    """Their runs would keep sequences for ever.
+    """Runs and calls of an older connection are dropped: another worker computes them by now.
 
-    By now another worker computes the old requests.
+    Otherwise they would keep sequences for ever.
     """
     harness = Harness()
     harness.work(1)

@@ -96,7 +96,7 @@ def test_each_coefficient_is_recovered() -> None:
 
 
 def test_a_step_of_one_row_is_predicted_after_a_few_chunks() -> None:
-    """The relative error counts, so that short steps are not lost among long ones."""
+    """The fit weighs relative errors, so that short steps count as much as long chunks."""
     cost = StepCost()
     for number in range(64):
         load = Load(512, 0, 512 * 512 * (1 + number % 4), 0) if number % 4 else Load(1, 900, 0, 1)
