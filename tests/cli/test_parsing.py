@@ -462,7 +462,6 @@ def test_help_and_errors_know_every_command(arguments: list[str]) -> None:
 
 
 def test_ps_imports_few_modules() -> None:
-    """`ps` imports only modules that it needs, because imports take time."""
     code = (
         "import sys\nfrom mlxpool.cli.commands import reports as ops\n"
         "ops.ask = lambda *a, **k: sys.exit(0)\n"

@@ -185,7 +185,7 @@ def test_a_prompt_that_is_kept_whole_is_never_cut(client: Client, model: str) ->
 
 
 def test_a_long_prompt_names_its_images(client: Client) -> None:
-    """The prompt is sent as a blob, so the broker does not search it for names of images."""
+    """Names of images in a prompt that is sent as a blob are checked, though not by the broker."""
     long = "x" * 100_000
     asked: dict[str, Any] = {"images": FILES[:1], "truncate": True}
     assert "[img-0] into" in refusal(client, prompt=long, **asked)

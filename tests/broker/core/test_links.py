@@ -158,7 +158,7 @@ def test_many_streams_of_a_lost_link_end_in_portions(story: Story) -> None:
 
 
 def test_many_links_that_are_lost_at_once_end_in_portions_together(story: Story) -> None:
-    """A link with few streams does not wait for links with many streams."""
+    """The few streams of one lost link end before all streams of the larger links have ended."""
     large = [id for link in (1, 2) for id in plain_streams(story, 2 * MAX_ENDED, link)]
     small = [id for link in range(3, 13) for id in plain_streams(story, 1, link)]
     for link in range(1, 13):

@@ -202,7 +202,7 @@ def test_a_name_with_one_address_that_is_not_public_is_not_reached(other: str) -
 
 
 def test_the_connection_goes_to_the_address_that_was_checked() -> None:
-    """A second look-up could return another host (DNS rebinding), so there is only one."""
+    """The name is looked up once: a second look-up could return another host (DNS rebinding)."""
     answers = [[LOOPBACK], [ipaddress.ip_address("127.0.0.9")]]
     with receiver(answering(OK)) as (port, requests):
         rules = allowed(port, ["127.0.0.1"], name="hooks.example")

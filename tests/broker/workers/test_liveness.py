@@ -173,7 +173,7 @@ def test_a_stopped_rank_is_the_cause_of_what_others_wait_for() -> None:
 
 
 def test_a_rank_that_is_stopped_between_two_passes_is_the_cause_too() -> None:
-    """An idle rank has no time limit, but rank 0 waits for it in the next forward pass."""
+    """A rank that is stopped while idle, without a limit, is the cause once rank 0 waits for it."""
     rests = ProgressReading("idle", orders=7)
     first = ProgressReading("decode", count=3, orders=8)
     verdict = judge(group(10, first, Sample(rests, stopped=True)), CONFIG, welcomed=True)

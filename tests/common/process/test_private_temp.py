@@ -297,7 +297,10 @@ def test_every_program_that_computes_sets_it() -> None:
 
 
 def test_no_module_is_imported_from_the_folder_in_which_a_program_was_started() -> None:
-    """Without `-P`, `python -m` searches this folder first; anybody may have put a file there."""
+    """Programs start Python with `-P`.
+
+    Otherwise `python -m` searches this folder first, where anybody may have put a file.
+    """
     started = re.compile(r'sys\.executable, "-m"')
     packages = ("bench", "broker", "client", "cluster", "common", "gateway", "worker")
     files = [file for package in packages for file in (ROOT / package).rglob("*.py")]

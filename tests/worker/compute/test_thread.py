@@ -391,7 +391,10 @@ def test_an_owner_that_waits_for_memory_gets_that_of_an_owner_that_has_most() ->
 
 
 def test_a_short_prompt_waits_for_one_pass_of_another_owner() -> None:
-    """The other owner's three prompts of ten passes each arrived before the short prompt."""
+    """The short prompt is read after one pass with another owner's prompts, which arrived first.
+
+    These are three prompts of ten passes each.
+    """
     harness = ComputeHarness(prefill_us=20).ready()
     for name in range(3):
         harness.admit(name, prompt="y" * 20_000, count=1, owner="many")

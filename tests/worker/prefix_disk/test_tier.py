@@ -665,7 +665,7 @@ def _grew(path: Path, size: int) -> bool:
 
 
 def test_writers_that_are_killed_leave_right_records(tmp_path: Path) -> None:
-    """Two writers at a time use one folder and are killed at any moment; others follow them."""
+    """Two writers at a time use one folder and are killed at any moment; records stay right."""
     context = multiprocessing.get_context("spawn")
     for number in range(3):
         pair = [

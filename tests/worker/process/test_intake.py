@@ -286,7 +286,7 @@ def test_a_cancelled_run_keeps_its_place_until_its_preparation_has_ended() -> No
 
 
 def test_a_run_that_is_cancelled_between_two_jobs_begins_no_further_one() -> None:
-    """The format was checked and the prompt's job has not begun when the run is cancelled."""
+    """The run is cancelled after the check of its format and before the job of its prompt."""
     folder, text, table = demo()
     opened = Opened("digest", 64, folder.plan.vocab_size, table, text.source, folder.eos_ids)
     harness = Harness(opened)

@@ -160,7 +160,7 @@ def test_loads_that_are_all_alike_give_a_finite_prediction(kind: str) -> None:
 
 @pytest.mark.parametrize("factor", [100.0, 0.01])
 def test_a_few_strange_passes_change_little(factor: float) -> None:
-    """Such a pass waited for another process, for example, or its end was noticed late."""
+    """Few passes with odd times, such as waits for another process, change predictions little."""
     cost, draw = StepCost(), random.Random(8)
     for number in range(2 * OBSERVATIONS):
         load = mixed_load(draw) if number % 2 else decode_load(draw)

@@ -319,7 +319,10 @@ def test_a_step_that_something_disturbed_does_not_end_drafts(slow: float, number
     ("drafting", "depths"), [(0.0, (MAX_DRAFTS,)), (0.003, (2, 3, 4, 6)), (0.02, (0,))]
 )
 def test_drafts_that_take_longer_to_make_are_fewer(drafting: float, depths: tuple[int]) -> None:
-    """The time to make drafts does not count as the time of checks, however long it is."""
+    """The longer it takes to make drafts, the fewer are made.
+
+    The time to make them does not count as the time of checks.
+    """
     scene = Scene(1, 0.8, lambda checked, drafts: 1e-4 * drafts)
     scene.drafter.drafting = drafting
     scene.run(100)
