@@ -172,7 +172,10 @@ MAX_PASSED = 32  # most later requests that may overtake a request
 
 
 class Pair(Struct, Generic[R, W], frozen=True):
-    """A request and a worker for it. `loss`: milliseconds above the request's cheapest worker."""
+    """A request and a worker for it.
+
+    `loss`: the cost of the pair in milliseconds above the cost of the request's cheapest worker.
+    """
 
     request: R
     worker: W
