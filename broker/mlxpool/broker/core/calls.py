@@ -289,11 +289,10 @@ class Calls(Struct, eq=False):
 
 
 def allowed_keep(asked_ms: int, usual: float, longest: float) -> float:
-    """Returns the seconds for which an idle model stays loaded; negative: without limit.
+    """Returns the seconds for which an idle model stays loaded. A negative time means no limit.
 
-    `asked_ms`: the client's request; negative: without limit. `usual`: the model's keep_alive. If
-    it is negative, a client cannot shorten it. `longest`: the most that clients may ask for beyond
-    `usual`; negative: no bound.
+    `asked_ms`: the client's request. `usual`: the model's keep_alive; if it has no limit, a client
+    cannot shorten it. `longest`: the most that clients may ask for beyond `usual`.
     """
     if usual < 0:
         return usual

@@ -211,7 +211,7 @@ class Model(Struct, eq=False):
 
     @property
     def keep_alive(self) -> float:
-        """Seconds without work after which the model's workers are unloaded; negative: never."""
+        """Seconds without work after which the model's workers are unloaded; negative if never."""
         return self.config.keep_alive if self.kept is None else self.kept
 
     def expires_in(self, now: float) -> float | None:

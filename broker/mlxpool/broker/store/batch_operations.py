@@ -220,7 +220,7 @@ class AppendFile(Operation, Struct, frozen=True):
     complete file. A start after the end changes nothing; the view has the size. `last`: this part
     completes the file. `max_bytes`: the bound on the total size of the owner's files, or 0 for no
     bound. Above it the part is refused (`over_quota`). `keep`: seconds from the file's creation to
-    its deletion; None: the value of the first part stays.
+    its deletion; if it is None, the value of the first part stays.
     """
 
     admits: ClassVar[bool] = True

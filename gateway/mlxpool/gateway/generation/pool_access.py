@@ -1,4 +1,4 @@
-"""The pools as routes use them: each request has a client for the owner of its API key."""
+"""Gives routes access to the pools, with a client for the owner of each request's API key."""
 
 from __future__ import annotations
 
