@@ -261,7 +261,11 @@ def test_a_client_cannot_take_over_the_identity_of_a_connection(
 
 
 def served_as(secure: SecurePool, name: str, ident: bytes) -> bool:
-    """Whether a request is served; libzmq drops a connection whose routing id is still in use."""
+    """Returns whether a request with the key `name` is served.
+
+    All these requests have one routing id: libzmq drops a connection whose routing id is still in
+    use.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     with context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)

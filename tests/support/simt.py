@@ -187,7 +187,7 @@ class Ranks:
 
     @contextmanager
     def on(self, rank: int) -> Iterator[None]:
-        """Launches the kernels that are called in the block on this GPU."""
+        """Launches on this GPU the kernels that the block calls."""
         self.rank = rank
         yield
         self.rank = 0
@@ -209,7 +209,7 @@ _together: Ranks | None = None
 
 @contextmanager
 def together(count: int) -> Iterator[Ranks]:
-    """Launches the kernels called in the block at its end, on `count` GPUs at the same time.
+    """Collects the kernels that the block calls; at its end launches them on `count` GPUs together.
 
     The results of a call have no numbers before the block's end; until then only kernels may use
     them.

@@ -28,7 +28,7 @@ FLOAT = 4  # bytes
 
 
 class Bent(LatentAttentionProjections, frozen=True):
-    """Projections that decompress latent vectors if `way` is true, whatever their number."""
+    """Projections that decompress latent vectors if `way` is true, for any number of tokens."""
 
     way: bool
 
