@@ -107,7 +107,7 @@ def check_name(name: str) -> str:
 
 
 def model_spec(name: str, config: ModelConfig) -> ModelSpec:
-    """Returns the settings of a model that the cluster needs.
+    """Returns those settings of a model that the cluster needs.
 
     Raises ConfigError for fewer GPUs than devices, and for gpu_ids.
     """

@@ -68,7 +68,10 @@ def group_mask(count: int, length: int, window: int, groups: Sequence[tuple[int,
 def masked_attention(
     q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, visible: mx.array | None
 ) -> mx.array:
-    """Attends to keys with `visible` [n, L] true, or to all; shapes as in causal_attention."""
+    """Attends to the keys for which `visible` [n, L] is true; None: to all keys.
+
+    For the other shapes see causal_attention.
+    """
     length, count = keys.shape[2], q.shape[0]
     fused = _fused(q, values, scores)
     most = count if fused else _queries_per_part(length, q.shape[1])

@@ -148,7 +148,7 @@ def _heads_first(x: mx.array, count: int) -> mx.array:
 def _attend(
     q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams, mask: mx.array | None
 ) -> mx.array:
-    """Attends in parts: q [B, H, L, D], k, v [B, KV, L, D] -> [B, H, L, D]."""
+    """Attends part by part, to save memory: q [B, H, L, D], k, v [B, KV, L, D] -> [B, H, L, D]."""
     if on_gpu() and not scores.softcap:
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scores.scale, mask=mask)
     rows = []

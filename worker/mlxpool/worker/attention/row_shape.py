@@ -72,7 +72,7 @@ class RowShape(Struct, frozen=True):
         return sum(cache.state_bytes for cache in recurrent)
 
     def dequantised_bytes(self, tokens: int) -> int:
-        """Returns the most bytes of dequantised numbers in memory.
+        """Returns the most memory, in bytes, that dequantised numbers take at one time.
 
         `tokens`: the tokens of a layer that MLX's operations read together. MLX begins the next
         reading before the previous reading's numbers are used and freed.

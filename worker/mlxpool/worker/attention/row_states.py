@@ -76,9 +76,9 @@ class PassStates:
 
 
 def settle(rows: Iterable[RowCache]) -> None:
-    """Drops all states of rows but the newest states. No pass may be in flight.
+    """Drops all states of rows but the newest, to free memory. No pass may be in flight.
 
-    Arrays of states after checked drafts are several times as large as other arrays of states.
+    Arrays with the states after checked drafts are several times as large as other arrays.
     """
     for row in rows:
         for layer in row.state_layers():

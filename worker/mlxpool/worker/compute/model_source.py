@@ -193,7 +193,9 @@ def uses_head(config: ModelConfig) -> bool:
 
 
 def require_head(config: ModelConfig, folder: ModelFolder) -> None:
-    """Raises ModelLoadFailed if the settings demand the model's own head but cannot use it."""
+    """Raises ModelLoadFailed if the settings demand drafts of the model's own head but it is
+    unusable.
+    """
     why = why_no_drafts(folder, config)
     if config.speculation != MTP or (folder.plan.predicts and not why):
         return

@@ -182,7 +182,7 @@ class Constraint:
             forced.extend(matcher.compute_ff_tokens())
 
     def fail(self, error: Exception) -> None:
-        """Stores an error for the next call of `take`: the state of the matcher is unknown."""
+        """Stores an error that the next call of `take` raises: the matcher's state is unknown."""
         self._error = error
 
     def goes_on(self, token: int, least: int) -> bool:

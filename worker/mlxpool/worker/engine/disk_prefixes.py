@@ -47,7 +47,7 @@ SAVE_INTERVAL = 0.01  # seconds between two attempts to give a record to the wri
 
 
 class _Restore(Struct, eq=False):
-    """The state of reading a sequence's prefix from the disk.
+    """A prefix that is being read from the disk for a sequence.
 
     `nodes`: the last nodes added to the tree, all pinned.
     """
@@ -150,7 +150,7 @@ class DiskPrefixes:
             self._save(leaving=True)
 
     def leave(self, seq: Sequence) -> None:
-        """Unpins the prefix that was read for a sequence, when this gets its row or leaves."""
+        """Unpins a sequence's prefix that was read, when the sequence gets its row or leaves."""
         self._awaited.pop(seq, None)
         seq.restoring = False
         restore = self._restores.pop(seq, None)

@@ -48,9 +48,9 @@ def require_no_kv(kv: str, what: str) -> None:
 
 
 def kernels_read_int8(folder: ModelFolder) -> bool:
-    """Returns True if a GPU's kernels may read 8-bit keys and values of the model.
+    """Returns True if a GPU's kernels may be able to read 8-bit keys and values of the model.
 
-    A load tries the kernels to find out.
+    Only a load finds out, because it tries the kernels.
     """
     layers = [cache for cache in folder.plan.caches if isinstance(cache, KeyValueSpec)]
     return len(layers) == len(folder.plan.caches) and all(

@@ -182,7 +182,7 @@ def open_parts(
 
 
 def make_layout(parts: Parts, blocks: int | None = None, *, long_passes: bool = False) -> None:
-    """Sets the layout and its prefix cache in the memory of an engine.
+    """Makes the layout and its prefix cache, and sets both in the engine's memory.
 
     `blocks`: the blocks of a pool; None: enough for all sequences and prefixes, if they fit.
     """

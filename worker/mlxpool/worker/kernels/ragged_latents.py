@@ -64,7 +64,7 @@ def tile_shape(heads: int, line: int, rank: int) -> TileShape:
 
 
 def max_rows(line: int, rank: int) -> int:
-    """Returns the rows of a tile that fit into the shared memory of a thread block."""
+    """Returns the most rows of a tile that fit into the shared memory of a thread block."""
     rows = range(MAX_ROWS, 0, -UNIT_ROWS)
     return next(n for n in rows if shared_bytes(n, line, rank) <= MAX_SHARED_BYTES)
 

@@ -53,10 +53,10 @@ class PieceStore(Protocol[E, S_contra]):
         """
 
     def free(self, held: E) -> None:
-        """Frees `held`."""
+        """Frees the memory of the piece `held`."""
 
     def free_state(self, state: S_contra) -> None:
-        """Frees `state`."""
+        """Frees the memory of the snapshot `state`."""
 
 
 class Store(PieceStore[E, S], Protocol[R, E, S]):

@@ -244,7 +244,7 @@ class Tree(Generic[E, S]):
 
 
 def piece_bounds(start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yields the bounds of the pieces of tokens [start, end)."""
+    """Divides the tokens [start, end) into pieces; yields the bounds of the pieces."""
     at = start
     while at < end:
         to = min(at - at % MAX_PIECE + MAX_PIECE, end)

@@ -6,10 +6,10 @@ that it is not preempted a second time.
 
 The capacity is measured and may shrink while sequences run, because the process uses memory outside
 MLX. The capacity at a sequence's first admission stays promised to this sequence, so no sequence
-fails because a measurement changed. If blocks are short, prefix-cache entries are evicted, then
-newer sequences are preempted. A sequence that runs alone may grow to its promised capacity, into
-the memory reserved for a prefill chunk. Then only a failed allocation or the memory limit of the
-process can stop it.
+fails because a measurement changed. If too few blocks are free, prefix-cache entries are evicted
+first, and newer sequences are preempted only after that. A sequence that runs alone may grow to its
+promised capacity, into the memory reserved for a prefill chunk. Then only a failed allocation or
+the memory limit of the process can stop it.
 """
 
 from __future__ import annotations

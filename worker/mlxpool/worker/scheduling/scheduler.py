@@ -107,7 +107,7 @@ def pair_budget(chunk: int) -> int:
 
 
 def longest_chunk(start: int, pairs: int) -> int:
-    """Returns the tokens of the longest chunk at `start` that has at most `pairs` query-key pairs.
+    """Returns the length of the longest chunk at `start` with at most `pairs` query-key pairs.
 
     If `pairs` is positive, the chunk has at least MIN_CHUNK tokens, so prompts of any length
     progress.

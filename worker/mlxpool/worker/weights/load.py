@@ -232,7 +232,7 @@ class _Reader:
                 yield {n: cuts[n].of(array) if n in cuts else array for n, array in outputs.items()}
 
     def _stored(self, tensor: Tensor, cut: Cut | None = None) -> mx.array:
-        """Reads a tensor, or only its part.
+        """Reads a tensor, or only the part `cut` of it.
 
         Raises ModelLoadFailed if the file changed while it was read.
         """

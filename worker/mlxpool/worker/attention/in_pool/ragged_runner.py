@@ -267,7 +267,7 @@ class RaggedRunner:
         return self._tables.update([rows[number] for number in crossing], decoding.lines[crossing])
 
     def _number_again(self, decoding: DecodingRows, ids: Ids) -> mx.array | None:
-        """Writes all numbers of a pass.
+        """Writes all numbers that describe a pass, also those that have not changed.
 
         Returns None, or an array (a 0) on which the pass must depend.
         """
@@ -347,8 +347,8 @@ class RaggedRunner:
     def _named(self, padded: int, count: int) -> int:
         """Returns the number of wanted lines for which a pass of `padded` lines has room.
 
-        It is at least `count`. The drafts beside a long chunk are far fewer than the chunk's lines,
-        and each listed line needs memory for its logits.
+        It is at least `count`. It may be less than `padded`: the drafts beside a long chunk are far
+        fewer than the chunk's lines, and each wanted line needs memory for its logits.
         """
         if count <= self._rows:
             return min(padded, self._rows)
@@ -378,7 +378,7 @@ class RaggedRunner:
         ids: Ids,
         wanted: Sequence[int],
     ) -> mx.array | None:
-        """Writes the numbers of a pass in the order of PlanShape.arrays.
+        """Writes the numbers that describe a pass, in the order of PlanShape.arrays.
 
         Returns None, or an array (a 0) on which the pass must depend.
         """
@@ -476,8 +476,8 @@ def in_order(
 def begin(parts: Sequence[mx.array]) -> None:
     """Submits the parts of a pass to the device, one after the other.
 
-    MLX submits a graph of a hundred kernels at a time. With a small model the host takes as long to
-    build such a graph as the device to compute it.
+    Otherwise MLX would submit a hundred kernels at a time. With a small model the host takes as
+    long to build so many as the device to compute them, so the device would be idle meanwhile.
     """
     for part in parts:
         mx.async_eval(part)  # type: ignore[no-untyped-call]

@@ -2,7 +2,7 @@
 
 llama.cpp stores most weights as the released checkpoints do. The table here undoes three
 differences: rows of a llama's queries and keys are in the order of llama.cpp's RoPE, 1 is added to
-norms of Gemma, and llama's wavelengths are a tensor.
+norms of Gemma, and the factors of Llama 3's RoPE wavelengths are a tensor.
 """
 
 from __future__ import annotations
