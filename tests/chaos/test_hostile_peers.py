@@ -192,7 +192,7 @@ def test_the_sender_of_an_unfinished_message_is_disconnected(target: Target, nam
 
 
 def test_a_peer_that_reconnects_at_once_cannot_fill_the_memory(target: Target) -> None:
-    """Four peers reconnect whenever they are disconnected; the broker's memory stays bounded.
+    """Four peers, one after the other, send until they are disconnected; the memory stays bounded.
 
     Other streams may have to resume.
     """

@@ -15,7 +15,7 @@ from support.pool import PATIENCE, Pool, until
 
 
 def test_a_pool_whose_run_directory_is_removed(tmp_path: Path) -> None:
-    """The worker is killed, too: a new worker connects without the directory, and `stop` works."""
+    """The worker is killed as well, so that a new worker must connect. In the end `stop` works."""
     config = '[models.m]\npath = "builtin:counting"\n'
     expected = [token_at(list(b"x"), 7, i, 50_000) for i in range(3)]
 

@@ -214,7 +214,7 @@ def attentive(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_a_client_that_leaves_before_it_was_told_the_id(
     pool: Pool, attentive: str, background: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job of such a response is cancelled and released, because nobody can read it."""
+    """The response's job is cancelled and released, because nobody can read the response."""
     submitted, told = threading.Event(), threading.Event()
     submit = AsyncClient.submit
 

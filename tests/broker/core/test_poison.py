@@ -185,9 +185,9 @@ def test_a_request_that_runs_alone_may_be_resumed_more_often(story: Story) -> No
 
 
 def test_the_second_exit_by_one_request_is_no_failure_of_its_model(story: Story) -> None:
-    """A worker's first exit by a request is a failure of the model, the second is not.
+    """A request's first crash of a worker is a failure of the model, its second crash is not.
 
-    After the first exit by a fifth request the model counts as broken.
+    After the first crash by a fifth request the model counts as broken.
     """
     worker, requests = company(story, 5)
     model = story.core.state.registry.models["m"]

@@ -64,10 +64,7 @@ def test_a_job_runs_and_its_ids_are_stored_with_its_end() -> None:
 
 
 def test_the_count_of_jobs_is_of_one_moment_and_follows_their_ends() -> None:
-    """The counts are all of the same moment.
-
-    A job that ends leaves them at once, not at the next count.
-    """
+    """All counts are of the same moment, either before or after the end of the job."""
 
     def counts() -> tuple[int, int, int]:
         figures = story.manager.figures()
@@ -723,10 +720,7 @@ def test_a_suspect_waits_until_jobs_of_other_models_have_ids_but_not_for_ever() 
 
 
 def test_streams_do_not_wait_for_a_job_that_has_to_run_alone() -> None:
-    """While a suspected job runs alone, other jobs wait, because they could be blamed.
-
-    Streams run.
-    """
+    """While a suspected job runs alone, streams start, but other jobs wait: they may be blamed."""
     story = blamed_story()
     worker, bad = story.ready_worker(sequences=2), story.job("bad").id
     story.pass_time(0.3)
@@ -741,10 +735,7 @@ def test_streams_do_not_wait_for_a_job_that_has_to_run_alone() -> None:
 
 
 def test_a_job_that_waits_for_a_place_alone_does_not_hold_up_streams() -> None:
-    """Streams use all sequences.
-
-    After SUSPECT_WAIT the job waits with further streams in one queue.
-    """
+    """The job waits because streams use all sequences; after SUSPECT_WAIT it is in their queue."""
     story = blamed_story()
     worker, bad = story.ready_worker(sequences=2), story.job("bad").id
     streams = [story.generate(owner="uid:2", link=2) for _ in range(2)]

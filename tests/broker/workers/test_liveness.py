@@ -97,7 +97,7 @@ def test_time_on_the_run_queue_does_not_count() -> None:
 
 
 def test_a_wait_counts_when_it_is_over_for_the_time_it_took() -> None:
-    """The kernel counts a wait for the CPU when it ends: then the whole wait is excused."""
+    """The kernel counts a wait for the CPU only when it ends; then none of it counts as a hang."""
     look = ProgressReading("boot")
     waited = [(100.0 + n, Sample(look, compute_wait_ns=(n // 10) * 10 * SECOND)) for n in range(41)]
     assert watched(waited).still == 0.0

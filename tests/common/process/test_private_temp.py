@@ -248,7 +248,7 @@ def planted(shared: Path, names: list[str]) -> Iterator[Path]:
 
 
 def test_a_library_that_another_user_planted_is_not_loaded(shared: Path, planted: Path) -> None:
-    """A process that sets TMPDIR does not load the planted library; another process does."""
+    """A process that sets TMPDIR does not load the planted library; without TMPDIR it does."""
     computing(f"{SAFE}\n{COMPUTE}", shared)
     assert not planted.exists()
     with pytest.raises(subprocess.CalledProcessError):

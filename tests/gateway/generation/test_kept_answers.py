@@ -78,7 +78,7 @@ class DeadJob:
     ],
 )
 def test_a_reading_that_ends_early_is_no_end_of_a_dead_job(code: str, failed: bool) -> None:
-    """An error that ends the reading of a dead job does not end the job: more ids may follow."""
+    """An error may end the reading of a dead job without being the job's end: ids may follow."""
     client = cast(Any, DeadJob())
     assert asyncio.run(has_failed(client, "j", code, 0, 5)) is failed
 
