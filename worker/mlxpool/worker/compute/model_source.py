@@ -193,9 +193,7 @@ def uses_head(config: ModelConfig) -> bool:
 
 
 def require_head(config: ModelConfig, folder: ModelFolder) -> None:
-    """Raises ModelLoadFailed if the settings demand drafts of the model's own head but it is
-    unusable.
-    """
+    """Raises ModelLoadFailed if drafts of the model's own head are demanded but not possible."""
     why = why_no_drafts(folder, config)
     if config.speculation != MTP or (folder.plan.predicts and not why):
         return

@@ -112,7 +112,7 @@ class LatentLayer(Protocol):
 
 
 class LatentToken(Protocol):
-    """A layer of latent attention for one token; a call gets the heads' outputs and projects them."""
+    """A layer of latent attention for one token; a call projects the outputs of its heads."""
 
     def queries(
         self, x: PendingNorm, pool: mx.array, slots: mx.array, turns: RopeTables

@@ -107,5 +107,5 @@ def _packed_arrays(layer: SwitchLinear, dtype: mx.Dtype) -> PackedArrays | None:
 
 
 def _has_small_scales(arrays: PackedArrays) -> bool:
-    """Returns True if our kernels can multiply by all scales of the weight; reads the scales."""
+    """Returns True if all scales are small enough for our kernels; reads the scales."""
     return not arrays.packed.floats or bool((arrays.scales.max() <= MAX_MXFP4_SCALE).item())

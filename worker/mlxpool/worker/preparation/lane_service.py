@@ -139,7 +139,7 @@ class LaneService(threading.Thread):
         self._command(self._end_all)
 
     def close(self) -> None:
-        """Ends the thread and its processes. Only for tests: these also end with the worker."""
+        """Ends the thread and its processes; for tests only, as these end with the worker, too."""
         self._command(self._close)
         self.join()
         self.release()

@@ -28,14 +28,14 @@ class BlockMemory(Protocol):
     """The memory whose blocks are counted: KV rows of sequences, and cached prefixes."""
 
     def blocks_in_use(self) -> int:
-        """Returns the blocks of cached prefixes.
+        """Returns the number of blocks of cached prefixes.
 
-        If KV rows share blocks with prefixes, returns the blocks of rows and prefixes, each block
-        counted once.
+        If KV rows share blocks with prefixes, returns the number of blocks of rows and prefixes
+        together, each block counted once.
         """
 
     def blocks_of(self, seq: Sequence) -> int:
-        """Returns the blocks of a sequence's KV row that are included in `blocks_in_use`."""
+        """Returns how many blocks of a sequence's KV row are counted in `blocks_in_use`."""
 
     def shrink(self, blocks: int, *, in_use: bool = False) -> int:
         """Evicts prefix-cache entries to free `blocks` blocks; returns the number of freed blocks.

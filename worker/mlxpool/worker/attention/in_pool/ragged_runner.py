@@ -301,8 +301,8 @@ class RaggedRunner:
         """Returns the arrays of a pass's results.
 
         `plan` is the host's memory; the pass depends on the array `written`. If no token is in
-        flight, a pass over chunks is submitted part by part: the device may be idle while the host
-        builds the pass.
+        flight, a pass over chunks is submitted part by part, so that the device is not idle while
+        the host builds the pass.
         """
         single = shape.single and choice.serves(shape.lines)
         if self._one_kernel is not None and (single or shape.follow):
