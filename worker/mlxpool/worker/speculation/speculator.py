@@ -218,7 +218,7 @@ class Speculator:
         return more <= TRIAL_SHARE * self._without * plain
 
     def _worth_reading(self, ready: Many[Candidate], depths: list[int], plain: float) -> list[int]:
-        """Returns `depths`, but 0 where reading unread tokens costs more time than drafts may gain."""
+        """Returns `depths`, but 0 where reading unread tokens costs more than drafts may gain."""
         paying = []
         for row, depth in zip(ready, depths, strict=True):
             left = min(row.room, max(LEAST_REMAINING, len(row.sequence.ids)))
