@@ -104,7 +104,7 @@ class Connection:
 
 
 class Service:
-    """The service: all connections."""
+    """The service, with all its connections."""
 
     def __init__(self, client: AsyncClient) -> None:
         self.client = client

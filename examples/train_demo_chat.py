@@ -156,7 +156,7 @@ def save(folder: Path, shape: Shape, tokenizer: Tokenizer, weights: Weights) -> 
 
 
 def judged(folder: Path, shape: Shape, count: int, misses: int) -> dict[str, Any]:
-    """Returns figures of the saved model; prints some of its misses."""
+    """Returns figures of the saved model; prints some of its wrong answers."""
     tokenizer, weights = load(folder)
     results, missed = judge(partial(expected, weights, shape), tokenizer, count, shape.context)
     for miss in missed[:: max(len(missed) // max(misses, 1), 1)][:misses]:

@@ -341,7 +341,7 @@ def forward(model: Words, rows: Sequence[Sequence[int]]) -> tuple[Array, Backwar
 
 
 def token_weights(tokenizer: Tokenizer, items: Sequence[Item]) -> Array:
-    """Returns a weight of each token, 0.02 to 0.99: the fewer items have it, the higher."""
+    """Returns a weight of each token, 0.02 to 0.99: the fewer items have the token, the higher."""
     counts = np.ones(tokenizer.get_vocab_size())
     texts = [f"{item.name} {item.summary} {item.rest}" for item in items]
     for row in tokenizer.encode_batch_fast(texts):
@@ -434,7 +434,7 @@ def words_of(text: str) -> list[str]:
 
 
 def tf_idf(queries: Sequence[str], passages: Sequence[str]) -> npt.NDArray[Any]:
-    """Returns the cosines [n, m] of TF-IDF vectors: log(1 + count of a word) times its rarity."""
+    """Returns the cosines [n, m] of TF-IDF vectors: log(1 + count of a word) times the rarity."""
     bags = [words_of(passage) for passage in passages]
     places = {word: index for index, word in enumerate(sorted({w for bag in bags for w in bag}))}
     rarity = np.zeros(len(places))

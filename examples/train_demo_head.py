@@ -151,7 +151,10 @@ def drafts_of(head: Head, words: Vocabulary, ids: mx.array, states: mx.array) ->
 def loss_of(
     head: Head, words: Vocabulary, ids: mx.array, choices: mx.array, states: mx.array
 ) -> mx.array:
-    """Returns the weighted mean loss of all depths, over positions with a draftable choice."""
+    """Returns the weighted mean loss of all depths.
+
+    Positions whose right token the head cannot draft do not count.
+    """
     total = mx.array(0.0)
     count = WINDOW - DEPTH
     depths = zip(WEIGHTS, drafts_of(head, words, ids, states), strict=True)

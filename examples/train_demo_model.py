@@ -418,7 +418,7 @@ def train(
 
 
 def steps_in(seconds: float, shape: Shape, plan: Plan, tokens: mx.array) -> int:
-    """Returns the number of steps that fit into `seconds`, measured once before the run."""
+    """Returns the number of steps that fit into `seconds`, from the time of a few steps."""
     step, state = compiled_step(Llama(shape, compute_type()), plan)
     source = batches(tokens, shape.context, plan)
     for count in (10, 40):  # the first ten compile

@@ -68,7 +68,7 @@ def test_a_package_says_what_it_is_for(folder: Path) -> None:
 
 
 def test_every_folder_with_modules_is_a_package() -> None:
-    """A folder without `__init__.py` would be a namespace package without a docstring."""
+    """Each folder with modules has an `__init__.py`, whose docstring describes the package."""
     for folder in SOURCES:
         for path in {*(ROOT / folder / "mlxpool").rglob("*.py")} - OF_NAMESPACE:
             assert (path.parent / "__init__.py").exists(), path

@@ -34,7 +34,8 @@ class Encoded:
 class Batch:
     """A training batch: `ids` [rows, tokens]. Only the assistant's tokens in it are trained.
 
-    `targets`: the trained tokens. `counted`: the position before each of them in the flat `ids`.
+    `targets`: the trained tokens. `counted`: for each trained token, the position before it in the
+    flattened `ids`.
     """
 
     ids: npt.NDArray[np.int32]

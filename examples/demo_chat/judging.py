@@ -79,7 +79,7 @@ def _drawn(seed: int, draw: Callable[[Words], Conversation], count: int) -> Iter
 def _answers(
     expected: Expected, tokenizer: Tokenizer, conversation: Conversation, longest: int
 ) -> Iterator[tuple[str, Miss | None]]:
-    """Yields (kind, wrong answer) of each judged answer; None instead of a right answer."""
+    """Yields the kind of each judged answer, with its Miss if the answer is wrong, else None."""
     encoded = encode(tokenizer, conversation)
     if len(encoded.ids) > longest:
         return

@@ -1,4 +1,4 @@
-"""The settings of a training run of demo-chat, for any library."""
+"""The settings of a training run of demo-chat, with MLX or PyTorch."""
 
 from __future__ import annotations
 

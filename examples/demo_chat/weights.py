@@ -133,7 +133,10 @@ def save_weights(folder: Path, weights: Weights) -> None:
 
 
 def load(folder: Path) -> tuple[Tokenizer, Weights]:
-    """Returns a folder's tokenizer and float32 weights; divides the last norm by SHARPER."""
+    """Returns a folder's tokenizer and float32 weights; divides the last norm by SHARPER.
+
+    `save_weights` has multiplied the last norm by SHARPER.
+    """
     weights = {name: array.astype(np.float32) for name, array in load_file(folder / FILE).items()}
     weights[NORM] /= SHARPER
     return Tokenizer.from_file(str(folder / "tokenizer.json")), weights

@@ -88,7 +88,7 @@ VOCABULARY = 512
 
 @pytest.fixture
 def cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces sizes of the model shapes in CUTS by the smaller sizes there."""
+    """Replaces sizes in the model shapes by the smaller sizes that CUTS has for them."""
     for shape, sizes in CUTS.items():
         monkeypatch.setitem(SHAPES, shape, {**SHAPES[shape], **sizes})
 
@@ -121,7 +121,7 @@ def test_shapes_with_experts_are_stored_as_conversions_have_them(
 def test_rows_use_about_as_many_experts_as_with_balanced_routing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With fewer experts, a model of random weights would read less than the bound assumes."""
+    """The layers of a random model use over 90 % of the experts that the bound assumes."""
     sizes = {"n_routed_experts": 64, "num_experts_per_tok": 4}
     monkeypatch.setitem(SHAPES, "glm", {**SHAPES["glm-4.7-flash"], **sizes})
     ours = OurEngine(checkpoint.write(tmp_path / "cut", "glm", layers=3))

@@ -12,10 +12,7 @@ KINDS = kinds([KILL, STOP], 2)
 
 
 def test_the_wait_of_a_stream_is_the_longest_since_the_fault() -> None:
-    """Tokens that were already under way when the rank was lost arrive immediately.
-
-    They do not count as the end of the wait.
-    """
+    """Tokens that were under way at the fault do not count as the end of the wait."""
     stream = Watched(0, times=[1.0, 2.0, 2.5, 9.0, 9.5])
     assert stream.wait_after(2.4) == 6.5
     assert stream.wait_after(3.0) == 6.0

@@ -46,7 +46,7 @@ def prompt_of(key: str, kind: str) -> str:
 
 @dataclass(eq=False)
 class Known:
-    """An accepted job, and the states of it that the pool has reported."""
+    """An accepted job, and its states that the pool has reported."""
 
     owner: str
     key: str

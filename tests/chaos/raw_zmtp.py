@@ -63,7 +63,7 @@ class RawZmtp(Closing):
         self.socket.close()
 
     def greet(self, kind: str = "DEALER", identity: bytes = b"") -> RawZmtp:
-        """Sends the handshake and reads the other side's."""
+        """Sends the handshake, and reads the handshake of the other side."""
         self.socket.sendall(GREETING + ready(kind, identity))
         self.exactly(len(GREETING))
         flags, _ = self.frame()

@@ -137,7 +137,7 @@ class Storm:
                 client.close()
 
     def _finish(self) -> None:
-        """Does further work after the last fault, in kinds of storms that have such work."""
+        """Called after the last fault; subclasses may do further work here."""
 
     # ---- streams -------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class Storm:
                 self.faults[name] += 1
 
     def _random_worker(self) -> tuple[str, int]:
-        """Returns the slot and pid of a random worker, which is ready if any worker is."""
+        """Returns the slot and pid of a random worker, if possible of a ready worker."""
         rows = [w for w in self.pool.ask("ps")["workers"] if w["pid"]]
         ready = [w for w in rows if w["state"] == "ready"] or rows
         row = ready[self.random.randrange(len(ready))]

@@ -74,7 +74,7 @@ def test_no_broker_comes_back(tmp_path: Path, monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize("seconds", [4.0, 12.0])
 def test_a_frozen_broker(tmp_path: Path, monkeypatch: Patch, seconds: float) -> None:
-    """The broker stops for longer than heartbeats and the clients' grace: no worker is blamed."""
+    """The broker is frozen for longer than its workers and clients wait; no worker is blamed."""
     with Chaos(tmp_path, monkeypatch, model(step_us=5000)) as chaos:
         streams = chaos.start(200, 3)
         chaos.reach(streams, 20)

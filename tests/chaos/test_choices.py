@@ -86,7 +86,7 @@ def restart_the_broker(pool: Pool) -> None:
 
 
 def apart(fault: Callable[[], None]) -> None:
-    """Runs a fault while no stream is read."""
+    """Runs a fault in a thread of its own, while the caller reads no stream."""
     thread = threading.Thread(target=fault)
     thread.start()
     thread.join()

@@ -51,7 +51,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> Callable[..., Result]:
-    """Returns the completions without a fault; each is computed once."""
+    """Returns a function that returns the completions without a fault, each computed once."""
     known: dict[str, Result] = {}
 
     def whole(client: Client, options: dict[str, Any]) -> Result:

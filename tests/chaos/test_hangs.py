@@ -67,7 +67,10 @@ def test_a_stopped_worker_is_replaced(tmp_path: Path, monkeypatch: Patch) -> Non
 
 
 def test_a_short_stop_is_tolerated(tmp_path: Path, monkeypatch: Patch) -> None:
-    """The limits leave five seconds between the suspicion and the kill, for a busy machine."""
+    """A worker that is stopped briefly is not killed.
+
+    The limits leave five seconds between the suspicion and the kill, for a busy machine.
+    """
     limits = re.sub("(beat|step)_limit = .*", r"\1_limit = 5", LIMITS)
     with Chaos(tmp_path, monkeypatch, model(step_us=5000), limits) as chaos:
         streams = chaos.start(200, 3)

@@ -192,7 +192,10 @@ def test_the_sender_of_an_unfinished_message_is_disconnected(target: Target, nam
 
 
 def test_a_peer_that_reconnects_at_once_cannot_fill_the_memory(target: Target) -> None:
-    """Four connections reconnect and are closed each time; other streams may have to resume."""
+    """Four peers, one after the other, send until they are disconnected; the memory stays bounded.
+
+    Other streams may have to resume.
+    """
     streams = target.start(1500, 2)
     target.reach(streams, 10)
     cuts = 0

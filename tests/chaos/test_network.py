@@ -46,7 +46,7 @@ def test_resets_at_the_front(tmp_path: Path, monkeypatch: Patch) -> None:
 
 
 def test_a_half_open_link_at_the_front(tmp_path: Path, monkeypatch: Patch) -> None:
-    """The client can detect the half-open connection only by missing heartbeats."""
+    """Only missing heartbeats show the client that its connection is half-open."""
     with front_relay(tmp_path, monkeypatch, 5000) as (chaos, relay):
         client = Client(endpoint=relay.endpoint, connect_timeout=PATIENCE)
         streams = chaos.start(200, 3, client=client)

@@ -37,7 +37,7 @@ def test_a_run_waits_from_its_workers_end_to_its_next_token() -> None:
 
 @pytest.mark.parametrize("what", ["done", "error"])
 def test_a_run_that_ended_waits_no_longer(what: str) -> None:
-    """A retried job continues when its retry is due; this wait does not count as a resumption."""
+    """The wait of a failed job for its retry does not count as a resumption."""
     lines = [work(0), killed(1), broker(2, what, id="a"), work(90), taken(99)]
     assert resumptions(lines) == []
 

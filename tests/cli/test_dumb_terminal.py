@@ -13,7 +13,7 @@ from mlxpool.cli.terminal import ALL_LINES, screen
 
 
 def on_terminal(monkeypatch: pytest.MonkeyPatch, term: str) -> None:
-    """The output streams are terminals of 40 columns."""
+    """Makes the output streams terminals of the type `term`, with 40 columns."""
     for stream in (sys.stdout, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "40")

@@ -81,7 +81,7 @@ def test_progress_text(answer: dict[str, Any], told: str) -> None:
     ],
 )
 def test_the_line_is_no_wider_than_the_terminal(width: int, shown: str) -> None:
-    """A line that the terminal breaks could not be overwritten."""
+    """The line is cut to the terminal's width, because a wrapped line could not be overwritten."""
     assert in_one_line("warming demo up, 12.0 s (kernels are compiled)", width) == shown
     assert len(shown) < width
 
@@ -110,7 +110,7 @@ def test_progress_of_an_unknown_model() -> None:
 def test_the_end_does_not_wait_for_an_answer_and_nothing_is_shown_after_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A frozen broker would delay the end of the command by the time of an answer."""
+    """The command ends at once, although a frozen broker has not answered."""
     asked, answer, looked = threading.Event(), threading.Event(), threading.Event()
     shown: list[str] = []
 

@@ -49,7 +49,7 @@ COMMANDS = sorted([*NAMED, *FURTHER])
 
 @pytest.fixture
 def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user of this process lacks a name and a home folder, and cannot write to "/"."""
+    """Simulates a user without a name and a home folder, who cannot write to "/"."""
 
     def unknown(uid: int) -> NoReturn:
         raise KeyError(f"getpwuid(): uid not found: {uid}")
@@ -62,7 +62,10 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 @pytest.mark.parametrize("home", [None, "x" * 300], ids=["no home", "a closed home"])
 def test_every_command(nobody: None, command: list[str], home: str | None) -> None:
-    """A home folder whose name is too long stands for a closed folder: both raise OSError."""
+    """Each command runs without a home folder, and with one whose name is too long.
+
+    The long name stands for a folder without access: both raise OSError.
+    """
     environment = {"PATH": "/usr/bin:/bin"} | ({} if home is None else {"HOME": home})
     with patch.dict(ask.__kwdefaults__, {"timeout": 0.01}):  # no broker answers
         done = run_here(command, environment)

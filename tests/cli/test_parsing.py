@@ -63,7 +63,7 @@ class Asked:
 
 
 def ended(*arguments: str) -> int:
-    """Returns the exit code if argparse ends the process."""
+    """Runs a command line that argparse ends; returns the exit code."""
     with pytest.raises(SystemExit) as caught:
         main(list(arguments))
     assert isinstance(caught.value.code, int)
@@ -449,7 +449,7 @@ def test_a_table_is_as_wide_as_its_cells() -> None:
 
 
 def test_every_command_is_found_in_its_module() -> None:
-    """The parser of one module's commands and the parser of all commands have each command."""
+    """Each command is known to the parser of all commands, and to the parser of its module."""
     whole = verbs(cli.parser())
     assert set(whole) == set(COMMAND_MODULES)
     for name in COMMAND_MODULES:
@@ -464,7 +464,6 @@ def test_help_and_errors_know_every_command(arguments: list[str]) -> None:
 
 
 def test_ps_imports_few_modules() -> None:
-    """`ps` imports only modules that it needs, because imports take time."""
     code = (
         "import sys\nfrom mlxpool.cli.commands import reports as ops\n"
         "ops.ask = lambda *a, **k: sys.exit(0)\n"

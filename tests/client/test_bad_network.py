@@ -44,7 +44,7 @@ def survive(broker: FakeBroker, relay: Relay, fault: str) -> None:
 
 
 def test_a_broker_that_starts_behind_a_proxy_is_waited_for() -> None:
-    """A proxy that closes connections does not count as a refusal for a client without keys."""
+    """A client without keys waits for the broker, although a proxy closes its connections."""
     with (
         fake_broker() as broker,
         Relay(("ipc", f"{broker.run_dir}/front.ipc")) as relay,
@@ -65,7 +65,7 @@ def failures(client: Client) -> int:
 
 
 def test_a_proxy_without_a_broker_is_told_as_such() -> None:
-    """The test retries, because on a busy machine the proxy may take over 1 s to close."""
+    # Repeated, because on a busy machine the proxy may take over 1 s to close.
     with (
         Relay(("ipc", "/nowhere/at/all")) as relay,
         Client(endpoint=relay.endpoint, pace=NO_RESEND_PACE, connect_timeout=1) as client,

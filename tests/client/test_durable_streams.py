@@ -119,7 +119,7 @@ def test_a_request_without_accepted_is_sent_again(broker: FakeBroker) -> None:
 
 
 def test_silence_replaces_the_connection(broker: FakeBroker) -> None:
-    """The fake broker keeps the old connection open, as if it were half-open."""
+    """A client that hears nothing makes a new connection, while the old one stays open."""
     with client_of(broker, silence=2.0) as client, ThreadPoolExecutor(1) as pool:
         stream, request = broker.stream_of(client)
         broker.tokens(request, 0, 2)

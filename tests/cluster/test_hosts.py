@@ -151,7 +151,10 @@ def test_a_worker_that_nobody_started_is_not_admitted(pool: HostedPool) -> None:
 
 
 def test_no_broker_starts_where_its_store_is_not(tmp_path: Path, pool: HostedPool) -> None:
-    """The machine of the store is lost; another machine has its Ray resource by mistake."""
+    """The store's machine is lost, and another machine has its Ray resource by mistake.
+
+    The broker must not start there.
+    """
     spec = pool.spec(2)
     assert store_fault(spec, pool.folder, "id") == ""
     assert "is not the folder of the pool 'pool'" in store_fault(spec, tmp_path, "id")

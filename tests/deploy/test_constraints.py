@@ -77,7 +77,6 @@ def test_the_file_names_no_host() -> None:
 
 
 def test_what_is_installed_here_has_the_locked_versions() -> None:
-    """So a run of this suite tests the locked versions."""
     locked = {pin.name: set[str]() for pin in PINS}
     for pin in PINS:
         locked[pin.name] |= {spec.version for spec in pin.specifier}

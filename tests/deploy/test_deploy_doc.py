@@ -17,7 +17,7 @@ def files() -> set[Path]:
 
 
 def test_the_page_names_every_file_of_deploy() -> None:
-    """The page may name an overlay by its folder only."""
+    """The page names every file of deploy/; it may name an overlay by its folder only."""
     overlays = {p.parent for p in files() if p.parent.parent.name == "overlays"}
     assert overlays and not [p.name for p in overlays if f"overlays/{p.name}" not in TEXT]
     small = {"kustomization.yaml", "namespace.yaml"}

@@ -51,7 +51,7 @@ def test_the_server_accepts_each_manifest(api: KubeApi, place: Path) -> None:
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: str(place.relative_to(FOLDER)))
 def test_pods_meet_the_security_standard_of_their_namespace(api: KubeApi, place: Path) -> None:
-    """No controller makes a Deployment's pods here, so the test submits them to the server."""
+    """The server accepts the pods, which the test submits because no controller makes them here."""
     templates = [
         (document["metadata"]["namespace"], document["spec"]["template"])
         for document in made(api, place)

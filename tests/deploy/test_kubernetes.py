@@ -81,7 +81,7 @@ def check(document: dict[str, Any]) -> None:
 
 
 def check_scaled_object(document: dict[str, Any]) -> None:
-    """Checks KEDA's kind by hand: no Python package has its schema."""
+    """Checks a ScaledObject, a kind of KEDA, by hand: no Python package has its schema."""
     assert document["kind"] == "ScaledObject"
     spec = document["spec"]
     assert set(spec) <= SCALED_OBJECT
@@ -94,7 +94,10 @@ def check_scaled_object(document: dict[str, Any]) -> None:
 
 
 def check_inference_pool(document: dict[str, Any]) -> None:
-    """Checks the kind of the Gateway API inference extension; `test_kube_api` has its schema."""
+    """Checks an InferencePool, a kind of the Gateway API inference extension, by hand.
+
+    `test_kube_api` has its schema.
+    """
     assert document["kind"] == "InferencePool"
     assert set(document["spec"]) == {"selector", "targetPorts", "endpointPickerRef"}
 

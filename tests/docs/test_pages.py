@@ -58,7 +58,7 @@ def public(name: str) -> str:
 
 
 def section(name: str, role: str) -> tuple[str, str]:
-    """Returns a section of the allow-list: as on the page, with `…`, and with the real key."""
+    """Returns a section of the allow-list with `…`, as on the page, and with the real key."""
     text = f'[keys.{name}]\nrole = "{role}"\npublic = '
     return f'{text}"…"', f'{text}"{unquoted(public(name))}"'
 
@@ -200,7 +200,10 @@ ALL = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")),
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
 def test_every_block_is_run_or_has_a_reason(path: Path) -> None:
-    """Indented text would be shown as a block as well, so pages must not have any."""
+    """Each block is run or has a reason.
+
+    Indented text is refused, because the site would show it as a block.
+    """
     text = path.read_text("utf-8")
     name = str(path.relative_to(ROOT))
     for block in blocks(text):

@@ -1,4 +1,4 @@
-"""Files and names that pages mention exist, and the texts of links are words."""
+"""Files and names that pages mention exist, and the texts of links are words, not file names."""
 
 from __future__ import annotations
 

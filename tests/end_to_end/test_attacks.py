@@ -253,7 +253,7 @@ def test_frames_of_a_revoked_key_are_dropped_on_an_open_connection(
 def test_a_client_cannot_take_over_the_identity_of_a_connection(
     secure: SecurePool, bystander: Bystander
 ) -> None:
-    """A peer chooses its routing id, but not its owner."""
+    """A peer may choose any routing id, but not another owner."""
     for name in ("alice", "bob"):
         ident = name.encode().ljust(16, b"-")
         until(partial(served_as, secure, name, ident), f"{name} is served by that name")
@@ -261,7 +261,11 @@ def test_a_client_cannot_take_over_the_identity_of_a_connection(
 
 
 def served_as(secure: SecurePool, name: str, ident: bytes) -> bool:
-    """Whether a request is served; libzmq drops a connection whose routing id is still in use."""
+    """Returns whether a request with the key `name` is served.
+
+    All these requests have one routing id: libzmq drops a connection whose routing id is still in
+    use.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     with context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
@@ -294,7 +298,7 @@ def test_only_a_workers_key_opens_the_back(
 def test_a_worker_cannot_take_the_slot_of_a_local_one(
     secure: SecurePool, bystander: Bystander
 ) -> None:
-    """Its key allows it to serve, but a local slot needs the token of the broker's process."""
+    """A worker with a valid key is refused a local slot, which needs the broker's token."""
     raw = peer(secure, "hand", "back")
     epoch = secure.worker("counting/0")["epoch"]
     for body in ({"slot": "counting/0"}, {"slot": "counting/0", "token": "guess"}):

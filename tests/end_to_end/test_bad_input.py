@@ -205,7 +205,7 @@ def test_a_resume_that_does_not_fit_the_stream(
 def test_a_resume_that_no_worker_can_take(
     pool: Pool, resume: dict[str, object], ids: list[int], code: str, words: str
 ) -> None:
-    """A resume without a running stream, as after a broker's death, with wrong ids or `facts`."""
+    """After a broker's death a resume with wrong ids or `facts` gets an error."""
     body = {"model": "slow", "prompt": "x", "options": {"seed": 1}, "resume": resume}
     with RawPeer(pool.run_dir) as peer:
         peer.say(Header(kinds.GENERATE, os.urandom(16), 0, 2), body, token_ids.pack_ids(ids))

@@ -54,7 +54,10 @@ def rows_of(pool: Pool, model: str) -> list[int]:
 @pytest.mark.parametrize("extra", ["", " and more", " and some more of it"])
 @pytest.mark.parametrize("n", [3, 16])
 def test_a_prompt_is_read_once_on_one_of_two_replicas(client: Client, n: int, extra: str) -> None:
-    """The prompt does not fill its last block; with 16 choices some must wait for a free row."""
+    """All choices run on one replica, which reads the prompt once.
+
+    The prompt does not fill its last block; of 16 choices some wait for a free row.
+    """
     prompt = f"{n}{extra} {WORDS}"
     choices = client.choices("demo", prompt, n=n, max_tokens=8, seed=100)
     size = choices.usage["prompt_tokens"]

@@ -58,7 +58,7 @@ def bodies(client: openai.OpenAI, endpoint: str, lines: list[dict[str, Any]]) ->
 
 
 def same(found: Any, wanted: Any) -> None:
-    """Asserts that two bodies are equal except for ids, and numbers except for rounding."""
+    """Asserts that two bodies are equal, apart from ids and from the rounding of numbers."""
     if isinstance(wanted, dict):
         assert found.keys() == wanted.keys()
         for key in wanted.keys() - {"id"}:

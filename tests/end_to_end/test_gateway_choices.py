@@ -77,10 +77,10 @@ def test_streamed_choices_are_interleaved_by_index(api: openai.OpenAI) -> None:
 
 
 def test_the_prompt_is_read_once(api: openai.OpenAI, client: Client) -> None:
-    """One choice prefills the prompt, and the other three choices find it cached.
+    """One of four choices reads the prompt, and the other three find it cached.
 
-    HTTP reports the cached tokens of choice 0: all but one token, if another choice came first. The
-    pool's own client, with the seed of choice 2, gets its text and finds the whole prompt cached.
+    The answer has the cached tokens of choice 0: few if it came first, else all but one. The native
+    client, called with choice 2's seed, gets choice 2's text.
     """
     answer = completion(api, PROMPT * 12, n=4, temperature=1, seed=9)
     size = answer["usage"]["prompt_tokens"]
@@ -160,10 +160,7 @@ def check(logprobs: dict[str, Any], ids: list[int], begin: int) -> None:
 
 
 def test_an_evaluation_of_token_ids(api: openai.OpenAI, client: Client) -> None:
-    """Evaluates lists of token ids as lm-evaluation-harness does: echo, logprobs, one new token.
-
-    After the first list the new token is the token that ends the text.
-    """
+    """Evaluates lists of token ids as lm-evaluation-harness does: echo, logprobs, one new token."""
     contexts = ["def add(a, b):\n", "class Stack:\n    def push(self, item):\n"]
     rest = ["    return a + b\n", "        self.items.append(item)\n"]
     pairs = []

@@ -79,7 +79,7 @@ def reading(http: httpx.Client, id: str, last: str = "", **query: Any) -> Iterat
 
 
 def ids_of(events: list[Event]) -> list[int]:
-    """Returns the ids of events that follow each other without a gap."""
+    """Returns the ids of the events, and asserts that there is no gap between them."""
     ids: list[int] = []
     start = -1
     for event in events:

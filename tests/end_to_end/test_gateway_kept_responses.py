@@ -214,7 +214,7 @@ def attentive(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_a_client_that_leaves_before_it_was_told_the_id(
     pool: Pool, attentive: str, background: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody could read such a response, so its job is cancelled and released."""
+    """The response's job is cancelled and released, because nobody can read the response."""
     submitted, allowed = threading.Event(), threading.Event()
     submit = AsyncClient.submit
 

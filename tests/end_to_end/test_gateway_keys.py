@@ -98,7 +98,7 @@ def test_metrics_are_for_operators(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_two_keys_in_one_request_are_refused(pool: Pool, tmp_path: Path) -> None:
-    """A proxy may have checked one key, and the gateway would take the other."""
+    """A request with two keys is refused: a proxy may check one, and the gateway the other."""
     keys = secret_file(tmp_path / "keys", f"{KEY}\n")
     right = f"Bearer {KEY}"
     with GatewayThread(pool.run_dir, keys=keys) as running:

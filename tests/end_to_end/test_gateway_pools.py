@@ -234,7 +234,7 @@ def test_what_a_dead_pool_keeps_is_not_said_to_be_unknown(
 
 
 def check_new_keys(client: openai.OpenAI, url: str) -> None:
-    """Asserts that jobs with new keys are accepted, although a silent pool might have them."""
+    """Asserts that new jobs are accepted, although a silent pool might have jobs of their keys."""
     header, body = {"Idempotency-Key": "while silent"}, {"prompt": "x", "key": "while silent"}
 
     def taken() -> bool:

@@ -290,7 +290,7 @@ def test_what_jobs_do_not_have_is_answered_as_always(gateway: GatewayThread) -> 
 
 
 def test_an_answer_that_failed_fails_at_each_reading(gateway: GatewayThread) -> None:
-    """The error is an event of the answer: it has an id, and is sent once."""
+    """The error is an event of the answer: it has an id, and no reading gets it twice."""
     body = {**CHAT, "model": "cut"}
     with http_client(gateway.url, ALICE) as http:
 

@@ -31,10 +31,10 @@ RUN = ("--temperature", "0", "--max-tokens", str(len(TEXT.encode())))
 
 
 def chain_weights(ids: Sequence[int], starts: Sequence[int]) -> dict[str, np.ndarray]:
-    """Returns weights of a model that follows each id of `ids` by the next one.
+    """Returns weights of a model that generates `ids` in order after each id of `starts`.
 
-    It follows each id of `starts` by the first one. Attention and MLP add nothing, so the next
-    token depends only on the last one.
+    After an id of `ids` the next one is the likeliest, after an id of `starts` the first one.
+    Attention and MLP add nothing, so the next token depends only on the last token.
     """
     weights = {
         name: np.ones_like(array) if "norm" in name else np.zeros_like(array)

@@ -177,7 +177,7 @@ def test_the_id_of_an_image_is_refused_among_token_ids(
 
 @pytest.mark.parametrize("model", ["eyes", "grids", "crossed", "blind"])
 def test_a_prompt_that_is_kept_whole_is_never_cut(client: Client, model: str) -> None:
-    """This also holds if the context would end inside an image."""
+    """A prompt that `num_keep` -1 keeps whole is refused instead of cut, also inside an image."""
     asked = {**OPTIONS, "num_ctx": 12, "truncate": True, "num_keep": -1}
     prompt, images = "x [img-0] and what is it for you", FILES[:1]
     if model == "blind":
@@ -187,7 +187,7 @@ def test_a_prompt_that_is_kept_whole_is_never_cut(client: Client, model: str) ->
 
 
 def test_a_long_prompt_names_its_images(client: Client) -> None:
-    """The prompt is sent as a blob, so the broker does not search it for names of images."""
+    """Names of images in a prompt that is sent as a blob are checked, though not by the broker."""
     long = "x" * 100_000
     asked: dict[str, Any] = {"images": FILES[:1], "truncate": True}
     assert "[img-0] into" in refusal(client, prompt=long, **asked)

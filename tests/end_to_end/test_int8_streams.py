@@ -31,7 +31,7 @@ ASKED: GenerateOptions = {"max_tokens": 60, "seed": 5, "temperature": 0.8, "igno
 
 
 def test_a_stream_goes_on_with_the_same_ids(pool: Pool, client: Client) -> None:
-    """The new worker prefills prompt and ids together. Sampled ids do not change either."""
+    """The next worker prefills the prompt and sent ids together; sampled ids stay the same, too."""
     prompt = "def main(arguments):\n    " * 8
     whole = client.generate("exact", prompt, **ASKED)
     ids: list[int] = []

@@ -77,7 +77,7 @@ def test_a_request_is_counted(pool: Pool) -> None:
 
 
 def test_pauses_between_tokens_are_counted(pool: Pool) -> None:
-    """Tokens that the broker reads together have a gap of 0: one request may show no gap."""
+    """Requests are sent until a gap is counted: tokens that the broker reads together have none."""
     name = "mlxpool_inter_token_latency_seconds"
     with pool.client() as client:
 

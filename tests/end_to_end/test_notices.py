@@ -258,7 +258,7 @@ def signers(tries: Sequence[tuple[dict[str, str], bytes]]) -> list[str]:
 def test_a_host_that_never_answers_holds_up_neither_another_one_nor_the_end(
     tmp_path: Path,
 ) -> None:
-    """The silent host accepts connections but reads nothing, so posts to it are always going on."""
+    """Posts to a host that reads nothing delay neither other hosts nor the broker's end."""
     count = 20
     with hooks_of(tmp_path) as hooks, socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"

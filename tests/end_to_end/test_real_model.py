@@ -224,7 +224,7 @@ def test_it_works_without_a_compiler(tmp_path: Path) -> None:
 
 
 def test_without_a_back_end_the_error_names_the_package(tmp_path: Path) -> None:
-    """A package `mlx` without its library shadows the real one."""
+    """The worker finds a package `mlx` without its library; the error names the missing package."""
     stub = tmp_path / "stub" / "mlx"
     stub.mkdir(parents=True)
     (stub / "__init__.py").write_text("")

@@ -91,7 +91,7 @@ def test_other_paths_and_methods_neither(
 
 
 def test_reading_is_left_to_the_browser(open_gateway: httpx.Client) -> None:
-    """The gateway answers, but without CORS headers the browser hides the answer from the page."""
+    """A page of another origin gets no CORS headers, so the browser hides the answer from it."""
     answer = open_gateway.get("/openapi.json", headers={"origin": PAGE})
     assert answer.status_code == 200
     assert not [name for name in answer.headers if name.startswith("access-control")]

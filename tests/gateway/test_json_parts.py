@@ -154,7 +154,7 @@ def test_what_is_nested_too_deeply_is_refused(small_parts: int) -> None:
 
 
 def test_one_call_reads_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The decoder holds the interpreter's lock, so other threads run only between two parts."""
+    """Each call decodes one part; between the parts other threads get the interpreter's lock."""
     read: list[int] = []
     scan = json_parts._scan
 

@@ -498,8 +498,9 @@ def body_of(action: act.ToClient | act.ToWorker) -> dict[str, Any]:
 
 
 def owed(worker: Worker) -> int:
-    """Returns the number of sequences that the core counts as free in a worker.
+    """Returns the number of runs that the core may still give to a worker.
 
-    It is the number that the worker reported, minus the work that the report did not include.
+    It is the number of free sequences in the worker's last report, minus the work that the report
+    did not include.
     """
     return worker.sequences - (worker.works_sent - worker.works_seen)

@@ -1,14 +1,15 @@
 """Extracts the fenced blocks of a page of docs/ and runs them in order in one shell.
 
-A `console` block has commands after `$ ` (a line that ends with `\\` continues) and the output of
-each below it. In the output `…` matches anything in a line, and a line of only `…` any lines.
-A `sh` block has commands only. A `python` block is a program, or a test file if it defines a test.
-A `toml` block is written to mlxpool.toml and checked. The blocks of a page share a folder and a
-shell, so a broker that one starts in the background serves the next. A comment above a block may be
+A `console` block has commands after `$ ` (a line that ends with `\\` continues), each followed by
+its output. In the output `…` matches any text within a line, and a line of only `…` matches any
+number of lines. A `sh` block has only commands. A `python` block is a program, or a test file if it
+defines a test. A `toml` block is written to mlxpool.toml and checked. All blocks of a page share a
+folder and a shell, so a broker that one block starts in the background serves the next block. A
+comment above a block may be
 
-    <!-- not run: needs a GPU -->       why it cannot be run
-    <!-- figures differ -->             numbers and paths match any others, spaces any spaces
-    <!-- ends with 1 -->                the exit code of its last command
+    <!-- not run: needs a GPU -->       the reason why the block cannot be run
+    <!-- figures differ -->             any numbers and paths match, and any number of spaces
+    <!-- ends with 1 -->                the exit code of the block's last command
 """
 
 from __future__ import annotations

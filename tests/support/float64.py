@@ -15,7 +15,10 @@ def numbers(array: Any) -> Any:
 
 
 def assert_near(found: Any, expected: Any, within: float = 0.02) -> None:
-    """Compares an array of MLX; `within` is the error divided by the largest expected number."""
+    """Asserts that an array of MLX is near the expected array.
+
+    `within` is the largest allowed error, divided by the largest expected number.
+    """
     assert found.shape == expected.shape
     assert np.abs(numbers(found) - expected).max() < within * np.abs(expected).max()
 

@@ -25,7 +25,7 @@ TOKEN = "a-token-of-this-test"
 class KubeApi(Closing):
     """The API server. Skips the test if a program is missing.
 
-    The environment variable DEFINITIONS adds a folder of definitions to its kinds.
+    The environment variable DEFINITIONS names a folder with definitions of further kinds.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -69,7 +69,7 @@ class FakePeerMemory:
         return self.opened[-1]
 
     def close(self, address: int) -> None:
-        """Removes an address that `open` returned from the list of open mappings."""
+        """Closes the mapping at an address that `open` has returned."""
         self.opened.remove(address)
 
     def free(self, address: int) -> None:

@@ -42,7 +42,7 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 class RayNode:
-    """A `ray start` with its descendants.
+    """A process `ray start` with its descendants.
 
     The descendants are recorded, because their parents may end first.
     """

@@ -187,7 +187,7 @@ class Ranks:
 
     @contextmanager
     def on(self, rank: int) -> Iterator[None]:
-        """Launches the kernels that are called in the block on this GPU."""
+        """Launches on this GPU the kernels that the block calls."""
         self.rank = rank
         yield
         self.rank = 0
@@ -209,7 +209,7 @@ _together: Ranks | None = None
 
 @contextmanager
 def together(count: int) -> Iterator[Ranks]:
-    """Launches the kernels called in the block at its end, on `count` GPUs at the same time.
+    """Collects the kernels that the block calls; at its end launches them on `count` GPUs together.
 
     The results of a call have no numbers before the block's end; until then only kernels may use
     them.
@@ -245,9 +245,10 @@ def nvidia(*, optimises: bool = True) -> nvrtc.Compiler | None:
 def compiled(
     text: KernelText, inputs: tuple[kernel_cache.InputKind, ...], outputs: tuple[Any, ...]
 ) -> int:
-    """Returns the size of the machine code in bytes, 0 without NVIDIA's compiler.
+    """Compiles a kernel with NVIDIA's compiler, if it is installed.
 
-    Raises RuntimeError with the compiler's message.
+    Returns the size of the machine code in bytes, 0 without the compiler. Raises RuntimeError with
+    the compiler's message.
     """
     if nvidia() is None:
         return 0
@@ -296,7 +297,10 @@ def _built(text: KernelText, dtypes: tuple[Any, ...], rank: int) -> Any:
 
 
 def _compile(*arguments: str, to: Path, what: str) -> None:
-    """Compiles to a complete file: other processes never see a part. Raises RuntimeError."""
+    """Compiles to the file `to`, which other processes see only when it is complete.
+
+    Raises RuntimeError.
+    """
     part = to.with_suffix(f".{os.getpid()}{to.suffix}")
     done = subprocess.run(
         [str(COMPILER), *FLAGS, *arguments, "-o", str(part)],

@@ -24,7 +24,7 @@ def converted(weights: Mapping[str, np.ndarray]) -> Weights:
 
 
 def inside(weights: Weights) -> Weights:
-    """Returns weights named as in conversions of multimodal checkpoints: in `language_model`."""
+    """Returns weights whose names begin with `language_model.`, as in multimodal checkpoints."""
     return {f"language_model.{name}": array for name, array in weights.items()}
 
 

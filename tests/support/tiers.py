@@ -42,7 +42,8 @@ class Tiers:
     def kept(self, tests: Sequence[tuple[str, str]]) -> list[bool]:
         """Returns for each test, as (file, name), whether `make test` runs it.
 
-        The name of a case is `FUNCTION[PARAMETERS]`. The first cases are those collected first.
+        The name of a case is `FUNCTION[PARAMETERS]`. Of a function's cases the first in `tests` are
+        run.
         """
         seen: dict[tuple[str, str], int] = {}
         kept_ = []

@@ -187,7 +187,10 @@ def refusal(model: Path | str) -> str:
 
 
 def refusal_of_worker(folder: Path) -> str:
-    """Returns a worker's error; `check` must report it too, and it must be JSON and UTF-8."""
+    """Returns a worker's error for a folder.
+
+    Asserts that `check` reports it, and that it can be sent.
+    """
     from mlxpool.worker.compute.model_source import open_source  # it needs MLX
     from mlxpool.worker.diagnose.check import check
 

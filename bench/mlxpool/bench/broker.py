@@ -1,7 +1,7 @@
 """The broker without a model: what does it cost, compared with a bare relay of the same frames?
 
-A worker without a model (firehose.py) sends tokens to clients that only count them. The relay
-(relay.py) is the peer: it only forwards frames.
+A worker without a model (firehose.py) sends tokens to clients that only count them. The broker is
+compared with a relay (relay.py) that only forwards frames.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Cost(Struct, frozen=True):
     delays_ms: Sequence[float]
 
     def delay(self, percent: float) -> float:
-        """Returns this percentile of the delays of tokens between worker and client, in ms."""
+        """Returns this percentile of the tokens' delays between worker and client, in ms."""
         return percentile(self.delays_ms, percent)
 
 

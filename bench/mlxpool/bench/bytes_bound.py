@@ -39,7 +39,7 @@ class Routing(Struct, frozen=True):
 
 
 def weight_bytes(stored: Mapping[str, int], routing: Routing, rows: int) -> float:
-    """Returns the bytes of weights that a step must read for one token of each of `rows` sequences.
+    """Returns the bytes of weights that a step of `rows` sequences, a token each, must read.
 
     `stored`: the bytes of each tensor, by its name. A step reads the experts that any token uses,
     one row of the embedding table for each token, and all other tensors.

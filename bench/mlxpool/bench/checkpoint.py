@@ -106,10 +106,7 @@ def _weights(config: Mapping[str, Any], dtype: Any) -> Iterator[tuple[str, Any]]
 
 
 def _save(folder: Path, files: list[dict[str, Any]]) -> None:
-    """Writes the last map of `files` to a file, and frees its arrays.
-
-    A map has the arrays of tensors by the names of the tensors.
-    """
+    """Writes the tensors in the last map of `files` (name -> array), and frees the arrays."""
     import mlx.core as mx
 
     names = dict.fromkeys(files[-1])

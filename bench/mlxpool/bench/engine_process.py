@@ -1,4 +1,7 @@
-"""Peers of the engine in their own processes: mlx-lm, llama.cpp, and another checkout."""
+"""The engines that ours is compared with, each in its own process.
+
+They are mlx-lm, llama.cpp, and the engine of another checkout.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""llama.cpp on a GGUF file: a peer of the engine on a CPU.
+"""llama.cpp with a GGUF file, with which our engine is compared on a CPU.
 
 This module needs an environment with the package llama-cpp-python, and no MLX:
 

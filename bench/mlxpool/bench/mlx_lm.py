@@ -1,4 +1,4 @@
-"""mlx-lm, called as its own server calls it: a peer of the engine.
+"""mlx-lm, called as its own server calls it, with which our engine is compared.
 
 mlx-lm runs in this process with this process's BLAS, or in its own process, see `in_process`:
 

@@ -193,7 +193,7 @@ def converse(
 
 
 def memory_of_all(tree: OurCache, histories: list[list[int]]) -> dict[str, int]:
-    """Returns the bytes of the prefix cache and of the rows.
+    """Returns the bytes of the prefix cache and of the rows, by name.
 
     They are measured while one request of each conversation runs.
     """

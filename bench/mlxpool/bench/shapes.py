@@ -1,4 +1,4 @@
-"""Shapes of known models, for random weights: the relevant members of each config.json."""
+"""Lists the shapes of known models, for random weights: the needed members of each config.json."""
 
 from __future__ import annotations
 

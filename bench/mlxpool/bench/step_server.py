@@ -31,8 +31,8 @@ def serve(
 ) -> None:
     """Answers the jobs that arrive on standard input.
 
-    `begin`: returns the steps of a job; if it returns several equivalent steps, the fastest counts.
-    `finish`: waits for work that steps have queued.
+    `begin` returns the functions that compute a step of a job; if there are several, the fastest
+    counts. `finish`: waits for work that steps have queued.
     """
     name, ways = "", list[Step]()
     for line in sys.stdin:
@@ -54,7 +54,7 @@ def serve(
 
 
 def private_output() -> IO[str]:
-    """Returns standard output for answers alone.
+    """Returns a stream to standard output that only answers use.
 
     Output of libraries goes to standard error instead.
     """

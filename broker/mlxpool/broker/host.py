@@ -22,7 +22,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def run_queue_wait_ns(pid: int, thread: int) -> int:
-    """Returns the nanoseconds for which a thread was ready to run without a CPU; 0: unknown."""
+    """Returns the nanoseconds for which a thread was ready to run without a CPU; 0 if unknown."""
     if not LINUX or not thread:
         return 0
     text = _read(f"/proc/{pid}/task/{thread}/schedstat").split()
@@ -40,7 +40,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def resident_bytes(pid: int) -> int:
-    """Returns the resident bytes of a process; 0: unknown."""
+    """Returns the resident bytes of a process; 0 if unknown."""
     if LINUX:
         text = _read(f"/proc/{pid}/statm").split()
         return int(text[1]) * _PAGE_BYTES if len(text) > 1 else 0
@@ -58,7 +58,7 @@ def trim_heap() -> None:
 
 
 def start_time(pid: int) -> float | None:
-    """Returns the start time of a process; None: unknown. Pid and start time identify it."""
+    """Returns the start time of a process, by which a reused pid is recognised; None if unknown."""
     try:
         return float(psutil.Process(pid).create_time())
     except psutil.Error:

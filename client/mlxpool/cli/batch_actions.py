@@ -25,7 +25,7 @@ MIN_SECONDS = 1.0  # a batch must run this many seconds before its rate is shown
 def progress_text(row: Mapping[str, Any], ended_before: int, seconds: float) -> str:
     """Returns a text with a batch's progress; `ended_before` lines had ended at the first snapshot.
 
-    The text ends with parentheses, which narrow terminals leave out.
+    The text ends with a part in parentheses, which narrow terminals leave out.
     """
     from mlxpool.client.batches.outcome import count_bad, count_ended
 

@@ -39,8 +39,8 @@ def print_deltas(
 ) -> float:
     """Prints a stream as it arrives. Returns the time of its first delta, 0 if there is none.
 
-    `add` prints a delta as text. `on_first` is called before every delta, not only before the
-    first. Raises the stream's error after ending an incomplete line of text.
+    `add` prints a delta as text. In spite of its name `on_first` is called before every delta.
+    Raises the stream's error after ending an incomplete line of text.
     """
     shown, first = False, 0.0
     try:

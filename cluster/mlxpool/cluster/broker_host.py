@@ -289,5 +289,5 @@ class BrokerHost:
 
 
 def new_pool_id() -> str:
-    """Returns a random id, which distinguishes the folder of this pool from others."""
+    """Returns a random id, which distinguishes this pool's folder from those of other pools."""
     return secrets.token_hex(16)

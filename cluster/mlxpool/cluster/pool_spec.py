@@ -40,7 +40,7 @@ class ModelSpec(Struct, frozen=True):
 
 
 class PoolSpec(Struct, frozen=True):
-    """A pool as requested from `up`."""
+    """The settings of a pool that `mlxpool ray up` is asked to run."""
 
     name: str
     settings: str  # the text of the TOML file
@@ -107,7 +107,7 @@ def check_name(name: str) -> str:
 
 
 def model_spec(name: str, config: ModelConfig) -> ModelSpec:
-    """Returns the settings of a model that the cluster needs.
+    """Returns those settings of a model that the cluster needs.
 
     Raises ConfigError for fewer GPUs than devices, and for gpu_ids.
     """

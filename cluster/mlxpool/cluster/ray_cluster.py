@@ -135,7 +135,7 @@ class RayWorkerHost(WorkerHost):
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Makes this process a driver of the cluster; "auto": of the cluster of this machine.
+    """Makes this process a driver of the cluster; `address` "auto": this machine's cluster.
 
     Raises BrokerLost if no cluster answers.
     """

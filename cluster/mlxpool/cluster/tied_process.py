@@ -39,7 +39,7 @@ def start(
 
 
 def wait(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-    """Waits for the end of a process of `start`; returns the exit code.
+    """Waits for the end of a process that `start` has started; returns the exit code.
 
     Raises subprocess.TimeoutExpired.
     """
@@ -50,7 +50,7 @@ def wait(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kills a process of `start`, and its command."""
+    """Kills a process that `start` has started, and the process's command."""
     process.send_signal(KILL)
 
 

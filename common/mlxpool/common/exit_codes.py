@@ -1,4 +1,4 @@
-"""Exit codes of a worker, by which its supervisor, `mlxpool worker`, decides to restart it."""
+"""Exit codes of a worker, from which its supervisor, `mlxpool worker`, decides on a restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names of this machine's CUDA GPUs, and the variable with the GPUs of a process."""
+"""Finds this machine's CUDA GPUs, and makes the variable that limits a process to some GPUs."""
 
 from __future__ import annotations
 

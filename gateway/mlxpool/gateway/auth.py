@@ -1,4 +1,4 @@
-"""Access to the gateway: bearer keys, the bound on concurrent requests of a key, the host check.
+"""Admits requests to the gateway: checks the key, its concurrent requests, and the host.
 
 The file of keys has a key, or a name and a key, in each line. The file is read again when the
 process gets SIGHUP.

@@ -1,4 +1,4 @@
-"""Failures as HTTP responses: status, body, headers, and the mapping of the pool's errors."""
+"""Turns failures, also the pool's errors, into HTTP responses: status, body and headers."""
 
 from __future__ import annotations
 

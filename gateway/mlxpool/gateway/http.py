@@ -1,4 +1,4 @@
-"""One HTTP exchange over ASGI: the bounded request body, the response, and client disconnects."""
+"""Handles one HTTP exchange over ASGI: the bounded body, the response, a client's disconnect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams that clients resume: Idempotency-Key, Last-Event-ID and the numbers of events."""
+"""Lets clients resume streams, by Idempotency-Key, Last-Event-ID and numbered events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams that start at once: their tokens/s, and the text of their prompts."""
+"""Streams that start together: their tokens/s, and the text of their prompts."""
 
 from __future__ import annotations
 

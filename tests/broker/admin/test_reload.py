@@ -137,7 +137,10 @@ def test_a_reload_is_applied(reload_of: Callable[..., Reload]) -> None:
 
 
 def test_a_model_is_loaded_that_is_pinned_from_now_on(reload_of: Callable[..., Reload]) -> None:
-    """A model that was pinned before the reload is not loaded: an operator may have unloaded it."""
+    """A reload loads a model that it newly pins.
+
+    A model that was pinned before is not loaded, because an operator may have unloaded it.
+    """
     cold = ModelConfig(path="builtin:counting")
     pinned = replace(cold, pin=True)
     more = replace(pinned, replicas=2)
@@ -171,7 +174,6 @@ def test_bearer_keys_that_cannot_be_used_change_nothing_and_their_line_is_named(
     reload_of: Callable[..., Reload],
     tmp_path: Path,
 ) -> None:
-    """The gateway would keep its old keys, and would only log the fault."""
     keys = tmp_path / "keys"
     keys.touch(0o600)
     keys.write_text("# of programs\nshort\n")
@@ -209,7 +211,7 @@ def test_there_may_be_nothing_to_read() -> None:
 def test_settings_that_lose_the_brokers_key_change_nothing(
     reload_of: Callable[..., Reload], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A file that is read while it is being written may lack the key."""
+    """New settings without the broker's key are refused: the file may be only half written."""
     before = PoolConfig(secret_key=tmp_path / "broker.key")
     reload = reload_of(before, PoolConfig())
     assert reload.settings.config is before and not reload.events and not reload.target.used

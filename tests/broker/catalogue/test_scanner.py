@@ -88,7 +88,7 @@ def test_each_model_is_inspected_once_until_its_files_change(start: Start, tmp_p
 def test_a_reference_is_inspected_again_when_it_can_be_found(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The report on a missing model names the places that were searched."""
+    """The report on a missing model names the searched places; a model found later is inspected."""
     places = [str(tmp_path / folder / "manifest") for folder in "ab"]
     deed = f"print(json.dumps({{'problems': ['gone'], 'places': {places}}}), flush=True); continue"
     scanner, reports = start({"one": "store:one"}, program(deed))
@@ -264,7 +264,10 @@ def test_copies_and_adapters_beside_the_weights_need_no_memory(tmp_path: Path) -
 
 
 def test_a_model_that_a_link_takes_from_elsewhere_has_its_own_location(tmp_path: Path) -> None:
-    """Models of one location share workers, so an allowed name would serve a refused model."""
+    """A model folder that links to files outside of `within` has no location.
+
+    Models of one location share workers, so an allowed name would otherwise serve a refused model.
+    """
     border, outside = tmp_path / "models", model_folder(tmp_path / "outside")
     inside = model_folder(border / "inside")
     (border / "linked").symlink_to(outside)

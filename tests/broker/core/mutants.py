@@ -304,7 +304,7 @@ MUTANTS = (
 
 @contextlib.contextmanager
 def sown(mutant: Mutant) -> Iterator[dict[str, str]]:
-    """Yields the environment for packages with this fault."""
+    """Yields environment variables with which Python imports the packages with this fault."""
     with tempfile.TemporaryDirectory(prefix="mlxpool-mutant-") as folder:
         skip = shutil.ignore_patterns("__pycache__")
         for source in SOURCES:
@@ -357,7 +357,10 @@ def pytest_of(paths: Sequence[str], environment: dict[str, str]) -> str:
 
 
 def caught_by(mutant: Mutant) -> dict[str, str]:
-    """Returns the layers that detect the fault; for the scripted layer the name of the test."""
+    """Returns, for each layer of tests, "" if it does not detect the fault.
+
+    For the stories the value is the name of the failed test, otherwise "yes".
+    """
     with sown(mutant) as environment:
         properties, _ = run([__file__, "--properties"], environment)
         seeds = ["--seeds", str(SEEDS), "--jobs", "1"]

@@ -196,7 +196,7 @@ class Run:
     # ---- checks ------------------------------------------------------------------------------
 
     def check(self, stream: Stream) -> str:
-        """Checks how a stream ended, and that it is complete unless it may end early."""
+        """Checks how a stream ended, and that its output is complete; returns the kind of end."""
         state, expected = stream.state, stream.truth
         if state.error is not None:
             return self.check_error(stream)
@@ -230,7 +230,7 @@ class Run:
         return error.code
 
     def settle(self) -> None:
-        """Checks that nothing is left after a while, without clients and with healthy workers."""
+        """Lets time pass without faults, then checks that nothing is left."""
         world = self.world
         world.quiet = True
         for worker in world.workers.values():

@@ -28,10 +28,7 @@ def test_a_replica_that_cannot_load_ends_no_stream_of_another_worker() -> None:
 
 
 def test_a_model_that_grew_beyond_the_limit_can_still_be_started() -> None:
-    """The measured bytes of the model include the KV cache.
-
-    Without the cache the model fits within the limit.
-    """
+    """The model's measured bytes exceed the limit only because they include the KV cache."""
     story = Story(memory=1000, needs={"m": 100})
     worker, request = story.running()
     story.do(make.beat(worker.epoch, {"memory": {"active": 5000}}))
@@ -43,7 +40,7 @@ def test_a_model_that_grew_beyond_the_limit_can_still_be_started() -> None:
 
 
 def test_a_new_connection_of_a_worker_counts_as_no_loss() -> None:
-    """After a freeze of the broker, each worker sends `hello` on a new connection; none is lost."""
+    """After a freeze of the broker each worker sends `hello` anew; no worker counts as lost."""
     story = Story({"m": model(replicas=4)})
     workers = [story.ready_worker(replica=n) for n in range(4)]
     request = story.generate()

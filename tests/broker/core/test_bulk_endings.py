@@ -190,7 +190,7 @@ def test_a_worker_that_dies_while_the_broker_ends_disturbs_no_end(story: Story) 
 
 
 def test_workers_that_are_killed_while_the_broker_ends_change_no_error(story: Story) -> None:
-    """At the second signal, workers are killed before all of their streams have ended."""
+    """Workers are killed while the broker ends their streams: each still ends as `draining`."""
     worker = story.ready_worker(sequences=MANY)
     ids = [story.generate(durable=False) for _ in range(MANY)]
     assert len(worker.runs) == MANY
@@ -225,10 +225,7 @@ def test_a_stream_whose_end_raises_costs_no_other_its_end(
 def test_a_stream_that_is_sent_again_after_its_end_is_not_of_the_bulk_that_ended_it(
     story: Story,
 ) -> None:
-    """A drain has ended the running stream and still ends the queue when the model is loaded again.
-
-    Then the running stream is sent again, and must be accepted.
-    """
+    """A stream that a drain has ended is accepted again, although the drain is not finished."""
     worker = story.ready_worker(sequences=1)
     streams(story)
     running = story.generate(priority=2)
@@ -249,10 +246,7 @@ def test_a_stream_that_is_sent_again_after_its_end_is_not_of_the_bulk_that_ended
 def test_a_timer_that_raises_costs_no_other_timer_of_the_same_wake(
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other timers fire in the next wake-up.
-
-    Without the timer of a bulk end, for example, the broker would hang.
-    """
+    """If one timer raises, the other timers of the same wake-up fire in the next wake-up."""
     story.ready_worker(sequences=1)
     late = story.generate(deadline_ms=1000)
     ids = streams(story)
@@ -322,7 +316,7 @@ def test_a_stream_of_other_weights_ends_though_its_worker_was_suspect_in_between
 def test_waiting_streams_are_compared_once_with_the_workers_of_a_model(
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Further reports of a worker repeat no comparison, although thousands of streams may wait."""
+    """Further reports of a worker do not compare the waiting streams with it again."""
     worker = story.ready_worker(sequences=0, digest="new")
     compared: list[bytes] = []
     fits = placement.fits_facts

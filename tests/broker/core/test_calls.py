@@ -332,10 +332,7 @@ def test_a_call_of_a_lost_worker_is_sent_to_one_more(story: Story) -> None:
 
 
 def test_a_call_outlives_any_number_of_drained_workers(story: Story) -> None:
-    """Each worker is drained before it answers, and the next worker gets the call.
-
-    So a call may take longer than the drain grace of a worker.
-    """
+    """Each worker is drained before it answers the call, which the next worker then gets."""
     ident = story.ask(kinds.TOKENIZE, model="m", text="a")
     for _ in range(3):
         worker = story.ready_worker()

@@ -281,10 +281,7 @@ def test_an_error_about_a_huge_value_fits_into_a_message(
 
 
 def test_a_body_of_the_largest_size_can_be_handed_to_a_worker(story: Story) -> None:
-    """The bound of the protocol holds for the client's message.
-
-    The message `work` to the worker has more fields than the client's `generate`.
-    """
+    """The size limit applies to the client's `generate`; the longer `work` may exceed it."""
     body: dict[str, Any] = {"model": "m", "options": {}, "prompt": ""}
     room = frames.MAX_BODY - len(frames.encode(frames.Header("generate"), body)[1]) - 4
     worker = story.ready_worker()

@@ -27,7 +27,7 @@ from support.core_harness import (
 
 
 def test_a_silent_links_streams_are_cancelled_after_the_grace(story: Story) -> None:
-    """The client gets no end: if it was only frozen, it sees a new link and sends again."""
+    """The silent client gets no end: if it was only frozen, it sends its streams again."""
     worker, streaming = story.running(sequences=1)
     worker.tokens(streaming)
     queued = story.generate()
@@ -75,7 +75,7 @@ def test_a_silent_client_keeps_its_place_until_somebody_waits(story: Story) -> N
 
 
 def test_a_silent_client_with_many_streams_is_ended_in_portions(story: Story) -> None:
-    """Its streams end in several passes of the loop, and workers are served in between."""
+    """The client's streams end in several passes of the loop, between which workers are served."""
     _, streaming = story.running(sequences=1)
     ids = {streaming, *(story.generate() for _ in range(3 * MAX_ENDED))}
     for link in range(2, 2 + MAX_DUE):  # other clients that fall silent at the same time
@@ -89,7 +89,7 @@ def test_a_silent_client_with_many_streams_is_ended_in_portions(story: Story) ->
 
 
 def test_whether_somebody_waits_is_looked_up_once_for_each_model(story: Story) -> None:
-    """The queue is not searched again for each stream of a silent client: both may be thousands."""
+    """The queue is searched once for each model, not once for each stream of the silent client."""
     story.running(sequences=8)
     for _ in range(7 + 100):
         story.generate()
@@ -140,7 +140,7 @@ def plain_streams(story: Story, count: int, link: int = 1) -> list[bytes]:
 
 
 def test_many_streams_of_a_lost_link_end_in_portions(story: Story) -> None:
-    """Other clients are served in between, and keep their streams."""
+    """Between the portions other clients are served; they keep their streams."""
     worker, durable = story.running(sequences=2)
     other = story.generate(link=2)
     plain = plain_streams(story, 3 * MAX_ENDED + 1)
@@ -158,7 +158,7 @@ def test_many_streams_of_a_lost_link_end_in_portions(story: Story) -> None:
 
 
 def test_many_links_that_are_lost_at_once_end_in_portions_together(story: Story) -> None:
-    """A link with few streams does not wait for links with many streams."""
+    """The few streams of one lost link end before all streams of the larger links have ended."""
     large = [id for link in (1, 2) for id in plain_streams(story, 2 * MAX_ENDED, link)]
     small = [id for link in range(3, 13) for id in plain_streams(story, 1, link)]
     for link in range(1, 13):
@@ -173,7 +173,7 @@ def test_many_links_that_are_lost_at_once_end_in_portions_together(story: Story)
 
 
 def test_streams_that_have_a_place_are_the_first_of_a_lost_link(story: Story) -> None:
-    """Running streams of a lost link end before its waiting streams, of which there may be many."""
+    """Running streams of a lost link end before its waiting streams."""
     waiting = plain_streams(story, 2 * MAX_ENDED)
     resume = {"count": 1}  # another broker ran them, so they precede other requests
     running = [
@@ -226,7 +226,7 @@ def test_a_client_that_comes_back_keeps_the_streams_that_have_not_ended(story: S
 
 
 def test_what_a_lost_link_still_has_may_end_otherwise_and_ends_once(story: Story) -> None:
-    """Its streams end by their worker, by the worker's death, by a deadline, or with the broker."""
+    """Each stream ends once, even if its worker, a deadline or the broker ends it first."""
     worker, done = story.running(sequences=2, durable=False)
     late = story.generate(durable=False, deadline_ms=1)
     plain = plain_streams(story, 4 * MAX_ENDED)
@@ -278,7 +278,7 @@ def test_the_loss_of_an_unknown_link_does_nothing(story: Story) -> None:
 
 
 def test_a_silent_link_and_a_deadline_at_one_wake_end_a_stream_once(story: Story) -> None:
-    """After a suspend of the machine all timers are due together."""
+    """Both are due at the same wake-up, as after a suspend of the machine."""
     requests = [story.generate(deadline_ms=20_000) for _ in range(2)]
     story.now += 100
     story.do(ev.Wake())

@@ -22,7 +22,7 @@ def pool(memory: int = 10, **models: Any) -> Story:
 
 
 def used(story: Story, name: str) -> FakeWorker:
-    """Makes an idle worker of the model that has served one request."""
+    """Returns a worker of the model that has served one request and is idle."""
     worker = story.ready_worker(name)
     worker.end(story.generate(name=name))
     worker.credit()

@@ -25,7 +25,7 @@ def pool(locations: dict[str, str], **models: ModelConfig) -> Story:
 
 
 def twins(**other: Any) -> Story:
-    """Makes the names a and b for one folder; `other` are settings of b."""
+    """Makes a pool with the names a and b for one folder; `other`: further settings of b."""
     return pool({"a": HERE, "b": HERE}, a=model(), b=model(**other))
 
 

@@ -21,7 +21,7 @@ def bob(story: Story, **body: Any) -> bytes:
 
 
 def flooded(places: int = 4, more: int = 2) -> tuple[Story, FakeWorker, list[bytes]]:
-    """Makes a worker full of one owner's streams, each with one token; more streams wait."""
+    """Makes a worker that one owner's streams fill, each with one token; more streams wait."""
     story = Story()
     worker = story.ready_worker(sequences=places)
     requests = [story.generate() for _ in range(places + more)]
@@ -102,9 +102,9 @@ def test_one_owner_has_no_turns() -> None:
 
 
 def test_the_place_goes_to_those_for_whom_it_was_given_up() -> None:
-    """A run was preempted for another owner.
+    """A run is preempted for a waiting owner.
 
-    This owner gets the free sequence, even before streams that must be resumed.
+    The free sequence goes to this owner, even before streams that must be resumed.
     """
     story = Story({"m": model(replicas=2)})
     first, second = (story.ready_worker("m", 2, replica=n) for n in (0, 1))
@@ -129,7 +129,7 @@ def test_a_place_that_nobody_wants_any_more_is_for_all() -> None:
 
 
 def test_places_are_taken_where_the_request_may_run() -> None:
-    """Choices go to the worker that runs their group."""
+    """Two choices wait for the worker that runs their group: only its runs are preempted."""
     story = Story({"m": model(replicas=2)})
     first, second = (story.ready_worker("m", 4, replica=n) for n in (0, 1))
     held = bob(story, choice={"group": "g", "index": 0, "of": 3})

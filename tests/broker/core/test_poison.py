@@ -173,10 +173,7 @@ def test_a_cleared_request_counts_no_resume_without_progress(story: Story) -> No
 
 
 def test_a_request_that_runs_alone_may_be_resumed_more_often(story: Story) -> None:
-    """A worker that another program kills does not count against the request.
-
-    But the number of such kills is bounded, too.
-    """
+    """If other programs kill its worker, such a request is resumed more often, up to a bound."""
     worker, (bad, other) = company(story, 2)
     worker.die("killed by SIGSEGV", own=True, prefill=bad)
     story.cancel(other)
@@ -188,9 +185,9 @@ def test_a_request_that_runs_alone_may_be_resumed_more_often(story: Story) -> No
 
 
 def test_the_second_exit_by_one_request_is_no_failure_of_its_model(story: Story) -> None:
-    """The first exit counts as a failure of the model, the second by the same request does not.
+    """A request's first crash of a worker is a failure of the model, its second crash is not.
 
-    A model that ends at every request must count as broken.
+    After the first crash by a fifth request the model counts as broken.
     """
     worker, requests = company(story, 5)
     model = story.core.state.registry.models["m"]
@@ -220,7 +217,10 @@ def test_the_second_hang_by_one_request_is_no_failure_of_its_model(story: Story)
 
 @pytest.mark.parametrize("places", [(40,), (0, 1), (0, 1, 2), (5, 6, 50)])
 def test_poison_in_a_pass_of_many_prompts_ends_alone(places: tuple[int, ...]) -> None:
-    """After the first death all 64 requests are suspects, which the worker prefills one by one."""
+    """A pass with 64 prompts ends its worker.
+
+    The next worker reads the prompts one by one, so that only the bad request fails.
+    """
     story = Story()
     worker, requests = company(story, 64)
     bad = [requests[place] for place in places]

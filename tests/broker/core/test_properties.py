@@ -136,7 +136,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule(request=ids, link=links, share=st.integers(0, 3), window=st.sampled_from([1, 1000]))
     def resend(self, request: bytes, link: int, share: int, window: int) -> None:
-        """Lets a client resume from a part of its ids."""
+        """Sends a request again, with `share` thirds of the ids that were sent to its client."""
         core = self.story.core
         live, tomb = core.state.requests.get(request), core.state.tombstones.get(request)
         known = live or tomb
@@ -163,7 +163,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule(request=ids, link=links)
     def foreign_ids(self, request: bytes, link: int) -> None:
-        """A client sends ids that differ from those of its stream: only this stream ends."""
+        """Sends ids that differ from those of the stream; only this stream may end."""
         live = self.story.core.state.requests.get(request)
         if live is None or request in (NOT_DURABLE, IDS[4]) or link in self.lost:
             return
@@ -229,7 +229,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule(replica=replicas)
     def serve(self, replica: int) -> None:
-        """Serves requests as usual, so that a worker always has work."""
+        """Loads the model; lets the replica's worker say `hello` and report room for three runs."""
         self.story.do(ev.LoadModel("m"))
         worker = self.pick(replica)
         if worker is not None:
@@ -467,7 +467,7 @@ class Pool(RuleBasedStateMachine):
             assert {(r, run.attempt) for r, run in fake.runs.items()} <= worker.leases
 
     def teardown(self) -> None:
-        """Finishes everything: only tombstones remain, and they expire."""
+        """Ends all runs and workers; checks that only tombstones remain, and that they expire."""
         story = self.story
         for worker in list(story.workers.values()):
             for request in list(worker.runs):

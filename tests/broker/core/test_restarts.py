@@ -141,7 +141,7 @@ def test_a_load_failure_fails_all_waiting_requests_with_its_message(story: Story
 
 @pytest.mark.parametrize("made", [0, 5, PROVEN_TOKENS])
 def test_the_error_of_a_bye_is_the_cause_of_a_ready_workers_end(story: Story, made: int) -> None:
-    """Its streams continue although it made no token: the model could be loaded."""
+    """The durable stream continues in the next worker, even if it had no token yet."""
     worker, request = story.running()
     frail = story.generate(link=2, durable=False)
     worker.tokens(request, made)
@@ -242,10 +242,6 @@ def test_the_delays_of_two_pools_differ() -> None:
 
 
 def test_the_exit_of_a_worker_that_said_bye_charges_no_request(story: Story) -> None:
-    """The exit does not count against the requests of the worker.
-
-    A worker sends `bye` if another program told it to end.
-    """
     worker, request = story.running()
     story.do(make.bye(worker.epoch, None))
     worker.die("exit code 0", own=True)

@@ -52,7 +52,7 @@ def test_what_waits_starts_workers_and_quiet_drains_them() -> None:
 
 
 def test_fewer_at_most_drains_a_worker_that_finishes_first() -> None:
-    """If the maximum number of workers falls, a superfluous worker first finishes its run."""
+    """If the maximum falls, a superfluous worker finishes its run before it ends."""
     story, _ = busy_story()
     hear_for(story, round(HOLD) + 2)
     second = story.ready_worker(replica=1, sequences=1)
@@ -65,7 +65,7 @@ def test_fewer_at_most_drains_a_worker_that_finishes_first() -> None:
 
 
 def test_a_lower_least_holds_without_a_request() -> None:
-    """The number of workers falls although no other event makes the core check the model."""
+    """After the minimum is lowered, the number of workers falls without any other event."""
     story = Story({"m": model(scaling=replace(RULES, min=3))})
     story.do(ev.LoadModel("m"))
     story.later(5.0)

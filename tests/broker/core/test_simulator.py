@@ -58,8 +58,7 @@ def test_every_fault_happens(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_simulator_notices_a_wrong_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     """The faulty core resumes after the ids that were sent to the client.
 
-    It thus computes ids again that were held back because the client's flow-control window was
-    full.
+    It forgets computed ids that a full flow-control window holds back.
     """
     make_work = dispatcher.work_of
 

@@ -183,10 +183,7 @@ def test_a_refused_sending_ends_the_stream_on_its_new_link(story: Story) -> None
 
 
 def test_a_loss_after_a_take_over_in_the_same_worker_counts_once(story: Story) -> None:
-    """The worker still has the replaced run, with the same id as the new run.
-
-    The worker's death counts as one loss of the request, not as two.
-    """
+    """The worker dies with the old and the new run of a request: this is one loss, not two."""
     worker, _ = story.running(request=X)
     worker.tokens(X, 2)
     again(story, 2)

@@ -19,7 +19,7 @@ from mlxpool.broker.edge.full_collections import (
 
 @pytest.fixture
 def collector() -> Iterator[None]:
-    """Restores the garbage collector's settings."""
+    """Restores the garbage collector's settings after the test."""
     before = gc.get_threshold()
     yield
     gc.unfreeze()
@@ -100,7 +100,7 @@ def test_what_is_there_at_the_start_is_not_looked_at_again() -> None:
 def test_a_process_that_grows_though_streams_are_live_is_collected() -> None:
     """A full collection is forced when the process has grown by half.
 
-    A few cycles may hold large buffers, but Python only counts containers.
+    Python counts objects, not bytes, so it may not notice that few cycles hold large buffers.
     """
     memory = 200 * 2**20
     collections = FullCollections(lambda: True, lambda: memory)
@@ -120,9 +120,9 @@ def test_a_process_that_grows_though_streams_are_live_is_collected() -> None:
 def test_a_process_that_needs_more_and_more_has_few_full_collections(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Collections free nothing here, because the process uses all of its memory.
+    """All of the memory is in use, so a full collection frees nothing.
 
-    So the next one follows only when the memory has grown by half again.
+    The next one follows only when the memory has grown by half again.
     """
     memory, sizes = 40 * 2**20, list[int]()
     collections = FullCollections(lambda: True, lambda: memory)

@@ -136,7 +136,7 @@ def test_why_it_cannot_be_made_again_is_told_once(watched: Watched) -> None:
 
 
 def test_another_brokers_sockets_are_left_alone(watched: Watched) -> None:
-    """A broker that was started in between owns the lock and the sockets of the directory."""
+    """While another broker has locked the directory, this broker changes no sockets there."""
     some("front.ipc", "lock")(watched.run_dir)
     other = lock_folder(watched.run_dir)
     (watched.run_dir / "front.ipc").write_text("another broker's")

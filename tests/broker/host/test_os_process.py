@@ -47,7 +47,7 @@ def test_a_stopped_process_is_recognised(anywhere: bool, child: int) -> None:
 
 
 def test_the_time_on_the_run_queue_is_read(anywhere: bool) -> None:
-    """Of two busy threads on one processor, one always waits."""
+    """Two busy threads share one processor, so the time on the run queue grows."""
     me = os.getpid()
     assert host.run_queue_wait_ns(me, 0) == 0
     assert host.run_queue_wait_ns(NOBODY, NOBODY) == 0

@@ -167,7 +167,7 @@ def test_other_paths_take_no_post(server: HttpServer, cancelled: list[str]) -> N
 
 
 def test_a_browser_may_not_ask_from_elsewhere(server: HttpServer) -> None:
-    """The preflight of a request from another origin (CORS) is refused."""
+    """The preflight request of a page of another origin (CORS) is refused."""
     asked = urllib.request.Request(server.url + "/cancel", method="OPTIONS")
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(asked, timeout=PATIENCE)
@@ -197,7 +197,7 @@ def test_refusals_are_logged_without_the_token_and_not_in_a_flood(
 
 
 def test_a_crowd_does_not_end_a_cancel_that_waits_for_the_loop(server: HttpServer) -> None:
-    """A connection that waits for the loop is not closed to make room for new connections."""
+    """New connections do not displace a connection whose cancel waits for the loop."""
     queue, statuses = server.cancels, list[int]()
     assert queue is not None
     queue.max_wait = 60.0

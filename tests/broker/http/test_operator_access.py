@@ -96,7 +96,7 @@ def test_each_check_refuses_by_itself(
 
 
 def test_two_tokens_are_refused(file: Path) -> None:
-    """A proxy may check one token, and this server another."""
+    """A request with two tokens is refused: a proxy may check one, and this server the other."""
     asked = headers()
     asked["Authorization"] = "Bearer other"
     refused = refusal(asked, read_token(file))

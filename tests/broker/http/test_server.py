@@ -75,7 +75,7 @@ def get_as(server: HttpServer, lines: bytes) -> bytes:
 
 @pytest.mark.parametrize("host", [b"evil.example", b"evil.example:80", b"10.0.0.1", b"", b"[::2]"])
 def test_a_page_of_another_name_reads_nothing(server: HttpServer, host: bytes) -> None:
-    """A foreign name may resolve to the server's address (DNS rebinding)."""
+    """A foreign host name is refused, as it may resolve to this server (DNS rebinding)."""
     said = get_as(server, b"Host: " + host + b"\r\n")
     assert said.startswith(b"HTTP/1.0 403 ") and b"is not this machine's loopback address" in said
     assert b"<html" not in said
@@ -197,7 +197,7 @@ def test_a_crowd_that_says_too_little_keeps_nobody_out(server: HttpServer, loop:
 def test_a_connection_that_does_not_read_its_answer_is_closed(
     server: HttpServer, loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer is larger than the buffers of the connection, and the client does not read it."""
+    """Clients that do not read their large answers are disconnected, so that others are served."""
     answer = (HTTPStatus.OK, "text/plain", bytes(32 * 1024 * 1024))
     monkeypatch.setitem(routes.PATHS, "/metrics", lambda renderers, snapshot: answer)
     with ExitStack() as greedy:
@@ -209,10 +209,7 @@ def test_a_connection_that_does_not_read_its_answer_is_closed(
 def test_while_all_wait_for_the_loop_a_further_one_is_turned_away(
     server: HttpServer, loop: Loop
 ) -> None:
-    """No waiting connection is closed to make room for a new one.
-
-    Each waiting connection ends within PATIENCE seconds.
-    """
+    """All connections wait for the loop: none is closed, and a further one is refused."""
     server.latest.max_wait = PATIENCE
     loop.turning = False
     with ExitStack() as waiting:
@@ -278,7 +275,7 @@ def test_the_past_goes_on_after_a_stuck_loop(story: Story) -> None:
 
 
 def test_close_does_not_wait_for_the_loop(server: HttpServer) -> None:
-    """The loop itself closes the server, so it cannot answer a request that waits for it."""
+    """The loop itself closes the server, so closing must not wait for requests to the loop."""
     server.latest.max_wait = 3600.0
     with connect(server, b"GET /stats HTTP/1.0\r\n\r\n") as peer:
         until(

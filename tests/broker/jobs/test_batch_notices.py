@@ -122,7 +122,7 @@ def test_a_batch_of_which_no_line_can_be_a_job_has_failed(story: BatchStory) -> 
 
 
 def test_a_batch_that_is_tried_again_is_told_of_again(story: BatchStory) -> None:
-    """The notice of the first end is dropped if it is not delivered yet: the batch continues."""
+    """A retry drops the notice of the batch's first end, unless it was delivered."""
     worker = story.ready_worker(sequences=4)
     story.submit_batch("b", prompts(2), notify=NOTIFY)
     story.pass_time(0.5)

@@ -276,7 +276,10 @@ def test_results_of_the_lines_that_are_done_are_deleted_alone(
 
 
 def test_a_broker_that_does_not_know_deletions_of_some_results_does_not_delete_all() -> None:
-    """A partial deletion is a separate message, as old brokers ignore unknown keys of `release`."""
+    """A deletion of some results is a message of its own.
+
+    An old broker would ignore an unknown key of `release`, and delete all results.
+    """
     kinds = {messages.READ, messages.CANCEL, messages.RETRY, messages.RELEASE}
     release = AboutBatch(messages.RELEASE_RESULTS, KeyName("b"), messages.DONE)
     assert release.kind not in kinds

@@ -57,7 +57,7 @@ def asked_of(worker: FakeWorker) -> list[bytes]:
 
 
 def begun(story: JobStory, key: str = "k", **body: Any) -> tuple[FakeWorker, bytes]:
-    """Makes a job whose call runs in a worker."""
+    """Makes a job whose call runs in a worker; returns the worker and the job's id."""
     story.submit(key, **{**EMBED, **body})
     story.settle()
     worker = story.ready_worker(sequences=1)
@@ -185,7 +185,7 @@ def test_a_kill_from_outside_costs_nothing(story: JobStory) -> None:
 def test_a_broker_that_ends_before_the_commit_has_it_computed_again(
     story: JobStory, committed: bool
 ) -> None:
-    """A second run may answer differently, so the answer must come from a single run."""
+    """Without a commit of the first answer, the next broker has the call computed again."""
     worker, ident = begun(story)
     answer(worker, ident, b"first---")
     story.drain()
@@ -239,7 +239,7 @@ def test_a_cancel_of_the_job_reaches_its_worker(story: JobStory) -> None:
 
 
 def test_a_cancel_by_the_id_of_the_job_ends_the_job(story: JobStory) -> None:
-    """The id of a job is also the id of its call, and an owner may cancel any of its calls."""
+    """The call of a job has the job's id, so its owner can cancel the job as a call."""
     _, ident = begun(story)
     story.do(core.CancelRequest(1, OWNER, ident))
     story.settle()
@@ -335,7 +335,7 @@ def test_answers_that_may_come_are_bounded_in_bytes(
 
 
 def test_calls_of_one_model_hold_up_no_job_of_another() -> None:
-    """32 of these calls may use all the memory for answers."""
+    """The calls of one model use all the memory for answers; jobs of other models still start."""
     story = JobStory(models={name: model() for name in ("m", "g", "other")})
     described(story)
     described(story, "other")
@@ -361,9 +361,9 @@ def test_calls_of_one_model_hold_up_no_job_of_another() -> None:
 
 
 def test_a_call_that_was_never_begun_is_charged_no_start(story: JobStory) -> None:
-    """A call that waits counts as not started, however often the broker is killed.
+    """32 of 40 calls start, and fill the memory for answers.
 
-    It waits while other calls use all the memory for answers.
+    After a kill of the broker the other 8 still count as never started.
     """
     for number in range(40):
         story.submit(f"k{number}", **{**EMBED, "inputs": [f"text {number}"] * 256})

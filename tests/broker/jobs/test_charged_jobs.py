@@ -37,7 +37,7 @@ def running_alone(priority: int = 0) -> tuple[JobStory, JobView, FakeWorker]:
 
 
 def tokens(story: JobStory, worker: FakeWorker, job: JobView, count: int) -> None:
-    """Lets the worker make tokens while it runs the job, and confirm a cancel."""
+    """Lets the worker make tokens of the job until it is cancelled; confirms the cancel."""
     for _ in range(count):
         if any(id == job.id for id, _ in worker.cancelled):
             break
@@ -63,7 +63,7 @@ def busy(story: JobStory, worker: FakeWorker, seconds: float) -> None:
 
 
 def test_a_charged_job_runs_alone_in_the_next_broker_as_well() -> None:
-    """If a worker ends again, only this job is blamed, and other jobs lose nothing."""
+    """The suspected job runs alone: if a worker ends again, no other job is blamed."""
     story, job = charged_in_the_next_broker()
     for key in ("b", "c"):
         story.submit(key)
@@ -136,7 +136,7 @@ def test_a_charged_job_of_a_high_priority_waits_for_no_stream_of_a_lower_one() -
 
 @pytest.mark.parametrize(("priority", "ids"), [(0, CHARGED_IDS), (-1, IDLE_IDS)])
 def test_a_charged_job_gives_way_though_its_worker_has_places(priority: int, ids: int) -> None:
-    """Other requests cannot use the worker's free sequences while the job runs alone."""
+    """The job is preempted for waiting requests, because its worker takes no others beside it."""
     story, job, worker = running_alone(priority)
     tokens(story, worker, job, 3)
     stream = story.generate()

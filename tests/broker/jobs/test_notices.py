@@ -252,7 +252,7 @@ def test_many_notices_are_posted_a_few_at_a_time_and_each_once() -> None:
 def test_the_broker_waits_while_the_store_is_away(store: StoredJobs) -> None:
     """While the store is unavailable, the broker posts nothing.
 
-    Afterwards it posts each notice again whose delivery it could not store.
+    Later it posts again each notice whose delivery it could not store.
     """
     story = telling_story(store)
     end_jobs(story, 2)
@@ -301,7 +301,7 @@ def test_a_host_has_its_turn_though_others_have_older_notices_and_every_place() 
 
 
 def test_a_host_that_cannot_be_reached_is_tried_with_one_notice_after_pauses() -> None:
-    """Its other notices are not posted in this time, and follow after it has recovered."""
+    """After each pause one notice is tried; the others follow when the host has recovered."""
     story, (dead, well) = many_hosts(2)
     end_jobs(story, 40, dead, "dead")
     for post in list(story.posts):
@@ -343,7 +343,7 @@ def test_a_dead_host_gives_all_its_old_notices_up_with_one_try() -> None:
 
 
 def test_an_answer_with_an_error_pauses_no_other_notice_of_the_host() -> None:
-    """A path of a host that is rate limited must not block the host's other paths."""
+    """An error may concern one path only: notices to other paths of the host are not delayed."""
     story = telling_story()
     end_jobs(story, PER_ORIGIN + 3)
     for number in range(PER_ORIGIN + 3):

@@ -26,7 +26,7 @@ def flooded(jobs: int = 40) -> tuple[JobStory, FakeWorker]:
 
 
 def go_on(story: JobStory, worker: FakeWorker, seconds: float) -> None:
-    """Lets time pass, while cancelled runs end."""
+    """Lets time pass; the worker confirms its cancelled runs meanwhile."""
     end = story.now + seconds
     while story.now < end:
         story.pass_time(0.1)

@@ -64,10 +64,7 @@ def test_a_job_runs_and_its_ids_are_stored_with_its_end() -> None:
 
 
 def test_the_count_of_jobs_is_of_one_moment_and_follows_their_ends() -> None:
-    """The counts are never a mixture of two moments.
-
-    An ended job must not be shown as waiting until the next count.
-    """
+    """All counts are of the same moment, either before or after the end of the job."""
 
     def counts() -> tuple[int, int, int]:
         figures = story.manager.figures()
@@ -596,7 +593,10 @@ def test_a_model_that_always_has_other_jobs_does_not_hold_up_one_that_has_to_run
 
 
 def test_jobs_that_have_to_run_alone_and_have_waited_take_turns_with_the_others() -> None:
-    """One such job per SUSPECT_WAIT would be too slow: a restarted broker may have many of them."""
+    """Jobs that must run alone, and have waited SUSPECT_WAIT, take turns with the other jobs.
+
+    Otherwise the many suspects of a restarted broker would wait too long.
+    """
     keys = [f"bad {number}" for number in range(3)]
     story = blamed_story(*keys)
     for number in range(200):
@@ -621,10 +621,7 @@ def test_jobs_that_have_to_run_alone_and_have_waited_take_turns_with_the_others(
 
 
 def test_suspects_of_several_priorities_leave_the_others_a_turn_together() -> None:
-    """Suspects of all priorities share one turn, which alternates with a turn of other jobs.
-
-    Otherwise a suspect of another priority would run in the turn of the other jobs.
-    """
+    """Suspects of all priorities share one turn, which alternates with a turn of other jobs."""
     keys = [f"bad {number}" for number in range(8)]
     story = JobStory()
     for number, key in enumerate(keys):
@@ -658,7 +655,7 @@ def test_suspects_of_several_priorities_leave_the_others_a_turn_together() -> No
 
 
 def test_an_innocent_job_of_another_model_is_not_dead_with_the_one_that_ends_the_broker() -> None:
-    """Both jobs started before each end; from the third end on they run one at a time."""
+    """Both jobs started before each end of the broker; after the third they run one at a time."""
     story = JobStory()
     story.submit("bad")
     story.submit("innocent", model="other", prompt="another")
@@ -725,7 +722,7 @@ def test_a_suspect_waits_until_jobs_of_other_models_have_ids_but_not_for_ever() 
 
 
 def test_streams_do_not_wait_for_a_job_that_has_to_run_alone() -> None:
-    """Only other jobs wait, because they, too, would be blamed for the end of the broker."""
+    """While a suspected job runs alone, streams start, but other jobs wait: they may be blamed."""
     story = blamed_story()
     worker, bad = story.ready_worker(sequences=2), story.job("bad").id
     story.pass_time(0.3)
@@ -740,7 +737,7 @@ def test_streams_do_not_wait_for_a_job_that_has_to_run_alone() -> None:
 
 
 def test_a_job_that_waits_for_a_place_alone_does_not_hold_up_streams() -> None:
-    """After SUSPECT_WAIT the job is in the queue of streams, which use all sequences."""
+    """The job waits because streams use all sequences; after SUSPECT_WAIT it is in their queue."""
     story = blamed_story()
     worker, bad = story.ready_worker(sequences=2), story.job("bad").id
     streams = [story.generate(owner="uid:2", link=2) for _ in range(2)]
@@ -771,7 +768,7 @@ def test_other_jobs_go_on_once_an_id_of_the_one_that_had_to_run_alone_is_on_the_
 
 
 def test_a_job_that_has_to_run_alone_waits_for_others_only_until_they_have_ids() -> None:
-    """If the broker ends, jobs that have stored an id since their start are not blamed for it."""
+    """A suspected job starts once the running jobs have stored ids and so could not be blamed."""
     story = blamed_story()
     story.submit("good", prompt="other")
     story.settle()
@@ -812,10 +809,7 @@ def test_a_job_that_has_to_run_alone_is_run_again_when_it_was_put_back() -> None
 
 
 def test_a_job_that_has_to_run_alone_and_has_waited_is_given_to_the_core() -> None:
-    """After SUSPECT_WAIT the core gets the job, even if streams use all sequences.
-
-    Streams may do so as long as the pool runs; the core then finds a sequence for the job.
-    """
+    """After SUSPECT_WAIT the core gets the job, although streams use all sequences."""
     story = blamed_story()
     streams = [story.generate() for _ in range(2)]
     worker, bad = story.ready_worker(sequences=2), story.job("bad").id
@@ -955,7 +949,7 @@ def test_a_lost_store_ends_runs_and_what_was_durable_goes_on_later() -> None:
 
 
 def test_an_end_that_is_committed_as_the_store_is_lost_reaches_readers() -> None:
-    """The manager learns of the lost store before it learns that the commit has succeeded."""
+    """The end is committed, but the manager learns first that the store is lost."""
     story = JobStory()
     worker, job = started(story)
     reading = story.fetch("a")
@@ -999,7 +993,7 @@ def test_idle_jobs_run_when_nothing_waits_and_give_way_to_others() -> None:
 
 
 def test_output_of_an_idle_job_that_has_given_way_costs_no_other_job_an_id() -> None:
-    """Late output of the preempted run arrives in one event with output of another job."""
+    """The late output of a preempted run comes in the same event as output of another job."""
     story = JobStory()
     worker, idle = started(story, sequences=2, priority=-1)
     story.submit("b", prompt="b")

@@ -134,7 +134,7 @@ def test_output_waits_again_when_the_last_reader_has_left() -> None:
 
 
 def test_a_job_that_was_started_in_vain_has_its_first_ids_written_soon() -> None:
-    """Stored token ids reset the job's count of starts, even if the broker ends soon afterwards."""
+    """The first stored ids of a job reset its count of starts in vain, so they are stored soon."""
     story, worker, job = running_job()
     worker.tokens(job.id, 2)
     story.drain()

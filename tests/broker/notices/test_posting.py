@@ -155,7 +155,7 @@ def test_a_server_that_sends_a_byte_now_and_then_is_left() -> None:
 
 
 def left_unanswered(port: int) -> None:
-    """Asserts that a post gives up without an answer; on a busy machine a second post may do so."""
+    """Asserts that a post, or on a busy machine a second one, gives up without an answer."""
     unconnected = f"no connection to http://127.0.0.1:{port} in"
     for seconds in (0.8, 8.0, 80.0):
         outcome = post(port, timeout=seconds)
@@ -202,7 +202,7 @@ def test_a_name_with_one_address_that_is_not_public_is_not_reached(other: str) -
 
 
 def test_the_connection_goes_to_the_address_that_was_checked() -> None:
-    """A second look-up could return another host (DNS rebinding), so there is only one."""
+    """The name is looked up once: a second look-up could return another host (DNS rebinding)."""
     answers = [[LOOPBACK], [ipaddress.ip_address("127.0.0.9")]]
     with receiver(answering(OK)) as (port, requests):
         rules = allowed(port, ["127.0.0.1"], name="hooks.example")
@@ -332,7 +332,7 @@ def test_a_resolver_that_hangs_ends_no_other_notice_and_is_asked_once() -> None:
 
 @pytest.mark.parametrize("trickles", [False, True])
 def test_a_tls_handshake_that_does_not_end_is_left(trickles: bool) -> None:
-    """The server accepts the connection and sends nothing, or one byte of a record at a time."""
+    """The server accepts the connection, then sends nothing, or one byte of a record at a time."""
     over = threading.Event()
 
     def serve(connection: socket.socket) -> None:

@@ -111,7 +111,7 @@ def test_an_exit_is_noticed(nursery: Nursery) -> None:
 
 
 def test_a_worker_that_cannot_begin_is_told_with_its_last_line(nursery: Nursery) -> None:
-    """The cause has the last line that this worker printed, never a line of an earlier worker."""
+    """The cause of an exit has the worker's last line, never a line of an earlier worker."""
     child = nursery.start(
         "import sys; print('lib.so: cannot open\\x1b[1m'); print(); sys.exit(127)"
     )
@@ -186,7 +186,7 @@ def test_close_kills_all_workers(nursery: Nursery) -> None:
 
 
 def test_a_worker_ends_with_its_broker(nursery: Nursery) -> None:
-    """The worker's standard input is a pipe that only the broker holds."""
+    """A worker ends when its standard input closes, a pipe that only the broker holds open."""
     child = nursery.start()
     assert child.process.stdin is not None
     child.process.stdin.close()
@@ -392,7 +392,10 @@ RANK = (
 
 
 def test_a_group_is_observed_rank_by_rank(nursery: Nursery) -> None:
-    """In this test the process of rank 0 also writes the progress block of rank 1."""
+    """Each rank is sampled by its progress block.
+
+    Here rank 0's process also writes that of rank 1.
+    """
     nursery.config = replace(
         nursery.config, models={"m": ModelConfig(path="builtin:counting", devices=2)}
     )
@@ -428,7 +431,10 @@ def test_a_pid_outside_of_the_worker_is_no_rank(nursery: Nursery) -> None:
     ids=["load", "fresh", "prefill", "step"],
 )
 def test_a_rank_waits_longer_than_the_broker_lets_it_stand_still(config: PoolConfig) -> None:
-    """The broker thus ends the group before a rank gives up, and can name the rank that hangs."""
+    """A rank waits longer than the broker's limits, so the broker ends the group first.
+
+    The broker can name the rank that hangs.
+    """
     assert rank_wait_limit(PoolConfig()) == WAIT_LIMIT
     assert rank_wait_limit(config) > 2 * 1000.0
 

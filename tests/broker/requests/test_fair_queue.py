@@ -220,7 +220,7 @@ class Incomparable(Request):
 
 
 def test_none_of_many_is_looked_for_among_the_others() -> None:
-    """Removing a request must not search the queue: a client may cancel thousands at once."""
+    """Removing a request compares it with no other: a client may cancel thousands at once."""
     fresh, resumed = ([request(at + n) for n in range(9)] for at in (0, 100))
     for each in (*fresh, *resumed):
         each.__class__ = Incomparable

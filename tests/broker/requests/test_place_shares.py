@@ -103,7 +103,10 @@ def test_owners_that_wait_for_more_get_equal_shares() -> None:
 def test_nobody_at_or_below_an_equal_share_gives_up_a_place(
     held_of: list[int], wanted_of: list[int]
 ) -> None:
-    """No waiting owner is left with two or more sequences fewer than another owner."""
+    """Only owners above an equal share give up sequences.
+
+    Afterwards no waiting owner has two or more sequences fewer than another owner.
+    """
     held = [run for n, count in enumerate(held_of) for run in runs(f"{n}", count, first=20 * n)]
     wanted = [want for n, count in enumerate(wanted_of) for want in waits(f"{n}", count)]
     decision = decided(held, wanted)

@@ -57,7 +57,7 @@ CHAINS = st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=6), max_
 def test_a_piece_is_never_kept_without_those_before_it(
     chains: list[list[str]], bounds: list[int]
 ) -> None:
-    """`PrefixIndex.found` is a binary search over a prompt's pieces, which needs this property."""
+    """A kept piece has all pieces before it: `PrefixIndex.found` is a binary search over them."""
     index = PrefixIndex()
     for number, names in enumerate(chains):
         index.add(pieces(*names))

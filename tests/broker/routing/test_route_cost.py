@@ -118,7 +118,7 @@ def test_newer_steps_weigh_more() -> None:
 
 
 def test_a_few_observations_of_a_worker_say_little_beside_those_of_all() -> None:
-    """A few slow steps count little: the worker still gets requests, so its speed becomes known."""
+    """A few slow steps change a worker's estimated speed little; many steps change it much."""
     model, slow = WorkerSpeed(), WorkerSpeed()
     for _ in range(200):
         model.observe_prompt(1.0)

@@ -156,7 +156,10 @@ def test_lines_that_a_gateway_wrote_stay_as_long_as_the_results(store: OpenedSto
 def test_lines_that_a_gateway_wrote_go_with_the_results(
     store: OpenedStore, forget: float | None
 ) -> None:
-    """The file is deleted even before its keep time ends, and no longer uses its owner's quota."""
+    """A gateway's file of lines is deleted with the results, even before its keep time ends.
+
+    It no longer uses its owner's quota.
+    """
     new_batch(store)
     store.store.database.change("UPDATE file SET forget = ?, purpose = ?", forget, LINES_PURPOSE)
     add(store, lines(store))
@@ -481,7 +484,7 @@ def test_outcomes_come_in_the_order_of_lines_and_in_pages(store: OpenedStore) ->
 
 
 def test_millions_of_empty_lines_are_few_portions(store: OpenedStore) -> None:
-    """Each portion is one commit, which takes some milliseconds of the store's thread."""
+    """A file of empty lines is read in few portions, because each portion is a commit."""
     empty = 1_000_000
     new_batch(store, b"\n" * empty + b"one\n \t\r\n\ntwo\n" + b" \n" * empty)
     rows, portions = [], 0

@@ -126,7 +126,7 @@ def test_the_last_part_may_say_how_long_a_file_is_kept(store: OpenedStore) -> No
 
 
 def test_an_upload_that_stopped_is_deleted_after_an_hour(store: OpenedStore) -> None:
-    """An upload stops if its gateway or client is killed."""
+    # An upload stops if its gateway or client is killed.
     store.one(CreateFile(FILE, "a", "", "key", "n", "p", data=b"x" * 1000, keep=10 * UPLOAD_LIFE))
     store.now += UPLOAD_LIFE - 1
     store.one(AppendFile(FILE, "a", "", 1000, b"y" * 1000))
@@ -144,7 +144,7 @@ def test_an_upload_that_stopped_is_deleted_after_an_hour(store: OpenedStore) -> 
 
 
 def test_lines_of_which_no_batch_was_made_are_deleted_after_an_hour(store: OpenedStore) -> None:
-    """Such lines remain if a gateway is killed before it makes the batch."""
+    # Such lines remain if a gateway is killed before it makes the batch.
     for number in (1, 2):
         of: dict[str, Any] = {"data": b"line", "last": True, "keep": 10 * UPLOAD_LIFE}
         id, key = b"%16d" % number, f"f{number}"

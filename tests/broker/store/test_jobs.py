@@ -294,7 +294,7 @@ def test_a_fed_job_has_its_ids_and_what_is_left_of_its_time(store: OpenedStore) 
 
 
 def test_a_job_with_a_gap_begins_anew(store: OpenedStore) -> None:
-    """Readers may have ids from after the gap, and a new run may compute another text."""
+    """If a piece of the stored output is missing, the job starts again without its ids."""
     store.submitted(1)
     store.do(progress(1, 0), progress(1, 4), progress(1, 8))
     store.store.database.change("DELETE FROM chunk WHERE pos = 4")

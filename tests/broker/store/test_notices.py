@@ -48,7 +48,7 @@ def test_a_notice_is_due_until_it_is_sent(store: OpenedStore) -> None:
 
 
 def test_a_notice_says_how_its_job_ended_after_the_release(store: OpenedStore) -> None:
-    """The notice is made at the end of the job. Neither the release nor time changes it."""
+    """Neither the job's release nor time changes the notice, which was made at the job's end."""
     job = store.submitted(1, notify="https://there/x")
     store.do(finish(1))
     before = store.one(ReadNotices()).notices[0]
@@ -130,7 +130,7 @@ def test_a_host_that_cannot_be_reached_gives_up_what_is_too_old(store: OpenedSto
 def test_a_clock_that_jumps_between_two_brokers_neither_ends_nor_delays_a_notice(
     store: OpenedStore, jump: float
 ) -> None:
-    """The time between two brokers does not count, and the store's clock never goes back."""
+    """Time without a broker does not count for a notice, and the store's clock never goes back."""
     store.submitted(1, notify="http://there/x")
     store.do(finish(1), NoticeFailed(1, 30.0, "refused"))
     store.now += 10.0

@@ -72,7 +72,7 @@ def end_sessions(server: PostgresServer) -> None:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits longer for the lock, which a busy server may free long after the end of a session."""
+    """Makes stores wait longer for the lock, which a busy server may free late."""
     monkeypatch.setattr(postgres_store_module, "LOCK_WAIT", PATIENCE)
 
 

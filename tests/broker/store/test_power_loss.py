@@ -114,7 +114,7 @@ def lost_in_images(
 
 @pytest.fixture
 def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns off syncs of the state folder, which disk images do not need if they are only read."""
+    """Turns off syncs of the state folder, because a disk image is only read."""
     monkeypatch.setattr(state_dir, "sync", lambda path: None)
 
 

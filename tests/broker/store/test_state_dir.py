@@ -267,7 +267,7 @@ def test_the_log_is_copied_into_the_database_and_pages_are_given_back(
 
 @pytest.mark.parametrize("prompt", [100, 30_000])
 def test_no_change_of_a_job_writes_its_prompt_again(tmp_path: Path, prompt: int) -> None:
-    """A change logs at most 1 KiB per job, averaged over 200 jobs: SQLite logs whole pages."""
+    """Each change of a job writes at most 1 KiB to SQLite's log, averaged over 200 jobs."""
     jobs = range(200)
     with open_folder(tmp_path) as folder, folder.open() as store:
         store.begin(BOOT, BEGIN)

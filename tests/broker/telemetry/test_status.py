@@ -168,7 +168,7 @@ def test_of_many_those_in_trouble_and_those_at_work_are_shown(story: Story) -> N
 
 
 def test_the_page_stays_small_however_large_the_pool_is() -> None:
-    """Here every model works for ten minutes, and has a name of the maximum length."""
+    """500 models with names of the maximum length, and ten minutes of work, fit into the limit."""
     names = [f"{place:0{MAX_NAME}}" for place in range(500)]
     story = Story({name: model() for name in names})
     taken, past = snapshots.of(story), RecentHistory()

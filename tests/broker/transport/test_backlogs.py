@@ -42,7 +42,7 @@ def test_a_frame_of_a_peer_makes_its_next_try_due() -> None:
 
 
 def test_a_peer_that_sends_often_keeps_its_turn() -> None:
-    """Its incoming frames must not postpone its own send retry after those of all other peers."""
+    """Frames from a peer do not postpone the next attempt to send to this peer."""
     backlogs = Backlogs()
     for number in range(1, 101):
         backlogs.add(number, 10)

@@ -135,7 +135,7 @@ def test_a_peer_that_closed_is_reported_gone_and_forgotten(wires: Wire) -> None:
 
 @pytest.mark.parametrize("keep_gone", [False, True])
 def test_the_last_messages_of_a_peer_found_gone_are_received(keep_gone: bool) -> None:
-    """If gone peers are kept, messages that the peer sent before its end are still received."""
+    """The last messages of a gone peer are received if gone peers are kept, else dropped."""
     with made(keep_gone=keep_gone) as wires:
         dealer = wires.dealer()
         peer = wires.met(dealer)
@@ -247,7 +247,6 @@ class Crowd(Peers):
 
 
 def test_one_turn_tries_a_bounded_number_of_full_peers() -> None:
-    """If every pass of the loop tried every full peer, 4,000 peers would take 20 ms."""
     crowd = Crowd(4000)
     most = 0
     for turn in range(10_000):
@@ -298,7 +297,7 @@ def test_backlogs_of_others_end_no_peer_for_which_little_waits() -> None:
 
 
 def test_a_long_backlog_is_sent_in_portions() -> None:
-    """A peer that reads its long backlog quickly must not delay other peers."""
+    """One turn sends at most MAX_SENDS messages, so a peer that reads quickly delays no other."""
     crowd = Crowd(2, messages=3 * MAX_SENDS)
     crowd.reading |= {1, 2}
     now, turns = FIRST_RETRY, 0

@@ -97,7 +97,7 @@ def test_time_on_the_run_queue_does_not_count() -> None:
 
 
 def test_a_wait_counts_when_it_is_over_for_the_time_it_took() -> None:
-    """The kernel adds a wait for the CPU to its counter only when the wait ends."""
+    """The kernel counts a wait for the CPU only when it ends; then none of it counts as a hang."""
     look = ProgressReading("boot")
     waited = [(100.0 + n, Sample(look, compute_wait_ns=(n // 10) * 10 * SECOND)) for n in range(41)]
     assert watched(waited).still == 0.0
@@ -173,7 +173,7 @@ def test_a_stopped_rank_is_the_cause_of_what_others_wait_for() -> None:
 
 
 def test_a_rank_that_is_stopped_between_two_passes_is_the_cause_too() -> None:
-    """An idle rank has no time limit, but rank 0 waits for it in the next forward pass."""
+    """A rank that is stopped while idle, without a limit, is the cause once rank 0 waits for it."""
     rests = ProgressReading("idle", orders=7)
     first = ProgressReading("decode", count=3, orders=8)
     verdict = judge(group(10, first, Sample(rests, stopped=True)), CONFIG, welcomed=True)
@@ -205,7 +205,7 @@ def test_a_rank_that_is_stopped_after_the_others_hang_is_not_the_cause() -> None
     ],
 )
 def test_the_rank_that_is_behind_is_the_cause(done: tuple[int, ...], cause: str) -> None:
-    """The other ranks also make no progress, because they wait for this rank in an all-reduce."""
+    """The rank that has done the fewest passes is the cause: the others wait for it."""
     first, *others = (ProgressReading("decode", count=3, orders=number) for number in done)
     watch = still(10, first, others=tuple(map(Sample, others)))
     assert judge(watch, CONFIG, welcomed=True).cause == cause

@@ -261,7 +261,7 @@ def test_a_disk_without_room_is_told_before_the_download(
 
 
 def test_a_disk_that_becomes_full(hub: ModelHub, tmp_path: Path) -> None:
-    """A limit on the size of files simulates a full disk."""
+    """A pull fails when the disk is full, which a limit on the size of files simulates."""
     most = len(hub.repositories[NAME].files[WEIGHTS]) - 1
 
     def bounded() -> None:

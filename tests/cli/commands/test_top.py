@@ -43,7 +43,7 @@ def snapshot(
 
 
 def test_rates_use_the_brokers_time() -> None:
-    """Rates count three seconds of the broker's clock, however long the reader took."""
+    """Rates use the three seconds of the broker's clock, not the time of the reader."""
     history = [
         snapshot(at, [worker(tokens=tokens)], [model()])
         for at, tokens in ((1.0, 0), (2.0, 900), (3.5, 1000), (5.0, 1300))

@@ -293,7 +293,7 @@ def test_all_that_is_wrong_is_told_at_once(file: Path) -> None:
 def test_a_batch_without_a_place_for_prompts_is_refused_before_a_worker_loads(file: Path) -> None:
     """The settings are refused when they are read.
 
-    At the load of a worker a reload would already have ended running workers.
+    A refusal at the load of a worker would come after a reload has ended running workers.
     """
     model = '[models.a]\npath = "builtin:demo"\n'
     for settings in ("batch = 8", "batch = 12\nsequences = 12"):
@@ -417,7 +417,7 @@ def test_a_run_directory_that_others_may_write_to(tmp_path: Path, mode: int) -> 
 
 
 def test_a_run_directory_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is about the owner, not about the mode, which only the owner can change."""
+    """The error names the wrong owner, not the mode, which only the owner can change."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     run_dir.chmod(0o777)

@@ -81,7 +81,7 @@ def test_settings_that_are_made_in_a_program_keep_nothing() -> None:
 
 
 def test_a_user_without_a_home_has_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container may run with a user id that /etc/passwd lacks."""
+    """Settings are read for a user id that /etc/passwd lacks, as in a container."""
 
     def unknown(uid: int) -> pwd.struct_passwd:
         raise KeyError(uid)

@@ -79,7 +79,7 @@ def test_a_folder_that_is_private_already_is_kept(
 def test_a_user_without_a_home_has_a_folder_in_the_temporary_one(
     without_home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A lock on the folder keeps cleaners from removing it, so nobody else can take its name."""
+    """The folder is locked, so that no cleaner removes it and nobody else takes its name."""
     with caplog.at_level(logging.WARNING):
         folder = private_temp.use()
     assert folder == without_home / f"mlxpool-{os.getuid()}" and mode_of(folder) == 0o700
@@ -248,7 +248,7 @@ def planted(shared: Path, names: list[str]) -> Iterator[Path]:
 
 
 def test_a_library_that_another_user_planted_is_not_loaded(shared: Path, planted: Path) -> None:
-    """A process that sets TMPDIR does not load the library; a process that does not, loads it."""
+    """A process that sets TMPDIR does not load the planted library; without TMPDIR it does."""
     computing(f"{SAFE}\n{COMPUTE}", shared)
     assert not planted.exists()
     with pytest.raises(subprocess.CalledProcessError):
@@ -297,7 +297,10 @@ def test_every_program_that_computes_sets_it() -> None:
 
 
 def test_no_module_is_imported_from_the_folder_in_which_a_program_was_started() -> None:
-    """Without `-P`, `python -m` searches this folder first; anybody may have put a file there."""
+    """Programs start Python with `-P`.
+
+    Otherwise `python -m` searches this folder first, where anybody may have put a file.
+    """
     started = re.compile(r'sys\.executable, "-m"')
     packages = ("bench", "broker", "client", "cluster", "common", "gateway", "worker")
     files = [file for package in packages for file in (ROOT / package).rglob("*.py")]

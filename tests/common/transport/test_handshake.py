@@ -141,7 +141,7 @@ def test_a_broker_and_a_client_of_which_one_has_keys(secure: bool) -> None:
 
 
 def test_connections_closed_in_a_row_make_keys_doubtful(listener: socket.socket) -> None:
-    """A broker closes connections in this way for a wrong server key; ipc uses no keys."""
+    """With tcp, connections that close in a row may mean a wrong server key; ipc has no keys."""
     if listener.family == socket.AF_UNIX:
         pytest.skip("keys are for tcp")
     with (

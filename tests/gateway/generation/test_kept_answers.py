@@ -78,7 +78,7 @@ class DeadJob:
     ],
 )
 def test_a_reading_that_ends_early_is_no_end_of_a_dead_job(code: str, failed: bool) -> None:
-    """An error may end a reading, not the job: the reader of a dead job may still get more ids."""
+    """An error may end the reading of a dead job without being the job's end: ids may follow."""
     client = cast(Any, DeadJob())
     assert asyncio.run(has_failed(client, "j", code, 0, 5)) is failed
 

@@ -40,7 +40,7 @@ def test_ollama_has_no_such_bounds() -> None:
 
 @pytest.mark.parametrize(("given", "tokens"), [(-1, 0), (-2, 0), (0, 0), (7, 7)])
 def test_a_negative_num_predict_of_ollama_is_up_to_the_context(given: int, tokens: int) -> None:
-    """A negative value becomes the pool's 0, because -1 means the default setting in the pool."""
+    """A negative value becomes 0, the whole context; in the pool -1 means the default setting."""
     asked = PARSERS[GENERATE](options={"num_predict": given})
     assert asked.options["max_tokens"] == tokens
     assert "max_tokens" not in PARSERS[GENERATE]().options

@@ -28,7 +28,7 @@ FLOAT = 4  # bytes
 
 
 class Bent(LatentAttentionProjections, frozen=True):
-    """Projections that decompress the latent vectors if `way` is true, whatever their number."""
+    """Projections that decompress latent vectors if `way` is true, for any number of tokens."""
 
     way: bool
 
@@ -67,7 +67,7 @@ def new_tokens(count: int) -> tuple[mx.array, mx.array]:
 
 
 def attend(length: int, count: int, way: bool) -> mx.array:
-    """Returns the attention of `count` new tokens after `length` cached tokens."""
+    """Returns the attention of `count` new tokens after `length` cached ones; `way`: see Bent."""
     q, line = new_tokens(count)
     step = RowBatch([RowSpan(row_of(length), count)], None)
     return step.attend_latent(0, q, line, SCALE, heads(way))

@@ -192,9 +192,9 @@ def test_a_snapshot_is_restored_at_its_own_length_only() -> None:
 
 
 def test_only_layers_that_need_snapshots_have_them() -> None:
-    """Covers the reference cases HasAllSnapshots and MergeSkipsStatelessLayers.
+    """Only a layer with a window or a state stores a snapshot.
 
-    Only a layer with a window or a state stores a snapshot.
+    Covers the reference cases HasAllSnapshots and MergeSkipsStatelessLayers.
     """
     kinds = COMPANIES["full+window"]
     cache = cache_of(kinds)

@@ -191,7 +191,7 @@ def test_only_the_tokens_with_logits_pass_the_last_layer(layout: str) -> None:
 
 @pytest.mark.skipif(ON_GPU, reason="slabs are for a CPU")
 def test_a_mixed_pass_copies_no_slab() -> None:
-    """A slab is an array with many rows' keys; MLX copies it if it is written before it is read."""
+    """The peak memory of a pass shows no copy of a slab, an array with the keys of many rows."""
     model = Attention(2, 4, 64)
     shape = RowShape((KeyValueSpec(2, 64, 64),) * 2, mx.float32, CONTEXT)
     slabs = make_layout("slabs", shape, model, 0, rows=32, deterministic=False, on_gpu=False)

@@ -243,7 +243,7 @@ def test_ragged_passes_give_what_reading_one_by_one_gives(
 
 
 def spans_of(layout: Layout, kind: PassKind) -> tuple[list[RowSpan], list[int]]:
-    """Returns the spans of a pass that is computed at load, and the wanted spans."""
+    """Returns the spans of a pass of this kind, and the indices of the spans that get logits."""
     new = layout.store.new_row
     spans = [RowSpan(new(), count) for count in kind.counts]
     spans += [RowSpan(new(), 1 + kind.drafts, 1 + kind.drafts)] if kind.drafts else []

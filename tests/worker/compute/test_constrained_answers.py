@@ -68,7 +68,7 @@ def request(number: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(loaded: LoadedModel) -> list[list[int]]:
-    """The ids of each request, which is computed alone."""
+    """Returns the ids of each request, computed alone."""
     ids = []
     for number in range(len(FORMATS)):
         batch = answers(loaded)

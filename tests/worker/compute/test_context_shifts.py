@@ -230,7 +230,10 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def references(loaded: dict[str, LoadedModel]) -> Callable[[str, str], Reference]:
-    """Makes the reference for a model and a dtype of keys and values, for all tests."""
+    """Returns a function that returns the Reference of a model and a dtype of keys and values.
+
+    Each Reference is made once for all tests.
+    """
     return cache(lambda model, kv: Reference(loaded[model], kv))
 
 
@@ -298,7 +301,7 @@ def test_a_resume_of_a_shifted_stream_is_exact(had: int, kv: str, tmp_path: Path
 def test_a_stream_may_shift_at_the_models_own_context(
     loaded: dict[str, LoadedModel], references: Callable[[str, str], Reference]
 ) -> None:
-    """The memory of a row suffices for the model's whole context."""
+    """The stream fills the model's own context before it shifts; a row has memory for all of it."""
     model = loaded["keys and values"]
     prompt = prompt_of(500, 1)
     for settings in ({"layout": "slabs"}, {"layout": "pool", "lookahead": True}):

@@ -57,7 +57,7 @@ def drafting(loaded: LoadedModel, draft: LoadedModel | None = None) -> ModelEngi
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_what_checks_no_drafts_is_refused_by_name(setting: str, tmp_path: Path) -> None:
-    """With "off" and "auto" an engine that cannot check drafts serves without drafts."""
+    """An engine that cannot check drafts refuses all settings except "off" and "auto"."""
     exact = load(demo()[0], deterministic=True)
     states = {**QWEN3_NEXT, "num_hidden_layers": 2}
     recurrent = load(inspect(write_checkpoint(tmp_path, **states)))
@@ -121,7 +121,7 @@ def test_a_draft_model_of_what_checks_no_drafts_is_refused(
 
 
 def _above_this_process(size: int) -> int:
-    """A memory limit that leaves `size` bytes, as earlier tests have filled this process."""
+    """Returns a memory limit that is `size` bytes above the memory in use by this process."""
     return psutil.Process().memory_info().rss + size
 
 

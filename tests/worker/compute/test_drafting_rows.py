@@ -133,7 +133,10 @@ class LosingDrafter(OracleDrafter):
 
 
 def test_a_device_that_is_lost_or_hangs_while_drafts_are_made_is_found() -> None:
-    """The prompt of the only request is in the cache, so even its first step has drafts."""
+    """Drafts are made in phase "decode", which has a time limit; a lost device is found.
+
+    The prompt of the only request is in the cache, so even its first step has drafts.
+    """
     progress = Progress(lambda: None)
     progress.enter("idle")
     drafter = LosingDrafter(progress)

@@ -207,7 +207,7 @@ def test_masks_that_are_quick_are_made_at_once(
 
 
 def test_a_row_with_states_reads_its_last_input_again(tmp_path: Any) -> None:
-    """Layers with states can only be rewound by one token."""
+    """Recurrent layers read the last input again, because their states can go back by one token."""
     folder = write_checkpoint(tmp_path, **{**QWEN3_NEXT, "num_hidden_layers": 2})
     model = load(inspect(folder))
 

@@ -393,7 +393,10 @@ def test_an_owner_that_waits_for_memory_gets_that_of_an_owner_that_has_most() ->
 
 
 def test_a_short_prompt_waits_for_one_pass_of_another_owner() -> None:
-    """The other owner's three prompts of ten passes each arrived before the short prompt."""
+    """The short prompt is read after one pass with another owner's prompts, which arrived first.
+
+    These are three prompts of ten passes each.
+    """
     harness = ComputeHarness(prefill_us=20).ready()
     for name in range(3):
         harness.admit(name, prompt="y" * 20_000, count=1, owner="many")
@@ -538,7 +541,10 @@ def test_an_error_on_a_working_device_ends_the_requests_of_its_pass(
 
 
 def test_the_disk_tier_is_told_that_nothing_runs_also_where_all_is_saved() -> None:
-    """Otherwise the threads of the disk tier would still pause for steps that no longer run."""
+    """The disk tier learns that no step runs, even if nothing is left to save.
+
+    Otherwise its threads would still pause for steps.
+    """
     busy_flags: list[bool] = []
     disk = SimpleNamespace(may_save=False, turn=lambda now, *, busy: busy_flags.append(busy))
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()

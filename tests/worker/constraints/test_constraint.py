@@ -129,7 +129,7 @@ def test_the_tokenizer_of_forced_bytes_may_be_of_another_text() -> None:
 
 
 def test_a_text_that_names_a_special_token_is_written_as_text() -> None:
-    """No grammar that a client sends makes the model draw a special token."""
+    """A grammar that names a special token allows the token's text, never the token itself."""
     pieces = [b"<", b"e", b">", b"<e>", b'"', b"<e", b"<>"]
     texts = {"<e>": [3], '"<e>"': [4, 3, 4]}
     vocabulary = make_vocabulary(pieces, {3}, [6], lambda text: texts.get(text, [6]))
@@ -206,7 +206,10 @@ BEHIND: list[dict[str, Any]] = [
 def test_masks_behind_drafts_are_those_of_single_tokens(
     format: dict[str, Any], had: int, count: int, seed: int, wrong: bool, thinks: bool
 ) -> None:
-    """`masks_behind` leaves the constraint unchanged; after a wrong draft no token is allowed."""
+    """`masks_behind` gives the masks of tokens taken one by one, and changes no constraint.
+
+    After a wrong draft no token is allowed.
+    """
     folder, _, table = demo()
     draw = random.Random(seed)
     asked, single = constraint(format), constraint(format)

@@ -13,7 +13,7 @@ END = 9
 
 
 def shares(branch: Path) -> dict[int, float]:
-    """Returns a probability for each token 0 to 9 after a branch; branches have different ones."""
+    """Returns probabilities of the tokens 0 to 9 after a branch, different for each branch."""
     weights = [1 + (sum(branch) * 7 + len(branch) * 3 + token * token) % 11 for token in range(10)]
     return {token: weight / sum(weights) for token, weight in enumerate(weights)}
 

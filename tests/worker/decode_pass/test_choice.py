@@ -86,7 +86,7 @@ def drawn(engine: ModelEngine) -> list[list[SampledToken]]:
 def test_an_engine_draws_the_same_tokens(
     tmp_path: Path, called: set[str], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """Log-probabilities equal those of float32 up to rounding, until a drawn token differs."""
+    """Log-probabilities are compared with those of float32, up to the first token that differs."""
     caplog.set_level(logging.INFO, "mlxpool.worker")
     folder = model_folder(tmp_path)
     plain = drawn(model_engine(load(folder), layout="rows", lookahead=False))

@@ -244,7 +244,7 @@ def test_lines_that_follow_each_other_in_a_row(name: str) -> None:
 
 
 def test_a_barrier_counts_on_from_launch_to_launch() -> None:
-    """Launches with different grids alternate; the counter may overflow."""
+    """The barrier's counter goes on between launches of different grids, and may overflow."""
     rows = Rows(SHAPE, [5, 3], [0, 0], [0, 0])
     first = rows.run(2)
     count = arrivals(rows.kernel, mx.zeros((3,), dtype=mx.int32), rows)

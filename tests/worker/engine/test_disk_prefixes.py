@@ -217,7 +217,10 @@ def test_records_of_other_rules_are_never_used(
 
 
 def test_records_of_weights_that_were_replaced_are_never_used(tmp_path: Path) -> None:
-    """The digest of the weights covers both ends of a file, its time and its size."""
+    """Replaced weights have another digest.
+
+    It covers both ends of a file, its time and its size.
+    """
     path, prompt = tmp_path / "model", prompt_of(SIZE)
     path.mkdir()
     folder = inspect(write_checkpoint(path, **LONG))
@@ -491,7 +494,7 @@ def test_saving_that_fails_costs_a_record_and_pauses(
 def test_a_request_waits_for_the_first_look_at_the_folder(
     loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first request after a restart may come before all segments have been scanned."""
+    """A request that comes before all segments have been scanned waits for the scan."""
     model, prompt = loaded("full"), prompt_of(SIZE)
     answer = saved(model, tmp_path, prompt)
     scan, may_scan = FolderIndex.refresh, threading.Event()

@@ -74,7 +74,7 @@ def sequence(ids: tuple[int, ...], tokens: int = TOKENS, **options: Any) -> Sequ
 
 
 def answer(engine: ModelEngine, prompt: tuple[int, ...], tokens: int, chunk: int) -> list[int]:
-    """Reads a prompt in chunks and draws tokens."""
+    """Returns the tokens drawn after a prompt that is read in chunks of `chunk` tokens."""
     seq = sequence(prompt, tokens)
     enter(engine, seq, chunk)
     decode(engine, [seq], tokens)
@@ -167,7 +167,7 @@ def test_8_bits_keep_the_likeliest_token() -> None:
 def test_another_kind_of_cache_is_another_digest(
     models: dict[str, LoadedModel], tmp_path: Path
 ) -> None:
-    """So a stream is not resumed on a worker that stores keys and values differently."""
+    """The digest differs for each kind of cache, so that no stream is resumed with another kind."""
     path = write_checkpoint(tmp_path)
     engines = [model_engine(models["llama"], kv=kv) for kv in ("auto", "int8")]
     plain, quantised = (engine.digest for engine in engines)

@@ -375,7 +375,7 @@ def test_no_step_copies_the_cache(loaded: LoadedModel, text: ChatTokenizer) -> N
 def test_a_preempted_sequence_gets_the_same_tokens(
     loaded: LoadedModel, text: ChatTokenizer, layout: str, lookahead: bool
 ) -> None:
-    """With lookahead the token in flight belongs to the released row."""
+    """With look-ahead the released row still has a token in flight."""
     for prefix in ("tree", "off"):
         for salt in range(len(MIXTURE)):
             expected = ids_of(model_engine(loaded, text), mixture()[salt])
@@ -466,7 +466,7 @@ def test_passes_of_a_small_model_in_which_nothing_decodes_are_long(
 def test_passes_that_are_longer_than_a_small_pool_are_not_computed_at_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int
 ) -> None:
-    """Each row of a pass may need one more block, which is nearly empty."""
+    """At load no pass exceeds the pool, with a nearly empty block for each of its rows."""
     sizes, lines = (1, 2, 4, 255, 256, 512, 1024), set[int]()
     monkeypatch.setattr(PagedLayout, "sizes", property(lambda _: sizes))
     loaded = load(inspect(write_checkpoint(tmp_path, max_position_embeddings=4096)))

@@ -268,7 +268,7 @@ def test_the_warm_up_has_the_head_draft(loaded: LoadedModel, context: int) -> No
 def pooled(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ModelEngine]:
     """Yields an engine with passes of our kernels over a pool, simulated without a GPU.
 
-    Passes that only decode or check drafts are many kernels or one.
+    A pass that only decodes or checks drafts is computed by many kernels, or by one.
     """
     path = write_predicting(tmp_path, "llama", right=True, **SIZES_OF_KERNELS)
     with ExitStack() as stack:

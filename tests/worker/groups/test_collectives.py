@@ -202,7 +202,7 @@ def test_a_pass_of_a_group_has_the_pairs_of_all_ranks(
 
 
 def test_a_rank_whose_port_is_taken_names_it() -> None:
-    """Another program uses the port, and does not allow sharing it."""
+    """The error names the rank whose port another program uses and does not share."""
     with socket.create_server((LOOPBACK, 0), reuse_port=False) as taken:
         port = taken.getsockname()[1]
         hosts = hosts_file([port, 1])

@@ -104,7 +104,7 @@ def test_a_rank_that_has_ended_is_noticed(
 
 @pytest.mark.parametrize("size", [1, LENGTH_BYTES, LENGTH_BYTES + 1])
 def test_a_message_that_was_cut_off_is_the_end_of_rank_0(pipe: tuple[int, int], size: int) -> None:
-    """Rank 0 was killed while it wrote the message."""
+    """If rank 0 is killed while it writes a message, the reader gets only the end of rank 0."""
     data = encoded(PASS)
     inbox = Inbox(pipe[0])
     os.write(pipe[1], (len(data).to_bytes(LENGTH_BYTES, "little") + data)[:size])

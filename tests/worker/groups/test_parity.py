@@ -123,7 +123,10 @@ def engines(
 
 
 def test_a_rank_that_has_joined_leaves_no_variables_to_processes_it_starts(pair: RankPair) -> None:
-    """Otherwise a child process with MLX would join the group and wait for other ranks."""
+    """A child process does not inherit the variables of a rank.
+
+    With them a child that uses MLX would join the group and wait for other ranks.
+    """
     assert pair.collectives.ranks == 2
     assert not {"MLX_RANK", "MLX_WORLD_SIZE", "MLX_HOSTFILE", "NCCL_PORT"} & os.environ.keys()
 

@@ -177,7 +177,7 @@ def test_sums_that_fail_here_are_used_nowhere(other: bytes, trial: Any, why: str
 def test_a_rank_whose_arrays_have_no_room_says_so_to_the_others(
     other: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the other ranks would wait for its answer without end."""
+    """A rank without room answers 0, so that the other ranks do not wait for it without end."""
 
     def fails(*given: Any) -> Any:
         raise RuntimeError("[malloc] Unable to allocate 4096 bytes")

@@ -176,7 +176,7 @@ def drawn(engine: ModelEngine, called: set[str], *, fused: bool) -> list[list[Sa
 def test_kernels_do_not_change_the_tokens_of_an_engine(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Log-probabilities equal those of float32 up to rounding, until a drawn token differs."""
+    """Log-probabilities are compared with those of float32, up to the first token that differs."""
     changes, packed, expected = MODELS[name]
     weights = random_weights(config(**changes))
     if name == "glm":

@@ -12,7 +12,10 @@ from mlxpool.worker.kernels.compiled_passes import CompiledPasses, ComputedKinds
 
 
 def test_the_kind_that_was_used_longest_ago_is_compiled_again() -> None:
-    """`notice` is called before a function is traced, because tracing already takes time."""
+    """The kind that was used longest ago is dropped, and compiled again when it is used.
+
+    `notice` is called before a function is traced, because tracing already takes time.
+    """
     seen: list[str] = []
 
     def double(x: Any) -> Any:

@@ -345,7 +345,7 @@ def test_products_with_4_bit_weights_in_tiles_equal_float64(
 def test_few_blocks_multiply_all_strips_of_a_weight_in_tiles(
     group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A small GPU has fewer thread blocks than the weight has strips of rows."""
+    """A small GPU has few thread blocks, each of which multiplies several strips of rows."""
     monkeypatch.setattr(matmul_4bit_tiles, "BUSY_BLOCKS", 1)
     monkeypatch.setattr(matmul_4bit_tiles, "FULL_GPU_BLOCKS", 2)
     columns = 832

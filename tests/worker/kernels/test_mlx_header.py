@@ -49,7 +49,7 @@ def write_record(folder: Path) -> Path:
 def test_the_precompiled_header_is_a_file_of_the_package(tmp_path: Path) -> None:
     """The precompiled header is listed in RECORD, so that pip deletes it with the package.
 
-    g++ would also use it with a newer header.
+    If it stayed, g++ would use it in place of a newer version's header.
     """
     package = write_package(tmp_path, "inline int one() { return 1; }\n")
     record = write_record(tmp_path)

@@ -47,7 +47,7 @@ GLM = Latents(20, 576, 512)
 
 
 class Batch:
-    """Spans (new tokens, latents of the row) whose blocks lie anywhere.
+    """A batch of spans (new tokens, latents of the row), whose blocks are scattered.
 
     Unused memory is NaN.
     """

@@ -36,7 +36,7 @@ def numbers(*shape: int) -> np.ndarray:
 
 
 def quantised(values: np.ndarray, layout: QuantLayout) -> dict[str, np.ndarray]:
-    """Returns the tensors that MLX quantises, by kind."""
+    """Returns the tensors (weight, scales, biases) that MLX makes when it quantises the values."""
     tensors = mx.quantize(mx.array(values), layout.group_size, layout.bits, mode=layout.mode)
     return dict(zip(("weight", "scales", "biases"), map(np.array, tensors), strict=False))
 

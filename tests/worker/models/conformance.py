@@ -1,8 +1,9 @@
-"""Compares our engine with mlx-lm in every way that it computes; the tests of all models use it.
+"""Compares our engine with mlx-lm in every way of computing; the tests of all models use it.
 
-A test file lists its cases, each a config.json. `prepare` writes a small random checkpoint of each
-and has mlx-lm answer all prompts, in one process, as its import is slow. Each of WAYS has our
-engine answer them and compares every token, and logits within RELATIVE_TOLERANCE of the largest.
+A test file lists its cases, each a config.json. `prepare` writes a small random checkpoint for each
+case. mlx-lm answers all prompts in one process, because its import is slow. Then our engine answers
+them in each of WAYS: every token must be equal, and logits may differ by RELATIVE_TOLERANCE of the
+largest logit.
 """
 
 from __future__ import annotations

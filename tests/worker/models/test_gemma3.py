@@ -110,7 +110,7 @@ def logits_of(path: Path, *, deterministic: bool = False, size: int = 300) -> np
 
 
 def test_newer_names_of_vision_tensors(tmp_path: Path) -> None:
-    """mlx-lm reads only the older names."""
+    """Older and newer names of vision tensors give the same logits; mlx-lm reads only the older."""
     weights = random_weights(config(**PICTURES))
     older = within("language_model.model.", "language_model.", "")(weights)
     newer = within("model.language_model.", "", "model.")(weights)

@@ -48,7 +48,7 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 
 def with_a_layer_ahead(weights: Weights) -> Weights:
-    """Returns weights with a further layer after the last one, which predicts further tokens."""
+    """Returns weights with an additional last layer, which predicts further tokens."""
     ahead = {
         name.replace("layers.1", "layers.2"): array
         for name, array in glm_released(weights).items()

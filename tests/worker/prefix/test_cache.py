@@ -281,7 +281,10 @@ def test_a_path_in_use_is_not_evicted() -> None:
 
 
 def test_eviction_keeps_the_prefix_of_running_rows() -> None:
-    """Covers EvictionPreservesActive: five chats share a system prompt, which is not evicted."""
+    """The system prompt that five chats share is not evicted.
+
+    Covers the reference case EvictionPreservesActive.
+    """
     system = [7, 7, 7, 7, 7]
     cache = tree(20 * CELL)
     row = None
@@ -526,7 +529,10 @@ def test_ten_turns_of_a_conversation(
 
 @pytest.mark.parametrize("stateful", [False, True])
 def test_repeatedly_cancelled_prefills(stateful: bool) -> None:
-    """Covers ScenarioCancelledPrefills: 47 tokens, cancelled after 18 and 36, then completed."""
+    """A prefill of 47 tokens is cancelled after 18 and 36 tokens, then completed.
+
+    Covers the reference case ScenarioCancelledPrefills.
+    """
     cache, prompt = tree(stateful=stateful), [*range(47)]
     serve(cache, prompt, stop_at=18)
     assert serve(cache, [*prompt[:18], 900, 901], (9,)) == 18
@@ -536,7 +542,10 @@ def test_repeatedly_cancelled_prefills(stateful: bool) -> None:
 
 @pytest.mark.parametrize("stateful", [False, True])
 def test_cancelled_prefills_that_diverge(stateful: bool) -> None:
-    """Covers ScenarioDivergentCancels: cancels before and after restore points, then no cancel."""
+    """Different prefills are cancelled before and after restore points; the last one is completed.
+
+    Covers the reference case ScenarioDivergentCancels.
+    """
     cache, prompt = tree(stateful=stateful), [*range(40)]
     serve(cache, prompt, restore_at=20, stop_at=10)
     serve(cache, [*prompt[:15], 700, 701], restore_at=16, stop_at=15)

@@ -37,7 +37,7 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=14)
 
 
 class Lists:
-    """A store that copies."""
+    """A ListStore, whose rows have copies of the cached tokens."""
 
     exact = True  # whether a token's bytes are exactly its own
 
@@ -56,7 +56,7 @@ class Lists:
 
 
 class Blocks:
-    """A store with shared blocks."""
+    """A PagedMemory, whose rows share blocks with the tree."""
 
     exact = False
 

@@ -49,7 +49,10 @@ def cells(tree: ListTree, tokens: tuple[int, ...]) -> list[int]:
     ("tokens", "found"), [([1, 2, 3, 4, 5], 5), ([1, 2, 3, 6, 7], 5), ([1, 2, 3, 9], 3), ([9], 0)]
 )
 def test_the_longest_match_is_found(tokens: list[int], found: int) -> None:
-    """Covers the reference case FindBestMatch: [1..5], split after 3 tokens to add [6, 7]."""
+    """The tree has the path [1..5], split after 3 tokens to add [6, 7].
+
+    Covers the reference case FindBestMatch.
+    """
     tree = planted(ListStore(), [1, 2, 3, 4, 5], [1, 2, 3, 6, 7])
     assert shape(tree.root) == {(1, 2, 3): {(4, 5): {}, (6, 7): {}}}
     match = tree.match(tuple(tokens), len(tokens))

@@ -143,7 +143,7 @@ def test_flipped_bits_of_arrays_are_found(data: st.DataObject) -> None:
 
 
 def test_a_segment_that_ends_anywhere_has_its_whole_records(tmp_path: Path) -> None:
-    """A segment is cut anywhere, as a full disk or a killed writer would cut it.
+    """A segment is cut anywhere, as by a full disk or a killed writer: whole records are read.
 
     Zeros may follow the cut.
     """

@@ -395,7 +395,10 @@ def test_a_reading_that_nobody_wants_ends(tmp_path: Path) -> None:
 def test_a_worker_waits_for_the_lock_behind_many_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other workers append large records with pauses, one after the other, by a simulated clock."""
+    """Thirty workers hold the lock one after the other, each for the longest pause.
+
+    The clock is simulated.
+    """
     now, others, held = [0.0], 30, ModelFolder(tmp_path, "m", 1).locked()
 
     class Clock:
@@ -666,7 +669,7 @@ def _grew(path: Path, size: int) -> bool:
 
 
 def test_writers_that_are_killed_leave_right_records(tmp_path: Path) -> None:
-    """Two writers at a time use one folder and are killed at any moment; others follow them."""
+    """Two writers at a time use one folder and are killed at any moment; records stay right."""
     context = multiprocessing.get_context("spawn")
     for number in range(3):
         pair = [

@@ -156,7 +156,10 @@ def test_an_image_that_takes_too_long_ends_its_lane_with_a_reason() -> None:
 
 
 def test_the_images_of_a_request_share_one_limit_of_time() -> None:
-    """A new time limit for each image would let a request run 16 times as long."""
+    """All images of a request together have the time limit of one job.
+
+    Otherwise a request with 16 images could run 16 times as long.
+    """
     handler = signal.getsignal(signal.SIGPROF)
     bounds = Bounds(Limits())
     try:

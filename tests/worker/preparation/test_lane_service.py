@@ -272,7 +272,10 @@ class BrittleServer:
 
 
 def test_a_fault_of_the_thread_ends_the_worker(make: Make) -> None:
-    """Otherwise requests would wait for the ended thread for ever."""
+    """If the thread of the lane service fails, the worker ends.
+
+    Otherwise requests would wait for the thread for ever.
+    """
     lanes = make()
     faults: queue.SimpleQueue[None] = queue.SimpleQueue()
     service = LaneService(

@@ -246,9 +246,9 @@ def test_a_cancelled_call_is_not_answered_and_the_next_with_its_id_is() -> None:
 
 
 def test_what_an_older_connection_brought_is_forgotten() -> None:
-    """Their runs would keep sequences for ever.
+    """Runs and calls of an older connection are dropped: another worker computes them by now.
 
-    By now another worker computes the old requests.
+    Otherwise they would keep sequences for ever.
     """
     harness = Harness()
     harness.work(1)
@@ -286,7 +286,7 @@ def test_a_cancelled_run_keeps_its_place_until_its_preparation_has_ended() -> No
 
 
 def test_a_run_that_is_cancelled_between_two_jobs_begins_no_further_one() -> None:
-    """The format was checked and the prompt's job has not begun when the run is cancelled."""
+    """The run is cancelled after the check of its format and before the job of its prompt."""
     folder, text, table = demo()
     opened = Opened("digest", 64, folder.plan.vocab_size, table, text.source, folder.eos_ids)
     harness = Harness(opened)

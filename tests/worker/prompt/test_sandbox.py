@@ -80,7 +80,10 @@ def test_a_template_that_does_not_compile_fails_the_load(source: str, words: str
     ["{{ 9 ** 9 ** 9 }}", "{{ 'x' * 2**50 }}", "{{ 'x' | center(2**50) }}", "{% if 9**9**9 %}"],
 )
 def test_compiling_evaluates_nothing(source: str) -> None:
-    """Compiling happens in the worker, which has no bounds on time and memory."""
+    """Compiling a template evaluates nothing of it.
+
+    It happens in the worker, without bounds on time and memory.
+    """
     end = "{% endif %}" if source.startswith("{%") else ""
     assert Template(source + end).content_form is ContentForm.TEXT
 

@@ -28,7 +28,7 @@ def sequence(prompt: int = 10, ids: int = 0, max_tokens: int = 10) -> Sequence:
 
 @dataclass
 class Memory:
-    """A memory of blocks for cached prefixes, which no row shares.
+    """A fake prefix cache that only counts its blocks; no row shares them.
 
     `begun_from`: the blocks of prefixes from which running rows began.
     """
@@ -59,7 +59,7 @@ class Memory:
 
 @dataclass
 class SharedMemory(Memory):
-    """A pool whose blocks rows and prefixes share.
+    """A fake pool whose blocks are shared by rows and prefixes.
 
     `tables`: the blocks of each row. `cached`: the blocks of prefixes.
     """

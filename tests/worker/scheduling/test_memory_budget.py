@@ -1,4 +1,4 @@
-"""The blocks that fit beside everything else that takes an engine's memory."""
+"""The number of blocks that fit into the memory beside all other needs of an engine."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_each_coefficient_is_recovered() -> None:
 
 
 def test_a_step_of_one_row_is_predicted_after_a_few_chunks() -> None:
-    """The relative error counts, so that short steps are not lost among long ones."""
+    """The fit weighs relative errors, so that short steps count as much as long chunks."""
     cost = StepCost()
     for number in range(64):
         load = Load(512, 0, 512 * 512 * (1 + number % 4), 0) if number % 4 else Load(1, 900, 0, 1)
@@ -160,7 +160,7 @@ def test_loads_that_are_all_alike_give_a_finite_prediction(kind: str) -> None:
 
 @pytest.mark.parametrize("factor", [100.0, 0.01])
 def test_a_few_strange_passes_change_little(factor: float) -> None:
-    """Such a pass waited for another process, for example, or its end was noticed late."""
+    """Few passes with odd times, such as waits for another process, change predictions little."""
     cost, draw = StepCost(), random.Random(8)
     for number in range(2 * OBSERVATIONS):
         load = mixed_load(draw) if number % 2 else decode_load(draw)

@@ -140,7 +140,7 @@ def test_one_that_lags_behind_a_long_prompt_does_not_hinder_the_others() -> None
 
 
 def test_one_that_fails_again_and_again_drafts_no_more() -> None:
-    """Drafts of other drafters between its failures do not reset the count."""
+    """A drafter that keeps failing is dropped, even if others draft between its failures."""
     free, head, model, drafter = three()
     first, second = sequence(), sequence()
     free.known, head.known, model.known = {first: (0.5,), second: (0.9,)}, {}, {first: (0.9,)}

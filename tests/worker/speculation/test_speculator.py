@@ -214,9 +214,9 @@ def test_a_trial_comes_when_its_cost_is_a_small_share_of_the_steps(line: float, 
 
 
 def test_where_steps_wait_for_drafts_a_search_looks_at_all_rows() -> None:
-    """The bound of search time alone would allow a search for one row.
+    """Drafts pay only if several rows have them, so a search looks at all rows.
 
-    But drafts pay only if several rows have them.
+    The bound of search time alone would allow a search for one row.
     """
     scene = Scene(16, 0.9, lambda checked, drafts: STEP, follow=0.01 * STEP, ahead=True)
     scene.run(1024)
@@ -234,9 +234,9 @@ def test_steps_without_drafts_are_measured_before_the_first_ones(rows: int) -> N
 
 
 def test_a_slow_first_step_of_many_drafts_does_not_forbid_fewer_for_ever() -> None:
-    """The first step with 120 drafts is slow, the later ones pay.
+    """The first step with drafts, 120 of them, is slow; after it steps with many drafts pay.
 
-    Four drafts of eight rows would gain too little.
+    Fewer drafts (four for each of eight rows) would gain too little.
     """
     checks = itertools.count()
 
@@ -319,7 +319,10 @@ def test_a_step_that_something_disturbed_does_not_end_drafts(slow: float, number
     ("drafting", "depths"), [(0.0, (MAX_DRAFTS,)), (0.003, (2, 3, 4, 6)), (0.02, (0,))]
 )
 def test_drafts_that_take_longer_to_make_are_fewer(drafting: float, depths: tuple[int]) -> None:
-    """The time to make drafts does not count as the time of checks, however long it is."""
+    """The longer it takes to make drafts, the fewer are made.
+
+    The time to make them does not count as the time of checks.
+    """
     scene = Scene(1, 0.8, lambda checked, drafts: 1e-4 * drafts)
     scene.drafter.drafting = drafting
     scene.run(100)

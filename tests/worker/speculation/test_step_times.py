@@ -125,7 +125,7 @@ def test_a_disturbed_plain_step_of_few_rows_does_not_make_drafts_seem_free() -> 
 
 
 def test_a_machine_that_becomes_slower_slows_both_kinds_of_steps() -> None:
-    """The time of a step with drafts is stored as a multiple of a plain step."""
+    """The time of a step with drafts is a multiple of a plain step's: both slow down together."""
     times = StepTimes()
     for _ in range(10):
         times.observe(8, 0, 0.010)

@@ -59,7 +59,7 @@ def test_a_file_under_the_name_of_another_key_is_not_read() -> None:
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "huge"])
 def test_what_is_no_small_file_is_not_read_and_is_replaced(kind: str) -> None:
-    """Reading a pipe or a device would never end; reading a huge file would take all memory."""
+    """Pipes, devices and huge files are replaced without being read."""
     kept = KeptFile("times", KEY)
     kept.write(b"1")
     file = file_of(kept)

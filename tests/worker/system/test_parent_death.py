@@ -49,7 +49,7 @@ def test_sigterm_ends_a_worker_whose_compute_thread_is_stuck(tmp_path: Path, fau
 
 @pytest.mark.parametrize("place", ["decode", "accept"])
 def test_the_end_of_stdin_ends_a_worker_even_a_stuck_one(tmp_path: Path, place: str) -> None:
-    """With the fault in `accept` it is the main thread that hangs."""
+    """The worker ends with its stdin, also if its main thread hangs (the fault in `accept`)."""
     with WorkerProcess(tmp_path, fault="lock", fault_in=place) as worker:
         worker.welcome(1)
         worker.work(1)

@@ -121,7 +121,10 @@ def test_numbers_are_there_when_the_device_has_written_them() -> None:
 
 
 def test_memory_that_is_freed_is_not_kept_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLX reuses the freed memory for operations, which would read it over the bus."""
+    """Freed memory loses its place on the host, because MLX uses it again for operations.
+
+    These would read it over the bus.
+    """
     advised: list[tuple[int, int, int]] = []
 
     class Driver:

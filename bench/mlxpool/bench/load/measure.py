@@ -119,8 +119,8 @@ def rows(
 def _notes(samples_of: Mapping[str, Sequence[Sequence[Sample]]]) -> Iterator[str]:
     """Yields notes about the requests and tokens of each contestant.
 
-    They name the number of failed requests. They also tell if a token was counted for each event of
-    a stream, or if a piece of a stream has several tokens.
+    One note has the number of failed requests. Another tells that each event of a stream counts as
+    one token, or how many tokens a piece of a stream has.
     """
     for name, loads in samples_of.items():
         samples = [sample for load in loads for sample in load]

@@ -1,4 +1,4 @@
-"""Loads for the comparison of routing policies: requests with prompts that share beginnings.
+"""Makes loads to compare routing policies: requests whose prompts share beginnings.
 
 A request comes at a given time, or some seconds after the end of another request. The next turn of
 a chat, for example, is sent after the user has read the last answer, and an agent sends its next

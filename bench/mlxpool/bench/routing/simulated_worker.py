@@ -1,4 +1,4 @@
-"""A worker as the simulator sees it: a batch, a prefix cache, and the time of its steps."""
+"""Simulates a worker: its batch, its prefix cache, and the time of its steps."""
 
 from __future__ import annotations
 

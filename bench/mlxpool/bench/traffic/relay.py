@@ -1,8 +1,8 @@
-"""The peer of the broker: a relay that forwards messages unchanged between two ROUTER sockets.
+"""A relay with which the broker is compared: it forwards messages between two ROUTER sockets.
 
-python -m mlxpool.bench.traffic.relay FRONT BACK   # endpoints
+    python -m mlxpool.bench.traffic.relay FRONT BACK   # endpoints
 
-All messages from BACK go to the first client of FRONT.
+The messages are not changed. All messages from BACK go to the first client of FRONT.
 """
 
 from __future__ import annotations

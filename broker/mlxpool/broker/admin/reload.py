@@ -189,7 +189,7 @@ class Reloader:
         notifier: ServiceNotifier,
         counters: Counters,
     ) -> None:
-        """`reread` reads the settings, on another thread; None: no file."""
+        """`reread` reads the settings on another thread; it is None without a file of settings."""
         self.waker = Waker()
         self._settings = settings
         self._reread = reread

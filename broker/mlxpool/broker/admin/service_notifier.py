@@ -27,7 +27,7 @@ class ServiceNotifier(Closing):
     def __init__(self, address: str = "", watchdog: float = 0.0) -> None:
         """`address`: the path of the socket, or "@" and the name of an abstract socket.
 
-        `watchdog`: the timeout of the manager's watchdog in seconds; 0: there is no watchdog.
+        `watchdog`: the timeout of the manager's watchdog in seconds, or 0 if there is no watchdog.
         """
         self._socket: socket.socket | None = None
         self._address = "\0" + address[1:] if address.startswith("@") else address

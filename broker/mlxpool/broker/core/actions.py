@@ -89,9 +89,10 @@ class Note(Struct, frozen=True):
 class RequestEnded(Struct, frozen=True):
     """The figures of an ended request, for trace spans (setting `traces`).
 
-    All times are on the core's clock. `assigned_at`: time of the first assignment to a worker; 0:
-    never. `resumes`: times at which the request lost its worker or batch slot, each with the time
-    of the next assignment. `timings_ms` are the durations that the newest worker reported.
+    All times are on the core's clock. `assigned_at`: time of the first assignment to a worker, or 0
+    if there was none. `resumes`: times at which the request lost its worker or batch slot, each
+    with the time of the next assignment. `timings_ms` are the durations that the newest worker
+    reported.
     """
 
     id: bytes

@@ -103,7 +103,7 @@ class AdminEvents(Struct, eq=False):
         registry.memory, registry.restart_limit = event.memory, event.config.restart_limit
 
     def on_unreachable(self, event: ev.Unreachable, now: float) -> None:
-        """Retries failed models once workers can reach the broker again."""
+        """Lets failed models start workers again, once workers can reach the broker again."""
         self._state.trouble = event.why
         failed = (m for m in self._state.registry.models.values() if m.state in FAILING)
         for model in failed if not event.why else ():

@@ -292,7 +292,7 @@ def _set_ids(run: Run, message: Generate) -> None:
 
 
 def _seconds(milliseconds: int | None) -> float:
-    """Returns milliseconds as seconds; infinity for None: no bound."""
+    """Returns milliseconds as seconds; infinity for None, which means that there is no bound."""
     return math.inf if milliseconds is None else milliseconds / 1000
 
 

@@ -226,7 +226,7 @@ class Calls(Struct, eq=False):
             self.cancel(call, now, DeadlineExceeded(f"{why} (deadline_ms), {where}"))
 
     def known(self, id: bytes, owner: str | None) -> Call | None:
-        """Returns the open call with this id, if it belongs to `owner`. `owner` None: any owner."""
+        """Returns the open call with this id, if it belongs to `owner` or if `owner` is None."""
         call = self._state.calls.get(id)
         return call if call is not None and owner in (None, call.message.owner) else None
 
@@ -281,7 +281,7 @@ class Calls(Struct, eq=False):
         self._outbox.add(JobSetBack(call.id, call.attempt, worker.slot, call.charge, where))
 
     def _answer(self, call: Call, answer: Content | None) -> None:
-        """Ends a call; all calls end here. `answer` None: nobody waits for it."""
+        """Ends a call; all calls end here. If `answer` is None, nobody gets an answer."""
         self._state.remove_call(call)
         self._state.timers.clear(("call", call.id))
         if answer is not None:
@@ -289,11 +289,10 @@ class Calls(Struct, eq=False):
 
 
 def allowed_keep(asked_ms: int, usual: float, longest: float) -> float:
-    """Returns the seconds for which an idle model stays loaded; negative: without limit.
+    """Returns the seconds for which an idle model stays loaded. A negative time means no limit.
 
-    `asked_ms`: the client's request; negative: without limit. `usual`: the model's keep_alive. If
-    it is negative, a client cannot shorten it. `longest`: the most that clients may ask for beyond
-    `usual`; negative: no bound.
+    `asked_ms`: the client's request. `usual`: the model's keep_alive; if it has no limit, a client
+    cannot shorten it. `longest`: the most that clients may ask for beyond `usual`.
     """
     if usual < 0:
         return usual

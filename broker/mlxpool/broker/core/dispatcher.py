@@ -129,7 +129,7 @@ class Dispatcher(Struct, eq=False):
         return [worker for worker in workers if worker is not reserved]
 
     def _fail_incompatible(self, model: Model, now: float) -> None:
-        """Fails streams that began with other weights than the model has now: none can resume.
+        """Fails streams that began with other weights than the model's, so that they cannot resume.
 
         Each stream is compared with the ready workers only once, because thousands may wait.
         """

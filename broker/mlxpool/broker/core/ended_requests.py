@@ -53,7 +53,8 @@ class EndedRequests:
     def fate(self, request_id: bytes, owner: str | None = None) -> Fate:
         """Returns the state of a request and the number of ids that were sent to the client.
 
-        If another owner has the request, returns `unknown`. `owner` None: the request of any owner.
+        If another owner has the request, returns `unknown`. If `owner` is None, requests of all
+        owners are known.
         """
         live, tomb = self._state.requests.get(request_id), self._state.tombstones.get(request_id)
         if live is not None and owner in (None, live.owner):

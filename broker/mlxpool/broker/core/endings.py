@@ -29,9 +29,9 @@ class Bulk(Struct, eq=False):
     """A set of streams and calls that end for one reason, a few in each event.
 
     `newest`: the number of the newest request when the set was made. A later request with an id of
-    the set does not end. `ends` and `ends_call` are asked just before a stream or call would end,
+    the set does not end. `ends` and `ends_call` decide just before a stream or call would end,
     because its id may belong to another client by then. `error` returns the error for each stream
-    or call; None: they are cancelled. `then` is called after the last stream or call.
+    or call; if it is None, they are cancelled. `then` is called after the last stream or call.
     """
 
     streams: deque[bytes]

@@ -352,7 +352,7 @@ class Shutdown(Event, Struct, frozen=True):
 
 
 class Unreachable(Event, Struct, frozen=True):
-    """New workers and commands cannot reach the broker, because of `why`; "": they can again."""
+    """New workers and commands cannot reach the broker, because of `why`; if "", they can again."""
 
     why: str
 

@@ -130,7 +130,7 @@ class WorkerPool(Struct, eq=False):
             self.require_those_without_worker(now)
 
     def keep(self, model: Model, seconds: float, now: float) -> None:
-        """Keeps an idle model loaded for `seconds` from now on; negative: without limit.
+        """Keeps an idle model loaded for `seconds` from now on, or without limit if negative.
 
         The time replaces the setting keep_alive until the model's workers are unloaded.
         """

@@ -95,7 +95,7 @@ class Broker:
     """A broker. `run` serves until SIGTERM, SIGINT or an operator's `stop`."""
 
     def __init__(self, config: PoolConfig, reread: Callable[[], PoolConfig] | None = None) -> None:
-        """`reread` reads the settings again for a reload; None: the settings never change."""
+        """`reread` reads the settings again for a reload; if None, the settings never change."""
         check_run_dir(config.run_dir)
         self.notifier = ServiceNotifier.from_environment()
         if not config.local_workers:
@@ -154,7 +154,7 @@ class Broker:
             self.gateway_process.record()
 
     def _on_trouble(self, trouble: str, now: float) -> None:
-        """Reports to the core why new workers and commands cannot connect; "": they can connect.
+        """Reports to the core why new workers and commands cannot connect; "" if they can connect.
 
         While they cannot connect, ends the workers that have not connected yet.
         """

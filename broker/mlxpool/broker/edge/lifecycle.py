@@ -1,4 +1,4 @@
-"""The start and the end of the broker's process: lock, descriptors, signals, stop."""
+"""Starts and ends the broker's process: its lock, descriptor limit, signals and stop."""
 
 from __future__ import annotations
 

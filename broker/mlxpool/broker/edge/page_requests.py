@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class PageCancels:
-    """Cancels requests from the page.
+    """Carries out the cancels that operators ask for on the status page.
 
     Owned by the broker's thread. `waker` is readable if `serve` is due.
     """

@@ -1,4 +1,4 @@
-"""Traces: events and actions in the history file, and requests as OpenTelemetry spans."""
+"""Writes traces: events and actions into the history file, requests as OpenTelemetry spans."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Feeder(Struct, eq=False):
     ) -> None:
         """Records that a job waits in the group and may run from the time `due` on.
 
-        `owner` None: the owner is unknown. `suspect`: the job has to run alone.
+        `owner` is None if the owner is unknown. `suspect`: the job has to run alone.
         """
         backlog = self.groups.setdefault(group, Backlog())
         if owner is None or backlog.owners[owner] < backlog.share:
@@ -233,7 +233,7 @@ class Feeder(Struct, eq=False):
         )
 
     def _alone(self, name: str, view: PoolView, now: float, *, waited: bool) -> bool:
-        """Returns whether the core may get a suspect now: only it would be blamed for a crash.
+        """Returns whether the core may get a suspect now: a crash must then count against it alone.
 
         A suspect that has not `waited` long enough lets all due jobs and streams of the model go
         first, and waits for started jobs of other models. A suspect that has waited is given to the

@@ -70,7 +70,7 @@ class NoticeQueue:
         self._due = math.inf  # time of the next read of the store
 
     def came(self, url: str, now: float) -> None:
-        """Handles the end of a job or batch. `url` gets a notice of it; "": nobody is notified."""
+        """Schedules a read of the notice of an ended job or batch, unless its `url` is ""."""
         if url:
             self._came = self._reading
             self._due = min(self._due, now)

@@ -1,4 +1,4 @@
-"""Answers operators' questions: a job with its failures, notices, exports, checksums."""
+"""Answers operators' questions about a job with its failures, notices, exports, checksums."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ class Runs:
         return Defer(active.id, job.gen, delay, attempts, job.charge, 0, error.message)
 
     def _put_back(self, active: ActiveJob, delay: float) -> Defer:
-        """Returns the operation that defers a job without its fault: this start does not count."""
+        """Returns the operation that defers a job which has no fault: this start does not count."""
         job = active.job
         starts = 0 if active.taken > job.pos else max(0, job.starts - 1)
         return Defer(active.id, job.gen, delay, job.attempts, job.charge, starts)

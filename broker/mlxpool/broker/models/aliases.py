@@ -63,7 +63,7 @@ class Name(Struct, eq=False):
 
 
 class Names:
-    """All names of models. Each name has the name under which its model runs, its `model`.
+    """All names of models. In each `Name`, `model` is the name under which its model runs.
 
     Invariant: a name that is the `model` of another name is also its own `model`.
     """

@@ -125,7 +125,7 @@ def _chat_of(
 
 
 def _memory_of(workers: Sequence[Worker]) -> int | None:
-    """Returns the bytes of weights, KV caches, prefixes and steps of all workers; None: unknown."""
+    """Returns the bytes of weights, KV caches, prefixes and steps of all workers, or None."""
     totals = [worker.beat.memory.get("total") for worker in workers]
     known = [total for total in totals if type(total) is int]
     return sum(known) if known else None

@@ -167,7 +167,7 @@ class Model(Struct, eq=False):
 
     @property
     def replicas_wanted(self) -> int:
-        """The number of workers that the model should have, of all supervisors; 0: none is set."""
+        """The number of workers that the model should have, of all supervisors; 0 if not set."""
         rules = self.config.scaling
         if not self.scales:
             return self.config.replicas
@@ -211,13 +211,13 @@ class Model(Struct, eq=False):
 
     @property
     def keep_alive(self) -> float:
-        """Seconds without work after which the model's workers are unloaded; negative: never."""
+        """Seconds without work after which the model's workers are unloaded; negative if never."""
         return self.config.keep_alive if self.kept is None else self.kept
 
     def expires_in(self, now: float) -> float | None:
         """Returns the seconds after which the idle model is unloaded.
 
-        Negative: it is never unloaded. None: it is not loaded.
+        The result is negative if the model is never unloaded, and None if it is not loaded.
         """
         if not any(worker.state in SERVING for worker in self.workers):
             return None

@@ -46,7 +46,7 @@ class Registry:
     def add(self, name: str, config: ModelConfig, location: str = "", need: int = 0) -> None:
         """Adds a name. The name gets a model of its own unless it is an alias.
 
-        `location`: the path of the model's files; "": the name cannot be an alias. `need`: the
+        `location`: the path of the model's files, or "" if the name cannot be an alias. `need`: the
         least bytes of memory that a worker needs.
         """
         if name in self.names.known:

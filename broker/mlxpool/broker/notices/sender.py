@@ -104,7 +104,7 @@ class Posting(Struct, frozen=True):
 class PostingRules(Struct, frozen=True):
     """The settings for posting notices.
 
-    `secret` is the file of the secrets; None: notices are not signed.
+    `secret` is the file of the secrets, or None if notices are not signed.
     """
 
     allowed: Allowed

@@ -329,7 +329,10 @@ class Supervisor:
             (os.killpg if group else os.kill)(child.process.pid, number)
 
     def exited_by_itself(self, slot: str) -> bool:
-        """Returns whether a worker ended by an exit and not by a signal; False except on Linux."""
+        """Returns whether a worker ended by an exit and not by a signal.
+
+        On systems other than Linux it returns False.
+        """
         if sys.platform != "linux":
             return False
         flags = os.WEXITED | os.WNOWAIT | os.WNOHANG

@@ -26,7 +26,7 @@ def shares(ids: Sequence[bytes], in_prefill: bytes | None) -> dict[bytes, float]
 
 
 def batch_bound(charge: float) -> int:
-    """Returns the largest batch that may contain a request of this charge; 0: any size.
+    """Returns the largest batch that may contain a request of this charge; 0 if there is no bound.
 
     After a first charge the bound is a quarter of the batch that shared the charge; after a second
     charge it is 1. The bound depends only on the charge, because a job keeps only this number when

@@ -70,7 +70,7 @@ class Lane:
     def head(
         self, places: Mapping[str, int] = NO_PLACES, *, without_images: bool = False
     ) -> Request | None:
-        """Returns the request whose turn it is, stable until the lane or `places` changes.
+        """Returns the request whose turn it is: the same until the lane or `places` changes.
 
         `places` counts the places of each owner. `without_images`: requests with images are
         skipped.

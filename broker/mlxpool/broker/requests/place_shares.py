@@ -57,7 +57,8 @@ class Wanted(Struct, frozen=True):
 class Decision(Struct, frozen=True):
     """The runs that give up their places (batch slots), each with the owner that gets its place.
 
-    `again`: the time at which the decision may change although no event has come; infinity: never.
+    `again`: the time at which the decision may change although no event has come; infinity if it
+    cannot.
     """
 
     gives: tuple[tuple[Request, str], ...] = ()

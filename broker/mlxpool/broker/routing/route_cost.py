@@ -81,7 +81,7 @@ class Route(Struct, eq=False):
     def ended(self, run: int, cached: int | None = None) -> None:
         """Records the end of a run.
 
-        `cached`: tokens of its prompt found in the cache; None: unknown.
+        `cached`: the number of its prompt's tokens that were in the cache, or None if unknown.
         """
         self.unread.pop(run, None)
         predicted = self.predicted.pop(run, 0)
@@ -122,8 +122,8 @@ def crowd_of(
     """Returns the Crowd of a request: its cached tokens, and the requests that wait behind it.
 
     `waiting`: the number of other requests that wait for these workers. `first`: the requests from
-    which the next is chosen. Of the waiting requests, those whose prompts begin alike do not count:
-    they gain if a second worker caches this beginning.
+    which the next is chosen. Waiting requests whose prompts begin like this request's prompt do not
+    count: they gain if a second worker caches this beginning.
     """
     if not waiting:
         return ALONE
@@ -172,7 +172,10 @@ MAX_PASSED = 32  # most later requests that may overtake a request
 
 
 class Pair(Struct, Generic[R, W], frozen=True):
-    """A request and a worker for it. `loss`: milliseconds above the request's cheapest worker."""
+    """A request and a worker for it.
+
+    `loss`: the cost of the pair in milliseconds above the cost of the request's cheapest worker.
+    """
 
     request: R
     worker: W

@@ -54,7 +54,7 @@ class ZapHandler:
             self.socket.send_multipart([VERSION, number, *verdict, user.encode(), b""])
 
     def user_id(self, request: list[bytes], now: float) -> str:
-        """Returns the user id of the connection's messages; "" refuses the connection."""
+        """Returns the user id for all messages of the connection; "" refuses the connection."""
         version, _, domain, address, _, mechanism, *credentials = request
         if version != VERSION:
             return ""

@@ -192,7 +192,8 @@ class CreateFile(Operation, Struct, frozen=True):
     """Begins a file with its first part. Results: FileView, FileDiffers.
 
     If the file exists, the operation does what AppendFile does with the part. `keep`: seconds from
-    now until the file is deleted; None: only DeleteFile deletes it. `max_bytes`: see AppendFile.
+    now until the file is deleted; if it is None, only DeleteFile deletes it. `max_bytes`: see
+    AppendFile.
     """
 
     admits: ClassVar[bool] = True
@@ -217,9 +218,9 @@ class AppendFile(Operation, Struct, frozen=True):
 
     Bytes that the file already has are compared and skipped, so a part may be sent again, also to a
     complete file. A start after the end changes nothing; the view has the size. `last`: this part
-    completes the file. `max_bytes`: the bound on the total size of the owner's files; 0: no bound.
-    Above it the part is refused (`over_quota`). `keep`: seconds from the file's creation to its
-    deletion; None: the value of the first part stays.
+    completes the file. `max_bytes`: the bound on the total size of the owner's files, or 0 for no
+    bound. Above it the part is refused (`over_quota`). `keep`: seconds from the file's creation to
+    its deletion; if it is None, the value of the first part stays.
     """
 
     admits: ClassVar[bool] = True
@@ -251,8 +252,8 @@ class ReadFile(Operation, Struct, frozen=True):
 class ListFiles(Operation, Struct, frozen=True):
     """Lists files of a tenant, the newest or the oldest first. Result: FileList.
 
-    `purpose` "": files of all purposes. `behind`: only files after the file with this time and id,
-    even if that file was deleted.
+    If `purpose` is "", files of all purposes are listed. `behind`: only files after the file with
+    this time and id, even if that file was deleted.
     """
 
     writes: ClassVar[bool] = False
@@ -345,8 +346,9 @@ class ReadBatch(Operation, Struct, frozen=True):
 class ListBatches(Operation, Struct, frozen=True):
     """Lists batches, the newest first. Result: BatchList.
 
-    `states` empty: batches in all states. `owner` None: batches of all owners. `live`: only batches
-    that have not ended. `behind`: only batches after the batch with this time and id.
+    If `states` is empty, batches in all states are listed; if `owner` is None, batches of all
+    owners. `live`: only batches that have not ended. `behind`: only batches after the batch with
+    this time and id.
     """
 
     writes: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""The stored form of chunks of output: packed step borders, and cuts at a border."""
+"""Converts chunks of output to their stored form, and cuts them at borders of steps."""
 
 from __future__ import annotations
 

@@ -49,9 +49,10 @@ class Submit(Operation, Struct, frozen=True):
     `request`: the packed request, which the store does not read. `blobs`: the blobs of its message;
     equal blobs of all jobs are stored once. Two submissions with equal digests are one job. The job
     waits for at least `delay` seconds, and until the time of day `not_before`. `deadline`: seconds
-    from now; None: no deadline. `keep`: seconds between the end and the deletion of the result;
-    None: until it is released. `label`: the client's name of a line of a batch. `max_jobs`,
-    `max_bytes`: bounds of the owner's stored jobs and bytes; 0: no bound.
+    from now, or None for no deadline. `keep`: seconds between the end and the deletion of the
+    result; if it is None, the result is kept until it is released. `label`: the client's name of a
+    line of a batch. `max_jobs`, `max_bytes`: bounds of the owner's stored jobs and bytes, or 0 for
+    no bound.
     """
 
     admits: ClassVar[bool] = True
@@ -212,7 +213,7 @@ class Retry(Operation, Struct, frozen=True):
     """Lets a dead or expired job wait again. Results: Changed, Fate, UnknownName.
 
     Its attempts, starts and charge become 0 and its quarantine ends. `new_generation`: the output
-    restarts at position 0. `deadline`: seconds from now; None: no deadline.
+    restarts at position 0. `deadline`: seconds from now, or None for no deadline.
     """
 
     name: Name
@@ -274,8 +275,8 @@ class FetchPage(Operation, Struct, frozen=True):
 
     Output or an end that does not match its checksum is refused as `damaged`.
 
-    `pos` is rounded down to a border of steps. `gen` None: the present generation. Any other
-    generation gives JobRestarted. The page has at most `max_bytes`, but at least one step.
+    `pos` is rounded down to a border of steps. If `gen` is neither None nor the present generation,
+    the result is JobRestarted. The page has at most `max_bytes`, but at least one step.
     """
 
     writes: ClassVar[bool] = False
@@ -289,9 +290,10 @@ class ListJobs(Operation, Struct, frozen=True):
     """Lists jobs in order of arrival. Result: JobList, whose `next` is a `seq`.
 
     The list begins after the job with the number `after`. `reverse`: the newest jobs come first,
-    and the list begins before `after`; 0: with the newest job. `owner` None: jobs of all owners.
-    `tenant` None: jobs of all tenants. `states` empty: jobs in all states but gone. `model` "":
-    jobs of all models. `batch`: only jobs of that batch; None: only jobs without a batch.
+    and the list begins before the job `after`, or with the newest job if `after` is 0. Jobs of all
+    owners are listed if `owner` is None, of all tenants if `tenant` is None, in all states but gone
+    if `states` is empty, and of all models if `model` is "". `batch`: only jobs of that batch are
+    listed, or only jobs without a batch if it is None.
     """
 
     writes: ClassVar[bool] = False
@@ -368,7 +370,7 @@ class ReadNotices(Operation, Struct, frozen=True):
 class ListNotices(Operation, Struct, frozen=True):
     """Lists undelivered and given-up notices by `end_seq`. Result: Notices.
 
-    `owner` None: notices of all owners.
+    If `owner` is None, notices of all owners are listed.
     """
 
     writes: ClassVar[bool] = False
@@ -387,8 +389,8 @@ class NoticeSent(Operation, Struct, frozen=True):
 class NoticeFailed(Operation, Struct, frozen=True):
     """Stores a failed attempt to post a notice. Result: Done.
 
-    The next attempt follows in `delay` seconds; None: never. `unreachable`: the origin, if no
-    connection to it could be made, else "". Notices of this origin that are older than
+    The next attempt follows in `delay` seconds, or never if it is None. `unreachable`: the origin,
+    if no connection to it could be made, else "". Notices of this origin that are older than
     `give_up_after` seconds are given up without a further attempt, some at a time.
     """
 

@@ -397,8 +397,8 @@ class Done(Result, Struct, frozen=True):
 class StoreFigures(Result, Struct, frozen=True):
     """Figures of the store. `used` and `bound` are bytes; new jobs are refused above `admit`.
 
-    `room`: bytes that the bound and the disk leave for new jobs; 0: new jobs are refused. `notices`
-    counts the notices to be delivered, `given_up` the notices without further tries.
+    `room`: bytes that the bound and the disk leave for new jobs; if it is 0, new jobs are refused.
+    `notices` counts the notices to be delivered, `given_up` the notices without further tries.
     """
 
     states: tuple[tuple[JobState, int], ...]
@@ -414,9 +414,9 @@ class StoreFigures(Result, Struct, frozen=True):
 class Cursor(Struct, frozen=True):
     """The position at which an export continues: the job `seq`, or the first job after it.
 
-    `part` 0: at the start of the job. Otherwise: at blob `part` - 1 in the list of the blobs of its
-    request and of its answer. Later blobs follow, then the output of generation `gen` from `pos`
-    on.
+    If `part` is 0, the export continues at the start of the job; otherwise at blob `part` - 1 in
+    the list of the blobs of its request and of its answer. Later blobs follow, then the output of
+    generation `gen` from `pos` on.
     """
 
     seq: int = 0

@@ -1,4 +1,7 @@
-"""The folder of the store: its lock, its databases, its reserve file, and refused file systems."""
+"""The folder of the store, with its lock, its databases and its reserve file.
+
+A folder on a network file system is refused.
+"""
 
 from __future__ import annotations
 

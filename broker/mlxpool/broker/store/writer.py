@@ -132,7 +132,7 @@ class Inbox:
         return group
 
     def done(self, operations: Sequence[Operation]) -> None:
-        """Frees the space in the inbox of operations whose results are known."""
+        """Frees the inbox space of operations whose results are known."""
         with self._changed:
             self._operations -= len(operations)
             self._bytes -= sum(operation.size + OPERATION_BYTES for operation in operations)
@@ -423,7 +423,7 @@ class StoreWriter(threading.Thread):
     # ---- answers -------------------------------------------------------------------------------
 
     def _answer(self, operations: Sequence[Operation], results: Sequence[Result]) -> None:
-        """Hands out results, and frees the space in the inbox of their operations."""
+        """Hands out results, and frees the inbox space of their operations."""
         if len(operations) == len(self._open):
             self._open.clear()
         for operation in operations if self._open else ():

@@ -68,7 +68,7 @@ class GatewayInfo(Struct, frozen=True):
 class ModelSnapshot(Struct, frozen=True):
     """The row of a model.
 
-    `histograms` is empty until its first request, so unused models are cheap.
+    `histograms` is empty until the model's first request, so that unused models cost little.
     """
 
     name: str

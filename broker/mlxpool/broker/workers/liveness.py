@@ -146,7 +146,7 @@ def judge(watch: Watch, config: PoolConfig, *, welcomed: bool, memory_limit: int
 
 
 def _stopped_rank(watch: Watch, verdict: Verdict) -> int:
-    """Returns the first rank above 0 that a signal has stopped while the others wait; 0: none.
+    """Returns the first rank above 0 that a signal has stopped while the others wait, or 0.
 
     The limit of that rank may be infinite, because a rank between two passes need not progress.
     """

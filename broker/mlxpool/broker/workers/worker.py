@@ -157,7 +157,8 @@ class Worker:
     def end_lease(self, key: RunKey, cached: int | None = None) -> None:
         """Ends a lease, because the worker has ended its run or returned it unfinished.
 
-        `cached` is the number of the prompt's tokens from the prefix cache; None: not reported.
+        `cached` is the number of the prompt's tokens from the prefix cache, or None if the worker
+        did not report it.
         """
         self.route.ended(key[1], cached)
         self.ended += key in self.leases
@@ -195,7 +196,7 @@ def restart_delay(failures: int, first: float, most: float, boot: int = 0) -> fl
     """Returns the seconds to wait after `failures` consecutive workers that never served.
 
     They are `first` after the first failure, and double with each further failure, up to `most`.
-    `boot` spreads the restarts of many pools by up to JITTER; 0: no spread.
+    `boot` spreads the restarts of many pools by up to JITTER; with 0 they are not spread.
     """
     if failures <= 0:
         return 0.0

@@ -117,7 +117,8 @@ def encode(
 ) -> list[bytes]:
     """Returns the parts of a message.
 
-    Raises TooLarge with the size and the bound, BadRequest naming a value that msgpack cannot hold.
+    Raises TooLarge with the size and the bound, and BadRequest naming a value that msgpack cannot
+    hold.
     """
     head = msgpack.packb(
         [VERSION, header.kind, header.id, header.epoch, header.attempt, header.pos]

@@ -174,11 +174,11 @@ class MarkedParser(ABC):
 
     @abstractmethod
     def _take(self, lexeme: Lexeme) -> list[Event]:
-        """Reads a mark, or text between marks."""
+        """Reads a lexeme: a mark, or text between marks."""
 
     @abstractmethod
     def _read(self, text: str) -> list[Event]:
-        """Reads text, or a mark that has no meaning at this point."""
+        """Reads text between marks; a mark without a meaning at this point is also read as text."""
 
     @abstractmethod
     def _at_end(self) -> list[Event]:

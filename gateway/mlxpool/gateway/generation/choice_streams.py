@@ -1,4 +1,4 @@
-"""The streams of one HTTP request, one for each choice: from the pool's deltas to the response."""
+"""Turns the pool's streams, one for each choice, into the response to one HTTP request."""
 
 from __future__ import annotations
 

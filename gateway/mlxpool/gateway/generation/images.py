@@ -1,4 +1,4 @@
-"""The contents of messages in HTTP requests: text, and the images of each interface. Pure.
+"""Reads the contents of messages in HTTP requests: text, and the images of each interface. Pure.
 
 OpenAI's parts have data URLs, Ollama's messages have base64. Errors use the interface's words.
 """

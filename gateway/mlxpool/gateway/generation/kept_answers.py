@@ -319,7 +319,7 @@ class ResumableGeneration:
 
 
 def _choice(request: ChoiceRequest, index: int) -> ChoiceRequest:
-    """Returns one choice of a request; choice i has seed + i."""
+    """Returns one choice of a request; choice i has the seed `seed` + i."""
     seed = request.arguments.get("seed")
     if seed is None or not index:
         return replace(request, n=1)

@@ -1,4 +1,4 @@
-"""The pools as routes use them: each request has a client for the owner of its API key."""
+"""Gives routes access to the pools, with a client for the owner of each request's API key."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PoolAccess:
 
     @property
     def client(self) -> AsyncClient:
-        """The client, for the request's owner, of the pool that has this request's model."""
+        """The client, acting for the request's owner, of the pool that has the request's model."""
         return _for_owner(self.models.client)
 
     def _check_owner(self) -> None:
@@ -66,7 +66,7 @@ class PoolAccess:
 
     @property
     def job_client(self) -> AsyncClient:
-        """The client of the pool that keeps this request's job or file, for the request's owner.
+        """The client, acting for the request's owner, of the pool that keeps its job or file.
 
         `model`, `find_kept` or `take_keeper` has chosen the pool before. Raises HttpError if the
         gateway does not name the owners of API keys to the broker.

@@ -1,4 +1,4 @@
-"""The pool's options in requests of several interfaces: sampling and formats of answers. Pure."""
+"""Reads the pool's options for sampling and formats in requests of several interfaces. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token counts that the pool does not report: of a chat before it is sent, and of thoughts.
+"""Counts tokens that the pool does not report: of a chat before it is sent, and of thoughts.
 
 With the first count, a chat that is too long for the model's context is shortened.
 """

@@ -281,7 +281,7 @@ def _think(think: object) -> bool | str | None:
 
 
 def _messages(messages: Any) -> tuple[list[Mapping[str, Any]], list[bytes]]:
-    """Returns checked messages, with the pool's names of their members, and all their images."""
+    """Returns the checked messages, with their keys renamed to the pool's, and all their images."""
     images: list[bytes] = []
     if isinstance(messages, list):
         messages = [

@@ -346,11 +346,11 @@ class TextChunks(Struct, eq=False):
         return b"".join(chunks)
 
     def _first(self, update: ChoiceUpdate) -> int:
-        """Returns the first choice of the prompt of an update."""
+        """Returns the number of the first choice that has the same prompt as an update."""
         return update.choice - update.choice % self.echoes
 
     def _with_prompt(self, update: ChoiceUpdate) -> ChoiceUpdate:
-        """Returns the update with the log-probabilities that were computed for the first choice."""
+        """Returns the update with its prompt's log-probabilities, which the first choice has."""
         entries = self.prompts[self._first(update)]
         return replace(update, prompt=tuple(entries[entry["prompt"]] for entry in update.prompt))
 

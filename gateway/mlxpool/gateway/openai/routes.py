@@ -64,7 +64,7 @@ class OpenAIRoutes:
         await response.json(self._model(name, model))
 
     def _model(self, name: str, model: ModelInfo) -> dict[str, Any]:
-        """Returns a model, with the members that Anthropic's clients read too."""
+        """Returns the map of a model, with additional members that Anthropic's clients read."""
         return {
             "id": name,
             "object": "model",

@@ -1,4 +1,4 @@
-"""Token ids of texts and chats, and texts of token ids: fields, checks and endpoints."""
+"""Endpoints for the token ids of texts and chats, and for the text of token ids, with checks."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_line_with_a_fault_is_named(name: str) -> None:
-    """Later lines are still checked, but no longer converted."""
+    """Lines after a faulty line are still checked, but no longer converted."""
     data, code = BAD[name]
     reader, pool_lines = read([line("first"), b"", data, line("last", n=3)])
     assert [fault.line for fault in reader.faults] == [3, 4]

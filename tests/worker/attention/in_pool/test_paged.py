@@ -51,7 +51,7 @@ BLOCKS = 30
 
 @pytest.fixture(params=["kernels"] if ON_GPU else ["operations", "kernels"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Returns True if our kernels write and read the pool."""
+    """Yields True if our kernels write and read the pool, False if MLX's operations do."""
     if request.param == "operations" or ON_GPU:
         yield ON_GPU
         return

@@ -121,7 +121,7 @@ def test_chunks_have_tiles_of_their_own_beside_rows_and_alone() -> None:
 
 
 def test_a_shape_whose_pass_failed_is_new_again() -> None:
-    """After a failed pass its shape is new again, but shapes that were evaluated stay known."""
+    """A shape counts as new again if its pass failed; shapes of evaluated passes stay known."""
     runner, new = Passes().runner, Passes().store.new_row
     row: Any = new()
     known, other = [RowSpan(row, 1)], [RowSpan(row, 20)]
@@ -138,7 +138,7 @@ def test_parts_of_a_pass_grow_by_two_layers() -> None:
 
 @pytest.mark.usefixtures("no_device")
 def test_a_pass_is_begun_in_parts_while_no_row_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No part begins while tokens are in flight, memory is measured, or kernels are listed."""
+    """A pass is not divided while tokens are in flight, memory is measured or kernels listed."""
     begun: list[Any] = []
     monkeypatch.setattr(ragged_runner, "begin", begun.append)
     passes = Passes()

@@ -68,7 +68,10 @@ def group_mask(count: int, length: int, window: int, groups: Sequence[tuple[int,
 def masked_attention(
     q: mx.array, keys: mx.array, values: mx.array, scores: ScoreParams, visible: mx.array | None
 ) -> mx.array:
-    """Attends to keys with `visible` [n, L] true, or to all; shapes as in causal_attention."""
+    """Attends to the keys for which `visible` [n, L] is true; None: to all keys.
+
+    For the other shapes see causal_attention.
+    """
     length, count = keys.shape[2], q.shape[0]
     fused = _fused(q, values, scores)
     most = count if fused else _queries_per_part(length, q.shape[1])
@@ -89,7 +92,7 @@ def masked_attention(
 
 
 def _queries_per_part(length: int, heads: int) -> int:
-    """Returns the number of queries in one part of a chunk."""
+    """Returns how many queries of a chunk are computed at a time, to bound the memory of scores."""
     most = max(1, MAX_SCORES // (length * heads))
     return most if on_gpu() else min(most, max(MIN_CPU_QUERIES, MAX_CPU_PAIRS // length))
 
@@ -170,7 +173,10 @@ def padded_lengths(start: int, count: int) -> tuple[int, int, int]:
 
 
 def _mask(count: int, length: int, window: int) -> mx.array | str | None:
-    """Returns the mask of the last `count` of `length` tokens, or MLX's name for this mask."""
+    """Returns the mask of the last `count` of `length` tokens, or MLX's name for this mask.
+
+    None: a single query sees all keys.
+    """
     if window and length > window:
         ends = mx.arange(length - count, length)[:, None]
         places = mx.arange(length)[None]
@@ -179,7 +185,7 @@ def _mask(count: int, length: int, window: int) -> mx.array | str | None:
 
 
 def _mask_array(mask: mx.array | str | None, count: int, length: int) -> mx.array | None:
-    """Converts a result of `_mask` to an array; None: no mask."""
+    """Returns a result of `_mask` as an array, or None if there is no mask."""
     if isinstance(mask, str):
         return mx.arange(length)[None] <= mx.arange(length - count, length)[:, None]
     return mask

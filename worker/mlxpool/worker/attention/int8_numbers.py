@@ -37,7 +37,8 @@ def read(held: Arrays, dtype: mx.Dtype, kv: str = AUTO) -> Arrays:
 def quantise(x: mx.array) -> tuple[mx.array, mx.array]:
     """Returns x [..., size] as integers [..., size] and scales [..., 1] in bfloat16.
 
-    An infinite number or a NaN makes the scale infinite or NaN; dequantised numbers are then NaN.
+    If x has an infinite number or a NaN, the scale becomes infinite or NaN, and the dequantised
+    numbers NaN.
     """
     x = x.astype(mx.float32)
     scales = (mx.max(mx.abs(x), axis=-1, keepdims=True) / GREATEST).astype(SCALES)

@@ -83,11 +83,14 @@ class Layout:
 
     @property
     def free_blocks(self) -> int | None:
-        """The number of unused blocks; None: rows share no blocks."""
+        """The number of unused blocks; None: the layout has no common pool of blocks."""
         return None
 
     def blocks_of(self, row: Any) -> int:
-        """Returns the number of blocks that a row uses; 0 if rows share no blocks."""
+        """Returns the number of a row's blocks, less a shared block that its next write copies.
+
+        Returns 0 if the layout has no common pool of blocks.
+        """
         return 0
 
     def left(self, rows: Iterable[CacheRow], whole: int) -> int:
@@ -142,9 +145,9 @@ class Layout:
         """Builds one pass over inputs `ids` [T] and advances the rows.
 
         The pass is computed later; outside of `whole_passes` the device may begin it now. A
-        negative id -1 - r means element r of `drawn`. `wanted`: the numbers of spans with results,
-        see RowSpan. In `wanted`, spans with logits of one token come first, then spans with logits
-        of several tokens, then spans with hidden states.
+        negative id -1 - r means element r of `drawn`. `wanted`: the indices of the spans with
+        results, see RowSpan. In `wanted`, spans with logits of one token come first, then spans
+        with logits of several tokens, then spans with hidden states.
         """
         inputs = self._upload(np.array(ids, dtype=np.int32))
         if drawn is not None:
@@ -206,7 +209,8 @@ class Layout:
     def invalidate(self) -> None:
         """Discards the arrays that a failed pass may have damaged.
 
-        Kinds of passes without an evaluated pass are new again, see ComputedKinds.
+        If no pass of a kind was evaluated before the failure, the next pass of this kind counts as
+        the first again, see ComputedKinds.
         """
         for compiling in self._compiling:
             compiling.failed()

@@ -54,9 +54,9 @@ def make_layout(
 ) -> Layout:
     """Makes the layout `name` for at most `rows` rows; a pool has `blocks` blocks.
 
-    `uploads` sends the numbers of a pool's passes to the device; None: MLX copies them. `images`:
-    the model reads images. `keeps_states`, `keeps_drawn`: see Layout. `long_passes`: see
-    PagedLayout.
+    `uploads`: sends the index arrays of each pass over a pool of blocks to the device; None: MLX
+    copies these arrays. `images`: the model reads images. `keeps_states`, `keeps_drawn`: see
+    Layout. `long_passes`: see PagedLayout.
     """
     if name == "pool":
         return PagedLayout(

@@ -47,8 +47,8 @@ class PackedBatch(RotateThenAttend):
     """The tokens of one pass of an encoder model; implements TextBatch.
 
     `windows`: for each layer the number of tokens that a token sees to each side, itself included;
-    0: all. `causal`: a token sees no later tokens. The last `padding` tokens of each text see the
-    other tokens but not each other; the other tokens see all.
+    0: it sees all tokens. `causal`: a token sees no later tokens. The last `padding` tokens of each
+    text see the other tokens but not each other; the other tokens see all.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class PackedBatch(RotateThenAttend):
         raise NotImplementedError
 
     def _mask(self, length: int, window: int) -> mx.array | None:
-        """Returns the mask [length, length] of the keys that each query sees; None: all."""
+        """Returns the mask [length, length] of the keys that queries see; None: all keys."""
         window = window if window < length else 0
         if not window and not self._causal:
             return None
@@ -148,7 +148,7 @@ def _heads_first(x: mx.array, count: int) -> mx.array:
 def _attend(
     q: mx.array, k: mx.array, v: mx.array, scores: ScoreParams, mask: mx.array | None
 ) -> mx.array:
-    """Attends in parts: q [B, H, L, D], k, v [B, KV, L, D] -> [B, H, L, D]."""
+    """Attends part by part, to save memory: q [B, H, L, D], k, v [B, KV, L, D] -> [B, H, L, D]."""
     if on_gpu() and not scores.softcap:
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scores.scale, mask=mask)
     rows = []

@@ -195,7 +195,7 @@ class RotateThenAttend(WithoutImages):
 class DecodingRows(RotateThenAttend):
     """The base of ForwardBatch classes for passes in which all lines give logits.
 
-    Such passes do not support layers with states; `no_states` is the reason.
+    Such passes do not support layers with states; `no_states` is the message of their error.
     """
 
     logits = True
@@ -220,15 +220,15 @@ class DecodingRows(RotateThenAttend):
     def attend_latent(
         self, layer: int, q: mx.array, latent: mx.array, scale: float, heads: LatentProjections
     ) -> mx.array:
-        """Raises NotImplementedError with the reason `no_states`; a subclass may replace it."""
+        """Raises NotImplementedError with the message `no_states`; a subclass may do otherwise."""
         raise NotImplementedError(self.no_states)
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
-        """Raises NotImplementedError with the reason `no_states`."""
+        """Raises NotImplementedError with the message `no_states`."""
         raise NotImplementedError(self.no_states)
 
     def recur_spans(self, layer: int, lines: mx.array, scan: SpanScan) -> mx.array:
-        """Raises NotImplementedError with the reason `no_states`."""
+        """Raises NotImplementedError with the message `no_states`."""
         raise NotImplementedError(self.no_states)
 
 

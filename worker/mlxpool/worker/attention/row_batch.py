@@ -170,7 +170,7 @@ class RowBatch(RotateThenAttend):
         return _joined(parts)
 
     def _read(self, held: Arrays, parts: Sequence[mx.array]) -> Arrays:
-        """Returns the numbers in a span's stored arrays.
+        """Returns the keys and values, or latents, that a span's stored arrays represent.
 
         The arrays are read only after the last of the attention outputs `parts` is computed, to
         bound the memory.

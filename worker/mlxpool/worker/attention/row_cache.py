@@ -88,8 +88,8 @@ class WindowLayer:
     """The cache of a layer with a window, in stored arrays [1, heads, capacity, size].
 
     The tokens [_first, _last) of the arrays are in use. When the arrays are full, the tokens of the
-    window move to the front, with one token before them. After `trim` has removed a token, the
-    window begins with that token.
+    window and the one token before the window move to the front. If `trim` then removes the last
+    token, the window can begin with that earlier token.
     """
 
     def __init__(self, spec: KeyValueSpec, shape: RowShape) -> None:
@@ -195,7 +195,7 @@ class StateLayer:
         return self._now or tuple(mx.zeros(shape) for shape in self._spec.shapes)
 
     def slice(self) -> StateSlice | None:
-        """Returns the state after all tokens as a line of an array; None: all zeros."""
+        """Returns the state after all tokens as a line of an array; None: it is all zeros."""
         if isinstance(self._now, StateSlice):
             return self._now
         if not self._now:
@@ -225,7 +225,7 @@ class StateLayer:
         return self.held()
 
     def trim(self, offset: int, to: int) -> None:
-        """Restores the state at `to` tokens: at most ROLLBACK_STEPS steps earlier, or 0 tokens."""
+        """Restores the state at `to` tokens: 0 tokens, or at most ROLLBACK_STEPS steps back."""
         if to == 0:
             self._before, self._now = {}, ()
         elif to < offset:
@@ -288,7 +288,7 @@ class RowCache:
         self._state(layer).write(self.offset, state)
 
     def state_slice(self, layer: int) -> StateSlice | None:
-        """Returns `state` as a line of an array; None: all zeros."""
+        """Returns `state` as a line of an array; None: it is all zeros."""
         return self._state(layer).slice()
 
     def put_states(self, layer: int, *states: Arrays | StateSlice) -> None:

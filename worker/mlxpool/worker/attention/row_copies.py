@@ -1,4 +1,4 @@
-"""The prefix-cache store of rows with their own arrays (Metal, CPU), which copies tokens.
+"""The prefix-cache store for rows with their own arrays (Metal, CPU): it copies tokens.
 
 `fill` copies a cached prefix into a new row. `keep` copies new tokens out of a row. So cached
 prefixes never share memory with rows.

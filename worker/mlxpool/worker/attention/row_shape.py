@@ -72,7 +72,7 @@ class RowShape(Struct, frozen=True):
         return sum(cache.state_bytes for cache in recurrent)
 
     def dequantised_bytes(self, tokens: int) -> int:
-        """Returns the most bytes of dequantised numbers in memory.
+        """Returns the most memory, in bytes, that dequantised numbers take at one time.
 
         `tokens`: the tokens of a layer that MLX's operations read together. MLX begins the next
         reading before the previous reading's numbers are used and freed.
@@ -84,7 +84,7 @@ class RowShape(Struct, frozen=True):
         return READS_AT_A_TIME * widest * self.dtype.size * tokens
 
     def gathered_bytes(self, tokens: int) -> int:
-        """Returns the most bytes of copies out of blocks in memory.
+        """Returns the most memory, in bytes, that copies of block contents take at one time.
 
         `tokens`: the tokens of a layer that MLX's operations read together, see
         `dequantised_bytes`.

@@ -76,9 +76,9 @@ class PassStates:
 
 
 def settle(rows: Iterable[RowCache]) -> None:
-    """Drops all states of rows but the newest states. No pass may be in flight.
+    """Drops all states of rows but the newest, to free memory. No pass may be in flight.
 
-    Arrays of states after checked drafts are several times as large as other arrays of states.
+    Arrays with the states after checked drafts are several times as large as other arrays.
     """
     for row in rows:
         for layer in row.state_layers():
@@ -116,7 +116,7 @@ def sources_of(
     """Returns at most MAX_SOURCES arrays with these states, and the place of each state.
 
     Rows that were in the same pass have their states in one array. If the states are in more
-    arrays, the states of the last arrays are copied into one.
+    arrays, the states of the last arrays are copied into one array.
     """
     sources: list[mx.array] = []
     numbers: dict[int, int] = {}  # numbers of the sources, by their id

@@ -79,7 +79,7 @@ class PortableStore(Protocol[E, S]):
 
 
 def device_arrays(found: Iterable[tuple[str, DeviceParts]], *, axis: int = 1) -> list[DeviceArray]:
-    """Returns arrays to store, from parts by name, and submits their evaluation.
+    """Returns the arrays to store for named parts, and submits the evaluation of these arrays.
 
     After this call `host_arrays` computes nothing, and does not wait for passes submitted later.
     """

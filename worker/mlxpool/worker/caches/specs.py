@@ -1,4 +1,4 @@
-"""How many bytes each layer of a model stores of a sequence, for later tokens."""
+"""The bytes that each layer of a model stores of a sequence, to compute later tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WINDOW_SLACK = 256  # tokens between two moves of a window's tokens to the front
 
 
 def window_capacity(window: int, chunk: int) -> int:
-    """Returns the tokens in a sliding window's array: the window before a chunk, and the chunk."""
+    """Returns the number of tokens in a sliding window's array: a window, then a chunk."""
     return window + max(chunk, WINDOW_SLACK)
 
 

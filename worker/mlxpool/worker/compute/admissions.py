@@ -101,8 +101,8 @@ class Admissions:
     def _waits(self, live: Many[Sequence], sequence: Sequence) -> bool:
         """Return whether a sequence waits for the disk, or for another reader of its prompt.
 
-        Marks the other reader as shared. Then the prefix cache stores its prompt as soon as it has
-        read it.
+        Marks the other reader as shared: the prefix cache then stores the reader's prompt as soon
+        as it is read.
         """
         if sequence.restoring:
             return True

@@ -99,7 +99,7 @@ class Line(Generation, eq=False, kw_only=True):
         find: bool = False,
         least: int = 1,
     ) -> Delta:
-        """Keeps the log-probabilities of the next tokens; ends the line, or makes it another line.
+        """Keeps the next tokens' log-probabilities; the line ends or becomes the call's next line.
 
         A pass computes these log-probabilities; its drawn token is ignored. For the parameters see
         Generation.commit.

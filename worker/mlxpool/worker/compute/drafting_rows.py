@@ -67,7 +67,7 @@ def make_speculator(setting: str, engine: Engine, model: str) -> Speculator | No
 
 
 def make_drafter(setting: str, engine: Engine, clock: Callable[[], float]) -> Drafter:
-    """Returns the drafter that the setting names, which the engine must have.
+    """Returns the drafter that the setting names; the engine must have this drafter.
 
     The drafter of "auto" chooses the best of the engine's drafters for each row: n-grams, the
     model's own head, or the draft model. N-grams come first, because they take no time. They are

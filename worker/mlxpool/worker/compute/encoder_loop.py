@@ -157,7 +157,7 @@ class EncoderLoop:
         self._answer(call.key, CallAnswer(as_pool_error(error).body()))
 
     def _report_memory(self, now: float) -> None:
-        """Copy the encoder's figures into the progress, for the heartbeats."""
+        """Copy the encoder's memory figures into the progress, for the heartbeats."""
         self._progress.memory.read(self._encoder.memory(), now)
 
 

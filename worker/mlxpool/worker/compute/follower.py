@@ -126,7 +126,7 @@ class _Flight(Struct, frozen=True):
 
 
 class _Pool(Struct):
-    """The layout and its rows, by their numbers in rank 0's messages."""
+    """The layout, and its rows by the row numbers in rank 0's messages."""
 
     layout: FollowerLayout
     rows: dict[int, PagedRow] = field(default_factory=dict)

@@ -73,7 +73,7 @@ def _no_room(images: int, encoded: EncodedImages[Any]) -> TooLarge:
 
 
 def perform(job: ImageJob, engine: Engine, progress: Progress) -> None:
-    """Encodes the image of a job, as a compilation: the broker's time limit is `fresh_limit`."""
+    """Encodes the image of a job; the broker allows the time of a compilation (`fresh_limit`)."""
     progress.awaits(job.sequence.id, job.count, 0)
     progress.compiles()
     try:

@@ -204,7 +204,7 @@ class ComputeLoop:
         return deltas
 
     def _report_memory(self, now: float) -> None:
-        """Copy the engine's figures into the progress, for the heartbeats."""
+        """Copy the engine's memory figures into the progress, for the heartbeats."""
         self._progress.memory.read(self._engine.memory(), now)
         self._progress.capacity_tokens = self._engine.blocks.capacity * KV_BLOCK_TOKENS
         drafts = self._speculator

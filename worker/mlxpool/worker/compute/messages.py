@@ -191,7 +191,7 @@ class StepDeltas(Struct, frozen=True):
 
 
 class HandedBack(Struct, frozen=True):
-    """No run is left, and no delta will follow."""
+    """Every run was stopped, as HandBack demands; no delta will follow."""
 
     fence: int = 0
 

@@ -66,7 +66,7 @@ class ModelSource(Struct, frozen=True):
 
 
 class EncoderSource(Struct, frozen=True):
-    """A checked encoder model that is not loaded yet; fields as in ModelSource."""
+    """A checked encoder model that is not loaded yet; for the fields see ModelSource."""
 
     opened: OpenedEncoder
     load: Callable[[OnProgress], Encoder]
@@ -193,7 +193,7 @@ def uses_head(config: ModelConfig) -> bool:
 
 
 def require_head(config: ModelConfig, folder: ModelFolder) -> None:
-    """Raises ModelLoadFailed if the settings demand the model's own head but cannot use it."""
+    """Raises ModelLoadFailed if drafts of the model's own head are demanded but not possible."""
     why = why_no_drafts(folder, config)
     if config.speculation != MTP or (folder.plan.predicts and not why):
         return

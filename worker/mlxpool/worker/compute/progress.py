@@ -21,7 +21,8 @@ NEWEST_WEIGHT = 0.1  # weight of the newest chunk or step in a long moving avera
 class Progress:
     """The state of the compute thread.
 
-    `count` grows at each load shard, prefill chunk and decode step.
+    `count` grows with each shard of weights that is loaded, each prefill chunk and each decode
+    step.
     """
 
     def __init__(

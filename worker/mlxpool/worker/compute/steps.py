@@ -393,7 +393,7 @@ class Steps:
     def _commit_one(
         self, generation: Generation, drawn: SampledToken, now: float, least: int
     ) -> Delta:
-        """Append one token of a completion, which the token may end. Returns the token's delta.
+        """Append one token of a completion; the token may end it. Returns the token's delta.
 
         Also appends the forced tokens that follow, if they are `least` or more.
         """

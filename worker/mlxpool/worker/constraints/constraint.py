@@ -161,7 +161,7 @@ class Constraint:
         return self._thoughts is None and self._ahead is None
 
     def taken_ahead(self, token: int, *, find: bool) -> None:
-        """Records that the matcher already has the token with which `take` will be called.
+        """Records that the matcher got a token ahead: `take` will be called with the token later.
 
         Until that call nothing else reads the matcher, so another thread may make the next mask.
         `find`: also searches the tokens that the format forces after this token.
@@ -182,15 +182,15 @@ class Constraint:
             forced.extend(matcher.compute_ff_tokens())
 
     def fail(self, error: Exception) -> None:
-        """Stores an error for the next call of `take`: the state of the matcher is unknown."""
+        """Stores an error that the next call of `take` raises: the matcher's state is unknown."""
         self._error = error
 
     def goes_on(self, token: int, least: int) -> bool:
-        """Commits a token that the matcher already has, if the next token has to be sampled.
+        """Commits a token that the matcher got ahead, if the next token has to be sampled.
 
         Returns False and does nothing if the answer is complete, if `least` or more tokens are
-        forced, or if the matcher does not have the token. Then the caller appends the token by
-        `take`.
+        forced, or if the matcher did not get this token ahead, see `taken_ahead`. Then the caller
+        appends the token by `take`.
         """
         if self._ahead != token or self._error or self._finished or len(self._forced) >= least:
             return False

@@ -188,8 +188,8 @@ def _answers(
 def _paths(part: Callable[[str], list[int]], end: str, texts: Sequence[str]) -> list[list[Path]]:
     """Returns the tokens of answers, in one or two forms.
 
-    The first form are the tokens after a prompt that ends with `end`. If they differ, the second
-    form are the tokens of the answers alone. If a token would span the end of the prompt, only the
+    The first form has the tokens after a prompt that ends with `end`. If the tokens of the answers
+    alone differ, they are the second form. If a token would span the end of the prompt, only the
     second form is returned.
     """
     before = part(end)

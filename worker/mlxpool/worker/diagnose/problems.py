@@ -178,7 +178,7 @@ def _check_weights(
 
 
 def _without_missing(messages: Iterable[str]) -> Iterator[str]:
-    """Yields the messages except those about missing tensors, which only a missing shard causes."""
+    """Yields the messages, but not those about tensors that only a missing shard makes missing."""
     return (message for message in messages if not message.startswith("the weights lack"))
 
 

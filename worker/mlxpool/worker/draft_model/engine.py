@@ -52,7 +52,7 @@ class DraftModelEngine:
 
     @property
     def no_drafts(self) -> str:
-        """The reason why rows cannot remove wrong drafts; "": they can."""
+        """The reason why rows cannot remove wrong drafts; "" if they can."""
         return self.engine.no_drafts
 
     def report(self, compiles: Callable[[], None], moved: Callable[[], None]) -> None:

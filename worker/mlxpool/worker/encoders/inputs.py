@@ -10,7 +10,7 @@ from msgspec import Struct
 class EncoderInput(Struct, frozen=True):
     """The token ids of one text or pair of texts, special tokens included.
 
-    `types`: the segment of each token, 0 or 1; empty: all are 0.
+    `types`: the segment of each token, 0 or 1; empty: all segments are 0.
     """
 
     ids: tuple[int, ...]

@@ -115,7 +115,7 @@ def pair_activation(files: ModelFiles) -> str:
 
 
 def vector_settings(files: ModelFiles) -> VectorSettings:
-    """Returns the settings of a folder, or without modules.json sentence-transformers' defaults.
+    """Returns a folder's settings; without modules.json, the defaults of sentence-transformers.
 
     Raises ModelLoadFailed with the file and the value that cannot be used.
     """

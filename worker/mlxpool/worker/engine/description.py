@@ -161,9 +161,10 @@ def describe_counting(engine: CountingEngine) -> dict[str, Any]:
 
 
 def quantisation(folder: ModelFolder) -> str:
-    """Returns the most frequent layout, as `4-bit affine g64`; for dense weights the main dtype.
+    """Returns the most frequent layout of quantised weights, for example `4-bit affine g64`.
 
-    The text ends with "mixed" if some layers have another layout.
+    The text ends with "mixed" if some layers have another layout. For a model with dense weights,
+    returns their most frequent dtype.
     """
     layouts = Counter(_layouts(folder)).most_common()
     if not layouts:

@@ -47,7 +47,7 @@ SAVE_INTERVAL = 0.01  # seconds between two attempts to give a record to the wri
 
 
 class _Restore(Struct, eq=False):
-    """The state of reading a sequence's prefix from the disk.
+    """A prefix that is being read from the disk for a sequence.
 
     `nodes`: the last nodes added to the tree, all pinned.
     """
@@ -93,7 +93,7 @@ class DiskPrefixes:
     # ---- sequences that wait ---------------------------------------------------------------------
 
     def begin(self, seq: Sequence, now: float) -> None:
-        """Begins to read a waiting sequence's prefix, if the disk has more tokens than the memory.
+        """Begins to read a sequence's prefix if the disk has a longer one than the memory.
 
         The sequence waits until `turn` has taken all records. If another sequence already reads a
         prefix that begins with the same block, this sequence first waits for that sequence; then
@@ -150,7 +150,7 @@ class DiskPrefixes:
             self._save(leaving=True)
 
     def leave(self, seq: Sequence) -> None:
-        """Unpins the prefix that was read for a sequence, when this gets its row or leaves."""
+        """Unpins a sequence's prefix that was read, when the sequence gets its row or leaves."""
         self._awaited.pop(seq, None)
         seq.restoring = False
         restore = self._restores.pop(seq, None)
@@ -259,7 +259,7 @@ class DiskPrefixes:
             return False
 
     def save_all(self, until: float) -> None:
-        """Writes records of the tree that the disk lacks, until `until` in monotonic seconds."""
+        """Writes the tree's records that the disk lacks, until the monotonic time `until`."""
         self._saves.again()
         while monotonic() < until:
             if not self.save_some():

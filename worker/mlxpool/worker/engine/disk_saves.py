@@ -35,7 +35,7 @@ STEP_NODES = 64  # the nodes of the tree that one step visits
 
 
 class Block(Struct, frozen=True):
-    """The inputs [start, end) of a path in the prefix tree, which the disk stores as one record.
+    """Inputs that the disk stores as one record: [start, end) of a path in the prefix tree.
 
     `ids`: the ids of these inputs. `key` identifies the record, and `parent` the record before it.
     """

@@ -180,11 +180,11 @@ class Engine(Protocol):
     def submit(self, spans: Many[Span]) -> bool:
         """Starts one pass over the spans; the device may still compute the previous pass.
 
-        Adds the inputs of each span to `seq.submitted`, and its tokens to draw to `seq.awaited`.
-        Returns True if the pass compiles something; its time is then not representative. If the
-        pass fails, all sequences in flight lose their rows. Raises ValueError for spans that the
-        engine cannot compute: drafts of a sequence with a pass in flight, drafts of a row that
-        cannot be trimmed, hidden states.
+        Adds the number of a span's inputs to `seq.submitted`, and the number of tokens that it
+        draws to `seq.awaited`. Returns True if the pass compiles something; its time is then not
+        representative. If the pass fails, all sequences in flight lose their rows. Raises
+        ValueError for spans that the engine cannot compute: drafts of a sequence with a pass in
+        flight, drafts of a row that cannot be trimmed, hidden states.
         """
 
     def forward(self, spans: Many[Span], built: Callable[[], None] = lambda: None) -> bool:
@@ -250,7 +250,10 @@ class Engine(Protocol):
         """Frees row and blocks of a sequence in any phase; ignores an unknown sequence."""
 
     def reserve(self, size: int) -> None:
-        """Reserves `size` bytes of the memory limit for other processes, in total."""
+        """Reserves `size` bytes of the memory limit for other processes.
+
+        The reservation replaces the earlier one.
+        """
 
     def make_room(self, size: int) -> None:
         """Frees `size` bytes, or as many as possible, of freed buffers, cached prefixes and images.

@@ -48,9 +48,9 @@ def require_no_kv(kv: str, what: str) -> None:
 
 
 def kernels_read_int8(folder: ModelFolder) -> bool:
-    """Returns True if a GPU's kernels may read 8-bit keys and values of the model.
+    """Returns True if a GPU's kernels may be able to read 8-bit keys and values of the model.
 
-    A load tries the kernels to find out.
+    Only a load finds out, because it tries the kernels.
     """
     layers = [cache for cache in folder.plan.caches if isinstance(cache, KeyValueSpec)]
     return len(layers) == len(folder.plan.caches) and all(
@@ -59,9 +59,9 @@ def kernels_read_int8(folder: ModelFolder) -> bool:
 
 
 def no_int8_kernels(folder: ModelFolder, *, cuda: bool) -> str:
-    """Returns the error for a model whose 8-bit keys and values this GPU's kernels cannot read.
+    """Returns the error message for 8-bit keys and values that this GPU's kernels cannot read.
 
-    `cuda`: True if the GPU is from NVIDIA.
+    `folder`: the model with these keys and values. `cuda`: True if the GPU is from NVIDIA.
     """
     if not cuda:
         return NO_KV.format(

@@ -21,7 +21,7 @@ Seconds = Annotated[float, Meta(gt=0)]
 
 
 class Measurement(Struct, frozen=True):
-    """The figures of a warm-up.
+    """The results of the measurements of a warm-up.
 
     `step`: the bytes of a pass at its peak. `image`: the bytes of the largest image's features.
     `process`: the bytes outside MLX after the warm-up. `passes`: the times of some passes.

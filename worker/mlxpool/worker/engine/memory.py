@@ -40,7 +40,7 @@ class RowLayout(Protocol):
 
     @property
     def store(self) -> Any:
-        """The store of the prefix cache, which is also a PortableStore."""
+        """The store that the prefix cache uses; it is also a PortableStore."""
 
     @property
     def holds_prefixes(self) -> bool:
@@ -52,16 +52,19 @@ class RowLayout(Protocol):
 
     @property
     def free_blocks(self) -> int | None:
-        """The number of unused blocks; None: rows share no blocks."""
+        """The number of unused blocks; None: the layout has no common pool of blocks."""
 
     def blocks_of(self, row: Any) -> int:
-        """Returns the number of a row's blocks that are not free; 0 if rows share no blocks."""
+        """Returns the number of a row's blocks, less a shared block that its next write copies.
+
+        Returns 0 if the layout has no common pool of blocks.
+        """
 
     def left(self, rows: Iterable[Any], whole: int) -> int:
         """Returns the bytes of a capacity of `whole` bytes that `rows` do not use."""
 
     def kv_bytes(self, rows: Iterable[Any]) -> tuple[int, int]:
-        """Returns the bytes of all `rows`, and the bytes allocated for rows and unused."""
+        """Returns the bytes that `rows` use, and the bytes allocated for rows but not used."""
 
 
 L = TypeVar("L", bound=RowLayout)
@@ -118,7 +121,10 @@ class EngineMemory(Generic[L, R]):
     # ---- blocks ----------------------------------------------------------------------------------
 
     def blocks_in_use(self) -> int:
-        """Returns the blocks of cached prefixes, or of rows and prefixes; see BlockMemory."""
+        """Returns the number of blocks in use.
+
+        Without a common pool these are the blocks of cached prefixes; see BlockMemory.
+        """
         free = self.layout.free_blocks
         # Rows that share no blocks have copies of the prefixes that they began from.
         return self.prefix_blocks() if free is None else self.layout.blocks - free
@@ -215,7 +221,7 @@ class EngineMemory(Generic[L, R]):
         return sum(row.offset for row in self.rows.values()), self.kv_bytes()[0]
 
     def kv_bytes(self) -> tuple[int, int]:
-        """Returns the bytes of rows, and the bytes allocated for rows and unused."""
+        """Returns the bytes that rows use, and the bytes that are allocated for rows but unused."""
         used, free = self.layout.kv_bytes(self.rows.values())
         return used + (0 if self.head is None else self.head.nbytes), free
 

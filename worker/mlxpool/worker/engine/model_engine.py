@@ -58,7 +58,7 @@ class ModelEngine:
         """`draft`: the draft model, which is warmed up and closed with this engine.
 
         `text`: the tokenizer; None: the tokenizer of the folder. `devices`: the devices that
-        compute the passes; None: one device.
+        compute the passes; None: one device computes them.
         """
         folder = loaded.folder
         self.parts = open_parts(loaded, settings, devices, draft)

@@ -52,7 +52,7 @@ class Parts(Struct, frozen=True):
 
     `name` and `shape` describe the chosen layout; `memory` has the layout, see `make_layout`.
     `predictions` are the drafts of the model's own head. If `uploads` or `downloads` is None, MLX
-    copies the numbers of passes.
+    copies the arrays between host and device.
     """
 
     loaded: LoadedModel
@@ -107,8 +107,8 @@ class Parts(Struct, frozen=True):
 class Warmed(Struct, frozen=True):
     """The choices of the warm-up, except the sizes, which are in the memory budget.
 
-    `seconds`: the time of a pass while sequences decode. `long_passes`: a pass without decoding
-    rows has twice the inputs.
+    `seconds`: the target for the time of a pass while sequences decode. `long_passes`: a pass
+    without decoding rows has twice the inputs.
     """
 
     seconds: float
@@ -182,7 +182,7 @@ def open_parts(
 
 
 def make_layout(parts: Parts, blocks: int | None = None, *, long_passes: bool = False) -> None:
-    """Sets the layout and its prefix cache in the memory of an engine.
+    """Makes the layout and its prefix cache, and sets both in the engine's memory.
 
     `blocks`: the blocks of a pool; None: enough for all sequences and prefixes, if they fit.
     """

@@ -1,4 +1,4 @@
-"""The spans of a pass, sorted by results: a token, tokens of checked drafts, or hidden states."""
+"""The spans of a pass, by their results: a token, tokens of checked drafts, or hidden states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlxpool.worker.scheduling.step_cost import Load
 
 
 class PassSpans(Struct, frozen=True):
-    """The spans of one pass, sorted by their results; `every` has all spans.
+    """The spans of one pass, grouped by the results that they need; `every` has all spans.
 
     `chunks`: the spans that read prompts. `checks`: the spans with drafts. `drawing`: the indices
     of the spans that draw tokens; spans that draw several tokens come last. `hidden`: the indices
@@ -38,7 +38,7 @@ class PassSpans(Struct, frozen=True):
 
     @classmethod
     def of(cls, spans: Many[Span], *, rewinds: bool, before: PassSpans | None = None) -> Self:
-        """Sorts spans by their results; `rewinds`: rows can be trimmed by any number of tokens.
+        """Groups spans by their results; `rewinds`: rows can be trimmed by any number of tokens.
 
         `before`: the spans of the previous pass. Raises ValueError for a span that cannot be
         computed.

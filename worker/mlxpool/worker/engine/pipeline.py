@@ -67,7 +67,9 @@ class Pipeline:
         embedding_rows: int = 0,
         clears_buffers: bool = True,
     ) -> None:
-        """`draws`: draws the tokens; None: TokenDraws. `clears_buffers`: see `_clear_buffers`.
+        """`draws`: draws the tokens; if it is None, a TokenDraws does.
+
+        `clears_buffers`: see `_clear_buffers`.
 
         `embedding_rows`: the number of tokens that have an embedding; NO_TOKEN replaces other
         tokens; 0: every token has an embedding.

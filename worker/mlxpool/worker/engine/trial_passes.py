@@ -125,7 +125,7 @@ def decode_sizes(engine: LoadedEngine, rows: int) -> list[int]:
 def compile_kernels(
     engine: LoadedEngine, kinds: Iterable[PassKind], on_progress: Callable[[], None]
 ) -> None:
-    """Compiles our kernels of passes of these kinds together; computes no pass.
+    """Compiles together our kernels for passes of these kinds; computes no pass.
 
     Built passes stay compiled, so that the warm-up does not build them again.
     """

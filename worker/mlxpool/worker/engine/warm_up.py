@@ -244,7 +244,7 @@ def chunk_seconds(engine: LoadedEngine, size: int) -> float:
 
 
 def most_logits(engine: LoadedEngine) -> int:
-    """Returns the most lines of logits of a pass with drafts, with padding."""
+    """Returns the most logit lines of a pass that checks drafts, padding included."""
     most = engine.parts.memory.budget.rows + engine.most_drafts
     return next((size for size in engine.parts.memory.layout.sizes if size >= most), most)
 

@@ -184,7 +184,7 @@ class Collectives:
     def from_first(self, x: mx.array) -> mx.array:
         """Returns the array of rank 0; the numbers of the other ranks' arrays are ignored.
 
-        All arrays have the same shape. The sum adds zeros for the other ranks, which changes no
-        bit.
+        All arrays have the same shape. The arrays are summed, but ranks other than 0 add zeros,
+        which change no bit.
         """
         return self.all_sum(x if self.rank == 0 else mx.zeros(x.shape, x.dtype))

@@ -165,7 +165,7 @@ class Part(Struct, frozen=True):
 
 
 def part_of(folder: ModelFolder, rank: int, ranks: int) -> Part:
-    """Returns the part of a rank.
+    """Returns the part of the model that a rank gets.
 
     Raises ModelLoadFailed with the part that cannot be divided: the architecture, a key of
     config.json, a tensor, or groups of quantised numbers.

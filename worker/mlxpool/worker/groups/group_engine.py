@@ -83,7 +83,7 @@ class Group(OneDevice):
         return GroupPasses(pipeline, self._orders, self._collectives)
 
     def logits_of(self, model: Model) -> Callable[[mx.array], mx.array]:
-        """Returns the function from hidden states to logits, which all ranks compute.
+        """Returns the function from hidden states to logits; all ranks compute it together.
 
         See OneDevice.
         """

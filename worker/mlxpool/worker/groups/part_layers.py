@@ -67,7 +67,7 @@ class PartLayerBuilder(WeightLayerBuilder):
         )
 
     def latent_token(self, parts: LatentParts) -> LatentToken | None:
-        """Builds a LatentToken whose output is summed over all ranks; None as in LayerBuilder."""
+        """Builds a LatentToken whose output is summed over all ranks; see LayerBuilder."""
         assert isinstance(parts.out, SummedLinear)
         token = super().latent_token(parts._replace(out=parts.out.layer))
         return None if token is None else SummedLatentToken(token, self._collectives)

@@ -60,7 +60,7 @@ class _Handle(ctypes.Structure):
 
 
 class CudaPeerMemory:
-    """Implements PeerMemory by libcuda, on the first GPU that this process sees, which is MLX's."""
+    """Implements PeerMemory by libcuda, on MLX's GPU: the first that this process sees."""
 
     def __init__(
         self, library: ctypes.CDLL | None = None, management: ctypes.CDLL | None = None

@@ -78,7 +78,7 @@ LINE_LAUNCHES = (Launch(2**25, 2, 256),)
 
 
 def limits_of(ranks: int) -> Limits:
-    """Returns the limits for this number of ranks."""
+    """Returns the largest arrays for which `ranks` ranks use our kernels instead of NCCL."""
     return LIMITS.get(ranks, OTHER_LIMITS)
 
 
@@ -120,7 +120,7 @@ class BufferShape(Struct, frozen=True):
 
     @property
     def large_offset(self) -> int:
-        """The offset of the areas for large arrays in bytes, after the state."""
+        """The offset, in bytes, at which the areas for large arrays begin: after the state."""
         return HALVES * (self.ranks - 1) * self.small_pieces * WORD_BYTES
 
     @property
@@ -143,7 +143,7 @@ class BufferShape(Struct, frozen=True):
         return -(-whole // ALIGNMENT) * ALIGNMENT
 
     def launch_of(self, size: int) -> Launch:
-        """Returns the launch for arrays of `size` bytes."""
+        """Returns the launch parameters for arrays of `size` bytes."""
         fitting = (launch for launch in self.launches if size <= launch.size)
         return next(fitting, self.launches[-1])
 

@@ -150,7 +150,7 @@ def write_tokens(pool: mx.array, fresh: mx.array, slots: mx.array) -> mx.array:
 
 
 def copy_block(pool: mx.array, blocks: mx.array) -> mx.array:
-    """Copies the first of `blocks` [2] of pool [blocks, heads, block, size] to the second.
+    """Copies block blocks[0] of the pool [blocks, heads, block, size] to block blocks[1].
 
     Returns a 0, see `write_tokens`.
     """

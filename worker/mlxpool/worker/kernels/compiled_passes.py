@@ -87,7 +87,7 @@ class CompiledPasses(Generic[P, R]):
         self._begun: set[Hashable] = set()  # kinds whose first call may not be evaluated yet
 
     def __contains__(self, kind: Hashable) -> bool:
-        """Returns whether the function is compiled for this kind."""
+        """Returns whether the function is compiled for this kind of arguments."""
         return kind in self._passes
 
     def __call__(self, kind: Hashable, *args: P.args, **kwargs: P.kwargs) -> R:

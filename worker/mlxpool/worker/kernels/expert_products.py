@@ -1,8 +1,8 @@
 """Products of tokens with the weights of their chosen experts, and the products' sum.
 
 The kernels follow the plan of expert_routing.py, which is made on the device: a fixed number of
-thread blocks process its items in turn. The kernels read only the weights of chosen experts, each
-weight once.
+thread blocks process the plan's items in turn. The kernels read only the weights of chosen experts,
+each weight once.
 """
 
 from __future__ import annotations

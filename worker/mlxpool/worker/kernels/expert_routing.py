@@ -92,7 +92,7 @@ def can_norm(x: mx.array) -> bool:
 def plan_tokens(
     x: mx.array, gate: mx.array, added: mx.array | None, routing: RoutingParams, *, shared: bool
 ) -> mx.array:
-    """Returns the plan of x [T, d]. The logits x @ gate.T are not rounded.
+    """Returns the plan for the tokens x [T, d]. The logits x @ gate.T are not rounded.
 
     `added` [E]: see RoutingParams. `shared`: all tokens also use a shared expert.
     """
@@ -108,7 +108,7 @@ def plan_normed_tokens(
     *,
     shared: bool,
 ) -> tuple[mx.array, mx.array]:
-    """Returns the plan (see `plan_tokens`) of the norm of x [T, d], and this norm."""
+    """Returns the plan (see `plan_tokens`) for the norm of x [T, d], and this norm."""
     plan, normed = _plan(x, gate, added, routing, shared, norm)
     return plan, normed
 
@@ -116,7 +116,7 @@ def plan_normed_tokens(
 def plan_logits(
     logits: mx.array, added: mx.array | None, routing: RoutingParams, *, shared: bool
 ) -> mx.array:
-    """Returns the plan of tokens with these logits [T, E], see `plan_tokens`."""
+    """Returns the plan for tokens with these logits [T, E], see `plan_tokens`."""
     return _plan(logits, None, added, routing, shared)[0]
 
 
@@ -168,7 +168,7 @@ def item_lines(tokens: int, routing: RoutingParams) -> int:
 
 
 def max_items(tokens: int, lines: int, routing: RoutingParams, shared: bool) -> int:
-    """Returns the most items in the plan of `tokens` tokens."""
+    """Returns the most items in a plan for `tokens` tokens."""
     choices = tokens * routing.chosen
     return min(routing.count, choices) + choices // lines + shared * -(-tokens // lines)
 
@@ -260,7 +260,7 @@ def _kernel_works() -> bool:
 
 
 def _is_right() -> bool:
-    """Returns True if the weights of choices equal MLX's and the items have all choices."""
+    """Returns True if the weights of choices equal MLX's and the items list all choices."""
     routing = RoutingParams(count=40, chosen=3, sigmoid=False, normed=True)
     tokens, choices = 20, 60
     logits = mx.random.normal((tokens, routing.count), key=mx.random.key(1))

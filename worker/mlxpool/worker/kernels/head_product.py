@@ -113,7 +113,7 @@ def _works(dtype: mx.Dtype) -> bool:
 def _is_right(dtype: mx.Dtype) -> bool:
     """Returns True if a product and rotated numbers equal NumPy's.
 
-    NumPy needs no compilation, which MLX's operations would.
+    Unlike MLX's operations, NumPy needs no compilation.
     """
     lines, heads, columns, half, rng = 11, 2, 2 * COLUMNS, 8, np.random.default_rng(1)
     x, weight = (

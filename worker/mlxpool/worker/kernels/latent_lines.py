@@ -100,7 +100,7 @@ def _works(dtype: mx.Dtype) -> bool:
 def _is_right(dtype: mx.Dtype) -> bool:
     """Returns True if the results for a line and for a padding line equal NumPy's.
 
-    NumPy needs no compilation, which MLX's operations would.
+    Unlike MLX's operations, NumPy needs no compilation.
     """
     queries, rank, turned, block, rng = 64, 128, 16, 4, np.random.default_rng(1)
     lines, *gains = (

@@ -192,7 +192,7 @@ def _works(dtype: mx.Dtype) -> bool:
 def _is_right(dtype: mx.Dtype) -> bool:
     """Returns True if two launches of each kernel equal NumPy's results.
 
-    NumPy needs no compilation, which MLX's operations would.
+    Unlike MLX's operations, NumPy needs no compilation.
     """
     weights, x, read, turns = trial(dtype)
     pool = mx.zeros((1, 1, 4, weights.latent_gain.shape[0] + weights.turned), dtype=dtype)

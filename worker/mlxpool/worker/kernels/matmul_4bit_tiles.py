@@ -103,8 +103,8 @@ def integers_of(tokens: int, steps: int, group: int) -> tuple[int, int] | None:
     """Returns the sizes of a kernel that converts tokens to integers, to multiply them faster.
 
     The first size is the number of tokens that the kernel converts, the second the number of steps
-    of 64 columns in each warp. None: the kernel multiplies without conversion, which is as fast for
-    more tokens.
+    of 64 columns in each warp. None: the kernel multiplies without conversion; for more tokens this
+    is as fast.
     """
     lines = next((n for n in INTEGER_TOKENS if n >= tokens), 0)
     held = -(-steps // WARPS)

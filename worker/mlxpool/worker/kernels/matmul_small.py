@@ -49,8 +49,8 @@ def supports(tokens: int, columns: int, rows: int, dtype: mx.Dtype) -> bool:
 def is_fusable(x: mx.array) -> bool:
     """Returns whether a product of x [T, in] can have fused operations.
 
-    float16 cannot: a fused norm multiplies by the gain before it divides by the RMS, which may
-    overflow.
+    It cannot in float16: a fused norm multiplies by the gain before it divides by the RMS, and the
+    product may overflow.
     """
     return x.ndim == 2 and x.shape[0] <= MAX_FUSED_TOKENS and x.dtype == mx.bfloat16
 

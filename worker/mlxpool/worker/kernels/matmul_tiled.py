@@ -78,7 +78,7 @@ def kernel_matmul(
 
 
 def tile_rows(rows: int) -> int:
-    """Returns the rows of a thread block for a weight with `rows` rows."""
+    """Returns how many rows of a weight with `rows` rows a thread block multiplies."""
     return FEWER_ROWS if rows % ROWS else ROWS
 
 

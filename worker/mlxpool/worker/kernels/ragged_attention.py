@@ -98,9 +98,9 @@ def tile_shape(
 ) -> TileShape:
     """Returns the tile shape of layers with these heads. The work list is made for this shape.
 
-    `chunks`: the pass has chunks of prompts, possibly beside decoding tokens. Chunks use Hopper's
-    tiles if possible, which are up to 1.6 times as fast; 8-bit keys and values never use Hopper's
-    tiles.
+    `chunks`: the pass has chunks of prompts, possibly beside decoding tokens. If possible, chunks
+    use Hopper's tiles, which are up to 1.6 times as fast. But 8-bit keys and values never use
+    Hopper's tiles.
     """
     hopper = chunks and not quantised and hopper_tiles(size)
     return _tile_shape(heads // pairs, pairs, size, hopper)
@@ -158,8 +158,8 @@ def attend(
     q may be a view. A line (query token) reads the last `window` keys that it sees; 0: all keys.
     Lines that see no keys, and padding lines of the work list, get zeros; lines without an item get
     arbitrary numbers. With `fresh`, each line is the last token of its own sequence, and q is not
-    rotated yet. `chunks`: as in the `tile_shape` of the work list. Four pools: see
-    rotate_and_write.
+    rotated yet. `chunks`: the value with which `tile_shape` was called for the work list. For four
+    pools see rotate_and_write.
     """
     hopper = chunks and not is_quantised(pools) and hopper_tiles(q.shape[2])
     return _attend(q, pools, plan, scores, window, hopper, fresh)

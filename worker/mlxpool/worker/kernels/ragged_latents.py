@@ -64,7 +64,7 @@ def tile_shape(heads: int, line: int, rank: int) -> TileShape:
 
 
 def max_rows(line: int, rank: int) -> int:
-    """Returns the rows of a tile that fit into the shared memory of a thread block."""
+    """Returns the most rows of a tile that fit into the shared memory of a thread block."""
     rows = range(MAX_ROWS, 0, -UNIT_ROWS)
     return next(n for n in rows if shared_bytes(n, line, rank) <= MAX_SHARED_BYTES)
 
@@ -164,8 +164,8 @@ def _works(dtype: mx.Dtype) -> bool:
 def _is_right(dtype: mx.Dtype) -> bool:
     """Returns whether the kernel's results equal NumPy's.
 
-    The trial has a token with many keys, and a chunk of a prompt. NumPy needs no compilation, which
-    MLX's operations would.
+    The trial has a token with many keys, and a chunk of a prompt. Unlike MLX's operations, NumPy
+    needs no compilation.
     """
     heads, line, rank, block, before, chunk = 20, 576, 512, 256, 300, 5
     tokens, lines, rng = before + chunk, chunk + 1, np.random.default_rng(1)

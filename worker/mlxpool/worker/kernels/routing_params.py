@@ -8,10 +8,11 @@ from msgspec import Struct
 class RoutingParams(Struct, frozen=True):
     """Parameters of routing: each token chooses the `chosen` best of `count` experts.
 
-    The experts' weights are a softmax of all logits, or sigmoids of logits. An array [E] may be
-    added to the logits of a softmax, or to the sigmoids for the choice of experts; it does not
-    change the weights of sigmoids. If the experts are in `groups`, the sigmoids outside of the
-    `chosen_groups` best groups count as 0. A group is rated by its two best experts.
+    The experts' weights are a softmax of all logits, or sigmoids of logits. With a softmax, an
+    array [E] may be added to the logits. With sigmoids, an array [E] may be added only for the
+    choice of experts: the weights are the sigmoids without it. If the experts are in `groups`, the
+    sigmoids outside of the `chosen_groups` best groups count as 0. A group is rated by its two best
+    experts.
     """
 
     count: int

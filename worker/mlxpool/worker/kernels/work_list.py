@@ -49,7 +49,8 @@ class TileShape(Struct, frozen=True):
 
     `rows`: query rows of a chunk's tile, TILE_ROWS or twice as many. `blocks`: concurrent thread
     blocks of a large GPU. `least_keys`: the fewest keys of a part, besides the bounds MIN_*_KEYS.
-    `sum_keys`: keys that a thread block could read while adding up one part of a tile.
+    `sum_keys`: how many keys a thread block could read in the time in which it adds up one part of
+    a tile.
     """
 
     group: int
@@ -337,7 +338,7 @@ def _add_padding(items: Numbers, used: int, lines: int) -> None:
 
 
 def _time(each: Numbers, parts: Numbers, places: int) -> float:
-    """Estimates the keys that are read one after the other, with `places` concurrent parts."""
+    """Estimates a step's time, in keys read one after the other, with `places` concurrent parts."""
     order = np.argsort(-each, kind="stable")
     ends = np.cumsum(parts[order])
     jobs = int(ends[-1]) if ends.size else 0

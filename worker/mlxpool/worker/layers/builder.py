@@ -85,7 +85,10 @@ class WeightLayerBuilder:
     def gated_linear_unit(
         self, names: Sequence[str], width: int, activation: Activation | None = None
     ) -> GatedLinearUnit:
-        """Builds a unit of two layers, gate and up [width, in]; `activation` None: swiglu."""
+        """Builds a unit of two layers, gate and up [width, in].
+
+        If `activation` is None, the unit is a SwiGLU.
+        """
         gate_up = self.concatenated(names)
         return GatedLinearUnit(gate_up, width, activation or self.swiglu, activation is None)
 
@@ -116,7 +119,10 @@ class WeightLayerBuilder:
         return SwitchLinear(self._weight(name), self._concatenated_bias([name]))
 
     def switch_glu(self, name: str, activation: Activation | None = None) -> SwitchGLU | PackedGLU:
-        """Builds experts of `name`.gate_proj, .up_proj, .down_proj; `activation` None: swiglu."""
+        """Builds experts of `name`.gate_proj, .up_proj and .down_proj.
+
+        If `activation` is None, the experts are SwiGLUs.
+        """
         names = [f"{name}.gate_proj", f"{name}.up_proj"]
         weight = self._concatenated_weight(names)
         if weight is None:

@@ -104,7 +104,7 @@ def byte_columns(weights: Sequence[QuantisedWeight]) -> ByteColumns | None:
 
 
 def _biases_of_centred(weight: QuantisedWeight) -> mx.array:
-    """Returns biases [out, groups] for numbers minus half of their range."""
+    """Returns the biases [out, groups] for the weight's numbers minus half of their range."""
     assert weight.biases is not None  # weights of mode affine have biases
     biases: mx.array = weight.biases + 2 ** (weight.layout.bits - 1) * weight.scales
     return biases

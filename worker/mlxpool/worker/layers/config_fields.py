@@ -73,7 +73,7 @@ def flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
 def require(config: Mapping[str, Any], key: str, allowed: Collection[Any]) -> None:
     """Raises ModelLoadFailed for a value that is not `allowed`; a missing key or null is fine.
 
-    Called for settings that the architecture's file does not implement.
+    Called for settings of which our code for the architecture implements only the allowed values.
     """
     value = config.get(key)
     if value is not None and value not in allowed:
@@ -168,5 +168,5 @@ def _brief(value: float) -> str:
 
 
 def _unusable(key: str, why: str) -> ModelLoadFailed:
-    """Returns the error with the key in its details, so that a check can go on after the key."""
+    """Returns the error for a key; its details name the key, so that a check can skip the key."""
     return ModelLoadFailed(why, details={"key": key})

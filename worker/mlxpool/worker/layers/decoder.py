@@ -73,7 +73,7 @@ MTP_NAMES = HeadNames(
 
 
 def is_further_layer(name: str) -> bool:
-    """Returns True for a tensor of an MTP head's second or later layer, which is not used.
+    """Returns True for a tensor of an MTP head's second or a later layer: these are not used.
 
     The first layer drafts at any depth.
     """
@@ -83,8 +83,8 @@ def is_further_layer(name: str) -> bool:
 class PredictionHead(Struct, frozen=True):
     """The description of a head that predicts further tokens; it has the model's sizes.
 
-    `drafted`: the number of tokens that the head can draft, with their embeddings as its output
-    head; 0: all tokens.
+    `drafted`: the number of tokens that the head can draft; their embeddings are its output head.
+    0: the head can draft all tokens.
     """
 
     vocab_size: int

@@ -5,8 +5,8 @@ A frozen record describes each layer or part of a layer. The record lists its te
 tokens, and describes their cache (`cache`); a feed-forward sees each token alone.
 
 The last addition to the residual stream may still be pending between layers. On a GPU, one kernel
-can compute it with the product before it or with the norm after it. So a layer returns both terms
-of the sum, and the next layer adds them.
+can compute this addition together with the product before it or with the norm after it. So a layer
+returns both terms of the sum, and the next layer adds them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def add_and_defer_norm(norm: Norm, x: Residual) -> tuple[mx.array, LinearInput]:
 class FusableSublayer:
     """A mixer or feed-forward that begins and ends with linear layers.
 
-    The first layer can include the norm before it, the last layer the residual addition after it.
+    The first layer can also compute the norm before it. The last layer can also compute the
+    residual addition after it.
     """
 
     def pending(self, x: LinearInput, *batch: ForwardBatch) -> mx.array | PendingProduct:
@@ -111,7 +112,7 @@ class FeedForward(Protocol):
 
 
 class DecoderLayer(Protocol):
-    """The description of one layer of a model: a mixer, a feed-forward, norms around them."""
+    """The description of one layer of a model: mixer, feed-forward, and norms around them."""
 
     @property
     def cache(self) -> CacheSpec | None:

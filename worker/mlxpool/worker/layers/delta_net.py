@@ -89,7 +89,7 @@ class GatedDeltaNet(Struct, frozen=True):
 
     @property
     def channels(self) -> int:
-        """The channels of the convolution: queries, keys and values."""
+        """The number of channels of the convolution, which reads queries, keys and values."""
         return 2 * self.keys + self.values
 
     @property

@@ -101,9 +101,9 @@ def _shape(weight: Weight) -> tuple[int, int]:
 
 
 def _write_strips(weights: Sequence[Weight], write: Callable[[slice, np.ndarray], None]) -> None:
-    """Calls `write` for parts of some rows, with their range and numbers, until all are written.
+    """Calls `write` for each strip of rows, with the strip's range of rows and its numbers.
 
-    Several threads call `write`; NumPy releases the GIL meanwhile.
+    Several threads call `write`; NumPy releases the GIL meanwhile. Returns after the last call.
     """
     begin = 0
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:

@@ -182,7 +182,7 @@ def from_mxfp4_blocks(
 
 
 def _deinterleaved(arrays: Sequence[mx.array], *, count: int) -> Sequence[mx.array]:
-    """Returns the rows of each module, 4-bit blocks as packed uint32."""
+    """Divides interleaved rows among `count` modules; 4-bit blocks become packed uint32."""
     import mlx.core as mx
 
     array = arrays[0]

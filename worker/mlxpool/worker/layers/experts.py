@@ -98,7 +98,7 @@ class SwitchGLU(Struct, frozen=True):
         added: mx.array | None = None,
         shared: LayerFunction | None = None,
     ) -> PendingProduct | None:
-        """Returns the weighted sum of the experts that `router` chooses, pending.
+        """Returns the pending weighted sum of the experts that `router` chooses.
 
         Returns None if no kernel computes the sum. See layer_types.SwitchGLU.
         """

@@ -20,7 +20,10 @@ from mlxpool.worker.layers.layer_types import (
 
 
 class GatedMLP(Struct, frozen=True):
-    """A FeedForward: down(activation(gate(x), up(x))); `activation` None: swiglu."""
+    """A FeedForward: down(activation(gate(x), up(x))).
+
+    If `activation` is None, it is a SwiGLU.
+    """
 
     hidden: int
     width: int

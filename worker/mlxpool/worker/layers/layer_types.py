@@ -82,7 +82,7 @@ class LatentProjections(Protocol):
 
 
 class LatentLayer(Protocol):
-    """A layer of latent attention after its first product.
+    """The part of a latent-attention layer that follows the layer's first product.
 
     The first product gives lines [T, C + dim]: compressed queries, then latents, neither normed nor
     rotated.
@@ -112,14 +112,14 @@ class LatentLayer(Protocol):
 
 
 class LatentToken(Protocol):
-    """A layer of latent attention for one token; a call projects its heads' outputs."""
+    """A layer of latent attention for one token; a call projects the outputs of its heads."""
 
     def queries(
         self, x: PendingNorm, pool: mx.array, slots: mx.array, turns: RopeTables
     ) -> mx.array | None:
-        """Returns queries [1, H, R + D] of x [1, d]; writes its latent into slots[0] of the pool.
+        """Returns queries [1, H, R + D] of x [1, d]; writes the latent of x into the pool.
 
-        Returns None if one kernel cannot do both.
+        The latent is written into slots[0]. Returns None if one kernel cannot do both.
         """
 
     def __call__(self, x: LinearInput) -> mx.array: ...
@@ -211,9 +211,10 @@ class ForwardBatch(Protocol):
     def attend_latent_token(
         self, layer: int, x: PendingNorm, token: LatentToken, attention: LatentLayer
     ) -> mx.array | None:
-        """Attends with the queries of `token` for one token x [1, d] -> [1, H * R].
+        """Computes the attention of a pass with one token, x [1, d] -> [1, H * R].
 
-        Returns None if the pass has more tokens, or no kernel computes the queries.
+        `token` computes the queries. Returns None if the pass has more tokens, or no kernel
+        computes the queries.
         """
 
     def recur(self, layer: int, inputs: Sequence[mx.array], scan: Scan) -> mx.array:
@@ -360,10 +361,10 @@ class LayerBuilder(Protocol):
     def swiglu(self, gate: mx.array, up: mx.array) -> mx.array: ...
 
     def whole_sum(self, x: mx.array) -> mx.array:
-        """Returns x; if devices have parts of the model, the sum of x over all devices."""
+        """Returns x or, if each device has a part of the model, the sum of x over all devices."""
 
     def whole_product(self, product: PendingProduct) -> PendingProduct:
-        """Returns `product`; if devices have parts of the model, its sum over all devices."""
+        """Returns `product`, or its sum over all devices if each has a part of the model."""
 
     def tensor(self, name: str) -> mx.array: ...
 

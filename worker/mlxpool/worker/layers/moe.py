@@ -288,7 +288,7 @@ def _sigmoid_route(
 
 
 def _mask_groups(ranked: mx.array, spec: SigmoidMoE) -> mx.array:
-    """Returns ranked [T, E] with 0 for all experts outside of the best groups."""
+    """Returns `ranked` [T, E] with 0 for all experts outside of the best groups."""
     import mlx.core as mx
 
     masked = spec.groups - spec.chosen_groups

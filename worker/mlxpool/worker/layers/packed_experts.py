@@ -54,7 +54,7 @@ class PackedGLU(Struct, frozen=True):
         added: mx.array | None = None,
         shared: LayerFunction | None = None,
     ) -> PendingProduct | None:
-        """Returns the weighted sum of the experts that `router` chooses, pending.
+        """Returns the pending weighted sum of the experts that `router` chooses.
 
         Returns None if no kernel computes the sum. See layer_types.SwitchGLU.
         """
@@ -64,9 +64,10 @@ class PackedGLU(Struct, frozen=True):
 
 
 def in_fragments(experts: SwitchGLU, dtype: mx.Dtype) -> SwitchGLU | PackedGLU:
-    """Returns the experts in our kernels' order, if the kernels support them with x of `dtype`.
+    """Returns the experts with weights in our kernels' memory order, if the kernels support them.
 
-    The result is evaluated, so that at most one weight is in memory twice.
+    Otherwise returns `experts`. `dtype`: the dtype of the experts' inputs. The result is evaluated,
+    so that at most one weight is in memory twice.
     """
     if experts.batch_invariant or experts.limit is None or len(experts.gate_up) != 1:
         return experts
@@ -106,5 +107,5 @@ def _packed_arrays(layer: SwitchLinear, dtype: mx.Dtype) -> PackedArrays | None:
 
 
 def _has_small_scales(arrays: PackedArrays) -> bool:
-    """Returns True if our kernels can multiply by all scales of the weight; reads the scales."""
+    """Returns True if all scales are small enough for our kernels; reads the scales."""
     return not arrays.packed.floats or bool((arrays.scales.max() <= MAX_MXFP4_SCALE).item())

@@ -25,7 +25,7 @@ COLUMN_ROWS = 32  # byte columns have a multiple of this number of rows
 
 
 class QuantMode(Struct, frozen=True):
-    """The values that a mode allows.
+    """The values that a quantisation mode allows in its layouts.
 
     The default is the first of `bits`, and the first of `group_sizes`.
     """

@@ -98,7 +98,7 @@ def _mapped(message: Mapping[str, Any], changed: Any) -> dict[str, Any]:
 def cuts_of(text: str, seam: str) -> tuple[str, list[int]]:
     """Returns a text without its seams, and the seams' positions in the returned text.
 
-    `seam`: "" without seams.
+    `seam` is "" if the text has no seams.
     """
     if not seam:
         return text, []

@@ -66,7 +66,7 @@ WARM_UP_CHUNKS = (KV_BLOCK_TOKENS, 2 * KV_BLOCK_TOKENS)
 
 @contextmanager
 def open_file_limit_kept() -> Iterator[None]:
-    """Keeps the limit of open files unchanged by the import of mlx-lm, which would lower it."""
+    """A context in which the limit of open files stays: the import of mlx-lm would lower it."""
     setrlimit = resource.setrlimit
     resource.setrlimit = lambda *wanted: None
     try:

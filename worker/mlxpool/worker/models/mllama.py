@@ -83,9 +83,9 @@ def _layers(text: Mapping[str, Any]) -> Iterator[DecoderLayer]:
 
 
 def _crossing(text: Mapping[str, Any], count: int) -> tuple[int, ...]:
-    """Returns the layers that attend to images by cross-attention; never the last layer.
+    """Returns the layers of cross-attention to images.
 
-    Raises ModelLoadFailed if config.json has other values.
+    Raises ModelLoadFailed if config.json names a layer twice, the last layer or no valid layer.
     """
     value = text.get("cross_attention_layers")
     layers = list(CROSS_LAYERS) if value is None else value

@@ -58,7 +58,7 @@ def plan(config: Mapping[str, Any]) -> ModelPlan:
 
 
 def _renaming(plan: ModelPlan) -> ModelPlan:
-    """Returns the plan for a checkpoint with a vision part, whose tensor names have a prefix."""
+    """Returns the plan for a checkpoint with a vision part: its tensor names have a prefix."""
     inner, ignored = plan.derived, plan.ignored
 
     def derived(found: StoredTensors) -> Iterable[DerivedWeights]:

@@ -53,10 +53,10 @@ class PieceStore(Protocol[E, S_contra]):
         """
 
     def free(self, held: E) -> None:
-        """Frees `held`."""
+        """Frees the memory of the piece `held`."""
 
     def free_state(self, state: S_contra) -> None:
-        """Frees `state`."""
+        """Frees the memory of the snapshot `state`."""
 
 
 class Store(PieceStore[E, S], Protocol[R, E, S]):
@@ -96,7 +96,7 @@ class Store(PieceStore[E, S], Protocol[R, E, S]):
         """Returns the bytes that `keep_state` would use."""
 
     def keep_state(self, row: R) -> S:
-        """Returns a snapshot at the offset of the KV row, which no longer depends on the row."""
+        """Returns a snapshot at the row's offset; it does not depend on the row any more."""
 
     def lowest(self, state: S) -> int:
         """Returns the fewest tokens to which the snapshot can be shortened."""

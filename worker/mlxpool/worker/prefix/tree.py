@@ -118,7 +118,7 @@ class Tree(Generic[E, S]):
     def add(
         self, parent: Node[E, S], tokens: tuple[int, ...], pieces: list[Piece[E]]
     ) -> Node[E, S]:
-        """Adds a leaf below `parent`, whose children must not begin with the same token."""
+        """Adds a leaf below `parent`; no child of `parent` may begin with the same token."""
         assert tokens and tokens[0] not in parent.children, "siblings begin with the same token"
         assert sum(p.tokens for p in pieces) == len(tokens), "an edge holds exactly its own tokens"
         leaf = Node(parent.end, tokens, pieces, parent=parent)
@@ -244,7 +244,7 @@ class Tree(Generic[E, S]):
 
 
 def piece_bounds(start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yields the bounds of the pieces of tokens [start, end)."""
+    """Divides the tokens [start, end) into pieces; yields the bounds of the pieces."""
     at = start
     while at < end:
         to = min(at - at % MAX_PIECE + MAX_PIECE, end)

@@ -79,7 +79,7 @@ class Index:
 class FolderIndex:
     """The segments of one digest, and the index of their records.
 
-    Only the reading thread changes the index; `pace` has the pauses in this work. The writing
+    Only the reading thread changes the index; `pace` makes the pauses in this work. The writing
     thread calls `add_written`; any thread may call `has`.
     """
 

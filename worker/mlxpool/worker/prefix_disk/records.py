@@ -71,7 +71,7 @@ class BadRecord(ValueError):
 
 
 class Kind(IntEnum):
-    """The kind of a record's arrays."""
+    """What the arrays of a record contain."""
 
     TOKENS = 0  # keys and values of each input
     STATE = 1  # snapshots after the last input

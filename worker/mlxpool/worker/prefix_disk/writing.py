@@ -85,8 +85,10 @@ def payload_of(
     into: Bytes | None = None,
     pace: Pace | None = None,
 ) -> Bytes:
-    """Returns the arrays of a record as stored bytes, in `into` (of exactly this size) or in new
-    memory. With `pace` the thread pauses between pieces of the copy.
+    """Returns the arrays of a record as they are stored.
+
+    The bytes are written to `into`, which has exactly their size, or to new memory. With `pace` the
+    thread pauses between pieces of the copy.
     """
     whole = np.empty(payload_bytes(places), dtype=np.uint8) if into is None else into
     end = 0
@@ -153,7 +155,7 @@ class WriteQueue:
         self.waiting.put([record])
 
     def free(self) -> None:
-        """Drops the written records; called by the compute thread, which has to free MLX arrays."""
+        """Drops the written records; called by the compute thread: only it may free MLX arrays."""
         while self.written:
             record = self.written.popleft().pop()
             self._pending -= 1

@@ -28,7 +28,7 @@ def late(size: int) -> DeadlineExceeded:
 
 
 class MemoryParts(Struct, frozen=True):
-    """The sizes of the memory in bytes when it exceeds `limit`, for the error of a job.
+    """The parts of a worker's memory, in bytes, when they exceed `limit`: for the error of a job.
 
     `worker`: the memory of the worker. `prepare`: the memory of all processes that prepare
     requests. `own`: the memory of the job's own process. `figures`: the memory figures of a

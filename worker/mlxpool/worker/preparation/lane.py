@@ -121,7 +121,7 @@ class Bounds:
     def image(self) -> Iterator[None]:
         """Returns a context with the memory limit of one image.
 
-        The time limit of the context is what earlier images of the job have left.
+        Its time limit is the part of the job's limit that earlier images have left.
         """
         with (
             _memory_limit(self._base + IMAGE_MEMORY),

@@ -139,7 +139,7 @@ class LaneService(threading.Thread):
         self._command(self._end_all)
 
     def close(self) -> None:
-        """Ends the thread and its processes. Only for tests: these also end with the worker."""
+        """Ends the thread and its processes; for tests only, as these end with the worker, too."""
         self._command(self._close)
         self.join()
         self.release()
@@ -219,7 +219,7 @@ class LaneService(threading.Thread):
             (self._short if waiting.size <= SHORT_TEXT else self._long).add(waiting)
 
     def _fill(self, now: float) -> None:
-        """Starts the next short job and the next long job, unless a job of this length runs."""
+        """Starts the next short job if none runs, and the next long job if none runs."""
         self._fill_with_images(now)
         running = self._running.values()
         while self._has_free_lane and all(busy.long for busy in running):

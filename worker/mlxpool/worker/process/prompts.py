@@ -143,7 +143,7 @@ def _admit(
     prompt: Encoded,
     constraint: Constraint | None = None,
 ) -> Admit:
-    """Returns the message that admits a run, whose prompt has known ids.
+    """Returns the message that admits a run, from the ids of its prompt.
 
     `received` and `deadline` are monotonic seconds, `now` is as in `_job`. Replays the ids of a
     resume in the detokenizer and in the `constraint` of the request's format, so that the compute

@@ -95,9 +95,9 @@ def _end_as(rank: int, code: int) -> NoReturn:
 class StartedGroup:
     """The processes of the ranks from 1 on; they start at once, because imports take seconds.
 
-    An instance is the function `start_group` of the model's source, which calls it after it has
-    checked the model. The call makes the ranks load their parts; before the call the ranks wait.
-    All ranks end with this process.
+    An instance is given to model_source.open_source as `start_group`, and is called after the model
+    was checked. The call makes the ranks load their parts; before the call the ranks wait. All
+    ranks end with this process.
     """
 
     def __init__(self, config: WorkerConfig, block: Block) -> None:

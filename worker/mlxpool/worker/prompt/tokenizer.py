@@ -95,7 +95,7 @@ class ChatTokenizer:
         return cls(tokenizer, ChatTemplates(compiled(source.templates), source.tokens), source)
 
     def encode(self, text: str, cuts: Sequence[int] = (), *, begins: bool = True) -> list[int]:
-        """Returns the ids of a prompt, which begin with `prefix`; a missing prefix is added.
+        """Returns the ids of a prompt, beginning with `prefix`; a missing prefix is added.
 
         Without `begins`, returns only the ids of the text. Special tokens written out in the text
         become special ids, unless one of `cuts` divides them. Raises BadRequest if the text is not
@@ -107,7 +107,7 @@ class ChatTokenizer:
         return ids
 
     def infill(self, text: str, suffix: str) -> list[int]:
-        """Returns the ids of a prompt with a gap, which begin with `prefix`; see TextModel."""
+        """Returns the ids of a prompt with a gap, beginning with `prefix`; see TextModel."""
         return [*self.prefix, *infill_ids(text, suffix, self._tokenizer.token_to_id, self._ids)]
 
     def piece(self, token: int) -> bytes:
@@ -115,7 +115,7 @@ class ChatTokenizer:
         return self._token_bytes[token]
 
     def table(self, vocab_size: int) -> TokenTable:
-        """Returns a TokenTable of the ids below `vocab_size`, which needs no tokenizer."""
+        """Returns a TokenTable of the ids below `vocab_size`; the table needs no tokenizer."""
         pieces = tuple(map(self.piece, range(vocab_size)))
         return TokenTable(pieces, self.max_bytes_per_token)
 

@@ -6,10 +6,10 @@ that it is not preempted a second time.
 
 The capacity is measured and may shrink while sequences run, because the process uses memory outside
 MLX. The capacity at a sequence's first admission stays promised to this sequence, so no sequence
-fails because a measurement changed. If blocks are short, prefix-cache entries are evicted, then
-newer sequences are preempted. A sequence that runs alone may grow to its promised capacity, into
-the memory reserved for a prefill chunk. Then only a failed allocation or the memory limit of the
-process can stop it.
+fails because a measurement changed. If too few blocks are free, prefix-cache entries are evicted
+first, and newer sequences are preempted only after that. A sequence that runs alone may grow to its
+promised capacity, into the memory reserved for a prefill chunk. Then only a failed allocation or
+the memory limit of the process can stop it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class BlockMemory(Protocol):
     """The memory whose blocks are counted: KV rows of sequences, and cached prefixes."""
 
     def blocks_in_use(self) -> int:
-        """Returns the blocks of cached prefixes.
+        """Returns the number of blocks of cached prefixes.
 
-        If KV rows share blocks with prefixes, returns the blocks of rows and prefixes, each block
-        counted once.
+        If KV rows share blocks with prefixes, returns the number of blocks of rows and prefixes
+        together, each block counted once.
         """
 
     def blocks_of(self, seq: Sequence) -> int:
-        """Returns the blocks of a sequence's KV row that are included in `blocks_in_use`."""
+        """Returns how many blocks of a sequence's KV row are counted in `blocks_in_use`."""
 
     def shrink(self, blocks: int, *, in_use: bool = False) -> int:
         """Evicts prefix-cache entries to free `blocks` blocks; returns the number of freed blocks.
@@ -72,7 +72,7 @@ class BlockManager:
         return self.capacity - memory.blocks_in_use() - unwritten
 
     def given(self, seq: Sequence) -> int:
-        """Returns the blocks that a sequence may use; 0 while it waits."""
+        """Returns the number of blocks that a sequence may use; 0 while it waits."""
         return self._given.get(seq, 0)
 
     def fits(self, seq: Sequence) -> bool:
@@ -167,13 +167,13 @@ class BlockManager:
 
 
 def blocks_to_finish(seq: Sequence) -> int:
-    """Returns the blocks of a sequence at its greatest length."""
+    """Returns the number of blocks of a sequence at its greatest length."""
     longest = len(seq.prompt) + seq.max_tokens
     return blocks_for(longest if seq.shift is None else min(longest, seq.shift.context))
 
 
 def blocks_to_admit(seq: Sequence, capacity: int) -> int:
-    """Returns the blocks that must be free before a waiting sequence is admitted."""
+    """Returns the number of blocks that must be free before a waiting sequence is admitted."""
     whole = blocks_to_finish(seq)
     if seq.preempted:
         return min(whole, max(capacity, _least(seq)))
@@ -181,7 +181,7 @@ def blocks_to_admit(seq: Sequence, capacity: int) -> int:
 
 
 def blocks_for_step(seq: Sequence) -> int:
-    """Returns the blocks that a running sequence must have for its next step."""
+    """Returns the number of blocks that a running sequence must have for its next step."""
     return min(blocks_for(seq.length + LOOKAHEAD), blocks_to_finish(seq))
 
 

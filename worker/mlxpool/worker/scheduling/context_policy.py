@@ -57,7 +57,7 @@ def shift_discard(tokens: int, context: int, keep: int) -> int:
 
 
 class ContextShift(Struct, frozen=True):
-    """The shifts of one stream: a full context of `context` tokens keeps its first `keep`.
+    """The shifts of one stream: a full context of `context` tokens keeps its first `keep` tokens.
 
     A shift is due when the stream exceeds the context by one token. `media`: the images of the
     stream; a shift removes or keeps each image as a whole.

@@ -41,7 +41,7 @@ class MemoryEstimate(Struct, frozen=True):
         return self.weights + self.sequence
 
     def context_within(self, limit: int) -> int:
-        """Returns the tokens of one sequence that fit beside the weights, at most the context."""
+        """Returns how many tokens of one sequence fit beside the weights, at most the context."""
         return min(self.context, max(0, limit - self.weights - self.fixed) // max(self.token, 1))
 
 

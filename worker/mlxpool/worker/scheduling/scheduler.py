@@ -40,10 +40,11 @@ class StepLimits(Struct, frozen=True):
     `lines`: the most inputs. `prompts`: the most chunks (0: no bound). `pairs`: the most query-key
     pairs of chunks. `seconds`: the most time that chunks may add for decoding sequences (0: no
     bound). `ahead`: passes that may be in flight while the pass is submitted. `sizes`: the numbers
-    of inputs for which passes are compiled; empty: any. `run_lines`: the most inputs of decode
-    steps if several inputs of one sequence are read together (0: no bound). `drafts`: the most
-    checked drafts of a sequence (0: no bound). A pass without decoding sequences has
-    `prefill_lines` and `prefill_pairs` in place of `lines` and `pairs` (0: the same bound).
+    of inputs for which passes are compiled; empty: a pass may have any number. `run_lines`: the
+    most inputs of decode steps if several inputs of one sequence are read together (0: no bound).
+    `drafts`: the most checked drafts of a sequence (0: no bound). A pass without decoding sequences
+    has `prefill_lines` and `prefill_pairs` in place of `lines` and `pairs` (0: its bound is the
+    same as with decoding sequences).
     """
 
     lines: int
@@ -106,7 +107,7 @@ def pair_budget(chunk: int) -> int:
 
 
 def longest_chunk(start: int, pairs: int) -> int:
-    """Returns the tokens of the longest chunk at `start` that has at most `pairs` query-key pairs.
+    """Returns the length of the longest chunk at `start` with at most `pairs` query-key pairs.
 
     If `pairs` is positive, the chunk has at least MIN_CHUNK tokens, so prompts of any length
     progress.
@@ -237,7 +238,7 @@ def _chunks(
 
 
 def _tokens_within(bound: float, prompt: Sequence, most: int, load: Load, predict: Predict) -> int:
-    """Returns the length, at most `most`, of the longest chunk in a pass of `bound` seconds."""
+    """Returns how many tokens, at most `most`, a chunk may have in a pass of `bound` seconds."""
 
     def takes(count: int) -> float:
         return predict(load.with_span(_chunk(prompt, count)))

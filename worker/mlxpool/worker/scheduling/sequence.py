@@ -114,7 +114,8 @@ class Sequence(Struct, eq=False):
     def cacheable(self) -> int:
         """The number of first inputs that may come from the prefix cache.
 
-        The cache has no hidden states, which log-probabilities of the prompt need.
+        The cache has no hidden states. So it cannot give inputs whose states are needed for
+        log-probabilities of the prompt.
         """
         return self.reported - 1 if self.reports else self.length
 

@@ -46,8 +46,8 @@ class Drafter(Protocol):
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
         """Returns the next drafts of sequences; `depths`: the number of drafts of each.
 
-        A sequence can have at most as many drafts as `chances` had values. Returns fewer drafts if
-        no more can be proposed; omits a sequence without drafts.
+        A sequence can have at most as many drafts as the last call of the method `chances` returned
+        values. Returns fewer drafts if no more can be proposed; omits a sequence without drafts.
         """
 
     def sharper_chances(self, seq: Sequence) -> tuple[float, ...]:

@@ -282,7 +282,7 @@ class ModelDrafter(Struct):
         return row
 
     def _make_place(self, needed: Mapping[Sequence, int]) -> None:
-        """Frees a KV row if all rows are used: of a stream that does not run, if there is one."""
+        """If all KV rows are used, frees one, preferably the row of a stream that does not run."""
         held = [
             (seq.phase is Phase.RUNNING, number, stream.row)
             for number, (seq, stream) in enumerate(self.streams.items())

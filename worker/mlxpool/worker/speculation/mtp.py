@@ -32,7 +32,7 @@ class Predictor(Protocol):
     """Computes the model's MTP head; used by the compute thread."""
 
     def ready(self, seq: Sequence) -> bool:
-        """Returns whether the hidden state before a sequence's newest token is available."""
+        """Returns whether the hidden state of the input before the newest token is available."""
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
         """Returns `depths` likely next tokens of each sequence, while no pass is in flight.

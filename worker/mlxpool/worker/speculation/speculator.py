@@ -10,7 +10,7 @@ The policy:
 - Measurement. After PLAIN_INTERVAL steps with drafts, some steps without drafts are measured.
 - Trial. Drafts that gain time by the guessed cost are tried, even if they gain none by the measured
   cost, or if nothing was measured. A trial may take TRIAL_SHARE of the time of all steps since
-  drafts were checked. So the loss is small, and one slow step does not prevent drafts for ever.
+  drafts were last checked. So the loss is small: one slow step does not prevent drafts for ever.
 - Rest. After useless drafts, or useless waits for passes, the next 1, 2, 4, ... steps have no
   drafts.
 """
@@ -144,8 +144,8 @@ class Speculator:
 
         Omits sequences without drafts. First, the drafter reads the candidates' new tokens. `rows`:
         the number of sequences that decode in the step. `lines`: the most inputs of the step;
-        drafts get half of the inputs that remain. `began`: the time when the search for candidates
-        began.
+        drafts get at most half of the inputs that these sequences leave. `began`: the time when the
+        search for candidates began.
         """
         self.search.forget_ended(rows)
         self._apart = 0.0
@@ -218,7 +218,7 @@ class Speculator:
         return more <= TRIAL_SHARE * self._without * plain
 
     def _worth_reading(self, ready: Many[Candidate], depths: list[int], plain: float) -> list[int]:
-        """Returns the depths; 0 for sequences whose unread tokens cost more than drafts gain."""
+        """Returns `depths`, but 0 where reading unread tokens costs more than drafts may gain."""
         paying = []
         for row, depth in zip(ready, depths, strict=True):
             left = min(row.room, max(LEAST_REMAINING, len(row.sequence.ids)))

@@ -7,8 +7,8 @@ includes the waits of host and device for each other. Passes of a draft model ar
 
 The time of a step with drafts is stored as a multiple of the time without drafts, so that a slower
 machine changes nothing. The multiple depends on the number of drafts: it is 1 without drafts, else
-the median of the newest steps with a similar number. Each power of two of the number of sequences
-has its own curve of multiples.
+the median of the newest steps with a similar number. There is a separate curve of multiples for
+each power of two of the number of sequences.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class StepTimes:
             curve.observe(step.drafts, step.seconds / plain)
 
     def plain(self, rows: int, predict: Predict) -> float:
-        """Returns the seconds of a step without drafts; without a measurement, from `predict`."""
+        """Returns the seconds of a step without drafts; predicts them if none was measured."""
         plain = self._plain_seconds(rows)
         return predict(rows) if plain is None else plain
 

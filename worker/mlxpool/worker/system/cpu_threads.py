@@ -86,7 +86,7 @@ class CpuUse(Struct, frozen=True):
 
 
 def read_cpu_use(cores: Set[int]) -> CpuUse:
-    """Returns the use of the processors with these numbers until now.
+    """Returns the processor time that was used on these cores until now.
 
     Raises OSError if the system does not report it.
     """

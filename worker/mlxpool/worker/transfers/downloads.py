@@ -61,7 +61,7 @@ class Download:
     def arrived(self) -> Numbers | None:
         """Returns the first array's numbers, if the device has already written them; else None.
 
-        The first array must not have NOT_THERE as a result. The device writes each number
+        NOT_THERE must not occur among the numbers of the first array. The device writes each number
         atomically.
         """
         at, shape, kind = self._places[0]

@@ -2,7 +2,7 @@
 
 MLX has one cache of freed buffers, both of device memory and of managed memory. An array of host
 numbers needs managed memory. If the cache returns a buffer in device memory, MLX replaces this
-buffer, for which the host waits for the device. The host also waits when managed memory is freed,
+buffer, and the host has to wait for the device. The host also waits when managed memory is freed,
 and when an array in device memory is read. Under mixed load on an H200, the host thus waited for
 the pass in flight in a third of the steps. Arrays of this module are allocated once and reused.
 """

@@ -85,7 +85,7 @@ class SharedTable:
         self.lines = self._memory.numbers[self._head :].reshape(lines, width)
 
     def with_head(self, head: Numbers, used: int) -> mx.array | None:
-        """Returns an array of `head` and the first `used` lines; None: `head` has no room.
+        """Returns an array of `head` and the first `used` lines; None if `head` is too long.
 
         The array must be evaluated before the memory is written again.
         """

@@ -81,7 +81,7 @@ class Runs(Struct, frozen=True):
 
     @classmethod
     def of(cls, place: Place, cut: Cut) -> Runs:
-        """Returns the runs of bytes of a part of a tensor."""
+        """Returns the runs of bytes that make up the part `cut` of the tensor at `place`."""
         outer = math.prod(place.shape[: cut.axis])
         row = (place.end - place.begin) // outer
         each = row // place.shape[cut.axis]

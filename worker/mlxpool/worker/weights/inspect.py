@@ -237,7 +237,7 @@ def _add(digest: Any, label: str, content: bytes) -> None:
 
 
 def dequantised_growth(folder: ModelFolder, width: int, *, deterministic: bool = False) -> int:
-    """Returns how many bytes weights grow if dequantised to numbers of `width` bytes.
+    """Returns by how many bytes weights grow if dequantised to numbers of `width` bytes.
 
     Unless `deterministic`, includes the layers' copies for single rows, see byte_columns.py.
     """

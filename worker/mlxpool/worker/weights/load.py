@@ -60,11 +60,12 @@ def load(
 ) -> LoadedModel:
     """Reads the weights layer by layer, calls `on_progress` after each layer, and builds the model.
 
-    The model computes in `dtype`; None: see device_dtype. `dequantise` turns quantised weights into
-    dense weights now, see scheduling.memory_estimate.dequantises_at_load; `deterministic` does
-    this, too. `cuts` has the parts of weights to load; `folder.match.weights` has the shapes of
-    these parts. `make_builder`: makes the builder of the layers, with the parameters of
-    WeightLayerBuilder; None: WeightLayerBuilder itself.
+    The model computes in `dtype`; if it is None, in the dtype from `device_dtype`. `dequantise`
+    turns quantised weights into dense weights now, see
+    scheduling.memory_estimate.dequantises_at_load; `deterministic` does this, too. `cuts` has the
+    parts of weights to load; `folder.match.weights` has the shapes of these parts. `make_builder`:
+    makes the builder of the layers, with the parameters of WeightLayerBuilder; if it is None, a
+    WeightLayerBuilder builds them.
 
     Raises ModelLoadFailed if the files changed since `inspect`, cannot be read, or do not match
     their digests in a store.
@@ -231,7 +232,7 @@ class _Reader:
                 yield {n: cuts[n].of(array) if n in cuts else array for n, array in outputs.items()}
 
     def _stored(self, tensor: Tensor, cut: Cut | None = None) -> mx.array:
-        """Reads a tensor, or only its part.
+        """Reads a tensor, or only the part `cut` of it.
 
         Raises ModelLoadFailed if the file changed while it was read.
         """

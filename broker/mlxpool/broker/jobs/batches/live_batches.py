@@ -243,7 +243,7 @@ class Batches:
     def find(self, behind: Place | None = None) -> None:
         """Finds the batches that have not ended, after the store was opened.
 
-        `behind`: the last batch of the page before; None: the first page.
+        `behind`: the last batch of the page before, or None to read the first page.
         """
         self._find_at = math.inf
         operation = ListBatches(live=True, count=PAGE, behind=behind)

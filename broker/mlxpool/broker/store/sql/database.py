@@ -1,4 +1,4 @@
-"""The database interface for the SQL of the operations, with one implementation per database."""
+"""The interface of a database for the operations' SQL; each database has an implementation."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def result_line(
     endpoint: str,
     whole: Result | PoolError | None = None,
 ) -> tuple[bool, bytes]:
-    """Returns whether a line was answered, and its line for the output file or the error file.
+    """Returns whether a line was answered, and the line about it for the output or error file.
 
     `row`: the outcome. `line`: the line in the pool's form, empty if it is missing. `whole`: the
     result that was read from the job because it is too long for the outcome.

@@ -35,7 +35,7 @@ class BlockTables:
         self._free = list(range(rows))
 
     def lines_of(self, rows: Sequence[BlockRow]) -> npt.NDArray[np.int32]:
-        """Returns the line of the table for each row; a row without a line gets one.
+        """Returns each row's line in the table; a row that has no line gets a line.
 
         The rows must have blocks. There are at most as many rows as lines.
         """
@@ -46,7 +46,7 @@ class BlockTables:
         )
 
     def update(self, rows: Sequence[BlockRow], lines: npt.NDArray[np.int32]) -> mx.array | None:
-        """Copies the changed entries of `rows`, which own `lines`, to the device for a new pass.
+        """Copies changed entries to the device for a new pass over `rows`, which own `lines`.
 
         Returns an array (a 0) on which readers of `array` must depend, see worker/kernels. None: no
         entry has changed.
@@ -70,7 +70,11 @@ class BlockTables:
         return write_in_place(_update_kernel(), [self.array, self._upload(updates)], padded)
 
     def _enter(self, row: BlockRow, now: set[BlockRow]) -> int:
-        """Gives a row a free line, or the line of a released row; `now`: the rows of this pass."""
+        """Gives a row a free line of the table; returns the index of the line.
+
+        If no line is free, first frees the lines of released rows that are not in `now`, the rows
+        of this pass.
+        """
         if not self._free:
             left = [other for other in self._lines if not other.table and other not in now]
             self._free += [self._lines.pop(other) for other in left]

@@ -142,7 +142,7 @@ def padded_width(rows: int) -> int:
 
 
 class _PoolView(KVPool):
-    """A pool with the arrays of a compiled pass."""
+    """A view of a pool in a compiled pass, whose array arguments replace the pool's arrays."""
 
     def __init__(self, pool: KVPool, arrays: list[Arrays]) -> None:
         self.shape, self.in_place, self.blocks = pool.shape, pool.in_place, pool.blocks

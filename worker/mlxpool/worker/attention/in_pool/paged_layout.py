@@ -58,10 +58,11 @@ class PagedLayout(Layout):
         keeps_drawn: bool = False,
         long_passes: bool = False,
     ) -> None:
-        """`rows`: the most rows of a pass. `uploads`: sends a pass's numbers to the device; None:
-        MLX copies the numbers. `images`: passes may have spans with images, see RowSpan.
-        `keeps_states`, `keeps_drawn`: see Layout. `long_passes`: ragged passes have up to 2,048
-        tokens.
+        """`rows`: the most rows of a pass.
+
+        `uploads`: sends the index arrays of a pass to the device; None: MLX copies these arrays.
+        `images`: passes may have spans with images, see RowSpan. `keeps_states`, `keeps_drawn`: see
+        Layout. `long_passes`: ragged passes have up to 2,048 tokens.
         """
         super().__init__(
             shape,
@@ -120,7 +121,7 @@ class PagedLayout(Layout):
         return cast(PagedStore, self.store).free_blocks
 
     def blocks_of(self, row: Any) -> int:
-        """Returns the number of a row's blocks that need no copy before the next write."""
+        """Returns the number of a row's blocks, less a shared block that its next write copies."""
         return cast(PagedStore, self.store).blocks_of(row)
 
     def left(self, rows: Iterable[CacheRow], whole: int) -> int:
@@ -148,7 +149,7 @@ class PagedLayout(Layout):
 
     @property
     def follow_lines(self) -> int:  # type: ignore[override]
-        """The most lines of a one-kernel pass that only checks drafts; 0: no such passes."""
+        """The most lines of a pass that only checks drafts, in one kernel; 0: no pass does."""
         return 0 if self.ragged is None else self.ragged.follow_lines
 
     def expect_drafts(self, most: int) -> None:

@@ -1,4 +1,7 @@
-"""The numbers of a ragged pass: offsets in one host array, and arrays on the device."""
+"""The int32 numbers that describe a ragged pass, such as token ids, positions and slots.
+
+On the host they are in one array, at fixed offsets; on the device they are several arrays.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,10 @@ class PlanShape(Struct, frozen=True):
     """The offsets of a pass's numbers in one int32 array, the only array sent to the device.
 
     A line is one token or padding. `wanted`: the number of lines with results, which the array
-    lists; 0: every line has results, in order. The results are logits; with `drawn` they are hidden
-    states, and logits of the first `drawn` lines. `follow`: a row may have several lines, and one
-    kernel computes the pass. `spans`: the most spans of the pass; 0: as many as lines.
+    lists; 0: every line has results, in order. The results are logits. If `drawn` is not None, they
+    are hidden states, and logits of the first `drawn` of these lines. `follow`: a row may have
+    several lines, and one kernel computes the pass. `spans`: the most spans of the pass; 0: as many
+    as lines.
     """
 
     lines: int

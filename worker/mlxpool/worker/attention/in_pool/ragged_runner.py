@@ -117,7 +117,7 @@ class RaggedRunner:
     ) -> None:
         """`lines`: the possible numbers of lines of a pass, up to the pool's chunk.
 
-        `uploads`: sends the numbers of a pass to the device; None: MLX copies the numbers.
+        `uploads`: sends the index arrays of a pass to the device; None: MLX copies these arrays.
         `keeps_states`, `keeps_drawn`: see Layout; at most one of them is True.
         """
         self._model, self._pool, self._rows, self._uploads = model, pool, rows, uploads
@@ -153,7 +153,7 @@ class RaggedRunner:
 
     @property
     def follow_lines(self) -> int:
-        """The most lines of a one-kernel pass that only checks drafts; 0: no pass is one kernel.
+        """The most lines of a pass that only checks drafts, in one kernel; 0: no pass does.
 
         Such passes are compiled separately.
         """
@@ -162,7 +162,7 @@ class RaggedRunner:
         return max((size for size in self.sizes if size <= MAX_LINES), default=0)
 
     def decodes(self, spans: Sequence[RowSpan]) -> bool:
-        """Returns True if the newest pass decoded this same object `spans`: one line per span."""
+        """Returns True if the newest pass had this same object `spans`, one line for each span."""
         return self._decoding is not None and self._decoding.spans is spans
 
     def is_new(self, spans: Sequence[RowSpan], wanted: Sequence[int]) -> bool:
@@ -180,7 +180,7 @@ class RaggedRunner:
     ) -> PassOutput:
         """Builds a pass, see Layout.step.
 
-        If `spans` is the object of the previous pass, the spans in it must be the same.
+        If `spans` is the same object as in the previous pass, it must still contain the same spans.
         """
         if self._decoding is not None and self._decoding.spans is spans:
             return self._decode_again(self._decoding, ids, drawn)
@@ -267,7 +267,7 @@ class RaggedRunner:
         return self._tables.update([rows[number] for number in crossing], decoding.lines[crossing])
 
     def _number_again(self, decoding: DecodingRows, ids: Ids) -> mx.array | None:
-        """Writes all numbers of a pass.
+        """Writes all numbers that describe a pass, also those that have not changed.
 
         Returns None, or an array (a 0) on which the pass must depend.
         """
@@ -301,8 +301,8 @@ class RaggedRunner:
         """Returns the arrays of a pass's results.
 
         `plan` is the host's memory; the pass depends on the array `written`. If no token is in
-        flight, a pass over chunks is submitted part by part: the device may be idle while the host
-        builds the pass.
+        flight, a pass over chunks is submitted part by part, so that the device is not idle while
+        the host builds the pass.
         """
         single = shape.single and choice.serves(shape.lines)
         if self._one_kernel is not None and (single or shape.follow):
@@ -347,8 +347,8 @@ class RaggedRunner:
     def _named(self, padded: int, count: int) -> int:
         """Returns the number of wanted lines for which a pass of `padded` lines has room.
 
-        It is at least `count`. The drafts beside a long chunk are far fewer than the chunk's lines,
-        and each listed line needs memory for its logits.
+        It is at least `count`. It may be less than `padded`: the drafts beside a long chunk are far
+        fewer than the chunk's lines, and each wanted line needs memory for its logits.
         """
         if count <= self._rows:
             return min(padded, self._rows)
@@ -378,7 +378,7 @@ class RaggedRunner:
         ids: Ids,
         wanted: Sequence[int],
     ) -> mx.array | None:
-        """Writes the numbers of a pass in the order of PlanShape.arrays.
+        """Writes the numbers that describe a pass, in the order of PlanShape.arrays.
 
         Returns None, or an array (a 0) on which the pass must depend.
         """
@@ -476,8 +476,8 @@ def in_order(
 def begin(parts: Sequence[mx.array]) -> None:
     """Submits the parts of a pass to the device, one after the other.
 
-    MLX submits a graph of a hundred kernels at a time. With a small model the host takes as long to
-    build such a graph as the device to compute it.
+    Otherwise MLX would submit a hundred kernels at a time. With a small model the host takes as
+    long to build so many as the device to compute them, so the device would be idle meanwhile.
     """
     for part in parts:
         mx.async_eval(part)  # type: ignore[no-untyped-call]

@@ -76,7 +76,7 @@ class SlabRowBatch(RowBatch):
     ) -> Callable[[mx.array], mx.array]:
         """Returns a function that selects `lines` of the output of `attend`.
 
-        `apart`: the spans that attend alone, after the joined spans.
+        `apart`: the spans that attend alone; their outputs follow those of the joined spans.
         """
         lines_made = [line for group in self._together for line in group.lines]
         lines_made += [line for queries in apart for line in range(queries.first, queries.end)]

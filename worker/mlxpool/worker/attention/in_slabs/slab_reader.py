@@ -193,8 +193,9 @@ class SlabReader:
     ) -> mx.array:
         """Returns the outputs [T, H, V] of queries q [T, H, D].
 
-        Each query sees its row's tokens up to its own token. `before`: see RowShape.held_after;
-        None: q. Raises NotImplementedError for sinks.
+        Each query sees its row's tokens up to its own token. Stored arrays are read after `before`
+        is computed, see RowShape.held_after; if it is None, after q. Raises NotImplementedError for
+        sinks.
         """
         if scores.sinks is not None:
             raise NotImplementedError("no known model has sinks and no windows")

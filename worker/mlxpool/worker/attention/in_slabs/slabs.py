@@ -96,7 +96,7 @@ class TokenRun(Struct, frozen=True):
 
     @property
     def end(self) -> int:
-        """The token number in the slab after the last token."""
+        """The index in the slab just after the last token."""
         return self.start + self.count
 
 

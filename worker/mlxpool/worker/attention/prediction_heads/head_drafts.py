@@ -58,7 +58,7 @@ class HeadDrafts(ABC):
 
     @abstractmethod
     def ready(self, seq: Sequence) -> bool:
-        """Returns whether the state before a sequence's newest token is available."""
+        """Returns whether the hidden state of the input before the newest token is available."""
 
     def drafts(self, depths: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
         """Returns drafts of each ready sequence, `depths[seq]` drafts for `seq`.
@@ -172,7 +172,7 @@ class StateDrafts(HeadDrafts):
             line += draws
 
     def ready(self, seq: Sequence) -> bool:
-        """Returns whether the state before a sequence's newest token is available."""
+        """Returns whether the hidden state of the input before the newest token is available."""
         self._settle()
         known = self._states.get(seq)
         newest = seq.length + seq.awaited - 2  # a pass in flight has given this state already

@@ -175,7 +175,7 @@ class Predictions(HeadDrafts):
         return mx.array(np.array(tokens, np.int32)), mx.concatenate(states)
 
     def ready(self, seq: Sequence) -> bool:
-        """Returns whether the state before a sequence's newest token is available."""
+        """Returns whether the hidden state of the input before the newest token is available."""
         row = self.rows.get(seq)
         return row is not None and row.read < seq.length - 1 <= row.end
 

@@ -41,8 +41,8 @@ ACTIVATIONS: dict[Activation, Callable[[mx.array], mx.array]] = {
 def shares_of(sizes: Sequence[int], threads: int) -> Iterator[slice]:
     """Yields at most `threads` slices of texts, with about the same number of tokens each.
 
-    `sizes`: the tokens of each text. A slice has at least MIN_SHARE tokens, unless it is the only
-    slice.
+    `sizes`: the number of tokens of each text. A slice has at least MIN_SHARE tokens, unless it is
+    the only slice.
     """
     whole = sum(sizes)
     count = max(1, min(threads, whole // MIN_SHARE))

@@ -16,7 +16,7 @@ from mlxpool.worker.layers.layer_types import LayerFunction
 
 
 def _weighted_mean(states: mx.array) -> mx.array:
-    """Returns the mean with weights 1, 2, 3 and so on: later tokens have attended to more."""
+    """Returns the mean with weights 1, 2, 3, ...: later tokens have attended to more tokens."""
     length = states.shape[1]
     weights = mx.arange(1, length + 1, dtype=states.dtype)[:, None]
     return mx.sum(states * weights, axis=1) / (length * (length + 1) / 2)

@@ -83,7 +83,7 @@ class ChatTemplates:
         return template.render(variables, now)
 
     def template_for(self, tools: bool) -> Template:
-        """Returns the template: `tool_use` if there are tools, or `default`, or the first."""
+        """Returns the template to use: `tool_use` for tools, else `default`, else the first."""
         preferred = (TOOL_USE, DEFAULT) if tools else (DEFAULT,)
         for name in (*preferred, *self.templates):
             if name in self.templates:

@@ -2,7 +2,7 @@
 
 llama.cpp stores most weights as the released checkpoints do. The table here undoes three
 differences: rows of a llama's queries and keys are in the order of llama.cpp's RoPE, 1 is added to
-norms of Gemma, and llama's wavelengths are a tensor.
+norms of Gemma, and the factors of Llama 3's RoPE wavelengths are a tensor.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ class Architecture(Struct, frozen=True):
     ignored: tuple[str, ...] = ()
 
     def name_of(self, stored: str) -> str | None:
-        """Returns our name for a tensor; None: unused tensor. An unknown tensor keeps its name."""
+        """Returns our name for a tensor; None if the tensor is unused.
+
+        An unknown tensor keeps its name.
+        """
         if stored == ROPE_FREQS or stored.startswith(self.ignored):
             return None
         if stored in _WHOLE:

@@ -65,7 +65,7 @@ def find_gguf(path: Path) -> tuple[Path, ...]:
 
 
 def split_files(file: Path) -> tuple[Path, ...]:
-    """Returns all files of a split model, of which `file` is one; only `file` if not split.
+    """Returns all files of a split model, given one of them; otherwise only `file`.
 
     Raises ModelLoadFailed if files are missing.
     """
@@ -80,7 +80,7 @@ def split_files(file: Path) -> tuple[Path, ...]:
 
 
 def split_names(name: str) -> tuple[str, ...]:
-    """Returns the names of all files of a split model, of which `name` is one; else only `name`."""
+    """Returns the names of all files of a split model, given one of them; otherwise only `name`."""
     match = _SPLIT.fullmatch(name)
     if match is None:
         return (name,)
