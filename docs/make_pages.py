@@ -63,7 +63,7 @@ KINDS = {"pool": PoolConfig, "models.demo": ModelConfig, "models.counting.counti
 def _row(section: str, match: re.Match[str]) -> str:
     key = match["key"]
     text = match["text"] or ""
-    example = key == "path" or (match["off"] and not text.endswith("else this"))
+    example = key == "path" or match["off"]
     cells = [
         f"`{key}`",
         "" if example else f"`{match['value']}`",
