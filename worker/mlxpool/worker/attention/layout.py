@@ -87,9 +87,9 @@ class Layout:
         return None
 
     def blocks_of(self, row: Any) -> int:
-        """Returns the number of a row's blocks, less a shared block that its next write copies.
+        """Returns the number of a row's blocks; 0 if the layout has no common pool of blocks.
 
-        Returns 0 if the layout has no common pool of blocks.
+        A shared block that the row's next write will replace by a copy is not counted.
         """
         return 0
 
@@ -131,7 +131,7 @@ class Layout:
         return self._kinds.is_new((1 << (lines - 1).bit_length(), decoding))
 
     def evaluated(self) -> None:
-        """Records that all built passes were evaluated: passes of their kinds are compiled now."""
+        """Records that all built passes were evaluated: others of their kinds compile nothing."""
         for compiling in self._compiling:
             compiling.evaluated()
 

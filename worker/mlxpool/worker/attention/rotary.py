@@ -49,7 +49,7 @@ class RotaryEmbedding:
         return self.by_kernel(x, rope) if fused else self.by_table(x, rope)
 
     def turns(self, rope: Rope) -> RopeTables:
-        """Returns the cosines and sines of all tokens, for kernels that rotate and do more."""
+        """Returns the cosines and sines of all tokens, for kernels that rotate queries and keys."""
         if rope not in self._tables and makes_tables():
             frequencies = mx.array(frequencies_of(rope))
             self._tables[rope] = rope_tables(self._positions, frequencies, rope.scale, rope.gain)
@@ -91,7 +91,10 @@ class RotaryEmbedding:
         return mx.concatenate([out.astype(x.dtype), x[..., rope.dims :]], axis=-1)
 
     def _halves(self, rope: Rope) -> tuple[mx.array, mx.array]:
-        """Returns the factors [T, 1, dims] of each number, and of its partner in the other half."""
+        """Returns two arrays [T, 1, dims] of factors: of each number, and of its partner.
+
+        The partner of a number is at the same place in the other half of the rotated numbers.
+        """
         if rope not in self._wide:
             cos, sin = self._table(rope)
             self._wide[rope] = (

@@ -265,8 +265,9 @@ class RowBatch(RotateThenAttend):
     def _recur_checks(
         self, layer: int, inputs: Sequence[mx.array], scan: Scan, checks: Sequence[Queries]
     ) -> dict[int, mx.array]:
-        """Scans the spans that check drafts together, token by token, and stores every state.
+        """Scans `checks`, the spans that check drafts, and stores the state after each token.
 
+        Computes the first tokens of all these spans together, then the second tokens, and so on.
         Returns the outputs [n, ...] by span.
         """
         rows = {queries.span: cast(RowCache, self.spans[queries.span].row) for queries in checks}

@@ -195,7 +195,7 @@ class StateLayer:
         return self._now or tuple(mx.zeros(shape) for shape in self._spec.shapes)
 
     def slice(self) -> StateSlice | None:
-        """Returns the state after all tokens as a line of an array; None: it is all zeros."""
+        """Returns the state after all tokens as a line of an array; None: a state of zeros."""
         if isinstance(self._now, StateSlice):
             return self._now
         if not self._now:
@@ -288,7 +288,7 @@ class RowCache:
         self._state(layer).write(self.offset, state)
 
     def state_slice(self, layer: int) -> StateSlice | None:
-        """Returns `state` as a line of an array; None: it is all zeros."""
+        """Returns a layer's `state` as a line of an array; None: a state of zeros."""
         return self._state(layer).slice()
 
     def put_states(self, layer: int, *states: Arrays | StateSlice) -> None:

@@ -86,10 +86,10 @@ def settle(rows: Iterable[RowCache]) -> None:
 
 
 def keep_alone(row: RowCache) -> list[mx.array]:
-    """Drops a row's states except the newest, and copies these out of shared arrays.
+    """Drops all states of a row but the newest, and copies the newest out of shared arrays.
 
-    Called for a row that may stay in the prefix cache after its sequence. Returns the arrays to
-    evaluate.
+    Called for a row that the prefix cache may keep after the end of its sequence. Returns the
+    arrays to evaluate.
     """
     settle([row])
     return [array for layer in row.state_layers() for array in layer.own()]

@@ -45,9 +45,10 @@ DeviceParts = tuple[tuple[mx.array, int, int], ...]
 class DeviceArray(Struct, frozen=True):
     """An array to store, on the device.
 
-    The array joins the tokens [low, high) of each part [heads, tokens, size] or [1, heads, tokens,
-    size]. `axis` is 0 for an array without tokens, which is one part, stored whole. `dtype` is
-    MLX's name; items of a dtype that NumPy lacks are raw numbers here.
+    `parts`: arrays [heads, tokens, size] or [1, heads, tokens, size], each with a range [low,
+    high); the stored array joins the tokens [low, high) of all parts. An array without tokens has
+    `axis` 0 and one part, which is stored whole. `dtype`: MLX's name of the dtype; items of a dtype
+    that NumPy lacks are raw numbers here.
     """
 
     name: str

@@ -24,7 +24,7 @@ STORED_AS_THEY_ARE = 2  # how many arrays a layer has without scales: keys and v
 
 
 def serves(lines: int) -> bool:
-    """Returns whether a DecodePass computes passes of `lines` tokens if each token gets logits."""
+    """Returns whether a DecodePass computes passes of `lines` tokens that all get logits."""
     return lines <= MAX_LINES
 
 

@@ -40,8 +40,9 @@ class DecodePass:
     def __init__(self, weights: PassWeights, memory: PassMemory, blocks: int) -> None:
         """`blocks`: the thread blocks of a launch, all resident at the same time.
 
-        The caller keeps weights and pools: a table has their addresses. Raises ValueError if the
-        numbers of a weight or a pool are not contiguous.
+        The caller must keep references to the weights and pools, because the kernel reads their
+        addresses from a table. Raises ValueError if the numbers of a weight or a pool are not
+        contiguous.
         """
         self._shape, self._blocks = weights.shape, blocks
         self._arrays = _arrays(weights, memory)

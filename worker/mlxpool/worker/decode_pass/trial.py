@@ -26,9 +26,9 @@ Floats = npt.NDArray[np.float64]
 
 @cache
 def works(dtype: mx.Dtype) -> bool:
-    """Returns whether the kernel's results are right on this device.
+    """Returns whether the kernel works on this device; the first call tries it.
 
-    All thread blocks must also be resident. Tries the kernel once; logs a failure.
+    Its results must be right, and all its thread blocks resident together. Logs a failure.
     """
     return kernel_works("a whole decode pass", lambda: _is_right(dtype))
 

@@ -23,7 +23,7 @@ class Passes(Protocol):
     def start(
         self, spans: Many[Span], *, at_once: bool, built: Callable[[], None] = lambda: None
     ) -> bool:
-        """Starts one pass, see Engine.submit; if not `at_once`, `draw` draws its tokens later."""
+        """Starts one pass, as Engine.submit does or, if not `at_once`, as Engine.forward does."""
 
     def collect(self) -> StepResult:
         """Waits for the oldest pass in flight; see Engine."""
@@ -62,12 +62,15 @@ class OneDevice:
         return model.logits_of
 
     def warmed_up(self, buffers: int) -> None:
-        """Does nothing; called after the warm-up with the bytes of freed buffers that MLX keeps."""
+        """Does nothing; called after the warm-up.
+
+        `buffers`: the most bytes of freed buffers that MLX keeps.
+        """
 
     def work(self) -> bool:
         """Returns True if the device still computes, see Engine.device_works."""
         return device.device_computes()
 
     def used(self, use: MemoryUse) -> MemoryUse:
-        """Returns the memory that all processes use, from the memory `use` of this process."""
+        """Returns the memory that the engine uses in all its processes; `use`: in this process."""
         return use

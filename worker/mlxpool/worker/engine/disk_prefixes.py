@@ -274,7 +274,7 @@ class DiskPrefixes:
 
 
 def room_of(limit: int) -> int:
-    """Returns the most bytes in the read or the write queue, for a memory limit in bytes."""
+    """Returns the most bytes of the read queue, and of the write queue, for a memory limit."""
     return min(MAX_ROOM, limit // ROOM_SHARE)
 
 

@@ -50,7 +50,7 @@ class Block(Struct, frozen=True):
 class _Target(Struct):
     """A node whose path is saved.
 
-    `blocks` begin at the root, and are valid while the node still ends at `end`.
+    `blocks`: the blocks of the path, from the root on; valid while the node still ends at `end`.
     """
 
     node: Node[Any, Any]

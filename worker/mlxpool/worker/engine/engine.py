@@ -61,7 +61,7 @@ class HiddenStates(Struct, frozen=True):
 
 
 class StepResult(Struct, frozen=True):
-    """The results of one pass, without the sequences that were released since its start.
+    """The results of one pass; sequences that were released since its start have no results.
 
     `drawn`: one token of each sequence, or for a sequence with drafts, the accepted drafts and the
     next token. `failed`: the sequences whose logits were NaN; other sequences are not affected.
@@ -200,8 +200,9 @@ class Engine(Protocol):
         """Draws the tokens of the newest pass, which `forward` started.
 
         A sequence in `masks` draws only tokens that its mask allows. A mask must allow at least one
-        token; otherwise the sequence fails. Penalties count the tokens that were collected since
-        `forward`. The caller may overwrite the table of the masks when the pass has ended.
+        token; otherwise the sequence fails. Penalties also count the tokens that were collected
+        after the call of `forward`. The caller may overwrite the table of the masks when the pass
+        has ended.
         """
 
     def mask_memory(self, lines: int) -> MaskTable | None:
@@ -220,9 +221,9 @@ class Engine(Protocol):
     def withdraw(self, seq: Sequence, *, again: bool) -> None:
         """Takes a sequence out of the newest pass before the draw: the sequence gets no token.
 
-        `again`: the sequence gives up its last input, and a later pass reads that input again.
-        Otherwise the sequence keeps its inputs, because its next tokens are already known. In both
-        cases it gives up its drafts.
+        With `again`, the sequence also gives up its last input, and a later pass reads that input
+        again. Without `again`, the sequence keeps its inputs, because its next tokens are already
+        known. In both cases it gives up its drafts.
         """
 
     def collect(self) -> StepResult:
@@ -270,7 +271,8 @@ class Engine(Protocol):
     def expect_drafts(self, most: int) -> None:
         """Sets, before the warm-up, the most drafts that the rows of a pass check together.
 
-        The warm-up then measures and counts the memory of their draws, and computes such passes.
+        The warm-up then also computes passes that check drafts, and the memory budget includes the
+        draws of these passes.
         """
 
     def warm_up(self, on_progress: Callable[[], None]) -> None:

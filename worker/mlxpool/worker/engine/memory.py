@@ -48,16 +48,16 @@ class RowLayout(Protocol):
 
     @property
     def blocks(self) -> int:
-        """The number of all blocks, if rows and prefixes share memory."""
+        """The number of all blocks, if rows and prefixes share them; else 0."""
 
     @property
     def free_blocks(self) -> int | None:
         """The number of unused blocks; None: the layout has no common pool of blocks."""
 
     def blocks_of(self, row: Any) -> int:
-        """Returns the number of a row's blocks, less a shared block that its next write copies.
+        """Returns the number of a row's blocks; 0 if the layout has no common pool of blocks.
 
-        Returns 0 if the layout has no common pool of blocks.
+        A shared block that the row's next write will replace by a copy is not counted.
         """
 
     def left(self, rows: Iterable[Any], whole: int) -> int:
@@ -74,9 +74,9 @@ R = TypeVar("R", bound=PrefixRow)
 class EngineMemory(Generic[L, R]):
     """The rows of running sequences, the prefix cache, and the blocks that both may use.
 
-    Implements BlockMemory for `blocks`. `layout` and `prefix` are set when the engine is opened,
-    and replaced by its warm-up. Opening and warm-up write their measurements to `budget`, and then
-    set the capacity.
+    Implements BlockMemory for the BlockManager `blocks`. Opening the engine sets `layout` and
+    `prefix`; the warm-up replaces them. Both write the sizes that they measure to `budget`, and
+    then call `set_capacity`.
     """
 
     layout: L
@@ -130,7 +130,7 @@ class EngineMemory(Generic[L, R]):
         return self.prefix_blocks() if free is None else self.layout.blocks - free
 
     def blocks_of(self, seq: Sequence) -> int:
-        """Returns the blocks of a row that `blocks_in_use` includes; see BlockMemory."""
+        """Returns how many blocks of a row `blocks_in_use` counts; see BlockMemory."""
         row = self.rows.get(seq)
         return 0 if row is None else self.layout.blocks_of(row)
 
@@ -171,7 +171,7 @@ class EngineMemory(Generic[L, R]):
         return min(most, self.budget.blocks_for(self.context))
 
     def holds_a_context(self) -> bool:
-        """Returns True if one sequence may have the whole context."""
+        """Returns True if there are enough blocks for one sequence as long as the context."""
         blocks = self.fixed_blocks or self.budget.blocks_for(self.context)
         return blocks >= blocks_for(self.context)
 
@@ -253,7 +253,7 @@ class EngineMemory(Generic[L, R]):
     def bound_prefix(self) -> None:
         """Limits the prefix cache to its configured bytes, and to the bytes that rows do not use.
 
-        Rows may use some of the bytes reserved for other processes; the cache uses none of them.
+        The rows' blocks may take bytes that are reserved for other processes; the cache may not.
         """
         left, budget = self.bytes_left(), self.budget
         if budget.reserved and self.fixed_blocks is None:

@@ -108,7 +108,7 @@ class Warmed(Struct, frozen=True):
     """The choices of the warm-up, except the sizes, which are in the memory budget.
 
     `seconds`: the target for the time of a pass while sequences decode. `long_passes`: a pass
-    without decoding rows has twice the inputs.
+    without decoding rows may have twice as many inputs as a pass with such rows.
     """
 
     seconds: float

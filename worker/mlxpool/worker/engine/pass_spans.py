@@ -38,10 +38,10 @@ class PassSpans(Struct, frozen=True):
 
     @classmethod
     def of(cls, spans: Many[Span], *, rewinds: bool, before: PassSpans | None = None) -> Self:
-        """Groups spans by their results; `rewinds`: rows can be trimmed by any number of tokens.
+        """Groups spans by the results that they need.
 
-        `before`: the spans of the previous pass. Raises ValueError for a span that cannot be
-        computed.
+        `rewinds`: rows can be trimmed by any number of tokens. `before`: the spans of the previous
+        pass. Raises ValueError for a span that cannot be computed.
         """
         # Most spans are single inputs that draw a token, and need nothing more.
         plain = [

@@ -331,7 +331,7 @@ class Pipeline:
     def rehearse(self, spans: Many[Span], mask: Mask) -> None:
         """Builds a pass, a draw without masks, and a draw with `mask`; computes nothing.
 
-        Nothing may evaluate the arrays of this pass. The rows of the pass lose their arrays.
+        The arrays of this pass must never be evaluated. The caller drops its rows afterwards.
         """
         if self._parts.uploads is not None:
             self._parts.uploads.begin()
@@ -364,9 +364,10 @@ class Pipeline:
 
     @contextmanager
     def discard_on_failure(self, spans: Many[Span] = ()) -> Iterator[None]:
-        """A context for a pass over `spans`: a failure empties the rows of all passes in flight.
+        """A context in which a failure empties the rows of `spans` and of all passes in flight.
 
-        If rows share arrays, a failure empties all rows, see `lost`.
+        If rows share arrays, a failure empties all rows. `lost` then tells which sequences have
+        lost inputs.
         """
         try:
             yield

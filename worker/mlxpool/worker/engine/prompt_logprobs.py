@@ -28,7 +28,10 @@ def lines_at_a_time(vocabulary: int) -> int:
 
 
 def logit_bytes(vocabulary: int, chunk: int) -> int:
-    """Returns the most bytes of a chunk's logits at a time, with a shifted and a sorted copy."""
+    """Returns the most bytes that a chunk's logits take at one time, with two copies.
+
+    One copy of the logits is shifted, the other sorted.
+    """
     return 3 * FLOAT_BYTES * vocabulary * min(chunk, lines_at_a_time(vocabulary))
 
 

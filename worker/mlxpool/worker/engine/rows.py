@@ -17,7 +17,8 @@ R = TypeVar("R", bound=PrefixRow)
 class Rows(Generic[R]):
     """Begins and frees the rows of an engine's sequences, and stores them in the prefix cache.
 
-    `draws_alone`: the last input of a prompt has its own span, because rows cannot be trimmed.
+    `draws_alone`: rows cannot be trimmed, so the last input of a prompt, which draws a token, is
+    not read in one span with earlier inputs.
     """
 
     def __init__(self, memory: EngineMemory[Any, R], *, draws_alone: bool = False) -> None:
@@ -64,7 +65,7 @@ class Rows(Generic[R]):
         return row is not None and row.offset < seq.submitted
 
     def at_restore_point(self, span: Span) -> bool:
-        """Returns True if a chunk that was not submitted yet ends at a restore point."""
+        """Returns True if `span`, a chunk not submitted yet, ends at the next restore point."""
         seq, memory = span.sequence, self._memory
         if memory.prefix.next_restore_point(memory.rows[seq]) != span.end:
             return False
@@ -74,7 +75,7 @@ class Rows(Generic[R]):
         """Adds the inputs of a started pass to the sequences' counts.
 
         `keep`: the spans that end at restore points; their rows are stored in the prefix cache.
-        Prompts that other sequences share are stored, too.
+        A prompt that other sequences share is stored, too, when all but its last token are read.
         """
         shared = []  # sequences whose prompts other sequences share, now or later
         for span in spans:

@@ -77,10 +77,10 @@ class TokenDraws:
         before: Flight | None,
         masks: RowMasks,
     ) -> SamplerOutput:
-        """Draws as `draw` does if some spans draw several tokens, each after the drafts before it.
+        """Draws as `draw` does, for spans of which some draw several tokens.
 
-        Draws take several times the memory of their logits. So the draws of many tokens are divided
-        into parts.
+        Each token follows the span's drafts before it. Draws take several times the memory of their
+        logits, so the draws of many tokens are divided into parts.
         """
         batch = self._batch([span.sequence for span in spans for _ in range(span.draws)])
         most = lines_at_a_time(self._vocab_size)

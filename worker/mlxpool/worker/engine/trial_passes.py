@@ -80,11 +80,11 @@ class PassKind(Struct, frozen=True):
 def compiled_kinds(
     sizes: Many[int], rows: int, longest: int, drafts: int, alone: int = 0
 ) -> Iterator[PassKind]:
-    """Yields the kinds of compiled passes, except passes of decode steps alone.
+    """Yields the kinds of compiled passes, except passes in which each row decodes one token.
 
-    Passes are compiled for `sizes` of lines; sizes above `longest` are not computed. A pass has at
-    most `rows` rows, which check at most `drafts` drafts together. Up to `alone` lines, a pass that
-    only checks drafts is compiled separately.
+    Passes are compiled for `sizes` of lines; kinds with more than `longest` lines are left out. A
+    pass has at most `rows` rows, which check at most `drafts` drafts together. A pass that only
+    checks drafts is compiled separately if it has at most `alone` lines.
     """
     before = 0
     for size in sizes:
@@ -273,8 +273,8 @@ def _first_and_last(counts: list[int], *, on_gpu: bool) -> list[int]:
     """Returns the numbers of rows of the passes that a load computes, out of `counts`.
 
     On a GPU these are all `counts`, on a CPU the first two and the last. On a CPU a C++ compiler
-    compiles fused functions, which are the same for two rows and more. The last pass shows the
-    longest time.
+    compiles fused functions, which are the same for two rows and more. The last pass, which has the
+    most rows, shows the longest time of a decode step.
     """
     return counts if on_gpu or len(counts) < 4 else [*counts[:2], counts[-1]]
 

@@ -130,8 +130,8 @@ def keep_large_arrays_off_heap() -> None:
     """Makes glibc allocate large arrays outside its heap; does nothing on other C libraries.
 
     After the first free of a large array, glibc raises its threshold and allocates arrays of this
-    size in the heap. In the heap, a later allocation above such arrays keeps their pages: 30 MB
-    after a warm-up.
+    size in the heap. There, freed arrays keep their pages while a later allocation lies above them:
+    30 MB after a warm-up.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD)

@@ -133,8 +133,8 @@ def pending_mixture(
     """Returns the outputs of the chosen experts for x [T, d], and the WeightedSum to apply.
 
     `shared`: gates and ups [2 * W, d] and down [d, W] of one more expert for all tokens. The plan
-    must include this expert; the other experts must be dense, without bias and limit. Without
-    `shared`, `beside` [T, d] may be added.
+    must include this expert; the other experts must be dense, without bias and limit. `beside`
+    [T, d]: an array to add to the sum, allowed only without `shared`.
     """
     tokens = x.shape[0]
     shared_gate_up, shared_down = shared or (None, None)

@@ -44,12 +44,12 @@ def build_kernel(
 ) -> Any:
     """Builds the kernel of `name`.cu with these constants by mx.fast.cuda_kernel.
 
-    If a call passes None for an input, the source has a null pointer to N instead, because each
-    input costs the host time at each launch. `contiguous`: MLX copies inputs that are not
-    contiguous; not for kernels that write into inputs or use strides. `shared`: bytes of shared
-    memory, besides memory declared in the source. `header`: code before the kernel. `ends`: files
-    after the kernel's source. `bounds`: the threads of a block and the least thread blocks of a
-    multiprocessor (launch bounds).
+    Each input costs the host time at each launch. So if a call passes None for an input, the kernel
+    is built without it, and the input's name is a null pointer (const N*) in the source.
+    `contiguous`: MLX copies inputs that are not contiguous; not for kernels that write into inputs
+    or use strides. `shared`: bytes of shared memory, besides memory declared in the source.
+    `header`: code before the kernel. `ends`: files after the kernel's source. `bounds`: CUDA's
+    launch bounds, the most threads of a block and the fewest resident blocks of a multiprocessor.
     """
     names = tuple(inputs)
 
@@ -128,7 +128,7 @@ def include_line(file: str) -> str:
 
 
 def name_files(files: Mapping[str, str]) -> str:
-    """Returns a macro for each name, so that a source may `#include NAME` inside of a block."""
+    """Returns macros that map names to paths of files, for `#include NAME` in a C++ block."""
     return "".join(f'#define {name} "{CUDA_FOLDER / file}"\n' for name, file in files.items())
 
 

@@ -100,11 +100,11 @@ def fragments_of(rows: int, gated: bool) -> int:
 
 
 def integers_of(tokens: int, steps: int, group: int) -> tuple[int, int] | None:
-    """Returns the sizes of a kernel that converts tokens to integers, to multiply them faster.
+    """Returns two sizes of a kernel that converts tokens to integers, to multiply them faster.
 
-    The first size is the number of tokens that the kernel converts, the second the number of steps
-    of 64 columns in each warp. None: the kernel multiplies without conversion; for more tokens this
-    is as fast.
+    The first is the number of tokens for which the kernel is built. The second is the number of
+    steps, of 64 columns each, that a warp computes. Returns None if the kernel multiplies without
+    conversion: for more tokens this is as fast, and the integers may exceed shared memory.
     """
     lines = next((n for n in INTEGER_TOKENS if n >= tokens), 0)
     held = -(-steps // WARPS)
@@ -159,8 +159,9 @@ def parts_of(tokens: int, rows: int, steps: int, *, gated: bool) -> Parts:
     """Returns how a product with a weight of `rows` rows and 64 * `steps` columns is divided.
 
     Thread blocks with 256 rows read tokens half as often as thread blocks with 128 rows. So 256
-    rows are chosen if they keep the multiprocessors as busy. A thread block that is alone on its
-    multiprocessor has four warpgroups: while one warpgroup dequantises, others multiply.
+    rows are chosen if the GPU then needs at most half as many rounds of concurrent thread blocks. A
+    thread block that is alone on its multiprocessor has four warpgroups: while one warpgroup
+    dequantises, others multiply.
     """
     sets = next((n for n in SETS if 8 * n >= tokens), SETS[-1])
     sections = -(-tokens // (8 * sets))

@@ -162,7 +162,8 @@ def _values_function(name: str, sets: int, dtype: mx.Dtype, *, transposed: bool)
 def _group_product(sets: int, dtype: mx.Dtype, a: Sequence[str], transposed: str) -> str:
     """Returns the instruction of a product of which each thread has 4 * `sets` sums.
 
-    `a`: the registers or the address of the first matrix, each after its constraint: "r(a0)".
+    `a`: the operands of the first matrix, registers or an address. Each is the letter of its
+    constraint and the expression, such as "r(a0)". `transposed`: the instruction's last operands.
     """
     count, name = 4 * sets, PTX_TYPES[dtype]
     sums = ",".join(f"%{i}" for i in range(count))

@@ -84,8 +84,9 @@ def shared_bytes(rows: int, line: int, rank: int) -> int:
 def value_numbers(line: int, rank: int) -> int:
     """Returns the value columns that one instruction multiplies in tiles with many query rows.
 
-    Returns 0 if such tiles do not fit into shared memory. The probabilities of such a tile
-    overwrite the part of the latents behind the values, so a latent must be longer than its value.
+    Returns 0 if such tiles cannot be used: they do not fit into shared memory, or a latent is not
+    longer than its value. The probabilities of a tile overwrite the numbers of its latents that
+    are not values.
     """
     fits = line > rank and _chunk_bytes(line) <= MAX_SHARED_BYTES
     return min(VALUE_NUMBERS, rank // 2) if fits else 0

@@ -47,10 +47,10 @@ FIRST_LINE, LINES, TABLE, LOW, HIGH, PART, PARTS, UNIT = range(8)
 class TileShape(Struct, frozen=True):
     """The shape of a layer's tiles: `group` query heads share each of `kv_heads` key heads.
 
-    `rows`: query rows of a chunk's tile, TILE_ROWS or twice as many. `blocks`: concurrent thread
-    blocks of a large GPU. `least_keys`: the fewest keys of a part, besides the bounds MIN_*_KEYS.
-    `sum_keys`: how many keys a thread block could read in the time in which it adds up one part of
-    a tile.
+    `rows`: query rows of a chunk's tile, TILE_ROWS or twice as many. `blocks`: how many thread
+    blocks run at the same time on a large GPU. A part of a tile has at least `least_keys` keys, and
+    at least MIN_DECODE_KEYS or MIN_CHUNK_KEYS. `sum_keys`: how many keys a thread block could read
+    in the time in which it adds up the sums of one part.
     """
 
     group: int
@@ -67,12 +67,12 @@ class TileShape(Struct, frozen=True):
 
     @property
     def decode_rows(self) -> int:
-        """The most query rows of a tile whose warps share the keys."""
+        """The most query rows of a decode tile, whose keys are divided among the warps."""
         return -(-self.group // UNIT_ROWS) * UNIT_ROWS
 
     @property
     def decode_lines(self) -> int:
-        """The most lines (query tokens) of a tile whose warps share the keys."""
+        """The most lines (query tokens) of a decode tile, see `decode_rows`."""
         return self.decode_rows // self.group
 
 
@@ -155,8 +155,8 @@ class WorkLists:
     def items_once(self, spans: Spans, lines: int, capacity: int = 0) -> Numbers:
         """Returns a work list of single lines for one pass.
 
-        The choice of the best parts takes longer than these save in one pass. Tiles of up to
-        WHOLE_KEYS keys are not divided; larger tiles get nearly the best parts.
+        The choice of the best parts takes longer than the best parts save in one pass. So tiles of
+        up to WHOLE_KEYS keys are not divided, and larger tiles get nearly the best parts.
         """
         keys, capacity = spans.ends - spans.begins, capacity or capacity_of(self._shape, lines)
         if keys.size and int(keys.max()) > WHOLE_KEYS:
@@ -171,9 +171,10 @@ class WorkLists:
         return items
 
     def repeats(self) -> bool:
-        """Counts one more use of the newest list, for the same sequences with one more key.
+        """Returns True if a pass may use the newest list once more, and counts this use.
 
-        Returns False if a new list has to be made.
+        The pass has the same sequences as the pass before, each with one more key. Returns False if
+        a new list has to be made.
         """
         if self._uses >= STEPS_OF_PARTS:
             return False
@@ -253,7 +254,7 @@ class Division(Struct, frozen=True):
         return counts.astype(np.int32)
 
     def fits(self, parts: Numbers) -> bool:
-        """Returns whether there is memory for these parts."""
+        """Returns whether the list has items, and the partial sums memory, for these parts."""
         needed = int((parts * self.units)[parts > 1].sum())
         return int(parts.sum()) - parts.size <= self.extra and needed <= PART_UNITS
 

@@ -145,7 +145,7 @@ def _unpack_strip(packed: Bytes, bits: int, target: Bytes) -> None:
 
 @cache
 def _units(shape: tuple[int, ...]) -> tuple[mx.array, mx.array]:
-    """Returns the scales (1) and biases (-ZERO) with which MLX reads bytes as numbers around 0.
+    """Returns scales of 1 and biases of -ZERO, with which MLX reads bytes as numbers around 0.
 
     All weights with the same shape share the arrays.
     """

@@ -73,9 +73,9 @@ MTP_NAMES = HeadNames(
 
 
 def is_further_layer(name: str) -> bool:
-    """Returns True for a tensor of an MTP head's second or a later layer: these are not used.
+    """Returns True for a tensor of an MTP head's second layer, or of a later layer.
 
-    The first layer drafts at any depth.
+    Only the first layer is used: it computes all drafts, one after the other.
     """
     return name.startswith(f"{MTP}layers.") and not name.startswith(f"{MTP_NAMES.layer}.")
 

@@ -112,7 +112,11 @@ class LatentLayer(Protocol):
 
 
 class LatentToken(Protocol):
-    """A layer of latent attention for one token; a call projects the outputs of its heads."""
+    """The products before and after the attention, in latent attention of a single token.
+
+    `queries` computes what precedes the attention. A call applies the output projection to the
+    heads' outputs x [1, H * R], which the attention gave, and returns [1, d].
+    """
 
     def queries(
         self, x: PendingNorm, pool: mx.array, slots: mx.array, turns: RopeTables

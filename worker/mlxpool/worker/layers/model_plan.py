@@ -128,10 +128,11 @@ class VisionPlan(Struct, frozen=True):
     """The image encoder of a model, which a checkpoint may have or lack.
 
     `whole` is the plan of the model with the encoder. `settings` reads preprocessor_config.json and
-    raises ModelLoadFailed. `tokens`: the ids of the placeholder tokens of images; `places` returns
-    the texts for an image, from the texts of these tokens by id. `grid_positions`: inputs have
-    three positions, see media/spans.py. `crossed`: inputs attend to images in layers of
-    cross-attention, see MediaSpan; otherwise features replace the inputs of an image.
+    raises ModelLoadFailed for values that the encoder does not support. `tokens`: the ids of the
+    placeholder tokens of images. `places` gets the texts of these tokens by id, and returns the
+    texts for an image. `grid_positions`: inputs have three positions, see media/spans.py.
+    `crossed`: inputs attend to images in layers of cross-attention, see MediaSpan; otherwise
+    features replace the inputs of an image.
     `encoder_tokens` returns the numbers of encoder tokens and of padding tokens for an image with a
     grid, see PackedBatch.
     """

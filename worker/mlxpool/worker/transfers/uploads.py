@@ -44,10 +44,10 @@ class Uploads:
         self._used = 0
 
     def take(self, count: int) -> tuple[npt.NDArray[np.int32], mx.array]:
-        """Returns the same `count` numbers twice: for the host to fill, and as a device array.
+        """Returns memory for `count` numbers twice: the host's array and the device's array of it.
 
-        The host must fill them before the array is evaluated. The array is the shared memory
-        itself: the pass copies it to the device.
+        The host must write the numbers before the device's array is evaluated. The pass copies the
+        device's array from this shared memory into memory of the device.
         """
         first, end = self._used, self._used + count
         if end > self._sets[self._newest].numbers.size:

@@ -48,8 +48,8 @@ class BlockTables:
     def update(self, rows: Sequence[BlockRow], lines: npt.NDArray[np.int32]) -> mx.array | None:
         """Copies changed entries to the device for a new pass over `rows`, which own `lines`.
 
-        Returns an array (a 0) on which readers of `array` must depend, see worker/kernels. None: no
-        entry has changed.
+        Returns None if no entry has changed. Otherwise returns an array whose value is 0: readers
+        of `array` must use it, so that they run after the copy, see worker/kernels.
         """
         places: list[int] = []
         blocks: list[int] = []

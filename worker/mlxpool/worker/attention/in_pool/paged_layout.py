@@ -121,7 +121,7 @@ class PagedLayout(Layout):
         return cast(PagedStore, self.store).free_blocks
 
     def blocks_of(self, row: Any) -> int:
-        """Returns the number of a row's blocks, less a shared block that its next write copies."""
+        """Returns the number of a row's blocks; see Layout."""
         return cast(PagedStore, self.store).blocks_of(row)
 
     def left(self, rows: Iterable[CacheRow], whole: int) -> int:
@@ -149,7 +149,10 @@ class PagedLayout(Layout):
 
     @property
     def follow_lines(self) -> int:  # type: ignore[override]
-        """The most lines of a pass that only checks drafts, in one kernel; 0: no pass does."""
+        """The most lines of a pass that only checks drafts and that a single kernel computes.
+
+        0: no single kernel computes such passes.
+        """
         return 0 if self.ragged is None else self.ragged.follow_lines
 
     def expect_drafts(self, most: int) -> None:
@@ -159,7 +162,7 @@ class PagedLayout(Layout):
 
     @contextmanager
     def whole_passes(self) -> Iterator[None]:
-        """Returns a context in which the device begins a pass only when it is evaluated."""
+        """Returns a context in which a pass begins only when it is evaluated; see Layout."""
         if self.ragged is None:
             yield
             return
@@ -269,9 +272,10 @@ def _reordered(
     *,
     lines: bool,
 ) -> mx.array:
-    """Returns the lines of the spans `wanted`, in this order, from arrays of the spans `given`.
+    """Returns the lines of the spans `wanted`, in the order of `wanted`.
 
-    `lines` True: the arrays have lines only for tokens with results; False: for every token.
+    `arrays` have the lines of the spans `given`, in their order. With `lines`, a span has a line
+    for each token with results; otherwise a span has a line for each of its tokens.
     """
     counts = [spans[n].lines if lines else spans[n].count for n in given]
     ends = dict(zip(given, accumulate(counts), strict=True))

@@ -30,11 +30,11 @@ class PassMemory(Struct, frozen=True):
 class PlanShape(Struct, frozen=True):
     """The offsets of a pass's numbers in one int32 array, the only array sent to the device.
 
-    A line is one token or padding. `wanted`: the number of lines with results, which the array
-    lists; 0: every line has results, in order. The results are logits. If `drawn` is not None, they
-    are hidden states, and logits of the first `drawn` of these lines. `follow`: a row may have
-    several lines, and one kernel computes the pass. `spans`: the most spans of the pass; 0: as many
-    as lines.
+    A line is one token or padding. `wanted`: how many lines the array lists as lines with results;
+    0: it lists none, because every line has results. If `drawn` is None, the results are logits.
+    Otherwise the results are the hidden states of the listed lines, and the logits of the first
+    `drawn` of them. `follow`: a row may have several lines, and one kernel computes the pass.
+    `spans`: the most spans of the pass; 0: as many as lines.
     """
 
     lines: int
@@ -56,11 +56,11 @@ class PlanShape(Struct, frozen=True):
 
     @property
     def single(self) -> bool:
-        """True if every line is the only line of its row and gets logits."""
+        """True if no row has more than one line, and every line gets logits."""
         return not self.wanted and self.drawn is None and not self.follow
 
     def of_lines(self, numbers: Int32s) -> Int32s:
-        """Returns the part [5, lines] of `numbers` with five numbers for each line, as a view."""
+        """Returns a view [5, lines] of the first part of `numbers`: five numbers of each line."""
         return numbers[: 5 * self.lines].reshape(5, -1)
 
     def arrays(self, plan: mx.array, memory: PassMemory) -> tuple[mx.array, RaggedArrays]:

@@ -69,7 +69,7 @@ class RaggedBatch(WithoutImages):
     logits = True
 
     def __init__(self, pool: KVPool, arrays: RaggedArrays, *, every: bool = False) -> None:
-        """`every`: the last layer computes all lines, not only the wanted lines."""
+        """`every`: the last layer computes all lines, not only the lines that get logits."""
         self._pool, self._arrays, self._every = pool, arrays, every
         self.parts: list[mx.array] = []
         self._last = len(pool.arrays) - 1
@@ -135,10 +135,10 @@ class RaggedBatch(WithoutImages):
         scores: ScoreParams,
         rope: Rope | None,
     ) -> mx.array:
-        """Writes all keys and values of the layer, then attends with the queries of the write.
+        """Rotates queries and keys, writes all keys and values of the layer, and attends.
 
-        The write returns the rotated queries. If all spans are single lines, one kernel writes and
-        attends.
+        If all spans are single lines, one kernel does all of this. Otherwise a first kernel rotates
+        and writes; attention uses the rotated queries that it returns, and so runs after the write.
         """
         pools, shape = self._pool.arrays[layer], self._pool.shape
         if shape.quantised:

@@ -57,12 +57,12 @@ OnePass: TypeAlias = Callable[[mx.array, mx.array], tuple[list[mx.array], list[m
 class DecodingRows(Struct):
     """The common state of passes over the same `spans`, all single tokens with logits.
 
-    `lines`: the lines of the rows in the block tables. `seen`: the tokens that the spans see;
-    passes that only increment `counting` do not update `seen.ends`. `numbers`: the numbers of the
-    newest pass. `counting`: the parts of `numbers` that count tokens and grow by 1 in each pass.
-    `bounds` [R]: the number of tokens at which each row's last block is full; no row exceeds its
-    bound in the next `left` passes. The fields are valid while `changes` equals the store's
-    `changes`; before the second pass `changes` is -1.
+    `lines` [R]: each row's line in the block tables. `seen`: the tokens that the spans see; a pass
+    that only increments `counting` leaves `seen.ends` as it is. `numbers`: the numbers that
+    describe the newest pass. `counting`: the parts of `numbers` that count tokens, and so grow by 1
+    in each pass. `bounds` [R]: the number of tokens that fill all blocks of each row; in the next
+    `left` passes no row gets more tokens than that. The state is valid while `changes` equals the
+    store's `changes`; before the second pass `changes` is -1.
     """
 
     spans: Sequence[RowSpan]
@@ -153,9 +153,9 @@ class RaggedRunner:
 
     @property
     def follow_lines(self) -> int:
-        """The most lines of a pass that only checks drafts, in one kernel; 0: no pass does.
+        """The most lines of a pass that only checks drafts and that a single kernel computes.
 
-        Such passes are compiled separately.
+        0: no single kernel computes such passes. They are compiled separately from other passes.
         """
         if self._one_kernel is None:
             return 0
@@ -206,18 +206,20 @@ class RaggedRunner:
         return self._given(logits, outputs[2 if count else 1 :], len(ids))._replace(hidden=hidden)
 
     def _numbers(self, size: int) -> tuple[Int32s, mx.array | None]:
-        """Returns memory for the numbers of a pass, and the device's array of this memory.
+        """Returns host memory for a pass's numbers, and a device array of the same memory.
 
-        The array is None if the numbers are copied into an array after they are written.
+        Without `uploads` the array is None: the caller copies the numbers into an array after it
+        has written them.
         """
         if self._uploads is None:
             return np.zeros((size,), dtype=np.int32), None
         return self._uploads.take(size)
 
     def _given(self, logits: mx.array, states: Sequence[mx.array], lines: int) -> PassOutput:
-        """Returns the output of a pass over `lines` lines; `states`: the kept states, if any.
+        """Returns the output of a pass over `lines` lines.
 
-        `states` may end with lines of padding.
+        `states`: one array of the states that the pass keeps, or nothing. After the pass's lines,
+        the array may have lines of padding.
         """
         if not states:
             return PassOutput(logits)
@@ -244,7 +246,8 @@ class RaggedRunner:
     def _count_on(self, decoding: DecodingRows) -> mx.array | None:
         """Increments by 1 those numbers of the previous pass that count tokens.
 
-        Returns None, or an array (a 0) on which the pass must depend.
+        Returns an array whose value is 0, which the pass must use so that it runs after changed
+        block tables are copied. Returns None if no entry of the tables has changed.
         """
         for part in decoding.counting:
             part += 1
@@ -267,9 +270,10 @@ class RaggedRunner:
         return self._tables.update([rows[number] for number in crossing], decoding.lines[crossing])
 
     def _number_again(self, decoding: DecodingRows, ids: Ids) -> mx.array | None:
-        """Writes all numbers that describe a pass, also those that have not changed.
+        """Writes all numbers that describe one more pass over the same rows, changed or not.
 
-        Returns None, or an array (a 0) on which the pass must depend.
+        Returns an array whose value is 0, which the pass must use so that it runs after changed
+        block tables are copied. Returns None if no entry of the tables has changed.
         """
         rows, shape, lines, numbers = (
             decoding.rows,
@@ -300,9 +304,9 @@ class RaggedRunner:
     ) -> list[mx.array]:
         """Returns the arrays of a pass's results.
 
-        `plan` is the host's memory; the pass depends on the array `written`. If no token is in
-        flight, a pass over chunks is submitted part by part, so that the device is not idle while
-        the host builds the pass.
+        `plan`: the numbers that describe the pass. `written`: the array on which the pass must
+        depend, if any. If no token is in flight (`drawn` is None), a pass over chunks is submitted
+        part by part, so that the device is not idle while the host builds the pass.
         """
         single = shape.single and choice.serves(shape.lines)
         if self._one_kernel is not None and (single or shape.follow):
@@ -345,10 +349,11 @@ class RaggedRunner:
         )
 
     def _named(self, padded: int, count: int) -> int:
-        """Returns the number of wanted lines for which a pass of `padded` lines has room.
+        """Returns the most lines with results for which a pass of `padded` lines is compiled.
 
-        It is at least `count`. It may be less than `padded`: the drafts beside a long chunk are far
-        fewer than the chunk's lines, and each wanted line needs memory for its logits.
+        The number is at least `count`, the lines with results of this pass. It may be less than
+        `padded`: beside a long chunk few lines have results, and each of these lines needs memory
+        for its logits.
         """
         if count <= self._rows:
             return min(padded, self._rows)
@@ -380,7 +385,8 @@ class RaggedRunner:
     ) -> mx.array | None:
         """Writes the numbers that describe a pass, in the order of PlanShape.arrays.
 
-        Returns None, or an array (a 0) on which the pass must depend.
+        Returns an array whose value is 0, which the pass must use so that it runs after changed
+        block tables are copied. Returns None if no entry of the tables has changed.
         """
         lines = self._tables.lines_of(rows)
         written = self._tables.update(rows, lines)
@@ -476,8 +482,9 @@ def in_order(
 def begin(parts: Sequence[mx.array]) -> None:
     """Submits the parts of a pass to the device, one after the other.
 
-    Otherwise MLX would submit a hundred kernels at a time. With a small model the host takes as
-    long to build so many as the device to compute them, so the device would be idle meanwhile.
+    Otherwise MLX would submit a hundred kernels at a time. For a small model the host takes as long
+    to build a hundred kernels as the device to compute them, and meanwhile the device would be
+    idle.
     """
     for part in parts:
         mx.async_eval(part)  # type: ignore[no-untyped-call]

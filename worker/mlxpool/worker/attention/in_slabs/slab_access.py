@@ -45,9 +45,9 @@ class SlabTokens(Struct, frozen=True):
 
 
 def _slab_tokens(rows: Sequence[SlabRow], counts: Sequence[int]) -> dict[Slab, SlabTokens]:
-    """Returns the blocks that a pass over `counts` new tokens of `rows` reads and writes, by slab.
+    """Returns the blocks that a pass reads and writes, by slab.
 
-    The rows must have blocks for the new tokens.
+    The pass has counts[n] new tokens of rows[n]. The rows must have blocks for the new tokens.
     """
     tokens: dict[Slab, SlabTokens] = defaultdict(SlabTokens)
     line = 0
@@ -68,9 +68,10 @@ def _slab_tokens(rows: Sequence[SlabRow], counts: Sequence[int]) -> dict[Slab, S
 def slab_accesses(
     rows: Sequence[SlabRow], counts: Sequence[int] | None = None
 ) -> list[tuple[Slab, SlabAccess]]:
-    """Returns the slabs that a pass over `counts` new tokens of `rows` reads and writes.
+    """Returns the slabs that a pass uses, each with the pass's reads and writes.
 
-    The rows must have blocks for the new tokens. `counts` None: one token for each row.
+    The pass has counts[n] new tokens of rows[n]; if `counts` is None, one token of each row. The
+    rows must have blocks for the new tokens.
     """
     each = [1] * len(rows) if counts is None else counts
     nobody = _unused_block(max(each))

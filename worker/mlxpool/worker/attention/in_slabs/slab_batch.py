@@ -74,9 +74,10 @@ class SlabRowBatch(RowBatch):
     def _order_of(
         self, apart: Sequence[Queries], lines: Sequence[int]
     ) -> Callable[[mx.array], mx.array]:
-        """Returns a function that selects `lines` of the output of `attend`.
+        """Returns a function that puts the outputs of attention into the order of `lines`.
 
-        `apart`: the spans that attend alone; their outputs follow those of the joined spans.
+        It gets first the outputs of the groups of spans that attend together, then the outputs of
+        the spans `apart`, which attend alone.
         """
         lines_made = [line for group in self._together for line in group.lines]
         lines_made += [line for queries in apart for line in range(queries.first, queries.end)]

@@ -67,8 +67,8 @@ def attended(scores: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
 def combined(parts: Sequence[tuple[mx.array, mx.array]], member: mx.array) -> mx.array:
     """Returns the outputs [KV, N, R, V] of R rows, combined from results of `attended`.
 
-    `member` [R, B]: 0 if the block belongs to the row, else MASKED_SCORE; B: the blocks of all
-    parts.
+    `member` [R, B], for the B blocks of all `parts`: 0 if the block belongs to the row, else
+    MASKED_SCORE.
     """
     outs, logs = zip(*parts, strict=True)
     out, log = (

@@ -143,15 +143,15 @@ class StateDrafts(HeadDrafts):
         )
 
     def most_states(self, rows: int, drafts: int) -> int:
-        """Returns the most stored states: one for each token that the newest pass drew."""
+        """Returns the most stored states: one for each token that a pass can draw."""
         return rows + drafts
 
     def take(self, asking: Many[Span], states: mx.array, *, again: bool = False) -> None:
         """Stores the states [E, d] from which the spans of a pass draw their tokens, in order.
 
-        `states` may have further lines, which are not used. `again`: the sequences are the same as
-        in the previous pass, whose states are no longer needed. So a step without drafts does no
-        work for each row.
+        `states` may have further lines, which are not used. `again`: the pass has the same
+        sequences as the previous pass. The previous states are then dropped without any work for
+        each row, so that steps without drafts stay fast.
         """
         if self.failed:
             return

@@ -99,7 +99,7 @@ class Predictions(HeadDrafts):
         return sum(row.row.nbytes for row in self.rows.values())
 
     def most_states(self, rows: int, drafts: int) -> int:
-        """Returns the most stored states: a row stores states until the head reads them."""
+        """Returns the most stored states: up to MAX_WAITING of each row wait for the head."""
         return rows * MAX_WAITING
 
     def take(self, spans: Many[Span], states: mx.array) -> list[mx.array]:
@@ -145,7 +145,11 @@ class Predictions(HeadDrafts):
         return [array for span in spans for array in span.row.arrays()]
 
     def _compact(self, rows: Iterable[_Row], states: mx.array, lines: int) -> list[mx.array]:
-        """Copies the waiting states of a pass into a smaller array; returns it."""
+        """Copies those of a pass's `states` that still wait for the head into a smaller array.
+
+        Returns the array to evaluate: the copy, `states` itself if all its `lines` lines wait, or
+        no array if none waits.
+        """
         left = [some for row in rows for some in row.waiting if some.array is states]
         kept = [line for some in left for line in range(some.line, some.line + some.count)]
         if not kept:

@@ -14,7 +14,7 @@ from mlxpool.worker.engine.engine import MemoryUse
 
 
 class Encoder(Protocol):
-    """Computes texts with a loaded encoder model. Used by one thread."""
+    """Computes vectors, scores or labels of texts with a loaded model. Used by one thread."""
 
     @property
     def tasks(self) -> frozenset[Task]:
