@@ -90,7 +90,10 @@ STARTS = {
 
 
 def imported_at_start(path: Path) -> set[str]:
-    """Returns the imports of a module and of its functions, without those under a condition."""
+    """Returns what a module and its functions import with `from`.
+
+    Imports in other blocks, such as `if` and `try`, are left out.
+    """
     imports: set[str] = set()
     unread: list[ast.AST] = [ast.parse(path.read_text("utf-8"))]
     while unread:

@@ -17,7 +17,7 @@ HTTPX = REQUESTS | {"request", "stream", "Client", "AsyncClient"}
 
 
 def unbounded(source: str) -> Iterator[int]:
-    """Yields the lines of httpx calls without the argument `timeout`."""
+    """Yields the line numbers of httpx calls without the argument `timeout`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             module, name = node.func.value, node.func.attr

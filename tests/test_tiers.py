@@ -57,7 +57,10 @@ def collected(*words: str) -> list[tuple[str, str]]:
 
 
 def test_each_function_has_a_case_in_make_test_but_for_those_of_the_table() -> None:
-    """Each key of the table also belongs to an existing test."""
+    """Each function without a case in `make test` is in the table of tests/tiers.toml.
+
+    The table names no file or function that does not exist.
+    """
     everything = collected("--full")
     assert tiers().unknown(everything) == []
     kept = tiers().kept(everything)

@@ -1,9 +1,9 @@
 """Codex and Claude Code at work with the demo chat model: the programs themselves.
 
 They are npm packages: each is taken from PATH, or installed with npm into the cache of the tests.
-The pool checks and tokenises their requests of 10,000 tokens and more unchanged. The template of
-the model then leaves out all but the last line of the user, because the demo model has learnt 1,024
-tokens.
+The pool checks and tokenises the complete requests, which have 10,000 tokens and more. The demo
+model has learnt contexts of only 1,024 tokens, so its chat template here shows it only the last
+line of the user's last message.
 """
 
 from __future__ import annotations

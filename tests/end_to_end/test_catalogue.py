@@ -64,7 +64,7 @@ def names(pool: Pool) -> set[str]:
 
 
 def put_in_place(made: Path, models: Path) -> None:
-    """Moves a complete folder to the models: the pool must not look at a partly written one."""
+    """Moves a finished folder into `models`: the pool must not see a half-written folder."""
     made.rename(models / made.name)
 
 

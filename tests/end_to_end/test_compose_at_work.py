@@ -86,7 +86,7 @@ def test_a_request_over_http_and_one_over_zeromq(keys: Path, tmp_path: Path) -> 
     ports = ports_of_deployments()
 
     def here(text: str, service: str) -> str:
-        """Returns a word of the compose file with ports, hosts and folders of this machine."""
+        """Returns a word of the compose file with its ports, hosts and folders made local."""
         if text in ports:
             return ports[text]
         for port, free in ports.items():

@@ -282,7 +282,7 @@ def test_no_broker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         assert health.status_code == 503 and f"ipc://{tmp_path}/front.ipc" in health.text
 
         def said() -> list[logging.LogRecord]:
-            """Returns the records of the log, except those about requests."""
+            """Returns the records of the log, except those of the access log."""
             return [record for record in caplog.records if record.name == "mlxpool.gateway"]
 
         until(lambda: len(said()) > 1, "the log has what became of it")

@@ -79,8 +79,8 @@ def test_streamed_choices_are_interleaved_by_index(api: openai.OpenAI) -> None:
 def test_the_prompt_is_read_once(api: openai.OpenAI, client: Client) -> None:
     """One of four choices reads the prompt, and the other three find it cached.
 
-    The answer has the cached tokens of choice 0: few if it came first, else all but one. The native
-    client, called with choice 2's seed, gets choice 2's text.
+    The answer's usage is that of choice 0: it has few cached tokens if choice 0 read the prompt,
+    else all but one. The native client gets the same text as choice 2 with choice 2's seed.
     """
     answer = completion(api, PROMPT * 12, n=4, temperature=1, seed=9)
     size = answer["usage"]["prompt_tokens"]
@@ -148,7 +148,10 @@ def test_choices_over_the_queue_are_refused_together(pool: Pool, api: openai.Ope
 
 
 def check(logprobs: dict[str, Any], ids: list[int], begin: int) -> None:
-    """Asserts that log-probabilities from token `begin` on equal those of a whole pass."""
+    """Asserts that the log-probabilities equal those of a single pass over `ids`.
+
+    `begin`: the position at which they must end, the number of prompt tokens.
+    """
     assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
     expected = demo_logprobs(ids)
     for number in range(1, len(ids)):

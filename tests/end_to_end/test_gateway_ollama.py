@@ -126,7 +126,7 @@ def test_the_lists_of_models(client: ollama.Client) -> None:
 
 
 def test_thinking_is_split_from_the_answer(client: ollama.Client) -> None:
-    """The whole answer is thoughts: the prompt begins them, and random weights never end them."""
+    """The whole answer is thoughts: the prompt begins them, and random weights do not end them."""
     until(lambda: info(client, "thinker"), "the model was looked at")
     options = {"num_predict": 12, "seed": 3}
     for think in (True, None, "low"):

@@ -234,7 +234,10 @@ def test_what_a_dead_pool_keeps_is_not_said_to_be_unknown(
 
 
 def check_new_keys(client: openai.OpenAI, url: str) -> None:
-    """Asserts that new jobs are accepted, although a silent pool might have jobs of their keys."""
+    """Asserts that jobs with new keys are accepted while one pool does not answer.
+
+    The silent pool might already have jobs with these keys.
+    """
     header, body = {"Idempotency-Key": "while silent"}, {"prompt": "x", "key": "while silent"}
 
     def taken() -> bool:

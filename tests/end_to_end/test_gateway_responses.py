@@ -37,7 +37,7 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</
 
 
 class Animal(BaseModel):
-    """The form of an answer."""
+    """The schema of an answer."""
 
     kind: Literal["cat", "dog"]
     legs: int = Field(ge=0, le=4)

@@ -290,7 +290,10 @@ def test_what_jobs_do_not_have_is_answered_as_always(gateway: GatewayThread) -> 
 
 
 def test_an_answer_that_failed_fails_at_each_reading(gateway: GatewayThread) -> None:
-    """The error is an event of the answer: it has an id, and no reading gets it twice."""
+    """The stream's last event is the error, with an id of its own.
+
+    A client that reads the answer again gets the error again, unless its Last-Event-ID is that id.
+    """
     body = {**CHAT, "model": "cut"}
     with http_client(gateway.url, ALICE) as http:
 

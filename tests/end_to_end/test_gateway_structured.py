@@ -60,7 +60,7 @@ class Pet(BaseModel):
 
 
 class Person(BaseModel):
-    """The form of an answer."""
+    """The schema of an answer."""
 
     name: str = Field(max_length=12)
     age: int = Field(ge=0, le=150)

@@ -1,7 +1,7 @@
 """Workers of all models share the GPUs that a broker may use. The tests need no GPU.
 
-The broker is configured for four GPUs. All models compute on the CPU; the environment of a worker's
-process has the GPUs that it would use.
+The broker is told that it has four GPUs, but all models compute on the CPU. The tests read from the
+environment of each worker's process which GPUs the broker has given it.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def message(prompt: Sequence[str | int], files: Sequence[bytes] = FILES) -> dict
 
 
 def encoded(pool: Pool, client: Client) -> int:
-    """Returns the worker's count of encoded images, once it is idle after a new request."""
+    """Sends a request and waits until the worker is idle; returns its count of encoded images."""
     sent = time.monotonic()
     client.generate("eyes", "warm", **OPTIONS)
 
@@ -187,7 +187,10 @@ def test_a_prompt_that_is_kept_whole_is_never_cut(client: Client, model: str) ->
 
 
 def test_a_long_prompt_names_its_images(client: Client) -> None:
-    """Names of images in a prompt that is sent as a blob are checked, though not by the broker."""
+    """The worker checks that a prompt names its images, if the broker cannot.
+
+    The broker does not read prompts of this length, which are sent as blobs.
+    """
     long = "x" * 100_000
     asked: dict[str, Any] = {"images": FILES[:1], "truncate": True}
     assert "[img-0] into" in refusal(client, prompt=long, **asked)

@@ -31,7 +31,10 @@ ASKED: GenerateOptions = {"max_tokens": 60, "seed": 5, "temperature": 0.8, "igno
 
 
 def test_a_stream_goes_on_with_the_same_ids(pool: Pool, client: Client) -> None:
-    """The next worker prefills the prompt and sent ids together; sampled ids stay the same, too."""
+    """After a kill the next worker reads the prompt and the ids sent so far, all in one prefill.
+
+    The stream's further ids, which are sampled, are the same as without the kill.
+    """
     prompt = "def main(arguments):\n    " * 8
     whole = client.generate("exact", prompt, **ASKED)
     ids: list[int] = []

@@ -39,7 +39,7 @@ def serving(tmp_path: Path, *arguments: str, config: str = "") -> Pool:
 
 @pytest.fixture
 def blocked(tmp_path: Path, states: Path) -> Iterator[Pool]:
-    """A pool that cannot use the user's folder of states, because its path is a file."""
+    """A pool that cannot use the user's state folder, because a file has the folder's path."""
     states.write_text("")
     with serving(tmp_path, "--metrics", "127.0.0.1:0") as pool:
         yield pool

@@ -123,7 +123,10 @@ class Deployed:
     folder: Path
 
     def fetch(self, pod: str, url: str, body: dict[str, Any] | None = None) -> str | None:
-        """Returns the answer to a pod's request; None without an answer of status 200."""
+        """Sends a request from a pod; returns the body of the answer.
+
+        Returns None if the request fails or its status is not 200.
+        """
         done = subprocess.run(
             [*self.network.inside(pod), sys.executable, "-c", FETCH, url, BEARER],
             input="" if body is None else json.dumps(body),
@@ -135,7 +138,7 @@ class Deployed:
         return self.fetch("prometheus", f"http://{broker}:9464/readyz") is not None
 
     def total(self, broker: str, series: str) -> float:
-        """Returns the sum of a broker's series with this prefix."""
+        """Returns the sum of a broker's metrics whose lines begin with `series`."""
         metrics = self.fetch("prometheus", f"http://{broker}:9464/metrics")
         assert metrics is not None
         lines = [line for line in metrics.splitlines() if line.startswith(series)]

@@ -77,7 +77,10 @@ def test_a_request_is_counted(pool: Pool) -> None:
 
 
 def test_pauses_between_tokens_are_counted(pool: Pool) -> None:
-    """Requests are sent until a gap is counted: tokens that the broker reads together have none."""
+    """Sends requests until the broker has measured a gap between two tokens.
+
+    Tokens that the broker reads at the same time have no gap.
+    """
     name = "mlxpool_inter_token_latency_seconds"
     with pool.client() as client:
 

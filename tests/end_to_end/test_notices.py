@@ -241,7 +241,7 @@ def test_a_notice_outlives_brokers_and_is_signed_with_the_secret_of_its_try(
 
 
 def signers(tries: Sequence[tuple[dict[str, str], bytes]]) -> list[str]:
-    """Returns the letter of the secret that signed each attempt."""
+    """Returns for each attempt the letter of the secret that signed it."""
     webhooks = openai.OpenAI(api_key="none").webhooks
     letters = []
     for headers, body in tries:

@@ -49,7 +49,7 @@ def prompt_of(number: int, length: int = 2600) -> str:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], list[int]]]:
-    """Returns the ids of a pool without prefixes on disk."""
+    """Yields a function that returns the ids of a prompt's answer, without prefixes on disk."""
     known: dict[str, list[int]] = {}
     settings = f'[models.demo]\n{SETTINGS}prefix_cache = "off"\n'
     with Pool(tmp_path_factory.mktemp("plain"), settings) as pool, pool.client() as client:
@@ -72,7 +72,7 @@ def figures(pool: Pool) -> dict[str, int]:
 
 
 def saved(pool: Pool, records: int) -> None:
-    """Waits until the records of an idle worker are on the disk."""
+    """Waits until the workers, which are idle, have at least `records` records on the disk."""
     until(lambda: len(_records(pool)) >= records, f"{records} records are written")
 
 

@@ -224,7 +224,10 @@ def test_it_works_without_a_compiler(tmp_path: Path) -> None:
 
 
 def test_without_a_back_end_the_error_names_the_package(tmp_path: Path) -> None:
-    """The worker finds a package `mlx` without its library; the error names the missing package."""
+    """The worker finds a package `mlx` that fails to load its library.
+
+    The error names what to install: mlxpool[cpu].
+    """
     stub = tmp_path / "stub" / "mlx"
     stub.mkdir(parents=True)
     (stub / "__init__.py").write_text("")

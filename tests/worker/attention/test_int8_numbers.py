@@ -67,7 +67,10 @@ def test_ties_are_rounded_to_even() -> None:
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_no_number_is_read_as_none(number: float) -> None:
-    """A NaN or infinite number spoils only its own head, so a failed model is still noticed."""
+    """A NaN or infinite number makes its own head NaN or infinite, and no other head.
+
+    The worker notices a failed model by such numbers.
+    """
     read = quantised([[1.0, number, 2.0], [1.0, 2.0, 3.0]])[2]
     assert not np.isfinite(read[0]).all() and np.isfinite(read[1]).all()
 
@@ -88,7 +91,7 @@ def test_a_token_is_stored_alike_whatever_is_stored_with_it(counts: list[int], s
 
 
 def test_plain_keys_and_values_are_stored_as_they_are() -> None:
-    """The stored arrays are the new arrays: without quantisation a model computes nothing more."""
+    """Without quantisation the stored arrays are the new arrays: no computation is added."""
     new = mx.zeros((1, 2, 3, 4)), mx.zeros((1, 2, 3, 4))
     shape = RowShape((KeyValueSpec(2, 4, 4),), mx.float32, 100)
     assert shape.stored(new) is new and shape.read(new) is new

@@ -175,9 +175,9 @@ def test_blocks_of_a_pool_are_copied_with_their_scales() -> None:
 
 @pytest.mark.usefixtures("machine")
 def test_kernels_write_integers_and_scales_into_blocks() -> None:
-    """This kernel writes without rotating keys.
+    """The kernel that only quantises and writes gives the same numbers as MLX's operations.
 
-    Passes with images need it, because kernels that rotate and write do not serve them.
+    Passes with images use it, because the other kernels also rotate the keys.
     """
     assert kernel_trials.kernels_write(FULL)
     row = PagedStore(KVPool(FULL, 3, in_place=True)).new_row()

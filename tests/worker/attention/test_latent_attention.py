@@ -28,7 +28,11 @@ FLOAT = 4  # bytes
 
 
 class Bent(LatentAttentionProjections, frozen=True):
-    """Projections that decompress latent vectors if `way` is true, for any number of tokens."""
+    """Latent projections whose way to read latents is fixed, whatever the number of tokens.
+
+    `way`: True decompresses the latents into keys and values, False attends to the latents
+    themselves.
+    """
 
     way: bool
 

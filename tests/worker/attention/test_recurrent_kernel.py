@@ -237,7 +237,10 @@ def test_a_row_that_is_kept_for_the_next_prompt_keeps_its_newest_states_alone(
 def test_a_row_without_drafts_keeps_no_states_behind_those_of_others(
     predicting: LoadedModel, kernel: list[int]
 ) -> None:
-    """However drafts are divided among rows, rows hold at most the bytes of `_set_row_sizes`."""
+    """The rows hold no more states than if each had checked the most drafts in its last two steps.
+
+    Three rows check drafts while one row only decodes.
+    """
     options = Options.parse({"temperature": 0.0, "ignore_eos": True})
     rows = [Sequence(bytes([n] * 16), 1, prompt_of(9, n), options, n, 24) for n in range(4)]
     answers = {seq: plain_answer(predicting, seq) for seq in rows}

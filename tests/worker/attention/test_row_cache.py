@@ -49,7 +49,7 @@ STEPS = st.lists(st.one_of(st.integers(1, CHUNK), st.just(-1)), max_size=60)
 @given(STEPS, st.sampled_from([1, 2, 7, 300]))
 @settings(max_examples=60)
 def test_a_window_returns_the_tokens_that_are_visible(steps: list[int], window: int) -> None:
-    """A step of -1 drops the newest token, as if the host discarded a token in flight."""
+    """A step of -1 drops the row's newest token, as when a pass in flight is discarded."""
     row, before = row_of(KeyValueSpec(2, 3, 5, window)), 0
     for step in steps:
         if step < 0:

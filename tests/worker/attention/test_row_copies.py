@@ -180,7 +180,7 @@ def test_a_restored_prefix_equals_a_computed_one(
 
 
 def test_a_snapshot_is_restored_at_its_own_length_only() -> None:
-    """A snapshot of 10 tokens is restored for a limit of 15 tokens, but not for a limit of 5.
+    """A snapshot of 10 tokens is found if at most 15 tokens may be reused, but not if at most 5.
 
     Covers the reference cases of restores at 5 and 15 tokens, and after a wrap.
     """
@@ -247,7 +247,7 @@ def same_rows(one: RowCache, other: RowCache) -> bool:
 
 @pytest.mark.parametrize("cut", [1, 255, 256, 257, 511])
 def test_snapshot_free_restore_then_split_and_merge(cut: int) -> None:
-    """A freed and restored row has the same bits after its prefix is split and merged at `cut`.
+    """A prefix that was split and then merged again at `cut` gives the same bits to a new row.
 
     Covers the reference case 'KV snapshot, free, restore; split then merge'.
     """

@@ -185,11 +185,12 @@ MIXED: list[list[Given]] = [
 def ragged(
     request: pytest.FixtureRequest, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Any, LoadedModel, Callable[[], None]]]:
-    """Yields a pool with ragged passes of our kernels, simulated without a GPU, and its model.
+    """Yields the layout of a block pool whose passes run our kernels, simulated without a GPU.
 
-    Also yields the function that begins the uploads of a pass. Two variants also return hidden
-    states for a model's own head: the states of the drawn tokens (`keeps_drawn`), or of all inputs
-    (`keeps_states`). In the latter variant MLX copies a pass's plan to the device.
+    Also yields the model in float32, and a function to call before each pass, which begins its
+    uploads. Two variants also return hidden states for a model's own head: the states of the drawn
+    tokens (`keeps_drawn`), or of all inputs (`keeps_states`). In the latter variant MLX copies a
+    pass's plan to the device.
     """
     sizes: dict[str, Any] = {
         "hidden_size": 256,
@@ -224,7 +225,8 @@ def test_ragged_passes_give_what_reading_one_by_one_gives(
 ) -> None:
     """Compares bfloat16 passes with float32; some passes give more results than they have rows.
 
-    A pass with chunks is submitted in parts, the first of which ends with the first of two layers.
+    A pass with chunks is submitted in two parts, of which the first ends after the first of two
+    layers.
     """
     layout, exact, begins = ragged
     monkeypatch.setattr(ragged_batch, "ends_part", lambda layer: layer == 0)

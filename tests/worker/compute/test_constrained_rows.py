@@ -1,4 +1,7 @@
-"""Tests the smallest number of forced tokens that constrained rows append at once."""
+"""Tests from what number on constrained rows append their forced tokens in one pass.
+
+A smaller number of forced tokens is appended one by one.
+"""
 
 from __future__ import annotations
 

@@ -274,7 +274,10 @@ def test_calls_of_several_owners_have_turns(models: dict[str, LoadedModel]) -> N
 def test_a_call_of_another_owner_gets_a_row_of_one_that_has_all(
     models: dict[str, LoadedModel],
 ) -> None:
-    """The call preempts a stream, which later continues with the same tokens."""
+    """Another owner's streams have all rows, so a `decide` call preempts one of them.
+
+    This stream continues later, with the same tokens.
+    """
     loaded = models["full attention"]
     alone = started(loaded, sequences=2)
     for name in (1, 2):

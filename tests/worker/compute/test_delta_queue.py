@@ -14,9 +14,10 @@ from support.pool import until
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_a_step_in_flight_is_awaited_again_when_the_queue_has_room(phase: str) -> None:
-    """While the queue is full the worker is `blocked`, which has no time limit.
+    """While the queue is full the worker is shown as `blocked`, for which there is no time limit.
 
-    Afterwards it waits for the step again, with a time limit; the time so far does not count.
+    Afterwards it is shown as waiting for its step, and the time limit starts anew. The step's
+    measured time is not used, because it includes the time in the queue.
     """
     posted: list[Outbound] = []
     progress = Progress(lambda: None)

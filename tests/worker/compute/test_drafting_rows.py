@@ -113,9 +113,9 @@ class LosingEngine(CopyingEngine):
 
 
 class LosingDrafter(OracleDrafter):
-    """Records the phase of each call of `drafts`, and makes no drafts.
+    """Makes no drafts, but records the phase that is shown at each call of `drafts`.
 
-    If `losing` is not None, a call makes that engine's device fail and raises an error.
+    If `losing` is an engine, the call makes its device fail and raises an error.
     """
 
     def __init__(self, progress: Progress) -> None:

@@ -61,7 +61,10 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes each constraint count as quick at once, so that its forced tokens are computed."""
+    """Treats each constraint as quick from the start.
+
+    Forced tokens are computed only for quick constraints.
+    """
     monkeypatch.setattr(masks, "QUICK_MASKS", 0)
 
 
@@ -75,7 +78,7 @@ def make_engine(
 
 
 class Asked:
-    """A batch of requests, numbered in order, so that every run has the same options."""
+    """Runs requests in one batch. Each gets its index as its seed, so every run draws the same."""
 
     def __init__(self, loaded: LoadedModel, *, layout: str = "slabs", ahead: bool = False) -> None:
         self.batch = Answers(make_engine(loaded, layout, ahead=ahead))

@@ -54,7 +54,10 @@ class Sized:
 
 
 class SeeingEngine(CountingEngine):
-    """The counting engine for prompts with images; `done` records its calls in order."""
+    """The counting engine for prompts with images.
+
+    `done`: the encoded images and the submitted passes, in the order of the calls.
+    """
 
     def __init__(self, budget: int = 10 * FEATURES) -> None:
         super().__init__(Counting(step_us=0, prefill_us=0, joint=8), 1000)

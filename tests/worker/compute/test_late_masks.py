@@ -68,7 +68,10 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture
 def withdrawn(monkeypatch: pytest.MonkeyPatch) -> list[Sequence]:
-    """Makes every mask in another thread; returns a list that gets each withdrawn sequence."""
+    """Makes every mask in another thread.
+
+    Returns a list that gets each sequence taken out of a pass to read its last input again.
+    """
     sequences: list[Sequence] = []
     true = ModelEngine.withdraw
 
@@ -92,7 +95,10 @@ def batch_of(loaded: LoadedModel, layout: str, *, ahead: bool) -> Answers:
 
 @pytest.fixture(scope="module")
 def undelayed(loaded: LoadedModel) -> Callable[[str, bool], dict[int, Answer]]:
-    """Returns a function that answers OTHERS and SLOW (number 9); no mask is late."""
+    """Returns a function that returns the answers to SLOW and OTHERS in a batch without late masks.
+
+    SLOW has the number 9, and OTHERS are numbered from 0.
+    """
 
     @functools.cache
     def found(layout: str, ahead: bool) -> dict[int, Answer]:
@@ -207,7 +213,10 @@ def test_masks_that_are_quick_are_made_at_once(
 
 
 def test_a_row_with_states_reads_its_last_input_again(tmp_path: Any) -> None:
-    """Recurrent layers read the last input again, because their states can go back by one token."""
+    """A recurrent row that is taken out of a pass later reads its last input once more.
+
+    This is possible because the states of the row can go back by one token.
+    """
     folder = write_checkpoint(tmp_path, **{**QWEN3_NEXT, "num_hidden_layers": 2})
     model = load(inspect(folder))
 

@@ -1,4 +1,4 @@
-"""Tests the memory figures of heartbeats: parts of a total, and peaks since the last one."""
+"""Tests the memory figures of heartbeats: parts of a total, and peaks since the last heartbeat."""
 
 from __future__ import annotations
 

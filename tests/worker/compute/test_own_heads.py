@@ -57,7 +57,7 @@ NGRAMS_TOO = ("no head in the weights", "another family")  # the other cases che
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_cannot_draft_with_a_head_is_refused(name: str, tmp_path: Path) -> None:
-    """The error comes before the weights are read; `mlxpool check` reports the same error."""
+    """The worker reports the error before it reads the weights; `mlxpool check` reports it, too."""
     write, changes, words = CASES[name]
     path = write(tmp_path / "model")
     with pytest.raises(ModelLoadFailed, match=f"speculation is 'mtp', but .*{words}") as caught:

@@ -179,7 +179,10 @@ def test_drafts_that_compile_are_not_shown_by_an_idle_worker() -> None:
 
 @pytest.mark.parametrize("tokens", [0, 40])
 def test_a_pass_while_which_something_compiles_is_no_measure(tokens: int) -> None:
-    """The time does not count even if `fresh` is False, as in a rank or an encoder's loop."""
+    """The time of such a pass does not count, even if the pass ends with `fresh=False`.
+
+    The ranks of a group and the loop of an encoder end all their passes like this.
+    """
     scene = Scene()
     scene.pass_over(tokens, 0.5)
     before, step_ms = scene.look(), scene.progress.step_ms

@@ -163,7 +163,10 @@ def engine(
     drafter: str = "",
     lookahead: bool = False,
 ) -> ModelEngine:
-    """Returns an engine with a drafter; its draft model has fewer rows than there are requests."""
+    """Returns an engine; with the drafter "draft" or "auto" it has a draft model.
+
+    The draft model has five rows, fewer than there are requests.
+    """
     draft = None
     if drafter in ("draft", "auto"):
         draft = DraftModelEngine(models[DRAFT_MODEL], demo()[2], rows=5, limit=0)

@@ -37,9 +37,10 @@ CHUNK = 20  # inputs of a pass
 
 
 class PipelinedEngine(CountingEngine):
-    """The counting engine with passes submitted ahead; passes that `fails` selects raise an error.
+    """The counting engine with passes submitted ahead, some of which raise an error.
 
-    `at`: the call that raises. `shares`: a failed pass loses all rows, not only its own.
+    `fails`: selects the passes that raise. `at`: the call that raises. `shares`: a failed pass
+    loses the rows of all sequences, not only those in the pass.
     """
 
     def __init__(self, ahead: int, *, shares: bool = False) -> None:
@@ -286,7 +287,10 @@ def test_a_pass_that_compiles_is_shown_before_it_is_built() -> None:
 
 
 def test_a_pass_that_compiles_behind_another_is_shown_until_it_ends() -> None:
-    """The first pass may end while the second is built, so the second is shown as compiling."""
+    """The second pass is shown as compiling from its submission to its end.
+
+    This includes the wait for the first pass, which may end while the second is still being built.
+    """
     assert looks(1, 1) == [
         ("submit", 0, False),
         ("submit", 1, True),
@@ -410,7 +414,10 @@ def test_nothing_is_in_flight_around_a_prompt_that_is_read_alone(ahead: int) -> 
 @AHEAD
 @AT
 def test_a_prompt_that_fails_alone_ends(ahead: int, at: str) -> None:
-    """A prompt read alone ends at once, and does not count as a failed joint step."""
+    """A prompt that fails in a pass of its own ends at once.
+
+    Such failures do not count in MAX_FAILED_JOINT_STEPS: prompts may still be read together.
+    """
     scene = Scene(ahead)
     scene.engine.at = at
     for name in range(1, MAX_FAILED_JOINT_STEPS + 2):
@@ -484,7 +491,10 @@ def test_a_decode_step_that_fails_ends_its_rows_and_no_other(ahead: int, at: str
 
 
 def test_a_pass_in_flight_ends_with_the_step_of_one_that_is_refused() -> None:
-    """A refused span also ends the pass in flight; later steps get their own tokens."""
+    """If the engine refuses a span, the step fails, and the pass in flight is ended with it.
+
+    Afterwards both streams get their own tokens.
+    """
 
     class RefusingEngine(PipelinedEngine):
         def submit(self, spans: Many[Span]) -> bool:

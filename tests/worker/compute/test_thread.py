@@ -470,7 +470,10 @@ def test_a_failed_allocation_ends_the_requests_of_its_step_only() -> None:
 
 
 class Losing(CountingEngine):
-    """A counting engine that raises `error` in every call of kind `place` with sequence 2."""
+    """A counting engine that raises `error` in calls of the kind `place` that concern sequence 2.
+
+    `well`: whether the device still works after the error.
+    """
 
     place = ""
     well = False
@@ -529,7 +532,10 @@ def test_a_lost_device_ends_no_request(monkeypatch: pytest.MonkeyPatch, place: s
 def test_an_error_on_a_working_device_ends_the_requests_of_its_pass(
     monkeypatch: pytest.MonkeyPatch, place: str, known: bool
 ) -> None:
-    """The device is tested only if the error did not come from this program."""
+    """After an error that this program raised itself the device is not tested, after others it is.
+
+    In both cases no request outside of the failed pass ends.
+    """
     changes = {"error": OutOfMemory("too long")} if known else {"well": True}
     harness = losing(monkeypatch, place, **changes)
     streams = harness.until_ended({1, 2, 3})

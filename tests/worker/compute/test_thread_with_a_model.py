@@ -91,7 +91,10 @@ SIZES = {0: (255, 262), 1: (250, 266), 2: (254, 264)}  # three blocks each, the 
 
 @pytest.fixture(scope="module")
 def answers_alone(folder: Path) -> Callable[[bool], dict[int, list[Delta]]]:
-    """The answers to SIZES, each computed alone, with or without the setting `deterministic`."""
+    """Returns a function that returns the answers to SIZES, each computed alone.
+
+    Its argument is the setting `deterministic`.
+    """
 
     @functools.cache
     def found(deterministic: bool) -> dict[int, list[Delta]]:
@@ -266,7 +269,10 @@ def test_sizes_that_just_fit(
 
 
 class Growing(ModelEngine):
-    """An engine with CAPACITY blocks; only LEFT blocks remain after a row reaches GROWN tokens."""
+    """An engine whose number of blocks falls from CAPACITY to LEFT once a row has GROWN tokens.
+
+    The simulated cause is memory that the process uses outside of MLX.
+    """
 
     CAPACITY, LEFT, GROWN = 7, 2, 3 * KV_BLOCK_TOKENS
     outside = 0  # simulated bytes of the process outside of MLX

@@ -127,7 +127,10 @@ def test_a_pass_that_fails_gives_the_tokens_back(
     fails: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If the failed pass read prompts, all rows are read again and give the same answers."""
+    """The constraints give back the tokens that they took ahead, so all answers stay the same.
+
+    If the failed pass read prompts, all rows are read again.
+    """
     rows = batch(loaded)
     for number, options in enumerate(REQUESTS[:3]):
         rows.admit(number, **options)

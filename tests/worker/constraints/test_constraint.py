@@ -142,7 +142,7 @@ def test_a_text_that_names_a_special_token_is_written_as_text() -> None:
 
 
 def test_answers_share_no_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer that exceeds the limit of lexer states does not affect other answers' states."""
+    """An answer whose constraint needs too many lexer states fails, and no other answer does."""
     _, _, table = demo()
     limits = LLParserLimits(step_lexer_fuel=400_000, max_lexer_states=200, verbose_errors=False)
     monkeypatch.setattr(grammar, "LIMITS", limits)

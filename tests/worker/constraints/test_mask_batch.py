@@ -136,7 +136,10 @@ def broken(*args: Any) -> Any:
 def test_a_library_that_fails_ends_the_answers_whose_tokens_it_had(
     many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If one call takes the tokens of several answers and fails, all of these answers fail."""
+    """If the library fails in a call for several answers, all of these answers fail.
+
+    If it fails in a call for one answer, only this answer fails.
+    """
     monkeypatch.setattr(mask_batch, "MANY", many)
     rows, maker = quick_rows(monkeypatch)
     token = tokens_of(rows[0].copy().mask())[0]
@@ -253,7 +256,10 @@ def test_forced_tokens_are_found_again_when_one_is_given_back() -> None:
 
 
 def test_an_answer_may_be_cancelled_when_its_token_was_given_back() -> None:
-    """A constraint knows whether its answer is complete while another thread uses its matcher."""
+    """A constraint keeps a stored value that tells whether its answer is complete.
+
+    So this is known while another thread uses the constraint's matcher.
+    """
     rule = constraint({"type": "choice", "choices": ["yes", "yes and no"]})
     while not rule.accepts:
         token = tokens_of(rule.mask())[0]

@@ -1,4 +1,4 @@
-"""Tests which models the single kernel supports, and that engines draw the same tokens with it."""
+"""Tests the kernel that computes a whole decode pass: which models it supports, and its tokens."""
 
 from __future__ import annotations
 
@@ -86,7 +86,10 @@ def drawn(engine: ModelEngine) -> list[list[SampledToken]]:
 def test_an_engine_draws_the_same_tokens(
     tmp_path: Path, called: set[str], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """Log-probabilities are compared with those of float32, up to the first token that differs."""
+    """With the kernel an engine's log-probabilities are near those of a float32 engine without it.
+
+    They are compared up to the first token that differs.
+    """
     caplog.set_level(logging.INFO, "mlxpool.worker")
     folder = model_folder(tmp_path)
     plain = drawn(model_engine(load(folder), layout="rows", lookahead=False))
@@ -154,7 +157,11 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_which_models_it_serves(name: str, tmp_path: Path) -> None:
-    """Each model is refused for its own reason; the dtype, float32 on a CPU, is checked last."""
+    """The kernel refuses each model of another kind for its own reason.
+
+    The dtype is checked last: models of a supported kind are refused only because they are in
+    float32.
+    """
     changes, why = KINDS[name]
     model = load(inspect(write_checkpoint(tmp_path, **changes)), dtype=mx.float32).model
     reason = model_weights.weights_of(model, mx.float32)

@@ -66,8 +66,9 @@ pytestmark = pytest.mark.usefixtures("simulated_kernels")
 class Rows:
     """Decoding rows in a pool with scattered blocks; unused memory is NaN.
 
-    `lengths`: the number of keys of each row, including new keys. `counts`: the number of new
-    tokens (lines) of each row, by default 1. `begins`: the first key that each row sees.
+    `lengths`: the number of keys of each row, new keys included. `begins`: the first key that each
+    row sees. `counts`: the number of new tokens of each row, by default 1; each is a line of the
+    pass.
     """
 
     shape: PassShape

@@ -14,7 +14,10 @@ from mlxpool.worker.sampling.batch import NO_TOKEN  # noqa: E402
 @pytest.mark.parametrize("size", [GROUP, 3 * GROUP, 3 * GROUP + 1])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_row_without_numbers_has_no_token(size: int, dtype: str) -> None:
-    """Logits with a NaN or an infinite number give NO_TOKEN, not a draft that seems certain."""
+    """If a row's logits include a NaN or an infinite number, the row gets NO_TOKEN.
+
+    Otherwise the row would get a draft that seems certain.
+    """
     logits = np.zeros((4, size), np.float32)
     logits[0, size - 1], logits[0, 0] = 5.0, 2.0
     logits[1] = np.nan

@@ -217,9 +217,9 @@ def test_records_of_other_rules_are_never_used(
 
 
 def test_records_of_weights_that_were_replaced_are_never_used(tmp_path: Path) -> None:
-    """Replaced weights have another digest.
+    """The disk tier does not use a record if the time of a weight file has changed since.
 
-    It covers both ends of a file, its time and its size.
+    The model's digest is the same then: of a weight file it covers only header, size and both ends.
     """
     path, prompt = tmp_path / "model", prompt_of(SIZE)
     path.mkdir()

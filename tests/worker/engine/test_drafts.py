@@ -126,9 +126,9 @@ def test_checked_drafts_give_the_tokens_of_single_draws(loaded: LoadedModel, lay
 def test_draws_of_many_lines_are_divided(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The logits of only a few inputs are computed at a time, in bounded memory.
+    """Logits are computed for at most seven inputs at a time, so that their memory is bounded.
 
-    The results are those of draws one by one.
+    The tokens are the same as in passes of one token each.
     """
     most, taken = 7, []
     sample = sampler.sample_batch
@@ -422,7 +422,10 @@ def test_a_pass_that_failed_has_compiled_nothing(
 
 
 def test_the_pass_in_flight_waits_for_one_that_compiles(loaded: LoadedModel) -> None:
-    """Both passes are marked `fresh`: their times do not count."""
+    """A pass that compiles delays the end of the pass in flight, so neither time is typical.
+
+    Both passes are marked `fresh`, and their times do not count.
+    """
     engine = model_engine(loaded, layout="slabs", prefix="off", lookahead=True)
     rows = [sequence(0, 30), sequence(1, 40)]
     for seq in rows:

@@ -239,9 +239,9 @@ def test_an_operator_is_told_that_resumed_answers_may_differ(
 def test_a_model_of_images_has_memory_for_rows_that_operations_read(
     models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The images' passes have no kernel for 8-bit keys and values.
+    """Passes with images have no attention kernel for 8-bit keys and values.
 
-    So a model with images needs memory for dequantised rows.
+    MLX's operations read dequantised ones, for which only a model with images reserves memory.
     """
     runner, probe = SimpleNamespace(kinds=ComputedKinds()), SimpleNamespace(supported=True)
     monkeypatch.setattr(paged_layout, "RaggedRunner", lambda *_, **__: runner)

@@ -89,7 +89,10 @@ def test_each_pass_is_built_once_and_stays_compiled(
     sizes: dict[str, Any],
     attention: str,
 ) -> None:
-    """All kernels of the passes are listed, and a second compilation builds no pass again."""
+    """The kernels of all passes are listed at the first compilation.
+
+    A second compilation builds no pass again.
+    """
     given: list[list[KernelJob]] = []
     monkeypatch.setattr(kernel_cache, "compile_together", lambda jobs, _: given.append([*jobs]))
     with built_kernels():

@@ -214,7 +214,10 @@ def test_masks_hold_for_each_draft(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("again", [True, False])
 def test_a_row_that_is_withdrawn_gives_up_its_drafts(tmp_path: Any, again: bool) -> None:
-    """With `again` the row also gives up its last input, which the next pass reads again."""
+    """A row that is taken out of a pass before its draw gives up its drafts.
+
+    With `again` it also gives up its last input, which the next pass reads again.
+    """
     loaded = load(inspect(write_checkpoint(tmp_path)))
     plain = model_engine(loaded, prefix="off", lookahead=False)
     expected = running(plain)

@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def warmed(loaded: LoadedModel, **settings: Any) -> tuple[ModelEngine, int]:
-    """Returns an engine after its warm-up, and the number of chunks that the warm-up measured."""
+    """Warms up an engine; returns it, and the number of chunks that were measured."""
     engine, measured = model_engine(loaded, **{"keeps_measurement": True, **settings}), list[int]()
     measure = warm_up.measure_chunk
 

@@ -346,7 +346,7 @@ def test_memory_counts_rows_and_prefixes_apart(loaded: LoadedModel, text: ChatTo
 
 
 def transient(engine: ModelEngine, seq: Sequence) -> int:
-    """Returns the peak bytes of a decode step beyond the bytes before and after it."""
+    """Returns the bytes that a decode step takes at its peak, beyond the bytes in use before it."""
     decode(engine, [seq], 2)
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -423,9 +423,10 @@ def test_passes_of_a_small_model_in_which_nothing_decodes_are_long(
 ) -> None:
     """A pass that only reads prompts may be longer if its time and memory permit.
 
-    `prefill`: the expected longest pass in tokens, or 0 if no longer pass is expected. A longer
-    pass takes twice `seconds`; new requests must wait for at most 40 ms. A longer pass needs twice
-    the `mebibytes`, out of 256 MiB, and must leave most of the blocks.
+    `seconds`: the time of a pass of the usual length; a longer pass takes twice as long, and new
+    requests must not wait for more than 40 ms. `mebibytes`: the memory of a usual pass; a longer
+    pass needs twice as much, out of 256 MiB, and must leave most of the blocks. `prefill`: the
+    expected longest pass in tokens; 0: the usual length.
     """
     long_flags: list[bool] = []
 
@@ -436,7 +437,7 @@ def test_passes_of_a_small_model_in_which_nothing_decodes_are_long(
         return ShortContexts(shape, model, blocks, long=long_passes)
 
     class ShortContexts(PagedLayout):
-        """A pool layout on the CPU that pretends to have passes compiled for these sizes."""
+        """A pool layout on the CPU that claims to compile passes of the sizes `sizes_compiled`."""
 
         def __init__(self, shape: RowShape, model: Any, blocks: int, *, long: bool) -> None:
             super().__init__(shape, model, blocks, rows=4, deterministic=False, in_place=False)
@@ -466,7 +467,10 @@ def test_passes_of_a_small_model_in_which_nothing_decodes_are_long(
 def test_passes_that_are_longer_than_a_small_pool_are_not_computed_at_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int
 ) -> None:
-    """At load no pass exceeds the pool, with a nearly empty block for each of its rows."""
+    """In the warm-up no pass has more tokens than the pool.
+
+    All sizes are tried that leave at least one block free.
+    """
     sizes, lines = (1, 2, 4, 255, 256, 512, 1024), set[int]()
     monkeypatch.setattr(PagedLayout, "sizes", property(lambda _: sizes))
     loaded = load(inspect(write_checkpoint(tmp_path, max_position_embeddings=4096)))
@@ -668,7 +672,7 @@ def test_the_prefix_cache_gets_blocks_when_there_are_few(
 def test_warm_up_leaves_nothing_behind(
     loaded: LoadedModel, text: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Passes share one allocation for rows, except the two passes whose memory is measured."""
+    """The passes of a warm-up allocate at most four slabs; no keys, values or prefixes are left."""
     empty, allocated = Slab.empty, list[int]()
 
     def counted(shape: RowShape, blocks: int) -> Slab:

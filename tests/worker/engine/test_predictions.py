@@ -54,7 +54,7 @@ def head_of(engine: ModelEngine) -> Predictions:
 
 
 def kind_of_head(loaded: LoadedModel) -> type:
-    """Returns the class of a model's prediction head."""
+    """Returns the class of a model's own head, which makes drafts."""
     return type(cast(PredictingModel, loaded.model).prediction)
 
 
@@ -151,7 +151,10 @@ def test_states_that_wait_are_read_when_they_are_many(
 def test_a_row_begins_anew_behind_a_cached_prefix(
     models: dict[str, LoadedModel], family: str
 ) -> None:
-    """The prefix cache keeps no states, so drafts depend only on the inputs after the prefix."""
+    """The head gets no states for a cached prefix, because the prefix cache does not keep them.
+
+    So its drafts depend only on the inputs after the prefix.
+    """
     loaded = models[family]
     engine = engine_of(loaded, prefix="tree")
     head, first = head_of(engine), sequence(4, 300)

@@ -1,6 +1,6 @@
 """Compares log-probabilities of prompts with those of one forward pass over the whole prompt.
 
-The prompts are read in chunks of any sizes.
+The tested engines read the prompts in chunks of various sizes.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def test_drafts_are_those_of_the_newest_state(loaded: LoadedModel, layout: str) 
 
 
 def test_one_row_checks_in_compiled_passes(loaded: LoadedModel) -> None:
-    """The row's drafts and answers are the same while it grows."""
+    """While the row grows, its drafts are as expected, and its tokens those of plain steps."""
     engine, plain = engine_of(loaded), engine_of(loaded, "rows")
     head, seq, other = head_of(engine), sequence(4, 230), sequence(4, 230)
     enter(engine, seq)
@@ -354,7 +354,10 @@ def test_the_host_drafts_as_mlx_does_for_the_demo() -> None:
 
 
 def test_a_head_whose_weights_are_others_is_left_to_mlx(loaded: LoadedModel) -> None:
-    """NumPy makes no drafts with a head of another dtype or layer, or with the whole vocabulary."""
+    """NumPy drafts only with a head like the demo's: in float32, and for a part of the vocabulary.
+
+    All other heads are left to MLX.
+    """
     whole = cast(PredictingModel, loaded.model).prediction
     assert HostHead.of(whole) is None
     demo = inspect(DEMO_FOLDER, predicts=True)

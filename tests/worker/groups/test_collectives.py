@@ -125,9 +125,9 @@ def test_a_summed_product_is_added_to_the_residual_where_a_kernel_does_it(
 
 
 class FailingPipeline:
-    """A pipeline of two passes in flight; `start` discards both and raises OutOfMemory.
+    """A pipeline with two passes in flight; `start` discards both and raises OutOfMemory.
 
-    `sent`: the number of passes that `orders` has sent before the error.
+    `sent`: the number of new passes that count as sent to the other ranks before the error.
     """
 
     def __init__(self, orders: Orders, sent: int) -> None:
@@ -185,9 +185,10 @@ def test_a_rank_that_got_no_message_ends_the_group(group: Collectives) -> None:
 def test_a_pass_of_a_group_has_the_pairs_of_all_ranks(
     group: Collectives, sizes: tuple[int, ...], second: int
 ) -> None:
-    """If passes are compiled, all chunks of a long prompt have the same length.
+    """Without compiled passes, later chunks of a long prompt are shorter than the first.
 
-    Otherwise later chunks are shorter, because the pairs of queries and keys in a pass are limited.
+    Each token of a later chunk attends to more keys, and the pairs of queries and keys in a pass
+    are limited. Compiled passes have the same length for all chunks.
     """
     layout = SimpleNamespace(sizes=sizes, store=SimpleNamespace(stateful=False))
     parts = SimpleNamespace(

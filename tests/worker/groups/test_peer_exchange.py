@@ -47,7 +47,10 @@ class Others:
     def __init__(
         self, handle: bytes, answers: Sequence[int] = (1, 1), identity: bytes = IDENTITY
     ) -> None:
-        """`answers`: rank 1's answers after the first (NVLink: 1); further answers are 1 (yes)."""
+        """`answers`: what rank 1 answers after its first answer, a 1 (NVLink connects the GPUs).
+
+        After these it always answers 1 (yes). `handle`: of rank 1's buffer. `identity`: of its GPU.
+        """
         self._handle, self.answers, self._identity = handle, [1, *answers], identity
         self.told: list[bytes | int] = []
         self.memory: FakePeerMemory | None = None  # of rank 0
@@ -59,7 +62,7 @@ class Others:
         return [own, self._identity if len(own) == IDENTITY_BYTES else self._handle]
 
     def least(self, number: int) -> int:
-        """Returns the lesser of both ranks' numbers; rank 1 has the next of `answers`."""
+        """Returns the lesser of rank 0's number and rank 1's next answer."""
         self.told.append(number)
         if self.memory is not None:
             self.held.append((len(self.memory.allocated), len(self.memory.opened)))
@@ -136,9 +139,10 @@ def test_what_fails_on_one_rank_fails_on_all(
     told: Sequence[int],
     why: str,
 ) -> None:
-    """Each rank takes part in every exchange up to the failing one, and then frees its memory.
+    """If one rank fails, both take part in the exchange up to that point, then free their memory.
 
-    It frees the memory after one more answer of all ranks: then no rank maps the memory any more.
+    Before a rank frees its memory, it waits for one more answer of the other rank, which has then
+    unmapped the memory.
     """
     others = Others(other if handle is None else handle, answers)
     others.memory = memory

@@ -37,7 +37,7 @@ def gpus() -> Iterator[set[str]]:
 
 
 def parts(ranks: int, shape: Sequence[int], dtype: Any, seed: int) -> list[Any]:
-    """Returns random parts of a sum, one array for each rank."""
+    """Returns random arrays to add up, one for each rank."""
     if dtype == mx.int32:
         return [
             mx.array(np.random.default_rng([seed, n]).integers(0, 2**30, shape, np.int32))

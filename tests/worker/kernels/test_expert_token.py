@@ -63,7 +63,7 @@ def test_one_token_equals_the_kernels_of_many(
 ) -> None:
     """Tests more columns than a lane loads at once.
 
-    The kernel runs twice, because launches share memory.
+    The kernel runs twice, because its launches use the same scratch memory.
     """
     kind = getattr(mx, dtype)
     mixture, x = mixture_of(routing, hidden, width, kind, shared=shared)

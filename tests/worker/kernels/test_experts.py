@@ -68,7 +68,10 @@ class Plan:
         )
 
     def check_work(self, tokens: int, routing: RoutingParams, shared: bool) -> None:
-        """Checks that each choice is in one work item of its expert, and that choices ascend."""
+        """Checks the work items: each has choices of one expert, and each choice is in one item.
+
+        The choices are sorted by expert.
+        """
         flat, lines = self.experts.reshape(-1), expert_routing.item_lines(tokens, routing)
         expected = list(np.argsort(flat, kind="stable"))
         if shared:

@@ -213,7 +213,10 @@ def test_shapes_and_dtypes_equal_float64(shape: DeltaNetShape, dtype: str) -> No
 
 @runs
 def test_mlx_operations_and_the_kernel_agree() -> None:
-    """The trial at load compares the kernel with MLX's operations and rejects a wrong kernel."""
+    """The trial at load compares the kernel with MLX's operations.
+
+    It accepts our kernel, and rejects a kernel with a wrong state.
+    """
     assert delta_rule.kernel_serves(SMALL, mx.float32)
     right = gated_delta.delta_net
     with pytest.MonkeyPatch.context() as patch:
@@ -302,7 +305,10 @@ def test_inputs_of_integers_are_refused() -> None:
 
 @pytest.mark.parametrize("shape", [REAL, LARGEST], ids=str)
 def test_the_state_stays_in_registers(shape: DeltaNetShape) -> None:
-    """NVIDIA's compiler spills no registers, and a block's threads do not exceed its registers."""
+    """The kernel needs no stack, and a thread block's registers do not exceed 2**16.
+
+    This is checked in the machine code of NVIDIA's compiler.
+    """
     if simt.nvidia() is None:
         pytest.skip("NVIDIA's compiler is not installed")
     texts: list[KernelText] = []

@@ -33,7 +33,10 @@ MORE += [(lines, 20, 512, 256, 0) for lines in (1, 8, 17, 33, 65, 128, 129, 1000
 def test_products_of_heads_equal_float64(
     lines: int, heads: int, columns: int, rows: int, turned: int, traditional: bool
 ) -> None:
-    """The numbers after the first `columns` of a head are rotated instead of multiplied."""
+    """The first `columns` numbers of a head are multiplied by its weight.
+
+    The `turned` numbers after them are rotated instead.
+    """
     mx.random.seed(lines + columns)
     weight = (mx.random.normal((heads, rows, columns)) * columns**-0.5).astype(mx.bfloat16)
     x = mx.random.normal((lines, heads, columns + turned)).astype(mx.bfloat16)

@@ -401,7 +401,10 @@ def test_a_kernel_that_does_not_compile_is_left_to_its_first_call(
 def test_what_another_process_compiles_is_awaited_and_not_compiled_again(
     compiled: list[tuple[str, str]], tmp_path: Path
 ) -> None:
-    """The other process holds the lock until this process has skipped the kernel."""
+    """The other process holds the lock of one kernel until this process has passed over it.
+
+    This process compiles the second kernel, and then finds the first one in the cache.
+    """
     job = kernel_cache.KernelJob(TEXT, KINDS, OUTPUTS)
     other = kernel_cache.KernelJob(replace(TEXT, name="mlxpool_other"), KINDS, OUTPUTS)
     path = tmp_path / kernel_cache.module_of(job)[0]
@@ -455,7 +458,7 @@ def test_without_a_gpu_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> N
 def test_kernels_of_mlx_are_logged(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only MLX's own kernels, compiled during this load, are logged."""
+    """Of the kernels compiled during this load only MLX's own are logged, not ours."""
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
     for name, age in (("gather", 5), ("scatter", 3), ("old", 90), ("custom_kernel_mlxpool_add", 4)):
         (tmp_path / f"{name}.ptx").touch()

@@ -47,9 +47,9 @@ GLM = Latents(20, 576, 512)
 
 
 class Batch:
-    """A batch of spans (new tokens, latents of the row), whose blocks are scattered.
+    """A batch of spans, each (number of new tokens, number of its row's latents).
 
-    Unused memory is NaN.
+    The rows' blocks are scattered, and unused memory is NaN.
     """
 
     def __init__(self, kind: Latents, spans: list[tuple[int, int]], padding: int) -> None:
@@ -164,8 +164,8 @@ def test_chunks_are_the_same_with_other_instructions(
 ) -> None:
     """Tests chunks with 1 to 5 tiles of latents, for each way to multiply by the values.
 
-    `numbers_at_once`: the numbers that one instruction multiplies. With 0 the tiles for few rows
-    are used.
+    `numbers_at_once`: the numbers that one instruction multiplies. With 0 the chunks are computed
+    with the tiles for few rows.
     """
     spans = [(3, 40), (4, 100), (3, 129), (6, 256), (5, 300)]
     batch = Batch(GLM, spans, padding=3)

@@ -142,7 +142,10 @@ def test_parts_fill_whole_waves() -> None:
 
 
 def test_steps_with_chunks_keep_the_share_of_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Similar steps reuse the division of the previous step; another kind of step does not."""
+    """Steps with chunks take the best division into parts from an earlier, similar step.
+
+    For a step unlike all kept ones the best division is searched for.
+    """
     searches: list[Division] = []
     best = Division.best_share
 
@@ -194,7 +197,10 @@ def test_the_fullest_step_has_an_item_for_each_line() -> None:
 
 
 def test_rows_that_go_on_decoding_keep_their_parts() -> None:
-    """A kept work list follows the rows' growing keys; a new or ended row makes a new list."""
+    """While the same rows decode, a work list is kept for STEPS_OF_PARTS steps.
+
+    Only the ends of the rows' keys change in it. A new or ended row makes a new list.
+    """
     shape = TileShape(4, 2, blocks=16)
     lists = WorkLists(shape)
     for rows in (3, 3, 5):
@@ -227,9 +233,9 @@ def single_lines(ends: Any) -> Spans:
 
 @pytest.mark.parametrize("longest", [40, WHOLE_KEYS, 50_000])
 def test_a_list_for_one_pass_has_the_lines_of_another(longest: int) -> None:
-    """A list for a single pass covers the same tokens and keys, but its division is simpler.
+    """A list made for a single pass covers the same tokens and keys as the usual list.
 
-    Short rows have one part; for other rows the division is nearly the best.
+    It is divided more simply: short rows are one part each, other rows have nearly the best parts.
     """
     shape = TileShape(4, 2)
     ends = np.array([7, longest, longest, 1, longest - 3], dtype=np.int32)

@@ -16,7 +16,10 @@ Inputs = tuple[np.ndarray, ...]
 
 
 def inputs_of(count: int, *, alike: float = 0.0, batch: int = 2) -> Inputs:
-    """Returns q, k, v, log_decay, rate, state; `alike`: the similarity of all keys."""
+    """Returns random q, k, v, log_decay, rate and state.
+
+    `alike`: how similar the keys are to each other; 0: not at all.
+    """
     draw = np.random.default_rng(count)
 
     def normal(*shape: int) -> np.ndarray:
@@ -61,7 +64,7 @@ def test_chunks_equal_single_tokens(count: int, alike: float) -> None:
 def test_a_state_without_decay_stays_exact() -> None:
     """The state stays exact for keys that are nearly alike, with a rate of 1 and without decay.
 
-    Powers of the chunk's system of equations overflow for such inputs.
+    A solution by powers of the chunk's matrix would overflow here.
     """
     q, k, v, decay, rate, state = inputs_of(400, alike=3.0)
     inputs = (q, k, v, np.zeros_like(decay), np.ones_like(rate), state)

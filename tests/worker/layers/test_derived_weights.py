@@ -55,7 +55,7 @@ class Checkpoint:
         return inspect(self.path)
 
     def load(self, stored: dict[str, np.ndarray], shapes: Any, rule: Any) -> Any:
-        """Returns the weights that the model is built from."""
+        """Returns a model loaded from a folder with the tensors `stored`."""
         folder = self.inspect(stored, shapes, rule)
         counts: list[tuple[int, int]] = []
         loaded = load(folder, lambda tensors, size: counts.append((tensors, size)))

@@ -51,7 +51,7 @@ MODES = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A config.json to test, and how its checkpoint stores the weights of our plan."""
+    """A config.json to test; `stored` turns the weights of our plan into those of a checkpoint."""
 
     config: Mapping[str, Any]
     stored: Callable[[dict[str, np.ndarray]], Weights] = lambda weights: weights

@@ -34,7 +34,10 @@ def test_a_prompt_may_end_with_an_image(loaded: Any, text: ChatTokenizer) -> Non
 def test_a_cached_prefix_does_not_read_without_its_image(
     loaded: Any, text: ChatTokenizer, expected: Any
 ) -> None:
-    """Inputs after an image attend to it; if its features were evicted, it is encoded again."""
+    """Inputs after an image attend to the image's features.
+
+    If these were evicted, a row from the prefix cache waits until the image is encoded again.
+    """
     engine = engine_of(loaded, text)
     run(engine, first := sequence(text, seeing.PROMPTS[0]))
     engine.release(first)

@@ -196,7 +196,7 @@ DRAFTED: dict[str, Any] = {"tie_word_embeddings": True, "mtp_draft_vocab_size": 
 
 
 def drafting(path: Path, weights: Weights) -> Path:
-    """Writes a model whose head drafts some tokens."""
+    """Writes a model whose head has a vocabulary of only 40 tokens."""
     return write_checkpoint(path, weights=weights, **{**EVERY["llama"], **DRAFTED})
 
 

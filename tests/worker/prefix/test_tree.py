@@ -184,7 +184,10 @@ def test_a_tree_that_is_cleared_leaves_nothing_in_its_nodes() -> None:
 
 
 def test_a_walk_goes_on_below_a_node_that_was_joined_with_its_child() -> None:
-    """The tree may change between two steps of a walk over its nodes."""
+    """During a walk over the tree, the node that the walk is at is merged with its child.
+
+    The walk then continues with the child.
+    """
     tree = planted(ListStore(), [1, 2, 3, 4, 5, 6])
     (lower,) = tree.walk()
     upper, walk = tree.split(lower, 4), tree.walk()

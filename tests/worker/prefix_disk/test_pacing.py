@@ -125,7 +125,7 @@ def test_a_rest_ends_when_nothing_runs_any_more(clock: Clock) -> None:
 
 
 def record() -> NewRecord:
-    """A record of some 100 kB, whose arrays have parts."""
+    """A record of some 100 kB; two of its three arrays are given in several parts."""
     rng = np.random.default_rng(1)
     parts = [rng.integers(0, 9, (3, n, 40), np.uint16) for n in (5, 90, 105)]
     arrays = (
@@ -170,9 +170,9 @@ def test_areas_have_each_item_once_and_a_bounded_size(
 def test_a_record_is_written_in_pieces_and_has_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, piece: int
 ) -> None:
-    """Each copy, check and write handles a bounded piece, however large the record is.
+    """Each copy, check and write handles at most `piece` bytes, however large the record is.
 
-    After a piece of the smaller size, the pause is below MIN_REST, as in records over 16 MiB.
+    All pauses between the pieces together last MAX_APPEND_REST, the longest time allowed.
     """
     monkeypatch.setattr(pacing, "SMALL_PIECE", piece)
     new, pace = record(), Pace(lambda: False)

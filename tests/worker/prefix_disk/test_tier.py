@@ -58,7 +58,7 @@ def stored(path: Path, records: Sequence[NewRecord], digest: bytes = DIGEST) -> 
 
 
 def found_end(path: Path, prompt: Sequence[int], **what: object) -> int:
-    """Returns how many inputs of a prompt a new worker restores from the folder's records."""
+    """Returns how many inputs of a prompt a newly opened tier finds in the folder's records."""
     with tier_at(path) as tier:
         return check_tokens(read_all(tier, wanted(prompt, **what)), prompt)  # type: ignore[arg-type]
 

@@ -152,9 +152,9 @@ def lanes_of(server: psutil.Process) -> list[psutil.Process]:
 
 
 def idle_lane(lanes: Lanes) -> psutil.Process:
-    """Returns the lane that waits for a short job; repeats until a lane was not replaced.
+    """Does short jobs until a lane is left that waits for the next job; returns this lane.
 
-    On a busy machine a lane may take long, and is then replaced.
+    On a busy machine a job may take too long; its lane is then replaced.
     """
     assert lanes.text() == "ok"
     (server,) = servers()

@@ -34,7 +34,10 @@ OTHERS = {"type": "choice", "choices": ["red", "reddish", "green"]}
 def admit(
     format: dict[str, Any] | None, had: list[int], *, thinks: bool = False, **facts: Any
 ) -> Admit:
-    """Returns the admitted run of a `work` message with a format, resumed after the ids `had`."""
+    """Returns the Admit message of a request with a format, resumed after the ids `had`.
+
+    `facts`: the facts about the stream that the resume names.
+    """
     folder, text, table = demo()
     opened = Opened("digest", 64, folder.plan.vocab_size, table, text.source, folder.eos_ids)
     body = {

@@ -66,9 +66,9 @@ def test_changed_files_are_read(tmp_path: Path, reads: list[Path]) -> None:
 def test_what_is_read_of_files_that_changed_after_the_check_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Such a result is not stored.
+    """The tokenizer's files change between the check of the model and the load of the tokenizer.
 
-    Otherwise it would be used, though wrong, when the files have their old contents again.
+    The loaded result is not stored: it would be wrong once the files have their old contents again.
     """
     path = write_checkpoint(tmp_path / "model")
     file, folder, read = path / name, inspect(path), kept_text._read
@@ -141,7 +141,10 @@ def test_a_template_that_is_not_unicode_is_read_at_each_load(
 def test_a_template_that_is_a_link_to_nothing_is_refused_after_a_load_without_it(
     tmp_path: Path, name: str
 ) -> None:
-    """The broken link does not change the digest, but the stored result must not be used."""
+    """A broken link does not change the model's digest, under which a result is stored.
+
+    The load must still fail, and not use the stored result of a load without the link.
+    """
     path = write_checkpoint(tmp_path / "model")
     settings = path / "tokenizer_config.json"
     fields = json.loads(settings.read_text())

@@ -64,9 +64,9 @@ def test_brackets() -> None:
 
 
 def test_channels_are_left_for_the_next_message() -> None:
-    """With tools, the mark at the first bound lets the model choose a channel, such as a call.
+    """The first bound ends the thoughts; the model may then open any channel, such as a call.
 
-    The mark at the second bound forces an answer.
+    If it opens thoughts again, the second bound forces an answer.
     """
     choose, reply = [STOP, START, ASSISTANT], [STOP, START, ASSISTANT, CHANNEL, FINAL, MESSAGE]
     begin = [CHANNEL, ANALYSIS, MESSAGE]

@@ -183,7 +183,10 @@ def test_penalties_count_no_images() -> None:
 
 
 def test_penalties_count_no_images_that_a_shift_has_discarded() -> None:
-    """A stream resumed after the shift still has the image's slots in its prompt, but no image."""
+    """If a stream is resumed after a shift, its prompt still has the slots of a discarded image.
+
+    The slots are no tokens, so penalties skip them.
+    """
     image = span(2, 5)
     seq = sequence(10, image, shift=ContextShift(28, 2, (image,)))
     seq.media, seq.ids = (), [70, 71]

@@ -498,10 +498,10 @@ def bounds_of(
 def test_every_sequence_ends_with_its_tokens(
     requests: list[tuple[int, int, int, bool]], limits: StepLimits, cost: Cost, every: int
 ) -> None:
-    """Steps are submitted and collected as by the compute thread.
+    """Submits and collects steps in the same order as the compute thread.
 
-    A request is (prompt tokens, new tokens, steps until the next request arrives, whether it must
-    be read alone after a failure).
+    A request is (prompt tokens, new tokens, steps until the next request arrives, whether its
+    prompt must be read alone).
     """
     arriving = [
         (sequence(size, max_tokens=count, read_alone=alone), gap)

@@ -1,4 +1,4 @@
-"""Each row gets the drafts of the drafter with the most drafts expected to be right."""
+"""Tests the choice of a drafter for each row: the one with the most right drafts expected."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from mlxpool.worker.speculation.drafter import Drafts
 
 
 class KnownDrafter:
-    """A drafter that proposes one token repeatedly, with the chances `known` for each sequence.
+    """A drafter that proposes `token` again and again.
 
-    `takes`: the predicted seconds for a row.
+    `known`: the chances of each sequence's drafts. `takes`: the predicted seconds for each draft of
+    a row.
     """
 
     def __init__(self, name: str, token: int, takes: float = 0.0) -> None:

@@ -192,9 +192,9 @@ def test_streams_that_do_not_run_give_up_their_rows_first() -> None:
 
 
 def test_right_drafts_raise_the_chances_and_wrong_ones_lower_them() -> None:
-    """Drafts change the chances of their stream and, more slowly, of all streams.
+    """Drafts change the chances of their stream and, more slowly, those of all streams.
 
-    There are chances for each class of the draft model's probabilities.
+    Each range of the draft model's probabilities has its own chances.
     """
     scene, seq = Scene(), sequence()
     for _ in range(20):

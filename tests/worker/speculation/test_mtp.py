@@ -10,7 +10,7 @@ from mlxpool.worker.speculation.mtp import FIRST_CHANCES, MtpDrafter
 
 
 class Counting:
-    """A head that proposes the numbers after the newest token."""
+    """A head that proposes the numbers after the newest token: after 7 it proposes 8, 9, ..."""
 
     def __init__(self) -> None:
         self.asked: list[dict[Sequence, int]] = []

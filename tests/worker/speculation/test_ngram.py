@@ -57,9 +57,9 @@ def test_the_newest_of_the_longest_matches_is_followed() -> None:
 
 
 def test_right_drafts_raise_the_chances_and_wrong_ones_lower_them() -> None:
-    """Drafts change the chances of their stream and, more slowly, of all streams.
+    """Drafts change the chances of their stream and, more slowly, those of all streams.
 
-    There are chances for each class of lengths of the match.
+    Each range of match lengths has its own chances.
     """
     drafter, seq = NgramDrafter(), sequence([*range(100, 200)])
     followed(drafter, seq, [110, 111, 112])
@@ -120,9 +120,9 @@ def test_a_resumed_answer_has_the_drafts_of_one_that_went_on() -> None:
 def test_drafts_stand_behind_the_same_tokens(
     prompt: list[int], ids: list[int], steps: list[int]
 ) -> None:
-    """For any number of appended tokens, drafts repeat an earlier part of the stream.
+    """Tokens are appended in groups of any size; drafts repeat tokens of the stream.
 
-    Chances are probabilities.
+    If there are no drafts, the newest tokens occur nowhere before. Chances are between 0 and 1.
     """
     drafter, seq = NgramDrafter(), sequence(prompt)
     at = 0

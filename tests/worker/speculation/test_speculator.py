@@ -202,7 +202,10 @@ def test_short_steps_that_are_submitted_ahead_try_drafts(
 
 @pytest.mark.parametrize(("line", "first"), [(0.3, 0), (0.6, 60)])
 def test_a_trial_comes_when_its_cost_is_a_small_share_of_the_steps(line: float, first: int) -> None:
-    """A draft is predicted to cost `line` steps; each trial takes the time of six steps."""
+    """A draft is predicted to cost `line` steps; `first`: the fewest steps before the first trial.
+
+    Each trial takes the time of six plain steps.
+    """
     scene = Scene(1, 0.97, lambda checked, drafts: 5 * STEP)
     scene.line = line * STEP
     steps = scene.run(5000)
@@ -214,9 +217,9 @@ def test_a_trial_comes_when_its_cost_is_a_small_share_of_the_steps(line: float, 
 
 
 def test_where_steps_wait_for_drafts_a_search_looks_at_all_rows() -> None:
-    """Drafts pay only if several rows have them, so a search looks at all rows.
+    """A step with drafts takes one plain step longer, so drafts pay only if several rows have them.
 
-    The bound of search time alone would allow a search for one row.
+    So a search looks at all rows, although the bound on search time alone would allow one row.
     """
     scene = Scene(16, 0.9, lambda checked, drafts: STEP, follow=0.01 * STEP, ahead=True)
     scene.run(1024)
@@ -234,9 +237,9 @@ def test_steps_without_drafts_are_measured_before_the_first_ones(rows: int) -> N
 
 
 def test_a_slow_first_step_of_many_drafts_does_not_forbid_fewer_for_ever() -> None:
-    """The first step with drafts, 120 of them, is slow; after it steps with many drafts pay.
+    """The first step with drafts is slow, with 120 drafts; later steps with as many drafts pay.
 
-    Fewer drafts (four for each of eight rows) would gain too little.
+    With only four drafts for each of the eight rows the gain would be too small.
     """
     checks = itertools.count()
 
@@ -283,7 +286,10 @@ def test_a_share_of_what_drafts_gain_is_saved_for_searches() -> None:
 
 
 def test_a_long_search_beside_drafts_is_paid_for() -> None:
-    """The batch has rows whose drafts pay, and a row whose search takes the time of ten steps."""
+    """A row is added whose search takes the time of ten steps, to a batch with useful drafts.
+
+    The time that the other rows' drafts save allows the search once or twice in 500 steps.
+    """
     scene = Scene(2, 0.95)
     scene.run(50)
     slow = sequence()
@@ -419,7 +425,10 @@ def test_drafts_that_were_waited_for_in_vain_are_not_wanted_for_a_while() -> Non
 
 
 def test_the_time_of_drafts_that_were_made_in_vain_is_taken_from_no_later_step() -> None:
-    """The step for which the drafts were made is not measured; later steps keep their times."""
+    """Drafts are requested for a step, but none are found, so the step is not measured.
+
+    The time of that request is not subtracted from the time of a later step.
+    """
     scene = Scene(1, 0.95)
     speculator, row = scene.speculator, scene.rows[0]
     for _ in range(4):

@@ -66,8 +66,8 @@ def test_a_step_whose_time_is_not_that_of_its_kind_changes_nothing() -> None:
 def test_costs_of_numbers_of_drafts_are_learned_and_lie_between_those_measured() -> None:
     """Between measured numbers of drafts the cost is interpolated.
 
-    Beyond them each further draft is assumed to cost as much as the measured drafts. If passes are
-    submitted ahead, it is assumed to cost the time of the cost model.
+    Each draft beyond the largest measured number costs the mean of the measured drafts or, if
+    passes are submitted ahead, what the cost model predicts for one more input.
     """
     for ahead, further in ((False, 0.0265), (True, 0.025)):
         times = StepTimes(ahead=ahead)
@@ -125,7 +125,10 @@ def test_a_disturbed_plain_step_of_few_rows_does_not_make_drafts_seem_free() -> 
 
 
 def test_a_machine_that_becomes_slower_slows_both_kinds_of_steps() -> None:
-    """The time of a step with drafts is a multiple of a plain step's: both slow down together."""
+    """The time of a step with drafts is stored as a multiple of the time of a plain step.
+
+    If the machine becomes slower, the predictions of both grow together.
+    """
     times = StepTimes()
     for _ in range(10):
         times.observe(8, 0, 0.010)
@@ -136,7 +139,7 @@ def test_a_machine_that_becomes_slower_slows_both_kinds_of_steps() -> None:
 
 
 def test_what_the_steps_behind_drafts_take_more_is_a_cost_of_the_drafts() -> None:
-    """If passes are submitted ahead, the steps right after a step with drafts are slower, too.
+    """If passes are submitted ahead, a step with drafts also slows down the next few plain steps.
 
     Their extra time, compared with later plain steps, counts as a cost of the drafts.
     """
@@ -156,7 +159,7 @@ def test_what_the_steps_behind_drafts_take_more_is_a_cost_of_the_drafts() -> Non
 
 
 def test_drafts_behind_which_no_step_is_measured_cost_what_their_own_steps_took() -> None:
-    """Only the time of the steps with drafts counts, not that of the disturbed steps after them."""
+    """If no step after the drafts is measured, the drafts cost what their own steps took."""
     times = StepTimes(ahead=True)
     times.observe(1, 0, STEP)
     for _ in range(2 * NEWEST):

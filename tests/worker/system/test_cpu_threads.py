@@ -34,7 +34,7 @@ from support.worker_checkpoints import write_checkpoint
 
 @dataclass
 class Fake:
-    """The thread count of a library, `now`; records each new count in `told`."""
+    """A library whose number of threads is `now`; `told` gets each number that is set."""
 
     now: int = 4
     told: list[int] = field(default_factory=list)

@@ -121,9 +121,9 @@ def test_numbers_are_there_when_the_device_has_written_them() -> None:
 
 
 def test_memory_that_is_freed_is_not_kept_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Freed memory loses its place on the host, because MLX uses it again for operations.
+    """When memory is freed, the driver is told that it may leave the host.
 
-    These would read it over the bus.
+    MLX uses it again for operations, which would otherwise read it over the bus.
     """
     advised: list[tuple[int, int, int]] = []
 

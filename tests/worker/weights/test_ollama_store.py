@@ -108,7 +108,10 @@ def test_layers_of_one_digest_are_read_once_and_drafts_ignored(folder: Path, sto
 def test_scales_and_biases_are_renamed_in_any_order(
     tmp_path: Path, store: Store, kind: str, scales: str
 ) -> None:
-    """The bias of a layer keeps its name; missing parts of a layout are inferred from shapes."""
+    """The scales get our names, wherever they are in the file, and the layer's bias keeps its name.
+
+    If the metadata lack the kind of quantisation, it follows from the shapes.
+    """
     weights = random_weights(config(attention_bias=True))
     folder = write_checkpoint(tmp_path / "folder", weights=weights, attention_bias=True)
     layers = [layer for layer in store.layers(folder) if not layer["name"].startswith(UP)]

@@ -32,7 +32,10 @@ SHAPE = RowShape((KeyValueSpec(2, 8, 8),), mx.float32, CAPACITY, keeps_all=True)
 
 
 class RecordingRunner(RaggedRunner):
-    """A runner whose passes append their input numbers to `recorded`, and return `parts`."""
+    """A runner that computes nothing: each pass appends its input numbers to `recorded`.
+
+    `parts`: the arrays that each pass returns as its parts.
+    """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -138,7 +141,11 @@ def test_parts_of_a_pass_grow_by_two_layers() -> None:
 
 @pytest.mark.usefixtures("no_device")
 def test_a_pass_is_begun_in_parts_while_no_row_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass is not divided while tokens are in flight, memory is measured or kernels listed."""
+    """A pass that only reads prompts is submitted in parts.
+
+    It is submitted whole if it takes tokens of a pass in flight, if memory is measured, or if
+    kernels are only listed.
+    """
     begun: list[Any] = []
     monkeypatch.setattr(ragged_runner, "begin", begun.append)
     passes = Passes()

@@ -135,7 +135,10 @@ def test_a_range_of_blocks_is_read_unless_most_are_of_other_rows() -> None:
 
 
 def test_several_new_tokens_of_a_row_are_written_in_order_and_seen_from_their_own_on() -> None:
-    """`fill` is the number of a block's tokens that the row's first new token attends to."""
+    """Tests how 3 and 2 new tokens, of two rows in one slab, are described for attention.
+
+    `fill`: for each block, the number of its tokens that its row's first new token attends to.
+    """
     slabs = Slabs(SHAPE)
     rows = [SlabRow(slabs) for _ in range(3)]
     for row, tokens, room in zip(rows, (255, 10, 10), (3, 1, 2), strict=True):

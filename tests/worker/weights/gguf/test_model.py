@@ -171,7 +171,10 @@ def test_a_model_equals_its_folder(tmp_path: Path, case: str) -> None:
 def test_quantised_weights_equal_their_numbers_in_safetensors(
     tmp_path: Path, case: str, kind: str
 ) -> None:
-    """Rows of rotated weights are quantised one by one; in a mixture only experts are quantised."""
+    """A model in GGUF gives the logits of a folder with the same, dequantised numbers.
+
+    Of gpt-oss only the experts are quantised, of other models every matrix.
+    """
     architecture, changes, metadata = CASES[case]
     settings, wanted = config(**changes), Kind[kind]
 

@@ -55,7 +55,7 @@ class Published:
         return ChatTokenizer.from_folder(self.folder)
 
     def logits(self, prompt: list[int], forced: list[int]) -> np.ndarray:
-        """The logits after the prompt, and after each of the ids `forced` but the last."""
+        """Returns the logits [n, V] after the prompt and after each id of `forced` but the last."""
         row, parts = row_of(self.loaded), [prompt, *([token] for token in forced[:-1])]
         return np.stack([read(self.loaded, row, ids) for ids in parts])
 
@@ -163,9 +163,9 @@ def test_smollm2_knows_the_capital_of_france(smollm2: Published) -> None:
 
 
 def test_gemma_in_k_types_is_as_good_as_its_numbers(gemma3: Published) -> None:
-    """Nine weights of the model are Q6_K, and are rounded a second time.
+    """The logits are close to those of the numbers that llama.cpp's package reads.
 
-    All other weights are exact.
+    Nine weights are not equal: they are Q6_K, which is rounded once more at load.
     """
     difference, equal = largest_difference(gemma3, STORED["gemma3"])
     assert equal > 0.9 and difference < 0.03
