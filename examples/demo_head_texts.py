@@ -171,7 +171,7 @@ def joined(parts: list[Texts]) -> Texts:
 def training_texts(
     model: Llama, prompts: Tokens, tokens: Tokens, args: argparse.Namespace
 ) -> Texts:
-    """Returns the model's texts of `args.batches` batches, and windows of its training text."""
+    """Returns texts that the model writes in `args.batches` batches, and some training text."""
     draw, parts = np.random.default_rng(args.seed), []
     temperatures = mx.array([TEMPERATURES[row % len(TEMPERATURES)] for row in range(args.rows)])
     began = time.monotonic()

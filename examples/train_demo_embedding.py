@@ -260,7 +260,7 @@ class Words:
     """The trained model: a vector for each token, the layer norm's weights, and Adam's moments."""
 
     def __init__(self, shape: Shape, weights: Array, seed: int) -> None:
-        """`weights`: the initial weight of each token in the vector of a text, 0 to 1."""
+        """`weights`: how much each token counts in the vector of a text before training, 0 to 1."""
         size, rng = shape.hidden, np.random.default_rng(seed)
         words = rng.standard_normal((shape.vocab, size)).astype(np.float32)
         words[:, :DUMPED] = 0
@@ -434,7 +434,10 @@ def words_of(text: str) -> list[str]:
 
 
 def tf_idf(queries: Sequence[str], passages: Sequence[str]) -> npt.NDArray[Any]:
-    """Returns the cosines [n, m] of TF-IDF vectors: log(1 + count of a word) times the rarity."""
+    """Returns the cosines [n, m] of the TF-IDF vectors of queries and passages.
+
+    A vector has for each word log(1 + its count in the text) times the word's rarity.
+    """
     bags = [words_of(passage) for passage in passages]
     places = {word: index for index, word in enumerate(sorted({w for bag in bags for w in bag}))}
     rarity = np.zeros(len(places))

@@ -34,8 +34,8 @@ class Encoded:
 class Batch:
     """A training batch: `ids` [rows, tokens]. Only the assistant's tokens in it are trained.
 
-    `targets`: the trained tokens. `counted`: for each trained token, the position before it in the
-    flattened `ids`.
+    `targets`: the trained tokens. `counted`: for each trained token, the position of the token
+    before it in the flattened `ids`.
     """
 
     ids: npt.NDArray[np.int32]

@@ -25,9 +25,9 @@ ABOUT = (
 class Round:
     """A user's text and the assistant's answer, with or without a tool call and its result.
 
-    `thought` precedes the first answer, `second_thought` the answer to the tool's result. `given`
-    are the parts of the first answer that the assistant does not write, in order; the answer begins
-    with the first of them.
+    `thought` precedes the first answer, `second_thought` the answer to the tool's result. `given`:
+    the parts of the first answer, in order, that the request forces, so the assistant does not have
+    to choose them; they are not trained. The answer begins with the first part.
     """
 
     family: str
@@ -88,10 +88,11 @@ def _written(value: Any) -> str:
 def forced(words: Words, tools: Sequence[Tool]) -> Round:
     """Returns a round whose tool call the request forces (`tool_choice`), whatever the user says.
 
-    The assistant does not write the beginning of the call. If the user asks for one of the tools,
-    and the request names no other tool, the call fulfils the user's request. Otherwise the call is
-    of the named tool, or of the first tool. Its string arguments are then texts that the user gives
-    for another tool, or the user's last word. Its numbers are those in the user's text, or 0.
+    The beginning of the call is forced, see Round.given. If the user asks for one of the tools, and
+    the request names no other tool, the call fulfils the user's request. Otherwise it calls the
+    named tool or, if no tool is named, the first tool. Its string arguments are then texts that the
+    user gives for another tool, or the user's last word. Its numbers are those in the user's text,
+    or 0.
     """
     pick = words.rng.choice
     named = pick(tools) if len(tools) == 1 or words.chance(0.6) else None

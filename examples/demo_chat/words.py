@@ -155,7 +155,10 @@ class Words:
                 return word
 
     def either(self, words: Sequence[str], share: float = 0.4) -> str:
-        """Returns one of `words`, or an invented word: with probability `share`, or if `unseen`."""
+        """Returns one of `words` or an invented word.
+
+        The word is invented with probability `share`, and always if the text is `unseen`.
+        """
         if self._unseen or self.rng.random() < share:
             return self.invented()
         return self.rng.choice(words)

@@ -59,7 +59,7 @@ class Cluster(Protocol):
         """Returns the machines that are alive."""
 
     def worker_ids(self, pool: str) -> set[str]:
-        """Returns the ids of the workers that have an actor on a machine, or wait for resources."""
+        """Returns the ids of the pool's workers, on machines or waiting for resources."""
 
     def start_worker(self, order: WorkerOrder) -> None:
         """Starts a worker host on a machine with free resources, now or later."""

@@ -260,7 +260,7 @@ def _broker_host(pool: str) -> Any | None:
 
 
 def _group_of(name: str) -> PlacementGroup | None:
-    """Returns the placement group of this name that has not been removed."""
+    """Returns the placement group of this name; None if there is none, or if it was removed."""
     for row in placement_group_table().values():
         if row["name"] == name and row["state"] != "REMOVED":
             return PlacementGroup(ray.PlacementGroupID(bytes.fromhex(row["placement_group_id"])))

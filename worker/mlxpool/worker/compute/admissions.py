@@ -1,4 +1,4 @@
-"""Admits, grows, preempts and refuses sequences, as the engine's BlockManager allows."""
+"""Admits, grows, preempts and refuses sequences, by the blocks that the BlockManager counts."""
 
 from __future__ import annotations
 

@@ -79,7 +79,10 @@ class ConstrainedRows:
         return taken
 
     def begin_behind_runs(self, rows: Iterable[Generation]) -> None:
-        """Begins the masks of rows whose new forced tokens the next pass reads before it draws."""
+        """Begins the masks of rows that have new forced tokens.
+
+        The next pass reads these tokens; then it draws the token after them with the mask.
+        """
         if not self._generations.constrained_count or not self._engine.limits.ahead:
             return
         running = Phase.RUNNING
@@ -122,7 +125,7 @@ class ConstrainedRows:
         return masks, failed
 
     def _hold(self, row: Generation, *, draws: bool) -> None:
-        """Excludes a row whose mask was late from steps until `release`.
+        """Excludes a row from steps until `release`, because its mask was late.
 
         `draws`: the row draws in the newest step. Otherwise the row is also withdrawn from this
         step.

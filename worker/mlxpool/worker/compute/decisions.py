@@ -3,8 +3,8 @@
 A line is the prompt of a question, or the prompt and the first tokens of an answer. A pass computes
 the log-probabilities of the tokens that may follow. The first line of a call reads the text. The
 other lines wait for the first line and find the text in the prefix cache. If no sequence waits for
-the row of an ended line, the line becomes the next line of its call, so that the text is not copied
-again.
+the KV row of an ended line, the call's next line takes this row, which already has the text, so
+that the text is not copied again.
 """
 
 from __future__ import annotations
@@ -288,7 +288,10 @@ class Decisions:
             self._answer(call, call.answer(monotonic()))
 
     def restart(self) -> None:
-        """Make running lines pending again: a drained worker answers its calls before it ends."""
+        """Make running lines pending again, because all running sequences are about to be dropped.
+
+        The lines begin again later: a drained worker ends only after it has answered its calls.
+        """
         for call in self._open.values():
             for line in call.running:
                 self._stop(line)

@@ -154,8 +154,8 @@ class DraftingRows:
     def depths_after_wait(self, live: Many[Sequence], limits: StepLimits) -> dict[Sequence, int]:
         """Returns `depths` once more, after the step has waited for the passes in flight.
 
-        The step waited because `depths` first returned drafts. If there are no drafts now, drafts
-        pause.
+        The step waited because an earlier call of `depths` had returned drafts. If this call
+        returns none, the wait was useless, and the next steps have no drafts (Speculator.pause).
         """
         self._waited = True
         depths = self.depths(live, limits)
@@ -164,7 +164,10 @@ class DraftingRows:
         return depths
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
-        """Returns the drafts of the next step, while no pass is in flight. Raises DeviceLost."""
+        """Returns the drafts of the next step; none if they cannot be made. Raises DeviceLost.
+
+        Call it only while no pass is in flight.
+        """
         assert self.speculator is not None
         try:
             drafts = self.speculator.drafts(depths)

@@ -32,8 +32,8 @@ log = logging.getLogger("mlxpool.worker")
 class Generation(Struct, eq=False):
     """One completion. Times are monotonic seconds; a time is 0 until its event has happened.
 
-    `bound`: the token bound of the thoughts, until the thoughts end or a format applies. When few
-    tokens are left, the bound is also the constraint.
+    `bound`: bounds the tokens of the thoughts; None after the thoughts, and if a format applies.
+    When few tokens are left, the bound also becomes the `constraint`, see Generations.apply_bound.
     """
 
     sequence: Sequence
@@ -139,7 +139,10 @@ class Generation(Struct, eq=False):
         return [] if self.report is None else self._reported(self.report.begin())
 
     def add_to_report(self, prompt: PromptLogprobs) -> list[Delta]:
-        """Returns the deltas of the next log-probabilities of the prompt."""
+        """Adds the log-probabilities of the prompt's next tokens to the report.
+
+        Returns the deltas of these tokens.
+        """
         report = self.report
         assert report is not None and report.reported == prompt.first, "no token is left out"
         deltas = self._reported(report.add(prompt.logprobs))

@@ -73,7 +73,10 @@ def _no_room(images: int, encoded: EncodedImages[Any]) -> TooLarge:
 
 
 def perform(job: ImageJob, engine: Engine, progress: Progress) -> None:
-    """Encodes the image of a job; the broker allows the time of a compilation (`fresh_limit`)."""
+    """Encodes the image of a job.
+
+    The broker allows as much time for it as for a pass that compiles something (`fresh_limit`).
+    """
     progress.awaits(job.sequence.id, job.count, 0)
     progress.compiles()
     try:

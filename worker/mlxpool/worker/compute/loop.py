@@ -112,7 +112,10 @@ class ComputeLoop:
         return deltas
 
     def _next_message(self) -> Inbound:
-        """Wait for a message and return it. After SAVE_DELAY, save prefixes to disk meanwhile."""
+        """Wait for a message and return it.
+
+        If no message comes within SAVE_DELAY, save prefixes to disk until a message comes.
+        """
         disk = self._engine.disk
         if disk is None:
             return self._inbox.get()

@@ -41,12 +41,13 @@ class CallKey(NamedTuple):
 
 
 class Admit(Struct, frozen=True):
-    """Run a prepared sequence; `facts` are sent with its first delta.
+    """Run a prepared sequence.
 
-    `detokenizer` has replayed the ids of a resume: the client already has their text. `received`
-    and `deadline` are monotonic seconds. `constraint` has also processed these ids; None: the
-    request has no format. `bound`: the token bound of the thoughts. `report`: the report of the
-    prompt.
+    `facts`: the values that stay the same in the whole stream; they are sent with the first delta.
+    `detokenizer` and `constraint` have already processed the ids of a resume, whose text the client
+    has. `constraint` None: the request has no format. `received` and `deadline` are monotonic
+    seconds. `report`: reports the tokens of the prompt; None: the request does not ask for this.
+    `bound`: bounds the tokens of the thoughts; None: no bound.
     """
 
     sequence: Sequence

@@ -66,8 +66,8 @@ class Progress:
     def enter(self, phase: str) -> None:
         """Change the phase; the main thread sends a heartbeat immediately.
 
-        The phase "idle" also clears the mark of a compilation, if it was for drafts that no step
-        checked.
+        The phase "idle" also ends the record made by `compiles`: drafts may compile something
+        without a later step that checks them.
         """
         if phase == "idle" and self._compiling:
             self._end_compiling()

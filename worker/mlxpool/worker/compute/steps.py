@@ -242,7 +242,10 @@ class Steps:
         return self._draw(constrained, drafts) if constrained else []
 
     def _note_turns(self, step: Step) -> None:
-        """Records the owners whose prompts a step reads; forgets owners without sequences."""
+        """Records which pass was the last to read a prompt of each owner: owners take turns.
+
+        If the record has more than MAX_TURNS owners, removes the owners without sequences.
+        """
         self._passes += 1
         self._turns.update((span.sequence.owner, self._passes) for span in step.chunks)
         if len(self._turns) > MAX_TURNS:
@@ -411,7 +414,7 @@ class Steps:
         return delta
 
     def _require_device(self, error: Exception, to_blame: bytes | None) -> None:
-        """Raises DeviceLost if the device no longer computes."""
+        """Raises DeviceLost, with `to_blame` as its `request`, if the device no longer computes."""
         if isinstance(error, PoolError | SequenceFailed):
             return  # raised by this program, not by the device
         # The broker's time limit applies in this phase, and finds a device that hangs.

@@ -126,7 +126,10 @@ class Constraint:
         return words[None]
 
     def bound_numbers(self, words: Words) -> None:
-        """Disallows digits in a mask [words] if the answer ends with a number of full length."""
+        """Removes tokens from a mask [words] that would make a JSON number too long.
+
+        See numbers.py.
+        """
         if self._numbers is not None:
             self._numbers.limit(words)
 
@@ -200,7 +203,7 @@ class Constraint:
     def draws_next(self, least: int) -> bool:
         """Returns whether the next token is sampled: the answer goes on, and no run is forced.
 
-        A run has `least` or more forced tokens.
+        A run consists of `least` or more forced tokens.
         """
         return not self._finished and len(self._forced) < least
 

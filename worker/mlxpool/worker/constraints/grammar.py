@@ -44,7 +44,7 @@ LIMITS = LLParserLimits(
 
 
 def digest_of(format: Mapping[str, Any], vocabulary: str) -> str:
-    """Returns a digest of format, llguidance and vocabulary, which determine the ids."""
+    """Returns a digest of what decides the allowed ids: a format, llguidance and a vocabulary."""
     bounds = f"{MAX_DIGITS} {MAX_EXPONENT}" if has_json(format) else ""
     options = json.dumps(JSON_OPTIONS) + bounds
     parts = text_of(format), llguidance.get_version(), options, vocabulary

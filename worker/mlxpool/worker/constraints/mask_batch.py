@@ -144,10 +144,11 @@ def fill_table(
 
 
 def _set_ends(constraint: Constraint, masks: Words, accepts: Sequence[bool]) -> None:
-    """Allows end tokens in masks [masks, words] of the library if answers are complete.
+    """Allows the end tokens in those masks [masks, words] whose answers are complete.
 
-    `constraint` is any of the constraints: all have the same vocabulary. Changes only the few words
-    that have bits of end tokens.
+    Forbids the end tokens in the other masks. `accepts`: for each mask, whether the answer is
+    complete. `constraint`: any of the constraints, because all have the same vocabulary. Changes
+    only the few words that have bits of end tokens.
     """
     columns = constraint.end_tokens.columns
     ends = np.where(np.array(accepts)[:, None], constraint.ends[columns], np.uint32(0))

@@ -165,11 +165,11 @@ class Batch:
             self._made()
 
     def _fill_table(self, begins: Callable[[], None]) -> None:
-        """Makes the masks, and measures the processor time.
+        """Makes the masks, and measures the processor time as `seconds`.
 
-        `seconds` becomes the time of the mask if there is only one. For several masks it becomes 0,
-        or the time of all masks if they took far too long. In that case none of the constraints
-        counts as quick until its masks have been quick again.
+        A constraint counts as quick only if the `seconds` of its newest masks are few. For a single
+        mask this is the mask's own time. For several masks it is 0, so that all stay quick, unless
+        the masks took far too long together: then it is the time of all masks.
         """
         if len(self.constraints) == 1:
             begins()

@@ -350,7 +350,10 @@ class Masks:
 def _kept(
     batches: Sequence[Batch], asked: Collection[Constraint]
 ) -> list[tuple[Constraint, SingleMask]]:
-    """Returns finished jobs with copies of the masks that later steps may still need."""
+    """Returns copies of masks that later steps may still need, as finished jobs.
+
+    These are the masks of the constraints that are not in `asked` and whose answers have not ended.
+    """
     return [
         (constraint, SingleMask.kept(batch.found(place)))
         for batch in batches

@@ -81,11 +81,11 @@ def _sum_of_logs(logs: Iterable[float]) -> float:
 
 
 def kept_forms(forms: Sequence[Sequence[Path]]) -> tuple[tuple[Path, ...], ...]:
-    """Returns the token sequences of each label, in all forms of the answers that are scored.
+    """Returns for each label the token sequences that count as the label.
 
-    `forms` has, for each way to write the answers, one token sequence for each label; the expected
-    form comes first. Another form is scored only if all its branches are branches of the first
-    form, because the model has to compute each branch.
+    `forms` has, for each way to write the answers, the token sequence of each label; the expected
+    form comes first. The sequences of another form count only if all their branches are branches of
+    the first form, because the model would have to compute any further branch.
     """
     branches = {path[:at] for path in forms[0] for at in range(len(path))}
     kept = [

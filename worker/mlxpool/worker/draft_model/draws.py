@@ -17,10 +17,11 @@ GROUP = 64  # tokens of a group; the largest logit of each group is found first
 
 
 class DraftDraws(TokenDraws):
-    """TokenDraws without probabilities if all rows are greedy.
+    """TokenDraws for drafts: it computes no log-probabilities.
 
-    Probabilities would take longer than the model on a CPU. Instead of log-probabilities, greedy
-    tokens get the distance of the two largest logits, and random tokens get nothing.
+    If all rows are greedy, each token has the distance between the two largest logits in place of
+    its log-probability. Otherwise the tokens have neither. Log-probabilities would take longer than
+    the draft model itself does on a CPU.
     """
 
     def draw(

@@ -89,7 +89,7 @@ class DraftModelEngine:
     def rewind(self, seq: Sequence, count: int) -> bool:
         """Shortens a KV row to its first `count` inputs; see DraftEngine.
 
-        Keeps the sampling batch, unlike Pipeline.rewind.
+        Keeps the prepared options of the SamplingBatch, which Pipeline.rewind drops.
         """
         self.engine.parts.memory.rows[seq].trim(count)
         seq.submitted = count

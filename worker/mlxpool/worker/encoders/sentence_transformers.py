@@ -105,12 +105,12 @@ def answer_ids(files: ModelFiles) -> tuple[int, int]:
 
 
 def pair_settings(files: ModelFiles) -> VectorSettings:
-    """Returns the settings of a model that rates pairs; only the prompts are read."""
+    """Returns the settings of a model that rates pairs: its prompts, and otherwise the defaults."""
     return VectorSettings(**_prompts(optional_json(files / PROMPTS)))
 
 
 def pair_activation(files: ModelFiles) -> str:
-    """Returns the activation in the newer files of a model that rates pairs, or ""."""
+    """Returns the activation of a model that rates pairs, if its files name one, else ""."""
     return str(optional_json(files / PROMPTS).get("activation_fn") or "")
 
 

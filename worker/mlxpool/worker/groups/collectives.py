@@ -94,10 +94,11 @@ class Collectives:
         open_memory: Callable[[], PeerMemory] = CudaPeerMemory,
         limits: Limits | None = None,
     ) -> None:
-        """Connects the GPUs: from now on kernels over peer memory compute sums, if all ranks can.
+        """Connects the GPUs, so that from now on kernels over peer memory compute the sums.
 
-        A GPU waits `wait_limit` seconds for a peer in a sum. If `sums` is NCCL, NCCL still computes
-        all sums. `limits` None: the limits for this number of ranks.
+        If a rank cannot use these kernels, or if `sums` is NCCL, NCCL still computes all sums. In a
+        sum, a GPU waits `wait_limit` seconds for a peer. `limits`: the largest arrays that the
+        kernels add up; None: those from `limits_of`.
         """
         self._peers = None
         if sums == NCCL:

@@ -214,7 +214,10 @@ def _plan_of_part(folder: ModelFolder, division: Division, ranks: int) -> ModelP
 
 
 def _shapes(plan: ModelPlan, division: Division, ranks: int) -> Iterator[tuple[str, Shape]]:
-    """Returns the shapes of a rank's unquantised weights."""
+    """Yields the name and the shape of each unquantised weight of a rank.
+
+    Raises ModelLoadFailed for a weight that cannot be divided by the number of ranks.
+    """
     for name, shape in plan.shapes.items():
         axis = _axis(share_of(division, name), name)
         if axis is None:

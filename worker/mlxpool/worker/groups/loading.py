@@ -51,9 +51,11 @@ def load_part(
 
 
 def rank_limit(configured: int, ranks: int) -> int:
-    """Returns the bytes of one rank: an equal share of the worker's bytes, or the device's limit.
+    """Returns the most bytes that one rank may use.
 
-    On a CPU all ranks share the machine's memory.
+    If the worker's limit is `configured`, or if the ranks share the machine's memory (on a CPU),
+    each rank gets an equal part of the limit. Otherwise a rank may use the default limit of its own
+    device.
     """
     if configured or not device.has_own_memory():
         return device.memory_limit(configured) // ranks
@@ -63,8 +65,8 @@ def rank_limit(configured: int, ranks: int) -> int:
 def default_prefix_bytes(part: Part, context: int, sequences: int, kv: str = AUTO) -> int:
     """Returns the default bytes of a rank's prefix cache; 0: the default of undivided models.
 
-    On a CPU all blocks of a pool are allocated at load: twice as many as sequences need, half of
-    them for the prefix cache.
+    The result is 0 on a GPU. On a CPU all blocks of a pool are allocated at load, for twice the
+    tokens of all sequences; the result is half of the bytes of these blocks.
     """
     if device.on_gpu():
         return 0

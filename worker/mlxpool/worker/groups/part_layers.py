@@ -47,10 +47,11 @@ class PartLayerBuilder(WeightLayerBuilder):
         self._part, self._collectives = part, collectives
 
     def linear(self, name: str) -> Linear:
-        """Builds a linear layer whose output is whole on every rank, if the model needs it.
+        """Builds a rank's part of a linear layer.
 
-        The output head joins the ranks' columns. A layer that is divided by its inputs adds up the
-        ranks' products.
+        The output head joins the columns of all ranks, and a layer that is divided by its inputs
+        adds up the products of all ranks, so their outputs are whole on every rank. Any other layer
+        returns what this rank computes.
         """
         layer = super().linear(name)
         if name == HEAD:

@@ -56,8 +56,9 @@ class Limits(Struct, frozen=True):
 class Launch(Struct, frozen=True):
     """The launch parameters of the kernel for large arrays, for arrays of at most `size` bytes.
 
-    `blocks`: the most thread blocks. `unroll`: the pieces (of 16 bytes) of each thread in a chunk;
-    or the lines (of 128 bytes) of each group of eight threads, an even number.
+    `blocks`: the most thread blocks. `unroll`: how many pieces (of 16 bytes) each thread has in a
+    chunk. In peer_sum_lines.cu: how many lines (of 128 bytes) each group of eight threads has, an
+    even number.
     """
 
     size: int
@@ -120,7 +121,7 @@ class BufferShape(Struct, frozen=True):
 
     @property
     def large_offset(self) -> int:
-        """The offset, in bytes, at which the areas for large arrays begin: after the state."""
+        """The offset of the areas for large arrays, in bytes from the end of the buffer's state."""
         return HALVES * (self.ranks - 1) * self.small_pieces * WORD_BYTES
 
     @property

@@ -64,7 +64,10 @@ def _compiled(literals: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _pattern(literals: Sequence[str]) -> re.Pattern[str] | None:
-    """Returns a pattern of the literals of two or more characters; None without such literals."""
+    """Returns a pattern that matches the literals of two or more characters.
+
+    Returns None if there are no such literals.
+    """
     divisible = tuple(dict.fromkeys(literal for literal in literals if len(literal) > 1))
     return _compiled(divisible) if divisible else None
 

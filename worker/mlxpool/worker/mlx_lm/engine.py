@@ -221,7 +221,7 @@ class MlxLmEngine:
         self._rows.admit(seq)
 
     def clip(self, seq: Sequence, tokens: int) -> int:
-        """Returns the number of inputs of a prompt's next chunk; see Engine."""
+        """Returns the number of inputs of a prompt's next chunk, at most `tokens`; see Engine."""
         return self._rows.clip(seq, tokens)
 
     def encode(self, image: PreparedImage, pinned: Collection[ImageKey]) -> None:

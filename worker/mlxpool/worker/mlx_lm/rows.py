@@ -62,7 +62,10 @@ class MlxLmRow:
         return cache.keys[..., start:end, :], cache.values[..., start:end, :]
 
     def put(self, layer: int, parts: Sequence[Arrays], capacity: int) -> None:
-        """Writes parts from `part` into an empty KV row's KVCache; the cache grows by itself."""
+        """Writes parts from `part` into the KVCache of an empty KV row.
+
+        Ignores `capacity`, because a KVCache grows by itself.
+        """
         cache = flatten(self.caches)[layer]
         keys, values = (mx.concatenate(list(side), axis=2) for side in zip(*parts, strict=True))
         cache.keys, cache.values, cache.offset = keys, values, keys.shape[2]
@@ -112,7 +115,10 @@ class MlxLmLayout:
         return 0
 
     def left(self, rows: Iterable[MlxLmRow], whole: int) -> int:
-        """Returns the bytes of `whole` that the tokens of `rows` do not use; see RowLayout."""
+        """Returns the bytes that `rows` do not use, of a capacity of `whole` bytes.
+
+        See RowLayout.
+        """
         return whole - sum(max(0, row.nbytes - self.fixed) for row in rows)
 
     def kv_bytes(self, rows: Iterable[MlxLmRow]) -> tuple[int, int]:

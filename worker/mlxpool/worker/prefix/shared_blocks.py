@@ -111,7 +111,10 @@ class BlockStore:
         return self._bytes * len(blocks - self._kept.keys())
 
     def blocks_of(self, row: BlockRow) -> int:
-        """Returns the number of a row's blocks, less a shared block that its next write copies."""
+        """Returns the number of a row's blocks.
+
+        A shared block does not count if the row's next write copies it.
+        """
         at = row.offset // self._size
         writes = row.offset % self._size > 0 and at < len(row.table)
         return len(row.table) - (writes and self._pool.references(row.table[at]) > 1)

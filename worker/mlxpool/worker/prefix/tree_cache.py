@@ -179,12 +179,12 @@ class TreeCache(PrefixCache[R], Generic[R, E, S]):
 
         `piece(start, end)` makes the content of these tokens; `bytes_of(start, end)` returns its
         size. `state`: the size of the snapshot at the end of the tokens, and a function that makes
-        the snapshot. `claim(bytes)` returns whether so many bytes are free: KV rows may own memory
-        that they have not written yet.
+        the snapshot. `claim(bytes)` returns whether so many bytes are free. The tree itself cannot
+        know this, because KV rows may own memory that they have not written yet.
 
         Returns the node at the end of the tokens, and the number of added tokens. The node has one
-        more reader until `leave`. Returns None if the tokens do not fit, or if the tree lacks some
-        of the first `least` tokens.
+        more reader until `leave`. Returns None if there is no room for the tokens, or if the tree
+        lacks some of the first `least` tokens.
         """
         scope = self._scope(owner)
         match = self._tree.match(tokens, len(tokens), scope)

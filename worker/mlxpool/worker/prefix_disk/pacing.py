@@ -43,7 +43,7 @@ class Pace:
         return SMALL_PIECE if self._on_cores and not self._hurries() else PIECE
 
     def begin(self) -> None:
-        """Begins to count work; earlier work of the thread does not count."""
+        """Begins to count the thread's work; earlier work leads to no pause."""
         self._owed, self._counted = 0.0, time.thread_time()
 
     def rest(self, most: float = math.inf) -> float:
@@ -51,7 +51,8 @@ class Pace:
 
         Only processor time counts as work, because a thread that waits for the disk disturbs
         nobody. Pause time that exceeds `most`, or that is too short for a pause, stays due. Returns
-        the seconds of pause that are no longer due.
+        the seconds of this pause, even if it ended early because the thread may hurry; they are no
+        longer due.
         """
         now = time.thread_time()
         self._owed += REST * (now - self._counted)

@@ -184,7 +184,7 @@ class Room:
         self.changed = threading.Condition()  # guards this object and the readings
 
     def has(self, size: int) -> bool:
-        """Returns whether a record of `size` bytes fits."""
+        """Returns whether the room has `size` bytes left for a record; True for an empty room."""
         return not self.used or self.used + size <= self.limit
 
 

@@ -101,7 +101,7 @@ def remove(root: Path, model: str, digest: str = "") -> int:
     """Deletes the segments of a model whose digest begins with `digest`; returns their bytes.
 
     Raises ValueError for a model without a folder, or if no segment has such a digest. Raises
-    OSError.
+    OSError if the folder cannot be locked, or a segment cannot be deleted.
     """
     known = models_in(root)
     if model not in known:

@@ -44,7 +44,7 @@ class MemoryParts(Struct, frozen=True):
 
     @property
     def passes(self) -> bool:
-        """Whether running requests will free some of the memory at their end."""
+        """Whether the lack of memory will pass: running requests free memory at their end."""
         return self.others > 0 or self.figures.get("kv_used", 0) > 0
 
 

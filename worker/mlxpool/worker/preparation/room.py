@@ -49,7 +49,7 @@ class Room:
         self._until = 0.0  # when the requested bytes have to be free
 
     def rest(self, memory: int) -> None:
-        """Reserves the `memory` bytes that the preparation processes use while no job runs."""
+        """Called while no job runs: reserves the `memory` bytes of the preparation processes."""
         if abs(memory - self._reserved) >= MIN_CHANGE:
             self._reserved = memory
             self.worker.reserve(memory)

@@ -56,7 +56,10 @@ class Heartbeat:
     """Heartbeats: due every BEAT_INTERVAL, and when the compute thread changes its phase."""
 
     def __init__(self, progress: Progress, *, with_sample: bool) -> None:
-        """`with_sample`: adds the progress block, which the broker cannot read, to heartbeats."""
+        """`with_sample`: adds the progress block to heartbeats.
+
+        It is set for a worker whose broker cannot read the block itself.
+        """
         self._progress = progress
         self._with_sample = with_sample
         self._process = psutil.Process()

@@ -174,7 +174,7 @@ class Intake:
                 self._formats.load()
 
     def is_ready(self, again: Callable[[], None]) -> bool:
-        """Returns whether requests can be prepared; if not, `again` is called later."""
+        """Returns whether requests can be prepared; if not, calls `again` as soon as they can."""
         return self._formats is None or self._formats.is_settled(again)
 
     def rest(self) -> None:
@@ -270,7 +270,10 @@ class Intake:
             self._service.cancel(task)
 
     def drain(self) -> None:
-        """Stops all runs and refuses new runs; the compute thread answers `handed_back`."""
+        """Stops all runs and refuses new runs.
+
+        The compute thread answers with HandedBack, see `handed_back`.
+        """
         if not self._draining:
             self._draining = True
             self._compute(HandBack())
@@ -377,7 +380,10 @@ class Intake:
                 self._service.cancel(task)
 
     def _finish(self, task: Task, preparation: Preparation, *results: Result | Constraint) -> None:
-        """Posts the outcome of a preparation: from its results, or an error in `results`."""
+        """Makes the outcome of a preparation from the results of its jobs, and posts it.
+
+        If one of `results` is an error, this error is the outcome.
+        """
         outcome: Outcome | PoolError
         try:
             for result in results:

@@ -152,15 +152,18 @@ class Link:
         return True
 
     def silent_too_long(self, now: float) -> bool:
-        """Returns whether to replace the connection, because the broker is silent.
+        """Returns True if the connection must be replaced, because the broker was silent too long.
 
-        Called once per loop iteration, after reading.
+        Called once per loop iteration, after all frames were read.
         """
         too_long = self.silence.turn(now)
         return too_long and self.introduced
 
     def alone_too_long(self, limit: float) -> bool:
-        """Returns whether no frame arrived within `limit` seconds of counted time after a hello."""
+        """Returns whether a hello was sent, and no frame has arrived for `limit` counted seconds.
+
+        For counted seconds see Silence.
+        """
         return self.introduced and self.silence.since_heard >= limit
 
     # ---- frames --------------------------------------------------------------------------------

@@ -62,7 +62,10 @@ class TextModel(Protocol):
         """Returns a chat as text; with `continues`, without a generation prompt."""
 
     def infill(self, text: str, suffix: str) -> list[int]:
-        """Returns the ids of a prompt with a gap between `text` and `suffix`. Raises BadRequest."""
+        """Returns the ids of a prompt with a gap between `text` and `suffix`.
+
+        Raises BadRequest if the tokenizer has no tokens for gaps.
+        """
 
     def encode(self, text: str, cuts: Sequence[int] = (), *, begins: bool = True) -> list[int]:
         """Returns the ids of a text; no token crosses a position in `cuts`.

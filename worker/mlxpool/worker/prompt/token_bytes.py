@@ -44,8 +44,8 @@ DecodeStep = Callable[[str, bool], str]  # (a token's text, whether it begins th
 class DecodeRule(Struct, frozen=True):
     """The conversion of a token's text in the vocabulary to bytes.
 
-    `literal`: added tokens are their own text and skip the steps. `strip`: the number of spaces
-    that are removed from the beginning of a whole text.
+    `literal`: the text of an added token is used as it is, without the steps. `strip`: the number
+    of spaces that are removed from the beginning of a whole text.
     """
 
     steps: tuple[DecodeStep, ...] = ()

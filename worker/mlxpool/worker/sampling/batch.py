@@ -64,8 +64,8 @@ def penalty_history(seq: Sequence, awaited: int = 0) -> Many[int]:
     """Returns the newest tokens of a stream, at least those that its penalties count.
 
     Empty without penalties. Tokens discarded by a context shift are included. If penalties count
-    the whole stream and its context can shift, returns as many tokens as the context holds besides
-    the `awaited` tokens. The awaited tokens come before the token to sample, and are not known yet.
+    the whole stream and its context can shift, returns as many tokens as the context holds, less
+    the `awaited` tokens: these come before the token to sample, and are not known yet.
     """
     if not has_penalties(seq.options):
         return ()
@@ -322,10 +322,10 @@ def accepted_tokens(
 ) -> list[SampledToken]:
     """Returns the tokens that a check of drafts accepts: the right drafts and one more token.
 
-    Sampling without drafts would give the same tokens. `row` and the following rows have the token
-    sampled at the position of each draft, and the token after the last draft. If no token could be
-    sampled at a position, returns the tokens before it; the next pass then fails there. Raises
-    SequenceFailed if this is the first position.
+    Sampling without drafts would give the same tokens. `sampled` has a row for each draft, from
+    `row` on, with the token that was sampled at the draft's position. One more row has the token
+    after the last draft. If no token could be sampled at a position, returns the tokens before it;
+    the next pass then fails at this position. Raises SequenceFailed if it is the first position.
     """
     drawn = sampled.tokens[row : row + len(drafts) + 1]
     right = next((n for n, draft in enumerate(drafts) if drawn[n] != draft), len(drafts))
@@ -357,7 +357,7 @@ def _logprob(sampled: SampledNumbers, seq: Sequence, row: int) -> TokenLogprob |
 def logprob_of_row(
     sampled: SampledNumbers, logprobs: Many[float], row: int, wanted: int
 ) -> TokenLogprob:
-    """Returns the log-probability of a row, with `wanted` of its most likely tokens."""
+    """Returns the log-probability of a row's token, and the row's `wanted` likeliest tokens."""
     if not wanted or sampled.top_ids is None or sampled.top_logprobs is None:
         return TokenLogprob(logprobs[row])
     likely = zip(sampled.top_ids[row], sampled.top_logprobs[row], strict=True)

@@ -220,9 +220,9 @@ def _top_k_threshold(best: mx.array, batch: SamplingBatch) -> mx.array:
 def _top_p_threshold_of_top_k(best: mx.array, mass: mx.array, batch: SamplingBatch) -> mx.array:
     """Returns [R, 1]: the least logit that top-k and top-p keep; -inf without top-k.
 
-    Top-p keeps a token if the tokens before it have less than top-p mass together. `mass` [R, k]
-    are the probabilities of `best`, the greatest logits. Ties are neighbours in `best`, so the mass
-    before the first tie decides for all ties.
+    Top-p keeps a token if all tokens with greater logits have less than top-p probability together.
+    `mass` [R, k] are the probabilities of `best`, the greatest logits in descending order. Equal
+    logits are neighbours in `best`, so the sum before the first of them decides for all.
     """
     above = mx.cumsum(mass, axis=-1, inclusive=False)
     stays = (above < batch.top_p) & (mx.arange(best.shape[-1])[None] < batch.top_k)

@@ -82,8 +82,8 @@ class BlockManager:
     def admit(self, seq: Sequence, *, alone: bool) -> bool:
         """Gives a waiting sequence its first blocks, if these are free.
 
-        `alone`: no sequence runs, so the blocks are free in any case. Returns whether the sequence
-        got its blocks.
+        `alone`: no sequence runs; then the sequence gets the blocks in any case. Returns whether
+        the sequence got its blocks.
         """
         need = blocks_to_admit(seq, self.capacity)
         if not self._find(need, seq) and not alone:

@@ -48,9 +48,9 @@ def truncated_tokens(prompt: int, context: int, keep: int, media: Spans = ()) ->
 
 
 def shift_discard(tokens: int, context: int, keep: int) -> int:
-    """Returns the number of `tokens` that a shift discards after the kept tokens.
+    """Returns how many of a stream's `tokens` a shift discards, directly after the kept tokens.
 
-    The shift frees half of the context after the kept tokens, at least 1 token.
+    After the shift, half of the context beyond the kept tokens is free, at least 1 token.
     """
     discard = max((context - keep) // 2, 1) - (context - tokens)
     return min(max(0, discard), max(0, tokens - keep))

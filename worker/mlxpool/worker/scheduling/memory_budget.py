@@ -38,10 +38,10 @@ class MemoryBudget(Struct, frozen=True, kw_only=True):
         return block_capacity(self.limit - used, self.block + self.head_block)
 
     def blocks_for(self, context: int) -> int:
-        """Returns the number of blocks that fit into memory beside the reserved memory.
+        """Returns the number of blocks that fit into memory without use of the reserved memory.
 
-        But a sequence of the whole `context` always gets its blocks, if need be from the reserved
-        memory. While the sequence uses these blocks, other processes cannot get all of the reserved
+        If these are too few for one sequence of `context` tokens, adds blocks in the reserved
+        memory. While a sequence uses these blocks, other processes cannot get all of the reserved
         memory.
         """
         free = self.free_blocks

@@ -165,18 +165,20 @@ def _with_drafts(span: Span, drafts: tuple[int, ...]) -> Span:
 
 
 def _spare_lines(rows: int, limits: StepLimits) -> int:
-    """Returns how many unread completion tokens a pass may read besides one for each row.
+    """Returns how many inputs a pass may have for unread completion tokens.
 
-    The number is small, so that these inputs hardly delay prompts and other sequences.
+    The first token of each row is not counted. The number is small, so that these inputs hardly
+    delay prompts and other sequences.
     """
     spare = min(MAX_RUN_LINES, max(0, limits.lines - rows) // 2)
     return min(spare, max(0, limits.run_lines - rows)) if limits.run_lines else spare
 
 
 def _run_spans(runs: Many[Sequence], spare: int, clip: Clip) -> list[Span]:
-    """Returns spans of unread completion tokens.
+    """Returns a span of unread completion tokens for each sequence of `runs`.
 
-    Each span has one token of its sequence; all spans together have at most `spare` more tokens.
+    A span has one token or more. Together the spans have at most `spare` tokens beyond the first
+    token of each span.
     """
     spans: list[Span] = []
     for seq in runs:
@@ -314,7 +316,8 @@ def victim_for(sequence: Sequence, live: Many[Sequence]) -> Sequence | None:
     """Returns the running sequence to preempt for a waiting sequence of another owner, or None.
 
     It is the newest sequence of the owner with the most running sequences, if this owner has at
-    least two more than the other owner. The broker distributes runs among workers by the same rule.
+    least two more than the owner of the waiting sequence. The broker uses the same rule when it
+    distributes runs among workers.
     """
     victim = preemption_victim(live)
     if victim is None:

@@ -136,7 +136,7 @@ class Sequence(Struct, eq=False):
 
     @property
     def reads_run(self) -> bool:
-        """Whether a decode step reads all unread tokens, because they are few completion tokens.
+        """True if a decode step reads all unread tokens: several, but few, completion tokens.
 
         This happens after several tokens were appended together, or after a preemption.
         """

@@ -61,15 +61,18 @@ class BestDrafter:
             self._counts[number] -= 1
 
     def seconds(self, rows: int, depth: int) -> float:
-        """Predicts the seconds of `drafts`: the sum over the drafters that rows chose.
+        """Predicts the seconds of `drafts`; see Drafter.
 
-        See Drafter.
+        This is the sum over the drafters that `chances` has chosen for any sequence.
         """
         pairs = zip(self.drafters, self._counts, strict=True)
         return sum(drafter.seconds(min(rows, count), depth) for drafter, count in pairs if count)
 
     def reading_seconds(self, seq: Sequence, depth: int) -> float:
-        """Predicts the seconds in which the chosen drafter reads unread tokens; see Drafter."""
+        """Predicts the seconds in which the chosen drafter reads a sequence's unread tokens.
+
+        See Drafter.
+        """
         if seq not in self._chosen:
             return 0.0
         return self.drafters[self._chosen[seq]].reading_seconds(seq, depth)

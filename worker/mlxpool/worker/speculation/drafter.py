@@ -41,7 +41,7 @@ class Drafter(Protocol):
         """
 
     def reading_seconds(self, seq: Sequence, depth: int) -> float:
-        """Predicts the seconds to read a sequence's unread tokens, before `depth` drafts."""
+        """Predicts the seconds to read a sequence's unread tokens, as `depth` drafts need it."""
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
         """Returns the next drafts of sequences; `depths`: the number of drafts of each.

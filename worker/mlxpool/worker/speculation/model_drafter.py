@@ -282,7 +282,10 @@ class ModelDrafter(Struct):
         return row
 
     def _make_place(self, needed: Mapping[Sequence, int]) -> None:
-        """If all KV rows are used, frees one, preferably the row of a stream that does not run."""
+        """If all KV rows are used, frees one, preferably the row of a stream that does not run.
+
+        The rows of the sequences in `needed` stay.
+        """
         held = [
             (seq.phase is Phase.RUNNING, number, stream.row)
             for number, (seq, stream) in enumerate(self.streams.items())

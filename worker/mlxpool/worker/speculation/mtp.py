@@ -35,10 +35,11 @@ class Predictor(Protocol):
         """Returns whether the hidden state of the input before the newest token is available."""
 
     def drafts(self, depths: Mapping[Sequence, int]) -> Drafts:
-        """Returns `depths` likely next tokens of each sequence, while no pass is in flight.
+        """Returns the likeliest next tokens of each sequence, as many as its number in `depths`.
 
-        Omits sequences that are not ready, and all sequences if the head's pass fails. Raises the
-        error of the pass if the device no longer computes.
+        Call it only while no pass is in flight. Omits sequences that are not ready, and all
+        sequences if the head's pass fails. Raises the error of the pass if the device no longer
+        computes.
         """
 
 
@@ -52,7 +53,10 @@ class _Average(Struct):
     seen: float
 
     def learn(self, *, right: bool, least: float, most: float) -> None:
-        """Adds a draft, with a weight of at least `least`; `seen` stays at most `most`."""
+        """Adds a draft to the average.
+
+        The draft's weight is 1 / `seen`, but at least `least`; `seen` grows by 1, up to `most`.
+        """
         self.seen = min(most, self.seen + 1)
         self.share += max(least, 1 / self.seen) * (right - self.share)
 

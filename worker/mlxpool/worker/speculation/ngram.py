@@ -45,9 +45,9 @@ class _Stream(Struct):
 class NgramDrafter(Struct):
     """The Drafter of n-grams.
 
-    A match is followed token by token while its drafts are right. After a wrong token the longest
-    match is searched again. Without a match, the wrong token is skipped and the old match
-    continues.
+    A match is followed token by token while its drafts are right. After a wrong draft the longest
+    match is searched again. If there is none, the wrong draft is skipped, and the next drafts come
+    after it.
     """
 
     name: str = NGRAM
@@ -104,8 +104,8 @@ class NgramDrafter(Struct):
     def chances(self, seq: Sequence, most: int) -> tuple[float, ...]:
         """Returns the chances of the drafts that come after the tokens in flight; see Drafter.
 
-        The first chance includes that the drafts at the positions of the tokens in flight are
-        right.
+        The tokens in flight are not known yet. So the first chance also covers that these tokens
+        equal the drafts at their positions.
         """
         stream = self._streams.get(seq)
         if stream is None or stream.place == NOWHERE:

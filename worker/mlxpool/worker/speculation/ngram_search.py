@@ -82,7 +82,10 @@ class StreamTokens:
         return most
 
     def copied(self, place: int, count: int) -> tuple[int, ...]:
-        """Returns `count` tokens from `place` on; at the end, repeats the tokens from `place`."""
+        """Returns `count` tokens from `place` on.
+
+        After the stream's last token, the tokens from `place` on are repeated.
+        """
         copy = [ord(character) for character in self._text[place : place + count]]
         period = len(self) - place
         while len(copy) < count:

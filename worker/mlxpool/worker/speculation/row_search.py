@@ -44,15 +44,19 @@ class RowSearch:
         return self.saved > 0 and self.saved >= min(self._needed, MAX_SAVED)
 
     def earn(self, step: float, gained: float = 0.0) -> None:
-        """Adds fractions of a step's seconds, and of seconds gained by drafts, to the budget."""
+        """Adds fractions of two times to the budget: of a step, and of the time that drafts gained.
+
+        Both are in seconds.
+        """
         self._step = step
         self._save(TIME_SHARE * step + GAIN_SHARE * max(0.0, gained))
 
     def pass_by(self) -> bool:
-        """Credits the budget for a step without a search, as if it took as long as the newest step.
+        """Called after a step without a search, which counts as long as the newest measured step.
 
-        Returns False and credits nothing if a search is now affordable; `earn` will credit that
-        step.
+        Adds a fraction of its seconds to the budget and returns True. But if the budget then
+        suffices for a search, or no step was measured, adds nothing and returns False: the caller
+        measures the step, and `earn` adds its time.
         """
         before = self.saved
         self._save(TIME_SHARE * self._step)
@@ -85,7 +89,8 @@ class RowSearch:
     def spend(self, seconds: float, others: int) -> None:
         """Subtracts the `seconds` of a search from the budget.
 
-        `others`: the number of all sequences that are searched in turn.
+        `others`: the number of candidates that take turns; the time of a search of all of them is
+        estimated.
         """
         self.saved -= seconds
         if self._looked:

@@ -69,9 +69,10 @@ class Choice(Struct):
 
 
 class Rest(Struct):
-    """The number of steps without drafts after useless work for drafts (exponential back-off).
+    """A series of steps without drafts, after useless work for drafts (exponential back-off).
 
-    The number is 1, then 2, 4, up to MAX_REST. It halves each time that drafts are checked.
+    It has 1 step, the next time 2, then 4, up to MAX_REST. The length halves each time that drafts
+    are checked. `left`: the remaining steps. `next`: the length of the next rest.
     """
 
     left: int = 0
@@ -127,8 +128,9 @@ class Speculator:
     def skip_step(self) -> bool:
         """Counts an ended step as skipped; returns False if the step has to be measured instead.
 
-        If drafts gain no time, most steps are skipped and cost only this call. The last step of a
-        rest is not skipped: it shows the time of a step without drafts or search.
+        While drafts gain no time, most steps are skipped and cost only this call. A step outside of
+        a rest (see Rest) is measured if sequences have drafts, if the cost of earlier drafts is not
+        known yet, or if the budget now suffices for a search.
         """
         if self._rest.left:
             self._rest.left -= 1

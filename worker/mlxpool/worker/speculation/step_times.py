@@ -45,7 +45,11 @@ class Curve(Struct):
     points: list[tuple[int, float]] = field(default_factory=lambda: [(0, 1.0)])  # drafts, multiple
 
     def observe(self, drafts: int, multiple: float) -> None:
-        """Adds a measured step. Ignores the first step of a size, which may compile something."""
+        """Adds a measured step.
+
+        Ignores the first step with a class of numbers of drafts (`_kind`), which may compile
+        something.
+        """
         kind = _kind(drafts)
         newest = self.newest.get(kind)
         if newest is None:
@@ -139,9 +143,9 @@ class StepTimes:
     def with_drafts(self, rows: int, drafts: int, predict: Predict, plain: float) -> float:
         """Returns the seconds of a step with drafts. `plain`: seconds without drafts.
 
-        A step with more drafts than any measured step is extrapolated: each further draft is
-        assumed to cost as much as a measured draft. But if passes are submitted ahead, most of the
-        measured cost is a wait. Then the cost of the further drafts is predicted instead.
+        For more drafts than any measured step had, each further draft is assumed to cost as much as
+        a draft of the largest measured step on average. But if passes are submitted ahead, most of
+        the measured cost is a wait. Then the cost of the further drafts is predicted instead.
         """
         curve = self._curves.get(rows.bit_length())
         most = self.known_drafts(rows)
@@ -162,9 +166,9 @@ class StepTimes:
     def _plain_seconds(self, rows: int) -> float | None:
         """Returns the seconds of a step without drafts, interpolated between measured numbers.
 
-        `rows`: the number of sequences. The result is at most the time of more sequences: if most
-        steps have drafts, few plain steps are measured, and one slow plain step would make drafts
-        look free. None without a measurement.
+        `rows`: the number of sequences. The result is at most the measured time of a step with more
+        sequences: if most steps have drafts, few steps without drafts are measured, and one slow
+        step would make drafts look free. None without a measurement.
         """
         sizes = self._sizes
         if not sizes:

@@ -22,13 +22,13 @@ class Cut(Struct, frozen=True):
     zeros: bool = False
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the part of a tensor."""
+        """Returns the shape of this part of a tensor of the given shape."""
         if self.zeros:
             return shape
         return (*shape[: self.axis], self.end - self.begin, *shape[self.axis + 1 :])
 
     def of(self, array: mx.array) -> mx.array:
-        """Returns the part of an array, unevaluated.
+        """Returns this part of an array, not evaluated.
 
         The part does not keep the whole array in memory.
         """

@@ -32,7 +32,7 @@ _NUMBERED = re.compile(r"model-(\d{1,6})-of-(\d{1,6})\.safetensors")
 class ShardContent(Struct, frozen=True):
     """The contents of one weight file: its header, and its tensors by the model's names.
 
-    `layouts` has the quantisation of modules for which the file itself states it.
+    `layouts`: the quantisation of those modules whose quantisation is stated in the file itself.
     """
 
     raw: bytes  # the header itself
@@ -118,10 +118,10 @@ class ModelFiles(Struct, frozen=True):
         return self.read({shard: self.format.header(shard) for shard in self.shards})
 
     def stamps(self) -> tuple[tuple[str, int, int], ...]:
-        """Returns name, size and modification time (nanoseconds) of each shard without a digest.
+        """Returns the name, size and modification time (in nanoseconds) of shards.
 
-        Replaced weights have other stamps, even with the same contents. Raises ModelLoadFailed if a
-        file is missing.
+        Shards whose digest is known are omitted. Replaced weights have other stamps, even with the
+        same contents. Raises ModelLoadFailed if a file is missing.
         """
         try:
             statuses = [(shard.resolve().name, shard.stat()) for shard in self._undigested()]

@@ -216,7 +216,7 @@ class _Reader:
         return (name,) if derived is None else derived.sources
 
     def weights_of(self, names: Sequence[str]) -> Iterator[dict[str, mx.array]]:
-        """Yields these weights, lazily read: first all stored weights, then each derived group."""
+        """Yields these weights as lazy arrays: the stored weights, then each derived group."""
         stored = [name for name in names if name not in self._derived]
         yield {name: self._stored(self._tensors[name], self._cuts.get(name)) for name in stored}
         done: list[DerivedWeights] = []

@@ -85,7 +85,10 @@ def packed(numbers: Bytes, bits: int) -> Bytes:
 
 
 def rounded_groups(weights: Floats, bits: int) -> Groups:
-    """Rounds weights [n, 32] to numbers of `bits` between each group's least and largest weight."""
+    """Rounds weights [n, 32] to `bits` bits.
+
+    In each group, 0 is the least weight and 2**bits - 1 the greatest.
+    """
     low, high = weights.min(axis=1), weights.max(axis=1)
     scales = (high - low) / np.float32(2**bits - 1)
     steps = np.where(scales > 0, scales, np.float32(1))
@@ -162,7 +165,11 @@ def _nibbles_k(data: Bytes) -> Bytes:
 
 
 def _scales_k(blocks: Bytes) -> tuple[Floats, Floats]:
-    """Returns scales d * s and biases -dmin * m of the 8 groups of each block, flat."""
+    """Returns the scales and the biases of the 8 groups of each block, flat.
+
+    A scale is d * s and a bias is -dmin * m: the block has the float16 numbers d and dmin, and for
+    each group the 6-bit numbers s and m.
+    """
     first, second, third = (blocks[:, at : at + 4] for at in (4, 8, 12))
     scale = np.concatenate([first & _SIX, (third & _LOW) | (first >> np.uint8(6)) << _FOUR], axis=1)
     least = np.concatenate(
